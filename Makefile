@@ -36,7 +36,7 @@ check: lint
 # Page transfer through the engines that cross nodes. Their wheels (170 MB) are not part of `make test`, which skips these.
 transfer-test: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,mooncake]'
-	$(BIN)/python -m pytest tests/worker/transfer/test_transfer_engines.py tests/worker/transfer/test_transfer.py tests/worker/transfer/test_transfer_decode.py \
+	$(BIN)/python -m pytest tests/worker/transfer/test_engines.py tests/worker/transfer/test_transfer.py tests/worker/transfer/test_decode.py \
 		tests/processes/test_prefill_decode.py tests/processes/test_prefill_decode_faults.py
 
 # promtool and a server for the tests of rules and dashboards, without root. Tests that need them skip where this fails.

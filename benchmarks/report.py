@@ -1,7 +1,7 @@
 """Write benchmarks/TABLES.md, and the plots that tables have, from benchmarks/results: `python -m benchmarks.report`
 
 A benchmark writes its result as JSON there; this module shows every one of them. Verdicts are in RESULTS.md, written by
-hand. tests/test_benchmark_reports.py fails while TABLES.md or a plot differs from what the results say.
+hand. tests/benchmarks/test_reports.py fails while TABLES.md or a plot differs from what the results say.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ divergence the *oracle's* gap is below the tie bound, and the service's token is
 two contexts differ, so the rest of that request is neither verified nor a mismatch: it is counted as `unverified`.
 
 In bfloat16 the order of additions changes the indexer's selection, and with it whole logits. No two programs agree
-token by token there; tests/gpu/test_runner_cuda.py compares logits instead.
+token by token there; tests/gpu/test_runner.py compares logits instead.
 """
 
 from __future__ import annotations

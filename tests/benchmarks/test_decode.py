@@ -10,7 +10,7 @@ from kernels.state import MissPlan
 from tests.support.kernel_rig import Rig
 
 
-def test_the_plain_model_finds_the_rows_that_hisparse_finds_for_resident_requests() -> None:
+def test_plain_model_finds_rows_of_resident_requests() -> None:
     rig = Rig(seats=4, batch=5)
     requests = [rig.open(seat, length, hot_slots=0) for seat, length in ((2, 70), (0, 64), (3, 130))]
     rig.begin(requests)
@@ -40,7 +40,7 @@ def test_the_plain_model_reads_no_place_for_padding() -> None:
     look_up(rig.state, 0, torch.full((4, 4), -1, dtype=torch.int32), rig.batch, found, rig.miss_plan)
 
 
-def test_a_step_is_shared_out_by_kind_of_kernel_and_what_overlaps_counts_once_as_busy() -> None:
+def test_step_time_is_split_by_kernel_and_overlap_counts_once() -> None:
     ran = [
         ("hisparse::swap_in", 0.0, 1000.0),
         ("attend", 500.0, 2500.0),

@@ -41,7 +41,7 @@ def kept(executor: Executor) -> list[float]:
     ]
 
 
-def test_nothing_is_counted_or_timed_while_it_is_off(executor: Executor, clock: decode.Clock) -> None:
+def test_instrumentation_off_counts_and_times_nothing(executor: Executor, clock: decode.Clock) -> None:
     decode.turn_until(executor, clock, 2)
     with switched_off(executor):
         before = kept(executor)

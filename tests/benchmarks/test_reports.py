@@ -29,7 +29,7 @@ def cell(us: float, misses: int = 20, row_bytes: int = 656) -> dict[str, Any]:
     }
 
 
-def test_a_plot_has_a_mark_for_every_value_and_none_for_missing_ones() -> None:
+def test_plot_marks_every_value_and_skips_missing_ones() -> None:
     rows = [Row("a & b", {"ours <&>": 1.5, "theirs": 700.0}), Row("c", {"ours <&>": 30.0})]
     root = ElementTree.fromstring(marks("title", "us", [ONE, OTHER], rows))
     dots = [float(c.attrib["cx"]) for c in root.findall(f"{SVG}circle") if float(c.attrib["cy"]) > 48]
@@ -52,7 +52,7 @@ def both_ways(us: float, overlapped: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("us", "said"), [(5.6, "met"), (5.8, "over"), (17.0, "slower")])
-def test_a_cell_meets_its_target_or_says_what_it_misses(us: float, said: str) -> None:
+def test_cell_names_the_target_that_was_missed(us: float, said: str) -> None:
     assert verdict(cell(us)) == said
     assert swap_in_report.line(cell(us)).endswith(f"| {said} |\n")
 
@@ -69,7 +69,7 @@ def test_a_cell_meets_its_target_or_says_what_it_misses(us: float, said: str) ->
         (17.0, 17.0, "slower"),
     ],
 )
-def test_a_star_marks_what_holds_for_overlapped_launches_alone(us: float, overlapped: float, said: str) -> None:
+def test_star_marks_overlapped_launches(us: float, overlapped: float, said: str) -> None:
     row = both_ways(us, overlapped)
     assert verdicts(row) == said
     assert swap_in_report.line(row).endswith(f"| {said} |\n")
@@ -79,7 +79,7 @@ def test_a_cell_without_peers_claims_nothing() -> None:
     assert verdict(cell(5.0, row_bytes=640)) == verdicts(cell(5.0, row_bytes=640)) == ""
 
 
-def test_a_mean_is_shown_where_it_says_something_else_than_the_median() -> None:
+def test_mean_is_shown_where_median_differs() -> None:
     row = {"us": 10.0, "us_min": 9.0, "us_max": 12.0}
     assert spread(row) == spread({**row, "mean_us": 10.4}) == "10.0 (9.0–12.0)"
     assert spread({**row, "mean_us": 10.6}) == "10.0 (9.0–12.0), mean 10.6"
@@ -100,7 +100,7 @@ def test_a_table_counts_every_cell_with_figures() -> None:
     assert text.count("\n| 656") + text.count("\n| 640") == 4
 
 
-def test_a_table_counts_both_ways_and_says_which() -> None:
+def test_table_labels_both_counts() -> None:
     text = swap_in_table([both_ways(5.8, 5.6), both_ways(5.8, 5.8), both_ways(17.0, 5.6)])
     assert "0 meet both conditions, 2 are over the target only, 1 are slower than SGLang: launches that do not" in text
     counts = "2 meet both conditions, 1 are over the target only, 0 are slower than SGLang"
@@ -121,7 +121,7 @@ def decode_row(mode: str, concurrency: int, tokens_per_s: float) -> dict[str, An
     return {**what, **times, "tokens_per_s": tokens_per_s, "hit_rate": 0.99, "parts_ms": parts}
 
 
-def test_decode_tables_compare_the_most_requests_of_each_mode_and_leave_out_what_was_not_run() -> None:
+def test_decode_tables_compare_most_requests_per_mode() -> None:
     rows = [
         *(decode_row(mode, 1, 200.0) for mode in ("plain", "resident", "hisparse")),
         decode_row("resident", 16, 2_000.0),
@@ -137,7 +137,7 @@ def test_decode_tables_compare_the_most_requests_of_each_mode_and_leave_out_what
     assert ElementTree.fromstring(decode_report.plot(rows)).tag == f"{SVG}svg"
 
 
-def test_transfers_are_held_against_the_limit_of_their_own_round() -> None:
+def test_transfers_are_compared_with_the_limit_of_their_round() -> None:
     rounds = [
         {"memcpy": {"gbps": 8.0}, "tcp": {"gbps": tcp, "cpu_s_per_gb": 0.5}, "nixl": {"gbps": 1.0, "cpu_s_per_gb": 1.0}}
         for tcp in (1.0, 2.0, 4.0)
@@ -149,13 +149,13 @@ def test_transfers_are_held_against_the_limit_of_their_own_round() -> None:
     assert "| tcp | 2.00 |  | 0.50 |" in text
 
 
-def test_copies_of_workers_are_held_against_plain_ones() -> None:
+def test_worker_copies_are_compared_with_plain_copies() -> None:
     limits = {"cuda:0": {"to_host": 50.0, "to_device": 40.0}, "cuda:1": {"to_host": 40.0, "to_device": 50.0}}
     row = {"gb_per_s": {"stage": 25.0, "preload": 50.0, "receive": 7.0}}
     assert list(transfer_report.rates(row, limits)) == ["stage 25.0 (50%)", "preload 50.0 (100%)", "receive 7.0"]
 
 
-def test_what_two_gpus_do_is_held_against_plain_copies_alone_and_at_once() -> None:
+def test_two_gpu_copies_are_compared_alone_and_at_once() -> None:
     rates = {"stage": 40.0, "load": 30.0, "stage + load": 60.0}
     rates |= {"plain_to_host": 50.0, "plain_to_device": 60.0, "plain_to_host + plain_to_device": 100.0}
     text = transfer_report.links({"gb_per_s": rates, "devices": ["x", "y"], "pages": 2, "page_bytes": 10**9})
@@ -219,5 +219,5 @@ def test_verdicts_quote_their_results() -> None:
     assert [said for said in verdict_figures() if said not in page] == []
 
 
-def test_verdicts_are_one_page() -> None:
+def test_verdicts_fit_one_page() -> None:
     assert len((report.PLACE / "RESULTS.md").read_text().splitlines()) < 80

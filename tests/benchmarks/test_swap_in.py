@@ -38,7 +38,7 @@ def stepped(misses: int) -> tuple[Setup, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("misses", [0, 410, FRESH])
-def test_every_step_misses_as_many_as_it_is_to(misses: int) -> None:
+def test_every_step_misses_the_count_asked_for(misses: int) -> None:
     setup, before = stepped(misses)
     check(setup, before, misses, GRAPHS * STEPS)
     with pytest.raises(SystemExit, match="counted misses, hits"):
@@ -93,7 +93,7 @@ def trip(setup: Setup) -> None:
         (trip, "tripwires .1, 0, 0, 0"),
     ],
 )
-def test_a_kernel_that_is_wrong_is_not_timed(damage: Callable[[Setup], None], said: str) -> None:
+def test_wrong_kernel_is_not_timed(damage: Callable[[Setup], None], said: str) -> None:
     setup, before = deepcopy(stepped(FRESH))
     damage(setup)
     with pytest.raises(SystemExit, match=said):
@@ -109,7 +109,7 @@ def test_figures_are_medians_of_all_replays() -> None:
     assert found["overlapped_us"] == found["overlapped_us_max"] == 1.0
 
 
-def test_a_run_out_of_budget_goes_on_in_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_run_continues_after_budget_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run measures one batch of cells and is out of budget: passes add up, and none is measured twice."""
     out, measured, now = tmp_path / "out.json", list[tuple[int, int]](), [0.0]
 
@@ -160,7 +160,7 @@ def options(**chosen: Any) -> Namespace:
     return Namespace(**{**dict.fromkeys(("row_bytes", "hot", "batch", "misses", "extra")), **chosen})
 
 
-def test_filters_leave_the_cells_that_fit_all_of_them() -> None:
+def test_filters_keep_cells_that_match_all() -> None:
     assert select(options()) == dict.fromkeys(PEERS, MISSES)
     assert select(options(extra=True)) == dict.fromkeys(EXTRA, MISSES)
     found = select(options(hot=[8192], batch=[1, 128], misses=[20, 0]))

@@ -84,11 +84,11 @@ async def test_a_cancelled_take_has_taken_nothing() -> None:
     with trio.move_on_after(0.01) as scope:
         await mailbox.take(5)
     assert scope.cancelled_caught
-    mailbox.put(2)  # nobody is parked any more
+    mailbox.put(2)  # no reader is parked any more
     assert await mailbox.take(5) == [2]
 
 
-async def test_a_mailbox_has_one_reader() -> None:
+async def test_mailbox_has_a_single_reader() -> None:
     mailbox: Mailbox[int] = Mailbox("m", 10)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mailbox.take, 1)
@@ -114,7 +114,7 @@ async def test_an_ask_waits_for_its_reply_or_its_failure() -> None:
         reply.set(1)
 
 
-async def test_a_closed_actor_handles_what_it_has_and_drops_the_rest() -> None:
+async def test_closed_actor_finishes_its_messages_and_drops_the_rest() -> None:
     async with open_supervisor() as supervisor:
         actor = FakeActor()
         actor.tell(1)
@@ -127,7 +127,7 @@ async def test_a_closed_actor_handles_what_it_has_and_drops_the_rest() -> None:
         assert supervisor.count(Level.REQUEST) == 0
 
 
-async def test_an_exception_ends_everything_and_logs_the_history(caplog: pytest.LogCaptureFixture) -> None:
+async def test_exception_ends_all_actors_and_logs_the_history(caplog: pytest.LogCaptureFixture) -> None:
     """Crash-only. caplog sees the record, whatever handlers the process has."""
     bystander, culprit = FakeActor("bystander"), FakeActor("culprit")
     logging.getLogger("hisparse").propagate = True
@@ -146,7 +146,7 @@ async def test_an_exception_ends_everything_and_logs_the_history(caplog: pytest.
     assert record.__dict__["fields"] == {"actor": "culprit", "history": "line one; line two"}
 
 
-async def test_who_ends_late_may_still_start_what_it_starts() -> None:
+async def test_late_actor_may_still_start_others() -> None:
     """Found by seed 366 of tests.sim: killed while the Scheduler had a submission in hand."""
     started = FakeActor("started")
 
@@ -173,7 +173,7 @@ async def start_all(supervisor: Supervisor, log: list[str]) -> dict[Level, FakeA
     return actors
 
 
-async def test_who_asks_stops_before_whom_it_asks() -> None:
+async def test_asking_actor_stops_before_the_asked_one() -> None:
     log: list[str] = []
     async with open_supervisor() as supervisor:
         await start_all(supervisor, log)
@@ -181,7 +181,7 @@ async def test_who_asks_stops_before_whom_it_asks() -> None:
     assert log == [level.name for level in Level]
 
 
-async def test_an_actor_that_does_not_drain_is_cancelled_in_bounded_time(autojump_clock: MockClock) -> None:
+async def test_actor_that_does_not_drain_is_cancelled(autojump_clock: MockClock) -> None:
     """I8."""
     log: list[str] = []
     async with open_supervisor() as supervisor:

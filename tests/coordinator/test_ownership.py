@@ -129,7 +129,7 @@ async def test_foreign_write_is_seen(autojump_clock: trio.testing.MockClock, wri
 
 
 @pytest.mark.parametrize("write", [write_state, write_array, write_book])
-async def test_scheduler_writing_others_states_is_seen(
+async def test_scheduler_write_to_foreign_state_is_seen(
     autojump_clock: trio.testing.MockClock, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of its own turn."""

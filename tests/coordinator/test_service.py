@@ -30,7 +30,7 @@ START_LIMIT_S = 10.0
 RESIDENT_BYTES_MAX = 64 * 1024 * 1024
 
 
-def test_the_coordinator_imports_neither_torch_nor_transformers_nor_cuda() -> None:
+def test_coordinator_imports_no_torch_transformers_or_cuda() -> None:
     script = (
         "import sys, coordinator.service, hisparse.client.client, hisparse.cluster.up\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'cuda') or m == 'worker.loop'])"
@@ -39,7 +39,7 @@ def test_the_coordinator_imports_neither_torch_nor_transformers_nor_cuda() -> No
     assert output.stdout.strip() == "[]"
 
 
-def test_incarnations_grow_even_when_the_clock_goes_back(tmp_path: Path) -> None:
+def test_incarnations_grow_even_if_the_clock_goes_back(tmp_path: Path) -> None:
     numbers = [next_incarnation(tmp_path, now_ms) for now_ms in (1_000, 2_000, 500, 2_000, 2_002, 9_000)]
     assert numbers == [1_000, 2_000, 2_001, 2_002, 2_003, 9_000]
     assert next_incarnation(tmp_path) > 1_700_000_000_000
@@ -52,7 +52,7 @@ def test_an_unreadable_incarnation_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [str(10**30), str(1 << 53), "-1", "9" * 5_000])
-def test_an_incarnation_that_is_no_such_number_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_incarnation_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "incarnation").write_text(text)
     with pytest.raises(ConfigError, match=r"cluster.runtime_dir=.*incarnation: .*remove the file"):
         next_incarnation(tmp_path)
@@ -95,7 +95,7 @@ def start(directory: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.process
-def test_an_idle_coordinator_is_small_and_says_where_it_listens(tmp_path: Path) -> None:
+def test_idle_coordinator_is_small_and_logs_its_endpoints(tmp_path: Path) -> None:
     with coordinator(tmp_path) as process:
         resident_pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
         assert resident_pages * os.sysconf("SC_PAGE_SIZE") < RESIDENT_BYTES_MAX
@@ -123,14 +123,14 @@ def test_metrics_health_and_readiness_are_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_stop_by_verb_ends_the_process(tmp_path: Path) -> None:
+def test_stop_command_ends_the_process(tmp_path: Path) -> None:
     with coordinator(tmp_path) as process:
         run_client(f"ipc://{tmp_path}/run/admin.sock", lambda admin: admin.stop(5.0), role="admin")
         assert process.wait(timeout=20) == 0
 
 
 @pytest.mark.process
-def test_a_second_coordinator_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_second_coordinator_is_refused(tmp_path: Path) -> None:
     with coordinator(tmp_path) as first:
         second = start(tmp_path)
         _, log = second.communicate(timeout=20)
@@ -140,7 +140,7 @@ def test_a_second_coordinator_is_refused_and_the_first_goes_on(tmp_path: Path) -
 
 
 @pytest.mark.process
-def test_after_a_kill_the_successor_takes_over_under_a_higher_incarnation(tmp_path: Path) -> None:
+def test_successor_of_a_killed_process_has_a_higher_incarnation(tmp_path: Path) -> None:
     numbers = []
     for _ in range(2):
         with coordinator(tmp_path):
@@ -165,7 +165,7 @@ async def submit_forever(client: Client) -> None:
 
 
 @pytest.mark.process
-async def test_the_first_signal_lets_work_finish_and_the_second_exits_at_once(tmp_path: Path) -> None:
+async def test_first_signal_finishes_work_and_second_exits(tmp_path: Path) -> None:
     with coordinator(tmp_path) as process:
         worker, request_id = await keep_busy(f"ipc://{tmp_path}/run")
         process.send_signal(signal.SIGINT)

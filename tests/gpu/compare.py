@@ -30,15 +30,15 @@ def check(program: Program, host: Tensor, record: Sequence[Sequence[Tensor]]) ->
             _check_op(machine, op, got)
         except Difference as difference:
             where = [arg for arg in op.args if not isinstance(arg, Tensor)]
-            raise Difference(f"{program.label}, op {number} {op.verb} {where}: {difference}") from None
+            raise Difference(f"{program.label}, op {number} {op.call} {where}: {difference}") from None
 
 
 def _check_op(machine: Machine, op: Op, got: Sequence[Tensor]) -> None:
     wanted = machine.run(op)
-    if op.verb == "swap_in":
+    if op.call == "swap_in":
         _check_swap_in(machine, op.args[0], op.args[1], wanted, got)
         return
-    names = TABLES if op.verb == "tables" else [f"output {number}" for number in range(len(wanted))]
+    names = TABLES if op.call == "tables" else [f"output {number}" for number in range(len(wanted))]
     for name, want, have in zip(names, wanted, got, strict=True):
         same(name, want, have)
 

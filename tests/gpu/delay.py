@@ -1,7 +1,7 @@
 """Make a CUDA stream lag: a kernel that spins for a given time goes before every operation launched on it.
 
-What races without a fence mostly wins by luck on an idle card. With the producer held back, whoever does not wait for
-it comes too early, every time.
+What races without a fence mostly wins by luck on an idle card. With the producer held back, a consumer that does not
+wait for it comes too early, every time.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A *case* is one drawn life: up to three seats and what happens to them, step by step. Cases of one shape run side by
 side in one state and one batch, on seats, pages and chunks of their own. At the limits a case has a state to itself.
 
-Books are kept here, on the host, as a worker keeps them: what a script does depends on nothing that a kernel returns.
+State is kept here, on the host, as a worker keeps it: what a script does depends on nothing that a kernel returns.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ class Seat:
 
 @dataclass
 class Script:
-    """Collects ops. Its methods are what a worker does with a seat, and keep the books of it."""
+    """Collects ops. Its methods are what a worker does with a seat, and keep its state."""
 
     geometry: Geometry
     tail_slots: int
     ids: type[np.signedinteger[Any]]
     ops: list[Op] = field(default_factory=list)
 
-    def add(self, verb: str, *args: Any) -> None:
-        self.ops.append(Op(verb, args))
+    def add(self, call: str, *args: Any) -> None:
+        self.ops.append(Op(call, args))
 
     def set_table(self, name: str, seat: Seat, entries: Array, first: int = 0) -> None:
         self.add("set_table", name, seat.number, first, entries.astype(np.int32))
@@ -162,7 +162,7 @@ class Script:
         """One step of `seats`, a stranger that must trip among them now and then, padding of garbage behind.
 
         A token whose place is not granted trips too. Its row then selects nothing: `now` stands still for its seat, so
-        there may be fewer victims than misses, and which of them are loaded is nobody's contract.
+        there may be fewer victims than misses, and no contract says which of them are loaded.
         """
         rows, stuck = [], set()
         for seat in seats:
@@ -264,7 +264,7 @@ def _act(script: Script, action: str, seat: Seat, draw: random.Random) -> None:
 
 USUAL: Final = ("context", "batch", "rows", "context", "rows")
 LARGE: Final = ("arena", "tables", "host")  # memory beyond 32-bit offsets: gigabytes, so rarer
-KINDS: Final = (*USUAL, *LARGE, *USUAL * 8)  # each once within the ten that tests/gpu/test_kernels_cuda.py runs
+KINDS: Final = (*USUAL, *LARGE, *USUAL * 8)  # each once within the ten that tests/gpu/test_kernels.py runs
 LIMIT_ROWS: Final = (*ROWS, (16, 0, 4), (8, 0, 4))
 LIMITS = st.fixed_dictionaries(
     {

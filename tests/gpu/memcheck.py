@@ -12,7 +12,7 @@ import torch
 from tests.gpu import run_cases
 from tests.gpu.index_bench import IndexBench
 from tests.gpu.lives import small
-from tests.gpu.stories import MIXED_SIZES, goes_mixed_steps
+from tests.gpu.scenarios import MIXED_SIZES, goes_mixed_steps
 from tests.gpu.twin import Twin
 
 
@@ -40,11 +40,11 @@ def indexes() -> None:
 
 
 def scripts() -> None:
-    """Every verb on rows and seats, in rows of one plane and of two."""
+    """Every operation on rows and seats, in rows of one plane and of two."""
     shape = {"groups": (0, 0, 1), "topk": 31, "tail_slots": 3, "ranks": 2, "ids": np.int64}
     seats = [(300, 3, 64, True), (100, 0, 0, False), (200, 1, 99, False)]
-    stories = (("step", "resize", "copy"), ("prompt", "clear", "reopen"), ("age", "copy", "resize"))
-    cases = [{"seed": 43 + number, "seats": seats, "actions": story} for number, story in enumerate(stories)]
+    scripts = (("step", "resize", "copy"), ("prompt", "clear", "reopen"), ("age", "copy", "resize"))
+    cases = [{"seed": 43 + number, "seats": seats, "actions": script} for number, script in enumerate(scripts)]
     for rows in ((24, 0, 132), (26, 13, 7)):
         run_cases.record(small("memcheck", {**shape, "rows": rows}, cases), "cuda")
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import seat as seat_verbs
+from kernels import seat as seat_calls
 from kernels.begin_step import begin_step
 from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.layout import Geometry
@@ -43,7 +43,7 @@ OF_GROUP: Final = ("slot_of", "slot_token", "stamp", "hits", "misses")  # what o
 class Op(NamedTuple):
     """A method of Machine and its arguments, arrays among them until `uploaded` makes them tensors."""
 
-    verb: str
+    call: str
     args: tuple[Any, ...]
 
 
@@ -80,7 +80,7 @@ class Machine:
         self.host_used = program.host_used
 
     def run(self, op: Op) -> list[Tensor]:
-        return getattr(self, op.verb)(*op.args) or []
+        return getattr(self, op.call)(*op.args) or []
 
     # -- what the host does to tables
 
@@ -94,10 +94,10 @@ class Machine:
     def tables(self) -> list[Tensor]:
         return [getattr(self.state, name).clone() for name in TABLES]
 
-    # -- verbs
+    # -- calls
 
-    def seat(self, verb: str, *numbers: int) -> None:
-        getattr(seat_verbs, verb)(self.state, *numbers)
+    def seat(self, call: str, *numbers: int) -> None:
+        getattr(seat_calls, call)(self.state, *numbers)
 
     def write_prompt(self, seat: int, start: int, rows: Tensor, keys: Tensor) -> None:
         """`rows` uint8[L, n, row_bytes], `keys` uint8[G, n, index_row_bytes]."""
@@ -112,8 +112,8 @@ class Machine:
         return rows + [read_index_keys(self.state, group, seat, stop) for group in groups]
 
     def copy(self, direction: str, *places: Tensor | None) -> None:
-        verbs = {"to_host": copy_rows_to_host, "to_device": copy_rows_to_device, "keys": copy_keys_to_device}
-        verbs[direction](self.state, *places)  # type: ignore[operator]
+        calls = {"to_host": copy_rows_to_host, "to_device": copy_rows_to_device, "keys": copy_keys_to_device}
+        calls[direction](self.state, *places)  # type: ignore[operator]
 
     def begin(self, seats: Tensor, lengths: Tensor, num_real: int) -> list[Tensor]:
         batch, plan = self.batch, self.plan
@@ -204,4 +204,4 @@ def uploaded(ops: Sequence[Op], device: str) -> list[Op]:
     """The same script with tensors on `device` for its arrays, by one copy."""
     tensors = [torch.from_numpy(arg) for op in ops for arg in op.args if isinstance(arg, np.ndarray)]
     there = iter(unpack(pack(tensors).to(device), tensors))
-    return [Op(op.verb, tuple(next(there) if isinstance(arg, np.ndarray) else arg for arg in op.args)) for op in ops]
+    return [Op(op.call, tuple(next(there) if isinstance(arg, np.ndarray) else arg for arg in op.args)) for op in ops]

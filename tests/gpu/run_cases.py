@@ -152,7 +152,7 @@ def run_part(run: int, device: str, only: str, part: Part) -> Outcome:
         except Exception as error:
             error.add_note(program.label)
             raise
-        outcome.ops.update(f"{op.verb} {op.args[0]}" if op.verb in ("seat", "copy") else op.verb for op in program.ops)
+        outcome.ops.update(f"{op.call} {op.args[0]}" if op.call in ("seat", "copy") else op.call for op in program.ops)
         outcome.cases += PER_WORLD if part.kind == "small" else 0
         outcome.limits += part.kind == "limit"
     return outcome

@@ -68,7 +68,7 @@ def test_sharp_attention_over_far_scores_is_exact_too(kind: str) -> None:
 
 @pytest.mark.parametrize("falling", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_maxima_that_move_in_every_block(splits: int, falling: bool) -> None:
+def test_maxima_move_in_every_block(splits: int, falling: bool) -> None:
     """Entries in the order of one head's scores, which are far apart: sums are rescaled all the way, or never again."""
     case = Case("bfloat16", torch.bfloat16, device="cuda", latent=512, rope=64, heads=64, k=700, batch=2, stored=5000)
     case.queries *= 30
@@ -81,7 +81,7 @@ def test_maxima_that_move_in_every_block(splits: int, falling: bool) -> None:
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own", [False, True])
-def test_neither_places_nor_neighbours_nor_graphs_show(kind: str, dtype: torch.dtype, own: bool) -> None:
+def test_attention_ignores_places_neighbours_and_graphs(kind: str, dtype: torch.dtype, own: bool) -> None:
     """`own`: in our own kernel for Hopper, however few the rows."""
     latent = 64 if dtype == torch.float32 else 512
     shape = {"latent": latent, "rope": 64, "heads": 64, "k": 512, "batch": 5, "stored": 3_000}

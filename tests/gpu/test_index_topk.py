@@ -62,7 +62,7 @@ def test_scores_and_selection(
     k=st.sampled_from([1, 7, 64, 128]),
     seed=st.integers(0, 2**32),
 )
-def test_the_reference_chooses_the_same_where_arithmetic_is_exact(
+def test_reference_selects_alike_where_arithmetic_is_exact(
     lengths: list[int], kinds: tuple[str, torch.dtype], k: int, seed: int
 ) -> None:
     """Small integers: few different scores, so that ties decide most of the selection."""
@@ -102,7 +102,7 @@ def test_equal_scores_give_the_first_positions(length: int, value: float) -> Non
 
 
 @pytest.mark.parametrize("spread", [1e-6, 1e-3])
-def test_scores_that_crowd_into_one_bin(spread: float) -> None:
+def test_scores_crowded_into_a_bin(spread: float) -> None:
     """Different in the last bits alone: both refining passes, over a list that overflowed."""
     bench = IndexBench([200_000], kind="float32", dtype=torch.float32, k=2048, seed=2)
     values = 1 + spread * torch.rand(bench.state.index_keys.shape[1], 32, device="cuda")
@@ -153,7 +153,7 @@ def test_a_row_does_not_depend_on_neighbours_or_place() -> None:
 
 
 @pytest.mark.parametrize("length", [50, 500, 5000])
-def test_a_context_not_wholly_granted_trips(length: int) -> None:
+def test_partly_granted_context_trips(length: int) -> None:
     """Rows beside it are whole; a page that does not exist is refused like one not granted."""
     bench = IndexBench([length, 3000, length], k=64)
     seats, pages = bench.seats.tolist(), bench.state.index_keys.shape[1] // PAGE_TOKENS

@@ -18,7 +18,7 @@ from tests.kernels.test_prompt_topk import DIM, HEADS, TOPK, state_with_keys, wh
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("start", "tokens"), [(0, 192), (100, 30), (191, 1)])
 @pytest.mark.parametrize("scores_max", [room.SCORES_MAX, 500], ids=["one launch", "few tokens a launch"])
-def test_each_token_selects_what_the_reference_does(
+def test_each_token_selects_as_the_reference(
     monkeypatch: pytest.MonkeyPatch, kind: str, start: int, tokens: int, scores_max: int
 ) -> None:
     monkeypatch.setattr(room, "SCORES_MAX", scores_max)

@@ -65,7 +65,7 @@ def colocated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[lis
 
 
 @pytest.mark.parametrize("engine", ["", "shared"], ids=["one pool", "two pools"])
-async def test_what_one_gpu_prefills_another_decodes(
+async def test_two_gpus_prefill_and_decode_with_the_oracle_tokens(
     engine: str, model: Path, colocated: list[list[int]], tmp_path: Path, memory: Path
 ) -> None:
     """I1, I2. `one pool`: a GPU stages into host pages that the other one reads. `two pools`: pages are copied from

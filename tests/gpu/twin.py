@@ -242,14 +242,14 @@ class Twin:
 
     def copy(self, places: dict[str, torch.Tensor], direction: str, **more: range) -> None:
         """One copy_rows call on both, compared over all memory."""
-        verbs = {
+        calls = {
             "to_host": copy_rows_to_host,
             "to_device": copy_rows_to_device,
             "keys": copy_keys_to_device,
         }
         for state in (self.cpu, self.gpu):
             own = {k: None if v is None else v.to(state.rows.device) for k, v in places.items()}
-            verbs[direction](state, **own, **more)
+            calls[direction](state, **own, **more)
         torch.cuda.synchronize()
         for name in ("host", "rows", "index_keys"):
             same(f"{direction}: {name}", getattr(self.cpu, name), getattr(self.gpu, name))

@@ -46,7 +46,7 @@ async def logged(child: Child, text: str) -> None:
     await eventually(lambda: text in child.tail())
 
 
-async def test_an_exit_is_seen_at_once_by_all_who_wait(children: list[Child]) -> None:
+async def test_exit_is_seen_by_all_waiters_at_once(children: list[Child]) -> None:
     child = start(children, "import time; time.sleep(0.3); raise SystemExit(7)")
     statuses: list[int] = []
 
@@ -61,9 +61,7 @@ async def test_an_exit_is_seen_at_once_by_all_who_wait(children: list[Child]) ->
     assert exit_text(7) == "exited with 7"
 
 
-async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(
-    children: list[Child], tmp_path: Path
-) -> None:
+async def test_child_that_ignores_sigterm_is_killed_after_grace(children: list[Child], tmp_path: Path) -> None:
     deaf = start(children, IGNORES_SIGTERM, tmp_path / "deaf")
     polite = start(children, "import time; print('up', flush=True); time.sleep(60)", tmp_path / "polite")
     await logged(deaf, "up")
@@ -83,12 +81,12 @@ async def test_stopping_is_complete_even_when_cancelled(children: list[Child], t
     assert not deaf.running
 
 
-async def test_ctrl_c_in_the_terminal_reaches_the_parent_alone(children: list[Child]) -> None:
+async def test_ctrl_c_in_the_terminal_reaches_only_the_parent(children: list[Child]) -> None:
     child = start(children, "import time; time.sleep(60)")
     assert os.getpgid(child.pid) != os.getpgrp()
 
 
-async def test_a_wait_that_ends_too_early_says_so(children: list[Child]) -> None:
+async def test_wait_that_times_out_returns_false(children: list[Child]) -> None:
     child = start(children, "import time; time.sleep(60)")
     assert await wait_all([child], 0.05) is False
 
@@ -102,7 +100,7 @@ async def test_a_log_shows_its_last_lines_only(children: list[Child], tmp_path: 
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_child_dies_with_a_parent_that_was_killed(children: list[Child], tmp_path: Path) -> None:
+async def test_child_dies_with_a_killed_parent(children: list[Child], tmp_path: Path) -> None:
     inner = (
         "import os, sys, time; from hisparse.cluster.children import die_with_parent; die_with_parent(os.getppid());"
     )
@@ -115,7 +113,7 @@ async def test_a_child_dies_with_a_parent_that_was_killed(children: list[Child],
     await eventually(lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_child_whose_parent_has_already_gone_does_not_start() -> None:
+def test_orphaned_child_does_not_start() -> None:
     if (pid := os.fork()) == 0:  # prctl cannot be undone: ask for it in a process of its own
         try:
             die_with_parent(2**22 + 1)

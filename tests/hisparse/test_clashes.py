@@ -129,7 +129,7 @@ def test_missing_package_is_named(installed: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_each_package_says_that_it_is_internal(name: str) -> None:
+def test_each_package_is_marked_internal(name: str) -> None:
     assert MARK in (ROOT / name / "__init__.py").read_bytes()[:HEAD_BYTES]
 
 

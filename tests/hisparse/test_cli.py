@@ -74,14 +74,14 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_no_verb_but_worker_and_model_brings_torch() -> None:
+def test_only_worker_and_model_import_torch() -> None:
     rooms = "hisparse.cli.streaming, hisparse.console.session, hisparse.cluster.up, hisparse.demo.run"
     code = f"import sys; import {rooms}; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_help_takes_less_than_150_ms_of_a_processor() -> None:
+def test_help_takes_less_than_150_ms() -> None:
     """The best of up to 20 runs, in time of a processor: a clock would measure the machine's load."""
     command = [sys.executable, "-m", "hisparse.cli", "--help"]
     took_s = []
@@ -96,7 +96,7 @@ def test_help_takes_less_than_150_ms_of_a_processor() -> None:
     raise AssertionError(f"best of {len(took_s)}: {min(took_s):.3f} s")
 
 
-def test_every_verb_has_help_and_every_error_an_exit_code() -> None:
+def test_every_command_has_help_and_every_error_an_exit_code() -> None:
     for name in main.commands:
         assert run(name, "--help").exit_code == 0
     assert set(EXIT_CODES) == set(BY_CODE)
@@ -104,7 +104,7 @@ def test_every_verb_has_help_and_every_error_an_exit_code() -> None:
     assert set(EXIT_CODES.values()) <= set(EXIT_MEANINGS)
 
 
-def test_the_readme_lists_every_verb_and_exit_code() -> None:
+def test_readme_lists_every_command_and_exit_code() -> None:
     readme = (ROOT / "README.md").read_text()
     assert [name for name in main.commands if f"`hisparse {name}" not in readme] == []
     assert [code for code in EXIT_MEANINGS if f"| {code} |" not in readme] == []
@@ -140,7 +140,7 @@ def test_bad_usage_is_one_line_on_stderr(args: list[str], code: int, text: str) 
     assert result.stdout == ""
 
 
-def test_a_flag_of_its_own_comes_before_set() -> None:
+def test_dedicated_flag_overrides_set() -> None:
     """And one that is not given takes nothing back."""
     seen = []
 
@@ -154,7 +154,7 @@ def test_a_flag_of_its_own_comes_before_set() -> None:
     assert seen == [3, 4, 4]
 
 
-def test_a_checkpoint_is_written_over_only_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_overwritten_only_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
     monkeypatch.setattr("worker.runners.tiny.write_tiny_checkpoint", lambda path, **how: written.append(path))
     place = tmp_path / "new" / "model"
@@ -179,15 +179,13 @@ def test_a_checkpoint_is_written_over_only_on_demand(tmp_path: Path, monkeypatch
         (["a", "--id", "x\udcff"], r"request_id='x\udcff': cannot be sent"),
     ],
 )
-def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(
-    gateway: FakeGateway, args: list[str], text: str
-) -> None:
+def test_unencodable_message_is_refused_before_sending(gateway: FakeGateway, args: list[str], text: str) -> None:
     result = run("submit", *args)
     assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
     assert not any(isinstance(message, messages.Submit) for message in gateway.received)
 
 
-def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
+def test_missing_coordinator_is_unavailable(tmp_path: Path) -> None:
     result = run("requests", "--runtime-dir", str(tmp_path))
     assert result.exit_code == EXIT_CODES["unavailable"]
     assert result.stderr.startswith("hisparse: ")
@@ -195,7 +193,7 @@ def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", sorted(BY_CODE))
-def test_a_refusal_exits_with_its_code_and_shows_field_value_and_remedy(gateway: FakeGateway, code: str) -> None:
+def test_refusal_exits_with_its_code_and_remedy(gateway: FakeGateway, code: str) -> None:
     gateway.refuse(
         messages.RetractRequests, code, "it is FINISHED", field="request_id", value="r1", remedy="nothing to do"
     )
@@ -256,16 +254,14 @@ def test_requests_in_every_format(gateway: FakeGateway) -> None:
         (hot_text(-1), "-"),
     ],
 )
-def test_cells_change_their_unit_where_it_ends(cell: str, text: str) -> None:
+def test_cells_change_unit_at_its_limit(cell: str, text: str) -> None:
     assert cell == text
 
 
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), BaseExceptionGroup("", [ValueError(), KeyboardInterrupt()]), click.Abort()]
 )
-def test_interrupted_exits_with_130_whatever_else_ended_with_it(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_exits_with_130(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise error
 
@@ -273,7 +269,7 @@ def test_interrupted_exits_with_130_whatever_else_ended_with_it(
     assert run("pool").exit_code == 130
 
 
-def test_a_request_tells_its_history(gateway: FakeGateway) -> None:
+def test_status_shows_the_history_of_a_request(gateway: FakeGateway) -> None:
     history = (
         messages.HistoryLine(1.5, "submit", "QUEUED", ""),
         messages.HistoryLine(2.5, "admit", "PREFILLING", "to w0"),
@@ -297,7 +293,7 @@ def audited(*differences: messages.DifferenceRow, answered: bool = True) -> mess
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_an_audit_without_differences_is_fine_and_one_with_some_is_not(gateway: FakeGateway, output: str) -> None:
+def test_audit_exit_code_tells_differences(gateway: FakeGateway, output: str) -> None:
     lost = messages.DifferenceRow("w0", "unreleased", 41, "r1", "holds it", "nothing", repaired=True)
     for answer, code, shown in (
         (audited(), 0, "130"),
@@ -342,7 +338,7 @@ def test_workers_and_pools(gateway: FakeGateway) -> None:
         (["stop", "--deadline", "7"], messages.StopCoordinator(1, 7.0), "admin"),
     ],
 )
-def test_a_verb_sends_its_message_on_its_socket(
+def test_each_command_sends_its_message_on_its_socket(
     gateway: FakeGateway, args: list[str], message: messages.AdminMessage, role: str
 ) -> None:
     gateway.on(type(message), lambda m: [messages.Done(tag_of(m), ("first line", "second line"))])
@@ -390,7 +386,7 @@ def serve_output(
     gateway.on(kind, lambda m: list(answer(m)))
 
 
-def test_submit_streams_text_and_sends_what_was_asked(gateway: FakeGateway) -> None:
+def test_submit_streams_text_and_sends_its_options(gateway: FakeGateway) -> None:
     serve_output(gateway, messages.Submit, ["caf\xc3", "\xa9 no", "ir"], tail=" fin")
     options = ["--max-tokens", "9", "--temperature", "0.5", "--top-p", "0.9", "--seed", "4", "--stop", "END"]
     result = run("submit", "hé", "--ignore-eos", "--priority", "2", "--id", "mine", *options)
@@ -413,7 +409,7 @@ def test_a_prompt_comes_from_a_file_or_stdin(gateway: FakeGateway, tmp_path: Pat
     assert prompts == [b"from a file", b"from stdin", b"from a dash"]
 
 
-def test_raw_ids_go_in_and_come_out(gateway: FakeGateway) -> None:
+def test_raw_ids_are_sent_and_printed(gateway: FakeGateway) -> None:
     serve_output(gateway, messages.Submit, ["AB", "C"])
     result = run("submit", "--tokens", "1,2 300")
     assert result.stdout == "65 66 67 \n"
@@ -450,14 +446,14 @@ def test_detach_prints_the_id_and_does_not_subscribe(gateway: FakeGateway) -> No
     assert [m.subscribe for m in gateway.received if isinstance(m, messages.Submit)] == [False, False]
 
 
-def test_attach_starts_where_it_is_told(gateway: FakeGateway) -> None:
+def test_attach_starts_at_the_given_offset(gateway: FakeGateway) -> None:
     serve_output(gateway, messages.Attach, ["later"], start=40)
     result = run("attach", "r1", "--from", "40")
     assert (result.exit_code, result.stdout) == (0, "later\n")
     assert gateway.received == [messages.Attach(1, "r1", 40)]
 
 
-def test_an_empty_prompt_is_refused_before_it_is_sent(gateway: FakeGateway) -> None:
+def test_empty_prompt_is_refused_before_sending(gateway: FakeGateway) -> None:
     result = run("submit", "")
     assert result.exit_code == EXIT_CODES["bad_input"]
     assert "empty prompt" in result.stderr
@@ -486,7 +482,7 @@ def test_a_tokenizer_is_fetched_once_and_kept(gateway: FakeGateway) -> None:
 
 
 @pytest.mark.process
-def test_ctrl_c_says_how_to_go_on(gateway: FakeGateway) -> None:
+def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
     gateway.on(
         messages.Submit,
         lambda m: [

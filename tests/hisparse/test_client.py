@@ -32,7 +32,7 @@ def endpoint_in(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/run/client.sock"
 
 
-def test_run_client_says_that_nobody_is_there(tmp_path: Path) -> None:
+def test_run_client_without_a_coordinator_is_unavailable(tmp_path: Path) -> None:
     async def ask(client: Client) -> int:
         return len((await client.requests()).rows)
 
@@ -49,13 +49,13 @@ def test_open_client_outside_trio_names_run_client() -> None:
         asyncio.run(ask())
 
 
-async def test_errors_come_out_of_the_block_as_they_are(rig: GatewayRig) -> None:
+async def test_errors_leave_the_block_unwrapped(rig: GatewayRig) -> None:
     with pytest.raises(NotFound) as caught:
         async with open_client(rig.client_socket.endpoint) as client:
-            await client.request("nobody")
+            await client.request("absent")
     assert (caught.value.field, caught.value.value, caught.value.remedy) == (
         "request_id",
-        "nobody",
+        "absent",
         "hisparse requests",
     )
     with pytest.raises(ProtocolError, match="this is the client endpoint"):
@@ -63,7 +63,7 @@ async def test_errors_come_out_of_the_block_as_they_are(rig: GatewayRig) -> None
             pass
 
 
-async def test_many_calls_at_once_get_their_own_answers(rig: GatewayRig) -> None:
+async def test_concurrent_calls_get_their_own_answers(rig: GatewayRig) -> None:
     async with open_client(rig.client_socket.endpoint) as client:
         ids = [f"r{i}" for i in range(40)]
 
@@ -98,7 +98,7 @@ async def test_many_calls_at_once_get_their_own_answers(rig: GatewayRig) -> None
         (lambda it: it.drain(), NotAllowed, 'role=client: may not send DrainWorkers .*role="admin"'),
     ],
 )
-async def test_what_the_gateway_could_not_read_costs_no_other_call(
+async def test_unreadable_call_costs_no_other_call(
     rig: GatewayRig, ask: Callable[[Client], Awaitable[object]], kind: type[HiSparseError], complaint: str
 ) -> None:
     """It is refused by the name of its field before it is sent; the connection and its streams stay."""
@@ -111,7 +111,7 @@ async def test_what_the_gateway_could_not_read_costs_no_other_call(
         assert client.reconnects == 0
 
 
-async def test_a_prompt_too_large_to_send_is_the_callers_error(rig: GatewayRig) -> None:
+async def test_oversized_prompt_is_a_caller_error(rig: GatewayRig) -> None:
     async with open_client(rig.client_socket.endpoint) as client:
         with pytest.raises(BadInput, match="exceeds the limit"):
             await client.submit(np.zeros(3_000_000, np.int32), SAMPLING)
@@ -129,7 +129,7 @@ async def test_a_cancelled_call_leaves_the_client_usable(rig: GatewayRig) -> Non
         assert (await client.pools())[0].node == "n"
 
 
-async def test_streams_continue_at_the_offset_they_hold_when_the_coordinator_returns(tmp_path: Path) -> None:
+async def test_streams_continue_at_their_offset_after_a_restart(tmp_path: Path) -> None:
     """The successor knows the request and what it has generated; the client sees no position twice."""
     async with running(GatewayRig(tmp_path)) as first, open_client(endpoint_in(tmp_path)) as client:
         a = await client.submit([1], SAMPLING, request_id="a")
@@ -156,7 +156,7 @@ def resubmitted(request_id: str) -> Submit:
     return Submit(0, pack_int32([1]), SAMPLING, request_id)
 
 
-async def test_a_request_that_the_successor_does_not_know_fails_its_stream_alone(tmp_path: Path) -> None:
+async def test_unknown_request_fails_only_its_stream(tmp_path: Path) -> None:
     async with running(GatewayRig(tmp_path)) as first, open_client(endpoint_in(tmp_path)) as client:
         lost = await client.submit([1], SAMPLING, request_id="lost")
         kept = await client.submit([1], SAMPLING, request_id="kept")
@@ -170,7 +170,7 @@ async def test_a_request_that_the_successor_does_not_know_fails_its_stream_alone
                 assert list(await anext(kept)) == [5]
 
 
-async def test_calls_in_flight_when_the_connection_is_lost_say_so(rig: GatewayRig) -> None:
+async def test_calls_in_flight_report_a_lost_connection(rig: GatewayRig) -> None:
     raised: list[Unavailable] = []
     async with open_client(rig.client_socket.endpoint, reconnect_limit_s=0.2) as client:
         stream = await client.submit([1], SAMPLING)
@@ -193,7 +193,7 @@ async def test_calls_in_flight_when_the_connection_is_lost_say_so(rig: GatewayRi
                 await client.pools()
 
 
-def test_a_stream_drops_what_it_has_and_refuses_gaps() -> None:
+def test_stream_drops_known_tokens_and_refuses_gaps() -> None:
     stream = TokenStream("a", 5)
     stream.deliver(5, np.array([50, 60], np.int32))
     stream.deliver(6, np.array([61, 70], np.int32))
@@ -219,7 +219,7 @@ async def test_a_cancelled_reader_loses_no_tokens(rig: GatewayRig) -> None:
     assert got == list(range(60))
 
 
-async def test_a_call_waits_on_when_a_fresh_connection_is_lost_before_it_could_use_it() -> None:
+async def test_call_survives_a_connection_lost_before_use() -> None:
     connection = Connection("ipc:///nowhere", "client", "", 1.0, None)
     dealers: list[object] = []
 

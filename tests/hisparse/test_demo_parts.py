@@ -26,7 +26,7 @@ def oracle(tokens: list[int], gaps: list[float] | None = None, runners_up: list[
 # ---------------------------------------------------------------- plan
 
 
-def test_the_default_demo_is_what_was_promised() -> None:
+def test_default_demo_has_the_promised_size() -> None:
     options, memory = DemoOptions(), memory_for(DemoOptions())
     assert options.requests >= 8
     assert options.new_tokens >= 128
@@ -36,7 +36,7 @@ def test_the_default_demo_is_what_was_promised() -> None:
 
 
 @given(st.integers(2, 64), st.integers(2048, 8192))
-def test_no_request_can_become_resident_and_one_always_fits(requests: int, shortest: int) -> None:
+def test_no_request_becomes_resident_and_a_managed_one_fits(requests: int, shortest: int) -> None:
     memory = memory_for(DemoOptions(requests=requests, prompt_tokens_min=shortest, prompt_tokens_max=8192))
     assert memory.hot_chunks < pages_for(shortest + 1)
     assert memory.hot_chunks >= managed_chunks(memory.hot_slots)
@@ -53,7 +53,7 @@ def test_no_request_can_become_resident_and_one_always_fits(requests: int, short
         {"prompt_tokens_min": 4096, "prompt_tokens_max": 4000},
     ],
 )
-def test_a_demo_that_could_show_nothing_is_refused(changes: dict[str, object]) -> None:
+def test_trivial_demo_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(BadInput):
         DemoOptions(**changes)  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ def test_lengths_spread_over_the_whole_range() -> None:
     assert prompt_lengths(8, 2048, 6000) == [2048, 2612, 3177, 3741, 4306, 4870, 5435, 6000]
 
 
-def test_prompts_begin_at_different_files_and_are_exactly_as_long_as_asked() -> None:
+def test_prompts_start_at_different_files_with_exact_lengths() -> None:
     sources = [PromptSource(f"file{i}.py", chr(ord("a") + i) * 1000) for i in range(4)] + [
         PromptSource("tiny.txt", "x")
     ]
@@ -91,9 +91,7 @@ def test_equal_outputs_are_verified_in_full(tokens: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1), st.lists(st.integers(0, 3), min_size=1), st.floats(0, 2e-4))
-def test_every_position_is_counted_once_and_every_difference_is_found(
-    ours: list[int], theirs: list[int], gap: float
-) -> None:
+def test_every_position_and_difference_is_counted_once(ours: list[int], theirs: list[int], gap: float) -> None:
     assume(ours != theirs)
     runners_up = [(token + 1) % 4 for token in theirs]
     verdict = compare("r", ours, oracle(theirs, [gap] * len(theirs), runners_up), TIE_BOUND)
@@ -102,7 +100,7 @@ def test_every_position_is_counted_once_and_every_difference_is_found(
     assert verdict.divergence == first_difference(ours, theirs)
 
 
-def test_a_tie_excuses_only_below_the_bound_and_only_the_runner_up() -> None:
+def test_tie_excuses_only_the_runner_up_below_the_bound() -> None:
     near, far = TIE_BOUND / 2, TIE_BOUND * 2
     excused = compare("r", [7, 8, 1], oracle([7, 9, 2], [1.0, near, 1.0], [0, 8, 0]), TIE_BOUND)
     assert (excused.verified, excused.mismatched, excused.unverified, excused.tie_excused) == (1, 0, 2, True)
@@ -113,7 +111,7 @@ def test_a_tie_excuses_only_below_the_bound_and_only_the_runner_up() -> None:
     assert (another_token.mismatched, another_token.tie_excused) == (2, False)
 
 
-def test_a_missing_or_surplus_token_is_a_mismatch_even_at_a_tie() -> None:
+def test_missing_or_surplus_token_is_a_mismatch_even_at_a_tie() -> None:
     short = compare("r", [7], oracle([7, 9], [0.0, 0.0], [0, 0]), TIE_BOUND)
     assert (short.verified, short.mismatched, short.tie_excused) == (1, 1, False)
     long = compare("r", [7, 9], oracle([7], [0.0], [0]), TIE_BOUND)
@@ -136,7 +134,7 @@ def pool_row(free: int) -> PoolRow:
     return PoolRow("n", 100, free, 100 - free, 0, 0, 4096, 0, ("w0", "w1"))
 
 
-def test_a_request_seen_on_two_workers_was_handed_over_and_one_that_came_back_was_not() -> None:
+def test_request_seen_on_two_workers_was_handed_over() -> None:
     watch = DemoWatch()
     for worker in ("w0", "", "w0"):
         watch.saw_requests([request_row(worker=worker), request_row(request_id="demo-01", worker="w0")])
@@ -148,7 +146,7 @@ def test_a_request_seen_on_two_workers_was_handed_over_and_one_that_came_back_wa
     assert watch.running_on() == {"w1": ["demo-00"], "w0": ["demo-01"]}
 
 
-def test_peaks_are_kept_and_quarantined_pages_are_in_use() -> None:
+def test_peaks_are_kept_and_include_quarantined_pages() -> None:
     watch = DemoWatch()
     for free in (100, 30, 60):
         watch.saw_pools([pool_row(free)])
@@ -160,7 +158,7 @@ def test_peaks_are_kept_and_quarantined_pages_are_in_use() -> None:
     assert watch.hot_chunks_peak == 8
 
 
-def test_the_request_to_move_is_in_mid_decode_and_has_the_most_to_come() -> None:
+def test_request_to_move_is_in_mid_decode_with_most_left() -> None:
     watch = DemoWatch()
     assert watch.running_past(0) is None
     assert not watch.over
@@ -178,7 +176,7 @@ def test_the_request_to_move_is_in_mid_decode_and_has_the_most_to_come() -> None
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=40), st.integers(1, 8))
-def test_prompts_are_dealt_once_each_and_about_evenly(sizes: list[int], hands: int) -> None:
+def test_prompts_are_assigned_once_and_evenly(sizes: list[int], hands: int) -> None:
     dealt = deal(sizes, hands)
     assert sorted(i for hand in dealt for i in hand) == list(range(len(sizes)))
     sums = [sum(sizes[i] for i in hand) for hand in dealt]
@@ -218,7 +216,7 @@ def test_a_clean_run_passes() -> None:
         {"per_request": (msgspec.structs.replace(report().per_request[0], outcome="FAILED"),)},
     ],
 )
-def test_whatever_is_wrong_fails_the_run(changes: dict[str, object]) -> None:
+def test_any_failed_check_fails_the_run(changes: dict[str, object]) -> None:
     failed = report(**changes)
     assert not failed.passed
     assert len(failed.problems) == 1

@@ -20,7 +20,7 @@ async def played(service: Any) -> tuple[Outcome, list[str]]:
     return outcome, events
 
 
-async def test_one_request_is_retracted_and_a_worker_drained_in_mid_decode(autojump_clock: MockClock) -> None:
+async def test_scenario_retracts_a_request_and_drains_a_worker(autojump_clock: MockClock) -> None:
     service = FakeService()
     outcome, events = await played(service)
     assert [len(tokens) for tokens in outcome.tokens.values()] == [128] * 8
@@ -36,7 +36,7 @@ async def test_one_request_is_retracted_and_a_worker_drained_in_mid_decode(autoj
     assert outcome.watch.rows[outcome.retracted[0]].retractions == 1
 
 
-async def test_where_nothing_else_runs_any_more_the_rest_of_the_same_worker_is_handed_over(
+async def test_scenario_hands_over_rest_when_only_one_worker_runs(
     autojump_clock: MockClock,
 ) -> None:
     """A worker that has finished before the other one is in mid-decode leaves the demo something to show."""
@@ -55,21 +55,21 @@ async def test_pages_are_counted_before_at_peak_and_after(autojump_clock: MockCl
     assert outcome.watch.host_pages_peak == 8 * PAGES_EACH
 
 
-async def test_a_leak_shows_after_a_bounded_wait(autojump_clock: MockClock) -> None:
+async def test_leak_is_reported_after_a_bounded_wait(autojump_clock: MockClock) -> None:
     service = FakeService(leak=3)
     outcome, _ = await played(service)
     assert outcome.host_pages_after == 3
     assert autojump_clock.current_time() > RELEASE_LIMIT_S
 
 
-async def test_requests_that_end_too_soon_are_not_moved_and_nothing_hangs(autojump_clock: MockClock) -> None:
+async def test_early_ended_requests_are_not_moved(autojump_clock: MockClock) -> None:
     outcome, events = await played(FakeService(step_s=0.0001))
     assert (outcome.retracted, outcome.handed_over) == ([], ())
     assert [len(tokens) for tokens in outcome.tokens.values()] == [128] * 8
     assert events == []
 
 
-async def test_a_refused_move_is_told_and_the_rest_goes_on(autojump_clock: MockClock) -> None:
+async def test_refused_move_is_reported_and_the_rest_continues(autojump_clock: MockClock) -> None:
     outcome, events = await played(FakeService(refuse_retract=True))
     assert outcome.retracted == []
     (event,) = events

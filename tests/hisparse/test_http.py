@@ -97,7 +97,7 @@ def ids(text: str) -> list[int]:
         ([[1], [2, 3]], [[1], [2, 3]]),
     ],
 )
-def test_a_prompt_is_text_or_ids_one_or_many(prompt: Any, prompts: list[list[int]]) -> None:
+def test_prompt_forms_are_accepted(prompt: Any, prompts: list[list[int]]) -> None:
     ask = completion(prompt=prompt)
     assert [choice.prompt.tolist() for choice in ask.choices] == prompts
     assert ask.prompt_tokens == sum(map(len, prompts))
@@ -140,7 +140,7 @@ def test_every_served_field_arrives() -> None:
     assert completion(prompt="x", stop="one").choices[0].sampling.stop == ("one",)
 
 
-def test_samples_of_a_prompt_differ_and_a_repeated_ask_is_the_same() -> None:
+def test_samples_differ_and_repeated_requests_agree() -> None:
     """Without a seed it comes from the id, so that a body sent again under the client's id is the same request."""
     ask = completion(prompt=["x", "y"], n=2, seed=5)
     assert [(choice.prompt.tolist(), choice.sampling.seed) for choice in ask.choices] == [
@@ -188,7 +188,7 @@ def test_another_model_is_not_found() -> None:
 
 
 @pytest.mark.parametrize("field", NEUTRAL)
-def test_an_unsupported_field_is_refused_unless_it_changes_nothing(field: str) -> None:
+def test_unsupported_field_is_refused_unless_neutral(field: str) -> None:
     kind, rest = (
         (CompletionBody, {"prompt": "x"})
         if field in CompletionBody.__struct_fields__
@@ -202,7 +202,7 @@ def test_an_unsupported_field_is_refused_unless_it_changes_nothing(field: str) -
 
 
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]",:0 "prompt', max_size=60).map(str.encode))
-def test_no_bytes_get_past_as_anything_but_a_body_or_a_refusal(data: bytes) -> None:
+def test_any_bytes_give_a_body_or_a_refusal(data: bytes) -> None:
     try:
         body = read_body(data, CompletionBody)
     except BadInput:
@@ -242,7 +242,7 @@ def test_a_prompt_longer_than_the_context_is_refused(prompt: Any) -> None:
     assert (error.field, "4096" in error.message) == ("prompt", True)
 
 
-def test_a_text_is_refused_by_its_bytes_before_it_is_tokenized() -> None:
+def test_text_is_refused_by_its_bytes_before_tokenization() -> None:
     tokenizer = CountingTokenizer()
     tokenizer.token_bytes_max = 4
     with pytest.raises(BadInput, match="no text of more than 16384 bytes fits"):
@@ -250,7 +250,7 @@ def test_a_text_is_refused_by_its_bytes_before_it_is_tokenized() -> None:
     assert tokenizer.chars == 0
 
 
-def test_a_text_is_tokenized_no_further_than_a_few_contexts() -> None:
+def test_text_is_tokenized_up_to_a_few_contexts() -> None:
     """Where the longest token says nothing of the text."""
     tokenizer = CountingTokenizer()
     with pytest.raises(BadInput, match="the first 8192 exceed it"):
@@ -268,7 +268,7 @@ def test_a_long_text_that_fits_is_taken() -> None:
     assert text_ids("a" * 99 + " b" * 10 + "c" * 99_999, Words(), MODEL).size == 11
 
 
-def test_prompts_share_one_array_and_samples_too() -> None:
+def test_choices_of_a_prompt_share_its_array() -> None:
     first, second, other, _ = completion(prompt=["x", "y"], n=2).choices
     assert first.prompt is second.prompt
     assert first.prompt_digest != other.prompt_digest
@@ -276,7 +276,7 @@ def test_prompts_share_one_array_and_samples_too() -> None:
     assert (bare.prompt.size, bare.same_as(first)) == (0, True)
 
 
-def test_fields_that_are_ignored_may_be_large_and_others_not() -> None:
+def test_only_ignored_fields_may_be_large() -> None:
     deep: Any = [[[]] * 100] * 1_000
     completion(prompt="x", metadata=deep, user=deep)
     for field in ("logit_bias", "stop", "min_tokens"):
@@ -290,7 +290,7 @@ def test_fields_that_are_ignored_may_be_large_and_others_not() -> None:
     "body",
     [b"[[1],0]", b"[[1] [2]]", b"[[1],,[2]]", b"[[1],[2]", b"[[1]x[2]]", b'["a" "b"]', b'[["[1]"]]', b"[[1],[[2]]]"],
 )
-def test_lists_that_are_no_prompts_are_refused(body: bytes) -> None:
+def test_lists_of_other_values_are_refused(body: bytes) -> None:
     with pytest.raises(BadInput):
         list(prompts_of(msgspec.Raw(body), JsonTokenizer(byte_tokenizer_json()), MODEL))
 
@@ -299,7 +299,7 @@ def test_lists_that_are_no_prompts_are_refused(body: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-3, 3).filter(bool)), max_size=60))
-def test_who_is_below_its_share_is_never_refused(steps: list[tuple[str, int]]) -> None:
+def test_owner_below_its_share_is_never_refused(steps: list[tuple[str, int]]) -> None:
     shares, held = Shares(9), dict.fromkeys("abc", 0)
     for owner, change in steps:
         if change < 0:
@@ -357,7 +357,7 @@ def said(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def test_the_template_makes_the_prompt_and_its_special_tokens_are_tokens() -> None:
+def test_chat_template_renders_the_prompt_with_special_tokens() -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     ask = chat(messages=said(("system", "be <bos>"), ("user", parts)))
     prompt = ask.choices[0].prompt.tolist()
@@ -367,7 +367,7 @@ def test_the_template_makes_the_prompt_and_its_special_tokens_are_tokens() -> No
     ].prompt.tolist() == [256, *ids("user:x\n"), 256, *ids("assistant:!")]
 
 
-def test_how_much_a_chat_may_say() -> None:
+def test_chat_max_tokens() -> None:
     messages = said(("user", "x"))
     assert chat(messages=messages, max_completion_tokens=5).choices[0].sampling.max_tokens == 5
     assert chat(messages=messages, max_tokens=6).choices[0].sampling.max_tokens == 6
@@ -386,7 +386,7 @@ def test_how_much_a_chat_may_say() -> None:
         ({"messages": said(("user", "x")), "max_tokens": 1, "max_completion_tokens": 1}, "old name"),
     ],
 )
-def test_a_chat_that_cannot_be_rendered_says_why(body: dict[str, Any], text: str) -> None:
+def test_unrenderable_chat_is_refused_with_the_reason(body: dict[str, Any], text: str) -> None:
     error = refusal(ChatBody, **body)
     assert text in str(error)
 
@@ -399,7 +399,7 @@ def test_a_model_without_a_template_refuses_chats() -> None:
 @pytest.mark.parametrize(
     "template", ["{{ messages.__class__.__mro__ }}", "{% unknown %}", "{{ 1 / 0 }}", "{{ messages[0].role.x.y }}"]
 )
-def test_a_template_that_breaks_is_a_refusal_and_cannot_leave_its_sandbox(template: str) -> None:
+def test_failing_template_is_refused_inside_its_sandbox(template: str) -> None:
     with pytest.raises(BadInput, match="refuses them"):
         chat(template, messages=said(("user", "x")))
 
@@ -426,7 +426,7 @@ GROWING: Final = (
 
 
 @pytest.mark.parametrize("template", GROWING)
-def test_a_template_that_grows_is_ended_and_the_next_is_rendered(template: str) -> None:
+def test_growing_template_is_ended_and_the_next_is_rendered(template: str) -> None:
     """By what a client says: its output, its memory and its time are bounded."""
     renderers = Renderers(limit_s=1.0, memory_bytes_max=256 << 20)
     spoken = [{"role": "user", "content": "x"}]
@@ -455,7 +455,7 @@ def events(*made: bytes) -> list[Any]:
 
 
 @given(st.text(), st.data())
-def test_no_chunk_ever_splits_a_character(text: str, data: st.DataObject) -> None:
+def test_chunks_never_split_a_character(text: str, data: st.DataObject) -> None:
     """Whatever the cuts: chunks are whole characters, and together they are the text."""
     tokens, transcript = ids(text), Transcript(served().tokenizer.detokenizer())
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=5)))
@@ -466,7 +466,7 @@ def test_no_chunk_ever_splits_a_character(text: str, data: st.DataObject) -> Non
     assert not any("�" in piece for piece in pieces if "�" not in text)
 
 
-def test_the_end_brings_what_was_pending_and_what_a_stop_string_left() -> None:
+def test_end_flushes_pending_text_up_to_the_stop_string() -> None:
     transcript = Transcript(served().tokenizer.detokenizer())
     assert transcript.push(ids("é")[:1]) == ""
     assert transcript.end(ended(1, "stop", "tail")) == "\ufffdtail"
@@ -554,7 +554,7 @@ def test_every_error_of_the_coordinator_has_a_status() -> None:
     assert BY_CODE.keys() <= STATUSES.keys()
 
 
-def test_what_no_repetition_helps_is_not_to_be_repeated() -> None:
+def test_permanent_errors_forbid_retry() -> None:
     assert error_headers(AnswerFailed("m")) == error_headers(WrongState("m")) == {"x-should-retry": "false"}
     assert error_headers(Unavailable("m")).keys() == error_headers(CapacityError("m")).keys() == {"retry-after"}
     assert error_headers(BadInput("m")) == {}
@@ -583,7 +583,7 @@ def test_an_output_that_did_not_finish_is_an_error() -> None:
         ("", False),
     ],
 )
-def test_a_key_lets_in(header: str, let_in: bool) -> None:
+def test_valid_key_is_accepted(header: str, let_in: bool) -> None:
     keys = ApiKeys([KEY, "second-key-that-is-known"])
     if let_in:
         keys.check(header)
@@ -593,7 +593,7 @@ def test_a_key_lets_in(header: str, let_in: bool) -> None:
         assert KEY not in str(caught.value)
 
 
-def test_without_keys_everybody_is_let_in() -> None:
+def test_without_keys_every_client_is_accepted() -> None:
     ApiKeys(()).check("")
     read_keys("").check("")
 
@@ -619,7 +619,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["pipe", "/dev/zero", "/"])
 @pytest.mark.timeout(20)
-def test_a_file_of_keys_that_is_no_file_is_refused_at_once(tmp_path: Path, file: str) -> None:
+def test_irregular_key_file_is_refused_at_once(tmp_path: Path, file: str) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ConfigError, match=r"is no regular file|Is a directory"):
         read_keys(str(tmp_path / file))
@@ -628,7 +628,7 @@ def test_a_file_of_keys_that_is_no_file_is_refused_at_once(tmp_path: Path, file:
 @pytest.mark.parametrize(
     "text", ["", "# only a comment", "secret", "x" * (KEY_CHARS_MIN - 1), "with a blank in the key"]
 )
-def test_a_file_without_good_keys_is_refused_and_no_key_shown(text: str) -> None:
+def test_file_without_good_keys_is_refused_and_no_key_shown(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_keys(text, "file")
     assert not text or text not in str(caught.value)
@@ -638,13 +638,13 @@ def test_a_file_without_good_keys_is_refused_and_no_key_shown(text: str) -> None
 
 
 @pytest.mark.parametrize("address", ["8000", ":8000", "host:", "host:x", "host:-1"])
-def test_up_wants_an_address_for_the_front(address: str) -> None:
+def test_up_requires_an_address_for_the_front(address: str) -> None:
     result = run("up", "--http", address)
     assert result.exit_code == 2
     assert f"{address!r} is not HOST:PORT" in result.stderr
 
 
-def test_up_opens_no_front_to_everybody_without_keys() -> None:
+def test_up_without_keys_opens_no_public_front() -> None:
     result = run("up", "--http", "0.0.0.0:8000")
     assert result.exit_code == EXIT_CODES["config"]
     assert "http.host=0.0.0.0: without API keys any client" in result.stderr

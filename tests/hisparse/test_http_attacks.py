@@ -39,7 +39,7 @@ def answers(at: Site) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_no_peer_stops_the_front(at: Site, case: str) -> None:
+def test_hostile_peer_does_not_stop_the_front(at: Site, case: str) -> None:
     """Without a key. Most of these ended the process once."""
     data, status = REFUSED[case]
     with socket.create_connection(("127.0.0.1", at.plain.port), LIMIT_S) as peer:
@@ -48,7 +48,7 @@ def test_no_peer_stops_the_front(at: Site, case: str) -> None:
     answers(at)
 
 
-def test_posts_that_announce_a_body_keep_no_other_key_out(at: Site) -> None:
+def test_announced_bodies_of_a_key_do_not_block_other_keys(at: Site) -> None:
     """A key that takes all places of a front by headers alone: it is refused past its share, another key is not."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: 9\r\n\r\n"
     peers = [socket.create_connection(("127.0.0.1", at.plain.port), LIMIT_S) for _ in range(300)]
@@ -60,7 +60,7 @@ def test_posts_that_announce_a_body_keep_no_other_key_out(at: Site) -> None:
     answers(at)
 
 
-def test_a_storm_of_hostile_requests_ends_nothing(at: Site) -> None:
+def test_front_survives_a_storm_of_hostile_requests(at: Site) -> None:
     """A short run of `python -m tests.support.fuzz_http`; SEED replays it."""
     seed = int(os.environ.get("SEED", "0")) or int.from_bytes(os.urandom(4), "little")
     print(f"SEED={seed}")

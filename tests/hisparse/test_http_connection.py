@@ -143,7 +143,7 @@ async def rig() -> AsyncIterator[Rig]:
 # ---------------------------------------------------------------- what is answered
 
 
-async def test_requests_come_one_after_the_other_on_one_connection(rig: Rig) -> None:
+async def test_connection_serves_requests_one_after_another(rig: Rig) -> None:
     post = b"POST /p%20q?r=s HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
     chunked = b"POST /c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nde\r\n1\r\nf\r\n0\r\n\r\n"
     answer = await rig.send(post + chunked + CLOSE)
@@ -158,7 +158,7 @@ async def test_head_has_no_body(rig: Rig) -> None:
     assert answer.endswith(b"\r\n\r\n")
 
 
-async def test_who_waits_for_a_word_before_its_body_gets_it(rig: Rig) -> None:
+async def test_expect_100_continue_is_answered(rig: Rig) -> None:
     head = b"POST /%s HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n"
     async with await rig.open() as stream:
         await stream.send_all(head % b"p")
@@ -168,11 +168,11 @@ async def test_who_waits_for_a_word_before_its_body_gets_it(rig: Rig) -> None:
     assert status_of(await rig.send(head % b"unread")) == 403
 
 
-async def test_an_old_client_gets_its_answer_and_the_end(rig: Rig) -> None:
+async def test_http_1_0_client_gets_its_answer_and_the_end(rig: Rig) -> None:
     assert b"GET /x " in await rig.send(b"GET /x HTTP/1.0\r\n\r\n")
 
 
-async def test_an_absolute_target_is_its_path(rig: Rig) -> None:
+async def test_absolute_target_is_reduced_to_its_path(rig: Rig) -> None:
     assert b"GET /y " in await rig.send(CLOSE.replace(b"/x", b"http://host/y?z"))
 
 
@@ -216,7 +216,7 @@ REFUSED: Final = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_another_protocol_is_refused_and_ends_its_connection_alone(rig: Rig, case: str) -> None:
+async def test_foreign_protocol_ends_a_single_connection(rig: Rig, case: str) -> None:
     data, status = REFUSED[case]
     async with await rig.open() as other:
         await other.send_all(GET)
@@ -231,7 +231,7 @@ async def test_another_protocol_is_refused_and_ends_its_connection_alone(rig: Ri
 
 @pytest.mark.parametrize(("extra", "status"), [(0, 200), (1, 431), (1_000, 431), (1_000_000, 431)])
 @pytest.mark.parametrize("behind", [b"", GET])
-async def test_a_header_has_its_limit_to_the_byte(rig: Rig, extra: int, status: int, behind: bytes) -> None:
+async def test_header_limit_is_exact(rig: Rig, extra: int, status: int, behind: bytes) -> None:
     """Even when all of it comes at once, and behind another request."""
     bare = CLOSE.replace(b"Host", b"Padding: \r\nHost")
     data = bare.replace(b"Padding: ", b"Padding: " + b"p" * (HEADER_BYTES_MAX - len(bare) + extra))
@@ -243,7 +243,7 @@ async def test_a_header_has_its_limit_to_the_byte(rig: Rig, extra: int, status: 
 # ---------------------------------------------------------------- what is contained
 
 
-async def test_a_defect_ends_its_connection_alone(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_defect_ends_a_single_connection(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     async with await rig.open() as other:
         await other.send_all(GET)
         await other.receive_some()
@@ -257,9 +257,7 @@ async def test_a_defect_ends_its_connection_alone(rig: Rig, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(("path", "length", "status"), [(b"p", BODY_BYTES_MAX + 1, 413), (b"unread", 4 << 20, 403)])
-async def test_an_answer_is_read_before_the_rest_of_a_body_is_reset(
-    rig: Rig, path: bytes, length: int, status: int
-) -> None:
+async def test_answer_is_sent_before_an_unread_body_is_reset(rig: Rig, path: bytes, length: int, status: int) -> None:
     """Two ways to be refused early: by its length, and by a handler that does not want it."""
     answer = await rig.send(
         b"POST /%s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path, length) + bytes(length)
@@ -268,7 +266,7 @@ async def test_an_answer_is_read_before_the_rest_of_a_body_is_reset(
     await rig.until(lambda: rig.ends() == {"closed": 1})
 
 
-async def test_a_client_that_leaves_is_noticed_while_it_is_served(rig: Rig) -> None:
+async def test_disconnect_is_noticed_during_an_answer(rig: Rig) -> None:
     stream = await rig.hold()
     await stream.aclose()
     await rig.until(lambda: rig.ends() == {"unread": 1})
@@ -277,7 +275,7 @@ async def test_a_client_that_leaves_is_noticed_while_it_is_served(rig: Rig) -> N
 # ---------------------------------------------------------------- what is bounded
 
 
-async def test_who_sends_no_header_in_time_is_let_go(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_without_a_header_in_time_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "IDLE_LIMIT_S", 0.1)
     assert await rig.send(b"") == b""
     assert await rig.send(GET[:20]) == b""
@@ -285,7 +283,7 @@ async def test_who_sends_no_header_in_time_is_let_go(rig: Rig, monkeypatch: pyte
     assert rig.ends() == {"idle": 3}
 
 
-async def test_a_client_that_stops_reading_is_cut_off(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_stops_reading_is_disconnected(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "READ_LIMIT_S", 0.2)
     async with await rig.open() as stream:
         await stream.send_all(GET.replace(b"/x", b"/endless"))
@@ -303,7 +301,7 @@ async def test_pipelined_requests_wait_unread(rig: Rig) -> None:
         assert sent < 64 << 20
 
 
-async def test_the_oldest_idle_connection_makes_room() -> None:
+async def test_oldest_idle_connection_is_closed_for_a_new_one() -> None:
     """Held ones stay; when all are held a new one is closed."""
     async with running(connections=3) as rig:
         held = [await rig.hold()]
@@ -340,7 +338,7 @@ async def test_stopping_lets_the_last_answer_finish() -> None:
         assert b"connection: close" in answer.lower()
 
 
-async def test_an_answer_that_does_not_end_is_cut_off_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_answer_is_cut_off_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "STOP_DEADLINE_S", 0.1)
     async with running() as rig, await rig.hold():
         rig.stopping.set()
@@ -350,7 +348,7 @@ async def test_an_answer_that_does_not_end_is_cut_off_at_the_deadline(monkeypatc
 # ---------------------------------------------------------------- TLS
 
 
-async def test_over_tls_the_same_holds(tmp_path: Path) -> None:
+async def test_tls_connection_follows_the_same_rules(tmp_path: Path) -> None:
     cert, key = write_pair(tmp_path)
     async with running(tls=Tls(cert, key)) as rig:
         context = ssl.create_default_context(cafile=cert)

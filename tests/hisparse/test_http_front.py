@@ -54,7 +54,7 @@ async def until(condition: Any) -> None:
 # ---------------------------------------------------------------- answers
 
 
-async def test_a_completion_whole(rig: FrontRig) -> None:
+async def test_completion_without_stream(rig: FrontRig) -> None:
     peer = await rig.complete({"prompt": "abc", "max_tokens": 4, "priority": 2})
     (name,) = await rig.submitted(1)
     assert name.startswith("cmpl-")
@@ -70,7 +70,7 @@ async def test_a_completion_whole(rig: FrontRig) -> None:
     await until(lambda: len(rig.outputs) == 0)
 
 
-async def test_a_stream_tells_as_it_comes(rig: FrontRig) -> None:
+async def test_stream_sends_tokens_as_they_come(rig: FrontRig) -> None:
     peer = await rig.complete({"prompt": "abc", "stream": True, "stream_options": {"include_usage": True}})
     (name,) = await rig.submitted(1)
     rig.speak(name, "h")
@@ -86,7 +86,7 @@ async def test_a_stream_tells_as_it_comes(rig: FrontRig) -> None:
     assert peer.headers["content-type"] == "text/event-stream"
 
 
-async def test_choices_of_a_stream_come_as_they_are_and_are_told_apart(rig: FrontRig) -> None:
+async def test_streamed_choices_interleave_with_their_index(rig: FrontRig) -> None:
     peer = await rig.complete({"prompt": "abc", "stream": True, "n": 2})
     first, second = sorted(await rig.submitted(2))
     rig.speak(second, "b")
@@ -101,7 +101,7 @@ async def test_choices_of_a_stream_come_as_they_are_and_are_told_apart(rig: Fron
     assert texts == {0: "a", 1: "b"}
 
 
-async def test_a_chat_says_who_speaks(rig: FrontRig) -> None:
+async def test_chat_stream_names_the_role(rig: FrontRig) -> None:
     model = rig.gateway.scheduler.served
     rig.gateway.scheduler.served = msgspec.structs.replace(model, chat_template=TEMPLATE)
     await rig.link.client.welcome()
@@ -115,7 +115,7 @@ async def test_a_chat_says_who_speaks(rig: FrontRig) -> None:
     assert (opening["choices"][0]["delta"], done) == ({"role": "assistant", "content": ""}, "[DONE]")
 
 
-async def test_a_silent_stream_gives_signs_of_life(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_stream_sends_keepalives(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "KEEPALIVE_S", 0.02)
     peer = await rig.complete({"prompt": "abc", "stream": True})
     await peer.until(": waiting\n\n: waiting\n\n")
@@ -127,14 +127,14 @@ async def test_a_silent_stream_gives_signs_of_life(rig: FrontRig, monkeypatch: p
 # ---------------------------------------------------------------- failures
 
 
-async def test_a_refusal_of_the_coordinator_is_the_answer_even_to_a_stream(rig: FrontRig) -> None:
+async def test_coordinator_refusal_is_answered_even_to_a_stream(rig: FrontRig) -> None:
     rig.gateway.scheduler.refuse_with = CapacityError("queue full", field="queue_max", value=1)
     peer = await rig.complete({"prompt": "abc", "stream": True})
     assert error_of(await peer.answer()) == ("capacity", "queue_max")
     assert (peer.status, peer.headers["retry-after"]) == (429, "1")
 
 
-async def test_when_one_choice_is_refused_the_others_are_aborted(rig: FrontRig) -> None:
+async def test_refused_choice_aborts_the_others(rig: FrontRig) -> None:
     rig.gateway.scheduler.refuse_with = CapacityError("queue full", field="queue_max", value=1)
     peer = await rig.complete({"prompt": "abc", "n": 2})
     await peer.answer()
@@ -156,7 +156,7 @@ async def test_an_output_that_does_not_finish_is_an_error(rig: FrontRig, outcome
     assert rig.aborted() == []
 
 
-async def test_a_defect_in_one_request_is_not_everybodys(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_defect_fails_a_single_request(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     other = await rig.complete({"prompt": "abc"})
     (name,) = await rig.submitted(1)
     with monkeypatch.context() as patched:
@@ -168,7 +168,7 @@ async def test_a_defect_in_one_request_is_not_everybodys(rig: FrontRig, monkeypa
     assert other.status == 200
 
 
-async def test_without_a_coordinator_the_answer_is_503(rig: FrontRig) -> None:
+async def test_missing_coordinator_is_answered_with_503(rig: FrontRig) -> None:
     stream = await rig.complete({"prompt": "abc", "stream": True})
     await rig.submitted(1)
     await rig.gateway.kill()
@@ -179,7 +179,7 @@ async def test_without_a_coordinator_the_answer_is_503(rig: FrontRig) -> None:
         assert peer.status == 503
 
 
-async def test_without_a_worker_health_says_so(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_reports_missing_workers(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     healthy = rig.open("GET", "/health")
     assert (await healthy.answer(), healthy.status) == ({"status": "ok"}, 200)
     rig.gateway.scheduler.served = None
@@ -188,16 +188,14 @@ async def test_without_a_worker_health_says_so(rig: FrontRig, monkeypatch: pytes
     assert (await peer.answer(), peer.status) == ({"status": "no worker has registered yet"}, 503)
 
 
-async def test_health_says_what_new_work_would_be_told(rig: FrontRig) -> None:
+async def test_health_reports_why_new_work_is_refused(rig: FrontRig) -> None:
     """A full disk, or a coordinator that stops."""
     rig.gateway.scheduler.refuses_all = "the journal cannot take more: disk full"
     peer = rig.open("GET", "/health")
     assert (await peer.answer(), peer.status) == ({"status": "the journal cannot take more: disk full"}, 503)
 
 
-async def test_who_asks_for_health_and_leaves_keeps_no_answer_from_others(
-    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_health_check_takes_no_answer_of_others(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers to greetings come in turn: one that was not sent must not wait for one."""
     monkeypatch.setattr(link, "HEALTH_INTERVAL_S", 0.0)
     for _ in range(10):
@@ -207,9 +205,7 @@ async def test_who_asks_for_health_and_leaves_keeps_no_answer_from_others(
     assert await rig.open("GET", "/health").answer() == {"status": "ok"}
 
 
-async def test_many_who_ask_for_health_are_one_question_to_the_coordinator(
-    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_checks_share_a_coordinator_query(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. They need no key, and a coordinator stops hearing a peer that asks too often."""
     asked = []
     welcome = rig.link.client.welcome
@@ -228,7 +224,7 @@ async def test_many_who_ask_for_health_are_one_question_to_the_coordinator(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_who_leaves_takes_its_request_along(tmp_path: Path, stream: bool) -> None:
+async def test_disconnect_aborts_the_request(tmp_path: Path, stream: bool) -> None:
     """At once: nobody else can know its id."""
     async with front_rig(tmp_path, HttpSettings(reattach_grace_s=1e6)) as rig:
         peer = await rig.complete({"prompt": "abc", "stream": stream})
@@ -242,7 +238,7 @@ async def test_a_client_who_leaves_takes_its_request_along(tmp_path: Path, strea
         assert not peer.complete.is_set()
 
 
-async def test_a_client_who_leaves_before_its_submission_is_answered_leaves_nothing_behind(rig: FrontRig) -> None:
+async def test_disconnect_during_submission_leaves_no_request(rig: FrontRig) -> None:
     """The submission is in flight: nobody but the front's own task can know that it was accepted."""
     scheduler = rig.gateway.scheduler
     plain, gate = scheduler.submit, trio.Event()
@@ -261,7 +257,7 @@ async def test_a_client_who_leaves_before_its_submission_is_answered_leaves_noth
     await until(lambda: rig.aborted() == [name])
 
 
-async def test_a_client_with_an_id_of_its_own_may_come_back_to_it(rig: FrontRig) -> None:
+async def test_client_id_allows_reconnect(rig: FrontRig) -> None:
     body = {"prompt": "abc", "stream": True}
     first = await rig.complete(body, x_request_id="mine")
     assert await rig.submitted(1) == ["mine"]
@@ -281,7 +277,7 @@ async def test_a_client_with_an_id_of_its_own_may_come_back_to_it(rig: FrontRig)
     assert [command for command, *_ in rig.gateway.scheduler.commands] == ["submit"]
 
 
-async def test_a_client_with_an_id_of_its_own_who_stays_away_is_aborted_after_the_grace(rig: FrontRig) -> None:
+async def test_request_with_a_client_id_is_aborted_after_grace(rig: FrontRig) -> None:
     peer = await rig.complete({"prompt": "abc"}, x_request_id="mine")
     await rig.submitted(1)
     left_at = trio.current_time()
@@ -290,7 +286,7 @@ async def test_a_client_with_an_id_of_its_own_who_stays_away_is_aborted_after_th
     assert trio.current_time() - left_at >= 0.2
 
 
-async def test_two_clients_of_one_id_share_its_output(rig: FrontRig) -> None:
+async def test_clients_with_the_same_id_share_the_output(rig: FrontRig) -> None:
     body = {"prompt": "abc"}
     peers = [await rig.complete(body, x_request_id="mine") for _ in range(2)]
     await rig.submitted(1)
@@ -301,7 +297,7 @@ async def test_two_clients_of_one_id_share_its_output(rig: FrontRig) -> None:
     assert [command for command, *_ in rig.gateway.scheduler.commands] == ["submit"]
 
 
-async def test_another_body_under_an_id_in_use_is_refused(rig: FrontRig) -> None:
+async def test_id_in_use_refuses_another_body(rig: FrontRig) -> None:
     first = await rig.complete({"prompt": "abc"}, x_request_id="mine")
     await rig.submitted(1)
     other = await rig.complete({"prompt": "abd"}, x_request_id="mine")
@@ -311,7 +307,7 @@ async def test_another_body_under_an_id_in_use_is_refused(rig: FrontRig) -> None
 
 
 @pytest.mark.parametrize("name", ["a b", "x" * 125, "a\n"])
-async def test_an_id_that_is_no_name_is_refused(rig: FrontRig, name: str) -> None:
+async def test_invalid_id_is_refused(rig: FrontRig, name: str) -> None:
     peer = await rig.complete({"prompt": "abc"}, x_request_id=name)
     assert error_of(await peer.answer()) == ("bad_input", "x-request-id")
 
@@ -319,7 +315,7 @@ async def test_an_id_that_is_no_name_is_refused(rig: FrontRig, name: str) -> Non
 # ---------------------------------------------------------------- limits
 
 
-async def test_requests_past_the_limit_are_told_to_come_later(rig: FrontRig) -> None:
+async def test_requests_past_the_limit_get_retry_after(rig: FrontRig) -> None:
     """I8."""
     held = [await rig.complete({"prompt": "abc"}) for _ in range(3)]
     names = await rig.submitted(3)
@@ -335,7 +331,7 @@ async def test_requests_past_the_limit_are_told_to_come_later(rig: FrontRig) -> 
     await after.leave()
 
 
-async def test_a_place_is_taken_by_bodies_alone(tmp_path: Path) -> None:
+async def test_only_bodies_take_a_place(tmp_path: Path) -> None:
     """I8. One key announces more bodies than there are places; the other is answered, and only the first is refused."""
     async with front_rig(tmp_path, HttpSettings(requests_max=3), keys=(KEY, OTHER_KEY)) as rig:
         waiting = [rig.open("POST", "/v1/completions", bearer(KEY)) for _ in range(5)]
@@ -348,7 +344,7 @@ async def test_a_place_is_taken_by_bodies_alone(tmp_path: Path) -> None:
         assert (other.status, sorted(peer.status for peer in waiting)) == (200, [0, 0, 0, 429, 429])
 
 
-async def test_a_key_below_its_share_gets_a_place_when_all_are_taken(tmp_path: Path) -> None:
+async def test_key_below_its_share_gets_a_place_when_full(tmp_path: Path) -> None:
     """I8."""
     async with front_rig(tmp_path, HttpSettings(requests_max=4), keys=(KEY, OTHER_KEY)) as rig:
         for _ in range(4):
@@ -363,7 +359,7 @@ async def test_a_key_below_its_share_gets_a_place_when_all_are_taken(tmp_path: P
         assert error_of(await late.answer()) == ("capacity", "http.requests_max")
 
 
-async def test_ids_of_two_keys_are_two_requests(tmp_path: Path) -> None:
+async def test_same_id_under_two_keys_is_two_requests(tmp_path: Path) -> None:
     """Nobody can take, or join, an id of another key."""
     async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
         peers = [
@@ -378,7 +374,7 @@ async def test_ids_of_two_keys_are_two_requests(tmp_path: Path) -> None:
         assert [peer.headers["x-request-id"] for peer in peers] == ["mine", "mine"]
 
 
-async def test_samples_are_sent_a_few_at_a_time_and_the_prompt_is_let_go(
+async def test_samples_are_submitted_gradually_and_the_prompt_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I8. A key that sends many does not hold up another."""
@@ -407,7 +403,7 @@ async def test_samples_are_sent_a_few_at_a_time_and_the_prompt_is_let_go(
         assert many.status == 0
 
 
-async def test_what_cannot_fit_the_context_is_not_sent(rig: FrontRig) -> None:
+async def test_request_beyond_the_context_is_not_sent(rig: FrontRig) -> None:
     """I8."""
     for body in (
         {"prompt": [1] * 2_000_000, "n": 16},
@@ -421,7 +417,7 @@ async def test_what_cannot_fit_the_context_is_not_sent(rig: FrontRig) -> None:
     assert rig.gateway.scheduler.commands == []
 
 
-async def test_a_refused_body_is_free_at_once(rig: FrontRig) -> None:
+async def test_refused_body_frees_its_bytes_at_once(rig: FrontRig) -> None:
     """I8. Not when the collector comes by: an error must not be in a cycle with the frames that hold the body."""
     body = b'{"prompt": "' + b"x" * (BODY_BYTES_MAX - 100) + b'"}'
     gc.disable()
@@ -437,7 +433,7 @@ async def test_a_refused_body_is_free_at_once(rig: FrontRig) -> None:
         gc.enable()
 
 
-async def test_a_body_past_its_limit_is_refused_while_it_still_comes(rig: FrontRig) -> None:
+async def test_oversized_body_is_refused_while_it_arrives(rig: FrontRig) -> None:
     """I8. Its rest is the connection's, which throws it away: test_http_connection.py."""
     peer = rig.open("POST", "/v1/completions", queue_messages=BODY_BYTES_MAX >> 20)
     with trio.fail_after(10):
@@ -447,7 +443,7 @@ async def test_a_body_past_its_limit_is_refused_while_it_still_comes(rig: FrontR
     assert peer.status == 413
 
 
-async def test_bodies_of_all_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_total_body_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. What was received for a refused one is given back."""
     monkeypatch.setattr(front, "BODIES_BYTES_MAX", 1_000)
     async with front_rig(tmp_path) as rig:
@@ -462,7 +458,7 @@ async def test_bodies_of_all_together_are_bounded(tmp_path: Path, monkeypatch: p
         assert error_of(await again.answer()) == ("bad_input", "body")  # it was read, and is no JSON
 
 
-async def test_a_body_that_nobody_wanted_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_and_abandoned_bodies_free_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. Strangers who are refused before it is read must not use up the room of the others."""
     monkeypatch.setattr(front, "BODIES_BYTES_MAX", 1_000)
     async with front_rig(tmp_path, keys=(KEY,)) as rig:
@@ -486,9 +482,7 @@ async def test_a_body_must_come_in_time(rig: FrontRig, monkeypatch: pytest.Monke
     assert error_of(await peer.answer()) == ("too_slow", "body")
 
 
-async def test_aborts_are_repeated_until_the_coordinator_has_a_hand_free(
-    rig: FrontRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_aborts_are_retried_until_the_coordinator_accepts(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "ABORT_INTERVAL_S", 0.01)
     peer = await rig.complete({"prompt": "abc"})
     (name,) = await rig.submitted(1)
@@ -526,7 +520,7 @@ async def test_models_are_listed(rig: FrontRig) -> None:
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 4096)
 
 
-async def test_without_a_key_only_health_is_told(tmp_path: Path) -> None:
+async def test_without_a_key_only_health_is_served(tmp_path: Path) -> None:
     """Before a byte of the body is read."""
     async with front_rig(tmp_path, keys=(KEY,)) as rig:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/fake", "/metrics", "/other"):
@@ -561,11 +555,11 @@ def test_settings_that_cannot_work_are_refused(flags: dict[str, object], field: 
 
 
 @pytest.mark.parametrize("extra", [{"http.api_keys_file": "keys"}, {"cluster.insecure": True}])
-def test_beyond_loopback_wants_keys_or_a_word(extra: dict[str, object]) -> None:
+def test_non_loopback_address_requires_keys_or_consent(extra: dict[str, object]) -> None:
     assert build({}, {}, {"http.host": "0.0.0.0", **extra}, HostFacts("host", 1, 1)).http.host == "0.0.0.0"
 
 
-def test_over_tcp_it_shows_the_key_of_a_client_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_front_uses_the_current_client_key_over_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read for each connection, since it may have been replaced."""
     flags = {"cluster.keys_dir": str(tmp_path), "cluster.client_endpoint": "tcp://127.0.0.1:7400"}
     config = build({}, {}, flags, HostFacts("host", 1, 1))
@@ -580,7 +574,7 @@ def test_over_tcp_it_shows_the_key_of_a_client_as_it_is_now(tmp_path: Path, monk
     assert shown[0] != shown[1]
 
 
-def test_an_address_that_cannot_be_had_is_refused() -> None:
+def test_unusable_address_is_refused() -> None:
     config = build({}, {}, {"http.host": "127.0.0.1", "http.port": 0}, HostFacts("host", 1, 1))
     elsewhere = msgspec.structs.replace(config, http=HttpSettings(host="192.0.2.1", port=1))
     with pytest.raises(ConfigError, match="cannot listen there") as caught:
@@ -616,7 +610,7 @@ async def test_exported_equals_table(rig: FrontRig) -> None:
     assert page.headers["content-type"].startswith("text/plain")
 
 
-async def test_it_is_ready_while_connected_and_not_stopping(rig: FrontRig) -> None:
+async def test_front_is_ready_while_connected_and_not_stopping(rig: FrontRig) -> None:
     assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, True)
     rig.stopping = True
     assert (http_health(rig.sources).ok, http_readiness(rig.sources).ok) == (True, False)

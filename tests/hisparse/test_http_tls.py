@@ -39,7 +39,7 @@ def write_pair(place: Path, name: str = "front") -> tuple[str, str]:
     return str(cert), str(key)
 
 
-def test_a_pair_is_refused_with_the_file_that_is_wrong(tmp_path: Path) -> None:
+def test_bad_pair_is_refused_naming_the_file(tmp_path: Path) -> None:
     (cert, key), (_, other_key) = write_pair(tmp_path), write_pair(tmp_path, "other")
     Tls(cert, key)
     text, locked, passphrase = tmp_path / "text", tmp_path / "open.key", tmp_path / "locked.key"
@@ -69,7 +69,7 @@ def test_a_pair_is_refused_with_the_file_that_is_wrong(tmp_path: Path) -> None:
         assert (refusal.value.field, bool(refusal.value.remedy)) == (field, True)
 
 
-def test_files_that_do_not_fit_change_nothing_when_they_are_read_again(tmp_path: Path) -> None:
+def test_bad_files_change_nothing_on_reload(tmp_path: Path) -> None:
     cert, key = write_pair(tmp_path)
     tls, before = Tls(cert, key), certificate_of(Path(cert).read_text())
     Path(key).write_bytes(Path(write_pair(tmp_path, "other")[1]).read_bytes())
@@ -154,7 +154,7 @@ def ask(port: int, cert: str, path: str = "/health", key: str = OLD_KEY) -> tupl
 
 
 @pytest.mark.process
-def test_a_front_speaks_tls_alone_and_takes_new_certificates_as_it_runs(tmp_path: Path) -> None:
+def test_front_serves_tls_only_and_reloads_certificates(tmp_path: Path) -> None:
     cert, key = write_pair(tmp_path)
     with front(tmp_path, cert, key) as (process, port):
         assert ask(port, cert) == (503, certificate_of(Path(cert).read_text()))

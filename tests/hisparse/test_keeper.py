@@ -36,14 +36,14 @@ def row(epoch: int, state: str = "connected", worker: str = "w0") -> WorkerRow:
 # ---------------------------------------------------------------- restarts
 
 
-def test_pauses_double_up_to_a_bound_and_end() -> None:
+def test_restart_pauses_double_up_to_a_bound() -> None:
     restarts = Restarts()
     pauses = [restarts.after(1.0) for _ in range(RESTARTS_MAX + 1)]
     assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
     assert pauses[-2:] == [RESTART_PAUSE_MAX_S, None]
 
 
-def test_a_long_life_is_forgiven_all_before_it() -> None:
+def test_long_uptime_resets_the_pauses() -> None:
     restarts = Restarts()
     for _ in range(RESTARTS_MAX):
         assert restarts.after(1.0) is not None
@@ -66,7 +66,7 @@ def answered_until(watch: ChildWatch, until_s: int, *rows: WorkerRow, since_s: i
         watch.answered(rows, float(now))
 
 
-def test_who_was_connected_and_is_missing_hangs() -> None:
+def test_missing_worker_hangs_once_it_was_connected() -> None:
     watch = watching(row(5))
     answered_until(watch, 10, row(5, "disconnected"))
     assert watch.hung(10.0) == []
@@ -75,19 +75,19 @@ def test_who_was_connected_and_is_missing_hangs() -> None:
 
 
 @pytest.mark.parametrize("state", ["draining", "drained"])
-def test_who_is_drained_does_not_hang(state: str) -> None:
+def test_drained_worker_does_not_hang(state: str) -> None:
     watch = watching(row(5))
     answered_until(watch, 60, row(5, state))
     assert watch.hung(60.0) == []
 
 
-def test_a_start_may_take_as_long_as_it_takes() -> None:
+def test_slow_start_is_not_a_hang() -> None:
     watch = watching()
     answered_until(watch, 600)
     assert watch.hung(600.0) == []
 
 
-def test_a_successor_is_not_blamed_for_the_epoch_before_it() -> None:
+def test_successor_is_not_blamed_for_the_earlier_epoch() -> None:
     watch = watching(row(5))
     watch.began("w0")
     answered_until(watch, 3, row(5))  # not yet seen to be gone
@@ -98,16 +98,16 @@ def test_a_successor_is_not_blamed_for_the_epoch_before_it() -> None:
     assert watch.hung(612.0) == ["w0"]
 
 
-def test_nobody_is_blamed_while_the_coordinator_is_silent() -> None:
+def test_no_worker_is_blamed_while_the_coordinator_is_silent() -> None:
     watch = watching(row(5))
     assert watch.hung(19.0) == []
-    watch.answered([], 19.0)  # restarted: it has not heard of anybody yet
+    watch.answered([], 19.0)  # restarted: it has not heard of any worker yet
     assert watch.hung(19.0) == []
     answered_until(watch, 30, since_s=20)
     assert watch.hung(30.0) == ["w0"]
 
 
-def test_a_coordinator_that_once_answered_hangs_in_the_end() -> None:
+def test_silent_coordinator_hangs_in_the_end() -> None:
     watch = ChildWatch(LIMIT_S)
     assert watch.hung(1_000.0) == []
     watch.answered([], 0.0)
@@ -154,9 +154,7 @@ def clusters() -> Iterator[list[FakeCluster]]:
 
 
 @pytest.mark.process
-async def test_the_dead_are_restarted_the_dismissed_are_not_and_the_last_one_ends_it(
-    tmp_path: object, clusters: list[FakeCluster]
-) -> None:
+async def test_dead_workers_restart_and_dismissed_ones_do_not(tmp_path: object, clusters: list[FakeCluster]) -> None:
     codes = {
         COORDINATOR: [SLEEP],
         "w0": ["exit(3)", "exit(0)"],
@@ -180,7 +178,7 @@ async def test_the_dead_are_restarted_the_dismissed_are_not_and_the_last_one_end
 
 
 @pytest.mark.process
-async def test_a_coordinator_that_leaves_ends_it(tmp_path: object, clusters: list[FakeCluster]) -> None:
+async def test_keeper_ends_when_the_coordinator_leaves(tmp_path: object, clusters: list[FakeCluster]) -> None:
     cluster = FakeCluster(tmp_path, {COORDINATOR: ["exit(5)", "exit(0)"], "w0": [SLEEP]})
     clusters.append(cluster)
     with trio.fail_after(30):

@@ -26,7 +26,7 @@ def module(request: pytest.FixtureRequest) -> ModuleType:
     return MODULES[request.param][0]
 
 
-def test_every_public_name_is_there(module: ModuleType) -> None:
+def test_every_public_name_exists(module: ModuleType) -> None:
     for name in module.__all__:
         assert getattr(module, name) is not None
         assert name in dir(module)
@@ -35,7 +35,7 @@ def test_every_public_name_is_there(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_checkers_see_what_programs_get(name: str) -> None:
+def test_type_checkers_see_the_runtime_names(name: str) -> None:
     """Names imported for type checkers, from the same modules as at run time; no more and no less than `__all__`."""
     module, path = MODULES[name]
     tree = ast.parse((ROOT / path).read_text())
@@ -58,7 +58,7 @@ def test_each_error_is_public() -> None:
     assert {kind.__name__ for kind in errors.BY_CODE.values()} < set(hisparse.__all__)
 
 
-def test_import_brings_nothing_heavy() -> None:
+def test_import_loads_no_heavy_module() -> None:
     heavy = ["torch", "rich", "zmq", "trio", "numpy", "msgspec", "transformers", "importlib.metadata"]
     for code in ("import hisparse", "import hisparse.kernels"):
         assert run(f"{code}; import sys; print([it for it in {heavy} if it in sys.modules])") == "[]"
@@ -69,7 +69,7 @@ def test_the_client_needs_no_torch() -> None:
     assert run(code) == "False open_client True"
 
 
-def test_kernels_without_torch_say_what_to_install() -> None:
+def test_kernels_without_torch_name_the_package_to_install() -> None:
     code = """
 import sys
 sys.modules["torch"] = None

@@ -75,14 +75,14 @@ def shown(screen: Screen, width: int = 80, height: int = 24, now: float = 0.0) -
 # ---------------------------------------------------------------- keys
 
 
-def test_every_sequence_is_its_key_however_it_is_cut() -> None:
+def test_key_sequences_survive_any_split() -> None:
     for sequence, name in SEQUENCES.items():
         for cut in range(len(sequence)):
             decoder = KeyDecoder()
             assert decoder.feed(sequence[:cut]) + decoder.feed(sequence[cut:] + b"r") == [name, "r"]
 
 
-def test_characters_are_themselves_and_escape_is_known_by_silence() -> None:
+def test_characters_map_to_themselves_and_escape_by_timeout() -> None:
     decoder = KeyDecoder()
     assert decoder.feed("rÄ\t\r\x7f\x00".encode()) == ["r", "Ä", "tab", "enter", "backspace"]
     assert decoder.feed(b"\xc3") + decoder.feed(b"\x84") == ["Ä"]
@@ -93,14 +93,14 @@ def test_characters_are_themselves_and_escape_is_known_by_silence() -> None:
     assert decoder.feed(b"q") == ["q"]
 
 
-def test_sequences_of_no_key_press_nothing() -> None:
+def test_unknown_sequences_press_no_key() -> None:
     """An answer of the terminal, a function key, a mouse: none of their bytes may count as r, a or y."""
     decoder = KeyDecoder()
     assert decoder.feed(b"\x1b[?1;2c\x1b[15~\x1b[<0;1;1M\x1bOP\x1b[200~k") == ["k"]
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))
-def test_no_bytes_break_it_and_what_it_keeps_is_bounded(pieces: list[bytes]) -> None:
+def test_key_parser_is_bounded_on_any_bytes(pieces: list[bytes]) -> None:
     """I8."""
     decoder = KeyDecoder()
     for piece in pieces:
@@ -131,7 +131,7 @@ def test_rates_are_over_the_window_and_by_worker() -> None:
     assert WINDOW_S <= history.latest.at_s - first.at_s < WINDOW_S + 1
 
 
-def test_a_new_life_of_coordinator_or_worker_has_no_rates_yet() -> None:
+def test_restarted_process_has_no_rates_yet() -> None:
     history = History()
     history.add(sample(REQUEST, at_s=0))
     history.add(sample(REQUEST, at_s=1, workers=(row(WORKER, epoch=2, hits=0, misses=0),)))
@@ -159,20 +159,20 @@ def test_the_selection_stays_with_its_request_when_rows_move() -> None:
     assert [it.request_id for it in screen.requests()] == ["r04", "r03", "r02", "r01", "r00"]
     assert screen.selected(of_workers=False) == "r01"
     screen.take(sample(*(it for it in ranked if it.request_id != "r01")))
-    assert screen.selected(of_workers=False) == "r00", "who is gone gives its place to whoever stands there now"
+    assert screen.selected(of_workers=False) == "r00", "the row now in the place of the gone one is selected"
     screen.take(sample())
     assert screen.selected(of_workers=False) == ""
 
 
 @given(st.lists(st.sampled_from(["up", "down", "page_up", "page_down", "home", "end", "j", "k", "tab", "e", "s", "S"])))
-def test_some_row_is_selected_whatever_is_pressed(keys: list[str]) -> None:
+def test_some_row_is_always_selected(keys: list[str]) -> None:
     screen = screen_of(*numbered(7))
     press(screen, *keys)
     assert screen.selected(of_workers=False) in {it.request_id for it in numbered(7)}
     assert screen.selected(of_workers=True) == "w0"
 
 
-def test_every_order_puts_first_what_it_is_for() -> None:
+def test_each_sort_order_puts_its_subject_first() -> None:
     rows = (
         row(REQUEST, request_id="done", state="FINISHED", age_s=9),
         row(REQUEST, request_id="fresh", hits=0, misses=0, age_s=1),
@@ -195,13 +195,13 @@ def test_every_order_puts_first_what_it_is_for() -> None:
     assert last["hit rate"] == "fresh"
 
 
-def test_every_state_has_its_place() -> None:
+def test_every_state_is_known_and_fits_its_column() -> None:
     assert set(STATES) == {state.value for state in State}
     assert {state.value for state in TERMINAL} == ENDED
     assert max(map(len, STATES)) <= 12, "the width of their column"
 
 
-def test_finding_narrows_by_id_state_worker_and_held() -> None:
+def test_find_filters_by_id_state_worker_and_held() -> None:
     rows = (
         REQUEST,
         row(REQUEST, request_id="x", state="RETRACTED", worker="", held=True),
@@ -233,7 +233,7 @@ def test_ended_requests_are_shown_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("key", "command"), [("r", OperatorAction.RETRACT), ("R", OperatorAction.RESUME), ("a", OperatorAction.ABORT)]
 )
-def test_a_verb_is_carried_out_after_a_yes_alone(key: str, command: OperatorAction) -> None:
+def test_command_runs_only_after_confirmation(key: str, command: OperatorAction) -> None:
     screen = screen_of(*numbered(3))
     press(screen, "down")
     assert press(screen, key) is None
@@ -247,7 +247,7 @@ def test_a_verb_is_carried_out_after_a_yes_alone(key: str, command: OperatorActi
 
 
 @pytest.mark.parametrize(("key", "command"), [("d", OperatorAction.DRAIN), ("D", OperatorAction.UNDRAIN)])
-def test_workers_are_drained_where_workers_are_selected(key: str, command: OperatorAction) -> None:
+def test_drain_applies_to_the_selected_worker(key: str, command: OperatorAction) -> None:
     screen = screen_of(REQUEST, workers=(WORKER, row(WORKER, worker="w1")))
     press(screen, key)
     assert screen.pending is None
@@ -257,7 +257,7 @@ def test_workers_are_drained_where_workers_are_selected(key: str, command: Opera
     assert screen.pending is None
 
 
-def test_what_was_asked_about_is_what_is_done_though_rows_move() -> None:
+def test_confirmed_request_stays_the_target_when_rows_move() -> None:
     screen = screen_of(*numbered(3))
     press(screen, "r")
     screen.take(sample(*numbered(3)[1:]))
@@ -265,7 +265,7 @@ def test_what_was_asked_about_is_what_is_done_though_rows_move() -> None:
     assert press(screen, "y") == OperatorAsk(OperatorAction.RETRACT, "r00")
 
 
-def test_nothing_is_asked_while_nobody_is_there() -> None:
+def test_no_command_is_offered_while_disconnected() -> None:
     screen = screen_of(REQUEST)
     screen.disconnected("no coordinator listens there", 1.0)
     press(screen, "r")
@@ -275,7 +275,7 @@ def test_nothing_is_asked_while_nobody_is_there() -> None:
     assert press(screen, "q") == OperatorAsk(OperatorAction.QUIT)
 
 
-def test_a_history_is_read_and_acted_on() -> None:
+def test_history_is_shown_and_acted_on() -> None:
     history = tuple(messages.HistoryLine(60.0 + at, f"event{at}", "RUNNING", f"reason {at}") for at in range(40))
     screen = screen_of(REQUEST)
     press(screen, "enter")
@@ -290,7 +290,7 @@ def test_a_history_is_read_and_acted_on() -> None:
     assert (screen.mode, screen.history_id) == (Mode.BROWSE, "")
 
 
-def test_notices_go_after_a_while() -> None:
+def test_notices_expire() -> None:
     screen = screen_of(REQUEST)
     screen.note("r1: held", 5.0)
     screen.tick(5.0 + NOTICE_S - 0.1)
@@ -302,7 +302,7 @@ def test_notices_go_after_a_while() -> None:
 # ---------------------------------------------------------------- drawing
 
 
-def test_80_by_24_shows_what_one_looks_for() -> None:
+def test_80_by_24_shows_the_main_figures() -> None:
     screen = screen_of(*numbered(30), workers=tuple(row(WORKER, worker=f"w{number}") for number in range(3)))
     lines = shown(screen)
     assert lines[0].startswith(f" hisparse top  {MODEL}  connected  3 of 3 workers  incarnation 3")
@@ -320,27 +320,27 @@ def test_80_by_24_shows_what_one_looks_for() -> None:
 @pytest.mark.parametrize(
     ("size_bytes", "text"), [(0, "0"), (999, "999"), (1234, "1.2k"), (12_345_678, "12M"), (55.6e9, "56G"), (2e12, "2T")]
 )
-def test_rates_of_the_link_are_five_cells_at_most(size_bytes: float, text: str) -> None:
+def test_link_rates_fit_five_cells(size_bytes: float, text: str) -> None:
     fleet = (row(WORKER, swapped_bytes=0),), (row(WORKER, swapped_bytes=size_bytes),)
     screen = screen_of(workers=fleet[0])
     screen.take(sample(workers=fleet[1], at_s=1.0))
     assert shown(screen)[3].split()[-2] == text
 
 
-def test_losing_the_coordinator_changes_the_head_and_nothing_else() -> None:
+def test_lost_coordinator_changes_only_the_head() -> None:
     screen = screen_of(REQUEST)
     before = shown(screen)
     screen.disconnected("no coordinator listens there", 2.0)
-    screen.disconnected("still nobody", 3.0)
+    screen.disconnected("still down", 3.0)
     after = shown(screen, now=12.0)
-    assert "DISCONNECTED for 10.0s, trying again: still nobody" in after[0]
+    assert "DISCONNECTED for 10.0s, trying again: still down" in after[0]
     assert after[1:] == before[1:]
     screen.take(sample(REQUEST, at_s=13.0))
     assert "connected" in shown(screen, now=13.0)[0]
     assert "nothing new for 6.0s" in shown(screen, now=19.0)[0]
 
 
-def test_before_the_first_answer_it_says_so() -> None:
+def test_screen_says_so_before_the_first_answer() -> None:
     screen = Screen()
     assert "DISCONNECTED, trying again: connecting" in shown(screen)[0]
     why = "runtime_dir=/run/hisparse: owner 0, mode 0755: others could reach it (chown it to user 1000 and chmod 700)"
@@ -355,7 +355,7 @@ def test_before_the_first_answer_it_says_so() -> None:
     workers=st.integers(0, 30),
     keys=st.lists(st.sampled_from(["tab", "?", "/", "enter", "end", "r", "d", "x", "S"]), max_size=4),
 )
-def test_any_size_is_filled_and_never_overrun(
+def test_any_size_is_filled_without_overrun(
     width: int, height: int, requests: int, workers: int, keys: list[str]
 ) -> None:
     long = "a name much longer than its column 漢字漢字" * 4

@@ -75,7 +75,7 @@ def tty(cluster: Cluster) -> Iterator[Tty]:
         yield tty
 
 
-def test_it_retracts_what_is_selected_once_confirmed(cluster: Cluster, tty: Tty) -> None:
+def test_top_retracts_the_selected_request_once_confirmed(cluster: Cluster, tty: Tty) -> None:
     tty.press(b"\x1b[B")
     tty.until(">r2")
     tty.press(b"r")
@@ -88,19 +88,19 @@ def test_it_retracts_what_is_selected_once_confirmed(cluster: Cluster, tty: Tty)
     assert cluster.gateway.roles.count("admin") == 1, "what looks is a client, what acts an admin"
 
 
-def test_a_refusal_is_shown_with_its_reason(tty: Tty) -> None:
+def test_refusal_is_shown_with_its_reason(tty: Tty) -> None:
     tty.press(b"ay")
     tty.until("request_id=r1: it is FINISHED")
 
 
-def test_a_history_is_one_key_away(tty: Tty) -> None:
+def test_history_opens_with_a_key(tty: Tty) -> None:
     tty.press(b"\r")
     tty.until("submitted", "by me")
     tty.press(b"\x1b")
     tty.until("2 requests: 2 running")
 
 
-def test_it_outlives_the_coordinator(cluster: Cluster, tty: Tty) -> None:
+def test_top_outlives_the_coordinator(cluster: Cluster, tty: Tty) -> None:
     cluster.stop()
     tty.until("DISCONNECTED", ">r1")
     tty.press(b"ry")
@@ -110,7 +110,7 @@ def test_it_outlives_the_coordinator(cluster: Cluster, tty: Tty) -> None:
     assert tty.process.poll() is None
 
 
-def test_a_coordinator_that_says_nothing_is_as_good_as_gone(cluster: Cluster, tty: Tty) -> None:
+def test_silent_coordinator_counts_as_disconnected(cluster: Cluster, tty: Tty) -> None:
     """One that hangs keeps its connections."""
     cluster.gateway.on(messages.ListPools, lambda _: [])
     tty.until("DISCONNECTED", "no answer within 5 s", ">r1")
@@ -118,14 +118,14 @@ def test_a_coordinator_that_says_nothing_is_as_good_as_gone(cluster: Cluster, tt
     tty.until("  connected")
 
 
-def test_it_starts_before_there_is_a_coordinator(tmp_path: Path) -> None:
+def test_top_starts_without_a_coordinator(tmp_path: Path) -> None:
     with on_a_terminal(["top"], {"HISPARSE_CLUSTER_RUNTIME_DIR": str(tmp_path)}) as tty:
         tty.until("DISCONNECTED, trying again")
         tty.press(b"q")
         assert tty.process.wait(10) == 0
 
 
-def test_another_size_is_drawn_anew(tty: Tty) -> None:
+def test_resize_redraws_the_screen(tty: Tty) -> None:
     tty.resize(120, 40)
     tty.until("ACK MS", "PAGES")
     assert tty.lines[39].strip().endswith("q quit")
@@ -137,7 +137,7 @@ def test_another_size_is_drawn_anew(tty: Tty) -> None:
 
 
 @pytest.mark.parametrize("how", ["q", signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_however_it_ends_the_terminal_is_as_before(cluster: Cluster, how: object) -> None:
+def test_terminal_is_restored_after_any_exit(cluster: Cluster, how: object) -> None:
     environ = {"HISPARSE_CLUSTER_RUNTIME_DIR": str(cluster.runtime_dir)}
     with on_a_terminal(["top"], environ) as tty:
         before = tty.modes()
@@ -153,7 +153,7 @@ def test_however_it_ends_the_terminal_is_as_before(cluster: Cluster, how: object
         assert tty.raw.endswith(b"\x1b[?25h\x1b[?1049l")
 
 
-def test_when_the_terminal_vanishes_it_leaves_without_a_word(cluster: Cluster, tmp_path: Path) -> None:
+def test_top_exits_silently_when_the_terminal_vanishes(cluster: Cluster, tmp_path: Path) -> None:
     environ = {"HISPARSE_CLUSTER_RUNTIME_DIR": str(cluster.runtime_dir)}
     with (tmp_path / "stderr").open("w+b") as stderr, on_a_terminal(["top"], environ, stderr=stderr) as tty:
         tty.until("connected")
@@ -163,7 +163,7 @@ def test_when_the_terminal_vanishes_it_leaves_without_a_word(cluster: Cluster, t
         assert stderr.read() == b""
 
 
-def test_stopped_and_continued_it_gives_the_terminal_back_and_takes_it_again(tty: Tty) -> None:
+def test_top_restores_the_terminal_when_stopped_and_resumes(tty: Tty) -> None:
     tty.process.send_signal(signal.SIGTSTP)
     deadline = time.monotonic() + 10
     while not tty.raw.endswith(b"\x1b[?1049l"):
@@ -177,7 +177,7 @@ def test_stopped_and_continued_it_gives_the_terminal_back_and_takes_it_again(tty
         time.sleep(0.02)
 
 
-def test_a_quiet_cluster_costs_the_line_almost_nothing(tty: Tty) -> None:
+def test_quiet_cluster_sends_almost_no_bytes(tty: Tty) -> None:
     """Only what changed is written: over ssh, a second of nothing new is a second of nothing sent."""
     time.sleep(1)
     before = len(tty.raw)
@@ -185,7 +185,7 @@ def test_a_quiet_cluster_costs_the_line_almost_nothing(tty: Tty) -> None:
     assert len(tty.raw) - before < 200, tty.raw[before:]
 
 
-def test_without_a_terminal_it_says_what_to_use_instead(tmp_path: Path) -> None:
+def test_top_without_a_terminal_names_the_alternative(tmp_path: Path) -> None:
     with on_a_terminal(["top"], {"HISPARSE_CLUSTER_RUNTIME_DIR": str(tmp_path), "TERM": "dumb"}) as tty:
         assert tty.process.wait(30) == 2
         tty.until("terminal=dumb: not a terminal that can draw (use: hisparse re")

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-async def test_a_request_is_retracted_and_resumed_by_key_and_a_restart_is_outlived(tmp_path: Path) -> None:
+async def test_request_is_retracted_and_resumed_across_a_restart(tmp_path: Path) -> None:
     async with watched_cluster(tmp_path) as (cluster, tmux):
         screen = await tmux.until("connected", f"{WORKERS} of {WORKERS} workers", f"{REQUESTS} requests", "RUNNING")
         lines = screen.splitlines()

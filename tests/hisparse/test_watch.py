@@ -98,7 +98,7 @@ def watching(cluster: Cluster, *args: str) -> Iterator[Watching]:
             stream.close()
 
 
-def test_rows_come_again_only_when_they_changed(cluster: Cluster) -> None:
+def test_rows_are_sent_only_when_changed(cluster: Cluster) -> None:
     with watching(cluster, "requests", "--watch", "0.1", "-o", "jsonl") as watch:
         assert watch.row()["generated_tokens"] == 1
         looks = cluster.looks
@@ -112,7 +112,7 @@ def test_rows_come_again_only_when_they_changed(cluster: Cluster) -> None:
         assert watch.process.stderr.read() == "only the first 1000 requests; raise --limit\n"
 
 
-def test_it_goes_on_when_the_coordinator_comes_back(cluster: Cluster) -> None:
+def test_watch_continues_when_the_coordinator_returns(cluster: Cluster) -> None:
     with watching(cluster, "requests", "-w", "0.1", "-o", "jsonl") as watch:
         watch.row()
         cluster.stop()
@@ -122,21 +122,21 @@ def test_it_goes_on_when_the_coordinator_comes_back(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("command", "name"), [("requests", "r1"), ("workers", "w0"), ("pool", "n0")])
-def test_each_look_is_one_array(cluster: Cluster, command: str, name: str) -> None:
+def test_json_output_is_an_array_per_interval(cluster: Cluster, command: str, name: str) -> None:
     with watching(cluster, command, "--watch", "0.1", "--json") as watch:
         for _ in range(3):
             (row,) = watch.row()
             assert next(iter(row.values())) == name
 
 
-def test_elsewhere_than_on_a_terminal_tables_follow_each_other(cluster: Cluster) -> None:
+def test_without_a_terminal_tables_are_appended(cluster: Cluster) -> None:
     with watching(cluster, "pool", "--watch", "0.1") as watch:
         for _ in range(2):
             while not (line := watch.line()).startswith(" NODE"):
                 assert not line.strip() or "n0" in line or "─" in line
 
 
-def test_on_a_terminal_the_table_is_drawn_in_place(cluster: Cluster) -> None:
+def test_on_a_terminal_the_table_is_redrawn(cluster: Cluster) -> None:
     environ = {"HISPARSE_CLUSTER_RUNTIME_DIR": str(cluster.runtime_dir)}
     with on_a_terminal(["requests", "--watch", "0.1"], environ, columns=200) as tty:
         tty.until("1/640")

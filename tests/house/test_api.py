@@ -28,7 +28,7 @@ def names_of(section: str) -> list[str]:
 
 
 @pytest.mark.parametrize("section", PUBLIC)
-def test_the_page_names_exactly_what_is_public(section: str) -> None:
+def test_page_names_exactly_the_public_names(section: str) -> None:
     assert sorted(names_of(section)) == sorted(PUBLIC[section].__all__)
 
 
@@ -39,7 +39,7 @@ def test_the_page_names_every_call_of_a_client() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_shown_python_compiles_and_imports_what_is_public(document: str) -> None:
+def test_shown_python_compiles_with_public_imports(document: str) -> None:
     for block in blocks(document):
         tree = ast.parse(block)
         compile(tree, document, "exec")

@@ -37,13 +37,13 @@ def filled(value: object) -> str:
     return re.sub(r"\$\{(\w+)(?::-[^}]*)?\}", lambda found: DEFAULTS[found[1]], str(value))
 
 
-def test_it_is_valid_by_the_published_schema() -> None:
+def test_compose_file_is_valid_by_the_published_schema() -> None:
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml"]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_defaults_are_the_same_with_and_without_the_env_file() -> None:
+def test_defaults_do_not_depend_on_the_env_file() -> None:
     used = re.findall(r"\$\{(\w+):-([^}]*)\}", (ROOT / "docker-compose.yml").read_text())
     assert {(name, default) for name, default in used} == set(DEFAULTS.items())
 
@@ -61,7 +61,7 @@ def test_a_service_is_hardened(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LASTING)
-def test_a_service_that_lasts_is_watched_bounded_and_restarted(name: str) -> None:
+def test_lasting_service_is_watched_bounded_and_restarted(name: str) -> None:
     service = SERVICES[name]
     assert service["restart"] == "unless-stopped"
     assert service["healthcheck"]["test"][0] == "CMD"
@@ -127,7 +127,7 @@ def _secrets(name: str) -> dict[str, str]:
     }
 
 
-def test_each_process_is_given_the_keys_that_it_needs_and_no_others() -> None:
+def test_each_process_is_given_only_its_keys() -> None:
     assert _secrets("coordinator").keys() == {SERVER_FILE, ALLOWED_FILE}
     assert settings("coordinator").cluster.speak_as == "admin", "and so needs no key of a client"
     assert _secrets("http") == {"client.key": "client.http.key", "api.keys": "api.keys"}
@@ -140,7 +140,7 @@ def test_each_process_is_given_the_keys_that_it_needs_and_no_others() -> None:
         assert cluster.worker_endpoint.startswith("ipc://")
 
 
-def test_every_secret_is_made_by_the_service_that_makes_keys(tmp_path: Path) -> None:
+def test_every_secret_is_made_by_the_key_service(tmp_path: Path) -> None:
     (script,) = SERVICES["keys"]["command"]
     python = f'#!/bin/sh\nexec {sys.executable} -m hisparse.cli "$@"\n'
     (tmp_path / "hisparse").write_text(python)
@@ -157,7 +157,7 @@ def test_every_secret_is_made_by_the_service_that_makes_keys(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_prometheus_scrapes_exactly_the_processes_of_a_profile(profile: str) -> None:
+def test_prometheus_scrapes_exactly_the_profiles_processes(profile: str) -> None:
     started = {name for name in WORKERS if profile in SERVICES[name]["profiles"]}
     groups = yaml.safe_load((ROOT / "metrics" / "targets" / f"{profile}.yml").read_text())
     assert {target for group in groups for target in group["targets"]} == {f"{name}:9400" for name in started}
@@ -198,7 +198,7 @@ def _stage(name: str) -> str:
     return DOCKERFILE.split(f" AS {name}\n")[1].split("\nFROM ")[0]
 
 
-def test_images_of_coordinator_and_front_install_no_torch() -> None:
+def test_coordinator_and_front_images_install_no_torch() -> None:
     assert "--requirement coordinator.txt" in _stage("requirements")
     assert "--requirement http.txt" in _stage("requirements-http")
     for name, requirements in (("coordinator", "requirements"), ("http", "requirements-http")):
@@ -206,7 +206,7 @@ def test_images_of_coordinator_and_front_install_no_torch() -> None:
         assert "worker" not in _stage(requirements).replace("'worker', 'cuda'", "")
 
 
-def test_a_change_of_code_installs_nothing_but_that_code() -> None:
+def test_code_change_reinstalls_only_that_code() -> None:
     """Only one stage sees the code, and only the last layer of an image what it makes."""
     assert [name for name in re.findall(r" AS ([\w-]+)\n", DOCKERFILE) if "COPY . ." in _stage(name)] == ["package"]
     assert "--no-deps --root /package ." in _stage("package")
@@ -218,13 +218,13 @@ def test_a_change_of_code_installs_nothing_but_that_code() -> None:
         assert "pip" not in _stage(name)
 
 
-def test_what_the_build_needs_passes_the_dockerignore() -> None:
+def test_dockerignore_passes_build_inputs() -> None:
     passing = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks"}
     assert passing == {*packages, "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
 
 
-def test_a_setting_that_nobody_reads_would_be_noticed() -> None:
+def test_unread_setting_is_refused() -> None:
     """The check above can fail: an unknown variable of our prefix is refused."""
     with pytest.raises(Exception, match="HISPARSE_WORKER_SEATZ"):
         load(environ={"HISPARSE_WORKER_SEATZ": "8"})

@@ -125,7 +125,7 @@ def test_each_setting_exists() -> None:
         assert is_setting or match[0] in OTHER_VARIABLES, f"{name}: {match[0]}"
 
 
-def test_each_configuration_file_that_is_shown_is_accepted() -> None:
+def test_each_shown_configuration_file_is_accepted() -> None:
     shown = [match[1] for _, match in found(r"```toml\n((?:.*\n)*?)```")]
     shown += [match[1] for _, match in found(r"^(\[worker\]\nseats = .*\n(?:[a-z_]+ = .*\n)+)")]
     assert len(shown) >= 2
@@ -194,7 +194,7 @@ def test_each_configuration_file_that_is_shown_is_accepted() -> None:
         ("runbook.md", f"`--deadline`, {default_of('drain', '--deadline'):g} s"),
     ],
 )
-def test_each_bound_is_that_of_the_code(document: str, said: str) -> None:
+def test_each_documented_bound_matches_the_code(document: str, said: str) -> None:
     assert said in re.sub(r"\s+", " ", DOCUMENTS[document])
 
 
@@ -220,7 +220,7 @@ def test_readme_quotes_measurements() -> None:
     assert f"decodes again after {resumed:.0f} ms, where its prefill takes {prefilled:.1f} s ({layers} layers)" in said
 
 
-def test_no_command_serves_what_no_worker_can_hold() -> None:
+def test_shown_commands_fit_a_worker() -> None:
     """DeepSeek-V3.2 is neither in bfloat16 nor smaller than a GPU, and weights are not sharded."""
     shown = [(name, match[1]) for name, match in found(r"(?:--model|MODEL_DIR)[ =]([\w/.-]+)")]
     assert len(shown) > 5
@@ -273,7 +273,7 @@ def rooms() -> dict[str, str]:
     return rows
 
 
-def test_the_map_names_every_folder() -> None:
+def test_map_names_every_folder() -> None:
     named = set(re.findall(r"`([\w/]+)/`", ARCHITECTURE))
     packages = [ROOT / name for name in ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")]
     folders = {str(path.parent.relative_to(ROOT)) for it in packages for path in it.rglob("__init__.py")}
@@ -283,12 +283,12 @@ def test_the_map_names_every_folder() -> None:
 @pytest.mark.parametrize(
     "folder", sorted(set(rooms()) - {"kernels", "metrics", "hisparse/cluster", "hisparse/demo", "hisparse/cli"})
 )
-def test_the_map_names_every_file_of_a_room(folder: str) -> None:
+def test_map_names_every_file_of_a_room(folder: str) -> None:
     files = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py", "__main__.py"}
     assert files == set(re.findall(r"`(\w+\.py)`", rooms()[folder]))
 
 
-def test_the_map_calls_pure_what_is() -> None:
+def test_map_marks_the_pure_modules() -> None:
     for folder, row in rooms().items():
         for pure in re.findall(r"Pure: (.*?)(?:Shells?:| \|$)", row):
             called = {f"{folder}/{name}" for name in re.findall(r"`(\w+)\.py`", pure)}
@@ -299,7 +299,7 @@ def test_the_map_calls_pure_what_is() -> None:
             }
 
 
-def test_every_file_that_is_named_exists() -> None:
+def test_every_named_file_exists() -> None:
     named = re.findall(r"`((?:protocol|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE)
     assert len(named) > 30
     assert [path for path in named if not (ROOT / path).exists()] == []
@@ -313,7 +313,7 @@ def headings(text: str) -> set[str]:
     }
 
 
-def test_every_relative_link_leads_somewhere() -> None:
+def test_every_relative_link_resolves() -> None:
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")):
         links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", path.read_text())
         for file, anchor in links:
@@ -325,7 +325,7 @@ def test_every_relative_link_leads_somewhere() -> None:
 # ---------------------------------------------------------------- architecture
 
 
-def test_the_table_of_fences_is_the_one_in_the_code() -> None:
+def test_fence_table_matches_the_code() -> None:
     rows = re.findall(r"^\| (\w+) \| ([\w, ]+) → ([\w, ]+) \| ", ARCHITECTURE, re.MULTILINE)
     assert rows[0] == ("fence", "producer", "consumer")
     documented = {name: (streams(producers), streams(consumers)) for name, producers, consumers in rows[1:]}
@@ -337,7 +337,7 @@ def streams(text: str) -> set[str]:
     return set(text.split(", "))
 
 
-def test_the_life_of_a_request_names_every_state() -> None:
+def test_request_lifecycle_names_every_state() -> None:
     diagram = ARCHITECTURE.split("## 4.")[1].split("```")[1]
     assert set(re.findall(r"[A-Z]{4,}", diagram)) == {state.value for state in State}
 
@@ -353,7 +353,7 @@ def docstrings(path: str) -> dict[str, str]:
     return {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, kinds)}
 
 
-def test_each_known_bug_has_tests_that_exist_and_name_it() -> None:
+def test_each_known_bug_names_tests_that_mention_it() -> None:
     text = DOCUMENTS["known-bugs.md"]
     rows = re.findall(r"^\| (\d+) \| (.*) \| (.*) \|$", text, re.MULTILINE)
     assert [int(number) for number, _, _ in rows] == list(range(1, 24))

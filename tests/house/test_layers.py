@@ -110,7 +110,7 @@ def test_packages_import_downwards() -> None:
 
 
 @pytest.mark.parametrize("package", PUBLIC)
-def test_users_import_the_public_modules_alone(package: str) -> None:
+def test_users_import_only_public_modules(package: str) -> None:
     imported = {(source, target) for source, target in edges() if source.startswith(f"{package}.")}
     assert {target for _, target in imported} >= PUBLIC[package]
     assert [(source, target) for source, target in imported if target not in PUBLIC[package]] == []
@@ -140,7 +140,7 @@ def test_every_room_has_a_floor(package: str) -> None:
     assert rooms - {"__init__"} == set().union(*ROOMS[package])
 
 
-def test_an_import_that_points_up_is_seen() -> None:
+def test_upward_import_is_reported() -> None:
     assert not points_down("protocol", "worker", FLOORS)
     assert not points_down("worker", "coordinator", FLOORS)
     assert points_down("hisparse", "protocol", FLOORS)

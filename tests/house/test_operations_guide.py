@@ -36,6 +36,6 @@ def test_the_table_has_four_columns() -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_each_error_is_one_that_is_raised(error: str) -> None:
+def test_each_listed_error_is_raised(error: str) -> None:
     for piece in error.split("..."):
         assert piece.strip(" :,()") in texts()

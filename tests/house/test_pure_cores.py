@@ -108,5 +108,5 @@ def reached(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", PURE)
-def test_a_pure_core_reaches_nothing_that_acts(module: str) -> None:
+def test_pure_cores_import_no_side_effects(module: str) -> None:
     assert {name.split(".")[0] for name in reached(module)} & FORBIDDEN == set()

@@ -32,7 +32,7 @@ def test_generated_files_are_marked() -> None:
     assert written & tracked == generated()
 
 
-def test_text_files_end_in_one_newline_without_stray_space() -> None:
+def test_text_files_have_clean_line_ends() -> None:
     for name in sorted(set(git("ls-files").splitlines()) - generated()):
         path = ROOT / name
         if not path.is_file():

@@ -55,7 +55,7 @@ def test_every_variant_compiles_without_spills(
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("row_bytes", "index_row_bytes", "split"), kernels_compile.LAYOUTS)
-def test_host_loads_of_swap_in_wait_for_none_of_each_other(
+def test_swap_in_host_loads_do_not_wait_for_each_other(
     row_bytes: int, index_row_bytes: int, split: int, ranks: int, kernel_cache: Path
 ) -> None:
     """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
@@ -95,7 +95,7 @@ def section(elf: bytes, name: str) -> bytes:
     raise AssertionError(name)
 
 
-def test_attention_of_hopper_has_the_shared_memory_that_it_is_launched_with() -> None:
+def test_hopper_attention_fits_its_shared_memory() -> None:
     for kind in ("bfloat16", "fp8"):
         check = f"static_assert(sizeof(hisparse::Shared) == {HOPPER_SHARED_BYTES});"
         source = f'#include "attend_rows.cuh"\n{check}\n'
@@ -125,9 +125,7 @@ def test_header_asserts_the_sizes_that_ctypes_has() -> None:
         (512, 256, 0, [128, 128]),
     ],
 )
-def test_each_plane_is_moved_in_the_widest_words_that_it_allows(
-    row_bytes: int, split: int, host_address: int, aligns: list[int]
-) -> None:
+def test_each_plane_moves_in_the_widest_words(row_bytes: int, split: int, host_address: int, aligns: list[int]) -> None:
     geometry = Geometry(2, row_bytes, (0, 1), 256, 1, split)
     defines = dict(jit.row_defines(geometry, host_address))
     assert [defines[f"PLANE{number}_BYTES"] for number in range(defines["PLANES"])] == list(geometry.planes)
@@ -152,7 +150,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_cache_keeps_what_it_has_seen_and_mends_what_is_broken(tmp_path: Path, compiled: list[str]) -> None:
+def test_cache_keeps_good_entries_and_repairs_broken_ones(tmp_path: Path, compiled: list[str]) -> None:
     defines = (("SCALE", 3),)
     first = jit.cached_unit("swap_in", defines, "sm_90", tmp_path / "new")
     assert jit.cached_unit("swap_in", defines, "sm_90", tmp_path / "new") == first
@@ -164,7 +162,7 @@ def test_cache_keeps_what_it_has_seen_and_mends_what_is_broken(tmp_path: Path, c
     assert [path.name for path in (tmp_path / "new").iterdir()] == [place.name], "temporary files are gone"
 
 
-def test_the_key_covers_all_that_a_unit_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_key_covers_all_inputs_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {
         jit.content_key("swap_in", DEFINES, "sm_90"),
         jit.content_key("swap_in", DEFINES, "sm_80"),
@@ -185,7 +183,7 @@ def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[st
     assert caught.value.field == "HISPARSE_KERNEL_CACHE"
 
 
-def test_blocks_of_a_request_run_at_once_and_write_little_to_each_other() -> None:
+def test_request_blocks_are_coresident_and_exchange_little() -> None:
     rows = (1, 3, 4, 13, 14, 18, 19, 24, 25, 44, 45, 66, 67)
     at_once = {16: 7, 8: 15, 5: 22, 4: 30, 2: 66}  # an H200
     assert [blocks_per_request(n, 2048, at_once.__getitem__) for n in rows] == [16, 16, 8, 8, 5, 5, 4, 4, 2, 2, 2, 2, 1]
@@ -195,13 +193,13 @@ def test_blocks_of_a_request_run_at_once_and_write_little_to_each_other() -> Non
     assert blocks_per_request(3, 2048, {**fewer, 2: 0}.__getitem__) == 8, "no refill blocks then"
 
 
-def test_refill_blocks_have_room_beside_the_others_or_there_are_none() -> None:
+def test_refill_blocks_fit_beside_the_others_or_are_absent() -> None:
     assert [refill_clusters(rows, 5, 22) for rows in (1, 5, 6, 18, 19, 22, 23)] == [1, 1, 2, 4, 0, 0, 0]
     assert refill_clusters(44, 2, 66) == 22
     assert refill_clusters(45, 2, 66) == 0
 
 
-def test_copies_of_a_miss_plan_fill_the_card_at_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_miss_plan_copies_fill_the_card_at_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang #34847: with a fixed grid of 4 blocks, what ran ahead fell behind past a few dozen requests."""
     grids: list[tuple[int, int]] = []
     kernel = SimpleNamespace(launch=lambda grid, *_, **__: grids.append(grid))
@@ -226,7 +224,7 @@ def test_block_has_room_for_its_entries() -> None:
     assert (caught.value.field, caught.value.value) == ("ranks", "5")
 
 
-def test_a_pool_that_32_bits_do_not_name_is_refused() -> None:
+def test_pool_beyond_32_bit_ids_is_refused() -> None:
     check_pool(2**26, 2**32 - 1)
     for pages, page_bytes, field in ((2**26 + 1, 64, "host_pages"), (1, 2**32, "page_bytes")):
         with pytest.raises(BadInput) as caught:

@@ -48,17 +48,17 @@ def test_selection_and_launcher_agree_on_sizes() -> None:
     assert cost.smem_bytes <= SELECT_STATIC_BYTES
 
 
-def test_scratch_is_four_bytes_a_key_and_some_for_each_seat() -> None:
+def test_scratch_is_four_bytes_a_key_plus_some_per_seat() -> None:
     assert scratch_bytes(64 * 10_000, 64) == 4 * 640_000 + 64 * (112 * 1024 + 16)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(65, 128), (0, 128), (4, 16), (4, 48), (4, 160)])
-def test_indexers_beyond_the_kernels_are_refused_by_name(heads: int, dim: int) -> None:
+def test_unsupported_indexers_are_refused_by_name(heads: int, dim: int) -> None:
     with pytest.raises(BadInput, match=f"queries={heads if heads in (0, 65) else dim}"):
         indexer_of(heads, RowFormat("bfloat16", dim, 0, dim), torch.bfloat16)
 
 
-def test_only_hopper_has_its_own_instructions_and_only_where_they_are_written() -> None:
+def test_only_hopper_uses_hopper_instructions() -> None:
     def wide(arch: int, *shape: int) -> int:
         return dict(Indexer(*shape).defines(arch))["WGMMA"]
 

@@ -12,7 +12,7 @@ from tests.emulated.twin import EmulatedTwin
 from tests.gpu import lives, run_cases
 from tests.gpu.compare import check
 from tests.gpu.program import Machine, uploaded
-from tests.gpu.stories import MIXED_SIZES, TOPK, goes_mixed_steps, goes_round, small_sizes, uses_a_queue_for_long
+from tests.gpu.scenarios import MIXED_SIZES, TOPK, goes_mixed_steps, goes_round, small_sizes, uses_a_queue_for_long
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -29,7 +29,7 @@ def test_steps_of_managed_and_resident_requests(device: Device, ranks: int) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_contexts_beyond_the_tables_that_a_step_brings_along(device: Device, ranks: int) -> None:
+def test_contexts_beyond_the_prefetched_tables(device: Device, ranks: int) -> None:
     """Index pages of tokens from 65,536 on are looked up one by one."""
     sizes = {"seats": 1, "batch": 1, "hot_max": 192, "max_tokens": 66_560}
     twin = EmulatedTwin(7, device, groups=(0,), row_bytes=16, topk=64, ranks=ranks, **sizes)
@@ -43,8 +43,8 @@ def test_contexts_beyond_the_tables_that_a_step_brings_along(device: Device, ran
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_drawn_lives_of_requests(number: int) -> None:
-    """Two of those that tests/gpu has by thousands: every verb on rows and seats, in rows of one plane and of two."""
+def test_random_request_lifecycles(number: int) -> None:
+    """Two of the thousands in tests/gpu: every operation on rows and seats, in rows of one plane and of two."""
     (shape,) = run_cases.draw_examples(lives.WORLDS, 1, number)
     cases = run_cases.draw_examples(lives.CASES, 2, number)
     program = lives.small(f"emulated:{number}", shape, cases)
@@ -65,7 +65,7 @@ def test_drawn_lives_of_requests(number: int) -> None:
     ],
     ids=["no wait for victims", "no word of victims"],
 )
-def test_what_is_left_out_shows(edit: Edit, said: str) -> None:
+def test_omitted_kernel_statement_is_caught(edit: Edit, said: str) -> None:
     def steps() -> None:
         for _ in range(5):
             batches = twin.begin([1, 0])

@@ -33,15 +33,15 @@ def recorded(program: Program) -> Record:
 
 
 def swaps(program: Program) -> list[int]:
-    return [number for number, op in enumerate(program.ops) if op.verb == "swap_in"]
+    return [number for number, op in enumerate(program.ops) if op.call == "swap_in"]
 
 
-def test_the_reference_agrees_with_itself(program: Program) -> None:
+def test_reference_agrees_with_itself(program: Program) -> None:
     check(program, run_cases.host_of(program, "cpu"), recorded(program))
 
 
-def test_scripts_trip_every_wire_but_the_one_that_leaves_a_choice() -> None:
-    """With fewer victims than misses it would be nobody's contract which misses are loaded."""
+def test_scripts_trip_every_tripwire_except_victims() -> None:
+    """With fewer victims than misses no contract says which misses are loaded."""
     trips = torch.zeros(len(Tripwire), dtype=torch.int64)
     for script in run_cases.draw(2, run_cases.Part("small", 1)):
         trips += run_cases.record(script, "cpu")[-2][TABLES.index("tripwires")]
@@ -67,7 +67,7 @@ def test_victims_may_be_given_to_misses_in_any_order(program: Program, monkeypat
 
 
 @pytest.mark.mutation
-def test_another_victim_is_seen(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_victim_is_seen(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, never = reference.eviction_keys, reference.NEVER
 
     def newest_first(*arguments: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def corrupt_memory(_: Program, record: Record) -> str:
 
 
 def corrupt_begin(program: Program, record: Record) -> str:
-    record[next(n for n, op in enumerate(program.ops) if op.verb == "begin")][2][0, 0] += 1
+    record[next(n for n, op in enumerate(program.ops) if op.call == "begin")][2][0, 0] += 1
     return "begin.*output 2"
 
 
@@ -121,28 +121,28 @@ def corrupt_begin(program: Program, record: Record) -> str:
 @pytest.mark.mutation
 def test_each_kind_of_difference_is_seen(corrupt: Callable[[Program, Record], str], program: Program) -> None:
     record = recorded(program)
-    story = corrupt(program, record)
-    with pytest.raises(Difference, match=story):
+    message = corrupt(program, record)
+    with pytest.raises(Difference, match=message):
         check(program, run_cases.host_of(program, "cpu"), record)
 
 
-def test_scripts_are_the_same_for_the_same_seed_and_cover_every_verb() -> None:
+def test_scripts_are_seeded_and_cover_every_operation() -> None:
     """What a label names can be run again."""
     first, again = (run_cases.draw(7, run_cases.Part("small", 2)) for _ in range(2))
     for one, other in zip(first, again, strict=True):
         assert pickle.dumps(one) == pickle.dumps(other)
-    verbs = {op.args[0] if op.verb in ("seat", "copy") else op.verb for p in first for op in p.ops}
-    assert verbs >= {"begin", "swap_in", "write_new", "write_prompt", "read_prompt", "to_host", "to_device", "keys"}
-    assert verbs >= {"init_resident", "init_managed", "grow_managed", "shrink_managed", "clear_seat"}
+    calls = {op.args[0] if op.call in ("seat", "copy") else op.call for p in first for op in p.ops}
+    assert calls >= {"begin", "swap_in", "write_new", "write_prompt", "read_prompt", "to_host", "to_device", "keys"}
+    assert calls >= {"init_resident", "init_managed", "grow_managed", "shrink_managed", "clear_seat"}
 
 
-def test_parts_cover_what_was_asked_for_and_one_label_its_part_alone() -> None:
+def test_parts_cover_all_cases_and_a_label_its_part() -> None:
     assert [part.kind for part in run_cases.parts_of(221, 2, "")] == ["limit"] * 2 + ["small"] * 3
     assert list(run_cases.parts_of(9900, 100, "small:7:3")) == [run_cases.Part("small", 7)]
     assert list(run_cases.parts_of(9900, 100, "limit:41")) == [run_cases.Part("limit", 41, 100)]
 
 
-def test_ten_cases_at_the_limits_reach_beyond_32_bit_offsets() -> None:
+def test_ten_cases_at_the_limits_exceed_32_bit_offsets() -> None:
     """vLLM #57602: rows on the device and pages on the host, those in use at the far end of more than 4 GiB."""
     assert set(lives.LARGE) <= set(lives.KINDS[:10])
     (drawn,) = run_cases.draw_examples(lives.LIMITS, 1, 1)

@@ -93,7 +93,7 @@ def test_rows_equal_a_naive_sort(lengths: list[int], kinds: tuple[str, str], k: 
     assert (out[len(lengths) :] == -1).all(), "I6"
 
 
-def test_a_row_does_not_depend_on_its_neighbours_or_its_place() -> None:
+def test_row_does_not_depend_on_neighbours_or_place() -> None:
     """Bit for bit: alone in the batch, or last of three with other queries around it."""
     rig, _ = rig_with_keys([150, 90, 170])
     rig.state.index_keys.view(torch.float32).normal_()
@@ -117,7 +117,7 @@ def test_scores_follow_the_formula_of_the_model_library() -> None:
     assert torch.allclose(index_scores(queries, weights, keys, 0.3).double(), wanted, atol=1e-5)
 
 
-def test_fp8_keys_are_their_values_times_their_scale() -> None:
+def test_fp8_keys_are_scaled_values() -> None:
     """132 bytes a key, whichever dtype the queries have; the choice is by what was stored, not by what was meant."""
     form = RowFormat("fp8", 128, 0, 128)
     rig = Rig(groups=(0,), index_row_bytes=form.row_bytes, topk=20, batch=1)
@@ -140,7 +140,7 @@ def test_fp8_keys_are_their_values_times_their_scale() -> None:
         assert out[0].tolist() == naive_top(scores.tolist(), 20)
 
 
-def test_a_context_not_wholly_granted_trips() -> None:
+def test_partly_granted_context_trips() -> None:
     rig, _ = rig_with_keys([150])
     queries, weights = queries_for(1)
     out = torch.zeros(4, 7, dtype=torch.int32)

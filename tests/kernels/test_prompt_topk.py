@@ -42,7 +42,7 @@ def whole(*shape: int, draw: torch.Generator) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["float32", "fp8"])
 @pytest.mark.parametrize(("start", "tokens"), [(0, 5), (0, 40), (100, 30), (191, 1)])
-def test_each_token_selects_among_the_positions_up_to_its_own(kind: str, start: int, tokens: int) -> None:
+def test_each_token_selects_among_earlier_positions(kind: str, start: int, tokens: int) -> None:
     """The seat is not set up: a prompt's is not, until it is staged."""
     state, draw = state_with_keys(kind), torch.Generator().manual_seed(1)
     queries, weights = whole(tokens, HEADS, DIM, draw=draw), whole(tokens, HEADS, draw=draw)
@@ -59,7 +59,7 @@ def test_each_token_selects_among_the_positions_up_to_its_own(kind: str, start: 
     assert not state.tripwires.any()
 
 
-def test_a_chunk_beyond_the_granted_pages_selects_nothing_and_trips() -> None:
+def test_chunk_beyond_granted_pages_selects_nothing_and_trips() -> None:
     state = state_with_keys("float32")
     found = torch.full((3, TOPK), 99, dtype=torch.int32)
     prompt_topk(state, 0, 1, 3 * PAGE_TOKENS - 1, torch.randn(3, HEADS, DIM), torch.rand(3, HEADS), 1.0, found)

@@ -134,7 +134,7 @@ def test_skipped_entries_move_nothing_and_keys_are_optional() -> None:
     length=st.integers(1, 150),
     seed=st.integers(0, 99),
 )
-def test_layers_copied_by_ranges_are_those_copied_at_once(
+def test_copies_by_layer_ranges_equal_a_single_copy(
     planes: tuple[int, int], cuts: set[int], length: int, seed: int
 ) -> None:
     """And each range leaves every other byte as it was; index keys come with the last one."""
@@ -161,7 +161,7 @@ def test_layers_copied_by_ranges_are_those_copied_at_once(
 
 
 @pytest.mark.parametrize("layers", [range(1, 1), range(-1, 1), range(0, 3), range(0, 2, 2)])
-def test_ranges_that_are_none_are_refused(layers: range) -> None:
+def test_invalid_ranges_are_refused(layers: range) -> None:
     rig = Rig(groups=(0, 1))
     request = staged_prompt(rig, 0, 1, 1)
     slab, page = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([request.pages[0][1]])
@@ -187,7 +187,7 @@ def test_index_keys_alone_come_back_for_a_resumed_request() -> None:
 
 
 @pytest.mark.parametrize("split", [0, 5])
-def test_prompt_reads_return_what_prompt_writes_stored(split: int) -> None:
+def test_prompt_reads_return_the_stored_rows(split: int) -> None:
     rig = Rig(groups=(0, 1), row_bytes=12, split=split)
     request = staged_prompt(rig, 2, 150, 47)
     for stop in (1, 64, 65, 150):
@@ -198,7 +198,7 @@ def test_prompt_reads_return_what_prompt_writes_stored(split: int) -> None:
         assert torch.equal(read_index_keys(rig.state, 1, 2, stop), keys)
 
 
-def test_positions_on_pages_not_granted_trip_and_are_neither_stored_nor_read() -> None:
+def test_ungranted_positions_trip_and_move_nothing() -> None:
     rig = Rig(groups=(0,))
     request = staged_prompt(rig, 0, 64, 64)
     before = rig.state.rows.clone(), rig.state.index_keys.clone()
@@ -221,10 +221,10 @@ def test_positions_on_pages_not_granted_trip_and_are_neither_stored_nor_read() -
     assert not read_slab_rows(rig.state, 0, 0, 64).any()
 
 
-def test_what_the_host_can_know_is_refused_by_name() -> None:
+def test_invalid_arguments_are_refused_by_name() -> None:
     rig = Rig(groups=(0,))
     rows = torch.zeros(2, rig.geometry.row_bytes, dtype=torch.uint8)
-    for field, verb in (
+    for field, call in (
         ("slab_table", lambda: write_slab_rows(rig.state, 0, 0, 64 * 16 - 1, rows)),
         ("slab_table", lambda: write_slab_rows(rig.state, 0, 0, -1, rows)),
         ("slab_table", lambda: read_slab_rows(rig.state, 0, 0, -1)),
@@ -235,7 +235,7 @@ def test_what_the_host_can_know_is_refused_by_name() -> None:
         ("plane", lambda: read_slab_rows(rig.state, 0, 0, 1, 1)),
     ):
         with pytest.raises(BadInput) as caught:
-            verb()
+            call()
         assert caught.value.field == field
 
 
@@ -267,16 +267,16 @@ def test_step_writes_reach_real_rows_only() -> None:
         write_new_rows(rig.state, 1, rig.batch, rows[:2])
 
 
-def test_sizes_bind_by_first_use_and_name_what_differs() -> None:
+def test_sizes_bind_on_first_use_and_a_mismatch_is_named() -> None:
     sizes = Sizes(heads=2)
     sizes.check("a", torch.zeros(3, 2), ("batch", "heads"), torch.float32)
     assert sizes["batch"] == 3
-    for tensor, story in (
+    for tensor, message in (
         (torch.zeros(4, 2), r"b=float32: got float32\[4, 2\] contiguous on cpu, expected float32\[batch=3, heads=2\]"),
         (torch.zeros(3, 2, dtype=torch.int64), r"b=int64: got int64\[3, 2\]"),
         (torch.zeros(2, 3).t(), r"strided \(1, 3\)"),
         (torch.zeros(3), r"float32\[3\]"),
         (torch.zeros(3, 2, device="meta"), r"on meta, expected .* on cpu"),
     ):
-        with pytest.raises(BadInput, match=story):
+        with pytest.raises(BadInput, match=message):
             sizes.check("b", tensor, ("batch", "heads"), torch.float32)

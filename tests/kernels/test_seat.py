@@ -39,7 +39,7 @@ def test_first_tokens_fill_the_tail_slots_in_ring_order() -> None:
     assert rig.state.tail[0, 0].tolist() == [8, 9, 10]
 
 
-def test_a_retired_tail_slot_keeps_its_token_and_the_victim_becomes_the_tail() -> None:
+def test_retired_tail_slot_keeps_its_token_and_victim_is_tail() -> None:
     rig, request = opened()
     for _ in range(3):
         rig.begin([request])
@@ -51,7 +51,7 @@ def test_a_retired_tail_slot_keeps_its_token_and_the_victim_becomes_the_tail() -
     rig.check()
 
 
-def test_the_slot_that_just_retired_is_not_the_victim() -> None:
+def test_newly_retired_slot_is_not_the_victim() -> None:
     """One ordinary slot, used as recently as the retiring one: the ordinary slot is taken."""
     rig, request = opened(hot_slots=1, topk=1, tail_slots=1)
     rig.begin([request])
@@ -74,7 +74,7 @@ def test_groups_rotate_by_their_own_use() -> None:
     rig.check()
 
 
-def test_plan_names_the_places_of_each_row_and_pads_with_minus_one() -> None:
+def test_plan_places_each_row_and_pads_with_minus_one() -> None:
     rig, request = opened(length=127)
     other = rig.open(2, 64, 0)
     rig.begin([request, other])
@@ -89,7 +89,7 @@ def test_plan_names_the_places_of_each_row_and_pads_with_minus_one() -> None:
 
 
 @pytest.mark.parametrize("table", ["index_table", "host_table", "chunk_table"])
-def test_a_token_without_a_granted_place_trips_and_changes_nothing(table: str) -> None:
+def test_ungranted_token_trips_and_changes_nothing(table: str) -> None:
     rig = Rig(groups=(0,))
     request = rig.open(0, 64, 0)
     for name in ("index_table", "host_table", "chunk_table"):
@@ -104,7 +104,7 @@ def test_a_token_without_a_granted_place_trips_and_changes_nothing(table: str) -
     assert request.length == 64
 
 
-def test_begin_step_names_a_tensor_that_does_not_fit() -> None:
+def test_begin_step_names_an_unfit_tensor() -> None:
     rig, _ = opened()
     with pytest.raises(BadInput, match=r"plan.device_row=int32: got int32\[2, 5\].*groups=2, batch=4"):
         begin_step(rig.state, rig.batch, BackupPlan.allocate(5, 2))
@@ -113,7 +113,7 @@ def test_begin_step_names_a_tensor_that_does_not_fit() -> None:
 # -- setting up and resizing -------------------------------------------------------------------------------------------
 
 
-def test_taken_over_tokens_lie_in_the_first_slots_and_the_rest_is_absent() -> None:
+def test_adopted_tokens_fill_the_first_slots() -> None:
     rig, request = opened(hot_slots=0, length=150)
     rig.set_mode(request, 128, preload=True)
     assert tokens_in(rig, request, [0, 85, 86]) == [64, 149, -1]
@@ -123,7 +123,7 @@ def test_taken_over_tokens_lie_in_the_first_slots_and_the_rest_is_absent() -> No
     rig.check()
 
 
-def test_setting_up_forgets_what_the_last_owner_of_pages_and_chunks_left() -> None:
+def test_seat_setup_clears_state_of_earlier_owners() -> None:
     rig, request = opened()
     for _ in range(5):
         rig.begin([request])
@@ -195,7 +195,7 @@ def test_counters_survive_a_resize_and_end_with_the_seat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "verb"),
+    ("field", "call"),
     [
         ("hot_slots", lambda state: init_managed(state, 0, 0, 0, 0)),
         ("hot_slots", lambda state: init_managed(state, 0, 32_769, 0, 0)),
@@ -212,17 +212,17 @@ def test_counters_survive_a_resize_and_end_with_the_seat() -> None:
         ("seat", lambda state: clear_seat(state, 3)),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(field: str, verb: Callable[[DeviceState], None]) -> None:
+def test_impossible_sizes_are_refused_by_name(field: str, call: Callable[[DeviceState], None]) -> None:
     rig, request = opened()
     with pytest.raises(BadInput) as caught:
-        verb(rig.state)
+        call(rig.state)
     assert caught.value.field == field
     assert len(request.chunks) == managed_chunks(8)
     rig.check()
 
 
 @pytest.mark.parametrize(
-    ("wire", "verb"),
+    ("wire", "call"),
     [
         (Tripwire.UNGRANTED, lambda state: init_managed(state, 0, 129, 0, 0)),
         (Tripwire.UNGRANTED, lambda state: init_managed(state, 0, 8, 128, 4)),
@@ -232,16 +232,14 @@ def test_impossible_sizes_are_refused_by_name(field: str, verb: Callable[[Device
         (Tripwire.SEAT, lambda state: shrink_managed(state, 1, 8, 4)),
     ],
 )
-def test_books_that_differ_from_the_device_trip_and_leave_the_seat(
-    wire: Tripwire, verb: Callable[[DeviceState], None]
-) -> None:
+def test_state_that_differs_from_the_device_trips(wire: Tripwire, call: Callable[[DeviceState], None]) -> None:
     """What only the device knows: chunks and pages granted, and the size that the buffer really has."""
     rig, request = opened()
     rig.begin([request])
     rig.swap_in(0, [request], [[1, 2, 3, 4]])
     tables = (rig.state.slot_of, rig.state.slot_token, rig.state.stamp, rig.state.tail, rig.state.hot_slots)
     before = [table.clone() for table in tables]
-    verb(rig.state)
+    call(rig.state)
     assert rig.state.tripwires.tolist() == [int(wire == place) for place in range(len(Tripwire))]
     for old, new in zip(before, tables, strict=True):
         assert torch.equal(old, new)
@@ -249,7 +247,7 @@ def test_books_that_differ_from_the_device_trip_and_leave_the_seat(
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "call",
     [
         lambda state: init_managed(state, 0, 8, 0, 4),
         lambda state: init_resident(state, 0),
@@ -259,11 +257,11 @@ def test_books_that_differ_from_the_device_trip_and_leave_the_seat(
         lambda state: clear_seat(state, 0),
     ],
 )
-def test_a_buffer_that_changes_lists_no_slots_to_go_next(verb: Callable[[DeviceState], None]) -> None:
+def test_resize_clears_the_eviction_queue(call: Callable[[DeviceState], None]) -> None:
     """A list names the oldest slots by their stamps; what sets stamps anew, or adds slots, leaves none of it true."""
     rig, _ = opened()
     rig.state.eviction_queue.fill_(3)
-    verb(rig.state)
+    call(rig.state)
     assert bool((rig.state.eviction_queue[:, 0] == -1).all())
     assert bool((rig.state.eviction_queue[:, 1:] == 3).all())
 
@@ -276,16 +274,16 @@ def test_shrinking_without_a_chunk_trips_and_leaves_the_seat() -> None:
     assert rig.state.hot_slots[0] == 8
 
 
-def test_resizing_a_resident_seat_is_the_wrong_moment() -> None:
+def test_resize_of_a_resident_seat_is_refused() -> None:
     rig, _ = opened(hot_slots=0)
-    for verb in (shrink_managed, grow_managed):
+    for call in (shrink_managed, grow_managed):
         with pytest.raises(WrongState, match="not managed"):
-            verb(rig.state, 0, 0, 64)
+            call(rig.state, 0, 0, 64)
     init_resident(rig.state, 0)
     check_state(rig.state, 0, 100)
 
 
-def test_allocation_refuses_a_pool_of_another_geometry_and_a_tail_without_a_chunk() -> None:
+def test_allocation_refuses_foreign_pools_and_missing_chunks() -> None:
     geometry = Geometry(2, 24, (0, 1), 8, 4)
     sizes: dict[str, Any] = dict.fromkeys(("seats", "chunks", "index_pages"), 2)
     sizes |= dict.fromkeys(("max_pages", "max_chunks", "max_slab_pages"), 2)
@@ -334,7 +332,7 @@ def corrupt_chunk(rig: Rig, _: Request) -> None:
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "story"),
+    ("corrupt", "message"),
     [
         (corrupt_slot_of, "group 1: .*tokens are mapped"),
         (corrupt_slot_token, "group 0: tokens .* are not found"),
@@ -347,12 +345,12 @@ def corrupt_chunk(rig: Rig, _: Request) -> None:
     ],
 )
 @pytest.mark.mutation
-def test_check_state_sees_each_kind_of_damage(corrupt: Callable[[Rig, Request], None], story: str) -> None:
+def test_check_state_sees_each_kind_of_damage(corrupt: Callable[[Rig, Request], None], message: str) -> None:
     rig, request = opened(topk=2)
     for _ in range(3):
         rig.begin([request])
         rig.swap_in(0, [request], [[2, 3]])
     rig.check()
     corrupt(rig, request)
-    with pytest.raises(InternalError, match=f"seat=0: .*{story}"):
+    with pytest.raises(InternalError, match=f"seat=0: .*{message}"):
         check_state(rig.state, 0, request.length)

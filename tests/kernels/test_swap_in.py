@@ -67,7 +67,7 @@ def act(rig: Rig, action: str) -> None:
 
 @LIVES
 @given(shape=SHAPES, actions=ACTIONS)
-def test_lives_of_mixed_requests_match_naive_lru_and_every_byte(shape: dict[str, object], actions: list[str]) -> None:
+def test_mixed_requests_match_naive_lru_and_every_byte(shape: dict[str, object], actions: list[str]) -> None:
     """SGLang #31901, #36331: numbers of host pages, index pages, chunks, layers and groups are never mistaken."""
     rig = Rig(**shape)  # type: ignore[arg-type]
     for seat in range(3):
@@ -96,7 +96,7 @@ def managed_rig(**changes: object) -> tuple[Rig, Request]:
     return rig, request
 
 
-def test_duplicates_share_one_load_and_one_row() -> None:
+def test_duplicates_share_a_load_and_a_row() -> None:
     rig, request = managed_rig()
     out = rig.swap_in(0, [request], [[7, 7, -1, 7]])
     assert len({int(out[0, column]) for column in (0, 1, 3)}) == 1
@@ -115,7 +115,7 @@ def test_second_use_hits_and_recent_use_survives() -> None:
     rig.check()
 
 
-def test_newest_rows_are_never_read_from_the_host_before_their_backup() -> None:
+def test_newest_rows_are_not_read_from_host_before_backup() -> None:
     """I3: with the backup T steps late, rows still only on the device are hits; later misses find them on the host."""
     rig, request = managed_rig(tail_slots=3)
     for _ in range(10):
@@ -138,7 +138,7 @@ def test_lengths_and_seats_of_either_width(integer: torch.dtype) -> None:
     rig.check()
 
 
-def test_no_real_row_writes_every_entry_and_changes_nothing() -> None:
+def test_padding_rows_write_every_entry_and_change_nothing() -> None:
     """I6; SGLang #32483: entries of padded rows."""
     rig, _ = managed_rig()
     before = rig.state.slot_token.clone(), rig.state.now.clone()
@@ -148,7 +148,7 @@ def test_no_real_row_writes_every_entry_and_changes_nothing() -> None:
     assert torch.equal(before[1], rig.state.now)
 
 
-def test_positions_out_of_range_trip_and_touch_nothing() -> None:
+def test_out_of_range_positions_trip_and_touch_nothing() -> None:
     """I6: -1 and positions at or beyond the length give -1, every time. SGLang #32771, #32483."""
     rig, request = managed_rig()
     before = rig.state.rows.clone(), rig.state.slot_of.clone(), rig.state.stamp.clone()
@@ -178,7 +178,7 @@ def test_ungranted_pages_trip_instead_of_reading_foreign_memory() -> None:
 
 
 @pytest.mark.parametrize("hot_slots", [0, 8])
-def test_a_length_beyond_the_tables_trips_instead_of_reading_past_them(hot_slots: int) -> None:
+def test_length_beyond_the_tables_trips(hot_slots: int) -> None:
     rig = Rig(groups=(0,), topk=4)
     rig.open(0, 16 * 64, hot_slots)
     rig.batch.seats[0], rig.batch.lengths[0] = 0, 2_000_000
@@ -187,7 +187,7 @@ def test_a_length_beyond_the_tables_trips_instead_of_reading_past_them(hot_slots
     assert rig.state.tripwires[Tripwire.UNGRANTED] == 2
 
 
-def test_resident_request_reads_the_chunk_table_alone() -> None:
+def test_resident_request_reads_only_the_chunk_table() -> None:
     rig = Rig(groups=(0,), topk=4)
     request = rig.open(0, 130, 0)
     rig.begin([request])
@@ -200,7 +200,7 @@ def test_resident_request_reads_the_chunk_table_alone() -> None:
     assert rig.state.tripwires.tolist() == [0, 1, 0, 0]
 
 
-def test_more_misses_than_victims_trip_and_leave_the_rest_sound() -> None:
+def test_more_misses_than_victims_trip_and_keep_tables_sound() -> None:
     """vLLM: rows of one step that evict each other."""
     rig = Rig(groups=(0,), topk=8, tail_slots=2)
     request = rig.open(0, 100, 5)
@@ -216,7 +216,7 @@ def test_more_misses_than_victims_trip_and_leave_the_rest_sound() -> None:
         assert torch.equal(rig.state.rows[0, row], rig.truth("row", 0, request, token))
 
 
-def test_empty_seat_and_bad_length_trip_in_begin_step_and_give_minus_one() -> None:
+def test_empty_seat_and_bad_length_trip_and_give_minus_one() -> None:
     rig, request = managed_rig()
     for seat, length in ((2, 50), (-1, 50), (9, 50), (0, 0)):
         rig.batch.seats[0], rig.batch.lengths[0] = seat, length
@@ -233,7 +233,7 @@ def test_empty_seat_and_bad_length_trip_in_begin_step_and_give_minus_one() -> No
     ("row_bytes", "split"),
     [*((size, 0) for size in (*range(1, 18), 576, 584, 656, 1152)), (2, 1), (3, 2), (20, 13), (584, 512), (512, 256)],
 )
-def test_rows_of_any_byte_count_in_one_plane_or_two(row_bytes: int, split: int) -> None:
+def test_rows_of_any_byte_count_and_plane_count(row_bytes: int, split: int) -> None:
     """No tail of 1 to 7 bytes stays behind, in every layer of the group and every plane. SGLang #22131."""
     rig = Rig(groups=(0, 0), row_bytes=row_bytes, split=split, topk=5)
     request = rig.open(0, 40, 6)
@@ -250,7 +250,7 @@ def test_a_row_parts_inside_itself(split: int) -> None:
         Rig(split=split)
 
 
-def test_a_million_tokens_with_bookkeeping_of_the_pages_held() -> None:
+def test_million_tokens_with_bookkeeping_of_pages_held() -> None:
     """1,048,576 positions: three pages granted, slot maps and index keys for six."""
     length = 1_048_576 - 3
     rig = Rig(groups=(0, 1), topk=6, pages=6, chunks=4, max_pages=16_384, max_chunks=4, tail_slots=2)
@@ -286,7 +286,7 @@ def test_largest_topk() -> None:
     rig.check()
 
 
-def test_replay_repeats_the_copies_in_another_layer_only() -> None:
+def test_replay_repeats_copies_in_another_layer_only() -> None:
     rig = Rig(groups=(0, 0), topk=4)
     request = rig.open(0, 100, 8)
     rig.begin([request])
@@ -309,7 +309,7 @@ def test_replay_repeats_the_copies_in_another_layer_only() -> None:
         ("group", {"group": 1}),
     ],
 )
-def test_unfit_arguments_are_named_before_anything_changes(name: str, change: dict[str, object]) -> None:
+def test_unfit_arguments_are_named_before_any_change(name: str, change: dict[str, object]) -> None:
     rig, _ = managed_rig()
     call = {
         "group": 0,

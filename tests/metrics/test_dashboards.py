@@ -40,7 +40,7 @@ SILENT: Final = re.compile(r"hisparse_(audit_differences|worker_fence)_\w+")
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_a_file_is_what_its_code_writes(name: str) -> None:
+def test_dashboard_file_matches_its_code(name: str) -> None:
     assert (DIRECTORY / name).read_text() == as_text(DASHBOARDS[name]), "run: python -m metrics.dashboards"
 
 
@@ -56,7 +56,7 @@ def test_a_panel_reads_metrics_that_exist(dashboard: Dashboard, panel: Panel) ->
 
 
 @ALL_PANELS
-def test_a_panel_says_what_a_bad_value_looks_like(dashboard: Dashboard, panel: Panel) -> None:
+def test_panel_describes_bad_values(dashboard: Dashboard, panel: Panel) -> None:
     shown, bad, rest = panel.description.partition(" Bad: ")
     assert shown.endswith((".", ")"))
     assert bad
@@ -64,7 +64,7 @@ def test_a_panel_says_what_a_bad_value_looks_like(dashboard: Dashboard, panel: P
 
 
 @ALL_PANELS
-def test_series_of_a_panel_can_be_told_apart(dashboard: Dashboard, panel: Panel) -> None:
+def test_panel_series_have_distinct_legends(dashboard: Dashboard, panel: Panel) -> None:
     if len(panel.queries) > 1:
         legends = Counter(query.legend for query in panel.queries)
         assert legends.most_common(1)[0][1] == 1
@@ -92,7 +92,7 @@ def test_variables_are_labels_that_exist() -> None:
         assert variable.label in ("instance", *BY_NAME[variable.metric].labels)
 
 
-def test_grafana_is_given_the_data_source_that_panels_name() -> None:
+def test_grafana_has_the_data_source_that_panels_name() -> None:
     given = yaml.safe_load((ROOT / "metrics" / "provisioning" / "datasources" / "prometheus.yml").read_text())
     named = {json.dumps(panel["datasource"]["uid"]) for panel in _written() if "datasource" in panel}
     assert named == {json.dumps(source["uid"]) for source in given["datasources"]}
@@ -111,7 +111,7 @@ def filled(expr: str) -> str:
 
 
 @pytest.mark.process
-async def test_every_panel_and_every_rule_has_data_from_a_real_cluster(tmp_path: Path) -> None:
+async def test_every_panel_and_rule_has_data_from_a_real_cluster(tmp_path: Path) -> None:
     """A coordinator, a worker and the HTTP front under load, scraped by Prometheus: no expression fails, and each that
     is not about trouble gives series."""
     from worker.runners.tiny import write_tiny_checkpoint

@@ -206,7 +206,7 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
     assert steps["hisparse_worker_step_seconds_sum"] == pytest.approx(0.004)
 
 
-def test_each_purpose_of_a_copy_has_bytes_and_seconds_of_its_own() -> None:
+def test_each_copy_purpose_has_bytes_and_seconds() -> None:
     world = World()
     it = world.counters
     it.staged_bytes, it.backed_up_bytes, it.preloaded_bytes = 11, 12, 13
@@ -264,7 +264,7 @@ def test_each_wait_of_a_request_has_its_histogram() -> None:
     assert sums == {name: seconds for seconds, name in enumerate(each, 1)}
 
 
-def test_coordinator_numbers_come_from_one_view() -> None:
+def test_coordinator_metrics_share_a_view() -> None:
     with served(CoordinatorCollector(coordinator_sources())) as exporter:
         scraped = scrape(exporter)
     assert values(scraped["hisparse_requests"]) == {("RUNNING",): 3, ("QUEUED",): 1}
@@ -286,7 +286,7 @@ def test_buckets_count_at_most_the_bound() -> None:
     assert buckets.total == 14.0
 
 
-def test_the_step_average_starts_at_the_first_step_and_follows() -> None:
+def test_step_average_starts_at_the_first_step() -> None:
     counters = WorkerCounters()
     counters.stepped(0.010)
     assert counters.step_us == pytest.approx(10_000)
@@ -298,7 +298,7 @@ def test_the_step_average_starts_at_the_first_step_and_follows() -> None:
 # ---------------------------------------------------------------- the probes
 
 
-def test_a_worker_whose_loop_stands_still_is_unhealthy() -> None:
+def test_worker_with_a_stalled_loop_is_unhealthy() -> None:
     world = World()
     assert worker_health(world.sources).ok
     world.counters.beat_at = time.monotonic() - EXECUTOR_STALE_S - 1
@@ -309,7 +309,7 @@ def test_a_worker_whose_loop_stands_still_is_unhealthy() -> None:
 
 
 @pytest.mark.parametrize(("welcomed", "stopping", "ready"), [(1, False, True), (0, False, False), (1, True, False)])
-def test_a_worker_is_ready_when_welcomed_and_staying(welcomed: int, stopping: bool, ready: bool) -> None:
+def test_worker_is_ready_while_welcomed_and_staying(welcomed: int, stopping: bool, ready: bool) -> None:
     world = World()
     world.link.welcomed, world.stopping = welcomed, stopping
     assert worker_health(world.sources).ok
@@ -322,7 +322,7 @@ def test_probes_answer_503_with_the_reason() -> None:
         assert get(exporter, "/readyz") == (200, "fine\n")
 
 
-async def test_the_coordinators_view_is_taken_in_its_loop() -> None:
+async def test_coordinator_view_is_read_in_its_loop() -> None:
     token = trio.lowlevel.current_trio_token()
     task = trio.lowlevel.current_task
 
@@ -335,7 +335,7 @@ async def test_the_coordinators_view_is_taken_in_its_loop() -> None:
     assert (await trio.to_thread.run_sync(coordinator_readiness, sources)) == Health(True, "workers: 1 connected")
 
 
-async def test_a_loop_that_does_not_turn_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_loop_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """I8: the wait for the loop is bounded."""
     monkeypatch.setattr(coordinator_module, "LOOP_LIMIT_S", 0.05)
     token = trio.lowlevel.current_trio_token()
@@ -348,7 +348,7 @@ async def test_a_loop_that_does_not_turn_is_unhealthy(monkeypatch: pytest.Monkey
     assert "not turned" in verdicts[0].detail
 
 
-def test_a_loop_that_ended_is_unhealthy() -> None:
+def test_ended_loop_is_unhealthy() -> None:
     async def main() -> trio.lowlevel.TrioToken:
         return trio.lowlevel.current_trio_token()
 
@@ -366,7 +366,7 @@ def test_a_loop_that_ended_is_unhealthy() -> None:
         ((worker_row("connected"),), True, False),
     ],
 )
-def test_a_coordinator_is_ready_with_a_worker_that_takes_work(
+def test_coordinator_is_ready_with_an_accepting_worker(
     workers: tuple[WorkerRow, ...], stopping: bool, ready: bool
 ) -> None:
     view = CoordinatorView({}, 0, (), workers, {}, stopping)
@@ -394,7 +394,7 @@ class FakeBrokenCollector(Collector):
         yield from families(LINK_METRICS, LinkCounters())
 
 
-def test_a_failing_scrape_answers_500_and_the_server_lives() -> None:
+def test_failing_scrape_answers_500() -> None:
     collector = FakeBrokenCollector()
     with served(collector) as exporter:
         collector.broken = True
@@ -428,7 +428,7 @@ def test_idle_peers_hold_a_bounded_number_of_threads() -> None:
                 time.sleep(0.01)
 
 
-def test_a_coordinator_whose_journal_fails_says_so_and_takes_no_work() -> None:
+def test_coordinator_with_a_failing_journal_is_not_ready() -> None:
     failing = CoordinatorView({}, 0, (), (worker_row("connected"),), {}, False, journal_failing="disk full")
     sources = coordinator_sources(lambda: failing)
     assert coordinator_readiness(sources) == Health(False, "journal: disk full")

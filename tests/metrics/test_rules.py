@@ -43,7 +43,7 @@ def test_every_case_of_every_alert_holds() -> None:
     promtool("test", "rules", CASES)
 
 
-def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+def test_every_alert_has_a_firing_and_a_silent_case() -> None:
     """Silent: a moment without a sample of the alert, or an instance in the same case that does not fire."""
     firing, silent = set(), set()
     for case in yaml.safe_load(CASES.read_text())["tests"]:
@@ -69,14 +69,14 @@ def test_an_alert_is_complete(rule: dict[str, Any]) -> None:
     assert anchor == rule["alert"].lower()
 
 
-def test_the_runbook_explains_every_alert_and_no_other() -> None:
+def test_runbook_explains_exactly_the_alerts() -> None:
     sections = dict(re.findall(r"^## (HiSparse\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
     assert sections.keys() == {rule["alert"] for rule in alerts()}
     for name, text in sections.items():
         assert [mark for mark in ("**Means.**", "**Look.**", "**Do.**") if mark not in text] == [], name
 
 
-def test_the_runbook_names_metrics_and_labels_that_exist() -> None:
+def test_runbook_metrics_and_labels_exist() -> None:
     expressions = re.findall(r"`((?:hisparse|process)_[\w{}=\"]+)`", RUNBOOK)
     assert len(expressions) > 5
     for expr in expressions:

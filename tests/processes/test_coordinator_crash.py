@@ -120,9 +120,7 @@ async def decode_all(client: Client, prompts: Sequence[Sequence[int]], prefix: s
     return {name.removeprefix(prefix): tokens for name, tokens in outputs.items()}
 
 
-async def test_a_coordinator_that_is_killed_again_and_again_loses_and_repeats_nothing(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_killed_coordinator_loses_and_repeats_no_token(model: Path, tmp_path: Path) -> None:
     config, dice, prompts = cluster_config(model, tmp_path / "run"), random.Random(11), prompts_of(1, REQUESTS)
     async with crew_of(config, tmp_path, "w0", "w1") as crew:
 
@@ -162,7 +160,7 @@ async def start_decoding(
         await trio.sleep(0.01)
 
 
-async def test_everything_killed_at_once_goes_on_from_the_journal_with_a_new_pool(model: Path, tmp_path: Path) -> None:
+async def test_cluster_killed_at_once_recovers_with_a_new_pool(model: Path, tmp_path: Path) -> None:
     """A node restart: the pool file went with its processes. Prompts are prefilled again, delivered tokens forced."""
     config, prompts = cluster_config(model, tmp_path / "run"), prompts_of(2, 4)
     async with (
@@ -184,7 +182,7 @@ async def test_everything_killed_at_once_goes_on_from_the_journal_with_a_new_poo
         await assert_nothing_leaked(client)
 
 
-async def test_a_coordinator_is_replaced_while_its_requests_run_on(model: Path, tmp_path: Path) -> None:
+async def test_coordinator_is_replaced_while_requests_run(model: Path, tmp_path: Path) -> None:
     """A stop with no time to finish: what runs is left to the next coordinator, and to its worker."""
     config, prompts = cluster_config(model, tmp_path / "run"), prompts_of(7, 3)
     async with (
@@ -206,7 +204,7 @@ async def test_a_coordinator_is_replaced_while_its_requests_run_on(model: Path, 
         await assert_nothing_leaked(client)
 
 
-async def test_what_was_acknowledged_is_there_after_a_crash(model: Path, tmp_path: Path) -> None:
+async def test_acknowledged_state_survives_a_crash(model: Path, tmp_path: Path) -> None:
     """Submissions without a client, ended outputs, holds and aborts, a drain and its end."""
     config, prompts = cluster_config(model, tmp_path / "run"), prompts_of(3, 3)
     endpoint = config.cluster.client_endpoint
@@ -282,7 +280,7 @@ async def test_a_damaged_journal_is_refused_and_salvaged(model: Path, tmp_path: 
         assert len(set(re.findall(r"welcomed .*epoch=(\d+)", crew.log("w0")))) == 2, "begun anew"
 
 
-async def test_without_a_journal_workers_begin_anew_and_nobody_is_left_waiting(model: Path, tmp_path: Path) -> None:
+async def test_workers_begin_anew_without_a_journal(model: Path, tmp_path: Path) -> None:
     config = cluster_config(model, tmp_path / "run")
     config = msgspec.structs.replace(config, coordinator=msgspec.structs.replace(config.coordinator, journal="none"))
     async with (

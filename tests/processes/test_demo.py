@@ -43,7 +43,7 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_the_demo_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_demo_passes_and_cleans_up(tmp_path: Path) -> None:
     done = run_demo("--family", "deepseek-v3.2", "--streams", "simulated", "--work-dir", str(tmp_path))
     report = json.loads(done.stdout)
     assert (done.returncode, report["problems"]) == (0, []), done.stderr
@@ -68,7 +68,7 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
     return {request.request_id: find_victim(model, request.prompt, NEW_TOKENS, LATE) for request in requests}
 
 
-async def test_one_corrupted_row_is_noticed(victims: dict[str, Victim], tmp_path: Path) -> None:
+async def test_corrupted_row_is_reported(victims: dict[str, Victim], tmp_path: Path) -> None:
     assert all(victim.selected_by >= LATE // 2 for victim in victims.values())
     results: list[subprocess.CompletedProcess[str]] = []
 

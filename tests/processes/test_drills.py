@@ -17,7 +17,7 @@ QUICK = [(play, troubles) for play, troubles in SCENES if play not in LONG]
 
 @pytest.mark.process
 @pytest.mark.parametrize(("play", "troubles"), QUICK, ids=[play.__name__ for play, _ in QUICK])
-async def test_each_trouble_is_seen_by_its_alert(play: Play, troubles: tuple[Trouble, ...], tmp_path: Path) -> None:
+async def test_each_drill_fires_its_alert(play: Play, troubles: tuple[Trouble, ...], tmp_path: Path) -> None:
     """None of it is there before."""
     program("prometheus")
     assert tuple(sighting.trouble for sighting in await play(tmp_path)) == troubles
@@ -31,7 +31,7 @@ def test_windows_are_shrunk_in_proportion() -> None:
     assert shrunk("rate(a[10m]) > 3 * rate(a[6h] offset 10m)") == "rate(a[10s]) > 3 * rate(a[60s] offset 10s)"
 
 
-def test_what_was_seen_is_a_table() -> None:
+def test_drill_results_form_a_table() -> None:
     row = as_row(Sighting(Trouble("HiSparseX", "a cause", "max(x)"), "0", "3", 4.2))
     assert row == "| HiSparseX | a cause | `max(x)` | 0 | 3 | 4 s |"
     assert {line.count("|") for line in (*HEADER, row)} == {7}

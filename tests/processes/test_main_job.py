@@ -83,7 +83,7 @@ async def disturb(client: Client, seed: int, moves: dict[str, int]) -> None:
 
 
 async def release_held(client: Client, moves: dict[str, int]) -> None:
-    """Resume whatever an operator held, so that everybody can finish."""
+    """Resume the requests that an operator held, so that all can finish."""
     while True:
         await trio.sleep(0.2)
         for row in (await client.requests()).rows:
@@ -93,7 +93,7 @@ async def release_held(client: Client, moves: dict[str, int]) -> None:
                     moves["resume"] = moves.get("resume", 0) + 1
 
 
-async def test_fifty_requests_moved_about_decode_what_they_decode_undisturbed(model: Path, tmp_path: Path) -> None:
+async def test_fifty_moved_requests_decode_as_if_undisturbed(model: Path, tmp_path: Path) -> None:
     prompts, moves, churned = prompts_of(1, REQUESTS), {}, {}
     async with cluster_of_two(cluster_config(model, tmp_path), tmp_path) as (_, client, _):
         quiet = await decode_all(client, prompts, "quiet-")
@@ -126,7 +126,7 @@ def assert_oracle_agrees(model: Path, prompts: Sequence[Sequence[int]], outputs:
         assert not differ or run["gaps"][differ[0]] < TIE_BOUND, f"prompt {i} differs from position {differ[0]}"
 
 
-async def test_abort_in_every_state_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+async def test_abort_in_every_state_frees_everything(model: Path, tmp_path: Path) -> None:
     prompts, dice, outputs = prompts_of(3, REQUESTS), random.Random(4), {}
     async with cluster_of_two(cluster_config(model, tmp_path), tmp_path) as (_, client, _):
         async with trio.open_nursery() as nursery:
@@ -147,7 +147,7 @@ async def test_abort_in_every_state_leaves_nothing_behind(model: Path, tmp_path:
     assert all(len(outputs[name]) == NEW_TOKENS for name, state in rows.items() if state == "FINISHED")
 
 
-async def test_one_request_alone_has_no_misses_and_many_shrink_their_buffers(model: Path, tmp_path: Path) -> None:
+async def test_single_request_has_no_misses_and_many_shrink(model: Path, tmp_path: Path) -> None:
     async with cluster_of_two(cluster_config(model, tmp_path, streams="inline", hot_chunks=40), tmp_path) as (
         _,
         client,
@@ -163,4 +163,4 @@ async def test_one_request_alone_has_no_misses_and_many_shrink_their_buffers(mod
         await assert_nothing_leaked(client)
     assert all(len(tokens) == NEW_TOKENS for tokens in many.values())
     assert {row.state for row in rows} == {"FINISHED"}
-    assert sum(row.misses for row in rows) > 0, "nobody's buffer shrank"
+    assert sum(row.misses for row in rows) > 0, "no buffer shrank"

@@ -58,7 +58,7 @@ async def decode_all(client: Client, prompts: list[list[int]], prefix: str) -> d
 
 
 async def until_decoding(client: Client, prefix: str, tokens: int) -> None:
-    """Until somebody has come further than `tokens`, or everybody is through."""
+    """Until one request has more than `tokens`, or all have ended."""
     while True:
         rows = [row for row in (await client.requests()).rows if row.request_id.startswith(prefix)]
         if any(row.state == "RUNNING" and row.generated_tokens >= tokens for row in rows):
@@ -73,7 +73,7 @@ async def histories(client: Client, prefix: str) -> list[str]:
     return [line.event for i in range(REQUESTS) for line in (await client.request(f"{prefix}{i}")).history]
 
 
-async def test_workers_killed_in_turn_decode_what_they_decode_undisturbed(model: Path, tmp_path: Path) -> None:
+async def test_workers_killed_in_turn_change_no_output(model: Path, tmp_path: Path) -> None:
     """I2, I3, I5: by SIGKILL and by SIGSTOP, from which the keeper frees them by another SIGKILL."""
     prompts, dice = prompts_of(11, REQUESTS), random.Random(11)
     async with cluster_of_two(crash_config(model, tmp_path), tmp_path, kept=True) as (cluster, client, said):
@@ -99,11 +99,11 @@ async def test_workers_killed_in_turn_decode_what_they_decode_undisturbed(model:
     assert crashed == quiet
     assert {len(tokens) for tokens in quiet.values()} == {NEW_TOKENS}
     assert events.count("lost") >= 2
-    assert events.count("staged") < REQUESTS + events.count("lost"), "nobody was resumed"
+    assert events.count("staged") < REQUESTS + events.count("lost"), "no request was resumed"
     assert sum("killed by SIGKILL" in line for line in said) >= 2
 
 
-async def test_a_worker_stopped_and_continued_harms_nobody(model: Path, tmp_path: Path) -> None:
+async def test_stopped_and_continued_worker_does_no_harm(model: Path, tmp_path: Path) -> None:
     """I2: what it may still write stays quarantined, though others want it; its late reports are refused, it empties
     itself and begins anew. The pool is just large enough for the requests."""
     prompts = prompts_of(12, REQUESTS)
@@ -133,7 +133,7 @@ async def test_a_worker_stopped_and_continued_harms_nobody(model: Path, tmp_path
     assert quarantined > 0
 
 
-async def test_what_kills_its_worker_each_time_is_failed_and_nobody_else(model: Path, tmp_path: Path) -> None:
+async def test_poison_alone_is_failed(model: Path, tmp_path: Path) -> None:
     """I5: the test plays the poison, by killing whatever worker has it, at once."""
     prompts, poison = prompts_of(13, REQUESTS), "crashed-5"
     async with cluster_of_two(crash_config(model, tmp_path), tmp_path, kept=True) as (cluster, client, _):

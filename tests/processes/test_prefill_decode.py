@@ -37,7 +37,7 @@ from tests.support.nodes_rig import (
     samples,
     two_and_two,
 )
-from tests.worker.transfer.test_transfer_engines import why_absent
+from tests.worker.transfer.test_engines import why_absent
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -63,7 +63,7 @@ def colocated(model: Path, run_dir: Path) -> list[list[int]]:
     return colocated_outputs(model, run_dir)
 
 
-async def test_two_and_two_say_what_workers_say_that_do_both(
+async def test_split_workers_give_the_tokens_of_combined_ones(
     model: Path, colocated: list[list[int]], tmp_path: Path
 ) -> None:
     """And no byte is staged where it is decoded."""
@@ -86,7 +86,7 @@ async def test_two_and_two_say_what_workers_say_that_do_both(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_prompts_of_a_worker_that_is_lost_are_prefilled_by_another(
+async def test_prompts_of_a_lost_worker_are_prefilled_by_another(
     model: Path, colocated: list[list[int]], tmp_path: Path, number: signal.Signals
 ) -> None:
     """I2: what it may still write stays in quarantine until it is gone. The keeper kills it then."""
@@ -122,7 +122,7 @@ def engine(request: pytest.FixtureRequest) -> str:
     return name
 
 
-async def test_rows_of_one_node_are_decoded_on_another(
+async def test_rows_prefilled_on_a_node_are_decoded_on_another(
     model: Path, colocated: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """Outputs as of workers that do both; not a byte is staged where it is decoded."""
@@ -187,7 +187,7 @@ async def test_a_coordinator_killed_amid_transfers_finds_them_again(
         await assert_nothing_leaked(client)
 
 
-async def test_pages_of_another_layout_are_refused_with_both_sizes(model: Path, tmp_path: Path) -> None:
+async def test_pages_of_another_layout_are_refused(model: Path, tmp_path: Path) -> None:
     config = crash_config(model, tmp_path, HOST_MEM)
     spots = [replace(it, kv_dtype="bfloat16") if it.role == "decode" else it for it in two_and_two("shared")]
     async with running_nodes(config, tmp_path, spots) as (_, client):
@@ -208,10 +208,10 @@ def five_places() -> Iterator[list[Namespace]]:
 
 
 @pytest.mark.parametrize("engine", ["nixl", "mooncake"], indirect=True)
-async def test_workers_that_share_nothing_but_a_network(
+async def test_workers_that_share_only_a_network(
     model: Path, colocated: list[list[int]], tmp_path: Path, engine: str, five_places: list[Namespace]
 ) -> None:
-    """Four nodes. Commands and reports go over tcp with keys, pages by an engine; nobody reaches another's loopback."""
+    """Four nodes. Commands and reports go over tcp with keys, pages by an engine; loopbacks are separate."""
     home, *places = five_places
     spots = [Spot(role, node, engine, namespace=place) for role, node, place in zip(ROLES, "abcd", places, strict=True)]
     config = crash_config(model, tmp_path, HOST_MEM)

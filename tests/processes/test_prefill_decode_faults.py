@@ -3,7 +3,7 @@ nothing disturbs, and every page comes back (I1). Faults are planted by tests/su
 cluster's own doing.
 
 I2: pages go to another owner when nothing can land in them. I5: each output once and whole, or aborted. I8: nothing is
-waited for without end. The books are audited all the time.
+waited for without end. Workers are audited all the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.messages import Sampling
 from protocol.units import pages_for
 from tests.support.cluster_rig import assert_nothing_leaked, crash_config, write_model
 from tests.support.nodes_rig import Nodes, Spot, colocated_outputs, decode_all, mixed_prompts, running_nodes
-from tests.worker.transfer.test_transfer_engines import why_absent
+from tests.worker.transfer.test_engines import why_absent
 
 pytestmark = [pytest.mark.pd, pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -72,7 +72,7 @@ async def received(nodes: Nodes, metric: str) -> float:
     return (await nodes.samples(f"w{len(nodes.spots) - 1}", f"hisparse_transfer_{metric}_total", "end"))["receiver"]
 
 
-async def test_a_decode_node_that_refuses_is_asked_again(
+async def test_refusing_decode_node_is_asked_again(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     config = crash_config(model, tmp_path, HOST_MEM)
@@ -82,7 +82,7 @@ async def test_a_decode_node_that_refuses_is_asked_again(
         await assert_nothing_leaked(client)
 
 
-async def test_a_transfer_that_times_out_begins_anew(
+async def test_timed_out_transfer_begins_anew(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """I8: some whose tickets are never answered, some whose pages are never acknowledged."""
@@ -96,7 +96,7 @@ async def test_a_transfer_that_times_out_begins_anew(
         await assert_nothing_leaked(client)
 
 
-async def test_a_client_that_aborts_amid_its_transfer_costs_nobody_anything(
+async def test_abort_during_a_transfer_leaks_nothing(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     config = crash_config(model, tmp_path, HOST_MEM)
@@ -124,7 +124,7 @@ async def abort_amid_transfer(client: Client, names: list[str]) -> None:
         await trio.sleep(0.005)
 
 
-async def test_what_is_said_twice_happens_once(
+async def test_repeated_messages_take_effect_once(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """Pages written and verified, tickets begun, stopped and ended, memory released."""
@@ -136,7 +136,7 @@ async def test_what_is_said_twice_happens_once(
         await assert_nothing_leaked(client)
 
 
-async def test_corrupted_pages_are_sent_again_and_given_up(
+async def test_corrupted_pages_are_resent_then_given_up(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """A page that was spoilt once arrives the second time; a prompt whose pages always are begins anew."""
@@ -149,7 +149,7 @@ async def test_corrupted_pages_are_sent_again_and_given_up(
         await assert_nothing_leaked(client)
 
 
-async def test_a_prefill_worker_that_dies_amid_a_write(
+async def test_prefill_worker_dies_during_a_write(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """I2: what is left of it in the network lands nowhere. Its next life serves."""
@@ -165,7 +165,7 @@ async def test_a_prefill_worker_that_dies_amid_a_write(
         await assert_nothing_leaked(client)
 
 
-async def test_a_late_write_lands_in_no_other_request(
+async def test_late_write_reaches_no_other_request(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """I2, SGLang #24578: a prefill worker stops with one write begun and others queued. Its tickets are revoked, its

@@ -63,7 +63,7 @@ def admit(placement: int, *, generated: list[int] | None = None, durable: int = 
 
 
 @pytest.mark.process
-async def test_sigterm_leaves_a_pool_in_which_a_successor_resumes(place: Place) -> None:
+async def test_sigterm_leaves_a_pool_for_a_successor(place: Place) -> None:
     """I2, I3, I5: stopped in the middle of decoding, all is released and reported and the process exits cleanly; the
     next one resumes at the durable length and continues with the very tokens of an undisturbed run."""
     with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
@@ -118,7 +118,7 @@ async def test_a_second_signal_exits_at_once(place: Place) -> None:
 
 
 @pytest.mark.process
-async def test_an_executor_that_fails_takes_its_process_with_it(place: Place) -> None:
+async def test_failed_executor_ends_its_process(place: Place) -> None:
     """A coordinator that admits twice breaks an invariant of the executor: exit code 70 and one log line."""
     with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
         async with place.worker() as process:
@@ -151,7 +151,7 @@ sys.exit(process.run_worker(load(flags={"worker.model": "any"})))
 
 
 @pytest.mark.process
-async def test_a_thread_that_hangs_does_not_hold_the_process(tmp_path: Path) -> None:
+async def test_hanging_thread_does_not_delay_exit(tmp_path: Path) -> None:
     """I8: the end of the interpreter would wait for it without bound."""
     with trio.fail_after(60.0):
         done = await trio.run_process([sys.executable, "-c", STUCK], check=False, cwd=ROOT)
@@ -159,7 +159,7 @@ async def test_a_thread_that_hangs_does_not_hold_the_process(tmp_path: Path) -> 
 
 
 @pytest.mark.process
-async def test_a_final_refusal_ends_the_process_with_its_remedy(place: Place) -> None:
+async def test_final_refusal_ends_the_process_with_its_remedy(place: Place) -> None:
     with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
         async with place.worker() as process:
             await coordinator.greet()
@@ -170,7 +170,7 @@ async def test_a_final_refusal_ends_the_process_with_its_remedy(place: Place) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_pool_is_touched_ends_the_start_and_frees_it(
+def test_signal_during_pool_start_frees_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """Answered within a piece, however many are left; a file half made is no pool and takes no room."""

@@ -13,7 +13,7 @@ from tests.support.soak import IN_FLIGHT_S, VICTIMS, Load, pause_of, victims_of
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_seed_kills_everybody_equally_often_in_an_order_of_its_own(seed: int) -> None:
+def test_seed_kills_all_processes_equally_often(seed: int) -> None:
     victims = victims_of(20, random.Random(seed))
     assert Counter(Counter(victims).values()) == {7: 2, 6: 1}
     assert set(victims) == set(VICTIMS)
@@ -21,13 +21,13 @@ def test_a_seed_kills_everybody_equally_often_in_an_order_of_its_own(seed: int) 
     assert victims != victims_of(20, random.Random(seed + 1))
 
 
-def test_a_pause_lasts_until_the_stream_that_waits_longest_goes_on() -> None:
+def test_pause_lasts_until_the_longest_waiting_stream_continues() -> None:
     in_flight, over, elsewhere = (9.0, 10.0 + IN_FLIGHT_S / 2), (9.5, 10.0), (30.0, 40.0)
     assert pause_of(10.0, [in_flight, over, elsewhere]) == 0.0
     assert pause_of(10.0, [(9.9, 11.5), (10.0 + IN_FLIGHT_S / 2, 12.0), elsewhere]) == pytest.approx(2.0)
 
 
-def test_an_output_that_differs_at_any_position_or_in_length_is_seen() -> None:
+def test_output_with_another_token_or_length_is_seen() -> None:
     load = Load(Client(Connection("nowhere", "client", "", 0, None)), [[1]], {0: [5, 6, 7]})
     load.assert_expected(0, "0.0", [5, 6, 7])
     with pytest.raises(AssertionError, match=r"0\.0 differs from the undisturbed run from position 1 on"):

@@ -98,7 +98,7 @@ def running(model: Path, runtime_dir: Path, *args: str) -> Iterator[Up]:
         process.stderr.close()
 
 
-def test_it_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
+def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, "-n", "2", "--deadline", "90") as up:
         assert [worker["name"] for worker in up.ready["workers"]] == ["w0", "w1"]
         assert Path(up.ready["pool"]).stat().st_mode & 0o777 == 0o600
@@ -121,7 +121,7 @@ def test_it_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         assert up.left_behind() == []
 
 
-def test_a_second_ctrl_c_exits_at_once(model: Path, tmp_path: Path) -> None:
+def test_second_ctrl_c_exits_at_once(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as up:
         up.submit_endless()
         up.process.send_signal(signal.SIGINT)
@@ -132,7 +132,7 @@ def test_a_second_ctrl_c_exits_at_once(model: Path, tmp_path: Path) -> None:
         assert up.left_behind() == []
 
 
-def test_the_deadline_ends_what_does_not_finish(model: Path, tmp_path: Path) -> None:
+def test_stop_deadline_ends_unfinished_requests(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, "--deadline", "1") as up:
         up.submit_endless()
         up.process.send_signal(signal.SIGTERM)
@@ -140,7 +140,7 @@ def test_the_deadline_ends_what_does_not_finish(model: Path, tmp_path: Path) -> 
         assert up.left_behind() == []
 
 
-def test_hisparse_stop_ends_it_cleanly_and_one_worker_less_does_not(model: Path, tmp_path: Path) -> None:
+def test_stop_command_ends_up_cleanly_after_a_worker_restart(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, "-n", "2") as up:
         psutil.Process(up.ready["workers"][0]["pid"]).kill()
         output = json.loads(up.hisparse("submit", "hello", "-n", "4", "-o", "json").stdout)
@@ -166,7 +166,7 @@ def pid_of(up: Up, role: str) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_only_worker_killed_or_stopped_is_replaced_and_its_request_goes_on(
+def test_lost_worker_is_replaced_and_its_request_continues(
     model: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I2, I5: a stopped worker is declared down, killed, and its exit proved; either way nothing is prefilled again."""
@@ -190,9 +190,7 @@ def test_the_only_worker_killed_or_stopped_is_replaced_and_its_request_goes_on(
         assert up.left_behind() == []
 
 
-def test_a_coordinator_that_was_killed_is_restarted_and_takes_its_requests_up_again(
-    model: Path, tmp_path: Path
-) -> None:
+def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path: Path) -> None:
     """I4, I5: from the journal; the worker goes on meanwhile, and nothing is prefilled again."""
     with running(model, tmp_path) as up:
         name, first = up.submit_endless(), pid_of(up, "coordinator")
@@ -218,7 +216,7 @@ def test_children_do_not_outlive_a_killed_parent(model: Path, tmp_path: Path) ->
         eventually(lambda: not any(psutil.pid_exists(pid) for pid in up.pids), 30)
 
 
-def test_a_start_that_fails_says_who_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_failed_start_names_the_process_and_cleans_up(model: Path, tmp_path: Path) -> None:
     command = command_for(model, tmp_path, "--host-mem", "1KiB")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 8
@@ -228,7 +226,7 @@ def test_a_start_that_fails_says_who_and_leaves_nothing(model: Path, tmp_path: P
     assert list(tmp_path.glob("*.pool")) == []
 
 
-def test_its_front_speaks_https_with_the_certificate_it_was_given(model: Path, tmp_path: Path) -> None:
+def test_front_serves_https_with_its_certificate(model: Path, tmp_path: Path) -> None:
     cert, key = write_pair(tmp_path)
     front = ("--http", "127.0.0.1:0", "--tls-cert", cert, "--tls-key", key)
     with running(model, tmp_path, *front) as up:
@@ -237,7 +235,7 @@ def test_its_front_speaks_https_with_the_certificate_it_was_given(model: Path, t
         assert ask(int(port), cert, "/v1/models") == (200, certificate_of(Path(cert).read_text()))
 
 
-def test_front_on_any_port_says_which(model: Path, tmp_path: Path) -> None:
+def test_front_on_any_port_prints_it(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, "--http", "127.0.0.1:0") as up:
         url = up.ready["http"]["url"]
         assert int(url.rpartition(":")[2]) > 0
@@ -246,7 +244,7 @@ def test_front_on_any_port_says_which(model: Path, tmp_path: Path) -> None:
         up.until(f"OpenAI's API at {url}/v1")
 
 
-def test_what_cannot_start_is_refused_before_anything_is_started(model: Path, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_before_any_start(model: Path, tmp_path: Path) -> None:
     cert, other_key = write_pair(tmp_path)[0], write_pair(tmp_path, "other")[1]
     front = ("--http", "127.0.0.1:0", "--tls-cert", cert)
     with socket.create_server(("127.0.0.1", 0)) as taken:

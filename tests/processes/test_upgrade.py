@@ -94,7 +94,7 @@ async def ended(child: Child) -> int:
         return await child.wait()
 
 
-async def test_all_is_replaced_and_the_journal_restored_while_clients_are_served(tmp_path: Path) -> None:
+async def test_rolling_upgrade_and_journal_restore_serve_clients(tmp_path: Path) -> None:
     """Workers one by one with handover, then the coordinator, whose journal is backed up, lost and restored."""
     async with loaded_cluster(tmp_path) as (cluster, load):
         before = {child.pid for child in cluster.children}

@@ -55,7 +55,7 @@ async def connected(place: Place) -> None:
             await trio.sleep(0.05)
 
 
-async def test_a_worker_leaves_and_its_successor_finishes_what_it_began(tmp_path: Path, model: Path) -> None:
+async def test_successor_finishes_requests_of_a_leaving_worker(tmp_path: Path, model: Path) -> None:
     """I2, I5: SIGTERM in the middle of a request stops the worker cleanly; the request waits, and another process of
     the same pool continues it without repeating, losing or changing a token."""
     place = Place(tmp_path, model)
@@ -63,7 +63,7 @@ async def test_a_worker_leaves_and_its_successor_finishes_what_it_began(tmp_path
     async with place.coordinator() as coordinator:
         await connected(place)
         assert (await coordinator.get("/healthz"))[0] == 200
-        assert (await coordinator.get("/readyz"))[0] == 503  # nobody to work for it
+        assert (await coordinator.get("/readyz"))[0] == 503  # it has no worker
         async with open_client(place.endpoint("admin"), role="admin") as client:
             async with place.worker() as worker:
                 await until_served(client)

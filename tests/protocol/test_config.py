@@ -55,7 +55,7 @@ def test_text_is_parsed_to_the_type_of_the_field() -> None:
     assert config.coordinator.flush_interval_ms == 2.5
 
 
-def test_defaults_that_depend_on_the_machine_are_filled_in_once() -> None:
+def test_machine_dependent_defaults_are_filled_once() -> None:
     config = built()
     assert config.cluster.runtime_dir == "/tmp/hisparse-1000"
     assert config.cluster.client_endpoint == "ipc:///tmp/hisparse-1000/client.sock"
@@ -70,7 +70,7 @@ def test_the_runtime_directory_prefers_xdg() -> None:
     assert build({}, {}, {}, facts).cluster.runtime_dir == "/run/user/1000/hisparse"
 
 
-def test_a_cuda_device_defaults_to_cuda_streams_and_a_pool_in_memory() -> None:
+def test_cuda_device_defaults_to_cuda_streams_and_memory_pool() -> None:
     """One directory per cluster, and none for a user who named one."""
     flags = {"worker.device": "cuda:1", "cluster.runtime_dir": "/run/user/1/hisparse"}
     worker = built(flags=flags).worker
@@ -154,7 +154,7 @@ def test_a_refusal_names_field_value_and_remedy(
     assert remedy in error.remedy
 
 
-def test_a_file_that_cannot_be_read_or_parsed_is_refused(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load(tmp_path / "absent.toml", environ={})
     bad = tmp_path / "bad.toml"
@@ -169,7 +169,7 @@ def test_the_environment_names_the_file(tmp_path: Path) -> None:
     assert load(environ={"HISPARSE_CONFIG": str(path)}).worker.seats == 11
 
 
-def test_the_place_of_compiled_kernels_is_no_setting() -> None:
+def test_kernel_cache_path_is_no_setting() -> None:
     assert load(environ={"HISPARSE_KERNEL_CACHE": "/var/cache/kernels"}) == load(environ={})
 
 
@@ -194,7 +194,7 @@ def test_sizes_with_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XiB", "1e9", "0x10"])
-def test_sizes_that_are_none(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_size(text, "worker.host_mem")
     assert caught.value.field == "worker.host_mem"

@@ -38,7 +38,7 @@ def hisparse(*arguments: str) -> None:
     main([*arguments], standalone_mode=False)
 
 
-def test_each_role_gets_a_file_that_nobody_else_may_read(keys: Path) -> None:
+def test_each_role_gets_a_private_key_file(keys: Path) -> None:
     assert stat.S_IMODE(keys.stat().st_mode) == 0o700
     assert {path.name for path in keys.iterdir()} == {
         *("server.key", "allowed.keys"),
@@ -58,7 +58,7 @@ def test_each_role_gets_a_file_that_nobody_else_may_read(keys: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660, 0o644])
 @pytest.mark.parametrize("name", ["server.key", "client.key"])
-def test_a_secret_that_others_can_reach_is_refused(keys: Path, name: str, mode: int) -> None:
+def test_shared_secret_is_refused(keys: Path, name: str, mode: int) -> None:
     (keys / name).chmod(mode)
     with pytest.raises(ConfigError, match="others could read it") as caught:
         read_server_key(keys) if name == "server.key" else read_peer_key(keys, "client")
@@ -66,7 +66,7 @@ def test_a_secret_that_others_can_reach_is_refused(keys: Path, name: str, mode: 
     assert "chmod 600" in caught.value.remedy
 
 
-def test_the_list_may_be_read_but_not_written_by_others(keys: Path) -> None:
+def test_key_list_may_be_read_but_not_written_by_others(keys: Path) -> None:
     (keys / "allowed.keys").chmod(0o644)
     assert len(read_allowed(keys)) == 3
     (keys / "allowed.keys").chmod(0o664)
@@ -95,13 +95,13 @@ def test_a_secret_of_another_user_is_refused(keys: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_key_is_refused_by_name(keys: Path, text: str, complaint: str) -> None:
+def test_invalid_key_is_refused_by_name(keys: Path, text: str, complaint: str) -> None:
     (keys / "client.key").write_text(text)
     with pytest.raises(ConfigError, match=complaint):
         read_peer_key(keys, "client")
 
 
-def test_files_that_are_missing_binary_or_endless_are_refused(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_binary_or_endless_files_are_refused(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="No such file") as caught:
         read_server_key(keys / "nowhere")
     assert "hisparse keys init" in caught.value.remedy
@@ -114,7 +114,7 @@ def test_files_that_are_missing_binary_or_endless_are_refused(keys: Path, monkey
 
 
 @pytest.mark.parametrize("line", ["client x", "boss x " + "0" * 40, "client x " + "0" * 39, "client x~ " + "0" * 40])
-def test_a_line_of_the_list_that_is_none_is_named(keys: Path, line: str) -> None:
+def test_invalid_list_line_is_named(keys: Path, line: str) -> None:
     with (keys / "allowed.keys").open("a") as file:
         file.write(f"\n{line}\n")
     with pytest.raises(ConfigError) as caught:
@@ -122,7 +122,7 @@ def test_a_line_of_the_list_that_is_none_is_named(keys: Path, line: str) -> None
     assert caught.value.field.endswith("allowed.keys:6")
 
 
-def test_nothing_is_overwritten(keys: Path) -> None:
+def test_key_files_are_never_overwritten(keys: Path) -> None:
     before = {path: path.read_text() for path in keys.iterdir()}
     with pytest.raises(ConfigError, match="File exists"):
         make_keys(keys)
@@ -134,7 +134,7 @@ def test_nothing_is_overwritten(keys: Path) -> None:
     assert {path: path.read_text() for path in keys.iterdir()} == before
 
 
-def test_a_name_has_an_old_and_a_new_key_until_the_old_one_goes(keys: Path) -> None:
+def test_rotated_name_has_two_keys_until_the_old_is_revoked(keys: Path) -> None:
     old = add_peer(keys, "client", "alice")
     new = add_peer(keys, "client", "alice", keys / "new")
     inode = (keys / "allowed.keys").stat().st_ino
@@ -149,7 +149,7 @@ def test_a_name_has_an_old_and_a_new_key_until_the_old_one_goes(keys: Path) -> N
         revoke(keys, "client", "alice", keep_newest=False)
 
 
-def test_only_tcp_asks_for_keys(keys: Path) -> None:
+def test_only_tcp_requires_keys(keys: Path) -> None:
     settings = ClusterSettings(keys_dir=str(keys))
     assert access(settings, "client", "ipc:///x") is None
     assert access(settings, "client", "tcp://x:1") == read_peer_key(keys, "client")
@@ -160,17 +160,15 @@ def test_only_tcp_asks_for_keys(keys: Path) -> None:
 @pytest.mark.parametrize(
     ("speaks_as", "asked", "door_of"), [("client", "client", "client"), ("admin", "client", "admin")]
 )
-def test_verbs_of_both_go_through_the_door_that_the_operator_chose(
-    keys: Path, speaks_as: str, asked: str, door_of: str
-) -> None:
+def test_shared_commands_use_the_chosen_socket(keys: Path, speaks_as: str, asked: str, door_of: str) -> None:
     flags = {f"cluster.{role}_endpoint": f"tcp://{role}:1" for role in ("client", "admin")}
     flags |= {"cluster.keys_dir": str(keys), "cluster.speak_as": speaks_as}
     config = build({}, {}, flags, HostFacts("host", 1, 0))
     assert endpoint_for(config, asked) == (door_of, f"tcp://{door_of}:1", read_peer_key(keys, door_of))
-    assert endpoint_for(config, "admin")[0] == "admin", "an operator's command is one whoever asks"
+    assert endpoint_for(config, "admin")[0] == "admin", "an operator's command goes there under any setting"
 
 
-def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = str(tmp_path / "keys")
     hisparse("keys", "init", "--keys-dir", directory)
     assert capsys.readouterr().out.splitlines()[0] == f"{directory}/server.key"

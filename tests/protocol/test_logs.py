@@ -20,7 +20,7 @@ def stream() -> Iterator[io.StringIO]:
     root.handlers[:], root.level, root.propagate = before
 
 
-def test_logfmt_lines_quote_what_needs_it(stream: io.StringIO) -> None:
+def test_logfmt_lines_quote_special_values(stream: io.StringIO) -> None:
     logs.configure("info", "logfmt", stream=stream, worker="w1")
     logs.logger("worker.link").info(
         "link down", extra=logs.fields(reason="lost", detail='said "no" = gone', took_s=0.5)
@@ -50,7 +50,7 @@ def test_a_traceback_stays_on_one_line(stream: io.StringIO, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["logfmt", "json"])
-def test_of_a_long_traceback_the_end_is_kept(stream: io.StringIO, form: str) -> None:
+def test_long_traceback_keeps_its_end(stream: io.StringIO, form: str) -> None:
     """It names the error; the beginning is our own loop."""
     logs.configure("info", form, stream=stream)
     try:

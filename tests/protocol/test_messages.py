@@ -107,6 +107,6 @@ def test_hello_of_another_version_is_refused_by_version(tag: str) -> None:
 
 
 @pytest.mark.parametrize("content", [["Hello", 2], ["Hello", "1"], ["submit", 1], [7], [], {}, None])
-def test_other_bytes_are_refused_as_no_message(content: object) -> None:
+def test_unknown_bytes_are_refused(content: object) -> None:
     with pytest.raises(ProtocolError, match="not a message of a peer"):
         read_frame(messages.decode_client, msgspec.msgpack.encode(content), 1000, "peer")

@@ -103,7 +103,7 @@ def test_stops_are_those_of_the_full_text(pieces: list[bytes], stops: list[str],
 
 @given(pieces_of, stops_of)
 @settings(max_examples=200, deadline=None)
-def test_nothing_is_held_longer_than_a_stop_string_may_begin(pieces: list[bytes], stops: list[str]) -> None:
+def test_text_is_held_only_for_a_possible_stop_string(pieces: list[bytes], stops: list[str]) -> None:
     matcher, detokenizer = StopMatcher(stops, FakePieces(pieces)), FakePieces(pieces)
     text, borders = "", [(0, 0)]
     for token in range(len(pieces)):
@@ -119,7 +119,7 @@ def test_nothing_is_held_longer_than_a_stop_string_may_begin(pieces: list[bytes]
 
 @given(st.text("abé€🦀", max_size=20), stops_of)
 @settings(max_examples=100, deadline=None)
-def test_one_byte_per_token_stops_at_the_same_text(text: str, stops: list[str]) -> None:
+def test_single_byte_tokens_stop_at_the_same_text(text: str, stops: list[str]) -> None:
     ids = ByteTokenizer().encode(text)
     state = StopMatcher(stops, ByteTokenizer().detokenizer()).push(ids)
     cut = naive_cut(text, stops)
@@ -137,7 +137,7 @@ def test_an_empty_stop_string_is_refused() -> None:
         StopMatcher(["a", ""], ByteTokenizer().detokenizer())
 
 
-def test_tokens_without_text_are_held_for_a_bounded_time() -> None:
+def test_tokens_without_text_are_held_for_bounded_time() -> None:
     """I8: a tokenizer that never decides must not hold an output for ever."""
 
     class FakeSilent:
@@ -171,7 +171,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], step: int) -> str:
 
 
 @given(st.text(), st.integers(1, 7))
-def test_bytes_come_back_as_text_however_they_are_cut(text: str, step: int) -> None:
+def test_bytes_decode_alike_under_any_split(text: str, step: int) -> None:
     assert streamed(ByteTokenizer(), ByteTokenizer().encode(text), step) == text
 
 
@@ -192,14 +192,14 @@ def test_a_json_tokenizer_stops_inside_a_character_run(tokenizer_json: bytes) ->
     assert streamed(tokenizer, ids[: state.publishable], 1) + state.tail_text == "ab 東"
 
 
-def test_no_half_character_is_shown_before_its_other_half(tokenizer_json: bytes) -> None:
+def test_no_partial_character_is_shown(tokenizer_json: bytes) -> None:
     for tokenizer in (ByteTokenizer(), JsonTokenizer(tokenizer_json)):
         stream = tokenizer.detokenizer()
         shown = [(stream.push([token]), stream.pending) for token in tokenizer.encode("é")]
         assert shown == [("", True), ("é", False)]
 
 
-def test_an_output_that_ends_inside_a_character_shows_it(tokenizer_json: bytes) -> None:
+def test_partial_character_is_shown_at_the_end(tokenizer_json: bytes) -> None:
     for tokenizer in (ByteTokenizer(), JsonTokenizer(tokenizer_json)):
         assert streamed(tokenizer, tokenizer.encode("aé")[:-1], 1) == "a\ufffd"
 
@@ -210,14 +210,14 @@ def test_special_ids_have_no_text(tokenizer_json: bytes) -> None:
     assert streamed(library, [*library.encode("hi"), 256], 1) == "hi"
 
 
-def test_what_cannot_be_read_is_refused() -> None:
+def test_unreadable_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown kind"):
         make_tokenizer("sentencepiece")
     with pytest.raises(ConfigError, match="unreadable"):
         make_tokenizer("json", b"{}")
 
 
-def test_a_checkpoint_without_tokenizer_speaks_bytes(tmp_path: Path) -> None:
+def test_checkpoint_without_tokenizer_uses_bytes(tmp_path: Path) -> None:
     file = read_tokenizer(tmp_path)
     assert (file.kind, file.data, file.hash) == ("bytes", b"", "")
 

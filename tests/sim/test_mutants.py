@@ -26,7 +26,7 @@ OF_NEIGHBOURS = {"take_the_prompt_of_a_worker_that_may_live"}
 pytestmark = [pytest.mark.sim, pytest.mark.mutation]
 
 
-def test_there_are_enough() -> None:
+def test_mutants_are_numerous() -> None:
     assert len(MUTANTS) >= 12
 
 
@@ -46,7 +46,7 @@ def has_neighbours(seed: int) -> bool:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_bug_is_caught_by_an_invariant(name: str) -> None:
+def test_planted_bug_breaks_an_invariant(name: str) -> None:
     """SGLang #36591, #24578: pages of who is retracted or aborted, given away before their worker says Released."""
     plant = MUTANTS[name]
     for seed in range(CALM_SEEDS):

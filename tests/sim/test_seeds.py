@@ -51,7 +51,7 @@ def test_a_thousand_seeds_break_no_invariant() -> None:
     assert sum(faults) / len(faults) >= FAULTS_MIN
 
 
-def test_a_seed_is_the_same_run_in_every_process() -> None:
+def test_seed_gives_the_same_run_in_every_process() -> None:
     """Whatever the order of hashes is there."""
     first, second = (start("--seed", "3", "-v", hash_seed=seed).communicate()[0].splitlines() for seed in "12")
     assert len(first) > 300
@@ -64,7 +64,7 @@ def test_seeds_differ() -> None:
     assert simulate(1).trace.digest() != simulate(2).trace.digest()
 
 
-def test_a_broken_invariant_is_shown_with_its_seed_and_the_last_events(
+def test_broken_invariant_is_shown_with_seed_and_events(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutant is run in the place of the real thing."""

@@ -36,7 +36,7 @@ from worker.transfer.receiving import CheckUnit
 from worker.transfer.wire import Checked, Ready, ReceiverMessage
 
 REFUSED: Final = 3
-#: Some of those requests end with their first token, and nobody waits for a word.
+#: Some of those requests end with their first token, and no answer is awaited.
 MUTED: Final = 6
 LIMIT_S: Final = 4.0
 PAGE_S: Final = 0.05
@@ -106,7 +106,7 @@ def flip() -> None:
         tickets[check.ticket] -= 1
         pool = target._pages if isinstance(target, SharedTarget) else target._pool.pages
         page = pool[check.page, check.offset : check.offset + check.length]
-        page[3::4] ^= 0x40  # exponents of float32: rows that nobody would take for others
+        page[3::4] ^= 0x40  # exponents of float32: rows unlike any others
         say(f"page {check.page} of ticket {check.ticket} spoilt")
         return checksum(page)
 

@@ -56,7 +56,7 @@ class Guarded:
         return read_peer_key(own, role)
 
     def stranger(self, role: str, directory: Path) -> PeerKey:
-        """A key that nobody allowed, of somebody who knows the coordinator's."""
+        """A key that is not on the list, of a client that knows the coordinator's."""
         make_keys(directory)
         return dataclasses.replace(read_peer_key(directory, role), server=self.key(role).server)
 

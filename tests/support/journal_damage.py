@@ -31,8 +31,8 @@ from coordinator.journal.store import SqliteStore, open_store
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
 from protocol.errors import ConfigError
-from tests.coordinator.journal import test_journal_state as test_journal_book
-from tests.coordinator.journal.test_journal_state import SLOTS, JournalMachine
+from tests.coordinator.journal import test_state
+from tests.coordinator.journal.test_state import SLOTS, JournalMachine
 
 NAME: Final = "journal.sqlite"
 SHARED: Final = Path("/dev/shm")
@@ -96,7 +96,7 @@ def bases(seed: int, place: Path) -> list[Base]:
 def _live(number: int, dice: random.Random, place: Path) -> Base:
     """Logs of all kinds: never copied into the file, copied often; of a stopped coordinator; ahead of the mark."""
     small = {"REQUESTS_EACH": 1, "TOKENS_EACH": 4}, {"PART_HOLDINGS": 1, "PART_PAGES": 16}
-    with _patched(summary, small[0]), _patched(ledger_image, small[1]), _patched(test_journal_book, _prompt(number)):
+    with _patched(summary, small[0]), _patched(ledger_image, small[1]), _patched(test_state, _prompt(number)):
         store = open_store(place / NAME, JournalCounters())
         store._connection.execute(f"PRAGMA wal_autocheckpoint = {(8, 1_024)[number % 2]}")
         life, earlier = Life(store, dice), dict[str, bytes]()
@@ -270,11 +270,11 @@ def _salvage(base: Base, path: Path) -> str:
     salvage(path)
     with closing(open_store(path, JournalCounters())) as store:
         log = TokenLog(SLOTS, 1 << 12, journalled=True)
-        book = replay(store.read(), log)
-    names = [it.facts.request_id for it in book.requests.values()]
+        state = replay(store.read(), log)
+    names = [it.facts.request_id for it in state.requests.values()]
     if len(set(names)) < len(names):
         return f"salvaged twice: {names}"
-    for request_index, known in book.requests.items():
+    for request_index, known in state.requests.items():
         said = np.frombuffer(log.tokens(request_index, 0), np.int32).tolist()
         was = base.accepted[known.facts.request_id]
         if said != list(range(len(said))):

@@ -1,5 +1,5 @@
-"""`python -m tests.support.planted DEFECT VERB flags...`: `hisparse VERB`, with a defect that shows while the file
-named by PLANTED_WHILE exists. For drills: what an alert waits for is caused in a real process.
+"""`python -m tests.support.planted DEFECT COMMAND flags...`: `hisparse COMMAND`, with a defect that shows while the
+file named by PLANTED_WHILE exists. For drills: what an alert waits for is caused in a real process.
 
     slow-disk    each write of the journal takes SLOW_S longer
     full-disk    no write of the journal succeeds

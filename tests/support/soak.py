@@ -59,7 +59,7 @@ ROUNDS_MAX: Final = len(VICTIMS) * RESTARTS_MAX
 #: How long to wait, at most, once the victim has work; and between looking and killing.
 MOMENT_S: Final = 1.0
 BLINK_S: Final = 0.02
-#: Tokens may still come this long after the kill of whoever sent them.
+#: Tokens may still come this long after the kill of their sender.
 IN_FLIGHT_S: Final = 0.05
 #: Longest wait for a victim with work, and for the last requests: two of the keeper's longest pauses and starts.
 ROUND_LIMIT_S: Final = 180.0
@@ -120,7 +120,7 @@ class Load:
                 nursery.start_soon(once, i)
 
     async def go_on(self) -> None:
-        """Returns when, after `enough`, everybody has ended. Raises AssertionError at a difference."""
+        """Returns when, after `enough`, all requests have ended. Raises AssertionError at a difference."""
         async with trio.open_nursery() as nursery:
             for i in range(len(self.prompts)):
                 nursery.start_soon(self._repeat, i)

@@ -63,7 +63,7 @@ async def read_tokens(dealer: DealerSocket, count: int) -> list[int]:
     ],
     ids=["empty", "garbage", "worker's", "admin's", "admin's stop", "cut", "oversized", "version", "role", "name"],
 )
-async def test_what_a_client_may_not_say_is_answered_counted_and_has_no_effect(
+async def test_forbidden_client_message_is_refused_and_counted(
     rig: GatewayRig, frame: bytes, code: str, field: str
 ) -> None:
     dealer, neighbour = await rig.dealer(), await introduce(rig)
@@ -80,7 +80,7 @@ async def test_what_a_client_may_not_say_is_answered_counted_and_has_no_effect(
     neighbour.close()
 
 
-async def test_verbs_before_hello_are_refused_by_their_tag(rig: GatewayRig) -> None:
+async def test_commands_before_hello_are_refused_by_tag(rig: GatewayRig) -> None:
     dealer = await rig.dealer()
     await say(dealer, SUBMIT)
     refusal = await failure(dealer)
@@ -97,7 +97,7 @@ async def test_the_admin_socket_takes_only_admins(rig: GatewayRig) -> None:
     dealer.close()
 
 
-async def test_the_schedulers_refusal_reaches_its_asker_in_full(rig: GatewayRig) -> None:
+async def test_scheduler_refusal_reaches_client_in_full(rig: GatewayRig) -> None:
     dealer = await introduce(rig)
     rig.scheduler.refuse_with = CapacityError(
         "needs 812 host pages, pool has 512", field="prompt", value="52,000 tokens", remedy="shorten it"
@@ -110,7 +110,7 @@ async def test_the_schedulers_refusal_reaches_its_asker_in_full(rig: GatewayRig)
     dealer.close()
 
 
-async def test_connections_are_bounded_and_the_dead_make_room(tmp_path: Path) -> None:
+async def test_connections_are_bounded_and_dead_ones_are_evicted(tmp_path: Path) -> None:
     async with running(GatewayRig(tmp_path, connections_max=2)) as rig:
         first, second, third = await introduce(rig), await introduce(rig), await rig.dealer()
         hello = messages.Hello(PROTOCOL_VERSION, "client")
@@ -127,7 +127,7 @@ async def test_connections_are_bounded_and_the_dead_make_room(tmp_path: Path) ->
 # ------------------------------------------------------------ what is carried out
 
 
-async def test_every_verb_reaches_the_scheduler_as_it_was_said(rig: GatewayRig) -> None:
+async def test_every_command_reaches_the_scheduler_unchanged(rig: GatewayRig) -> None:
     async with open_client(rig.admin_socket.endpoint, role="admin", name="ops") as admin:
         await admin.submit_detached([1, 2], Sampling(max_tokens=5), request_id="a")
         assert await admin.abort(["a"]) == ("a: abort",)
@@ -156,7 +156,7 @@ async def test_every_verb_reaches_the_scheduler_as_it_was_said(rig: GatewayRig) 
     ]
 
 
-async def test_long_lists_are_cut_and_say_so(rig: GatewayRig) -> None:
+async def test_long_lists_are_truncated_and_marked(rig: GatewayRig) -> None:
     async with open_client(rig.client_socket.endpoint) as client:
         for _ in range(4):
             await client.submit_detached([1], Sampling(max_tokens=1))
@@ -167,7 +167,7 @@ async def test_long_lists_are_cut_and_say_so(rig: GatewayRig) -> None:
         assert not (await client.requests(limit=2**64 - 1)).truncated
 
 
-async def test_the_model_is_told_as_soon_as_there_is_one(rig: GatewayRig) -> None:
+async def test_model_is_sent_once_known(rig: GatewayRig) -> None:
     rig.scheduler.served = None
     async with open_client(rig.client_socket.endpoint) as client:
         assert (await client.welcome()).model is None
@@ -212,7 +212,7 @@ async def test_submitting_without_subscribing_delivers_nothing(rig: GatewayRig) 
     dealer.close()
 
 
-async def test_attach_continues_where_it_says_even_after_the_end(rig: GatewayRig) -> None:
+async def test_attach_continues_at_offset_even_after_the_end(rig: GatewayRig) -> None:
     async with open_client(rig.client_socket.endpoint) as client:
         await client.submit_detached([1], Sampling(max_tokens=100), request_id="a")
         rig.speak("a", list(range(10)))
@@ -234,7 +234,7 @@ async def test_attach_continues_where_it_says_even_after_the_end(rig: GatewayRig
             await client.attach("b")
 
 
-async def test_a_client_that_does_not_read_costs_its_neighbours_nothing(tmp_path: Path) -> None:
+async def test_slow_reader_does_not_delay_other_clients(tmp_path: Path) -> None:
     """Its cursor stays; when it reads again it gets every position, and so does everyone meanwhile (I5)."""
     total = 60_000
     async with running(GatewayRig(tmp_path, queue_messages=5)) as rig:
@@ -273,9 +273,7 @@ async def read_slowly(dealer: DealerSocket) -> list[int]:
                     tokens += list(unpack_int32(message.tokens, "tokens"))
 
 
-async def test_a_client_that_never_reads_is_dropped_when_its_replies_pile_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_client_is_dropped_when_its_replies_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "OUTBOX_MESSAGES_MAX", 50)
     async with running(GatewayRig(tmp_path, queue_messages=5)) as rig:
         deaf = await DealerSocket.connect(rig.client_socket.endpoint, message_bytes_max=1 << 20, queue_messages=5)
@@ -292,7 +290,7 @@ async def test_a_client_that_never_reads_is_dropped_when_its_replies_pile_up(
         deaf.close()
 
 
-async def test_who_has_not_read_a_forgotten_output_is_dropped(tmp_path: Path) -> None:
+async def test_subscriber_of_a_forgotten_output_is_dropped(tmp_path: Path) -> None:
     async with running(GatewayRig(tmp_path, queue_messages=2)) as rig:
         dealer = await introduce(rig)
         await say(dealer, SUBMIT)
@@ -306,7 +304,7 @@ async def test_who_has_not_read_a_forgotten_output_is_dropped(tmp_path: Path) ->
         dealer.close()
 
 
-async def test_the_last_tokens_and_endings_go_out_before_the_gateway_stops(rig: GatewayRig) -> None:
+async def test_last_tokens_and_endings_are_sent_before_gateway_stops(rig: GatewayRig) -> None:
     async with open_client(rig.client_socket.endpoint, reconnect_limit_s=0) as client:
         stream = await client.submit([1], Sampling(max_tokens=10), request_id="a")
         rig.scheduler.speak("a", [1, 2, 3])
@@ -318,13 +316,13 @@ async def test_the_last_tokens_and_endings_go_out_before_the_gateway_stops(rig: 
         assert stream.ended.outcome == "ABORTED"
 
 
-async def test_a_stop_is_answered_before_the_gateway_ends(rig: GatewayRig) -> None:
+async def test_stop_is_answered_before_gateway_ends(rig: GatewayRig) -> None:
     async with open_client(rig.admin_socket.endpoint, role="admin", reconnect_limit_s=0) as admin:
         rig.scheduler.on_stop = rig.gateway.close
         assert await admin.stop() == ("stopping",)
 
 
-async def test_gone_clients_are_noticed(rig: GatewayRig) -> None:
+async def test_lost_clients_are_detected(rig: GatewayRig) -> None:
     dealer = await introduce(rig)
     assert rig.connections == 1
     dealer.close()

@@ -49,7 +49,7 @@ def log() -> TokenLog:
     return log
 
 
-def test_one_parcel_per_connection_with_news(log: TokenLog) -> None:
+def test_connection_with_news_gets_one_parcel(log: TokenLog) -> None:
     subs = Subscriptions(log)
     a, b, c = subs.add(7, 0, 0), subs.add(3, 1, 0), subs.add(7, 2, 0)
     idle = subs.add(5, 3, 0)
@@ -79,7 +79,7 @@ def test_a_cursor_stays_until_its_parcel_was_sent(log: TokenLog) -> None:
     assert list(subs.parcels(blocked)) == []
 
 
-def test_two_readers_of_one_request_read_at_their_own_pace(log: TokenLog) -> None:
+def test_two_readers_of_a_request_keep_their_own_cursors(log: TokenLog) -> None:
     subs = Subscriptions(log)
     say(log, 0, [1, 2, 3])
     late, early = subs.add(0, 0, 2), subs.add(1, 0, 0)
@@ -130,7 +130,7 @@ def test_a_connection_subscribes_once_per_request(log: TokenLog) -> None:
     subs.add(0, 0, 0)
 
 
-def test_forgetting_a_slot_names_who_had_not_read_it(log: TokenLog) -> None:
+def test_forgetting_a_request_names_late_readers(log: TokenLog) -> None:
     subs = Subscriptions(log)
     subs.add(0, 0, 0)
     subs.add(9, 0, 0)

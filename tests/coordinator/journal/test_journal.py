@@ -41,10 +41,10 @@ class Desk:
     def __init__(self, store: FakeStore) -> None:
         self.store = store
         self.log = TokenLog(4, 1 << 12, journalled=True)
-        self.book = JournalState()
+        self.state = JournalState()
         self.counters = JournalCounters()
         self.wakes = 0
-        self.journal = GroupCommit(store, self.book, self.log, on_tokens=self._wake, counters=self.counters)
+        self.journal = GroupCommit(store, self.state, self.log, on_tokens=self._wake, counters=self.counters)
         self.request_index = self.log.open(100)
         self.log.begin_placement(self.request_index, 1, 10, 1 << 20)
         self.log.bind(self.request_index, 7)
@@ -76,7 +76,7 @@ async def open_desk(store: FakeStore | None = None) -> AsyncIterator[Desk]:
         nursery.cancel_scope.cancel()
 
 
-async def test_what_comes_while_a_group_is_written_is_the_next_group(autojump_clock: trio.testing.MockClock) -> None:
+async def test_records_that_come_during_a_write_form_the_next_group(autojump_clock: trio.testing.MockClock) -> None:
     async with open_desk() as desk:
         first = desk.journal.append([order(1)])
         await trio.sleep(COMMIT_S / 2)
@@ -90,7 +90,7 @@ async def test_what_comes_while_a_group_is_written_is_the_next_group(autojump_cl
     assert (desk.counters.commits, desk.counters.records) == (2, 7)
 
 
-async def test_a_lone_record_waits_for_no_company(autojump_clock: trio.testing.MockClock) -> None:
+async def test_single_record_is_written_without_delay(autojump_clock: trio.testing.MockClock) -> None:
     async with open_desk() as desk:
         await trio.sleep(1.0)
         before = trio.current_time()
@@ -106,7 +106,7 @@ async def test_groups_keep_their_distance_on_a_fast_disk(autojump_clock: trio.te
     assert len(desk.store.groups) == 10
 
 
-async def test_tokens_go_before_the_records_that_were_decided_on_them(autojump_clock: trio.testing.MockClock) -> None:
+async def test_tokens_are_written_before_records_that_depend_on_them(autojump_clock: trio.testing.MockClock) -> None:
     async with open_desk() as desk:
         desk.submit()
         desk.say(1, 2, 3)
@@ -133,7 +133,7 @@ async def test_an_empty_append_covers_tokens_that_arrived(autojump_clock: trio.t
         assert any(isinstance(record, TokensAppended) for record in desk.store.records)
 
 
-async def test_a_failing_disk_holds_up_what_needs_it_and_refuses_new_work(
+async def test_failing_disk_delays_delivery_and_refuses_new_work(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with open_desk() as desk:
@@ -167,7 +167,7 @@ async def test_a_failing_disk_holds_up_what_needs_it_and_refuses_new_work(
     assert log.lengths[desk.request_index] == 3
 
 
-async def test_answers_after_a_long_silence_are_not_late(autojump_clock: trio.testing.MockClock) -> None:
+async def test_answers_after_long_silence_are_not_late(autojump_clock: trio.testing.MockClock) -> None:
     async with open_desk(FakeStore(commit_s=COMMIT_LIMIT_S / 2)) as desk:
         await trio.sleep(10 * COMMIT_LIMIT_S)
         reply: Reply[str] = Reply()
@@ -175,7 +175,7 @@ async def test_answers_after_a_long_silence_are_not_late(autojump_clock: trio.te
         assert await reply.wait() == "queued"
 
 
-async def test_a_short_disk_refuses_new_work_while_it_still_writes(autojump_clock: trio.testing.MockClock) -> None:
+async def test_short_disk_refuses_new_work_while_writing(autojump_clock: trio.testing.MockClock) -> None:
     async with open_desk() as desk:
         desk.store.short = "living on the reserve"
         await desk.submit().wait()
@@ -183,7 +183,7 @@ async def test_a_short_disk_refuses_new_work_while_it_still_writes(autojump_cloc
             check_writes(desk.journal)
 
 
-async def test_a_summary_is_said_a_little_with_each_group(autojump_clock: trio.testing.MockClock) -> None:
+async def test_summary_is_written_along_with_groups(autojump_clock: trio.testing.MockClock) -> None:
     """It makes no group of its own, and what comes meanwhile is written as ever."""
     async with open_desk() as desk:
         await desk.submit().wait()
@@ -208,9 +208,9 @@ async def test_a_summary_is_said_a_little_with_each_group(autojump_clock: trio.t
         ]
         assert not desk.journal.is_summarizing
         log = TokenLog(4, 1 << 12, journalled=True)
-        book = replay(desk.store.records, log)
+        state = replay(desk.store.records, log)
         assert log.tokens(desk.request_index, 0) == desk.log.tokens(desk.request_index, 0)
-        assert book.requests[desk.request_index].ordered == order(2)
+        assert state.requests[desk.request_index].ordered == order(2)
 
 
 async def test_a_summary_adds_a_bounded_part_to_each_group(
@@ -230,7 +230,7 @@ async def test_a_summary_adds_a_bounded_part_to_each_group(
         assert [len(group) for group in desk.store.groups] == [6 + 1 + 2, 2, 3, 1], "a third each, then the end"
 
 
-async def test_what_is_pending_is_written_before_the_end(autojump_clock: trio.testing.MockClock) -> None:
+async def test_pending_records_are_written_before_the_end(autojump_clock: trio.testing.MockClock) -> None:
     desk = Desk(FakeStore(commit_s=COMMIT_S))
     desk.submit()
     desk.say(1)
@@ -244,14 +244,14 @@ async def test_what_is_pending_is_written_before_the_end(autojump_clock: trio.te
     ]
 
 
-async def test_records_that_nobody_waits_for_are_bounded() -> None:
+async def test_unawaited_records_are_bounded() -> None:
     desk = Desk(FakeStore())
     desk.journal.append([order(1)] * PENDING_MAX)
     with pytest.raises(InternalError, match="PENDING_MAX"):
         desk.journal.append([order(1)])
 
 
-async def test_without_a_journal_everything_counts_at_once() -> None:
+async def test_without_a_journal_everything_counts_as_durable() -> None:
     wakes: list[bool] = []
     journal = NoJournal(lambda: wakes.append(True))
     commit = journal.append([order(1)])

@@ -152,7 +152,7 @@ def is_lawful_harm(frame: bytes) -> bool:
 
 @FUZZ
 @given(hostile_frames(CLIENT_SEEDS), hostile_frames(ADMIN_SEEDS), hostile_frames(WORKER_SEEDS))
-def test_a_whole_coordinator_survives_and_serves_on(
+def test_coordinator_keeps_serving_under_hostile_input(
     client: list[bytes], admin: list[bytes], worker: list[bytes]
 ) -> None:
     frames = {"client": harmless(client), "admin": harmless(admin), "worker": worker}

@@ -37,7 +37,7 @@ def verdicts(
     return [rate_limiter.judge(sender, connection, 1.0, now) for _ in range(count)]
 
 
-def test_a_burst_is_taken_then_told_once_then_ignored_then_cut() -> None:
+def test_burst_is_served_then_warned_then_ignored_then_cut() -> None:
     said = verdicts(RateLimiter(10.0, 5), 5 + CUT_AFTER + 1, 0.0)
     assert said[:5] == [RateVerdict.TAKE] * 5
     assert said[5] is RateVerdict.REFUSE
@@ -45,7 +45,7 @@ def test_a_burst_is_taken_then_told_once_then_ignored_then_cut() -> None:
     assert said[-1] is RateVerdict.CUT
 
 
-def test_a_bucket_fills_with_time_and_its_connection_is_told_anew() -> None:
+def test_bucket_refills_and_warning_is_rearmed() -> None:
     rate_limiter = RateLimiter(10.0, 10)
     assert RateVerdict.REFUSE in verdicts(rate_limiter, 11, 0.0)
     assert verdicts(rate_limiter, 2, 0.1) == [RateVerdict.TAKE, RateVerdict.IGNORE], (
@@ -54,7 +54,7 @@ def test_a_bucket_fills_with_time_and_its_connection_is_told_anew() -> None:
     assert verdicts(rate_limiter, 12, 100.0) == [RateVerdict.TAKE] * 10 + [RateVerdict.REFUSE, RateVerdict.IGNORE]
 
 
-def test_connections_of_one_sender_share_a_bucket_and_are_told_each() -> None:
+def test_connections_of_a_sender_share_a_bucket() -> None:
     rate_limiter = RateLimiter(10.0, 4)
     assert verdicts(rate_limiter, 4, 0.0, connection=b"first") == [RateVerdict.TAKE] * 4
     assert verdicts(rate_limiter, 2, 0.0, connection=b"second") == [RateVerdict.REFUSE, RateVerdict.IGNORE]
@@ -62,7 +62,7 @@ def test_connections_of_one_sender_share_a_bucket_and_are_told_each() -> None:
     assert verdicts(rate_limiter, 1, 0.0, sender=b"other") == [RateVerdict.TAKE]
 
 
-def test_large_messages_cost_more_and_the_largest_a_whole_bucket() -> None:
+def test_large_messages_cost_more_tokens() -> None:
     rate_limiter = RateLimiter(10.0, 4)
     assert cost_of(2 * BYTES_PER_TOKEN) == 3.0
     assert rate_limiter.judge(b"s", b"c", 1_000.0, 0.0) is RateVerdict.TAKE
@@ -73,10 +73,8 @@ def test_large_messages_cost_more_and_the_largest_a_whole_bucket() -> None:
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.floats(0.1, 9.0), st.floats(0, 0.5)), max_size=200),
     st.integers(1, 8),
 )
-def test_no_sender_ever_gets_more_than_rate_and_burst(
-    said: list[tuple[int, int, float, float]], senders_max: int
-) -> None:
-    """I8: and no more is remembered than the bound says, whoever speaks."""
+def test_no_sender_exceeds_rate_and_burst(said: list[tuple[int, int, float, float]], senders_max: int) -> None:
+    """I8: the number of remembered senders is bounded, too."""
     per_s, burst, now = 5.0, 10.0, 0.0
     rate_limiter, bounded = RateLimiter(per_s, burst), RateLimiter(per_s, burst, senders_max)
     taken: Counter[int] = Counter()
@@ -92,7 +90,7 @@ def test_no_sender_ever_gets_more_than_rate_and_burst(
 # ---------------------------------------------------------------- connections
 
 
-def test_connections_come_introduce_themselves_and_leave() -> None:
+def test_connections_are_tracked_and_bounded_per_user() -> None:
     it = ConnectionTracker(connections_max=3, per_user_max=2)
     for descriptor in range(5):
         it.came(descriptor, 0.0)
@@ -112,7 +110,7 @@ def test_connections_come_introduce_themselves_and_leave() -> None:
     it.check_invariants()
 
 
-def test_newcomers_are_overdue_in_time_and_in_number() -> None:
+def test_silent_newcomers_are_bounded_in_time_and_number() -> None:
     it = ConnectionTracker(10, 10)
     it.came(1, 0.0)
     it.came(2, 5.0)
@@ -129,7 +127,7 @@ def test_newcomers_are_overdue_in_time_and_in_number() -> None:
         st.tuples(st.sampled_from(["came", "left", "hello"]), st.integers(0, 6), st.sampled_from("ab")), max_size=80
     )
 )
-def test_counts_are_right_whatever_happens(steps: list[tuple[str, int, str]]) -> None:
+def test_connection_counts_hold_under_any_events(steps: list[tuple[str, int, str]]) -> None:
     it = ConnectionTracker(connections_max=4, per_user_max=2)
     for what, descriptor, user in steps:
         match what:
@@ -157,7 +155,7 @@ def room_made(soft: int, hard: int, connections: int) -> list[str]:
     return [done.stdout.strip(), done.stderr.strip()]
 
 
-def test_there_is_a_descriptor_for_every_connection_as_far_as_the_system_permits() -> None:
+def test_descriptor_limit_is_raised_as_far_as_permitted() -> None:
     assert room_made(256, 8_000, 1_000) == [str(1_000 + OTHER_DESCRIPTORS), ""]
     assert room_made(4_000, 8_000, 1_000) == ["4000", ""]
     limited, said = room_made(256, 1_000, 1_000)
@@ -168,7 +166,7 @@ def test_there_is_a_descriptor_for_every_connection_as_far_as_the_system_permits
 # ---------------------------------------------------------------- who may come in
 
 
-def test_a_key_is_known_at_the_door_of_its_role() -> None:
+def test_key_is_valid_at_the_listener_of_its_role() -> None:
     it = AllowList([ALICE, BOB, OPS])
     assert it.judge("client", ALICE.public, 0.0) == (ZapAnswer.WELCOME, "client:alice")
     assert it.judge("admin", OPS.public, 0.0) == (ZapAnswer.WELCOME, "admin:ops")
@@ -176,7 +174,7 @@ def test_a_key_is_known_at_the_door_of_its_role() -> None:
         assert it.judge(role, key.public, 0.0) == (ZapAnswer.REFUSED, "")
 
 
-def test_who_has_lost_a_key_is_known_by_name() -> None:
+def test_revoked_key_is_known_by_name() -> None:
     it = AllowList([ALICE, BOB, OPS])
     second = ALICE._replace(public=PUBLICS[2])
     assert it.replace([second, OPS]) == {"client:alice", "client:bob"}
@@ -200,7 +198,7 @@ def handler() -> ZapHandler:
     return handler
 
 
-def test_an_answer_bears_the_number_of_its_question(handler: ZapHandler) -> None:
+def test_zap_answer_bears_the_number_of_its_question(handler: ZapHandler) -> None:
     raw = z85.decode(ALICE.public)
     assert handler.answer(question(raw), 0.0) == [b"1.0", b"7", b"200", b"WELCOME", b"client:alice", b""]
 
@@ -221,7 +219,7 @@ def test_an_answer_bears_the_number_of_its_question(handler: ZapHandler) -> None
         [],
     ],
 )
-def test_whatever_else_is_asked_the_answer_is_no(handler: ZapHandler, asked: list[bytes]) -> None:
+def test_unknown_zap_requests_are_refused(handler: ZapHandler, asked: list[bytes]) -> None:
     answer = handler.answer(asked, 0.0)
     assert answer[2] == b"400"
     assert answer[4] == b""

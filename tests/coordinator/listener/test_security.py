@@ -1,4 +1,4 @@
-"""Listeners over real tcp sockets with real keys: who gets in, what he may do there, and that nobody else notices."""
+"""Listeners over real tcp sockets with real keys: which clients are let in, what a key permits, and isolation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def refusal(it: Guarded, role: str, key: key_files.PeerKey | Insecure | No
 # ---------------------------------------------------------------- who gets in
 
 
-async def test_a_key_opens_the_door_of_its_role_and_no_other(tmp_path: Path) -> None:
+async def test_key_is_accepted_only_by_the_listener_of_its_role(tmp_path: Path) -> None:
     async with guarded(tmp_path) as it:
         await it.worker()
         async with it.client() as client, it.client("alice") as alice, it.admin() as admin:
@@ -60,7 +60,7 @@ async def test_a_key_opens_the_door_of_its_role_and_no_other(tmp_path: Path) -> 
         assert it.dropped("client") == {"denied": 2}
 
 
-async def test_strangers_are_told_at_once_what_is_wrong(tmp_path: Path) -> None:
+async def test_bad_keys_are_refused_with_the_reason(tmp_path: Path) -> None:
     async with guarded(tmp_path) as it:
         unknown = await refusal(it, "client", it.stranger("client", tmp_path / "other"))
         assert isinstance(unknown, NotAllowed)
@@ -79,7 +79,7 @@ async def test_strangers_are_told_at_once_what_is_wrong(tmp_path: Path) -> None:
             assert (await client.welcome()).protocol == PROTOCOL_VERSION
 
 
-async def test_what_knocks_without_zmq_is_shown_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_without_zmq_handshake_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-open: connected, and never a word."""
     monkeypatch.setattr(router_module, "HANDSHAKE_LIMIT_MS", 300)
     async with guarded(tmp_path) as it:
@@ -99,7 +99,7 @@ def read_to_end(connection: socket.socket) -> None:
             pass
 
 
-async def test_who_does_not_introduce_himself_is_shown_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_without_hello_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_tracker, "INTRODUCE_LIMIT_S", 0.3)
     async with guarded(tmp_path) as it, it.client() as client:
         silent, loud = await it.dealer("client", "bob"), await it.dealer("client", "bob")
@@ -115,7 +115,7 @@ async def test_who_does_not_introduce_himself_is_shown_out(tmp_path: Path, monke
         loud.close()
 
 
-async def test_one_key_has_so_many_connections(tmp_path: Path) -> None:
+async def test_connections_per_key_are_bounded(tmp_path: Path) -> None:
     async with guarded(tmp_path, connections_per_key_max=2) as it, it.client("bob") as first, it.client("bob"):
         with pytest.raises(CapacityError, match="client:bob"):
             async with it.client("bob"):
@@ -125,7 +125,7 @@ async def test_one_key_has_so_many_connections(tmp_path: Path) -> None:
         assert await first.workers() == ()
 
 
-async def test_who_comes_back_to_a_full_house_waits_for_room(tmp_path: Path) -> None:
+async def test_reconnect_to_a_full_listener_waits_for_room(tmp_path: Path) -> None:
     """Connections that were lost may still be counted when their clients return."""
     async with guarded(tmp_path) as it, it.client("bob", reconnect_limit_s=10.0) as client:
         tracker_of = it.sockets["client"].connection_tracker
@@ -142,7 +142,7 @@ async def test_who_comes_back_to_a_full_house_waits_for_room(tmp_path: Path) -> 
 # ---------------------------------------------------------------- what he may do there
 
 
-async def test_requests_belong_to_the_name_of_the_key(tmp_path: Path) -> None:
+async def test_requests_belong_to_the_user_of_the_key(tmp_path: Path) -> None:
     keys = new_keys(tmp_path)
     async with guarded(tmp_path, keys) as it:
         await it.worker()
@@ -152,9 +152,9 @@ async def test_requests_belong_to_the_name_of_the_key(tmp_path: Path) -> None:
             for attempt in (bob.attach("hers"), bob.abort(["his", "hers"]), bob.request("hers")):
                 with pytest.raises(NotFound) as others:
                     await attempt
-                with pytest.raises(NotFound) as nobodys:
-                    await bob.request("nobodys")
-                assert str(others.value) == str(nobodys.value).replace("nobodys", "hers"), "he learns nothing"
+                with pytest.raises(NotFound) as unknown:
+                    await bob.request("unused")
+                assert str(others.value) == str(unknown.value).replace("unused", "hers"), "the answer reveals nothing"
             with pytest.raises(WrongState):
                 await bob.submit([1, 2, 3], LONG, request_id="hers")
             assert [row.request_id for row in (await bob.requests()).rows] == ["his"]
@@ -175,13 +175,13 @@ async def test_requests_belong_to_the_name_of_the_key(tmp_path: Path) -> None:
         with trio.fail_after(SOON_S):
             while (await alice.request("hers")).row.state != "ABORTED":  # noqa: ASYNC110
                 await trio.sleep(0.02)
-        assert await bob.acknowledge(["nobodys"]) != ()
+        assert await bob.acknowledge(["unused"]) != ()
         with pytest.raises(NotFound):
             await bob.acknowledge(["hers"])
         await alice.acknowledge(["hers"])
 
 
-async def test_an_operators_verb_is_no_word_of_a_client(tmp_path: Path) -> None:
+async def test_client_may_not_send_operator_commands(tmp_path: Path) -> None:
     async with guarded(tmp_path) as it, it.client("bob") as bob:
         for command in (bob.retract(["x"]), bob.drain(), bob.stop(), bob.release_quarantine(["w0"]), bob.audit()):
             with trio.fail_after(SOON_S), pytest.raises(HiSparseError):
@@ -191,7 +191,7 @@ async def test_an_operators_verb_is_no_word_of_a_client(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- too much of it
 
 
-async def test_a_message_too_large_is_answered_and_one_far_too_large_ends_the_connection(tmp_path: Path) -> None:
+async def test_oversized_message_is_answered_or_cut_off(tmp_path: Path) -> None:
     async with guarded(tmp_path) as it, it.client("alice") as alice:
         dealer = await it.dealer("client", "bob")
         await say(dealer, messages.Hello(PROTOCOL_VERSION, "client", "large"))
@@ -208,7 +208,7 @@ async def test_a_message_too_large_is_answered_and_one_far_too_large_ends_the_co
         dealer.close()
 
 
-async def test_a_flood_is_told_once_then_cut_and_others_do_not_notice(
+async def test_flood_is_warned_then_cut_and_others_are_unaffected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rate_limiter, "CUT_AFTER", 200)
@@ -239,7 +239,7 @@ async def flood_until_cut(dealer: DealerSocket) -> None:
     dealer.close()
 
 
-async def test_hammering_at_the_door_is_put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rapid_reconnects_are_delayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.listener.zap.HANDSHAKES_BURST", 3)
     monkeypatch.setattr("coordinator.listener.zap.HANDSHAKES_PER_S", 0.01)
     monkeypatch.setattr(dealer_module, "CONNECT_LIMIT_S", 0.5)
@@ -256,7 +256,7 @@ async def test_hammering_at_the_door_is_put_off(tmp_path: Path, monkeypatch: pyt
 # ---------------------------------------------------------------- other keys, while it runs
 
 
-async def test_keys_are_replaced_and_revoked_while_requests_go_on(tmp_path: Path) -> None:
+async def test_keys_are_replaced_and_revoked_during_requests(tmp_path: Path) -> None:
     async with guarded(tmp_path) as it:
         worker = await it.worker()
         async with it.client("alice") as old, it.client("bob") as bob:
@@ -294,7 +294,7 @@ async def hang_up(it: Guarded) -> None:
 # ---------------------------------------------------------------- workers
 
 
-async def test_pages_of_a_worker_that_nobody_can_see_are_released_by_word(tmp_path: Path) -> None:
+async def test_operator_releases_pages_of_an_unreachable_worker(tmp_path: Path) -> None:
     """I1, I2: over tcp no exit is ever proved; an operator's word is journalled like a proof."""
     keys = new_keys(tmp_path)
     async with guarded(tmp_path, keys, heartbeat_interval_s=0.1, heartbeat_limit_s=0.4) as it:
@@ -318,29 +318,29 @@ async def test_pages_of_a_worker_that_nobody_can_see_are_released_by_word(tmp_pa
         assert [(pool.free, pool.quarantined) for pool in await client.pools()] == [(pool.host_pages, 0)]
 
 
-async def test_a_worker_with_another_roles_key_ends_and_says_why(tmp_path: Path) -> None:
+async def test_worker_with_a_key_of_another_role_ends_with_reason(tmp_path: Path) -> None:
     async with guarded(tmp_path) as it:
         with pytest.raises(NotAllowed, match="client alice"):
             await DealerSocket.connect(it.endpoint("worker"), message_bytes_max=1, key=it.key("client", "alice"))
 
 
-def test_a_door_without_its_doorkeeper_stays_shut(tmp_path: Path) -> None:
-    """libzmq would let everybody in who speaks CURVE, were it not told to insist."""
+def test_listener_without_zap_handler_refuses_all(tmp_path: Path) -> None:
+    """Without this, libzmq accepts every client that speaks CURVE."""
     keys = new_keys(tmp_path)
     listener = CurveGuard(key_files.read_server_key(keys), "client")
     router = router_module.RouterSocket("tcp://127.0.0.1:*", message_bytes_max=100, guard=listener)
 
-    async def knock() -> None:
+    async def attempt() -> None:
         with trio.fail_after(SOON_S), pytest.raises(Unavailable):
             await DealerSocket.connect(
                 router.endpoint, message_bytes_max=100, key=key_files.read_peer_key(keys, "client")
             )
 
-    trio.run(knock)
+    trio.run(attempt)
     router.close()
 
 
-def test_zmq_has_what_this_rests_on() -> None:
+def test_zmq_has_required_features() -> None:
     assert zmq.has("curve")
 
 
@@ -373,7 +373,7 @@ def test_tcp_without_keys_is_refused_at_start(tmp_path: Path, role: str) -> None
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["server.key", "allowed.keys"])
-def test_keys_that_others_can_reach_are_refused_at_start(tmp_path: Path, name: str) -> None:
+def test_shared_key_files_are_refused_at_start(tmp_path: Path, name: str) -> None:
     keys = new_keys(tmp_path)
     (keys / name).chmod(0o666)
     done = start_coordinator(tmp_path, client_endpoint="tcp://127.0.0.1:0", keys_dir=str(keys))
@@ -383,15 +383,15 @@ def test_keys_that_others_can_reach_are_refused_at_start(tmp_path: Path, name: s
 
 
 @pytest.mark.process
-def test_a_runtime_directory_that_others_can_enter_is_refused_at_start(tmp_path: Path) -> None:
+def test_shared_runtime_directory_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(0o755)
     done = start_coordinator(tmp_path)
     assert done.returncode == 8
     assert "others could reach the sockets" in done.stderr
 
 
-async def test_a_client_does_not_speak_to_a_directory_that_is_not_his_alone(tmp_path: Path) -> None:
-    """Somebody else may have made the directory, and listen there."""
+async def test_client_refuses_a_shared_runtime_directory(tmp_path: Path) -> None:
+    """Another user may have made the directory, and listen there."""
     shared = tmp_path / "shared"
     shared.mkdir(0o777)
     shared.chmod(0o777)

@@ -52,7 +52,7 @@ async def introduce(router: RouterSocket, dealer: DealerSocket) -> bytes:
     return (await router.recv_batch())[0].peer
 
 
-async def test_a_dealer_needs_no_address_that_an_earlier_one_may_still_have(router: RouterSocket) -> None:
+async def test_new_dealer_reuses_no_monitor_address(router: RouterSocket) -> None:
     """pyzmq names a monitor by its socket's descriptor, which is free before libzmq lets go of the name."""
     with context_of("dealer").socket(zmq.PAIR) as earlier:
         for descriptor in range(1000):
@@ -106,7 +106,7 @@ async def test_a_cancelled_receive_loses_nothing(router: RouterSocket) -> None:
     dealer.close()
 
 
-async def test_a_send_that_consumes_the_edge_still_wakes_the_reader(router: RouterSocket) -> None:
+async def test_send_that_consumes_the_edge_wakes_the_reader(router: RouterSocket) -> None:
     """Ping-pong while other tasks send through the same sockets all the time; a stall trips the deadline."""
     dealer = await connect(router)
     peer = await introduce(router, dealer)
@@ -133,7 +133,7 @@ async def test_a_send_that_consumes_the_edge_still_wakes_the_reader(router: Rout
     dealer.close()
 
 
-async def test_a_reader_parked_before_a_send_is_woken_by_it(router: RouterSocket) -> None:
+async def test_parked_reader_is_woken_by_a_send(router: RouterSocket) -> None:
     """The message is already there when the other task's send reads the mailbox: only a re-read of EVENTS tells."""
     dealer = await connect(router)
     peer = await introduce(router, dealer)
@@ -154,7 +154,7 @@ async def test_a_reader_parked_before_a_send_is_woken_by_it(router: RouterSocket
     dealer.close()
 
 
-async def test_one_batch_is_bounded(router: RouterSocket) -> None:
+async def test_batch_is_bounded(router: RouterSocket) -> None:
     wide = RouterSocket(router.endpoint + "2", message_bytes_max=BYTES_MAX)
     dealer = await DealerSocket.connect(wide.endpoint, message_bytes_max=BYTES_MAX)
     for number in range(BATCH_MESSAGES_MAX + 10):
@@ -165,7 +165,7 @@ async def test_one_batch_is_bounded(router: RouterSocket) -> None:
     wide.close()
 
 
-async def test_full_and_gone_are_told_apart_and_nothing_is_dropped_silently(router: RouterSocket) -> None:
+async def test_full_and_gone_are_distinct_results(router: RouterSocket) -> None:
     dealer = await connect(router)
     peer = await introduce(router, dealer)
     accepted = 0
@@ -177,7 +177,7 @@ async def test_full_and_gone_are_told_apart_and_nothing_is_dropped_silently(rout
         while len(got) < accepted:
             got += [frame[:6] for frame in await dealer.recv_batch()]
     assert got == [b"%06d" % number for number in range(accepted)], "no gap up to the refusal"
-    assert router.send(b"nobody", b"x") is Sent.GONE
+    assert router.send(b"absent", b"x") is Sent.GONE
     dealer.close()
     with trio.fail_after(5):
         while router.send(peer, b"x") is not Sent.GONE:  # noqa: ASYNC110 - libzmq has no event for it
@@ -211,7 +211,7 @@ async def test_a_second_bind_is_refused_and_names_the_holder(router: RouterSocke
     dealer.close()
 
 
-def test_a_path_left_by_a_killed_process_can_be_taken(endpoint: str) -> None:
+def test_socket_path_of_a_killed_process_is_reused(endpoint: str) -> None:
     script = (
         "import os, signal\n"
         "from coordinator.listener.router import RouterSocket\n"
@@ -225,12 +225,12 @@ def test_a_path_left_by_a_killed_process_can_be_taken(endpoint: str) -> None:
     assert not path.exists()
 
 
-async def test_the_socket_lives_in_a_private_directory(router: RouterSocket, tmp_path: Path) -> None:
+async def test_socket_lies_in_a_private_directory(router: RouterSocket, tmp_path: Path) -> None:
     directory = Path(router.endpoint.removeprefix("ipc://")).parent
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     open_directory = tmp_path / "open"
     open_directory.mkdir()
-    for mode in (0o755, 0o710, 0o701):  # whoever may enter it, its group included
+    for mode in (0o755, 0o710, 0o701):  # any access of other users, the group included
         open_directory.chmod(mode)
         with pytest.raises(ConfigError, match="others could reach the sockets"):
             RouterSocket(f"ipc://{open_directory}/x.sock", message_bytes_max=BYTES_MAX)
@@ -243,7 +243,7 @@ def test_unusable_endpoints_are_refused(tmp_path: Path) -> None:
         RouterSocket("smoke://signals", message_bytes_max=BYTES_MAX)
 
 
-async def test_a_dealer_says_at_once_that_nobody_is_there(endpoint: str) -> None:
+async def test_dealer_without_listener_raises_at_once(endpoint: str) -> None:
     with trio.fail_after(2), pytest.raises(Unavailable, match="no coordinator listens there"):
         await DealerSocket.connect(endpoint, message_bytes_max=BYTES_MAX)
     with pytest.raises(ConfigError, match="use ipc"):
@@ -274,7 +274,7 @@ async def test_a_lost_connection_raises_for_readers_and_writers(router: RouterSo
     dealer.close()
 
 
-async def test_what_arrived_before_the_loss_is_read_first(endpoint: str) -> None:
+async def test_received_messages_are_read_before_the_loss(endpoint: str) -> None:
     router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX)
     dealer = await DealerSocket.connect(endpoint, message_bytes_max=BYTES_MAX)
     peer = await introduce(router, dealer)
@@ -294,7 +294,7 @@ async def test_what_arrived_before_the_loss_is_read_first(endpoint: str) -> None
     dealer.close()
 
 
-async def test_loss_seen_by_a_writer_wakes_the_parked_reader(router: RouterSocket) -> None:
+async def test_loss_seen_by_a_writer_wakes_the_reader(router: RouterSocket) -> None:
     """The writer's look consumes the edge that the reader waits for."""
     dealer = await connect(router)
     await introduce(router, dealer)
@@ -317,7 +317,7 @@ async def test_loss_seen_by_a_writer_wakes_the_parked_reader(router: RouterSocke
     dealer.close()
 
 
-async def test_closing_wakes_whoever_waits(router: RouterSocket) -> None:
+async def test_closing_wakes_all_waiters(router: RouterSocket) -> None:
     dealer = await connect(router)
 
     async def expect_closed() -> None:
@@ -334,7 +334,7 @@ async def test_closing_wakes_whoever_waits(router: RouterSocket) -> None:
         await dealer.send(b"x")
 
 
-async def test_duplicate_routing_ids_disturb_nobody(router: RouterSocket) -> None:
+async def test_duplicate_routing_ids_are_ignored(router: RouterSocket) -> None:
     """libzmq ignores the second connection of one routing id; the first goes on."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     twins = []
@@ -361,7 +361,7 @@ async def test_multipart_messages_arrive_as_unreadable(router: RouterSocket) -> 
     raw.close(0)
 
 
-async def test_oversized_messages_arrive_up_to_the_hard_limit_and_are_cut_off_above(router: RouterSocket) -> None:
+async def test_oversized_messages_are_cut_off_above_the_hard_limit(router: RouterSocket) -> None:
     raw = raw_dealer(router)
     raw.send(bytes(BYTES_MAX + 1))
     with trio.fail_after(5):
@@ -399,7 +399,7 @@ async def test_credentials_name_the_sending_process(endpoint: str) -> None:
     router.close()
 
 
-async def test_who_has_hung_up_is_still_told_from_whoever_came_next(endpoint: str) -> None:
+async def test_closed_peer_is_not_confused_with_its_successor(endpoint: str) -> None:
     """The next connection is given the descriptor of the one before, which says nothing any more by then."""
     router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
     script = (
@@ -423,7 +423,7 @@ async def test_who_has_hung_up_is_still_told_from_whoever_came_next(endpoint: st
     router.close()
 
 
-async def test_a_peer_cannot_claim_another_process(endpoint: str) -> None:
+async def test_peer_cannot_claim_the_pid_of_another_process(endpoint: str) -> None:
     """Its handshake may carry properties of its own making; those of libzmq win."""
     router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
     claims = {b"Socket-Type": b"DEALER", b"Identity": b"", b"Peer-Address": b"localhost:0:0:1", b"User-Id": b"admin"}
@@ -443,7 +443,7 @@ async def test_a_peer_cannot_claim_another_process(endpoint: str) -> None:
     router.close()
 
 
-async def test_a_lost_connection_does_not_come_back_to_a_successor(router: RouterSocket) -> None:
+async def test_lost_connection_does_not_return_to_a_successor(router: RouterSocket) -> None:
     """A silent reconnect would continue in the middle, at a coordinator that was never introduced."""
     dealer = await connect(router)
     router.close()

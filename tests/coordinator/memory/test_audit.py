@@ -106,7 +106,7 @@ PLANTED: dict[str, tuple[Callable[[Held], Held], tuple[str, int]]] = {
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", PLANTED)
-def test_each_planted_difference_of_one_request_is_found(ledger: Ledger, name: str) -> None:
+def test_each_planted_difference_of_a_request_is_found(ledger: Ledger, name: str) -> None:
     plant, expected = PLANTED[name]
     first, *others = held_rows(ledger)
     held = [plant(first), *others]
@@ -114,7 +114,7 @@ def test_each_planted_difference_of_one_request_is_found(ledger: Ledger, name: s
 
 
 @pytest.mark.mutation
-def test_admissions_on_one_side_alone_are_found(ledger: Ledger) -> None:
+def test_placements_on_a_single_side_are_found(ledger: Ledger) -> None:
     first, second = held_rows(ledger)
     assert differences(ledger, [first, second, changed(first, placement=9)]) == [("stray", 9)]
     assert differences(ledger, [second]) == [("unreleased", 7)]
@@ -123,13 +123,13 @@ def test_admissions_on_one_side_alone_are_found(ledger: Ledger) -> None:
 @pytest.mark.mutation
 @pytest.mark.parametrize(("part", "kind"), [("seats", "seats"), ("chunks", "free"), ("index_pages", "index_pages")])
 @pytest.mark.parametrize("by", [-1, 1])
-def test_memory_that_is_neither_held_nor_free_is_found(ledger: Ledger, part: str, kind: str, by: int) -> None:
+def test_memory_neither_held_nor_free_is_found(ledger: Ledger, part: str, kind: str, by: int) -> None:
     held = held_rows(ledger)
     free = free_beside(held)
     assert differences(ledger, held, free._replace(**{part: getattr(free, part) + by})) == [(kind, 0)]
 
 
-def test_a_slab_larger_than_what_was_given_is_found(ledger: Ledger) -> None:
+def test_slab_larger_than_granted_is_found(ledger: Ledger) -> None:
     first, second = held_rows(ledger)
     assert differences(ledger, [first, changed(second, slab_pages=1)]) == []
     assert differences(ledger, [first, changed(second, slab_pages=3)]) == [("slab_pages", 8)]
@@ -141,7 +141,7 @@ def test_a_hot_buffer_between_two_sizes_is_not_compared(ledger: Ledger) -> None:
     assert compare(ledger, KEY, inventory, asked(ledger), lambda placement: placement == 7) == []
 
 
-def test_what_was_granted_to_a_request_that_leaves_is_not_missed_but_nothing_more_is_held(ledger: Ledger) -> None:
+def test_grants_to_a_leaving_request_may_be_missing(ledger: Ledger) -> None:
     first, second = held_rows(ledger)
     leaving = changed(first, is_leaving=True)
     ledger.extend(7, Memory(host_pages=1, hot_chunks=1, index_pages=1))
@@ -152,7 +152,7 @@ def test_what_was_granted_to_a_request_that_leaves_is_not_missed_but_nothing_mor
     assert held == ["host_pages", "hot_chunks", "index_pages"]
 
 
-def test_what_was_given_after_the_audit_was_sent_may_cross_it_and_is_not_compared(ledger: Ledger) -> None:
+def test_grants_after_the_audit_was_sent_are_not_compared(ledger: Ledger) -> None:
     """Found by seed 721 of the simulated cluster: a grant crossed two audits while its journal entry was written."""
     before, held = asked(ledger), held_rows(ledger)
     ledger.extend(7, Memory(host_pages=1, hot_chunks=1, index_pages=1))
@@ -162,7 +162,7 @@ def test_what_was_given_after_the_audit_was_sent_may_cross_it_and_is_not_compare
     assert [it.kind for it in late] == ["host_pages", "hot_chunks", "index_pages"]
 
 
-def test_an_admission_that_came_after_the_audit_was_sent_is_not_missed(ledger: Ledger) -> None:
+def test_placement_after_the_audit_was_sent_is_not_missed(ledger: Ledger) -> None:
     inventory = take_inventory(1, [], free_beside([]))
     assert [it.placement for it in compare(ledger, KEY, inventory, {8: ledger.held(8)}, lambda placement: False)] == [8]
 
@@ -173,7 +173,7 @@ def test_an_unreadable_inventory_is_the_workers_fault(ledger: Ledger) -> None:
         compare(ledger, KEY, msgspec.structs.replace(inventory, rows=bytes(7)), asked(ledger), lambda placement: False)
 
 
-def test_page_ids_are_looked_at_in_rotation() -> None:
+def test_page_ids_are_checked_in_rotation() -> None:
     """I8: what one inventory costs is bounded; every request's turn comes."""
 
     def digests(number: int, held: list[Held]) -> list[int]:
@@ -195,7 +195,7 @@ def test_page_ids_are_looked_at_in_rotation() -> None:
 A, B, C = (Difference("host_pages", i, "1", "2") for i in range(3))
 
 
-def test_only_what_two_audits_in_a_row_see_alike_is_told_and_once() -> None:
+def test_difference_is_reported_once_after_two_equal_audits() -> None:
     rounds = Rounds(1.0)
     rounds.due([KEY], 0.0)
     rounds.due([KEY], 1.0)
@@ -210,7 +210,7 @@ def test_only_what_two_audits_in_a_row_see_alike_is_told_and_once() -> None:
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.integers(1, 400))
 @settings(max_examples=50, deadline=None)
-def test_everybody_is_asked_about_once_an_interval_and_one_at_a_time(pauses: list[int], workers: int) -> None:
+def test_audit_asks_each_worker_in_turn_once_an_interval(pauses: list[int], workers: int) -> None:
     keys, rounds, now, asked = [(f"w{i}", 1) for i in range(min(workers, 12))], Rounds(5.0), 0.0, set()
     for tick in range(200):
         now += 0.25 * pauses[tick % len(pauses)]
@@ -225,7 +225,7 @@ def test_everybody_is_asked_about_once_an_interval_and_one_at_a_time(pauses: lis
     assert asked == set(keys)
 
 
-def test_who_does_not_answer_is_asked_again_and_a_wanted_audit_waits_for_two_answers() -> None:
+def test_audit_retries_silent_worker() -> None:
     rounds = Rounds(0.0)
     assert rounds.due([KEY], 0.0) == []
     rounds.want([KEY])
@@ -309,7 +309,7 @@ IN_THE_COORDINATOR = {
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", IN_THE_COORDINATOR)
-async def test_what_is_planted_while_it_runs_is_told_counted_and_repaired_if_safe(
+async def test_planted_difference_is_reported_counted_and_repaired(
     autojump_clock: MockClock, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("hisparse"), "propagate", True)
@@ -338,7 +338,7 @@ async def test_what_is_planted_while_it_runs_is_told_counted_and_repaired_if_saf
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_it_is_silent_while_everything_crosses_everything(autojump_clock: MockClock, seed: int) -> None:
+async def test_audit_reports_nothing_while_messages_cross(autojump_clock: MockClock, seed: int) -> None:
     """Admissions, growth, retraction, losses and returns: no difference is one."""
     rng = random.Random(seed)
     async with open_rig(seed, settings=AUDITED, host_pages=60) as rig:
@@ -365,7 +365,7 @@ async def test_it_is_silent_while_everything_crosses_everything(autojump_clock: 
         assert not counters.audit_differences, counters.audit_differences
 
 
-async def test_asked_for_it_answers_with_everybody_and_every_difference(autojump_clock: MockClock) -> None:
+async def test_operator_audit_lists_all_workers_and_differences(autojump_clock: MockClock) -> None:
     async with open_rig(host_pages=64, settings=msgspec.structs.replace(SETTINGS, audit_interval_s=0.0)) as rig:
         link = await rig.add_worker("w0")
         await rig.add_worker("w1")
@@ -394,7 +394,7 @@ async def test_asked_for_it_answers_with_everybody_and_every_difference(autojump
         assert (rows["host_pages"].request_id, rows["host_pages"].repaired) == ("r", False)
 
 
-async def test_who_says_nothing_is_named(autojump_clock: MockClock) -> None:
+async def test_operator_audit_names_silent_workers(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         began = trio.current_time()
@@ -405,8 +405,8 @@ async def test_who_says_nothing_is_named(autojump_clock: MockClock) -> None:
 
 
 @pytest.mark.sim
-def test_it_is_silent_in_the_simulated_cluster_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills, restarts of anybody, cut links, journals that lose their end, pools that vanish: the books agree."""
+def test_audit_reports_nothing_in_the_simulated_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills, restarts, cut links, journals that lose their end, pools that vanish: ledger and workers agree."""
     often = msgspec.structs.replace(cluster.SETTINGS, audit_interval_s=0.5)
     monkeypatch.setattr(cluster, "SETTINGS", often)
     found: list[Difference] = []

@@ -32,7 +32,7 @@ def ledger(pages: int = POOL_PAGES) -> Ledger:
     return accounts
 
 
-def test_refusal_names_every_missing_resource_with_its_arithmetic() -> None:
+def test_refusal_names_each_missing_resource_with_arithmetic() -> None:
     """SGLang #23704: admission looks at all of them."""
     with pytest.raises(CapacityError) as caught:
         ledger().reserve(1, "w0", Memory(host_pages=41, hot_chunks=25, index_pages=31, slab_pages=13))
@@ -91,7 +91,7 @@ def test_only_distinct_held_pages_can_be_shared(pages: list[int]) -> None:
     accounts.check_invariants()
 
 
-def test_pages_of_a_lost_epoch_are_quarantined_until_its_exit_is_proved() -> None:
+def test_pages_of_a_lost_epoch_stay_quarantined_until_exit() -> None:
     """I2: a heartbeat timeout proves nothing. SGLang #24578."""
     accounts = ledger()
     accounts.reserve(1, "w0", Memory(host_pages=30))
@@ -106,7 +106,7 @@ def test_pages_of_a_lost_epoch_are_quarantined_until_its_exit_is_proved() -> Non
     accounts.check_invariants()
 
 
-def test_a_proof_that_comes_before_the_departure_frees_on_departure() -> None:
+def test_early_exit_proof_frees_pages_on_departure() -> None:
     accounts = ledger()
     accounts.reserve(1, "w0", Memory(host_pages=30))
     accounts.lose_worker("w0", 1, proved_exit=False)
@@ -115,7 +115,7 @@ def test_a_proof_that_comes_before_the_departure_frees_on_departure() -> None:
     assert accounts.quarantines == ()
 
 
-def test_a_shared_page_stays_quarantined_after_its_other_holder_left() -> None:
+def test_shared_page_stays_quarantined_after_other_holder_left() -> None:
     """I2: the successor's release must not hand out what the lost process may still touch."""
     accounts = ledger()
     accounts.add_worker("w1", 1, capacity())
@@ -129,8 +129,8 @@ def test_a_shared_page_stays_quarantined_after_its_other_holder_left() -> None:
     accounts.check_invariants()
 
 
-def test_a_successor_shares_full_pages_of_a_process_not_proved_gone() -> None:
-    """I2, I3: they never change; whoever shares them may leave before or after the proof, and nothing else is given."""
+def test_successor_shares_full_pages_of_an_unproved_process() -> None:
+    """I2, I3: full pages never change. Their sharers may leave before or after the proof; no other page is given."""
     for proved_first in (True, False):
         accounts = ledger()
         pages = accounts.reserve(1, "w0", Memory(host_pages=9))
@@ -152,7 +152,7 @@ def test_a_successor_shares_full_pages_of_a_process_not_proved_gone() -> None:
         accounts.check_invariants()
 
 
-def test_kept_pages_pass_to_the_next_admission_in_order() -> None:
+def test_kept_pages_pass_to_the_next_placement_in_order() -> None:
     accounts = ledger()
     pages = accounts.reserve(1, "w0", Memory(host_pages=9, hot_chunks=5, index_pages=9))
     assert accounts.keep(1, 6) == 3
@@ -164,7 +164,7 @@ def test_kept_pages_pass_to_the_next_admission_in_order() -> None:
     accounts.check_invariants()
 
 
-def test_a_mismatch_is_told_in_words() -> None:
+def test_mismatch_is_described_in_words() -> None:
     """I1, and budgets."""
 
     def broken(damage: Callable[[Ledger], object]) -> str:
@@ -193,7 +193,7 @@ def test_a_mismatch_is_told_in_words() -> None:
     assert broken(lose_a_chunk).startswith("hot chunks of w0, held and free, are ")
 
 
-def test_an_epoch_seen_before_cannot_come_back() -> None:
+def test_lost_epoch_cannot_return() -> None:
     accounts = ledger()
     accounts.reserve(1, "w0", Memory(host_pages=1))
     with pytest.raises(WrongState, match="still live"):

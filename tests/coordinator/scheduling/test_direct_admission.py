@@ -38,7 +38,7 @@ def admits(plan: list[decisions.Decision]) -> list[decisions.AdmitDecision]:
 # ---------------------------------------------------------------- who goes where
 
 
-def test_a_direct_request_is_prefilled_by_one_worker_and_decoded_by_another() -> None:
+def test_direct_request_is_prefilled_and_decoded_by_two_workers() -> None:
     fake = pair()
     fake.submit(0, 100, 300, full=True)
     (first,) = admits(fake.settle())
@@ -75,7 +75,7 @@ def test_prefill_mode_is_per_request(roles: tuple[str, str], prefill_mode: str, 
     run_to_end(fake)
 
 
-def test_both_kinds_run_in_one_worker_at_the_same_time() -> None:
+def test_both_prefill_modes_run_in_a_worker_at_once() -> None:
     fake = FakeCluster(1, host_pages=100)
     fake.add_worker("p0", "n0", PREFILL)
     fake.add_worker("w0", "n0")
@@ -85,7 +85,7 @@ def test_both_kinds_run_in_one_worker_at_the_same_time() -> None:
     assert {fake.entry(request_index).worker for request_index in (0, 1)} == {"w0"}
 
 
-def test_a_direct_request_waits_for_workers_of_one_node() -> None:
+def test_direct_request_waits_for_two_workers_of_a_node() -> None:
     fake = FakeCluster(1, ("n0", "n1"))
     fake.add_worker("p0", "n0", PREFILL)
     fake.add_worker("d0", "n1", DECODE)
@@ -95,7 +95,7 @@ def test_a_direct_request_waits_for_workers_of_one_node() -> None:
     run_to_end(fake)
 
 
-def test_what_can_never_come_is_refused_with_the_reason() -> None:
+def test_request_that_never_fits_is_refused_with_reason() -> None:
     small, large, length = capacity(DECODE, hot_chunks=2), capacity(DECODE), Length(300, 0, 100)
     first = ("p0", capacity(PREFILL, hot_chunks=1))
     check_fits(length, [first, ("d0", large)])
@@ -112,7 +112,7 @@ def test_what_can_never_come_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("short", ["prefill", "decode"])
-def test_nothing_is_held_while_one_of_the_two_is_full(short: str) -> None:
+def test_no_memory_is_held_while_either_worker_is_full(short: str) -> None:
     """I7."""
     fake = pair(**{short: {"seats": 1}})
     fake.submit(0, 100, 2_000)
@@ -126,7 +126,7 @@ def test_nothing_is_held_while_one_of_the_two_is_full(short: str) -> None:
     assert fake.ledgers["n0"].holdings_count == 1
 
 
-def test_promised_memory_is_given_to_nobody_of_lower_rank() -> None:
+def test_promised_memory_is_kept_from_lower_ranks() -> None:
     fake = pair(decode={"seats": 1})
     fake.submit(0, 100, 100)
     (first,) = admits(fake.settle())
@@ -139,7 +139,7 @@ def test_promised_memory_is_given_to_nobody_of_lower_rank() -> None:
     assert first.entry.request_index == 0
 
 
-def test_a_higher_rank_makes_room_on_the_worker_that_decodes() -> None:
+def test_higher_rank_preempts_on_the_decode_worker() -> None:
     fake = pair(decode={"seats": 1})
     fake.submit(0, 100, 5_000, full=True)
     run_until(fake, lambda: is_running(fake, 0))
@@ -152,7 +152,7 @@ def test_a_higher_rank_makes_room_on_the_worker_that_decodes() -> None:
 # ---------------------------------------------------------------- who is lost
 
 
-def test_a_lost_prefill_worker_costs_the_prompt_and_its_pages_are_quarantined() -> None:
+def test_lost_prefill_worker_quarantines_prompt_pages() -> None:
     """I2: it may still write to every page that it was given."""
     fake = pair()
     fake.submit(0, 100, 100)
@@ -168,7 +168,7 @@ def test_a_lost_prefill_worker_costs_the_prompt_and_its_pages_are_quarantined() 
     fake.check_nothing_leaked()
 
 
-def test_the_reserve_behind_a_prompt_is_not_shared_with_a_process_that_may_live() -> None:
+def test_reserve_pages_are_not_shared_with_an_unproved_process() -> None:
     """Full pages of durable rows are: 128 tokens are two."""
     fake = pair()
     fake.submit(0, 128, 100)
@@ -180,7 +180,7 @@ def test_the_reserve_behind_a_prompt_is_not_shared_with_a_process_that_may_live(
     run_to_end(fake)
 
 
-def test_a_lost_decode_worker_costs_no_prompt() -> None:
+def test_lost_decode_worker_costs_no_prefill() -> None:
     fake = pair()
     fake.submit(0, 100, 500)
     fake.settle()
@@ -191,7 +191,7 @@ def test_a_lost_decode_worker_costs_no_prompt() -> None:
     assert [line.event for line in fake.live[0].state.history()].count("staged") == 1
 
 
-def test_a_draining_decode_worker_is_promised_nothing() -> None:
+def test_draining_decode_worker_gets_no_promise() -> None:
     fake = pair()
     fake.drain_worker("d0", WorkerDrain(1e9, handover=False))
     fake.submit(0, 100, 100)
@@ -225,7 +225,7 @@ class TwoWorkers:
 
 @pytest.mark.parametrize("prompt", [1, 63, 64, 65, 100, 190, 320])
 @pytest.mark.parametrize("hot_slots", [RESIDENT, 64, 192])
-def test_what_one_worker_prefills_another_decodes(prompt: int, hot_slots: int) -> None:
+def test_prefill_and_decode_workers_give_the_oracle_tokens(prompt: int, hot_slots: int) -> None:
     """The oracle's tokens for every hot size; and the second worker stages not a byte."""
     for seed in range(2):
         two = TwoWorkers(seed)
@@ -248,7 +248,7 @@ def test_a_prompt_that_fits_its_managed_buffer_is_preloaded(prompt: int, is_load
     assert not two.second.wrong()
 
 
-def test_a_first_token_that_is_held_back_goes_with_the_rows() -> None:
+def test_held_back_first_token_travels_with_the_rows() -> None:
     """A stop string may begin in it, so nobody may be told yet; drawn again it could not be, without prefill."""
     rig = Rig()
     lives = [rig.coordinator.create(number, 100, 20) for number in range(8)]
@@ -263,7 +263,7 @@ def test_a_first_token_that_is_held_back_goes_with_the_rows() -> None:
         assert life.tokens == tokens
 
 
-def test_an_end_at_the_first_token_needs_no_second_worker() -> None:
+def test_end_at_first_token_needs_no_decode_worker() -> None:
     two = TwoWorkers(1)
     life = two.first.coordinator.create(1, 100, 1)
     assert two.first.coordinator.admit(life, NO_HOT_BUFFER)
@@ -273,7 +273,7 @@ def test_an_end_at_the_first_token_needs_no_second_worker() -> None:
 
 
 @pytest.mark.parametrize("status", [Status.PREFILLING, Status.STAGING])
-def test_a_prompt_withdrawn_on_its_way_leaves_nothing(status: Status) -> None:
+def test_withdrawn_prompt_leaves_no_memory_behind(status: Status) -> None:
     rig = Rig(make_streams("simulated", 2))
     life = rig.coordinator.create(1, 100, 10)
     assert rig.coordinator.admit(life, NO_HOT_BUFFER)
@@ -283,7 +283,7 @@ def test_a_prompt_withdrawn_on_its_way_leaves_nothing(status: Status) -> None:
     rig.check_end()
 
 
-def test_a_slab_is_free_for_the_next_prompt_as_soon_as_it_is_staged() -> None:
+def test_slab_is_free_once_its_prompt_is_staged() -> None:
     """Before the stay has quiesced: the ledger gives it on the word Staged."""
     rig = Rig(make_streams("simulated", 4), msgspec.structs.replace(SETTINGS, slab_tokens=128))
     lives = [rig.coordinator.create(number, 128, 5) for number in range(4)]
@@ -294,13 +294,13 @@ def test_a_slab_is_free_for_the_next_prompt_as_soon_as_it_is_staged() -> None:
     rig.check()
 
 
-def test_rows_are_the_same_bytes_whoever_prefills_for_whom() -> None:
+def test_rows_do_not_depend_on_the_prefill_worker() -> None:
     one, other = TwoWorkers(1), TwoWorkers(9)
     pages = [two.first.host[two.prefill(100, 5).host_pages[:1]].clone() for two in (one, other)]
     assert torch.equal(*pages)
 
 
-def test_keep_of_a_prompt_handed_over_keeps_its_reserve() -> None:
+def test_keeping_a_handed_over_prompt_keeps_its_reserve() -> None:
     fake = pair()
     fake.submit(0, 100, 300)
     fake.settle()

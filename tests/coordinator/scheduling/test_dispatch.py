@@ -67,7 +67,7 @@ def steps(heard: Effects) -> list[object]:
     return [step.change for step in heard.steps]
 
 
-def test_rows_are_kept_as_far_as_they_are_durable(desk: Desk) -> None:
+def test_durable_rows_are_kept(desk: Desk) -> None:
     """SGLang #40729, #33385: a retraction keeps what has reached the host, and coming back starts there."""
     placement = desk.entry.placement
     assert steps(desk.depart(130)) == [Keep(placement, 3)]
@@ -77,13 +77,13 @@ def test_rows_are_kept_as_far_as_they_are_durable(desk: Desk) -> None:
     assert (again.take_over, again.durable_tokens, again.memory.slab_pages) == (placement, 130, 0)
 
 
-def test_more_rows_than_there_are_pages_are_not_believed(desk: Desk) -> None:
+def test_more_rows_than_pages_are_refused(desk: Desk) -> None:
     pages = desk.entry.pages
     desk.depart(10**9)
     assert (desk.entry.pages, desk.entry.kept_tokens) == (pages, pages * 64)
 
 
-def test_an_end_overtaken_by_the_loss_of_its_worker_is_not_admitted_again(desk: Desk) -> None:
+def test_ended_request_of_a_lost_worker_is_not_placed_again(desk: Desk) -> None:
     """The Request heard of the loss first, so it departs to wait; its Closed comes when its end is in the journal."""
     desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=True))
     desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "operator"))
@@ -95,7 +95,7 @@ def test_an_end_overtaken_by_the_loss_of_its_worker_is_not_admitted_again(desk: 
     assert not desk.dispatch.placement_table.entries
 
 
-def test_an_operators_drop_overtaken_by_the_departure_still_drops(desk: Desk) -> None:
+def test_operator_drop_holds_after_late_departure(desk: Desk) -> None:
     """The Request kept its rows, not having heard yet; the memory goes, and it is told."""
     placement = desk.entry.placement
     desk.hear(desk.dispatch.retract(desk.entry, keep=False, hold=True, reason="operator"))
@@ -107,7 +107,7 @@ def test_an_operators_drop_overtaken_by_the_departure_still_drops(desk: Desk) ->
     assert desk.settle() == []
 
 
-def test_whoever_is_over_is_not_admitted_again(desk: Desk) -> None:
+def test_ended_request_is_not_placed_again(desk: Desk) -> None:
     """I5: Departed and Closed may come in different turns."""
     desk.depart(0, final=True)
     assert desk.settle() == []
@@ -116,7 +116,7 @@ def test_whoever_is_over_is_not_admitted_again(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("departed", [True, False], ids=["departed", "admitted again"])
-def test_what_is_said_of_a_departed_admission_changes_nothing(desk: Desk, departed: bool) -> None:
+def test_events_of_a_departed_placement_change_nothing(desk: Desk, departed: bool) -> None:
     old = desk.entry.placement
     desk.depart(130)
     if not departed:
@@ -129,7 +129,7 @@ def test_what_is_said_of_a_departed_admission_changes_nothing(desk: Desk, depart
     assert (desk.entry.phase, desk.entry.memory, desk.ledger.pages_free) == before
 
 
-def test_an_abort_of_a_waiting_request_gives_its_kept_pages_back_at_once(desk: Desk) -> None:
+def test_abort_of_a_waiting_request_frees_kept_pages(desk: Desk) -> None:
     placement = desk.entry.placement
     desk.depart(130)
     heard = desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "client"))
@@ -138,14 +138,14 @@ def test_an_abort_of_a_waiting_request_gives_its_kept_pages_back_at_once(desk: D
     assert desk.ledger.pages_free == 32
 
 
-def test_an_operator_drops_what_is_kept(desk: Desk) -> None:
+def test_operator_drops_kept_rows(desk: Desk) -> None:
     desk.depart(130)
     heard = desk.hear(desk.dispatch.retract(desk.entry, keep=False, hold=False, reason="operator"))
     assert [type(tell.event) for tell in heard.tells] == [RetractOrder, RowsGivenUp]
     assert (desk.entry.pages, desk.entry.ordered.held, desk.ledger.pages_free) == (0, False, 32)
 
 
-def test_a_lost_worker_takes_nobody_in_and_its_requests_hear_of_it(desk: Desk) -> None:
+def test_lost_worker_takes_no_placement_and_requests_hear_of_it(desk: Desk) -> None:
     placement = desk.entry.placement
     heard = desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=False))
     assert [tell.event for tell in heard.tells] == [WorkerLost(placement, False, "w0 is lost")]
@@ -157,7 +157,7 @@ def test_a_lost_worker_takes_nobody_in_and_its_requests_hear_of_it(desk: Desk) -
     assert desk.ledger.pages_free == 32
 
 
-def test_staged_gives_the_slab_back(desk: Desk) -> None:
+def test_staged_frees_the_slab(desk: Desk) -> None:
     other: RequestEntry = add_request(desk.dispatch.placement_table, 8, 0, 100, 300)
     desk.settle()
     heard = desk.hear(desk.dispatch.progressed(PlacementProgressed(8, other.placement, Stage.STAGED)))

@@ -93,7 +93,7 @@ def test_a_request_runs_to_its_end() -> None:
     [(7, 105, 105), (7, 200, 106), (1, 100, 100), (0, 100, 0), (7, 99, 0)],
     ids=["all", "more than rows exist", "first token only", "no token to go on from", "prompt not durable"],
 )
-def test_rows_are_kept_only_if_decoding_can_go_on_from_them(generated: int, durable: int, kept: int) -> None:
+def test_rows_are_kept_only_if_decode_can_continue(generated: int, durable: int, kept: int) -> None:
     """The next step feeds the token at position `durable`: it must be known, and past the prompt."""
     history = History()
     history.run()
@@ -129,7 +129,7 @@ def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, fi
         assert history.tell(retract(True, False, "GPU pressure")) == [messages.Withdraw(2)]
 
 
-def test_what_is_lost_with_its_first_token_is_prefilled_again() -> None:
+def test_prompt_lost_with_its_first_token_is_prefilled_again() -> None:
     history = History()
     history.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0))
     history.rows = Rows(0, 0)
@@ -137,7 +137,7 @@ def test_what_is_lost_with_its_first_token_is_prefilled_again() -> None:
     assert history.request.state is State.QUEUED
 
 
-def test_drop_goes_back_to_the_queue_and_hold_waits_for_resume() -> None:
+def test_dropped_request_queues_and_held_one_waits_for_resume() -> None:
     history = History()
     history.run()
     history.rows = Rows(7, 106)
@@ -149,7 +149,7 @@ def test_drop_goes_back_to_the_queue_and_hold_waits_for_resume() -> None:
     assert (history.request.state, history.request.held) == (State.QUEUED, False)
 
 
-def test_an_operator_holds_what_policy_is_retracting() -> None:
+def test_operator_hold_joins_a_policy_retraction() -> None:
     """The late retract adds its wishes to the one under way; only one Withdraw is sent."""
     history = History()
     history.run()
@@ -161,7 +161,7 @@ def test_an_operator_holds_what_policy_is_retracting() -> None:
     assert (history.request.state, history.request.held, history.request.kept_tokens) == (State.RETRACTED, True, 0)
 
 
-def test_policy_cannot_undo_what_an_operator_wished() -> None:
+def test_policy_cannot_override_operator_orders() -> None:
     """The other way round: a late retract by policy, which carries the orders that stand, neither lets go nor keeps."""
     history = History()
     history.run()
@@ -182,7 +182,7 @@ def test_finishing_overtakes_a_retraction() -> None:
     assert history.request.state is State.FINISHED
 
 
-def test_the_first_decision_stands() -> None:
+def test_first_end_decision_stands() -> None:
     """I5: an abort and the worker's Finished cross; the request ends once, as decided first."""
     history = History()
     history.run()
@@ -210,9 +210,7 @@ def test_tokens_that_never_arrived_fail_the_request() -> None:
         (False, 150, 128, State.RETRACTED),
     ],
 )
-def test_a_lost_worker_leaves_all_durable_rows_or_those_of_full_pages(
-    proved: bool, durable: int, kept: int, state: State
-) -> None:
+def test_lost_worker_leaves_durable_rows(proved: bool, durable: int, kept: int, state: State) -> None:
     """I2, I3: a process not proved gone may still write its partial page."""
     history = History()
     history.run()
@@ -222,7 +220,7 @@ def test_a_lost_worker_leaves_all_durable_rows_or_those_of_full_pages(
     assert history.tell(messages.Released(1, 106)) == []
 
 
-def test_memory_given_to_a_request_that_leaves_is_not_announced() -> None:
+def test_memory_granted_to_a_leaving_request_is_not_announced() -> None:
     history = History()
     history.run()
     grant = MemoryGiven(messages.Grant(1, b"", 1, 0))
@@ -231,7 +229,7 @@ def test_memory_given_to_a_request_that_leaves_is_not_announced() -> None:
     assert history.tell(grant) == []
 
 
-def test_a_history_is_bounded_and_says_so() -> None:
+def test_history_is_bounded_and_names_dropped_lines() -> None:
     """I8."""
     history = History()
     history.run()
@@ -243,7 +241,7 @@ def test_a_history_is_bounded_and_says_so() -> None:
     assert lines[1].reason == f"{203 - (HISTORY_LINES_MAX - 1)} lines dropped"
 
 
-def test_what_a_worker_says_twice_is_heard_once() -> None:
+def test_repeated_worker_event_counts_once() -> None:
     """I8: a worker cannot make a request flood the Scheduler."""
     history = History()
     history.run()
@@ -259,14 +257,14 @@ def test_what_a_worker_says_twice_is_heard_once() -> None:
 
 
 @pytest.mark.parametrize("event", [messages.Started(1), messages.Released(1, 0)])
-def test_an_event_of_a_departed_admission_does_nothing(event: messages.Event) -> None:
+def test_event_of_a_departed_placement_is_ignored(event: messages.Event) -> None:
     history = History()
     history.run()
     history.tell(WorkerLost(1, False, "gone"))
     assert history.tell(event) == []
 
 
-def test_what_cannot_be_said_is_refused_with_the_history_and_changes_nothing() -> None:
+def test_illegal_event_is_refused_with_the_history() -> None:
     history = History()
     history.tell(admit(1))
     before = copy.deepcopy(history.request.__dict__)
@@ -298,7 +296,7 @@ def test_what_cannot_be_said_is_refused_with_the_history_and_changes_nothing() -
         (RequestCommand.RESUME, set()),
     ],
 )
-def test_an_operator_may_ask_only_for_what_makes_sense(command: RequestCommand, states: set[str]) -> None:
+def test_operator_commands_are_checked_against_the_state(command: RequestCommand, states: set[str]) -> None:
     for state in State:
         request = RequestState(make_facts(3, PROMPT), now=0.0)
         request.state = state

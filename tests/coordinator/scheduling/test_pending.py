@@ -54,7 +54,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("kind", SHORT)
-def test_memory_that_is_short_is_named_with_its_arithmetic(kind: PendingKind) -> None:
+def test_missing_memory_is_named_with_arithmetic(kind: PendingKind) -> None:
     counts, text = SHORT[kind]
     fake = cluster(**counts)
     running(fake, 100, max_tokens=60)
@@ -62,7 +62,7 @@ def test_memory_that_is_short_is_named_with_its_arithmetic(kind: PendingKind) ->
     assert explained(fake, 7) == (kind, text)
 
 
-def test_slab_pages_come_back_when_the_prompt_before_is_staged() -> None:
+def test_slab_pages_return_when_the_earlier_prompt_is_staged() -> None:
     fake = cluster(slab_pages=3)
     fake.submit(0, 128, 64)
     fake.submit(7, 128, 64)
@@ -72,7 +72,7 @@ def test_slab_pages_come_back_when_the_prompt_before_is_staged() -> None:
     )
 
 
-def test_everything_short_on_the_nearest_worker_is_named() -> None:
+def test_all_shortages_of_the_nearest_worker_are_named() -> None:
     fake = cluster(seats=1, index_pages=4)
     fake.add_worker("w1", "n0", **PLENTY | {"seats": 1})
     running(fake, 100, 100, max_tokens=60)
@@ -92,7 +92,7 @@ def test_quarantined_pages_are_named() -> None:
     assert "in quarantine" in reason.text
 
 
-def test_memory_promised_to_a_request_ahead_is_counted_apart() -> None:
+def test_memory_promised_to_an_earlier_request_is_listed() -> None:
     """A prompt under way on p0 is to be decoded by d0, whose memory is free until then."""
     fake = cluster(0)
     fake.add_worker("p0", "n0", PREFILL, **PLENTY)
@@ -123,7 +123,7 @@ def test_kept_rows_wait_for_a_worker_of_their_node() -> None:
     assert explained(fake, 0) == (PendingKind.NO_WORKER, expected)
 
 
-def test_workers_that_drain_or_are_awaited_are_named() -> None:
+def test_draining_and_awaited_workers_are_named() -> None:
     fake = cluster(3)
     placement_table = fake.dispatch.placement_table
     fake.submit(7, 100, 60)
@@ -136,7 +136,7 @@ def test_workers_that_drain_or_are_awaited_are_named() -> None:
     assert explained(fake, 7) == (PendingKind.DRAINING, expected)
 
 
-def test_a_role_that_no_worker_has_is_named() -> None:
+def test_missing_role_is_named() -> None:
     fake = cluster(0)
     fake.add_worker("p0", "n0", PREFILL, **PLENTY)
     fake.add_worker("d0", "n0", DECODE, **PLENTY)
@@ -145,7 +145,7 @@ def test_a_role_that_no_worker_has_is_named() -> None:
     assert explained(fake, 7) == (PendingKind.ROLE, "no worker that takes requests decodes; 1 draining (d0)")
 
 
-def test_two_nodes_without_a_way_between_them() -> None:
+def test_nodes_without_a_transfer_path_are_named() -> None:
     fake = cluster(0)
     fake.add_worker("p0", "n0", PREFILL, **PLENTY)
     fake.add_worker("d0", "n1", DECODE, **PLENTY)
@@ -154,7 +154,7 @@ def test_two_nodes_without_a_way_between_them() -> None:
     assert explained(fake, 7) == (PendingKind.ROLE, expected)
 
 
-def test_a_request_that_only_an_absent_worker_could_hold() -> None:
+def test_request_that_fits_an_absent_worker_only_says_so() -> None:
     fake = cluster(hot_chunks=64)
     fake.add_worker("w1", "n1", **PLENTY | {"slab_pages": 1})
     fake.lose_worker("w0", proved=True)
@@ -165,7 +165,7 @@ def test_a_request_that_only_an_absent_worker_could_hold() -> None:
 # ---------------------------------------------------------------- others, operators, transfers
 
 
-def test_behind_names_the_first_and_what_that_one_lacks() -> None:
+def test_queued_request_names_the_first_and_its_shortage() -> None:
     fake = cluster(seats=1)
     running(fake, 100)
     for request_index in (5, 6, 7):
@@ -187,7 +187,7 @@ def test_held_by_an_operator() -> None:
     assert explained(fake, 0) == (PendingKind.HELD, expected)
 
 
-def test_a_suspect_waits_for_others_to_come_further() -> None:
+def test_suspect_waits_for_progress_of_others() -> None:
     fake = cluster()
     running(fake, 100)
     fake.dispatch.placement_table.poison_detector.recover(fake.entry(0), 2, 1_000)
@@ -196,7 +196,7 @@ def test_a_suspect_waits_for_others_to_come_further() -> None:
     assert "has a request with which workers died" in explained(fake, 7).text
 
 
-def test_room_on_a_worker_that_suspicion_bars_does_not_count() -> None:
+def test_room_on_a_barred_worker_does_not_count() -> None:
     fake = cluster(2, slab_pages=2)
     running(fake, 100)
     fake.dispatch.placement_table.poison_detector.recover(fake.entry(0), 2, 1_000)
@@ -228,7 +228,7 @@ def test_rows_on_their_way_and_a_transfer_that_failed() -> None:
 # ---------------------------------------------------------------- histories
 
 
-def test_due_names_each_kind_once_in_a_wait() -> None:
+def test_due_names_each_request_once_in_a_wait() -> None:
     fake = cluster(seats=1)
     running(fake, 100)
     fake.submit(5, 100, 60)
@@ -250,7 +250,7 @@ def kinds(found: list[tuple[RequestEntry, PendingReason]]) -> dict[int, str]:
     return {entry.request_index: str(reason.kind) for entry, reason in found}
 
 
-def test_many_that_wait_gain_their_lines_over_several_ticks() -> None:
+def test_queue_lines_are_spread_over_several_ticks() -> None:
     fake = cluster(seats=1)
     running(fake, 100)
     for request_index in range(10, 10 + NOTES_MAX + 20):

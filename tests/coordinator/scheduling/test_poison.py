@@ -55,7 +55,7 @@ class Poisoned(FakeCluster):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("at_tokens", [0, 1, 30])
 @pytest.mark.parametrize("poison", [0, 5, 11])
-def test_poison_is_failed_with_the_reason_and_nobody_else(workers: int, at_tokens: int, poison: int) -> None:
+def test_poison_alone_is_failed_with_the_reason(workers: int, at_tokens: int, poison: int) -> None:
     """I5: from prefill on or later, as the oldest, in the middle or as the last, among more than fit."""
     fake = Poisoned(workers, {poison: at_tokens})
     for request_index in range(12):
@@ -72,7 +72,7 @@ def test_poison_is_failed_with_the_reason_and_nobody_else(workers: int, at_token
     fake.check_nothing_leaked()
 
 
-def test_two_poisons_are_told_apart_from_ten_innocents() -> None:
+def test_two_poisons_among_ten_requests_are_found() -> None:
     fake = Poisoned(2, {3: 0, 7: 12})
     for request_index in range(12):
         fake.submit(request_index, 100, 90, full=True)
@@ -80,7 +80,7 @@ def test_two_poisons_are_told_apart_from_ten_innocents() -> None:
     assert fake.outcomes()["FAILED"] == [3, 7]
 
 
-def test_poison_that_arrives_while_an_innocent_is_suspect_does_not_take_it_along() -> None:
+def test_new_poison_spares_an_earlier_suspect() -> None:
     fake = Poisoned(1, {9: 0})
     fake.submit(0, 100, 200, full=True)
     fake.round()
@@ -94,7 +94,7 @@ def test_poison_that_arrives_while_an_innocent_is_suspect_does_not_take_it_along
     assert fake.outcomes() == {"FAILED": [9], "FINISHED": [0, 1, 2, 3]}
 
 
-def test_kills_that_leave_time_for_progress_fail_nobody() -> None:
+def test_kills_with_progress_between_fail_no_request() -> None:
     """Twenty of them: an operator's, not a request's."""
     fake = Poisoned(2, {})
     for request_index in range(8):
@@ -107,7 +107,7 @@ def test_kills_that_leave_time_for_progress_fail_nobody() -> None:
     assert fake.outcomes() == {"FINISHED": list(range(8))}
 
 
-def test_suspects_are_tried_one_at_a_time_and_among_those_who_have_proved_harmless() -> None:
+def test_suspects_run_singly_beside_proven_requests() -> None:
     fake = Poisoned(1, {})
     for request_index in range(4):
         fake.submit(request_index, 100, 300, full=True)
@@ -128,7 +128,7 @@ def test_suspects_are_tried_one_at_a_time_and_among_those_who_have_proved_harmle
     assert not fake.dispatch.placement_table.poison_detector
 
 
-def test_a_cut_link_and_a_worker_that_emptied_itself_are_no_strikes() -> None:
+def test_cut_link_and_emptied_worker_are_no_strikes() -> None:
     fake = Poisoned(1, {})
     fake.submit(0, 100, 300, full=True)
     for _ in range(2 * POISON_STRIKES):
@@ -143,7 +143,7 @@ def test_a_cut_link_and_a_worker_that_emptied_itself_are_no_strikes() -> None:
     assert fake.outcomes() == {"FINISHED": [0]}
 
 
-def test_a_death_proved_after_its_passenger_ended_makes_nobody_a_suspect() -> None:
+def test_death_proved_after_a_request_ended_suspects_none() -> None:
     """Its slot may be another's by then."""
     fake = Poisoned(2, {})
     fake.submit(0, 100, 300, full=True)
@@ -158,7 +158,7 @@ def test_a_death_proved_after_its_passenger_ended_makes_nobody_a_suspect() -> No
     assert not fake.dispatch.placement_table.poison_detector
 
 
-def test_a_death_proved_late_does_not_touch_who_has_come_further_since() -> None:
+def test_late_death_proof_spares_requests_with_progress() -> None:
     fake = Poisoned(2, {})
     fake.submit(0, 100, 900, full=True)
     fake.round()

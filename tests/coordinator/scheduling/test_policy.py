@@ -83,14 +83,14 @@ LONG = 50_000  # tokens: will not end while a test watches
 # ---------------------------------------------------------------- hot sizes
 
 
-def test_one_request_alone_is_resident() -> None:
+def test_single_request_is_resident() -> None:
     fake = cluster(hot_chunks=20)
     fake.submit(0, 600, 300)
     run_until(fake, lambda: is_running(fake, 0))
     assert fake.entry(0).hot == HotSize(RESIDENT, fake.entry(0).pages)
 
 
-def test_what_the_device_can_hold_at_once_does_not_limit_a_context() -> None:
+def test_context_is_not_limited_by_device_capacity() -> None:
     """SGLang #33876: 3 chunks are 192 rows of a context that reaches 2,100; host and index pages are what it needs."""
     fake = cluster(hot_chunks=3)
     fake.submit(0, 2_000, 100)
@@ -99,7 +99,7 @@ def test_what_the_device_can_hold_at_once_does_not_limit_a_context() -> None:
     run_to_end(fake)
 
 
-def test_fifty_at_once_shrink_their_buffers_and_none_is_kept_waiting() -> None:
+def test_fifty_requests_shrink_and_none_waits() -> None:
     """Room for fifty of the smallest class (3 chunks each) is room for fifty requests."""
     fake = cluster(seats=50, hot_chunks=150, index_pages=2000, host_pages=2000, slab_pages=500)
     for request_index in range(50):
@@ -109,7 +109,7 @@ def test_fifty_at_once_shrink_their_buffers_and_none_is_kept_waiting() -> None:
     assert {hot(fake, request_index) for request_index in range(50)} == {128}
 
 
-def test_the_largest_buffer_shrinks_first_and_no_further_than_needed() -> None:
+def test_largest_buffer_shrinks_first_and_no_more_than_needed() -> None:
     fake = cluster(hot_chunks=20)
     fake.submit(0, 700, 64)  # 12 pages: resident takes 12 chunks, its classes 5 and 3
     fake.submit(1, 320, 64)  # 7 pages
@@ -120,7 +120,7 @@ def test_the_largest_buffer_shrinks_first_and_no_further_than_needed() -> None:
     assert (fake.entry(0).resizing, fake.entry(1).resizing) == (HotSize(256, 5), None)
 
 
-def test_buffers_grow_lazily_once_nothing_was_shrunk_for_a_while() -> None:
+def test_buffers_grow_after_a_while_without_shrinking() -> None:
     fake = cluster(hot_chunks=20)
     fake.submit(0, 600, 3_000, full=True)
     fake.dispatch.placement_table.force(fake.entry(0), 128)
@@ -144,7 +144,7 @@ def test_growing_leaves_a_reserve() -> None:
     assert fake.settle(tick=True) == []
 
 
-def test_a_forced_size_is_left_alone_and_dropped_where_it_cannot_hold() -> None:
+def test_forced_size_is_kept_or_its_request_dropped() -> None:
     fake = cluster(hot_chunks=12, host_pages=400, index_pages=400)
     fake.submit(0, 200, 300)
     fake.dispatch.placement_table.force(fake.entry(0), 256)
@@ -158,7 +158,7 @@ def test_a_forced_size_is_left_alone_and_dropped_where_it_cannot_hold() -> None:
     assert fake.retracted == []
 
 
-def test_a_resident_out_of_chunks_shrinks_itself_unless_somebody_larger_can() -> None:
+def test_resident_request_shrinks_itself_unless_a_larger_can() -> None:
     for larger, shrunk in ((400, 1), (700, 0)):
         fake = cluster(hot_chunks=16 if larger == 400 else 20)
         fake.submit(0, larger, 60)  # 8 or 12 pages
@@ -169,7 +169,7 @@ def test_a_resident_out_of_chunks_shrinks_itself_unless_somebody_larger_can() ->
         assert run_until_resized(fake, 1) == shrunk
 
 
-def test_a_forced_resident_out_of_chunks_makes_its_inferiors_go() -> None:
+def test_forced_resident_request_preempts_lower_ranks() -> None:
     fake = cluster(hot_chunks=15)
     fake.submit(0, 300, 500, full=True)  # 13 chunks at its longest
     fake.dispatch.placement_table.force(fake.entry(0), RESIDENT)
@@ -179,7 +179,7 @@ def test_a_forced_resident_out_of_chunks_makes_its_inferiors_go() -> None:
     assert hot(fake, 0) == RESIDENT
 
 
-def test_a_request_goes_where_it_can_be_resident_and_chunks_are_plenty() -> None:
+def test_request_goes_where_it_can_be_resident() -> None:
     fake = FakeCluster(1, host_pages=100)
     for name, chunks in (("w0", 8), ("w1", 40), ("w2", 20)):
         fake.add_worker(name, "n0", hot_chunks=chunks, index_pages=60, slab_pages=30)
@@ -190,7 +190,7 @@ def test_a_request_goes_where_it_can_be_resident_and_chunks_are_plenty() -> None
         assert hot(fake, request_index) == RESIDENT
 
 
-def test_a_request_with_all_it_may_ever_hold_is_no_longer_starving() -> None:
+def test_fully_granted_request_is_not_starving() -> None:
     fake = cluster()
     fake.submit(0, 100, 20)
     run_until(fake, lambda: is_running(fake, 0))
@@ -202,7 +202,7 @@ def test_a_request_with_all_it_may_ever_hold_is_no_longer_starving() -> None:
 # ---------------------------------------------------------------- pressure
 
 
-def test_gpu_pressure_shrinks_first_and_then_retracts_the_lowest_with_its_rows_kept() -> None:
+def test_gpu_pressure_shrinks_then_retracts_keeping_rows() -> None:
     fake = cluster(hot_chunks=10)
     fake.submit(0, 300, LONG // 50, priority=1)
     fake.submit(1, 300, LONG // 50)
@@ -217,7 +217,7 @@ def test_gpu_pressure_shrinks_first_and_then_retracts_the_lowest_with_its_rows_k
     assert fake.entry(2).kept_tokens >= 300
 
 
-def test_nobody_is_retracted_in_vain() -> None:
+def test_no_request_is_retracted_in_vain() -> None:
     """Retracting all inferiors would not make room beside the superior, so they are left to run."""
     fake = cluster(seats=3, index_pages=20)
     fake.submit(0, 700, 250, priority=2)  # 13 pages
@@ -228,7 +228,7 @@ def test_nobody_is_retracted_in_vain() -> None:
     assert fake.retracted == []
 
 
-def test_equals_wait_for_each_other() -> None:
+def test_equal_ranks_wait_for_each_other() -> None:
     fake = cluster(seats=1)
     fake.submit(0, 100, 500)
     fake.submit(1, 100, 500)
@@ -238,7 +238,7 @@ def test_equals_wait_for_each_other() -> None:
     assert state(fake, 1) is State.QUEUED
 
 
-def test_host_pressure_demotes_the_kept_before_it_drops_the_running() -> None:
+def test_host_pressure_demotes_kept_before_dropping_running() -> None:
     """Lower-ranked kept requests first, then held ones of any rank, then lower-ranked running ones.
 
     vLLM: a full host is no deadlock."""
@@ -278,7 +278,7 @@ def test_growing_makes_room_only_when_urgent() -> None:
     assert entry.pages * 64 - 100 - entry.generated <= 64 + 2
 
 
-def test_a_displaced_request_returns_only_where_it_will_not_be_displaced_again() -> None:
+def test_displaced_request_returns_only_with_lasting_room() -> None:
     """Its own 4 pages are there, but not the 4 that the request ahead of it may still need.
 
     vLLM: chunked prefill that is begun again and again."""
@@ -294,7 +294,7 @@ def test_a_displaced_request_returns_only_where_it_will_not_be_displaced_again()
     assert state(fake, 1) is State.PREFILLING
 
 
-def test_a_held_request_stays_held_whatever_room_there_is() -> None:
+def test_held_request_stays_held_whatever_room_there_is() -> None:
     fake = cluster()
     fake.submit(0, 100, 100)
     fake.take(fake.dispatch.retract(fake.entry(0), keep=True, hold=True, reason="operator"))
@@ -306,7 +306,7 @@ def test_a_held_request_stays_held_whatever_room_there_is() -> None:
     assert state(fake, 0) is State.FINISHED
 
 
-def test_nobody_overtakes_a_waiting_request() -> None:
+def test_no_request_overtakes_a_waiting_one() -> None:
     fake = cluster(index_pages=20)
     fake.submit(0, 600, 300)
     run_until(fake, lambda: is_running(fake, 0))
@@ -316,7 +316,7 @@ def test_nobody_overtakes_a_waiting_request() -> None:
     assert (state(fake, 1), state(fake, 2)) == (State.QUEUED, State.QUEUED)
 
 
-def test_what_is_on_its_way_to_a_waiting_request_is_not_given_to_lower_growth() -> None:
+def test_memory_due_to_a_waiting_request_is_not_given_to_growth() -> None:
     fake = cluster(host_pages=14)
     fake.submit(0, 100, 700, full=True)
     fake.submit(1, 100, 700, full=True)
@@ -336,7 +336,7 @@ def test_what_is_on_its_way_to_a_waiting_request_is_not_given_to_lower_growth() 
 # ---------------------------------------------------------------- draining, losing
 
 
-def test_handover_moves_what_another_worker_has_room_for_and_leaves_the_rest() -> None:
+def test_handover_moves_requests_that_fit_elsewhere() -> None:
     fake = cluster(2, seats=2)
     for request_index in range(3):
         fake.submit(request_index, 100, 2_000)
@@ -352,7 +352,7 @@ def test_handover_moves_what_another_worker_has_room_for_and_leaves_the_rest() -
     assert all(len(fake.live[request_index].tokens) >= rows[request_index] for request_index in range(3))
 
 
-def test_at_its_deadline_a_drain_keeps_nobody_and_waits_for_no_held_request() -> None:
+def test_drain_deadline_retracts_all_and_skips_held_requests() -> None:
     fake = cluster()
     fake.submit(0, 100, 2_000)
     run_until(fake, lambda: is_running(fake, 0))
@@ -368,7 +368,7 @@ def test_at_its_deadline_a_drain_keeps_nobody_and_waits_for_no_held_request() ->
     run_to_end(fake)
 
 
-def test_kept_pages_that_nobody_can_reach_are_given_up_after_a_while() -> None:
+def test_unreachable_kept_pages_are_released_in_time() -> None:
     fake = FakeCluster(1, ("n0", "n1"), 100)
     fake.add_worker("w0", "n0")
     fake.submit(0, 100, 500)
@@ -385,7 +385,7 @@ def test_kept_pages_that_nobody_can_reach_are_given_up_after_a_while() -> None:
     assert fake.entry(0).worker == "w1"
 
 
-def test_a_lost_worker_costs_no_row_that_was_durable_when_its_exit_is_proved() -> None:
+def test_lost_worker_costs_no_durable_row_once_exit_is_proved() -> None:
     fake = cluster(2)
     fake.submit(0, 100, 2_000)
     run_until(fake, lambda: is_running(fake, 0) and len(fake.live[0].tokens) > 100)

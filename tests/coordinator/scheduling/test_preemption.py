@@ -62,7 +62,7 @@ def stage() -> Stage:
     return Stage()
 
 
-def test_what_leaving_requests_hold_is_waited_for(stage: Stage) -> None:
+def test_preemption_waits_for_memory_of_leaving_requests(stage: Stage) -> None:
     leaving = stage.running(chunks=5)
     stage.placement_table.leave(leaving, frees_pages=True)
     remedy = stage.remedy(Memory(10, 5, 10, 0, 1), stage.waiting())
@@ -71,7 +71,7 @@ def test_what_leaving_requests_hold_is_waited_for(stage: Stage) -> None:
     assert remedy.will_be_free == Memory(10, 5, 10, 0, 1)
 
 
-def test_pages_that_a_leaving_request_keeps_are_not_on_their_way(stage: Stage) -> None:
+def test_pages_kept_by_a_leaving_request_are_not_awaited(stage: Stage) -> None:
     """Unless they can be demoted then: if it is lower-ranked, or held."""
     asker, keeper = stage.waiting(), stage.running(priority=1)
     stage.placement_table.leave(keeper, frees_pages=False)
@@ -82,7 +82,7 @@ def test_pages_that_a_leaving_request_keeps_are_not_on_their_way(stage: Stage) -
     assert remedy.cost == (0, 0, 0, 0)
 
 
-def test_a_starting_request_will_give_its_slab_and_what_it_can_shrink(stage: Stage) -> None:
+def test_starting_request_will_free_slab_and_shrink(stage: Stage) -> None:
     """It cannot be resized yet, but soon: nobody is retracted for what patience brings."""
     lowest = stage.running(priority=-1, chunks=3)
     starting = stage.waiting()
@@ -93,7 +93,7 @@ def test_a_starting_request_will_give_its_slab_and_what_it_can_shrink(stage: Sta
     assert stage.remedy(Memory(0, 8, 0, 4, 0), stage.waiting()).retract == [lowest]  # type: ignore[union-attr]
 
 
-def test_shrinking_takes_from_the_largest_one_rung_at_a_time(stage: Stage) -> None:
+def test_shrinking_takes_from_the_largest_step_by_step(stage: Stage) -> None:
     stage.running(priority=9, chunks=5, pages=30)
     larger, largest = stage.running(priority=9, chunks=12, pages=12), stage.running(chunks=20, pages=20)
     asker = stage.waiting()
@@ -126,7 +126,7 @@ def test_a_starting_victim_gives_its_memory_once(stage: Stage) -> None:
     assert stage.remedy(Memory(0, 10, 10, 5, 1), asker) is None
 
 
-def test_the_fewest_lowest_are_retracted_and_only_inferiors(stage: Stage) -> None:
+def test_fewest_lowest_requests_are_retracted(stage: Stage) -> None:
     stage.running(priority=2)
     high, low, lowest = stage.running(priority=1), stage.running(), stage.running()
     assert stage.remedy(Memory(0, 0, 0, 0, 2), stage.waiting(priority=1)).retract == [lowest, low]  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ def test_the_fewest_lowest_are_retracted_and_only_inferiors(stage: Stage) -> Non
     assert stage.remedy(Memory(0, 0, 0, 0, 3), stage.waiting(priority=2)).retract[-1] is high  # type: ignore[union-attr]
 
 
-def test_host_pages_come_from_the_kept_before_the_running(stage: Stage) -> None:
+def test_host_pages_of_kept_requests_are_taken_first(stage: Stage) -> None:
     asker = stage.waiting(priority=1)
     superior = stage.waiting(priority=2, kept=4)
     held = stage.waiting(priority=2, kept=4, held=True)
@@ -152,7 +152,7 @@ def test_host_pages_come_from_the_kept_before_the_running(stage: Stage) -> None:
     assert stage.remedy(Memory(25, 0, 0, 0, 0), asker) is None, f"{superior} keeps its rows"
 
 
-def test_whoever_goes_for_the_gpu_is_dropped_first_for_the_host(stage: Stage) -> None:
+def test_victims_for_the_gpu_are_dropped_first_for_the_host(stage: Stage) -> None:
     asker = stage.waiting(priority=1)
     low = stage.running(pages=6)
     stage.running(pages=6, worker=stage.add_worker("w1"))
@@ -161,6 +161,6 @@ def test_whoever_goes_for_the_gpu_is_dropped_first_for_the_host(stage: Stage) ->
     assert (remedy.drop, remedy.retract) == ([low], [])
 
 
-def test_a_full_worker_says_no_without_a_search(stage: Stage) -> None:
+def test_full_worker_refuses_without_a_search(stage: Stage) -> None:
     stage.running(priority=1)
     assert stage.remedy(Memory(0, 0, 0, 0, 1), stage.waiting()) is None

@@ -66,7 +66,7 @@ def held(**changes: Any) -> InventoryRow:
     return replace(RESIDENT, **changes)
 
 
-def test_nothing_is_given_to_a_worker_that_is_awaited() -> None:
+def test_awaited_worker_is_given_nothing() -> None:
     desk = Desk()
     add_request(desk.dispatch.placement_table, 8, 0, 64, 64)
     desk.dispatch.dirty = True
@@ -76,20 +76,20 @@ def test_nothing_is_given_to_a_worker_that_is_awaited() -> None:
     assert len(desk.dispatch.plan(0.0, tick=True)) == 1
 
 
-def test_what_was_staged_gives_its_slab_back() -> None:
+def test_staged_prompt_frees_its_slab() -> None:
     desk = Desk()
     assert desk.adopted(held()) == PlacementAdopted(1, True, True, False, None, None)
     assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.RUNNING, 0)
     assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0, 1)
 
 
-def test_a_prompt_that_is_being_prefilled_goes_on() -> None:
+def test_prompt_in_prefill_continues() -> None:
     desk = Desk()
     assert desk.adopted(held(is_staged=False, is_started=False)) == PlacementAdopted(1, False, False, False, None, None)
     assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.STARTING, 2)
 
 
-def test_a_grant_that_never_arrived_is_sent_with_the_very_pages() -> None:
+def test_lost_grant_is_resent_with_the_same_pages() -> None:
     desk = Desk()
     grant = desk.adopted(held(host_pages=4, hot_chunks=4)).grant
     pages = desk.ledger.pages_of(1)
@@ -106,13 +106,13 @@ def test_a_grant_to_a_managed_buffer_brings_no_chunks() -> None:
     assert desk.worker.managed == {7: desk.entry}
 
 
-def test_chunks_of_a_resize_that_never_arrived_are_taken_back() -> None:
+def test_chunks_of_a_lost_resize_are_taken_back() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
     heard = desk.adopt(held(hot_slots=128, hot_chunks=3))
     assert [step.change for step in heard.steps] == [Shrink(1, Memory(hot_chunks=PAGES - 3))]
 
 
-def test_a_resize_under_way_is_awaited_and_its_word_still_fits() -> None:
+def test_resize_under_way_is_awaited_and_completes() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
     adopted = desk.adopted(held(resize_slots=128, resize_chunks=3))
     assert adopted.resize == Resize(1, 128, 3)
@@ -122,7 +122,7 @@ def test_a_resize_under_way_is_awaited_and_its_word_still_fits() -> None:
     assert state.handle(Resized(1, 128, 3), Rows(30, 100), 1.0) == [events.HotBufferResized(7, 1)]
 
 
-def test_a_grant_that_was_lost_under_a_resize_ends_the_stay() -> None:
+def test_grant_lost_under_a_resize_ends_the_placement() -> None:
     desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
     tells = desk.adopt(held(host_pages=4, hot_chunks=4, resize_slots=128, resize_chunks=3)).tells
     assert isinstance(tells[0].event, PlacementAdopted)
@@ -131,7 +131,7 @@ def test_a_grant_that_was_lost_under_a_resize_ends_the_stay() -> None:
     assert tells[1].event.keep
 
 
-def test_a_grant_whose_chunks_an_earlier_life_took_back_ends_the_stay() -> None:
+def test_grant_whose_chunks_were_reclaimed_ends_the_placement() -> None:
     """It was leaving in that life, which came to an end before it had left; then somebody resumed it."""
     desk = Desk(Memory(PAGES, 4, PAGES, 0))
     heard = desk.adopt(held(host_pages=4, hot_chunks=4))
@@ -139,20 +139,20 @@ def test_a_grant_whose_chunks_an_earlier_life_took_back_ends_the_stay() -> None:
     assert (heard.steps, desk.ledger.held(1).hot_chunks) == ((), 4)
 
 
-def test_whoever_waits_for_pages_is_fed() -> None:
+def test_starving_request_is_granted_pages() -> None:
     desk = Desk()
     desk.adopt(held(is_parked=True))
     assert desk.dispatch.placement_table.starving == {7: desk.entry}
 
 
-def test_what_is_not_there_any_more_has_departed() -> None:
+def test_missing_placement_has_departed() -> None:
     desk = Desk()
     (tell,) = desk.adopt().tells
     assert tell.event == WorkerLost(1, True, "w0 has it no more")
     assert desk.entry.phase is EntryPhase.LEAVING
 
 
-def test_what_was_released_before_and_not_acknowledged_is_no_news() -> None:
+def test_unacknowledged_release_is_accepted_again() -> None:
     desk = Desk()
     assert len(desk.adopt(held(), held(placement=99, is_released=True)).tells) == 1
 
@@ -166,7 +166,7 @@ def test_what_was_released_before_and_not_acknowledged_is_no_news() -> None:
         held(placement=99),
     ],
 )
-def test_a_worker_that_claims_more_than_it_was_given_is_not_trusted(claims: InventoryRow) -> None:
+def test_worker_that_claims_too_much_is_refused(claims: InventoryRow) -> None:
     """I4: memory is given after its commit, so the books never have less."""
     desk = Desk()
     with pytest.raises(WrongState):
@@ -191,7 +191,7 @@ def recovered_state(*, hold: bool = False, outcome: str = "") -> RequestState:
     ("staged", "started", "expected"),
     [(False, False, State.PREFILLING), (True, False, State.READY), (True, True, State.RUNNING)],
 )
-def test_a_request_is_where_its_worker_says(staged: bool, started: bool, expected: State) -> None:
+def test_request_is_placed_where_its_worker_reports(staged: bool, started: bool, expected: State) -> None:
     state, grant = recovered_state(), Grant(1, bytes(4), 1, 0)
     assert state.handle(PlacementAdopted(1, staged, started, False, None, grant), Rows(0, 0), 2.0) == [grant]
     assert state.state is expected
@@ -202,14 +202,14 @@ def test_a_request_is_where_its_worker_says(staged: bool, started: bool, expecte
 
 
 @pytest.mark.parametrize(("wish", "left"), [({"hold": True}, State.RETRACTED), ({"outcome": "ABORTED"}, State.ABORTED)])
-def test_a_wish_that_it_leave_is_said_again(wish: dict[str, Any], left: State) -> None:
+def test_withdraw_is_sent_again(wish: dict[str, Any], left: State) -> None:
     state = recovered_state(**wish)
     assert state.handle(PlacementAdopted(1, True, True, False, None, None), Rows(5, 104), 2.0) == [Withdraw(1)]
     state.handle(WorkerLost(1, True, "gone"), Rows(5, 104), 3.0)
     assert state.state is left
 
 
-def test_a_worker_that_never_comes_back_costs_its_stay() -> None:
+def test_placement_on_a_worker_that_never_returns_is_lost() -> None:
     state = recovered_state()
     state.handle(WorkerLost(1, True, "exited"), Rows(5, 104), 3.0)
     assert (state.state, state.kept_tokens) == (State.RETRACTED, 104)

@@ -98,7 +98,7 @@ async def run_until(life: Life, request_id: str, *states: str) -> None:
     await life.run_until(request_id, *states)
 
 
-async def test_what_waited_waits_on_in_its_order(autojump_clock: trio.testing.MockClock) -> None:
+async def test_queued_requests_keep_their_order(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         await life.add_worker("w0", seats=1)
         await life.submit("running!", max_tokens=200)
@@ -118,7 +118,7 @@ async def test_what_waited_waits_on_in_its_order(autojump_clock: trio.testing.Mo
         life.check()
 
 
-async def test_what_was_decided_and_answered_is_in_force(autojump_clock: trio.testing.MockClock) -> None:
+async def test_answered_decisions_are_in_force(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         await life.add_worker("w0", seats=2)
         await life.submit("kept!", max_tokens=200)
@@ -144,7 +144,7 @@ async def test_what_was_decided_and_answered_is_in_force(autojump_clock: trio.te
         life.check()
 
 
-async def test_the_end_of_an_awaited_worker_frees_its_requests(autojump_clock: trio.testing.MockClock) -> None:
+async def test_end_of_an_awaited_worker_frees_its_requests(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         await life.add_worker("w0", seats=2)
         await life.submit("r!", max_tokens=200)
@@ -166,7 +166,7 @@ async def test_the_end_of_an_awaited_worker_frees_its_requests(autojump_clock: t
         life.check()
 
 
-async def test_pages_of_a_lost_epoch_stay_in_quarantine_across_lives(autojump_clock: trio.testing.MockClock) -> None:
+async def test_pages_of_a_lost_epoch_stay_quarantined(autojump_clock: trio.testing.MockClock) -> None:
     """I2: until its process is proved gone."""
     async with Life.over() as life:
         await life.add_worker("w0", seats=2)
@@ -186,7 +186,7 @@ async def test_pages_of_a_lost_epoch_stay_in_quarantine_across_lives(autojump_cl
         life.check()
 
 
-async def test_ended_requests_can_be_read_and_repeated_until_they_are_acknowledged(
+async def test_ended_requests_are_served_until_acknowledged(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with Life.over() as life:
@@ -213,7 +213,7 @@ async def test_ended_requests_can_be_read_and_repeated_until_they_are_acknowledg
         life.check()
 
 
-async def test_numbers_are_never_given_twice(autojump_clock: trio.testing.MockClock) -> None:
+async def test_numbers_are_never_reused(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         link = await life.add_worker("w0", seats=2)
         await life.submit("a")
@@ -232,7 +232,7 @@ async def test_numbers_are_never_given_twice(autojump_clock: trio.testing.MockCl
         assert not first & set(again.worker.runs)
 
 
-async def test_a_stop_leaves_what_is_not_finished_to_the_next_life(autojump_clock: trio.testing.MockClock) -> None:
+async def test_stop_leaves_unfinished_requests_to_the_successor(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         await life.add_worker("w0", seats=1)
         for name in ("a!", "b!"):
@@ -269,7 +269,7 @@ def drained(life: Life) -> dict[str, float]:
     return {it.name: (it.drain.deadline + 1e9) * (-1 if it.drain.handover else 1) for it in workers if it.drain}
 
 
-async def test_a_drain_is_in_force_in_every_life_until_it_is_taken_back(autojump_clock: trio.testing.MockClock) -> None:
+async def test_drain_survives_restarts_until_undone(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         for name in ("w0", "w1", "w2"):
             await life.add_worker(name)
@@ -290,7 +290,7 @@ async def test_a_drain_is_in_force_in_every_life_until_it_is_taken_back(autojump
         assert drained(life) == pytest.approx({"w0": before["w0"]})
 
 
-async def test_a_drain_is_answered_once_it_is_written(autojump_clock: trio.testing.MockClock) -> None:
+async def test_drain_is_answered_once_durable(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         await life.add_worker("w0")
         life.store.error = "disk full"
@@ -304,7 +304,7 @@ async def test_a_drain_is_answered_once_it_is_written(autojump_clock: trio.testi
         assert drained(life)
 
 
-async def test_a_drain_is_of_a_process_and_not_of_an_epoch(autojump_clock: trio.testing.MockClock) -> None:
+async def test_drain_applies_to_a_process_not_an_epoch(autojump_clock: trio.testing.MockClock) -> None:
     """Declared down and begun anew, a worker is drained; started anew, it is not."""
     groups: list[list[Record]] = []
     for epoch, is_drained in ((2, True), (500, False)):
@@ -324,7 +324,7 @@ async def test_a_drain_is_of_a_process_and_not_of_an_epoch(autojump_clock: trio.
             assert bool(drained(life)) == is_drained, "and so for every later life"
 
 
-async def test_strikes_are_counted_across_lives(autojump_clock: trio.testing.MockClock) -> None:
+async def test_strikes_are_counted_across_restarts(autojump_clock: trio.testing.MockClock) -> None:
     """I5: the worker dies of the request, over and over, and the coordinator dies in between each time."""
     groups: list[list[Record]] = []
     pools: dict[str, FakePool] = {}
@@ -353,7 +353,7 @@ async def test_strikes_are_counted_across_lives(autojump_clock: trio.testing.Moc
         assert life.listener.endings["poison!"].reason == row.reason
 
 
-async def test_a_verdict_that_was_not_written_any_more_is_given_again(autojump_clock: trio.testing.MockClock) -> None:
+async def test_unwritten_poison_verdict_is_given_again(autojump_clock: trio.testing.MockClock) -> None:
     """The strike is in the journal and the end is not."""
     async with Life.over() as life:
         link = await life.add_worker("w0")

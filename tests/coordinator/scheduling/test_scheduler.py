@@ -48,7 +48,7 @@ async def bring_to(rig: SchedulerRig, request_id: str, state: str) -> None:
     assert rig.state(request_id) == state
 
 
-async def test_a_request_runs_to_its_end_and_its_history_tells_how(autojump_clock: MockClock) -> None:
+async def test_request_runs_to_its_end_with_a_history(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("r!", 100, 300)
@@ -62,9 +62,7 @@ async def test_a_request_runs_to_its_end_and_its_history_tells_how(autojump_cloc
         rig.check_nothing_leaked()
 
 
-async def test_each_line_of_a_history_is_one_line_of_the_log(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_each_history_line_is_a_log_line(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
     """In order, when it happens, with request, state and reason; through retraction, resume and the end."""
     caplog.set_level("INFO", "hisparse.coordinator.scheduling.request")
     async with open_rig() as rig:
@@ -145,7 +143,7 @@ async def test_retract_and_resume_in_every_state(autojump_clock: MockClock, stat
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "drop"])
-async def test_a_last_topk_waits_with_the_rows_that_it_names(autojump_clock: MockClock, keep: bool) -> None:
+async def test_last_topk_waits_with_its_rows(autojump_clock: MockClock, keep: bool) -> None:
     async with open_rig() as rig:
         link = await rig.add_worker("w0")
         await rig.submit("r!", 100, 300)
@@ -165,7 +163,7 @@ async def test_a_last_topk_waits_with_the_rows_that_it_names(autojump_clock: Moc
         assert rig.scheduler._warm_starts.kept_bytes == 0
 
 
-async def test_verbs_are_checked_for_all_before_anything_is_done(autojump_clock: MockClock) -> None:
+async def test_commands_are_checked_before_any_takes_effect(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("a!", 100, 1_000)
@@ -185,7 +183,7 @@ async def test_verbs_are_checked_for_all_before_anything_is_done(autojump_clock:
         assert await rig.scheduler.abort(("a!", "a!"), "test") == ("a!: aborted once its memory is released",)
 
 
-async def test_an_operator_forces_hot_sizes(autojump_clock: MockClock) -> None:
+async def test_operator_forces_hot_sizes(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("a!", 100, 600)
@@ -219,7 +217,7 @@ async def test_an_operator_forces_hot_sizes(autojump_clock: MockClock) -> None:
         ({"request_id": "taken"}, WrongState, "request_id=taken: is in use"),
     ],
 )
-async def test_what_cannot_be_is_refused_at_submission(
+async def test_impossible_request_is_refused_at_submission(
     change: dict[str, int], error: type[HiSparseError], text: str
 ) -> None:
     """SGLang #23704: what the host pool cannot hold is refused, not queued for ever."""
@@ -253,14 +251,14 @@ async def test_tokens_and_sampling_are_checked() -> None:
         assert (await rig.scheduler.submit(messages.Submit(1, pack_int32([1]), sampling), "test")).request_id == "r1"
 
 
-async def test_before_the_first_worker_nothing_is_accepted() -> None:
+async def test_no_request_is_accepted_before_the_first_worker() -> None:
     async with open_rig() as rig:
         assert rig.scheduler.model() is None
         with pytest.raises(Unavailable, match="no worker has registered yet"):
             await rig.submit("r")
 
 
-async def test_the_queue_is_bounded_and_says_so() -> None:
+async def test_queue_is_bounded_and_refuses_by_name() -> None:
     """I8."""
     async with open_rig(settings=CoordinatorSettings(live_requests_max=64, queue_max=5)) as rig:
         await rig.add_worker("w0", seats=1)
@@ -290,7 +288,7 @@ async def test_ended_requests_are_forgotten_in_time(autojump_clock: MockClock) -
 # ---------------------------------------------------------------- workers
 
 
-async def test_a_worker_with_another_model_or_pool_is_refused() -> None:
+async def test_worker_with_another_model_or_pool_is_refused() -> None:
     async with open_rig() as rig:
         link = await rig.add_worker("w0")
         hello, size = link.hello, link.hello.capacity
@@ -324,7 +322,7 @@ async def test_a_worker_with_another_model_or_pool_is_refused() -> None:
 
 
 @pytest.mark.parametrize("proved", [True, False], ids=["exit proved", "silent"])
-async def test_a_pool_created_anew_has_no_rows_of_before(autojump_clock: MockClock, proved: bool) -> None:
+async def test_new_pool_has_no_rows_of_the_last(autojump_clock: MockClock, proved: bool) -> None:
     """I3, I5: what was kept in the file that is gone is prefilled again, never read from the new one."""
     async with open_rig() as rig:
         await rig.add_worker("w0", pool_id=1)
@@ -346,7 +344,7 @@ async def test_a_pool_created_anew_has_no_rows_of_before(autojump_clock: MockClo
         rig.check_nothing_leaked()
 
 
-async def test_a_new_pool_waits_until_the_accounts_of_the_last_are_closed(autojump_clock: MockClock) -> None:
+async def test_new_pool_waits_until_the_last_ledger_is_closed(autojump_clock: MockClock) -> None:
     """I1: the end of one epoch and the hello of the next may be heard in one turn."""
     async with open_rig() as rig:
         await rig.add_worker("w0", pool_id=1)
@@ -385,7 +383,7 @@ async def test_worker_loss_in_every_state(autojump_clock: MockClock, state: str,
         rig.check_nothing_leaked()
 
 
-async def test_drain_with_handover_moves_requests_through_the_shared_pool(autojump_clock: MockClock) -> None:
+async def test_drain_hands_requests_over_through_the_pool(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("r!", 100, 1_000)
@@ -404,7 +402,7 @@ async def test_drain_with_handover_moves_requests_through_the_shared_pool(autoju
         assert [line.event for line in rig.scheduler.describe("r!")[1]].count("staged") == 1, "no second prefill"
 
 
-async def test_a_drain_has_a_deadline_and_held_requests_do_not_block_it(autojump_clock: MockClock) -> None:
+async def test_drain_has_a_deadline_and_skips_held_requests(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("held!", 100, 900)
@@ -426,14 +424,14 @@ async def test_a_drain_has_a_deadline_and_held_requests_do_not_block_it(autojump
                 await rig.scheduler.stop(none, "test")
 
 
-async def test_a_worker_is_there_once_worker_up_returns() -> None:
+async def test_worker_is_registered_when_worker_up_returns() -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         (row,) = rig.scheduler.worker_rows()
         assert (row.worker, row.state, row.seats_free, row.step_us) == ("w0", "connected", 3, 2.0)
 
 
-async def test_a_worker_may_go_in_the_turn_in_which_its_last_request_ends(autojump_clock: MockClock) -> None:
+async def test_worker_may_leave_as_its_last_request_ends(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         link = await rig.add_worker("w0")
         await rig.submit("r!", 100, 50)
@@ -476,7 +474,7 @@ async def test_grants_and_durable_rows_reach_the_token_log(autojump_clock: MockC
 # ---------------------------------------------------------------- stopping
 
 
-async def test_stop_lets_running_work_finish_and_refuses_more(autojump_clock: MockClock) -> None:
+async def test_stop_finishes_running_work_and_refuses_more(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("r!", 100, 100)
@@ -492,9 +490,7 @@ async def test_stop_lets_running_work_finish_and_refuses_more(autojump_clock: Mo
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["worker releases", "worker is silent"])
-async def test_past_the_deadline_of_a_stop_everything_fails_in_bounded_time(
-    autojump_clock: MockClock, answers: bool
-) -> None:
+async def test_stop_deadline_fails_all_requests(autojump_clock: MockClock, answers: bool) -> None:
     """I5, I8."""
     async with open_rig() as rig:
         await rig.add_worker("w0")
@@ -514,7 +510,7 @@ async def test_past_the_deadline_of_a_stop_everything_fails_in_bounded_time(
 # ---------------------------------------------------------------- hostile workers
 
 
-async def test_a_worker_cannot_touch_requests_of_another(autojump_clock: MockClock) -> None:
+async def test_worker_cannot_touch_requests_of_another_worker(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("r!", 100, 300)
@@ -671,7 +667,7 @@ def fixed_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-async def test_random_schedules_end_every_request_and_leak_nothing(
+async def test_random_schedules_end_every_request_without_leaks(
     fixed_scheduling: None, autojump_clock: MockClock, seed: int
 ) -> None:
     async with open_rig(seed, host_pages=random.Random(seed).randint(14, 40), settings=SETTINGS) as rig:

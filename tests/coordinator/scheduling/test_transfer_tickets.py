@@ -104,7 +104,7 @@ def changes(heard: Effects) -> list[object]:
     return [step.change for step in heard.steps]
 
 
-def test_pages_of_both_nodes_are_reserved_in_one_plan(desk: Desk) -> None:
+def test_pages_of_both_nodes_are_reserved_at_once(desk: Desk) -> None:
     """I7. Where it is decoded with room to go on, and a seat; where it is prefilled for the prompt alone."""
     (admit,) = desk.settle()
     assert admit.transfer is not None
@@ -116,7 +116,7 @@ def test_pages_of_both_nodes_are_reserved_in_one_plan(desk: Desk) -> None:
     assert desk.ledgers["b"].budget(admit.transfer.worker.name).free.seats == 2
 
 
-def test_a_node_of_its_own_is_preferred(desk: Desk) -> None:
+def test_local_node_is_preferred(desk: Desk) -> None:
     desk.join("p2", BOTH)
     desk.entry.facts = replace(desk.entry.facts, prefill_mode=DIRECT)
     (admit,) = desk.settle()
@@ -125,7 +125,7 @@ def test_a_node_of_its_own_is_preferred(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("first", ["sent", "arrived"])
-def test_it_is_admitted_when_one_has_sent_and_the_other_taken_in_all_of_it(desk: Desk, first: str) -> None:
+def test_request_is_placed_once_its_transfer_is_complete(desk: Desk, first: str) -> None:
     ticket = begin(desk)
     pages = desk.placement_table.tickets[ticket].pages
     desk.staged()
@@ -143,7 +143,7 @@ def test_it_is_admitted_when_one_has_sent_and_the_other_taken_in_all_of_it(desk:
     assert desk.ledgers["a"].pages_free == 64
 
 
-def test_a_lost_sender_costs_no_time_and_frees_no_page(desk: Desk) -> None:
+def test_lost_sender_costs_no_time_and_frees_no_page(desk: Desk) -> None:
     """I2: the request goes to another prefill worker at once; where it was to go, pages wait for that worker's word."""
     ticket = begin(desk)
     name, held = desk.entry.worker, 64 - desk.ledgers["b"].pages_free
@@ -160,14 +160,14 @@ def test_a_lost_sender_costs_no_time_and_frees_no_page(desk: Desk) -> None:
     assert 64 - desk.ledgers["b"].pages_free == again.transfer.pages
 
 
-def test_a_proved_exit_is_told_to_whoever_may_wait_for_it(desk: Desk) -> None:
+def test_proved_exit_is_sent_to_transfer_receivers(desk: Desk) -> None:
     ticket = begin(desk)
     heard = desk.hear(desk.dispatch.worker_down(desk.workers[desk.entry.worker], proved_exit=True, died=True))
     assert [send.command for send in heard.sends] == [Exited(desk.entry.worker, 4711)]
     assert heard.sends[0].worker == desk.placement_table.tickets[ticket].worker
 
 
-def test_rows_that_a_lost_sender_reported_count_only_where_they_have_arrived(desk: Desk) -> None:
+def test_rows_of_a_lost_sender_count_only_where_they_arrived(desk: Desk) -> None:
     ticket = begin(desk)
     desk.staged()
     desk.closed(ticket)
@@ -177,7 +177,7 @@ def test_rows_that_a_lost_sender_reported_count_only_where_they_have_arrived(des
     assert (admit.take_over, admit.durable_tokens) == (ticket, PROMPT)
 
 
-def test_a_lost_taker_quarantines_what_it_may_still_let_in(desk: Desk) -> None:
+def test_lost_receiver_quarantines_pages_of_its_ticket(desk: Desk) -> None:
     ticket = begin(desk)
     pages, taker = desk.placement_table.tickets[ticket].pages, desk.placement_table.tickets[ticket].worker
     heard = desk.hear(desk.dispatch.worker_down(desk.workers[taker], proved_exit=False))
@@ -190,7 +190,7 @@ def test_a_lost_taker_quarantines_what_it_may_still_let_in(desk: Desk) -> None:
     assert desk.entry.transfers_failed == 0, "it was not the transfer's fault"
 
 
-def test_what_was_taken_for_sent_is_given_up_when_it_does_not_arrive(desk: Desk) -> None:
+def test_transfer_that_does_not_arrive_is_given_up(desk: Desk) -> None:
     ticket = begin(desk)
     desk.staged()
     desk.sent()
@@ -202,7 +202,7 @@ def test_what_was_taken_for_sent_is_given_up_when_it_does_not_arrive(desk: Desk)
 
 
 @pytest.mark.parametrize("side", ["sends", "takes in"])
-def test_transfers_that_fail_again_and_again_fail_their_request(desk: Desk, side: str) -> None:
+def test_repeated_transfer_failures_fail_the_request(desk: Desk, side: str) -> None:
     """I8. Each pause is twice as long as the one before."""
     for failed in range(TRANSFERS_FAILED_MAX):
         if failed:
@@ -224,7 +224,7 @@ def test_transfers_that_fail_again_and_again_fail_their_request(desk: Desk, side
 
 
 @pytest.mark.parametrize("moment", ["sending", "sent", "arrived"])
-def test_an_abort_at_any_moment_gives_all_pages_back_in_time(desk: Desk, moment: str) -> None:
+def test_abort_at_any_moment_frees_all_pages_in_time(desk: Desk, moment: str) -> None:
     """I2: not before the taker's word."""
     ticket = begin(desk)
     if moment != "sending":
@@ -243,7 +243,7 @@ def test_an_abort_at_any_moment_gives_all_pages_back_in_time(desk: Desk, moment:
     assert desk.placement_table.tickets == {}
 
 
-def test_a_ticket_is_closed_once(desk: Desk) -> None:
+def test_ticket_is_closed_once(desk: Desk) -> None:
     ticket = begin(desk)
     it = desk.placement_table.tickets[ticket]
     key = it.worker, it.epoch
@@ -257,7 +257,7 @@ def test_a_ticket_is_closed_once(desk: Desk) -> None:
     assert desk.dispatch.ticket_closed(*key, ticket, 0) == NOTHING
 
 
-def test_rows_that_have_arrived_in_a_pool_that_is_gone_are_not_handed_over(desk: Desk) -> None:
+def test_rows_in_a_lost_pool_are_not_handed_over(desk: Desk) -> None:
     """Seed 8272: its node is booted anew while the sender has yet to leave."""
     ticket = begin(desk)
     desk.staged()
@@ -268,7 +268,7 @@ def test_rows_that_have_arrived_in_a_pool_that_is_gone_are_not_handed_over(desk:
     assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (EntryPhase.WAITING, 0, 0)
 
 
-def test_pages_on_their_way_are_nobodys_to_demote(desk: Desk) -> None:
+def test_pages_in_transfer_are_not_demoted(desk: Desk) -> None:
     """A better-ranked request waits rather than take pages that are still written."""
     ticket = begin(desk)
     desk.staged()
@@ -289,7 +289,7 @@ def test_workers_of_other_page_sizes_are_not_paired(desk: Desk) -> None:
 # ---------------------------------------------------------------- pages
 
 
-def test_full_pages_go_while_later_ones_are_computed() -> None:
+def test_full_pages_are_sent_during_prefill() -> None:
     out = Outgoing(1, 2 * PAGE_TOKENS + 5)
     assert list(out.take_ready(PAGE_TOKENS - 1)) == []
     assert list(out.take_ready(PAGE_TOKENS)) == [0]
@@ -313,7 +313,7 @@ def test_every_page_is_sent_once_and_counted_once(tokens: int) -> None:
     assert (out.is_over, out.is_delivered) == (True, False)
 
 
-def test_what_is_taken_in_counts_as_a_whole_or_not_at_all() -> None:
+def test_received_pages_count_all_or_none() -> None:
     into = Incoming(PAGE_TOKENS + 1, [9, 5, 7])
     assert into.pages == [9, 5]
     into.arrived.add(1)
@@ -326,7 +326,7 @@ def test_what_is_taken_in_counts_as_a_whole_or_not_at_all() -> None:
     assert (into.is_over, into.durable_tokens) == (True, PAGE_TOKENS + 1)
 
 
-def test_a_prompt_that_is_kept_where_nobody_decodes_begins_anew_after_a_while(desk: Desk) -> None:
+def test_prompt_kept_without_a_decode_worker_begins_anew(desk: Desk) -> None:
     """I5. Its transfer was forgotten (a coordinator went), its rows are kept where they were prefilled."""
     ticket = desk.placement_table.tickets[begin(desk)]
     desk.staged()

@@ -48,13 +48,13 @@ def told(*path: tuple[float, State] | tuple[float, State, bool]) -> list[Waited]
     ],
     ids=["admitted", "noted again", "retracted and back", "dropped", "aborted", "held", "ended", "handed over", "lost"],
 )  # fmt: skip
-def test_waits_are_told_when_they_came_to_something(
+def test_waits_are_recorded_when_they_end(
     path: list[tuple[float, State]], expected: list[tuple[WaitFor, float]]
 ) -> None:
     assert told(*path) == expected
 
 
-def test_a_request_that_was_recovered_waits_from_then_on() -> None:
+def test_recovered_request_waits_from_its_recovery() -> None:
     assert Waits(QUEUED, False, 100.0).note(PREFILLING, False, 103.0) == (WaitFor.QUEUE, 3.0)
     assert Waits(RUNNING, False, 100.0).note(RUNNING, False, 103.0) is None
     assert Waits(RETRACTED, True, 100.0).note(READY, False, 103.0) is None
@@ -83,7 +83,7 @@ def test_first_tokens_and_those_between() -> None:
     assert arrived(times, 21.5, s0=(0, 1)) == ([1.5], [], []), "the slot is another request's"
 
 
-def test_pages_live_from_taken_to_free_whoever_holds_them() -> None:
+def test_page_lifetimes_span_all_holders() -> None:
     ledger = Ledger(10)
     ledger.add_worker("w", 1, WorkerCapacity(8, 64, 64, 64, 10, 1024, (4096,), 8, 1, ""))
     ages = PageAges(ledger, 0.0)
@@ -105,7 +105,7 @@ def test_pages_live_from_taken_to_free_whoever_holds_them() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)), max_size=20))
-def test_many_values_are_counted_as_one_by_one(values: list[tuple[float, int]]) -> None:
+def test_batched_values_count_like_single_ones(values: list[tuple[float, int]]) -> None:
     one_by_one, at_once = Buckets(TOKEN_BOUNDS_S), Buckets(TOKEN_BOUNDS_S)
     for value, times in values:
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""coordinator.tokens.token_log: each position once and in order (I5), nothing written by whoever has no right to."""
+"""coordinator.tokens.token_log: each position once and in order (I5), only the current placement writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def started(log: TokenLog, placement: int, max_tokens: int = 50, prompt: int = 1
     return request_index
 
 
-def test_reports_of_several_requests_append_each_to_its_own(log: TokenLog) -> None:
+def test_report_appends_to_each_of_its_requests(log: TokenLog) -> None:
     one, two = started(log, 1), started(log, 2)
     log.append(progress(RequestEntry(two, 2, 0, [20, 21]), RequestEntry(one, 1, 0, [10])), LINK)
     result = log.append(progress(RequestEntry(one, 1, 1, [11, 12], durable=11), RequestEntry(two, 2, 2, [])), LINK)
@@ -45,7 +45,7 @@ def test_reports_of_several_requests_append_each_to_its_own(log: TokenLog) -> No
     assert list(gathered) == [21, 10, 11, 12]
 
 
-def test_known_positions_are_dropped_and_what_is_new_behind_them_kept(log: TokenLog) -> None:
+def test_known_positions_are_dropped_and_new_ones_kept(log: TokenLog) -> None:
     request_index = started(log, 1)
     log.append(progress(RequestEntry(request_index, 1, 0, [1, 2, 3])), LINK)
     result = log.append(progress(RequestEntry(request_index, 1, 1, [99, 99, 4])), LINK)
@@ -55,7 +55,7 @@ def test_known_positions_are_dropped_and_what_is_new_behind_them_kept(log: Token
 
 
 @pytest.mark.parametrize(("placement", "link"), [(2, LINK), (1, LINK + 1), (-1, LINK)])
-def test_only_the_current_admission_over_its_own_link_may_append(log: TokenLog, placement: int, link: int) -> None:
+def test_only_the_current_placement_may_append(log: TokenLog, placement: int, link: int) -> None:
     request_index, other = started(log, 1), started(log, 5)
     empty = log.open(10)
     report = progress(
@@ -70,7 +70,7 @@ def test_only_the_current_admission_over_its_own_link_may_append(log: TokenLog, 
     assert tokens_of(log, other) == ([50] if link == LINK else [])
 
 
-def test_a_new_admission_silences_the_old_and_keeps_what_was_delivered(log: TokenLog) -> None:
+def test_new_placement_silences_the_old_and_keeps_its_tokens(log: TokenLog) -> None:
     request_index = started(log, 1)
     log.append(progress(RequestEntry(request_index, 1, 0, [1, 2], durable=11)), LINK)
     log.end_placement(request_index)
@@ -83,7 +83,7 @@ def test_a_new_admission_silences_the_old_and_keeps_what_was_delivered(log: Toke
     assert log.durable(request_index) == 11
 
 
-def test_durable_never_exceeds_the_rows_there_are_nor_falls(log: TokenLog) -> None:
+def test_durable_never_falls_or_exceeds_rows(log: TokenLog) -> None:
     request_index = started(log, 1, prompt=10)
     log.append(progress(RequestEntry(request_index, 1, 0, [1, 2], durable=1000)), LINK)
     assert log.durable(request_index) == 12
@@ -155,7 +155,7 @@ def test_each_shortage_is_reported_once_until_granted(log: TokenLog) -> None:
     assert short(53) == [request_index]
 
 
-def test_shortages_that_come_together_are_told_as_room_is_used() -> None:
+def test_simultaneous_shortages_are_spread_over_reports() -> None:
     """128 tokens ahead: one request is told per 96 tokens reported, and the rest when a quarter is left."""
     log = TokenLog(request_indices=100, arena_tokens=1 << 15)
     for placement in range(100):
@@ -173,7 +173,7 @@ def test_shortages_that_come_together_are_told_as_room_is_used() -> None:
     assert not any(told[96:]), "all are told before it is urgent"
 
 
-def test_urgent_shortages_are_all_told_at_once() -> None:
+def test_urgent_shortages_are_reported_at_once() -> None:
     log = TokenLog(request_indices=100, arena_tokens=1 << 15)
     for placement in range(100):
         started(log, placement, max_tokens=200, prompt=0, granted=32)
@@ -183,7 +183,7 @@ def test_urgent_shortages_are_all_told_at_once() -> None:
     assert sorted(log.report_short(appended, 128)) == list(range(100))
 
 
-def test_what_does_not_fit_is_refused_with_the_arithmetic(log: TokenLog) -> None:
+def test_oversized_log_is_refused_with_arithmetic(log: TokenLog) -> None:
     with pytest.raises(CapacityError, match="no room for 2000 tokens of output, 1024 of 1024 free"):
         log.open(2000)
     for _ in range(8):
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(log: TokenLog) -> None
     log.check_invariants()
 
 
-def test_a_closed_slot_cannot_be_used(log: TokenLog) -> None:
+def test_closed_request_index_cannot_be_used(log: TokenLog) -> None:
     request_index = started(log, 1)
     log.close(request_index)
     with pytest.raises(InternalError):

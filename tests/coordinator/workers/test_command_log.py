@@ -29,7 +29,7 @@ def filled(count: int) -> CommandLog:
     return log
 
 
-def test_numbers_start_at_one_and_batches_follow_each_other() -> None:
+def test_numbers_start_at_one_and_batches_are_contiguous() -> None:
     log = filled(BATCH_COMMANDS_MAX + 3)
     first, second = log.take(0.0), log.take(0.0)
     assert first is not None
@@ -39,7 +39,7 @@ def test_numbers_start_at_one_and_batches_follow_each_other() -> None:
     assert log.take(0.0) is None
 
 
-def test_a_batch_stays_below_its_bytes_but_always_carries_one_command() -> None:
+def test_batch_stays_below_its_bytes_or_has_a_single_command() -> None:
     log = CommandLog()
     for prompt_bytes in (BATCH_BYTES_MAX // 2, BATCH_BYTES_MAX // 2, 3 * BATCH_BYTES_MAX, 10):
         log.append(admit(bytes(prompt_bytes)))
@@ -56,7 +56,7 @@ def test_the_estimate_covers_the_encoding(command: Command) -> None:
     assert len(encode(Commands(1, 1, (command,)))) <= command_bytes(command)
 
 
-def test_round_trip_counts_from_the_first_sending_of_the_last_acknowledged() -> None:
+def test_round_trip_is_measured_from_first_sending() -> None:
     log = filled(2)
     log.take(10.0)
     assert log.replay_overdue(12.5, limit_s=2.0)
@@ -66,7 +66,7 @@ def test_round_trip_counts_from_the_first_sending_of_the_last_acknowledged() -> 
     assert log.acknowledge(1, 14.0) is None, "an older acknowledgement arrives late"
 
 
-def test_overdue_commands_are_sent_again_and_again() -> None:
+def test_overdue_commands_are_resent_repeatedly() -> None:
     log = filled(3)
     assert not log.replay_overdue(99.0, limit_s=2.0), "nothing was sent yet"
     log.take(0.0)
@@ -80,7 +80,7 @@ def test_overdue_commands_are_sent_again_and_again() -> None:
     assert not log.replay_overdue(99.0, limit_s=2.0)
 
 
-def test_what_could_not_be_sent_is_taken_again() -> None:
+def test_unsent_commands_are_taken_again() -> None:
     log = filled(4)
     batch = log.take(0.0)
     assert batch is not None
@@ -105,7 +105,7 @@ def test_acknowledging_the_unsent_is_refused_and_changes_nothing(number: int) ->
 
 
 @pytest.mark.parametrize("first", [-1, 0, 2, 6])
-def test_replaying_the_forgotten_or_unsent_is_refused(first: int) -> None:
+def test_replay_of_forgotten_or_unsent_commands_is_refused(first: int) -> None:
     log = filled(4)
     log.take(0.0)
     log.acknowledge(2, 0.0)
@@ -113,7 +113,7 @@ def test_replaying_the_forgotten_or_unsent_is_refused(first: int) -> None:
         log.replay(first)
 
 
-def test_a_worker_that_forgot_what_it_acknowledged_is_refused() -> None:
+def test_worker_that_forgot_acknowledged_commands_is_refused() -> None:
     log = filled(4)
     log.take(0.0)
     log.acknowledge(3, 0.0)

@@ -48,7 +48,7 @@ def test_reports_are_placed_by_number(epoch: WorkerEpoch) -> None:
     assert epoch.report_ack == 3
 
 
-def test_a_gap_is_asked_for_at_most_so_often(epoch: WorkerEpoch) -> None:
+def test_gap_request_is_rate_limited(epoch: WorkerEpoch) -> None:
     step = REPLAY_ASK_INTERVAL_S / 2
     assert [epoch.should_ask_again(now) for now in (0.0, step, 2 * step, 3 * step, 4 * step)] == [
         True,
@@ -59,7 +59,7 @@ def test_a_gap_is_asked_for_at_most_so_often(epoch: WorkerEpoch) -> None:
     ]
 
 
-def test_signs_of_life_are_the_links_and_the_executors(epoch: WorkerEpoch) -> None:
+def test_link_and_executor_have_separate_signs_of_life(epoch: WorkerEpoch) -> None:
     assert epoch.failing(5.0, 5.0) == ""
     assert epoch.failing(5.1, 5.0) == "no message for 5 s"
     for now in (1.0, 2.0, 3.0):
@@ -86,7 +86,7 @@ def test_acknowledgements_come_with_reports_and_heartbeats(epoch: WorkerEpoch) -
 
 
 @pytest.mark.parametrize("changes", [{"report_next": 2, "command_ack": 1}, {"report_next": 9, "command_ack": 9}])
-def test_a_reconnect_that_cannot_be_agreed_on_is_refused(epoch: WorkerEpoch, changes: dict[str, int]) -> None:
+def test_impossible_reconnect_is_refused(epoch: WorkerEpoch, changes: dict[str, int]) -> None:
     epoch.commands.append(Withdraw(1))
     epoch.commands.take(0.0)
     for number in (1, 2):
@@ -119,7 +119,7 @@ def test_a_reconnect_that_cannot_be_agreed_on_is_refused(epoch: WorkerEpoch, cha
         ({"worker": "w" * 129}, None, BadInput),
     ],
 )
-def test_what_a_hello_leads_to(
+def test_hello_outcomes(
     changes: dict[str, object], known: KnownWorker | None, expected: Course | type[HiSparseError]
 ) -> None:
     said = hello(**changes)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def test_what_a_hello_leads_to(
             judge(said, ME, known, INCARNATION)
 
 
-def test_without_attestation_no_process_is_the_same() -> None:
+def test_without_attestation_every_process_differs() -> None:
     with pytest.raises(Unavailable, match="another process has this name"):
         judge(hello(epoch=2), 0, KnownWorker(1, 0, is_down=False), INCARNATION)
     assert judge(hello(epoch=2), 0, KnownWorker(1, 0, is_down=True), INCARNATION) is Course.JOIN
@@ -145,7 +145,7 @@ def pieces(*data: bytes) -> list[TokenizerChunk]:
     return [TokenizerChunk(1, JSON_MODEL.tokenizer_hash, i, len(data), piece) for i, piece in enumerate(data)]
 
 
-def test_a_tokenizer_is_put_together_once() -> None:
+def test_tokenizer_is_assembled_once() -> None:
     store = TokenizerStore()
     with pytest.raises(Unavailable, match="no worker has registered"):
         store.tokenizer(None)
@@ -163,7 +163,7 @@ def test_a_tokenizer_is_put_together_once() -> None:
     assert not store.wants(JSON_MODEL)
 
 
-def test_a_worker_that_returns_starts_over() -> None:
+def test_returning_worker_starts_over() -> None:
     store = TokenizerStore()
     first, second = pieces(DATA[:50], DATA[50:])
     store.take("w0", JSON_MODEL, first)

@@ -196,7 +196,7 @@ async def refusal(worker: FakeWorker) -> Refused:
 # ------------------------------------------------------------ reports
 
 
-async def test_reports_apply_once_and_in_order_and_are_acknowledged(rig: Rig) -> None:
+async def test_reports_apply_once_in_order_and_are_acknowledged(rig: Rig) -> None:
     worker = await rig.joined()
     request_index = rig.admitted()
     assert isinstance(await worker.hear(), Commands)
@@ -212,7 +212,7 @@ async def test_reports_apply_once_and_in_order_and_are_acknowledged(rig: Rig) ->
     worker.close()
 
 
-async def test_a_gap_in_reports_is_asked_for_and_nothing_behind_it_applies(tmp_path: Path) -> None:
+async def test_report_gap_is_requested_and_later_reports_wait(tmp_path: Path) -> None:
     async with running(Rig(tmp_path, settings=PATIENT)) as rig:
         worker = await rig.joined()
         request_index = rig.admitted()
@@ -231,7 +231,7 @@ async def test_a_gap_in_reports_is_asked_for_and_nothing_behind_it_applies(tmp_p
         worker.close()
 
 
-async def test_a_worker_cannot_speak_for_anothers_request(rig: Rig) -> None:
+async def test_worker_cannot_report_for_requests_of_another_worker(rig: Rig) -> None:
     owner, other = await rig.joined("w0"), await rig.joined("w1")
     request_index = rig.admitted("w0", placement=77)
     await other.report(progress(RequestEntry(request_index, 77, 0, [6, 6, 6])))
@@ -245,7 +245,7 @@ async def test_a_worker_cannot_speak_for_anothers_request(rig: Rig) -> None:
     other.close()
 
 
-async def test_shortages_are_told_once(rig: Rig) -> None:
+async def test_shortages_are_reported_once(rig: Rig) -> None:
     worker = await rig.joined()
     request_index = rig.admitted()
     rig.log.grant(request_index, 10 + SETTINGS.grant_ahead_tokens)
@@ -258,7 +258,7 @@ async def test_shortages_are_told_once(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("broken", ["missed position", "unsent command", "unsent replay", "number 0", "flood"])
-async def test_a_worker_that_says_what_cannot_be_loses_its_epoch_and_nobody_else(rig: Rig, broken: str) -> None:
+async def test_impossible_report_costs_a_single_worker_its_epoch(rig: Rig, broken: str) -> None:
     worker, neighbour = await rig.joined("w0"), await rig.joined("w1")
     request_index, other = rig.admitted("w0", placement=1), rig.admitted("w1", placement=2)
     await worker.hear()
@@ -299,7 +299,7 @@ async def test_a_worker_that_says_what_cannot_be_loses_its_epoch_and_nobody_else
     ],
     ids=["empty", "garbage", "client's", "cut", "oversized"],
 )
-async def test_what_cannot_be_read_is_refused_and_counted(rig: Rig, frame: bytes) -> None:
+async def test_unreadable_message_is_refused_and_counted(rig: Rig, frame: bytes) -> None:
     stranger, worker = await rig.worker(), await rig.joined()
     await stranger.say(frame)
     assert (await refusal(stranger)).code == "protocol"
@@ -310,7 +310,7 @@ async def test_what_cannot_be_read_is_refused_and_counted(rig: Rig, frame: bytes
     worker.close()
 
 
-async def test_strangers_and_other_epochs_are_not_heard(rig: Rig) -> None:
+async def test_unknown_peers_and_old_epochs_are_ignored(rig: Rig) -> None:
     stranger, worker = await rig.worker(), await rig.joined()
     await stranger.report(events=[messages.Parked(1)])
     assert (await refusal(stranger)).remedy == "send WorkerHello first"
@@ -325,7 +325,7 @@ async def test_strangers_and_other_epochs_are_not_heard(rig: Rig) -> None:
 # ------------------------------------------------------------ commands
 
 
-async def test_commands_go_out_numbered_and_together(rig: Rig) -> None:
+async def test_commands_are_numbered_and_batched(rig: Rig) -> None:
     worker = await rig.joined()
     for placement in (1, 2, 3):
         rig.scheduler.ports["w0"].send(Withdraw(placement))
@@ -338,7 +338,7 @@ async def test_commands_go_out_numbered_and_together(rig: Rig) -> None:
     worker.close()
 
 
-async def test_an_overdue_acknowledgement_brings_replay_without_a_reconnect(rig: Rig) -> None:
+async def test_overdue_acknowledgement_causes_replay(rig: Rig) -> None:
     worker = await rig.joined()
     rig.scheduler.ports["w0"].send(Withdraw(1))
     first = await worker.hear()
@@ -347,7 +347,7 @@ async def test_an_overdue_acknowledgement_brings_replay_without_a_reconnect(rig:
     worker.close()
 
 
-async def test_a_worker_that_saw_a_gap_gets_the_commands_again(rig: Rig) -> None:
+async def test_worker_that_saw_a_gap_gets_a_replay(rig: Rig) -> None:
     worker = await rig.joined()
     for placement in (1, 2):
         rig.scheduler.ports["w0"].send(Withdraw(placement))
@@ -358,7 +358,7 @@ async def test_a_worker_that_saw_a_gap_gets_the_commands_again(rig: Rig) -> None
     worker.close()
 
 
-async def test_a_fresh_connection_goes_on_from_the_numbers_of_both(rig: Rig) -> None:
+async def test_reconnect_continues_both_number_sequences(rig: Rig) -> None:
     worker = await rig.joined()
     request_index = rig.admitted()
     await worker.report(progress(RequestEntry(request_index, 1, 0, [5])))
@@ -417,7 +417,7 @@ async def test_a_worker_that_never_acknowledges_counts_as_down(rig: Rig, monkeyp
         ({"incarnation_seen": INCARNATION, "command_ack": 3}, "wrong_state"),
     ],
 )
-async def test_who_may_not_join_is_told_why(rig: Rig, changes: dict[str, object], code: str) -> None:
+async def test_refused_worker_is_told_why(rig: Rig, changes: dict[str, object], code: str) -> None:
     worker = await rig.worker()
     await worker.say(hello(**changes))  # type: ignore[arg-type]
     assert (await refusal(worker)).code == code
@@ -425,8 +425,8 @@ async def test_who_may_not_join_is_told_why(rig: Rig, changes: dict[str, object]
     worker.close()
 
 
-async def test_a_hello_of_a_process_that_is_gone_is_proved_gone_at_once(rig: Rig) -> None:
-    """I2: the process is that which made the connection, and not whoever has its descriptor by the time it is read."""
+async def test_hello_of_an_exited_process_proves_its_exit(rig: Rig) -> None:
+    """I2: the process is the one that made the connection, not a later owner of its descriptor."""
     script = (
         "import sys, zmq\n"
         "context = zmq.Context()\n"
@@ -443,7 +443,7 @@ async def test_a_hello_of_a_process_that_is_gone_is_proved_gone_at_once(rig: Rig
     assert ("down", "w0", 1, True) in [told[:4] for told in rig.scheduler.told]
 
 
-async def test_the_schedulers_refusal_reaches_the_worker(rig: Rig) -> None:
+async def test_scheduler_refusal_reaches_the_worker(rig: Rig) -> None:
     rig.scheduler.refuse_with = ConfigError("serves model b, the group serves a", remedy="start it with model a")
     worker = await rig.worker()
     await worker.say(hello())
@@ -453,7 +453,7 @@ async def test_the_schedulers_refusal_reaches_the_worker(rig: Rig) -> None:
     worker.close()
 
 
-async def test_an_epoch_with_an_unknown_past_is_sent_away_to_empty_itself(rig: Rig) -> None:
+async def test_unknown_epoch_is_sent_away_to_empty_itself(rig: Rig) -> None:
     worker = await rig.worker()
     await worker.say(hello(incarnation_seen=INCARNATION - 1, report_next=7, inventory=pack_rows([InventoryRow(3)])))
     assert await worker.hear() == WorkerWelcome(PROTOCOL_VERSION, INCARNATION, 0, want_tokenizer=False)
@@ -464,7 +464,7 @@ async def test_an_epoch_with_an_unknown_past_is_sent_away_to_empty_itself(rig: R
     worker.close()
 
 
-async def test_hellos_while_one_is_being_answered_are_put_off(rig: Rig) -> None:
+async def test_hellos_during_an_answer_are_deferred(rig: Rig) -> None:
     rig.scheduler.hesitate = trio.Event()
     worker = await rig.worker()
     await worker.say(hello())
@@ -476,7 +476,7 @@ async def test_hellos_while_one_is_being_answered_are_put_off(rig: Rig) -> None:
     worker.close()
 
 
-async def test_a_new_epoch_of_the_same_process_proves_that_the_old_is_quiesced(rig: Rig) -> None:
+async def test_new_epoch_of_a_process_proves_the_old_quiesced(rig: Rig) -> None:
     worker = await rig.joined(epoch=1)
     await worker.say(hello(epoch=2))
     assert isinstance(await worker.hear(), WorkerWelcome)
@@ -504,7 +504,7 @@ def other_process(rig: Rig, epoch: int) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.process
-async def test_a_second_process_cannot_take_a_living_workers_name(tmp_path: Path) -> None:
+async def test_second_process_cannot_take_a_living_workers_name(tmp_path: Path) -> None:
     async with running(Rig(tmp_path)) as rig:
         process = await trio.to_thread.run_sync(other_process, rig, 1)
         await rig.told("up", "w0", 1)
@@ -522,7 +522,7 @@ async def test_a_second_process_cannot_take_a_living_workers_name(tmp_path: Path
 
 
 @pytest.mark.process
-async def test_silence_proves_nothing_and_the_exit_is_told_when_it_comes(tmp_path: Path) -> None:
+async def test_silence_proves_nothing_and_exit_is_reported(tmp_path: Path) -> None:
     """I2: what a silent process may still touch stays quarantined until its exit is seen."""
     async with running(Rig(tmp_path, settings=IMPATIENT)) as rig:
         process = await trio.to_thread.run_sync(other_process, rig, 1)
@@ -540,7 +540,7 @@ async def test_silence_proves_nothing_and_the_exit_is_told_when_it_comes(tmp_pat
 # ------------------------------------------------------------ signs of life
 
 
-async def test_a_link_that_speaks_over_a_hung_executor_counts_as_down(impatient: Rig) -> None:
+async def test_hung_executor_counts_as_down(impatient: Rig) -> None:
     worker = await impatient.joined()
     with trio.fail_after(5):
         while ("down", "w0", 1, False) not in impatient.scheduler.told:
@@ -549,7 +549,7 @@ async def test_a_link_that_speaks_over_a_hung_executor_counts_as_down(impatient:
     worker.close()
 
 
-async def test_a_turning_executor_keeps_its_worker_up(impatient: Rig) -> None:
+async def test_running_executor_keeps_its_worker_up(impatient: Rig) -> None:
     worker = await impatient.joined()
     for beats in range(40):
         await worker.beat(beats)
@@ -565,7 +565,7 @@ async def test_a_turning_executor_keeps_its_worker_up(impatient: Rig) -> None:
     worker.close()
 
 
-async def test_what_was_declared_down_stays_down_until_a_new_epoch(impatient: Rig) -> None:
+async def test_down_worker_stays_down_until_a_new_epoch(impatient: Rig) -> None:
     worker = await impatient.joined()
     await impatient.told("down", "w0", 1, False)
     await worker.say(hello(epoch=1))
@@ -577,7 +577,7 @@ async def test_what_was_declared_down_stays_down_until_a_new_epoch(impatient: Ri
     worker.close()
 
 
-async def test_a_worker_that_says_it_leaves_is_given_nothing_more(rig: Rig) -> None:
+async def test_leaving_worker_is_given_nothing(rig: Rig) -> None:
     worker = await rig.joined()
     beat = messages.Heartbeat(1, 0, 1, 10, 250.0, leaving=True)
     await worker.say(beat)
@@ -589,7 +589,7 @@ async def test_a_worker_that_says_it_leaves_is_given_nothing_more(rig: Rig) -> N
     worker.close()
 
 
-async def test_names_are_bounded_and_the_dead_make_room(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_names_are_bounded_and_dead_ones_are_evicted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "WORKERS_MAX", 2)
     workers = [await rig.joined("w0"), await rig.joined("w1")]
     third = await rig.worker()

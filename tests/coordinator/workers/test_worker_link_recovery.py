@@ -53,7 +53,7 @@ async def start(rig: Rig, nursery: trio.Nursery) -> None:
     await trio.lowlevel.checkpoint()
 
 
-async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> None:
+async def test_journalled_epoch_continues_its_numbers(rig: Rig) -> None:
     port = expected(rig)
     request_index = rig.log.open(100)
     rig.log.begin_placement(request_index, 3, 10, 1 << 20)
@@ -74,7 +74,7 @@ async def test_an_epoch_from_the_journal_goes_on_from_its_numbers(rig: Rig) -> N
         nursery.cancel_scope.cancel()
 
 
-async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None:
+async def test_hello_that_claims_a_foreign_request_binds_nothing(rig: Rig) -> None:
     expected(rig)
     request_index = rig.log.open(100)
     rig.log.begin_placement(request_index, 4, 10, 1 << 20)
@@ -97,7 +97,7 @@ async def test_a_hello_that_claims_anothers_slot_binds_nothing(rig: Rig) -> None
         nursery.cancel_scope.cancel()
 
 
-async def test_an_inventory_that_cannot_be_ends_the_epoch(rig: Rig) -> None:
+async def test_impossible_inventory_ends_the_epoch(rig: Rig) -> None:
     expected(rig)
     rig.scheduler.refuse_with = WrongState("holds more than it was given")
     async with trio.open_nursery() as nursery:
@@ -115,7 +115,7 @@ async def test_an_inventory_that_cannot_be_ends_the_epoch(rig: Rig) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_process_that_ended_while_nobody_looked_is_proved_gone(rig: Rig) -> None:
+async def test_process_that_ended_unwatched_is_proved_gone(rig: Rig) -> None:
     child = idle_process()
     mark = process_of(child.pid)
     child.kill()
@@ -128,8 +128,8 @@ async def test_a_process_that_ended_while_nobody_looked_is_proved_gone(rig: Rig)
         nursery.cancel_scope.cancel()
 
 
-async def test_an_id_that_another_process_has_now_proves_the_one_before_gone(rig: Rig) -> None:
-    """After a boot the worker's id may be anybody's: here it is this very process's."""
+async def test_reused_process_id_proves_the_earlier_process_gone(rig: Rig) -> None:
+    """After a boot another process may have the worker's process id: here, this very process."""
     expected(rig, started=process_of(os.getpid()).started + 1)
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
@@ -137,7 +137,7 @@ async def test_an_id_that_another_process_has_now_proves_the_one_before_gone(rig
         nursery.cancel_scope.cancel()
 
 
-async def test_the_exit_of_a_lost_epoch_is_still_waited_for(rig: Rig) -> None:
+async def test_exit_of_a_lost_epoch_is_still_awaited(rig: Rig) -> None:
     """I2: its pages are in quarantine; it is not asked back."""
     child = idle_process()
     expected(rig, process=child.pid, is_live=False)
@@ -154,7 +154,7 @@ async def test_the_exit_of_a_lost_epoch_is_still_waited_for(rig: Rig) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_who_does_not_come_back_is_down_like_any_silent_worker(tmp_path: Path) -> None:
+async def test_worker_that_does_not_return_is_down(tmp_path: Path) -> None:
     rig = Rig(tmp_path, settings=IMPATIENT)
     expected(rig)
     async with trio.open_nursery() as nursery:
@@ -169,7 +169,7 @@ async def test_who_does_not_come_back_is_down_like_any_silent_worker(tmp_path: P
 
 
 async def test_reports_are_acknowledged_when_they_are_durable(tmp_path: Path) -> None:
-    """Deliver, or acknowledge, before commit and a crash loses what nobody will say again."""
+    """Delivered or acknowledged before its commit, a report would be lost in a crash: it is not sent again."""
     store = FakeStore()
     store.error = "disk full"
     rig = Rig(tmp_path, journal=lambda log: GroupCommit(store, JournalState(), log, on_tokens=lambda: None))

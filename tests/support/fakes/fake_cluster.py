@@ -281,7 +281,7 @@ class FakeCluster:
         return self.tell(entry.request_index, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
 
     def _check_order(self, plan: list[decisions.Decision]) -> None:
-        """Strict order: nobody was admitted to a worker for which a better-ranked request still waits."""
+        """Strict order: no request was placed on a worker for which a better-ranked request still waits."""
         waiting = [self.dispatch.placement_table.by_rank[rank] for rank in self.dispatch.placement_table.waiting]
         for decision in plan:
             if isinstance(decision, decisions.AdmitDecision):

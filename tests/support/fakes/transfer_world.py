@@ -3,8 +3,8 @@
 Messages are lost, doubled and reordered; checksums are taken late; processes die with writes under way. Where senders
 write, writes land at any moment, and again until the engine says that they have ended, unless their endpoint is
 destroyed; failed ones land all the same. Where the receiver fetches, it copies when it takes the checksum, from a dead
-sender whatever is there by then. Every page has an owner, and what lands in a page of somebody else is the defect
-looked for.
+sender whatever is there by then. Every page has an owner, and what lands in a foreign page is the defect looked
+for.
 """
 
 from __future__ import annotations

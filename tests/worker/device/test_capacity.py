@@ -60,12 +60,12 @@ def index_share(sizing: Sizing, geometry: Geometry) -> float:
     return index / (index + sizing.capacity.hot_chunks * geometry.chunk_bytes)
 
 
-def test_without_a_target_index_pages_take_half() -> None:
+def test_index_pages_take_half_without_a_target() -> None:
     assert index_share(sized(), deepseek()) == pytest.approx(0.5, abs=0.001)
 
 
 @pytest.mark.parametrize(("context", "percent"), [(32_768, 61), (131_072, 86)])
-def test_the_share_follows_from_rows_and_length(context: int, percent: int) -> None:
+def test_index_share_follows_rows_and_length(context: int, percent: int) -> None:
     """The percentages that worker/device/sizing.py names."""
     assert round(100 * index_share(sized(context_target_tokens=context), deepseek())) == percent
 
@@ -81,14 +81,14 @@ def test_index_pages_and_hot_chunks_run_out_together(context: int, kind: str) ->
     assert capacity.index_pages // pages == capacity.hot_chunks // chunks > 0
 
 
-def test_a_target_lets_more_requests_in_than_halves() -> None:
+def test_target_admits_more_requests_than_halves() -> None:
     pages = pages_for(131_072 + 1)
     aimed, halves = sized(context_target_tokens=131_072).capacity, sized().capacity
     assert aimed.index_pages // pages > 1.5 * (halves.index_pages // pages)
 
 
 @pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 64, 64)), (0, (126, 10, 83))])
-def test_a_worker_says_at_start_how_many_requests_it_holds(target: int, counts: tuple[int, int, int]) -> None:
+def test_worker_logs_its_request_capacity_at_start(target: int, counts: tuple[int, int, int]) -> None:
     """Of the length aimed at, or of the longest."""
     text = "\n".join(sized(context_target_tokens=target, slab_tokens=32_768).report())
     host, index, chunks = counts
@@ -113,7 +113,7 @@ def test_a_target_beyond_the_context_is_refused() -> None:
     kind=st.sampled_from(["fp8", "bfloat16"]),
 )
 @settings(max_examples=25, deadline=None)
-def test_workers_of_the_printed_settings_hold_the_batch_and_no_more(
+def test_printed_settings_hold_exactly_the_batch(
     context: int, workers: int, device_gb: int, host_gb: int, kind: str
 ) -> None:
     """A real ledger of the node takes the whole batch at its longest on each worker, and, seats aside, not one more on
@@ -137,7 +137,7 @@ def test_workers_of_the_printed_settings_hold_the_batch_and_no_more(
     assert all(short) or found.recommended.by_host * workers < found.requests_by_host, "hosts' pages share out evenly"
 
 
-def test_the_largest_hot_buffer_that_costs_no_place_is_chosen() -> None:
+def test_largest_hot_buffer_without_lost_seats_is_chosen() -> None:
     scarce = planned(131_072, workers=8, host_mem="500GB")
     assert scarce.recommended.batch == scarce.requests_by_host // 8 == 9
     assert scarce.recommended.hot_slots == 32_768
@@ -147,7 +147,7 @@ def test_the_largest_hot_buffer_that_costs_no_place_is_chosen() -> None:
     assert [choice.batch for choice in plenty.choices] == sorted((c.batch for c in plenty.choices), reverse=True)
 
 
-def test_a_worker_that_only_decodes_spends_no_memory_on_prompts() -> None:
+def test_decode_only_worker_spends_no_memory_on_prompts() -> None:
     """Its slab is one page, whatever `slab_tokens` the prefill workers are given with the same settings."""
     capacity = sized(role="decode", slab_tokens=131_072).capacity
     assert capacity.slab_pages == 1
@@ -157,7 +157,7 @@ def test_a_worker_that_only_decodes_spends_no_memory_on_prompts() -> None:
     assert both.prompt_max_tokens == 131_072
 
 
-def test_hot_buffers_too_large_for_even_one_request_are_left_out() -> None:
+def test_oversized_hot_buffers_are_left_out() -> None:
     small = planned(131_072, role="decode", device_mem="2.5GB")
     assert [choice.hot_slots for choice in small.choices] == [4096, 8192, 16_384]
     assert min(choice.batch for choice in small.choices) == 1
@@ -168,7 +168,7 @@ def test_larger_classes_than_the_context_are_left_out() -> None:
     assert [choice.hot_slots for choice in planned(2_000).choices] == [0]
 
 
-def test_a_length_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
+def test_oversized_length_is_refused_with_arithmetic() -> None:
     with pytest.raises(CapacityError, match="needs 2049 host pages, pool has 1625") as caught:
         planned(131_072, host_mem="5GB")
     assert caught.value.field == "context"
@@ -195,7 +195,7 @@ def test_dimensions_are_those_of_the_published_model(config_json: Path) -> None:
     assert read_dimensions(config_json.parent).index_topk == 2048
 
 
-def test_layers_that_share_a_selection_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
+def test_shared_selection_layers_are_read_as_in_the_library(tmp_path: Path) -> None:
     """The file may leave the pattern to the library, which makes index groups of it."""
     from transformers import GlmMoeDsaConfig
 
@@ -237,7 +237,7 @@ def size(config_json: Path, *args: str) -> str:
 ISSUED = ("--host-mem", "1TB", "--gpu-mem", "30GB", "--context", "131072")
 
 
-def test_it_prints_one_object(config_json: Path) -> None:
+def test_capacity_prints_a_single_object(config_json: Path) -> None:
     found = json.loads(size(config_json, *ISSUED, "--workers", "8", "--kv-dtype", "fp8", "--json"))
     assert found["host_bytes_per_token"] == LAYERS * (FP8_ROW + FP8_KEY) == 48_068
     assert found["requests_by_host"] == parse_size("1TB", "") // (64 * 48_068) // 2049 == 158
@@ -246,14 +246,14 @@ def test_it_prints_one_object(config_json: Path) -> None:
     assert found["settings"]["seats"] == 19
 
 
-def test_printed_settings_start_such_a_worker(config_json: Path) -> None:
+def test_printed_settings_start_a_worker(config_json: Path) -> None:
     text = size(config_json, *ISSUED, "--kv-dtype", "fp8")
     table = tomllib.loads(text[text.index("[worker]") :])
     settings = build(table, {}, {"worker.device": "cuda"}, HostFacts("h", 1, 1)).worker
     assert size_worker(settings, deepseek(), info()).capacity.seats == settings.seats == 19
 
 
-def test_it_needs_no_torch(config_json: Path) -> None:
+def test_capacity_needs_no_torch(config_json: Path) -> None:
     code = (
         "import sys; from hisparse.cli import main\n"
         f"main(['size', '--config', {str(config_json)!r}, *{ISSUED!r}], standalone_mode=False)\n"
@@ -263,7 +263,7 @@ def test_it_needs_no_torch(config_json: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_worked_example_is_what_the_command_prints(config_json: Path) -> None:
+def test_worked_example_is_the_command_output(config_json: Path) -> None:
     """docs/operations.md shows it word for word."""
     guide = (ROOT / "docs" / "operations.md").read_text()
     command, _, rest = guide.split("$ hisparse size --config config.json ")[1].partition("\n")
@@ -272,7 +272,7 @@ def test_the_worked_example_is_what_the_command_prints(config_json: Path) -> Non
     assert [line.rstrip() for line in printed.splitlines()] == shown.rstrip("\n").splitlines()
 
 
-def test_the_example_is_told_in_the_figures_of_the_command(config_json: Path) -> None:
+def test_worked_example_text_uses_the_command_figures(config_json: Path) -> None:
     guide = (ROOT / "docs" / "operations.md").read_text()
     found = json.loads(size(config_json, *ISSUED, "--workers", "8", "--kv-dtype", "fp8", "--json"))
     small, larger = found["choices"][:2]

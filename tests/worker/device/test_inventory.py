@@ -44,7 +44,7 @@ def said(inventory: Inventory, before: dict[int, tuple[int, int, int, int | None
 
 @pytest.mark.parametrize("backend", ["inline", "simulated"])
 @pytest.mark.parametrize("seed", range(2))
-def test_an_inventory_is_what_was_given_and_what_is_free_is_the_rest(seed: int, backend: str) -> None:
+def test_inventory_lists_grants_and_the_rest_is_free(seed: int, backend: str) -> None:
     """I1, I2."""
     rng, rig = random.Random(seed), Rig(make_streams(backend, seed))
     coordinator, capacity = rig.coordinator, rig.sizing.capacity

@@ -121,7 +121,7 @@ async def test_reports_are_paced_and_coalesce(autojump_clock: MockClock) -> None
         assert unpack_int32(second.progress.tokens, "tokens").tolist() == [1, 2, 3, 4, 5]
 
 
-async def test_dirt_from_another_thread_wakes_the_link() -> None:
+async def test_dirty_flag_from_another_thread_wakes_the_link() -> None:
     async with bench() as it:
         dealer = await it.welcome()
         writer = threading.Thread(target=lambda: it.outbox.add_event(Started(1)))
@@ -131,7 +131,7 @@ async def test_dirt_from_another_thread_wakes_the_link() -> None:
         writer.join()
 
 
-async def test_a_lost_connection_is_replaced_and_unacknowledged_reports_follow(autojump_clock: MockClock) -> None:
+async def test_lost_connection_is_replaced_and_reports_are_resent(autojump_clock: MockClock) -> None:
     async with bench() as it:
         dealer = await it.welcome()
         it.outbox.add_event(Started(1))
@@ -150,9 +150,7 @@ async def test_a_lost_connection_is_replaced_and_unacknowledged_reports_follow(a
 @pytest.mark.parametrize(
     "refusal", [NotAllowed("the key may not use this endpoint"), ConfigError("the key is open to others")]
 )
-async def test_a_refused_key_ends_a_worker_that_nobody_has_welcomed(
-    autojump_clock: MockClock, refusal: HiSparseError
-) -> None:
+async def test_refused_key_ends_a_worker_never_welcomed(autojump_clock: MockClock, refusal: HiSparseError) -> None:
     async with bench() as it:
         it.listener.refusal = refusal
         await it.done.wait()
@@ -160,7 +158,7 @@ async def test_a_refused_key_ends_a_worker_that_nobody_has_welcomed(
         assert it.listener.attempts == 1
 
 
-async def test_a_key_refused_later_is_tried_again_while_the_executor_decodes_on(autojump_clock: MockClock) -> None:
+async def test_key_refused_later_is_retried_while_decoding(autojump_clock: MockClock) -> None:
     async with bench() as it:
         dealer = await it.welcome()
         it.outbox.add_event(Started(1))
@@ -174,7 +172,7 @@ async def test_a_key_refused_later_is_tried_again_while_the_executor_decodes_on(
         assert await report_of(again) == lost
 
 
-async def test_a_socket_that_takes_nothing_ends_the_connection(autojump_clock: MockClock) -> None:
+async def test_blocked_socket_ends_the_connection(autojump_clock: MockClock) -> None:
     """I8: the wait for a full socket is bounded, and the next connection goes on where this one was."""
     async with bench() as it:
         dealer = await it.welcome()
@@ -185,7 +183,7 @@ async def test_a_socket_that_takes_nothing_ends_the_connection(autojump_clock: M
         assert it.counters.drops["blocked"] == 1
 
 
-async def test_replies_that_the_socket_does_not_take_are_bounded(
+async def test_replies_to_a_blocked_socket_are_bounded(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I8."""
@@ -201,7 +199,7 @@ async def test_replies_that_the_socket_does_not_take_are_bounded(
         assert it.counters.drops["blocked"] == 1
 
 
-async def test_unreadable_messages_are_counted_and_harm_nobody(autojump_clock: MockClock) -> None:
+async def test_unreadable_messages_are_counted_without_harm(autojump_clock: MockClock) -> None:
     async with bench() as it:
         dealer = await it.welcome()
         for frame in (b"", b"\xc1", encode(ADMIT), encode(Stop(1.0))):
@@ -271,7 +269,7 @@ async def test_stopping_withdraws_waits_and_flushes(autojump_clock: MockClock) -
         assert it.result is True
 
 
-async def test_a_stop_command_lets_running_work_end_first(autojump_clock: MockClock) -> None:
+async def test_stop_command_finishes_running_work(autojump_clock: MockClock) -> None:
     async with bench() as it:
         dealer = await it.welcome()
         dealer.say(Commands(1, 1, (ADMIT, Stop(60.0))))
@@ -284,7 +282,7 @@ async def test_a_stop_command_lets_running_work_end_first(autojump_clock: MockCl
         assert it.result is True
 
 
-async def test_a_stop_deadline_withdraws_and_a_hung_executor_is_left_behind(autojump_clock: MockClock) -> None:
+async def test_stop_deadline_withdraws_and_leaves_a_hung_executor(autojump_clock: MockClock) -> None:
     """I8: stopping is bounded even when nothing is released."""
     async with bench() as it:
         dealer = await it.welcome()
@@ -305,7 +303,7 @@ async def test_stopping_does_not_need_a_coordinator(autojump_clock: MockClock) -
         assert it.result is True
 
 
-async def test_over_real_sockets(tmp_path: Path) -> None:
+async def test_link_over_real_sockets(tmp_path: Path) -> None:
     """Hello, command, report and reconnect after the router is gone and back, over ipc."""
     endpoint = f"ipc://{tmp_path}/run/worker.sock"
     it = Bench()

@@ -98,7 +98,7 @@ def applied(actions: list[Action]) -> list[Command]:
     return [action.command for action in actions if isinstance(action, Apply)]
 
 
-def test_hello_says_who_we_are_and_where_we_stand() -> None:
+def test_hello_identifies_worker_and_position() -> None:
     state = welcomed(incarnation=3)
     state.received(Commands(3, 1, (admit(5, [1, 2]), admit(6))), 0.0)
     state.outbox.add_event(Started(5))
@@ -129,7 +129,7 @@ def test_commands_apply_once_and_in_order() -> None:
     assert state.counters.duplicate_commands == 3
 
 
-def test_a_gap_is_asked_for_and_not_too_often() -> None:
+def test_command_gap_request_is_rate_limited() -> None:
     state = welcomed()
     gap = Commands(1, 3, (admit(3),))
     assert state.received(gap, 1.0) == [Send(ReplayCommands(10, 1))]
@@ -138,7 +138,7 @@ def test_a_gap_is_asked_for_and_not_too_often() -> None:
     assert (state.command_ack, state.counters.command_gaps) == (0, 3)
 
 
-def test_commands_before_the_welcome_or_of_another_incarnation_do_nothing() -> None:
+def test_foreign_and_unwelcomed_commands_do_nothing() -> None:
     """I4: a lower incarnation is refused."""
     state = make()
     state.connected(0.0)
@@ -164,7 +164,7 @@ def test_incarnations_begin_at_one() -> None:
     state.check_invariants()
 
 
-def test_a_higher_incarnation_empties_the_worker_before_a_new_epoch() -> None:
+def test_higher_incarnation_empties_the_worker_first() -> None:
     """I2: the new epoch's empty hello is said only after every admission was released."""
     state = welcomed(incarnation=1)
     state.received(Commands(1, 1, (admit(1), admit(2))), 0.0)
@@ -196,7 +196,7 @@ def test_a_blank_epoch_adopts_a_higher_incarnation() -> None:
     assert (state.phase, state.incarnation, state.outbox.epoch) == (LinkPhase.WELCOMED, 5, 10)
 
 
-def test_a_coordinator_that_forgot_this_epoch_gets_a_new_one() -> None:
+def test_forgotten_epoch_is_replaced_by_a_new_one() -> None:
     state = welcomed()
     state.received(Commands(1, 1, (admit(1),)), 0.0)
     state.reports(0.0)
@@ -209,7 +209,7 @@ def test_a_coordinator_that_forgot_this_epoch_gets_a_new_one() -> None:
     assert state.outbox.epoch == 11
 
 
-def test_reconnect_sends_unacknowledged_reports_again() -> None:
+def test_reconnect_resends_unacknowledged_reports() -> None:
     state = welcomed()
     for placement in range(3):
         state.outbox.add_event(Started(placement))
@@ -231,7 +231,7 @@ def test_overdue_reports_are_sent_again() -> None:
     assert state.tick(REPORT_ACK_LIMIT_S + 0.2) == []
 
 
-def test_only_a_window_that_opens_lets_waiting_progress_go() -> None:
+def test_waiting_progress_leaves_only_when_a_window_opens() -> None:
     """An acknowledgement that answered at once would send reports as fast as the network turns."""
     state = welcomed()
     for number in range(1, REPORTS_UNACKED_MAX + 2):
@@ -246,7 +246,7 @@ def test_only_a_window_that_opens_lets_waiting_progress_go() -> None:
     assert state.received(ReportAck(1, 6), 0.0) == []
 
 
-def test_an_epoch_that_was_declared_down_is_emptied_and_followed_by_another() -> None:
+def test_epoch_declared_down_is_emptied_and_replaced() -> None:
     """I2: what the coordinator has given up on is released before the worker shows its face again."""
     state = welcomed()
     state.received(Commands(1, 1, (admit(1),)), 0.0)
@@ -289,7 +289,7 @@ def test_an_unanswered_hello_is_given_up() -> None:
     assert action.reason == "no_welcome"
 
 
-def test_refusals_are_final_unless_they_pass() -> None:
+def test_refusals_are_final_unless_transient() -> None:
     state = make()
     state.connected(0.0)
     (action,) = state.received(Refused("config", "model f differs from the group's g", "start with --model g"), 0.0)
@@ -301,7 +301,7 @@ def test_refusals_are_final_unless_they_pass() -> None:
         assert isinstance(action, Drop)
 
 
-def test_a_connection_that_the_coordinator_does_not_know_is_made_anew() -> None:
+def test_unknown_connection_is_reopened() -> None:
     hello_is_wrong, connection_is_wrong = make(), welcomed()
     hello_is_wrong.connected(0.0)
     (action,) = hello_is_wrong.received(Refused("protocol", "another version"), 0.0)
@@ -310,7 +310,7 @@ def test_a_connection_that_the_coordinator_does_not_know_is_made_anew() -> None:
     assert isinstance(action, Drop)
 
 
-def test_another_protocol_is_final() -> None:
+def test_foreign_protocol_version_is_final() -> None:
     state = make()
     state.connected(0.0)
     (action,) = state.received(WorkerWelcome(PROTOCOL_VERSION + 1, 1, 0, want_tokenizer=False), 0.0)
@@ -333,7 +333,7 @@ def test_tokenizer_and_stop_are_passed_on() -> None:
     assert StopAsked(3.0) in state.received(Commands(1, 1, (Stop(3.0),)), 0.0)
 
 
-def test_stopping_says_so_and_withdraws_what_is_held_and_what_still_comes() -> None:
+def test_stopping_withdraws_held_and_later_requests() -> None:
     state = welcomed()
     state.received(Commands(1, 1, (admit(1),)), 0.0)
     beat, *withdrawals = state.stop(WorkerCounters())
@@ -363,7 +363,7 @@ def test_swap_totals_are_repeated_to_a_coordinator_that_adopts() -> None:
     assert report.events == (Counters(5, 2, 99, b"", b"", b""),)
 
 
-def test_heartbeats_carry_the_executor_and_need_a_welcome() -> None:
+def test_heartbeats_carry_executor_state_after_welcome() -> None:
     counters = WorkerCounters(beats=4, steps=9)
     assert make().heartbeat(counters) == []
     (action,) = welcomed().heartbeat(counters)
@@ -373,7 +373,7 @@ def test_heartbeats_carry_the_executor_and_need_a_welcome() -> None:
     assert (beat.executor_beats, beat.steps, beat.epoch, beat.leaving) == (4, 9, 10, False)
 
 
-def test_connecting_twice_is_our_own_fault() -> None:
+def test_connecting_twice_is_an_internal_error() -> None:
     state = make()
     state.connected(0.0)
     with pytest.raises(InternalError, match="twice"):
@@ -395,7 +395,7 @@ COORDINATOR_SEEDS: tuple[Message, ...] = (
 @pytest.mark.fuzz
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(hostile_frames(COORDINATOR_SEEDS), st.booleans())
-def test_hostile_bytes_raise_nothing_and_break_no_invariant(frames: list[bytes], was_welcomed: bool) -> None:
+def test_hostile_bytes_raise_nothing_and_keep_invariants(frames: list[bytes], was_welcomed: bool) -> None:
     """I4: whatever arrives, commands are counted as they are applied."""
     state = welcomed() if was_welcomed else make()
     if not was_welcomed:

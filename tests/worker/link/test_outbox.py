@@ -76,7 +76,7 @@ def test_tokens_that_do_not_continue_are_refused() -> None:
         outbox.add_tokens(0, 1, 7, [9], 0)
 
 
-def test_durable_never_falls_and_does_not_move_the_start() -> None:
+def test_durable_never_falls_or_moves_the_start() -> None:
     outbox = Outbox(epoch=1)
     outbox.set_durable(0, 1, 70)
     outbox.set_durable(0, 1, 60)
@@ -84,7 +84,7 @@ def test_durable_never_falls_and_does_not_move_the_start() -> None:
     assert entries(taken(outbox)) == {1: (0, 12, [9], 70)}
 
 
-def test_an_acknowledged_command_alone_is_news_once() -> None:
+def test_lone_command_acknowledgement_is_reported_once() -> None:
     outbox = Outbox(epoch=1)
     assert outbox.take(0, 0.0) is None
     report = taken(outbox, command_ack=5)
@@ -92,7 +92,7 @@ def test_an_acknowledged_command_alone_is_news_once() -> None:
     assert outbox.take(5, 0.0) is None
 
 
-def test_in_flight_is_bounded_and_dirt_coalesces_meanwhile() -> None:
+def test_in_flight_reports_are_bounded_and_coalesce() -> None:
     """I8: a coordinator that does not acknowledge costs REPORTS_UNACKED_MAX reports and no more."""
     outbox = Outbox(epoch=1)
     for position in range(REPORTS_UNACKED_MAX):
@@ -119,7 +119,7 @@ def test_ack_is_cumulative_and_refuses_the_unsent() -> None:
         outbox.ack(4)
 
 
-def test_replay_returns_the_same_bytes_and_refuses_what_is_gone() -> None:
+def test_replay_returns_the_same_bytes_or_refuses() -> None:
     outbox = Outbox(epoch=1)
     sent = []
     for position in range(4):
@@ -133,7 +133,7 @@ def test_replay_returns_the_same_bytes_and_refuses_what_is_gone() -> None:
             outbox.replay(first)
 
 
-def test_overdue_names_the_oldest_and_touch_renews_it() -> None:
+def test_overdue_names_the_oldest_report_and_touch_renews_it() -> None:
     outbox = Outbox(epoch=1)
     outbox.add_event(Started(1))
     taken(outbox, now=10.0)
@@ -147,7 +147,7 @@ def counters(totals: tuple[int, int, int], **columns: list[int]) -> Counters:
     return Counters(*totals, **{name: pack_int64(values) for name, values in columns.items()})
 
 
-def test_counts_coalesce_and_come_before_the_release_of_their_request() -> None:
+def test_counts_coalesce_and_precede_their_release() -> None:
     outbox = Outbox(epoch=1)
     outbox.count_swaps({1: (5, 1), 2: (8, 0)}, (13, 1, 100))
     outbox.count_swaps({1: (6, 2)}, (14, 2, 200))
@@ -170,7 +170,7 @@ def test_on_dirty_is_called_once_until_a_report_is_taken() -> None:
     assert len(calls) == 2
 
 
-def test_a_large_backlog_is_cut_and_events_wait_for_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_backlog_is_split_and_events_follow_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "REPORT_TOKENS_MAX", 10)
     outbox = Outbox(epoch=1)
     outbox.add_tokens(0, 1, 0, list(range(7)), 3)
@@ -184,7 +184,7 @@ def test_a_large_backlog_is_cut_and_events_wait_for_their_tokens(monkeypatch: py
     assert outbox.take(0, 0.0) is None
 
 
-def test_pending_events_have_a_bound_that_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_events_are_bounded_by_a_named_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """I8."""
     monkeypatch.setattr(outbox_module, "EVENTS_PENDING_MAX", 2)
     outbox = Outbox(epoch=1)
@@ -220,7 +220,7 @@ def test_inventory_follows_progress_until_released() -> None:
     assert (outbox.epoch, outbox.next_number, outbox.take(0, 0.0), outbox.held()) == (2, 1, None, [])
 
 
-def test_the_inventory_has_what_was_given_and_how_far_acknowledged_reports_told() -> None:
+def test_inventory_has_grants_and_acknowledged_progress() -> None:
     outbox = Outbox(epoch=1)
     outbox.hold(admit(1))
     outbox.give(Grant(1, bytes(12), 3, 3))
@@ -244,7 +244,7 @@ def test_the_inventory_has_what_was_given_and_how_far_acknowledged_reports_told(
     assert not rows(outbox)[0].is_parked
 
 
-def test_a_release_stays_in_the_inventory_until_it_is_acknowledged() -> None:
+def test_release_stays_in_the_inventory_until_acknowledged() -> None:
     outbox = Outbox(epoch=1)
     outbox.hold(admit(1, durable=100))
     outbox.add_event(Released(1, 100))

@@ -33,7 +33,7 @@ def test_tokens_are_published_once_and_in_order() -> None:
 
 
 @pytest.mark.parametrize(("generated", "pushed"), [("", "abcdefghijk"), ("abcd", "efghijk")])
-def test_the_last_allowed_token_ends_it(generated: str, pushed: str) -> None:
+def test_last_allowed_token_ends_the_output(generated: str, pushed: str) -> None:
     out = output(generated)
     assert push(out, pushed) == "abcdefghij"[len(generated) :]
     assert (out.reason, out.generated_tokens) == ("length", 10)
@@ -50,7 +50,7 @@ def test_an_end_token_is_part_of_the_output() -> None:
     assert not ignoring.finished
 
 
-def test_what_may_begin_a_stop_string_is_held_and_released_when_it_does_not() -> None:
+def test_possible_stop_string_is_held_until_decided() -> None:
     out = output(stop=("xyz",), max_tokens=20)
     assert push(out, "abxy") == "ab"
     assert push(out, "w") == "xyw"
@@ -58,13 +58,13 @@ def test_what_may_begin_a_stop_string_is_held_and_released_when_it_does_not() ->
     assert (out.reason, out.generated_tokens, out.tail_text) == ("stop", 8 - 2, "")
 
 
-def test_an_end_releases_what_was_held() -> None:
+def test_end_releases_held_text() -> None:
     out = output(stop=("xyz",), max_tokens=4)
     assert push(out, "abxy") == "abxy"
     assert (out.reason, out.generated_tokens) == ("length", 4)
 
 
-def test_earlier_tokens_are_never_published_again_and_count_for_stops() -> None:
+def test_earlier_tokens_count_for_stops_but_are_not_repeated() -> None:
     out = output("abxy", stop=("xyz",))
     assert out.take_publishable() == (4, [])
     assert push(out, "z") == ""
@@ -72,7 +72,7 @@ def test_earlier_tokens_are_never_published_again_and_count_for_stops() -> None:
 
 
 @pytest.mark.parametrize("generated", ["abcdefghij", "ab"])
-def test_an_output_may_be_complete_from_the_start(generated: str) -> None:
+def test_output_may_be_complete_from_the_start(generated: str) -> None:
     out = output(generated, max_tokens=len(generated))
     assert out.finished
     assert out.reason == "length"

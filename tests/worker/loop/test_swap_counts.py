@@ -67,7 +67,7 @@ def test_a_grown_buffer_evicts_later(forgotten: list[int], monkeypatch: pytest.M
     assert min(forgotten) > max(before)
 
 
-def test_what_a_warm_start_loads_takes_room(forgotten: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_start_rows_take_room(forgotten: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no miss, and what makes way for it later is an eviction."""
     monkeypatch.setattr("worker.loop.executor.COUNTERS_INTERVAL_S", 0.0)
     rig = Rig()
@@ -84,7 +84,7 @@ def test_what_a_warm_start_loads_takes_room(forgotten: list[int], monkeypatch: p
     assert min(forgotten) > max(before)
 
 
-def test_one_step_in_so_many_is_timed_layer_by_layer() -> None:
+def test_sampled_steps_are_timed_layer_by_layer() -> None:
     """And stands for the others; what is copied for a layer that shares a selection is timed on its own."""
     rig = Rig()
     counters = rig.executor.counters
@@ -113,7 +113,7 @@ def test_copies_are_timed_by_purpose() -> None:
     assert (sum(counters.load_s.counts), counters.load_s.total > 0) == (1, True)
 
 
-def test_another_request_in_the_same_seat_starts_at_nothing() -> None:
+def test_next_request_of_a_seat_starts_at_zero() -> None:
     totals = SwapTotals((0, 1), row_bytes=10)
     counts = SwapCounts(totals, seats=2, tail_slots=4)
     managed = HotBufferChange(HotBuffer(64, (1, 2)), (), SetUp.MANAGED)

@@ -123,7 +123,7 @@ def selected(rig: Rig) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("groups", [SHARED, SEPARATE])
-def test_a_first_step_misses_what_has_changed_and_nothing_else(groups: tuple[int, ...]) -> None:
+def test_first_step_misses_only_changed_rows(groups: tuple[int, ...]) -> None:
     """Cold, every row that it selects; with those very rows, none; with some others instead, as many."""
     workers = Workers(groups)
     life = workers.prefill()
@@ -139,7 +139,7 @@ def test_a_first_step_misses_what_has_changed_and_nothing_else(groups: tuple[int
         assert warm.executor.counters.warm_starts == {"warm": 1}
 
 
-def test_a_prefill_worker_says_what_its_prompts_last_token_selected() -> None:
+def test_prefill_worker_reports_the_last_selection() -> None:
     """And its successor needs that much less; what was loaded ahead counts as preload, not as misses."""
     workers = Workers()
     life = workers.prefill()
@@ -154,11 +154,11 @@ def test_a_prefill_worker_says_what_its_prompts_last_token_selected() -> None:
 
 
 @pytest.mark.parametrize("prompt", [TOPK, TOPK + 1])
-def test_a_prompt_that_any_hot_buffer_holds_needs_no_hint(prompt: int) -> None:
+def test_prompt_that_fits_any_hot_buffer_needs_no_hint(prompt: int) -> None:
     assert bool(Workers().prefill(prompt).warm_start) == (prompt > TOPK)
 
 
-def test_what_a_retracted_request_selected_last_is_hot_when_it_comes_back() -> None:
+def test_last_selection_of_a_retracted_request_returns_hot() -> None:
     rig = Rig()
     life = rig.coordinator.create(1, PROMPT, 20, seed=1)
     assert rig.coordinator.admit(life, 64)
@@ -180,7 +180,7 @@ def test_what_a_retracted_request_selected_last_is_hot_when_it_comes_back() -> N
 
 
 @pytest.mark.parametrize("leaving", ["abort", "drop"])
-def test_who_keeps_no_rows_keeps_no_hint(leaving: str) -> None:
+def test_request_without_kept_rows_keeps_no_hint(leaving: str) -> None:
     rig = Rig()
     life = rig.coordinator.create(1, PROMPT, 20)
     assert rig.coordinator.admit(life, 64)
@@ -194,7 +194,7 @@ def test_who_keeps_no_rows_keeps_no_hint(leaving: str) -> None:
     rig.check_end()
 
 
-def test_beyond_the_buffers_prompts_start_cold_and_each_is_given_back() -> None:
+def test_prompts_beyond_the_buffers_start_cold() -> None:
     workers = Workers()
     taken = [workers.first.executor._seats._warm_starts.take() for _ in range(BUFFERS)]
     assert workers.first.executor._seats._warm_starts.take() is None
@@ -228,7 +228,7 @@ def hints(rng: random.Random) -> dict[str, bytes]:
     }
 
 
-def test_tokens_are_the_same_with_any_hint() -> None:
+def test_tokens_do_not_depend_on_the_hint() -> None:
     workers = Workers()
     life = workers.prefill()
     for name, hint in hints(random.Random(1)).items():
@@ -237,14 +237,14 @@ def test_tokens_are_the_same_with_any_hint() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_tokens_are_the_same_in_any_order_that_the_fences_allow(seed: int) -> None:
+def test_tokens_do_not_depend_on_fence_order(seed: int) -> None:
     workers = Workers((SHARED, SEPARATE)[seed % 2], lambda number: make_streams("simulated", 2 * seed + number))
     life = workers.prefill()
     for hint in (life.warm_start, hints(random.Random(seed))["warm random positions"]):
         assert workers.decode(life, hint).executor.counters.warm_starts["warm"] == 1
 
 
-def test_an_abort_while_it_loads_leaves_nothing() -> None:
+def test_abort_during_a_load_leaves_nothing() -> None:
     for seed in range(8):
         workers = Workers(make=lambda number, seed=seed: make_streams("simulated", seed + number))  # type: ignore[misc]
         life = workers.prefill()
@@ -269,7 +269,7 @@ def beside_another(make: Callable[[int], object]) -> Rig:
     return rig
 
 
-def test_two_warm_starts_side_by_side() -> None:
+def test_concurrent_warm_starts() -> None:
     for seed in range(4):
         rig = beside_another(lambda number, seed=seed: make_streams("simulated", seed + number))  # type: ignore[misc]
         assert not rig.wrong()
@@ -277,7 +277,7 @@ def test_two_warm_starts_side_by_side() -> None:
 
 
 @pytest.mark.mutation
-def test_a_join_before_the_rows_are_there_is_noticed() -> None:
+def test_join_before_rows_arrive_is_caught() -> None:
     """Without waiting for `preloaded`; in plain order the mutant passes."""
 
     def run(seed: int, order: str) -> list[int]:
@@ -289,7 +289,7 @@ def test_a_join_before_the_rows_are_there_is_noticed() -> None:
 
 
 @pytest.mark.mutation
-def test_rows_of_another_seat_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_seat_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots of the wrong request are said to hold the tokens, or those of the right one get another's rows."""
     load_topk = Swap.load_topk
 
@@ -306,7 +306,7 @@ def test_rows_of_another_seat_are_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.mutation
-def test_rows_that_come_after_the_admission_are_noticed() -> None:
+def test_rows_that_come_after_the_placement_are_caught() -> None:
     """I3: a request is admitted when every page has arrived, since nothing is loaded twice."""
     workers = Workers()
     life = workers.prefill()
@@ -343,7 +343,7 @@ def test_held_tokens_are_found_in_their_slots() -> None:
     assert not rig.state.tripwires.any()
 
 
-def test_what_is_not_granted_or_of_another_size_changes_nothing() -> None:
+def test_ungranted_or_unfit_hint_changes_nothing() -> None:
     rig, _ = held_rig()
     before = [table.clone() for table in (rig.state.slot_token, rig.state.stamp, rig.state.slot_of)]
     one = torch.tensor([0])
@@ -385,7 +385,7 @@ def test_sets_survive_packing_and_the_message_codec(sets: list[set[int]], rng: r
 
 
 @given(st.binary(max_size=40))
-def test_whatever_comes_is_refused_or_distinct_positions_of_the_context(data: bytes) -> None:
+def test_any_hint_is_refused_or_distinct_positions(data: bytes) -> None:
     try:
         parts = unpack(data, geometry(2, 5), 100)
     except BadInput:
@@ -395,7 +395,7 @@ def test_whatever_comes_is_refused_or_distinct_positions_of_the_context(data: by
         assert all(0 <= position < 100 for position in part)
 
 
-def test_a_report_carries_so_many_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hints_per_report_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """I8."""
     monkeypatch.setattr(outbox, "REPORT_TOPK_BYTES_MAX", 100)
     box = Outbox(1)
@@ -407,7 +407,7 @@ def test_a_report_carries_so_many_of_them(monkeypatch: pytest.MonkeyPatch) -> No
     assert sizes == [2, 2]
 
 
-def test_what_is_kept_with_waiting_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hints_of_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """I8: past the bound what comes is not kept, and its request starts cold."""
     monkeypatch.setattr(warm_start, "KEPT_BYTES_MAX", 100)
     kept = WarmStarts()
@@ -420,7 +420,7 @@ def test_what_is_kept_with_waiting_requests_is_bounded(monkeypatch: pytest.Monke
     assert (kept.take(1), kept.take(1), kept.kept_bytes) == (b"bc", b"", 0)
 
 
-def test_one_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_hint_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = TopkBuffers(geometry(2, 4), torch.device("cpu"))
     place = buffers.take()
     assert place is not None
@@ -433,7 +433,7 @@ def test_one_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["expanded", "gathered"])
-def test_a_prompts_last_topk_is_what_a_step_of_its_last_token_selects(tmp_path: Path, gathered: bool) -> None:
+def test_prompt_topk_equals_a_step_of_its_last_token(tmp_path: Path, gathered: bool) -> None:
     write_tiny_checkpoint(tmp_path, index_topk=32)
     seen: dict[int, set[int]] = {}
     runner = TransformersRunner.load(tmp_path)

@@ -28,7 +28,7 @@ def group(path: Path, **files: str) -> None:
         (path / name.replace("__", ".")).write_text(f"{text}\n")
 
 
-def test_the_tightest_group_above_us_decides_not_meminfo(proc: Path, tmp_path: Path) -> None:
+def test_tightest_cgroup_limits_memory(proc: Path, tmp_path: Path) -> None:
     """MemTotal may be small and grow: a limit beyond it is believed."""
     (proc / "self" / "cgroup").write_text("0::/job/task\n")
     root = tmp_path / "cgroup"
@@ -39,7 +39,7 @@ def test_the_tightest_group_above_us_decides_not_meminfo(proc: Path, tmp_path: P
     assert str(root / "job") in room.arithmetic
 
 
-def test_the_first_version_of_cgroups_is_read_too(proc: Path, tmp_path: Path) -> None:
+def test_cgroup_v1_is_read(proc: Path, tmp_path: Path) -> None:
     (proc / "self" / "cgroup").write_text("4:memory:/box\n3:cpu:/box\n0::/\n")
     group(
         tmp_path / "cgroup" / "memory" / "box",
@@ -53,7 +53,7 @@ def test_the_first_version_of_cgroups_is_read_too(proc: Path, tmp_path: Path) ->
     assert memory_room(proc, tmp_path / "cgroup").free_bytes == 500_000
 
 
-def test_without_a_limit_meminfo_advises(proc: Path, tmp_path: Path) -> None:
+def test_meminfo_advises_without_a_limit(proc: Path, tmp_path: Path) -> None:
     (proc / "self" / "cgroup").write_text("0::/\n")
     room = memory_room(proc, tmp_path / "none")
     assert (room.free_bytes, room.firm) == (4096 << 10, False)
@@ -66,7 +66,7 @@ def test_auto_leaves_a_quarter_and_fits_the_file_system() -> None:
 
 
 @pytest.mark.parametrize("firm_is_memory", [True, False])
-def test_what_cannot_fit_is_refused_with_the_arithmetic(firm_is_memory: bool) -> None:
+def test_oversized_pool_is_refused_with_arithmetic(firm_is_memory: bool) -> None:
     tight = Room(1 << 30, "the limit of /job is 3072 MiB, 2048 MiB of it in use", firm=True)
     rooms = (tight, PLENTY) if firm_is_memory else (PLENTY, tight)
     settings = WorkerSettings(host_mem="2GiB")
@@ -75,7 +75,7 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(firm_is_memory: bool) ->
     assert resolve_host_mem(settings, *rooms, have_bytes=1 << 30) == 2 << 30  # it is there already, by half
 
 
-def test_an_explicit_figure_beyond_what_meminfo_says_is_obeyed_with_a_warning(
+def test_explicit_size_beyond_meminfo_only_warns(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("hisparse"), "propagate", True)

@@ -25,7 +25,7 @@ def open_pool(path: Path, geometry: Geometry = GEOMETRY, pages: int = PAGES, mod
     return MappedPool.open(path, geometry, pages, model)
 
 
-def test_the_first_creates_and_the_second_sees_its_bytes(tmp_path: Path) -> None:
+def test_first_process_creates_and_second_sees_its_bytes(tmp_path: Path) -> None:
     """SGLang #23153: one pool per node, whoever comes."""
     path = pool_path(str(tmp_path / "new"), "node-a")
     first, second = open_pool(path), open_pool(path)
@@ -36,7 +36,7 @@ def test_the_first_creates_and_the_second_sees_its_bytes(tmp_path: Path) -> None
     assert not first.pages[4].any()
 
 
-def test_the_file_is_private_and_holds_exactly_the_pages(tmp_path: Path) -> None:
+def test_pool_file_is_private_and_holds_exactly_the_pages(tmp_path: Path) -> None:
     path = pool_path(str(tmp_path), "n")
     open_pool(path).close()
     status = path.stat()

@@ -23,7 +23,7 @@ def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> lo
     return logging.getLogger("test.progress")
 
 
-def test_lines_come_at_most_once_an_interval_and_a_last_one_with_the_rate(
+def test_progress_lines_are_rate_limited_and_end_with_the_rate(
     log: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -37,7 +37,7 @@ def test_lines_come_at_most_once_an_interval_and_a_last_one_with_the_rate(
     assert seen[-1] == {"bytes": 4 << 30, "seconds": 16.0, "gb_per_s": 0.27}
 
 
-def test_a_terminal_gets_a_bar_and_no_lines_between(
+def test_terminal_gets_a_bar_without_lines(
     log: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = FakeTerminal()

@@ -50,7 +50,7 @@ def test_a_format_is_known_by_its_bytes(kind: str, latent: int, rope: int) -> No
     assert index_key_format_of(index_key_format(kind, 64).row_bytes, 64) == index_key_format(kind, 64)
 
 
-def test_the_bytes_of_fp8_lie_where_the_table_says() -> None:
+def test_fp8_bytes_match_the_table() -> None:
     values = torch.zeros(1, 576)
     values[0, 128], values[0, 200], values[0, 512] = 448.0, -2.0, 3.0
     (row,) = kv_row_format("fp8", 512, 64).encode(values)
@@ -63,7 +63,7 @@ def test_the_bytes_of_fp8_lie_where_the_table_says() -> None:
 
 @given(st.integers(0, 2**32), st.sampled_from([(512, 64), (64, 16), (128, 0)]), st.floats(-30, 30))
 @settings(max_examples=40, deadline=None)
-def test_fp8_is_as_near_as_it_says(seed: int, shape: tuple[int, int], magnitude: float) -> None:
+def test_fp8_error_is_within_its_bound(seed: int, shape: tuple[int, int], magnitude: float) -> None:
     latent, rope = shape
     form = kv_row_format("fp8", latent, rope)
     values = torch.randn(5, latent + rope, generator=torch.Generator().manual_seed(seed)) * 2.0**magnitude
@@ -76,7 +76,7 @@ def test_fp8_is_as_near_as_it_says(seed: int, shape: tuple[int, int], magnitude:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_encoded_alone_and_nan_stays(kind: str) -> None:
+def test_row_is_encoded_alone_and_keeps_nan(kind: str) -> None:
     form, values = kv_row_format(kind, 128, 4), torch.randn(6, 132)
     values[2, 7] = float("nan")
     rows = form.encode(values)
@@ -95,7 +95,7 @@ def test_plain_formats_carry_their_own_dtype_unchanged(kind: str) -> None:
     assert torch.equal(form.decode(form.encode(values), values.dtype), values)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unfit_dimensions_are_refused() -> None:
     for latent, rope in ((192, 64), (62, 2), (64, 3)):
         with pytest.raises(ConfigError, match=r"worker\.kv_dtype"):
             kv_row_format("fp8", latent, rope)
@@ -128,7 +128,7 @@ def test_attention_is_that_of_the_definition(kind: str, dtype: torch.dtype, late
     torch.testing.assert_close(run(case).double(), case.expected(1), rtol=bound, atol=bound)
 
 
-def test_nothing_held_gives_zeros_whatever_lies_in_memory() -> None:
+def test_empty_row_list_gives_zeros() -> None:
     case = Case("float32", torch.float32)
     assert case.state.rows[1].view(torch.float32).isnan().any()
     assert torch.equal(run(case)[-1], torch.zeros_like(case.out[-1]))
@@ -136,20 +136,20 @@ def test_nothing_held_gives_zeros_whatever_lies_in_memory() -> None:
 
 @given(st.integers(0, 2**32), st.sampled_from(KINDS))
 @settings(max_examples=20, deadline=None)
-def test_where_a_row_lies_does_not_show(seed: int, kind: str) -> None:
+def test_result_does_not_depend_on_row_places(seed: int, kind: str) -> None:
     case = Case(kind, torch.float32, seed=seed)
     before = run(case).clone()
     case.relocate(seed)
     assert torch.equal(run(case), before)
 
 
-def test_splits_fill_a_card_and_depend_on_shapes_alone() -> None:
+def test_splits_fill_a_card_and_depend_only_on_shapes() -> None:
     """132 multiprocessors, 32 blocks of rows: one program each, never a second round for a remainder."""
     assert [splits_of(programs, 32, 132) for programs in (2, 32, 66, 128, 132, 1024)] == [32, 4, 2, 1, 1, 1]
     assert splits_of(1, 1, 132) == 1
 
 
-def test_hoppers_own_kernel_is_for_what_it_is_written_for() -> None:
+def test_hopper_kernel_is_chosen_for_its_shapes_only() -> None:
     """Many blocks of heads, 512 + 64 values, bfloat16 products, compute capability 9.0."""
 
     def is_chosen(latent: int = 512, batch: int = 64, heads: int = 128, wide: bool = False, major: int = 9) -> bool:
@@ -193,7 +193,7 @@ class FakeKernel:
         return held.get(cluster, 7)
 
 
-def test_cuts_are_those_that_were_the_fastest_on_an_h200() -> None:
+def test_split_choices_match_the_fastest_on_an_h200() -> None:
     """128 heads over 2,048 entries; blocks of heads in pairs where rows are decoded."""
     kernel: Any = FakeKernel()
     batches = (8, 16, 20, 32, 64, 108)

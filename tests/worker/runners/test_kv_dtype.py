@@ -47,7 +47,7 @@ def run(runner: TransformersRunner, hot_slots: int) -> tuple[Rig, Tensor]:
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
-def test_hot_sizes_give_the_same_bits(checkpoint: Path, kv_dtype: str) -> None:
+def test_hot_sizes_change_no_bit(checkpoint: Path, kv_dtype: str) -> None:
     runner = runner_of(checkpoint, kv_dtype)
     _, expected = run(runner, 0)
     for hot_slots in (32, 96):
@@ -105,7 +105,7 @@ def slab_rows(rig: Rig) -> Tensor:
     return rig.runner._layers.rows.decode(torch.stack(rows))  # type: ignore[attr-defined]
 
 
-def test_what_does_not_fit_is_refused_at_start() -> None:
+def test_unfit_settings_are_refused_at_start() -> None:
     config = tiny_config("glm-5", TOPK, 1_024)
     config.index_head_dim = 48
     with pytest.raises(ConfigError, match=r"worker\.kv_dtype.*index_head_dim 48"):

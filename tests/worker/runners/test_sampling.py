@@ -72,7 +72,7 @@ def test_top_p_keeps_the_shortest_sufficient_run() -> None:
     assert set(three.tolist()) == {1, 3, 4}
 
 
-def test_rounding_never_draws_past_what_is_kept() -> None:
+def test_rounding_never_draws_past_the_kept_run() -> None:
     """A uniform share of 1, which only rounding can reach, still gives a token of the kept run."""
     logits, ones = torch.tensor([[0.0, 2.0, 1.0, -5.0]]), torch.ones(1)
     assert _draw(logits, ones, ones, ones.double()).item() == 3
@@ -85,7 +85,7 @@ def test_a_tiny_top_p_or_temperature_is_greedy() -> None:
     assert set(draw(logits, temperature=1e-6, seeds=positions, positions=positions).tolist()) == {1}
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 5.0], [2.0, 2.0, 2.0, 2.0]])
     zero = torch.zeros(2)
     assert sample(logits, zero, zero + 1, zero.long(), zero.long()).tolist() == [1, 0]
@@ -105,7 +105,7 @@ def test_a_draw_does_not_depend_on_its_neighbours(seed: int, position: int, plac
     assert sample(rows, temperature, top_p, seeds, positions)[place] == alone[0]
 
 
-def test_other_seeds_and_positions_draw_other_numbers() -> None:
+def test_seed_and_position_change_the_draw() -> None:
     grid = torch.cartesian_prod(torch.arange(200), torch.arange(200))
     numbers = uniform(grid[:, 0], grid[:, 1])
     assert len(numbers.unique()) == len(grid)

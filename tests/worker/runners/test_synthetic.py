@@ -40,7 +40,7 @@ def test_dimensions_are_those_of_the_families() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_decode_and_a_generator_may_stand_in_for_the_indexer(family: str) -> None:
+def test_synthetic_models_decode_with_a_replaced_indexer(family: str) -> None:
     """after_index_topk sees the indexer's selection of each group and replaces it before swap-in."""
     prompt, seen = list(range(90)), []
 

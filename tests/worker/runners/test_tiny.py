@@ -13,7 +13,7 @@ from worker.runners.tiny import FAMILIES, PRINTABLE, write_tiny_checkpoint
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_seed_is_one_checkpoint(tmp_path: Path, family: str) -> None:
+def test_seed_determines_the_checkpoint(tmp_path: Path, family: str) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         write_tiny_checkpoint(tmp_path / name, family, seed=seed, index_topk=64, context_max_tokens=2_048)
     prints = [fingerprint(tmp_path / name) for name in "abc"]

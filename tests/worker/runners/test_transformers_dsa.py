@@ -132,7 +132,7 @@ def test_greedy_tokens_are_those_of_generate(checkpoints: dict[str, Path], famil
 
 
 @pytest.mark.process
-def test_the_oracle_sees_nothing_of_ours() -> None:
+def test_oracle_imports_no_product_code() -> None:
     probe = (
         "import runpy, sys; runpy.run_path(sys.argv[1]); "
         "print([name for name in sys.modules if name.split('.')[0] in ('coordinator', 'worker', 'kernels', 'metrics')])"
@@ -145,7 +145,7 @@ def test_the_oracle_sees_nothing_of_ours() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prefill_rows_are_the_librarys(checkpoints: dict[str, Path], family: str) -> None:
+def test_prefill_rows_match_the_library(checkpoints: dict[str, Path], family: str) -> None:
     """Chunked prefill into the slab: rows and index keys of the library's cache, but for the last bits."""
     from transformers import DynamicCache
 
@@ -171,7 +171,7 @@ def test_prefill_rows_are_the_librarys(checkpoints: dict[str, Path], family: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decode_logits_are_the_librarys_for_any_shape(family: str) -> None:
+def test_decode_logits_match_the_library_for_any_shape(family: str) -> None:
     """Heads, groups, biases and yarn all matter to a random model; all tokens selected, only rounding may differ."""
     model, runner = odd_model(family, 512)
     prompt, rig = prompt_of(200), Rig(runner, seats=1, context_tokens=300)
@@ -182,7 +182,7 @@ def test_decode_logits_are_the_librarys_for_any_shape(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_random_indexer_selects_what_the_librarys_does(family: str) -> None:
+def test_random_indexer_selects_as_the_library(family: str) -> None:
     """Decode with a top-k of 32 in 300: a wrong selection in any layer would show in nearly every step."""
     model, runner = odd_model(family, 32)
     prompt, rig = prompt_of(300), Rig(runner, seats=1, context_tokens=400)
@@ -210,7 +210,7 @@ def test_logits_do_not_depend_on_the_hot_buffer(checkpoints: dict[str, Path], fa
     assert rates[1] < rates[2] < rates[3] < rates[4] < 1.0
 
 
-def test_a_corrupted_host_row_is_seen(checkpoints: dict[str, Path]) -> None:
+def test_corrupted_host_row_is_seen(checkpoints: dict[str, Path]) -> None:
     """What makes the tests above mean something: decoding reads the host rows that it selects."""
     runner, prompt = runner_of(checkpoints["deepseek-v3.2/32"]), prompt_of(600)
     rig = Rig(runner, seats=1, context_tokens=700)
@@ -226,7 +226,7 @@ def test_a_corrupted_host_row_is_seen(checkpoints: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_does_not_depend_on_its_company(checkpoints: dict[str, Path], family: str) -> None:
+def test_row_does_not_depend_on_its_batch(checkpoints: dict[str, Path], family: str) -> None:
     """Requests of mixed lengths, modes and temperatures: alone, and in batches of changing company and order."""
     runner, tokens = runner_of(checkpoints[f"{family}/32"]), 24
     requests = [(300, 0, 0.0), (520, 64, 0.7), (130, 32, 1.3), (700, 96, 0.0)]
@@ -273,7 +273,7 @@ def test_sampled_tokens_are_those_of_seed_and_position(checkpoints: dict[str, Pa
             (token,), (logits,) = rig.decode([1], rows=BATCH_ROWS)
 
 
-def test_rows_that_are_not_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependent_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths that leave rows in the scalar tail of a vector loop: without surplus rows, a row's place shows."""
     model, runner = odd_model("glm-5", 32)
     assert layers.row_multiple(model.config) == 16
@@ -286,7 +286,7 @@ def test_rows_that_are_not_apart_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("threads", "helps"), [(1, "none"), (2, "threads"), (2, "seats"), (2, "none")])
-def test_remedy_of_rows_not_apart_was_tried(threads: int, helps: str) -> None:
+def test_remedy_of_dependent_rows_works(threads: int, helps: str) -> None:
     """One thread is no remedy where there is one already, nor where it was tried in vain."""
 
     def apart(rows: int) -> bool:
@@ -304,7 +304,7 @@ def test_remedy_of_rows_not_apart_was_tried(threads: int, helps: str) -> None:
     assert not_apart(found).remedy == ", or ".join([*found, "run without it"])
 
 
-def test_rows_apart_tells_neighbours_from_their_absence() -> None:
+def test_row_independence_check_compares_with_and_without() -> None:
     rows = functools.partial(torch.randn, 3, 8)
     assert rows_apart(torch.square, rows)
     assert not rows_apart(lambda batch: batch + batch.sum(0) * 1e-6, rows)
@@ -315,7 +315,7 @@ def test_rows_apart_tells_neighbours_from_their_absence() -> None:
 
 
 @pytest.mark.sim
-def test_any_order_that_fences_allow_gives_the_same_logits(checkpoints: dict[str, Path]) -> None:
+def test_logits_do_not_depend_on_fence_order(checkpoints: dict[str, Path]) -> None:
     expected, *others = (shared_layer_logits(checkpoints, seed) for seed in (-1, 0, 1, 2))
     assert all(torch.equal(logits, expected) for logits in others)
 
@@ -369,7 +369,7 @@ def test_bfloat16_runs(checkpoints: dict[str, Path]) -> None:
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_what_cannot_be_served_is_refused(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+def test_unsupported_checkpoint_is_refused(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
     def refused(config: dict[str, Any], match: str, weights: bool = True) -> None:
         path = tmp_path / match.replace(" ", "-")
         path.mkdir()

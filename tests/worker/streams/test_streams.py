@@ -68,7 +68,7 @@ def copies_before_the_write(seed: int, order: str, omit: tuple[str, ...]) -> boo
 
 
 @pytest.mark.mutation
-def test_an_omitted_fence_passes_in_plain_order_and_fails_under_seeds() -> None:
+def test_omitted_fence_passes_in_order_and_fails_under_seeds() -> None:
     assert not copies_before_the_write(0, "plain", ("row_written",))
     assert any(copies_before_the_write(seed, "seeded", ("row_written",)) for seed in SEEDS)
     assert not any(copies_before_the_write(seed, "seeded", ()) for seed in SEEDS)
@@ -90,7 +90,7 @@ def test_streams_lag_far_behind_each_other() -> None:
     assert firsts == {"backup", "swap"}
 
 
-def test_one_seed_is_one_order() -> None:
+def test_seed_determines_the_order() -> None:
     def trace(seed: int) -> list[str]:
         streams = simulated(seed)
         ran: list[str] = []
@@ -127,7 +127,7 @@ def test_only_declared_edges_are_allowed(name: str) -> None:
         assert spec.consumers <= {*STREAM_NAMES, HOST}
 
 
-def test_a_wait_that_nothing_can_end_names_the_cycle() -> None:
+def test_endless_wait_names_the_cycle() -> None:
     streams = simulated()
     foreign = simulated().compute.record("row_written")
     streams.backup.wait(foreign)
@@ -158,7 +158,7 @@ def test_the_queue_is_bounded() -> None:
     assert len(streams.stage.queue) <= QUEUED_MAX
 
 
-def test_a_crash_drops_what_is_queued() -> None:
+def test_crash_drops_queued_operations() -> None:
     ran: list[str] = []
     streams = simulated(seed=2)
     streams.backup.launch("copy", partial(ran.append, "copy"))
@@ -212,7 +212,7 @@ class SlowFence(Fence):
         raise AssertionError("a task must not block")
 
 
-async def test_a_task_waits_for_a_fence_while_others_run(autojump_clock: trio.testing.MockClock) -> None:
+async def test_task_waits_for_a_fence_while_other_tasks_run(autojump_clock: trio.testing.MockClock) -> None:
     turns = 0
 
     async def count() -> None:
@@ -229,7 +229,7 @@ async def test_a_task_waits_for_a_fence_while_others_run(autojump_clock: trio.te
     assert turns >= 9
 
 
-async def test_a_fence_that_never_comes_is_given_up_by_name(autojump_clock: trio.testing.MockClock) -> None:
+async def test_fence_timeout_names_the_fence(autojump_clock: trio.testing.MockClock) -> None:
     """I8, and a cancelled wait leaves at once."""
     with pytest.raises(FenceError, match="staged#7 of stage was not complete after 2 s"):
         await wait_for_fence(SlowFence(float("inf")), limit_s=2.0)

@@ -27,7 +27,7 @@ GEOMETRIES = st.builds(
 
 
 @given(geometry=GEOMETRIES, group_bytes=st.integers(0, 1 << 21))
-def test_groups_are_one_range_each_and_cover_the_page(geometry: Geometry, group_bytes: int) -> None:
+def test_groups_are_a_range_each_and_cover_the_page(geometry: Geometry, group_bytes: int) -> None:
     """Rows of a group's layers lie within its range, index keys in the last one's; I8: a bounded number."""
     groups = LayerGroups.of(geometry, group_bytes)
     assert 1 <= groups.count <= min(PARTS_MAX, geometry.layers)
@@ -46,7 +46,7 @@ def test_groups_are_one_range_each_and_cover_the_page(geometry: Geometry, group_
 
 
 @pytest.mark.parametrize(("geometry", "count", "share"), [(BF16, 5, 0.21), (FP8, 2, 0.51)])
-def test_a_mebibyte_each_leaves_an_equal_share_to_the_last_group(geometry: Geometry, count: int, share: float) -> None:
+def test_groups_of_a_mebibyte_leave_an_equal_last_share(geometry: Geometry, count: int, share: float) -> None:
     groups = LayerGroups.of(geometry, 1 << 20)
     assert groups.count == count
     assert max(stop - start for start, stop in pairwise((0, *groups.byte_ends))) <= share * geometry.page_bytes
@@ -64,9 +64,7 @@ def test_small_pages_travel_whole(group_bytes: int) -> None:
     parts=st.integers(1, 4),
     order=st.randoms(use_true_random=False),
 )
-def test_each_part_of_each_page_goes_once_and_none_before_its_rows(
-    tokens: int, chunk: int, parts: int, order: object
-) -> None:
+def test_each_part_is_sent_once_after_its_rows(tokens: int, chunk: int, parts: int, order: object) -> None:
     """Whichever part is staged first: what one waits for is its own rows."""
     out = Outgoing(1, tokens, parts)
     staged = [0] * parts

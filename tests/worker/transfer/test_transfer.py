@@ -84,7 +84,7 @@ def has_all(pages: int) -> Callable[[list[object]], bool]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("parts", [[], [0.25, 0.5, 1.0]], ids=["whole pages", "layer groups"])
-def test_pages_arrive_where_they_were_reserved_and_nowhere_else(
+def test_pages_arrive_exactly_where_reserved(
     parts: list[float], receiver: PageReceiver, pool: PoolMemory, tmp_path: Path
 ) -> None:
     """Destinations in any order; the sender sends the last page first."""
@@ -103,7 +103,7 @@ def test_pages_arrive_where_they_were_reserved_and_nowhere_else(
 
 
 @pytest.mark.process
-def test_one_page_travels(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
+def test_single_page_is_transferred(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
     """A prompt of one token, or of exactly one page: the unit is the page."""
     receiver.open(1, [9])
     with peer_process(tmp_path, **order(receiver, 1)):
@@ -152,7 +152,7 @@ def test_a_page_with_a_flipped_byte_is_sent_again(
 
 
 @pytest.mark.process
-def test_a_page_that_never_fits_fails_its_ticket(
+def test_page_that_never_verifies_fails_its_ticket(
     receiver: PageReceiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip_a_byte(monkeypatch, 1_000)
@@ -168,14 +168,14 @@ def test_a_page_that_never_fits_fails_its_ticket(
 
 
 @pytest.mark.process
-def test_a_ticket_that_nobody_began_is_revoked_at_once(receiver: PageReceiver) -> None:
+def test_unused_ticket_is_revoked_at_once(receiver: PageReceiver) -> None:
     receiver.open(1, [1, 2])
     receiver.revoke(1, "the client left")
     assert wait_for(receiver.poll, bool) == [Revoked(1, "the client left")]
 
 
 @pytest.mark.process
-def test_a_sender_that_answers_frees_the_pages_itself(receiver: PageReceiver, tmp_path: Path) -> None:
+def test_answering_sender_frees_the_pages(receiver: PageReceiver, tmp_path: Path) -> None:
     """Long before it would be shut out; and it says why its ticket failed."""
     receiver.open(1, list(range(6)))
     with peer_process(tmp_path, **order(receiver, 6, withheld=1)) as sender:
@@ -187,7 +187,7 @@ def test_a_sender_that_answers_frees_the_pages_itself(receiver: PageReceiver, tm
 
 
 @pytest.mark.process
-def test_a_stopped_sender_holds_no_page_up(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
+def test_stopped_sender_holds_no_page(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
     """I2, SGLang #24578: nothing of it can land late, since it never writes."""
     receiver.open(1, [1])
     with peer_process(tmp_path, **order(receiver, 1, fault="halt")) as sender:
@@ -201,7 +201,7 @@ def test_a_stopped_sender_holds_no_page_up(receiver: PageReceiver, pool: PoolMem
 
 
 @pytest.mark.process
-def test_a_killed_sender_holds_no_page_up(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
+def test_killed_sender_holds_no_page(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
     """And its next life, under the same name, is served."""
     receiver.open(1, [1])
     with peer_process(tmp_path, **order(receiver, 1, fault="halt")) as sender:
@@ -216,9 +216,7 @@ def test_a_killed_sender_holds_no_page_up(receiver: PageReceiver, pool: PoolMemo
 
 
 @pytest.mark.process
-def test_pages_that_lack_a_part_when_their_sender_dies_have_not_arrived(
-    receiver: PageReceiver, pool: PoolMemory, tmp_path: Path
-) -> None:
+def test_partial_pages_of_a_dead_sender_do_not_count(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
     """All other parts were verified; the pages are free for whoever comes next, and none of them was ever told of."""
     part_ends = [SMALL.page_bytes // 4, SMALL.page_bytes // 2, SMALL.page_bytes]
     receiver.open(1, [1, 2, 3])
@@ -237,7 +235,7 @@ def test_pages_that_lack_a_part_when_their_sender_dies_have_not_arrived(
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["revoke", "exit"])
-def test_a_revocation_waits_for_the_copy_under_way(
+def test_revocation_waits_for_the_copy_under_way(
     how: str, receiver: PageReceiver, pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I2: the pages are free when the last byte has been stored, and not before."""
@@ -267,7 +265,7 @@ def test_a_revocation_waits_for_the_copy_under_way(
 
 
 @pytest.mark.process
-def test_a_sender_leaves_a_dead_receiver_when_it_is_told(pool: PoolMemory, tmp_path: Path) -> None:
+def test_sender_leaves_a_dead_receiver_when_told(pool: PoolMemory, tmp_path: Path) -> None:
     """Long before nothing was verified for CHECK_LIMIT_S."""
     (tmp_path / "other").mkdir()
     with peer_process(tmp_path / "other", engine="shared", ticket=1, pages=8) as receiver:
@@ -303,7 +301,7 @@ def test_rows_of_another_model_are_refused(receiver: PageReceiver, pool: PoolMem
 
 
 @pytest.mark.process
-def test_a_ticket_of_another_length_is_refused_with_both(receiver: PageReceiver, tmp_path: Path) -> None:
+def test_ticket_of_another_length_is_refused_with_both_values(receiver: PageReceiver, tmp_path: Path) -> None:
     receiver.open(1, [1, 2, 3])
     with peer_process(tmp_path, **order(receiver, 3, claimed_pages=4)) as sender:
         (reason,) = wait_for(sender.said, bool)
@@ -311,7 +309,7 @@ def test_a_ticket_of_another_length_is_refused_with_both(receiver: PageReceiver,
 
 
 @pytest.mark.process
-def test_a_pool_that_the_receiver_cannot_see_fails_cleanly(
+def test_inaccessible_pool_fails_cleanly(
     receiver: PageReceiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing was written, so nothing is quarantined."""
@@ -325,7 +323,7 @@ def test_a_pool_that_the_receiver_cannot_see_fails_cleanly(
     assert "cannot open the pool of the sender" in reason
 
 
-def test_a_receiver_that_never_opens_the_ticket_is_given_up(
+def test_receiver_that_never_opens_the_ticket_is_given_up(
     receiver: PageReceiver, pool: PoolMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I8."""
@@ -338,7 +336,7 @@ def test_a_receiver_that_never_opens_the_ticket_is_given_up(
     sender.close()
 
 
-def test_descriptions_of_nobody_are_refused(receiver: PageReceiver, pool: PoolMemory) -> None:
+def test_invalid_descriptions_are_refused(receiver: PageReceiver, pool: PoolMemory) -> None:
     sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER, engines=("nixl",))
     with pytest.raises(ProtocolError, match="not a description"):
         sender.open(1, b"\xc1", 1)
@@ -353,7 +351,7 @@ def test_descriptions_of_nobody_are_refused(receiver: PageReceiver, pool: PoolMe
     sender.close()
 
 
-def test_nobody_without_the_receivers_key_is_heard(pool: PoolMemory) -> None:
+def test_sender_without_the_receivers_key_is_ignored(pool: PoolMemory) -> None:
     """Over tcp; the same word from somebody who was handed the description is answered."""
     layout = Layout.of(SMALL, MODEL)
     receiver = open_receiver("shared", pool, layout, name="decode-0/1", address="tcp://127.0.0.1:0")
@@ -374,7 +372,7 @@ def test_nobody_without_the_receivers_key_is_heard(pool: PoolMemory) -> None:
     assert heard == [True, False, False]
 
 
-def test_misuse_is_refused_where_it_happens(receiver: PageReceiver, pool: PoolMemory) -> None:
+def test_misuse_is_refused_by_name(receiver: PageReceiver, pool: PoolMemory) -> None:
     sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER)
     sender.open(1, receiver.describe(), 2)
     sender.send(1, 0, 5)
@@ -403,7 +401,7 @@ def test_tickets_are_bounded(receiver: PageReceiver, monkeypatch: pytest.MonkeyP
         receiver.open(2, [2])
 
 
-def test_ends_may_be_closed_twice_and_asked_afterwards(receiver: PageReceiver, pool: PoolMemory) -> None:
+def test_transfer_ends_close_twice_and_answer_afterwards(receiver: PageReceiver, pool: PoolMemory) -> None:
     """Whatever descriptor has their number by then is left alone."""
     sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER)
     sender.open(1, receiver.describe(), 1)
@@ -418,7 +416,7 @@ def test_ends_may_be_closed_twice_and_asked_afterwards(receiver: PageReceiver, p
     assert sender.poll() == [Failed(1, "its sender closes")]
 
 
-def test_a_worker_that_transfers_nothing_needs_no_checksum_library() -> None:
+def test_worker_without_transfers_needs_no_checksum_library() -> None:
     """It imports events and layouts only, and may run where xxhash is not installed."""
     code = "import sys; sys.modules['xxhash'] = None; import worker.transfer, worker.transfer.interface"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -428,7 +426,7 @@ def test_a_worker_that_transfers_nothing_needs_no_checksum_library() -> None:
     ("engine", "modules"), [("nixl", ("nixl_cu13._api", "nixl_cu12._api")), ("mooncake", ("mooncake.engine",))]
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_is_not_installed_is_named_before_anything_is_loaded(
+def test_missing_engine_is_named_before_any_load(
     engine: str, modules: tuple[str, ...], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a worker that only sends, too: the first ticket would be late to find out."""
@@ -448,7 +446,7 @@ class FakeBrokenAgent:
         raise RuntimeError("NIXL_ERR_BACKEND")
 
 
-def test_an_agent_of_nixl_that_fails_is_told_of_once_and_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_nixl_agent_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[str] = []
     target = object.__new__(NixlTarget)  # without the wheel
     target._agents = {"p0": FakeBrokenAgent(), "p1": SimpleNamespace(get_new_notifs=lambda: asked.append("p1"))}

@@ -2,7 +2,7 @@
 
 Each sender writes through an agent of its own at the receiver, with the pool registered in it. To shut a sender out is
 to destroy its agent, and with it the UCX worker that its bytes would pass through. Deregistering the memory does not do
-(test_transfer_engines.py): UCX on TCP applies a write to whatever address it names, registered or not.
+(tests/worker/transfer/test_engines.py): UCX on TCP applies a write to whatever address it names, registered or not.
 
 UCX must not choose its own way between two processes of one host: through shared memory (cma, sysv, posix, knem, xpmem)
 the *sender* stores the bytes, and no agent of the receiver can be destroyed to stop it. So `transports` names them, and

@@ -73,7 +73,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(pages=st.integers(1, 3_000), page_bytes=st.integers(1, 20_000), piece_bytes=st.integers(1, 50_000_000))
-def test_pieces_cover_all_pages_and_end_at_both_kinds_of_border(pages: int, page_bytes: int, piece_bytes: int) -> None:
+def test_pieces_cover_all_pages_and_end_at_page_borders(pages: int, page_bytes: int, piece_bytes: int) -> None:
     """No copy of whole pages crosses two registrations. SGLang #36798."""
     pieces = cut(pages, page_bytes, piece_bytes)
     unit = lcm(page_bytes, OS_PAGE_BYTES)
@@ -84,14 +84,14 @@ def test_pieces_cover_all_pages_and_end_at_both_kinds_of_border(pages: int, page
     assert all(piece.length <= max(piece_bytes, unit) for piece in pieces)
 
 
-def test_registrations_stay_far_below_the_size_that_fails() -> None:
+def test_registrations_stay_below_the_size_that_fails() -> None:
     """SGLang #36798: at 512 GiB."""
     assert registration_bytes(4 << 40, 16) == 1 << 30
     assert registration_bytes(8 << 30, 16) == 512 << 20
     assert registration_bytes(1 << 20, 16) == 256 << 20
 
 
-def test_the_first_failure_ends_it_and_leaves_no_thread() -> None:
+def test_first_failure_ends_registration_without_a_thread() -> None:
     done: list[int] = []
 
     def action(piece: Piece) -> None:
@@ -107,7 +107,7 @@ def test_the_first_failure_ends_it_and_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_halted_stops_at_the_next_piece() -> None:
+def test_halt_stops_at_the_next_piece() -> None:
     halted, done = threading.Event(), []
 
     def action(piece: Piece) -> None:
@@ -121,7 +121,7 @@ def test_halted_stops_at_the_next_piece() -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_registering_covers_every_byte_and_closing_lets_all_go(tmp_path: Path) -> None:
+def test_registration_covers_every_byte_and_close_releases_it(tmp_path: Path) -> None:
     """SGLang #36798: pinned and let go in pieces."""
     pool, registrar = MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES), FakeRegistrar()
     pool.register(registrar, threading.Event())
@@ -136,7 +136,7 @@ def test_registering_covers_every_byte_and_closing_lets_all_go(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_refused_registration_undoes_the_others(tmp_path: Path) -> None:
+def test_refused_registration_undoes_the_others(tmp_path: Path) -> None:
     pool, registrar = MappedPool.open(tmp_path / "n.pool", GEOMETRY, PAGES), FakeRegistrar(fail_at=4)
     with pytest.raises(ConfigError, match="refused"):
         pool.register(registrar, threading.Event())
@@ -158,7 +158,7 @@ def test_every_byte_is_allocated_at_creation(
     assert pool.path.stat().st_blocks * 512 >= PAGES * geometry.page_bytes
 
 
-def test_no_room_empties_the_file_and_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_room_empties_the_file_and_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: FirstTouch, piece: Piece) -> None:
         raise registration._no_room(28)
 
@@ -195,7 +195,7 @@ def leave_stale_pool(pool_dir: Path, node: str) -> Path:
     return pool_dir / f"{node}.pool"
 
 
-def test_the_pool_of_a_dead_cluster_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_pool_of_a_dead_cluster_is_removed_at_the_next_start(tmp_path: Path) -> None:
     stale = leave_stale_pool(tmp_path, "dead")
     (tmp_path / "notes.pool").write_text("not one of ours")
     pool = start(config_for(tmp_path))
@@ -220,7 +220,7 @@ def test_a_pool_in_use_is_never_removed(tmp_path: Path) -> None:
     assert used.path.exists()
 
 
-def test_stale_pools_in_directories_of_dead_clusters_are_found_too(tmp_path: Path) -> None:
+def test_stale_pools_of_dead_clusters_are_found(tmp_path: Path) -> None:
     mine, dead, alive, other = (tmp_path / name for name in ("hisparse-a", "hisparse-b", "hisparse-c", "elsewhere"))
     for directory in (dead, alive, other):
         leave_stale_pool(directory, "n")
@@ -254,9 +254,9 @@ def test_the_owner_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_user_that_was_killed_does_not_count(tmp_path: Path) -> None:
+def test_pool_of_a_killed_user_is_stale(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from tests.worker.pool.test_pool_start import config_for, start\n"
+        "import os, sys; from pathlib import Path; from tests.worker.pool.test_start import config_for, start\n"
         "pool = start(config_for(Path(sys.argv[1]), 'killed', runtime='gone'))\n"
         "print('up', flush=True); sys.stdin.read()"
     )
@@ -271,7 +271,7 @@ def test_a_user_that_was_killed_does_not_count(tmp_path: Path) -> None:
     assert [it.path.stem for it in reclaim_stale(tmp_path, keep=tmp_path / "n0.pool")] == ["killed"]
 
 
-def test_a_misfit_that_nobody_uses_is_created_anew_and_has_another_id(tmp_path: Path) -> None:
+def test_unused_misfit_pool_is_recreated_with_a_new_id(tmp_path: Path) -> None:
     first = start(config_for(tmp_path))
     first.pages[0, 0] = 9
     first.close()
@@ -300,14 +300,14 @@ def test_two_clusters_never_share_a_pool(tmp_path: Path) -> None:
     assert second.pool_id != first.pool_id
 
 
-def test_auto_takes_the_size_of_the_pool_that_is_there(tmp_path: Path) -> None:
+def test_auto_takes_the_size_of_an_existing_pool(tmp_path: Path) -> None:
     first = start(config_for(tmp_path))
     second = start(config_for(tmp_path, host_mem="auto"))
     assert second.pages.shape == first.pages.shape
     assert not second.created
 
 
-def test_who_waits_for_a_creator_that_dies_creates_it(tmp_path: Path) -> None:
+def test_pool_of_a_dead_creator_is_created_by_the_waiter(tmp_path: Path) -> None:
     path, wanted = tmp_path / "n.pool", Header.of(GEOMETRY, PAGES, "m", {})
     creator = open_pool_file(path, wanted, threading.Event())
     assert creator.found is None
@@ -317,7 +317,7 @@ def test_who_waits_for_a_creator_that_dies_creates_it(tmp_path: Path) -> None:
     assert time.monotonic() - began >= 0.2
 
 
-def test_waiting_for_a_creator_ends_when_halted(tmp_path: Path) -> None:
+def test_wait_for_a_creator_ends_when_halted(tmp_path: Path) -> None:
     path, wanted, halted = tmp_path / "n.pool", Header.of(GEOMETRY, PAGES, "m", {}), threading.Event()
     creator = open_pool_file(path, wanted, halted)
     threading.Timer(0.1, halted.set).start()
@@ -326,9 +326,7 @@ def test_waiting_for_a_creator_ends_when_halted(tmp_path: Path) -> None:
     os.close(creator.descriptor)
 
 
-def test_removing_frees_the_memory_in_steps_unless_somebody_uses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_frees_memory_in_steps_unless_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "TRUNCATE_BYTES", 100_000)
     sizes: list[int] = []
     real = os.ftruncate
@@ -356,7 +354,7 @@ def test_removing_frees_the_memory_in_steps_unless_somebody_uses_it(
     remove_pool(other.path)  # nothing to do
 
 
-def test_a_torn_header_is_none(tmp_path: Path) -> None:
+def test_torn_header_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "n.pool"
     header = Header.of(GEOMETRY, PAGES, "m", {"pid": 1})
     with path.open("w+b") as pool:

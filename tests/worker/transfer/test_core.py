@@ -39,7 +39,7 @@ def lives(seeds: Iterable[int], *, fetches: bool) -> Counter[str]:
 
 
 @pytest.mark.parametrize("fetches", [True, False])
-def test_no_write_lands_in_the_page_of_another_whatever_happens(fetches: bool) -> None:
+def test_no_write_lands_in_a_foreign_page(fetches: bool) -> None:
     """I2, SGLang #24578; and each ticket ends once at the receiver, arrived or revoked, with no more in flight than the
     window."""
     ended = lives(SEEDS, fetches=fetches)
@@ -88,7 +88,7 @@ def count_a_page_with_its_first_part(original: Callable[..., Any]) -> Callable[.
 
 
 @pytest.mark.mutation
-def test_a_page_that_counts_with_its_first_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_counted_with_its_first_part_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Receiving, "checked", count_a_page_with_its_first_part(Receiving.checked))
     with pytest.raises(AssertionError, match="lacks a part"):
         lives(range(100), fetches=True)
@@ -142,19 +142,19 @@ def receiver_with_a_page_checked() -> tuple[Receiving, Written]:
     return core, written
 
 
-def test_a_completion_that_comes_twice_is_answered_and_told_once() -> None:
+def test_repeated_completion_is_answered_and_reported_once() -> None:
     core, written = receiver_with_a_page_checked()
     assert core.heard("a/1", written, 0.0) == [receiving.SendToSender("a/1", Checked(7, 0, 1, True))]
 
 
-def test_a_completion_of_somebody_else_is_ignored() -> None:
+def test_foreign_completion_is_ignored() -> None:
     core, _ = receiver_with_a_page_checked()
     assert core.heard("b/1", Written(7, 1, 1, 99, 2), 0.0) == []
     assert core.heard("a/1", Written(7, 2, 1, 99, 2), 0.0) == []
     assert core.heard("b/1", Stopped(7, True, ""), 0.0) == []
 
 
-def test_a_name_may_come_again_when_its_process_was_proved_dead() -> None:
+def test_name_is_reused_once_its_process_is_proved_dead() -> None:
     """The dead one's late word about an open ticket is refused; the next life's about a later ticket is not."""
     core, _ = receiver_with_a_page_checked()
     core.open(8, [5])
@@ -167,7 +167,7 @@ def test_a_name_may_come_again_when_its_process_was_proved_dead() -> None:
     assert core.heard("a/1", Begin(1, 1, 9, 1, LAYOUT, pack_int64([600])), 0.0) == [receiving.AdmitSender("a/1", b"")]
 
 
-def test_a_completion_after_revocation_is_not_looked_at() -> None:
+def test_completion_after_revocation_is_ignored() -> None:
     core, _ = receiver_with_a_page_checked()
     core.revoke(7, "aborted", 0.0)
     assert core.heard("a/1", Written(7, 1, 1, 99, 2), 0.0) == [receiving.SendToSender("a/1", StopWriting(7, "aborted"))]
@@ -187,7 +187,7 @@ def test_a_completion_after_revocation_is_not_looked_at() -> None:
         ),
     ],
 )
-def test_a_sender_that_does_not_fit_is_refused_with_both_values(begin: Begin, reason: str) -> None:
+def test_unfit_sender_is_refused_with_both_values(begin: Begin, reason: str) -> None:
     core = Receiving(LAYOUT, HOST_PAGES, 1, fetches=False)
     core.open(7, [3, 4])
     (answer,) = core.heard("b/1", begin, 0.0)
@@ -206,7 +206,7 @@ def sender_with_a_post() -> tuple[Sending, sender_actions.Post]:
     return core, post
 
 
-def test_a_write_that_does_not_end_breaks_its_endpoint() -> None:
+def test_endless_write_breaks_its_endpoint() -> None:
     """I8; and the receiver learns that it may still land."""
     core, post = sender_with_a_post()
     assert core.tick(sending.WRITE_LIMIT_S - 1) == []
@@ -220,7 +220,7 @@ def test_a_write_that_does_not_end_breaks_its_endpoint() -> None:
     assert core.written(post, 99, "", 50.0) == []
 
 
-def test_a_page_that_nobody_verifies_fails_its_ticket() -> None:
+def test_unverified_page_fails_its_ticket() -> None:
     """I8; what was written has ended, so the pages are free at once."""
     core, post = sender_with_a_post()
     written = sender_actions.SendToReceiver("tcp://r:1", Written(7, 0, 1, 99, 2))
@@ -232,7 +232,7 @@ def test_a_page_that_nobody_verifies_fails_its_ticket() -> None:
     assert core.in_flight == (0, 0)
 
 
-def test_a_receiver_is_told_again_what_became_of_a_ticket() -> None:
+def test_ticket_outcome_is_repeated_to_the_receiver() -> None:
     core, _ = sender_with_a_post()
     core.tick(sending.WRITE_LIMIT_S)
     (answer,) = core.heard("tcp://r:1", StopWriting(7, "aborted"), 99.0)
@@ -242,7 +242,7 @@ def test_a_receiver_is_told_again_what_became_of_a_ticket() -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def test_a_receiver_refuses_pages_that_it_has_not() -> None:
+def test_receiver_refuses_pages_outside_its_pool() -> None:
     core = Receiving(LAYOUT, HOST_PAGES, 1, fetches=False)
     with pytest.raises(BadInput, match=f"not among the {HOST_PAGES}"):
         core.open(1, [0, HOST_PAGES])

@@ -26,7 +26,7 @@ def cuda(number: int) -> object:
 
 
 @pytest.mark.parametrize("groups", [SHARED, SEPARATE], ids=["shared", "separate"])
-def test_a_first_step_misses_what_has_changed_and_nothing_else(groups: tuple[int, ...]) -> None:
+def test_first_step_misses_only_changed_rows(groups: tuple[int, ...]) -> None:
     workers = cpu.Workers(groups, cuda)
     life = workers.prefill()
     cold = workers.first_step(life, b"")
@@ -42,14 +42,14 @@ def test_a_first_step_misses_what_has_changed_and_nothing_else(groups: tuple[int
     ]
 
 
-def test_tokens_are_the_same_with_any_hint() -> None:
+def test_tokens_do_not_depend_on_the_hint() -> None:
     workers = cpu.Workers(make=cuda)
     life = workers.prefill()
     for name, hint in (cpu.hints(random.Random(1)) | {"warm its own": life.warm_start}).items():
         assert workers.decode(life, hint).executor.counters.warm_starts == {name.split()[0]: 1}, name
 
 
-def test_neither_keeping_nor_loading_waits_for_the_device() -> None:
+def test_keeping_and_loading_do_not_wait_for_the_device() -> None:
     """A prompt that leaves its top-k, another worker that begins with it, and one that leaves again."""
     workers = cpu.Workers(make=cuda)
     with no_syncs():
@@ -68,7 +68,7 @@ def test_neither_keeping_nor_loading_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("omit", [(), ("preloaded",)], ids=["waiting", "not waiting"])
-def test_a_late_load_is_waited_for(omit: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_load_is_awaited(omit: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaStreams, "capture", lambda streams, launch: None)
 
     def late(number: int) -> CudaStreams:

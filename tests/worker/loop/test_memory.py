@@ -28,7 +28,7 @@ replace = msgspec.structs.replace
 # ---------------------------------------------------------------- arena
 
 
-def test_an_arena_hands_out_what_was_free_longest() -> None:
+def test_arena_hands_out_the_longest_free_first() -> None:
     arena = Arena("chunk", 4)
     assert arena.take(3) == [0, 1, 2]
     arena.give([2, 0])
@@ -47,7 +47,7 @@ def test_a_failed_take_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 7, -1])
-def test_giving_back_what_is_not_held_is_our_error(number: int) -> None:
+def test_return_of_unheld_chunks_is_an_internal_error(number: int) -> None:
     arena = Arena("chunk", 3)
     arena.take(1)
     with pytest.raises(InternalError):
@@ -92,7 +92,7 @@ def test_a_change_neither_loses_nor_doubles_a_chunk(case: tuple[HotBuffer, int, 
 
 
 @given(changes())
-def test_rows_that_a_change_keeps_lie_where_its_tables_say(
+def test_kept_rows_lie_where_the_tables_say(
     case: tuple[HotBuffer, int, int, int, Sequence[int]],
 ) -> None:
     """A resident row of token t is in chunk t // 64 before; after, in the slot that the set-up gives its token."""
@@ -133,7 +133,7 @@ def test_every_change_has_its_set_up(old: int, new: int, set_up: SetUp, reload: 
 
 
 @pytest.mark.parametrize(("hot_slots", "hot_chunks"), [(65, 3), (64, 1), (64, 3), (0, 2), (0, 21), (32_768, 513)])
-def test_sizes_that_are_not_offered_are_refused(hot_slots: int, hot_chunks: int) -> None:
+def test_unoffered_sizes_are_refused(hot_slots: int, hot_chunks: int) -> None:
     with pytest.raises(BadInput):
         check_size(hot_slots, hot_chunks, 150, CLASSES, 20)
 
@@ -147,7 +147,7 @@ def test_only_resident_buffers_are_limited_by_chunks() -> None:
 # ---------------------------------------------------------------- inputs
 
 
-def test_a_ring_waits_until_its_buffer_was_read() -> None:
+def test_ring_waits_until_its_buffer_was_read() -> None:
     """The third use of a ring of two finds the first buffer read."""
     streams = make_streams("simulated", seed=2)
     ring, seen = Ring([torch.zeros(1) for _ in range(RING_BUFFERS)]), []
@@ -198,7 +198,7 @@ def test_table_edits_reach_their_places_in_order() -> None:
     assert bool((state.index_table == -1).all())
 
 
-def test_an_edit_beyond_its_table_is_our_error() -> None:
+def test_edit_beyond_its_table_is_an_internal_error() -> None:
     _, tables = tables_on(make_streams("inline").compute)
     with pytest.raises(InternalError, match="chunk_table"):
         tables.set("chunk_table", 0, 5, [1, 2])
@@ -230,7 +230,7 @@ def test_an_entry_set_twice_travels_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_edits_of_many_flushes_at_one_step_boundary_all_arrive(seed: int) -> None:
+def test_edits_of_many_flushes_at_a_step_boundary_arrive(seed: int) -> None:
     streams = make_streams("simulated", seed)
     state, tables = tables_on(streams.compute)
     for place in range(15):
@@ -248,7 +248,7 @@ def sized(**changes: object) -> Sizing:
     return size_worker(replace(SETTINGS, **changes), runner.geometry, runner.info)
 
 
-def test_what_is_sized_fits_the_budget() -> None:
+def test_sizes_fit_the_budget() -> None:
     """SGLang #24039: every count is in pages of the size that is used."""
     geometry, sizing = FakeRunner().geometry, sized()
     state = DeviceState.allocate(
@@ -298,13 +298,13 @@ def test_impossible_settings_are_refused_by_name(changes: dict[str, object], fie
     assert caught.value.remedy
 
 
-def test_an_automatic_budget_is_most_of_what_a_gpu_has_free() -> None:
+def test_automatic_budget_is_most_of_the_free_gpu_memory() -> None:
     runner, free = FakeRunner(), 10 << 20
     sizing = size_worker(replace(SETTINGS, device="cuda", device_mem="auto"), runner.geometry, runner.info, "", free)
     assert 0.95 * free * DEVICE_SHARE < sizing.device_bytes <= free * DEVICE_SHARE
 
 
-def test_a_budget_beyond_what_a_gpu_has_free_is_refused() -> None:
+def test_budget_beyond_free_gpu_memory_is_refused() -> None:
     runner = FakeRunner()
     with pytest.raises(ConfigError, match="1048576 bytes free") as caught:
         size_worker(replace(SETTINGS, device_mem="2MiB"), runner.geometry, runner.info, "", 1 << 20)

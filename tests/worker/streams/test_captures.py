@@ -12,8 +12,8 @@ import torch
 
 from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.worker_rig import Rig
-from tests.worker.loop import test_worker_model as model
-from tests.worker.loop.test_worker_executor import resident, run_mixed
+from tests.worker.loop import test_model as model
+from tests.worker.loop.test_executor import resident, run_mixed
 from worker.loop.executor import Executor
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 from worker.streams import FENCES, FenceError, InlineStreams, Streams, make_streams
@@ -57,7 +57,7 @@ def forked(streams: Streams, ran: list[str]) -> None:
     streams.compute.launch("attend", partial(ran.append, "attend"))
 
 
-def test_a_capture_runs_nothing_and_its_replay_everything() -> None:
+def test_capture_runs_nothing_and_replay_everything() -> None:
     streams, ran = make_streams("inline"), list[str]()
     replay = streams.capture(partial(forked, streams, ran))
     assert not ran
@@ -103,7 +103,7 @@ def test_forks_begin_and_end_at_compute(launch: Callable[[Streams], None], messa
 
 
 @pytest.mark.parametrize("name", [name for name, spec in FENCES.items() if spec.placement == "between replays"])
-def test_a_fence_between_replays_has_no_place_inside(name: str) -> None:
+def test_fence_between_replays_is_refused_inside_a_capture(name: str) -> None:
     (producer, *_), (consumer, *_) = FENCES[name].producers, FENCES[name].consumers
     capture = Capture(1)
     with pytest.raises(FenceError, match=f"{name} lies between replays"):
@@ -130,7 +130,7 @@ def test_a_fence_does_not_cross_the_edge_of_a_capture() -> None:
 
 @pytest.mark.usefixtures("warmed_up")
 @pytest.mark.parametrize("sizes", [(0,) * 5, (0, 64, 128, 192, 64)], ids=str)
-def test_steps_replayed_give_the_tokens_and_logits_of_steps_launched(sizes: tuple[int, ...]) -> None:
+def test_replayed_steps_give_tokens_and_logits_of_launched_ones(sizes: tuple[int, ...]) -> None:
     """vLLM #56158: rows of replayed steps reach the host."""
     streams = CapturingStreams()
     _, logits = run_mixed(sizes, streams=streams)
@@ -150,7 +150,7 @@ class Forgetful(FakeRunner):
 
 @pytest.mark.mutation
 @pytest.mark.usefixtures("warmed_up")
-def test_a_runner_that_reads_inputs_at_launch_is_caught() -> None:
+def test_runner_that_reads_inputs_at_launch_is_caught() -> None:
     """vLLM #56158: what Python does at capture, no replay does."""
     rig = Rig(make_streams("inline"), runner=Forgetful())
     assert rig.coordinator.admit(rig.coordinator.create(1, 40, 12), 64)
@@ -165,7 +165,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path
 
 
-def test_steps_of_the_model_may_be_replayed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_steps_may_be_replayed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, logits, _ = model.run(checkpoint, (128, 0, 64))
     capture_at_start(monkeypatch)
     streams = CapturingStreams()

@@ -23,7 +23,7 @@ from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.fakes.page_copier import FakePageCopier
 from tests.support.transfer_rig import MODEL, WAIT_S, arrivals, make_pool, wait_for
 from tests.support.worker_rig import SETTINGS, Rig
-from tests.worker.transfer.test_transfer_engines import why_absent
+from tests.worker.transfer.test_engines import why_absent
 from worker.device.sizing import size_worker
 from worker.loop.swap import Swap
 from worker.runners.base import LayerWritten
@@ -131,7 +131,7 @@ def nodes(engine: str, group_bytes: str, tmp_path: Path) -> Iterator[TwoNodes]:
 @pytest.mark.parametrize(
     ("engine", "group_bytes"), [*(("shared", size) for size in GROUPS), ("nixl", "1KiB"), ("mooncake", "1KiB")]
 )
-def test_what_one_node_prefills_another_decodes(nodes: TwoNodes, group_bytes: str) -> None:
+def test_two_nodes_prefill_and_decode_with_the_oracle_tokens(nodes: TwoNodes, group_bytes: str) -> None:
     """The oracle's tokens, whatever part of its last page a prompt fills; and not a byte is staged where it decodes."""
     assert LayerGroups.of(nodes.first.runner.geometry, int(group_bytes[0]) * 1024).count == GROUPS[group_bytes]
     for prompt in PROMPTS:
@@ -146,7 +146,7 @@ def test_what_one_node_prefills_another_decodes(nodes: TwoNodes, group_bytes: st
 
 @pytest.mark.mutation
 @pytest.mark.parametrize(("engine", "group_bytes"), [("shared", "1KiB")])
-def test_pages_that_are_not_sent_are_noticed(nodes: TwoNodes) -> None:
+def test_unsent_pages_are_caught(nodes: TwoNodes) -> None:
     life = nodes.prefill(190, 70)
     nodes.targets = [7, 8, 9]
     nodes.decode(life, RESIDENT)
@@ -180,7 +180,7 @@ def handed_over(
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_parts_go_in_any_order_that_fences_allow_and_each_once(groups: str) -> None:
+def test_parts_are_sent_once_in_any_fence_order(groups: str) -> None:
     for seed in range(12):
         pair, went = handed_over(seed, groups=groups)
         assert not pair.second.wrong(), seed
@@ -190,7 +190,7 @@ def test_parts_go_in_any_order_that_fences_allow_and_each_once(groups: str) -> N
 
 
 @pytest.mark.parametrize("parts", [1, 4, 7])
-def test_a_prompt_whose_transfer_fails_between_parts_leaves_and_begins_anew(parts: int) -> None:
+def test_failed_partial_transfer_leaves_and_begins_anew(parts: int) -> None:
     """None of its rows counts, whatever has arrived of them; what it held is free."""
     pair = Pair(make_streams("simulated", parts))
     copier = FakePageCopier(pair.first.host.numpy(), pair.second.host.numpy(), pair.targets)
@@ -209,7 +209,7 @@ def test_a_prompt_whose_transfer_fails_between_parts_leaves_and_begins_anew(part
     assert not pair.second.wrong()
 
 
-def test_parts_go_while_later_layers_are_computed() -> None:
+def test_parts_are_sent_while_later_layers_are_computed() -> None:
     """Without delays, each group goes before the next one's layers were launched."""
     launched: list[str] = []
 
@@ -276,25 +276,25 @@ def convicted(play: Callable[[int], Pair]) -> bool:
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("fence", ["prefill_written", "staged"])
-def test_an_omitted_fence_lets_stale_parts_go(fence: str) -> None:
+def test_omitted_fence_sends_stale_parts(fence: str) -> None:
     """SGLang #20343. In plain order the mutant passes; under some seed the other node decodes other tokens."""
     assert not handed_over(0, order="plain", omit=(fence,))[0].second.wrong()
     assert convicted(lambda seed: handed_over(seed, omit=(fence,))[0])
 
 
 @pytest.mark.mutation
-def test_each_group_needs_a_fence_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_needs_a_separate_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     one_fence_for_all_groups(monkeypatch)
     assert not handed_over(0, order="plain")[0].second.wrong()
     assert convicted(lambda seed: handed_over(seed)[0])
 
 
 @pytest.mark.mutation
-def test_a_runner_that_tells_too_early_is_noticed() -> None:
+def test_runner_that_reports_a_layer_too_early_is_caught() -> None:
     assert convicted(lambda seed: handed_over(seed, runner=HastyRunner())[0])
 
 
 @pytest.mark.mutation
-def test_parts_that_go_with_the_first_one_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_sent_with_the_first_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     whole_pages_with_the_first_part(monkeypatch)
     assert convicted(lambda seed: handed_over(seed)[0])

@@ -125,7 +125,7 @@ def streamed(stream: Any) -> str:
 # ---------------------------------------------------------------- what ordinary clients do
 
 
-def test_a_completion_and_a_chat_are_what_the_model_says(site: Site) -> None:
+def test_completion_and_chat_match_the_model(site: Site) -> None:
     site.text("Once upon a time", 24)
     messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "héllo 😀"}]
     answer = site.client().chat.completions.create(messages=messages, max_completion_tokens=16, **GREEDY)
@@ -137,7 +137,7 @@ def test_a_completion_and_a_chat_are_what_the_model_says(site: Site) -> None:
     assert "assistant" in TEMPLATE
 
 
-def test_eight_streams_at_once_each_get_their_own_text(site: Site) -> None:
+def test_eight_concurrent_streams_get_their_own_text(site: Site) -> None:
     prompts = [f"{number}: " + "tell me more " * number for number in range(8)]
     together = threading.Barrier(len(prompts))
 
@@ -161,7 +161,7 @@ def test_eight_streams_at_once_each_get_their_own_text(site: Site) -> None:
     assert usages == [(len(prompt), 32) for prompt in prompts]
 
 
-def test_a_stop_string_ends_the_text_before_it(site: Site) -> None:
+def test_output_ends_before_the_stop_string(site: Site) -> None:
     whole = site.text("stop me", 32)
     stop = whole[9:12]
     answer = site.client().completions.create(prompt="stop me", max_tokens=32, stop=stop, **GREEDY)
@@ -213,13 +213,13 @@ def test_errors_arrive_as_openais(
 
 def test_a_wrong_key_is_refused(site: Site) -> None:
     with pytest.raises(openai.AuthenticationError):
-        site.client(key="not-a-key-of-anybody").models.list()
+        site.client(key="not-a-valid-key").models.list()
 
 
 # ---------------------------------------------------------------- what goes wrong
 
 
-def test_leaving_in_the_middle_aborts_the_request_at_the_coordinator(site: Site) -> None:
+def test_disconnect_aborts_the_request_at_the_coordinator(site: Site) -> None:
     stream = site.client().completions.create(prompt="leave", max_tokens=1_500, stream=True, **GREEDY)
     request_id = next(iter(stream)).id
     eventually(lambda: site.row(request_id).state == "RUNNING")
@@ -228,7 +228,7 @@ def test_leaving_in_the_middle_aborts_the_request_at_the_coordinator(site: Site)
     assert site.row(request_id).generated_tokens < 1_500
 
 
-def test_a_killed_coordinator_is_a_pause_and_nothing_else(site: Site) -> None:
+def test_killed_coordinator_only_pauses_the_stream(site: Site) -> None:
     """I5: no character twice, none missing, and no error."""
     undisturbed = site.text("go on and on", 120)
     stream = site.client().completions.create(prompt="go on and on", max_tokens=120, stream=True, **GREEDY)
@@ -237,7 +237,7 @@ def test_a_killed_coordinator_is_a_pause_and_nothing_else(site: Site) -> None:
     assert "".join(pieces) + streamed(stream) == undisturbed
 
 
-def test_an_id_is_answered_twice_and_generated_once(site: Site) -> None:
+def test_client_id_is_answered_twice_and_generated_once(site: Site) -> None:
     def answer() -> str:
         headers = {"X-Request-Id": "order-66"}
         created = site.client().completions.create(prompt="once", max_tokens=20, extra_headers=headers, **GREEDY)
@@ -254,7 +254,7 @@ def test_an_id_is_answered_twice_and_generated_once(site: Site) -> None:
         )
 
 
-def test_what_a_killed_front_was_answering_goes_on_behind_another(site: Site, tmp_path: Path) -> None:
+def test_request_of_a_killed_front_continues_behind_another(site: Site, tmp_path: Path) -> None:
     """Under the client's own id."""
     request: dict[str, Any] = {"prompt": "survive", "max_tokens": 80, "extra_headers": {"X-Request-Id": "mine"}}
     with site.another_front(tmp_path / "front.log") as (process, url):
@@ -267,7 +267,7 @@ def test_what_a_killed_front_was_answering_goes_on_behind_another(site: Site, tm
     assert answer.choices[0].text == site.tokens(b"survive", 80).decode()
 
 
-def test_a_front_that_is_told_to_stop_finishes_what_it_was_saying(site: Site, tmp_path: Path) -> None:
+def test_stopping_front_finishes_its_answers(site: Site, tmp_path: Path) -> None:
     with site.another_front(tmp_path / "front.log") as (process, url):
         stream = site.client(url).completions.create(prompt="finish", max_tokens=60, stream=True, **GREEDY)
         first = next(stream).choices[0].text
@@ -276,7 +276,7 @@ def test_a_front_that_is_told_to_stop_finishes_what_it_was_saying(site: Site, tm
         assert process.wait(30) == 0
 
 
-def test_a_front_that_dies_is_started_again(site: Site) -> None:
+def test_dead_front_is_restarted(site: Site) -> None:
     os.kill(site.front_pid(), signal.SIGKILL)
     with pytest.raises(openai.APIConnectionError):
         site.client().models.list()
@@ -284,7 +284,7 @@ def test_a_front_that_dies_is_started_again(site: Site) -> None:
     site.text("back again", 8)
 
 
-def test_nothing_is_left_running(site: Site) -> None:
+def test_no_request_is_left_running(site: Site) -> None:
     async def running(client: Client) -> list[str]:
         rows = (await client.requests()).rows
         return [row.request_id for row in rows if row.state not in ("FINISHED", "ABORTED")]
@@ -303,7 +303,7 @@ def test_the_front_has_no_torch(site: Site) -> None:
     assert loaded.stdout.strip() == ""
 
 
-def test_without_its_packages_the_verb_says_what_to_install() -> None:
+def test_command_without_its_packages_names_them() -> None:
     code = "import sys; sys.modules['h11'] = None; from hisparse.cli import main; main(['http'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 8
@@ -312,4 +312,4 @@ def test_without_its_packages_the_verb_says_what_to_install() -> None:
 
 def test_an_unknown_request_stays_unknown(site: Site) -> None:
     with pytest.raises(NotFound):
-        site.row("nobody-asked")
+        site.row("never-submitted")

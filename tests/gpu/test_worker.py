@@ -18,9 +18,9 @@ from tests.gpu.delay import hold_back  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
 from tests.support.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
-from tests.worker.loop import test_worker_executor as cpu  # noqa: E402
-from tests.worker.loop import test_worker_fences as stories  # noqa: E402
-from tests.worker.loop import test_worker_model as model  # noqa: E402
+from tests.worker.loop import test_executor as cpu  # noqa: E402
+from tests.worker.loop import test_fences as scenarios  # noqa: E402
+from tests.worker.loop import test_model as model  # noqa: E402
 from worker.loop.batch import Status  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.streams import Streams, make_streams  # noqa: E402
@@ -46,9 +46,9 @@ def test_tokens_and_logits_are_those_of_the_cpu(sizes: tuple[int, ...], settings
 
 
 @pytest.mark.parametrize("groups", [SHARED, SEPARATE], ids=["shared", "separate"])
-def test_a_day_of_resizes_retractions_and_parking(groups: tuple[int, ...]) -> None:
-    """The story of the fence tests: chunks of prompts, resizes every way, keep and drop, parking."""
-    rig = stories.a_day(cuda, groups)  # type: ignore[arg-type]
+def test_resizes_retractions_and_parking_change_no_token(groups: tuple[int, ...]) -> None:
+    """The scenario of the fence tests: chunks of prompts, resizes every way, keep and drop, parking."""
+    rig = scenarios.a_day(cuda, groups)  # type: ignore[arg-type]
     assert not rig.wrong()
     rig.check_end()
 
@@ -89,12 +89,12 @@ def test_no_turn_waits_for_the_device(settings: object) -> None:
     rig.check_end()
 
 
-def test_the_probe_for_syncs_works() -> None:
+def test_sync_probe_works() -> None:
     with no_syncs(), pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones(1, device="cuda").item()
 
 
-def test_a_context_that_returns_holds_no_step_up() -> None:
+def test_returning_context_delays_no_step() -> None:
     """Its rows are loaded beside the replays of the steps, not before them."""
     streams = make_streams("cuda")
     assert isinstance(streams, CudaStreams)
@@ -117,7 +117,7 @@ def test_a_context_that_returns_holds_no_step_up() -> None:
 
 
 def test_waits_are_measured() -> None:
-    rig = stories.a_batch(cuda)  # type: ignore[arg-type]
+    rig = scenarios.a_batch(cuda)  # type: ignore[arg-type]
     waits = rig.executor.counters.fence_waits
     assert waits.samples["sampled"] > 10
     assert {"row_written", "backed_up"} & waits.samples.keys()
@@ -143,7 +143,7 @@ def resident(path: Path, dtype: str) -> tuple[list[list[int]], Logits]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 @pytest.mark.parametrize("sizes", [(64, 64, 64), (256, 256, 256), (128, 0, 64)], ids=str)
-def test_neither_hot_sizes_nor_graphs_change_a_bit(
+def test_bits_do_not_depend_on_hot_sizes_or_graphs(
     checkpoint: Path, sizes: tuple[int, ...], graphs: bool, dtype: str
 ) -> None:
     settings = replace(model.SETTINGS, graphs=graphs)
@@ -153,7 +153,7 @@ def test_neither_hot_sizes_nor_graphs_change_a_bit(
     assert same(logits, resident(checkpoint, dtype)[1])
 
 
-def test_operators_do_not_show(checkpoint: Path) -> None:
+def test_operators_change_no_bit(checkpoint: Path) -> None:
     tokens, logits = model.run_moved_about(checkpoint, cuda())
     assert tokens == resident(checkpoint, "float32")[0]
     assert all(torch.equal(values, resident(checkpoint, "float32")[1][step]) for step, values in logits.items())

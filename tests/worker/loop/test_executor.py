@@ -58,7 +58,7 @@ def test_tokens_and_logits_do_not_depend_on_the_hot_size(sizes: tuple[int, ...],
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_tokens_and_logits_do_not_depend_on_the_order_of_streams(seed: int) -> None:
+def test_tokens_and_logits_do_not_depend_on_stream_order(seed: int) -> None:
     """SGLang #31901: host pages and device pages have numbers of their own."""
     _, logits = run_mixed((0, 64, 128, 192, 64), streams=make_streams("simulated", seed))
     assert logits.keys() == resident().keys()
@@ -72,7 +72,7 @@ def test_outputs_vary_and_logits_differ() -> None:
     assert all(len(set(life.tokens)) > len(life.tokens) // 2 for life in rig.coordinator.lives)
 
 
-def test_one_request_alone_has_no_misses() -> None:
+def test_single_request_has_no_misses() -> None:
     rig = Rig()
     life = rig.coordinator.create(1, 200, 60)
     assert rig.coordinator.admit(life, 0)
@@ -122,7 +122,7 @@ def churn(rig: Rig, lives: list[Life], seed: int, aborts: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("backend", ["inline", "simulated"])
-def test_churn_over_50_requests_changes_no_output_and_leaks_nothing(backend: str, seed: int) -> None:
+def test_churn_over_50_requests_keeps_outputs_and_leaks_no_page(backend: str, seed: int) -> None:
     """SGLang #40729, #36591: to the host and back, again and again."""
     settings = replace(
         SETTINGS, seats=50, host_mem="900KiB", device_mem="2MiB", hot_chunks_max=120, prefill_chunk_tokens=256
@@ -146,7 +146,7 @@ def test_churn_over_50_requests_changes_no_output_and_leaks_nothing(backend: str
     assert counters.swap.totals[1] > 1_000
 
 
-def test_the_durable_length_counts_rows_that_were_written_and_no_more() -> None:
+def test_durable_length_counts_exactly_the_written_rows() -> None:
     """I3: with copies done at once it catches up with the rows written, and it never runs ahead of them."""
     rig = Rig(make_streams("inline"), SETTINGS)
     assert rig.coordinator.admit(rig.coordinator.create(1, 100, 24), 64)

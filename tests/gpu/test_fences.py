@@ -1,7 +1,7 @@
-"""The fence stories of tests/worker/loop/test_worker_fences.py on a GPU, with the producer of one fence held back.
+"""The fence scenarios of tests/worker/loop/test_fences.py on a GPU, with the producer of one fence held back.
 
-Whoever waits for the fence gets right tokens however late its producer is; whoever does not gets wrong ones. A crash of
-the process is not played here, hence not `durable`.
+A consumer that waits for the fence gives right tokens however late its producer is; one that does not gives wrong
+tokens. A crash of the process is not played here, hence not `durable`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from tests.gpu.delay import hold_back  # noqa: E402
 from tests.support.worker_rig import Rig  # noqa: E402
-from tests.worker.loop import test_worker_fences as stories  # noqa: E402
+from tests.worker.loop import test_fences as scenarios  # noqa: E402
 from worker.streams import FENCES, make_streams  # noqa: E402
 from worker.streams.cuda import CudaStreams  # noqa: E402
 
@@ -26,7 +26,7 @@ DELAY_S = 0.002
 DELAYS_S = {"staged": 0.02, "backed_up": 0.01, "chunk_reclaimed": 0.01, "quiesced": 0.03} | dict.fromkeys(
     ("preloaded", "index_loaded"), 0.02
 )
-#: Whom to hold back: the producer whose memory the story's consumer must not touch too early.
+#: What to hold back: the producer whose memory the scenario's consumer must not touch too early.
 LATE = {name: next(iter(spec.producers)) for name, spec in FENCES.items()} | {"quiesced": "backup"}
 PLAYED = [name for name in FENCES if name != "durable"]
 
@@ -44,7 +44,7 @@ def late(name: str, omit: tuple[str, ...]) -> Callable[[], CudaStreams]:
 def play(name: str, omit: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Without graphs, inside which a fence is an edge that cannot be left out."""
     monkeypatch.setattr(CudaStreams, "capture", lambda streams, launch: None)
-    return stories.STORIES[name](late(name, omit))  # type: ignore[arg-type]
+    return scenarios.STORIES[name](late(name, omit))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", PLAYED)

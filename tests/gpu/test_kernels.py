@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from kernels.begin_step import begin_step  # noqa: E402
 from kernels.state import BackupPlan, MissPlan, StepBatch  # noqa: E402
 from kernels.swap_in import swap_in  # noqa: E402
-from tests.gpu.stories import TOPK, goes_round, small_sizes, uses_a_queue_for_long  # noqa: E402
+from tests.gpu.scenarios import TOPK, goes_round, small_sizes, uses_a_queue_for_long  # noqa: E402
 from tests.gpu.twin import Twin, same  # noqa: E402
 
 
@@ -33,7 +33,7 @@ def draw_topk(twin: Twin, seats: list[int], misses: float = 0.3) -> torch.Tensor
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def test_drawn_lives_of_requests() -> None:
+def test_random_request_lifecycles() -> None:
     """In a process of its own: it forks before CUDA is there. More cases: python -m tests.gpu.run_cases --help.
 
     SGLang #32771, #32483, vLLM #57602."""
@@ -56,7 +56,7 @@ def test_ages_beyond_the_bins_still_order_victims() -> None:
         twin.check()
 
 
-def test_misses_beyond_victims_trip_and_leave_the_tables_sound() -> None:
+def test_misses_beyond_victims_trip_and_keep_tables_sound() -> None:
     twin = Twin(5, groups=(0,), topk=100, hot_max=64)
     twin.open(0, 400, 64, 64)
     batches = twin.begin([0])
@@ -71,7 +71,7 @@ def test_misses_beyond_victims_trip_and_leave_the_tables_sound() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rows_of_no_seat_give_minus_one_and_count_no_position(ranks: int) -> None:
+def test_rows_of_no_seat_give_minus_one_and_trip_no_position(ranks: int) -> None:
     """Rows below num_real whose seat is empty or out of range, or whose length is none: begin_step has counted them."""
     twin = Twin(6, groups=(0,), topk=40, hot_max=64, seats=3, batch=5, ranks=ranks)
     twin.open(0, 401, 64, 64)
@@ -86,7 +86,7 @@ def test_rows_of_no_seat_give_minus_one_and_count_no_position(ranks: int) -> Non
     assert refused == 4
 
 
-def test_a_batch_that_no_step_began_with_gives_minus_one() -> None:
+def test_batch_without_begin_step_gives_minus_one() -> None:
     """Its seats and lengths are not looked at: nothing is known of their tables."""
     twin = Twin(6, groups=(0,), topk=40, hot_max=64)
     twin.open(0, 400, 64, 64)
@@ -234,7 +234,7 @@ def test_a_captured_step_replays_and_long_runs_do_not_drift() -> None:
     twin.check()
 
 
-def test_steps_are_the_same_in_a_graph_and_without() -> None:
+def test_graph_does_not_change_steps() -> None:
     twin = Twin(9, topk=31)
     twin.open(0, 300, 64, 64)
     twin.open(1, 300, 0)

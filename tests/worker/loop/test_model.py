@@ -126,7 +126,7 @@ def resident(path: Path) -> tuple[list[list[int]], Logits, int]:
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 64), (128, 128, 128), (256, 256, 256), (128, 0, 64)], ids=str)
-def test_hot_sizes_give_the_same_tokens_and_bits(checkpoint: Path, sizes: tuple[int, ...]) -> None:
+def test_hot_sizes_change_no_token_or_bit(checkpoint: Path, sizes: tuple[int, ...]) -> None:
     tokens, logits, misses = run(checkpoint, sizes)
     assert misses > 0
     assert tokens == resident(checkpoint)[0]
@@ -135,7 +135,7 @@ def test_hot_sizes_give_the_same_tokens_and_bits(checkpoint: Path, sizes: tuple[
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_neither_streams_nor_operators_show(checkpoint: Path, seed: int) -> None:
+def test_tokens_ignore_streams_and_operators(checkpoint: Path, seed: int) -> None:
     tokens, logits = run_moved_about(checkpoint, make_streams("simulated", seed))
     assert tokens == resident(checkpoint)[0]
     assert all(torch.equal(values, resident(checkpoint)[1][step]) for step, values in logits.items())

@@ -46,7 +46,7 @@ def events_of(rig: Rig, kind: type) -> list[object]:
 # ---------------------------------------------------------------- ends
 
 
-def test_the_life_of_one_request_in_events() -> None:
+def test_request_lifecycle_in_events() -> None:
     rig = Rig()
     life = rig.coordinator.create(1, 40, 5)
     assert rig.coordinator.admit(life, 64)
@@ -60,7 +60,7 @@ def test_the_life_of_one_request_in_events() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("hot_slots", [0, 64])
-def test_an_end_token_ends_the_output_and_what_came_after_is_discarded(hot_slots: int, lookahead: int) -> None:
+def test_end_token_ends_the_output_and_discards_the_rest(hot_slots: int, lookahead: int) -> None:
     tokens = oracle(1, 90, 20)
     place = next(i for i in range(6, 20) if tokens[i] not in tokens[:i])
     settings = replace(SETTINGS, lookahead_steps=lookahead)
@@ -92,7 +92,7 @@ def first_letter(tokens: list[int]) -> int:
     )
 
 
-def test_a_stop_string_ends_the_output_before_it() -> None:
+def test_stop_string_ends_the_output_before_it() -> None:
     tokens = oracle(1, 90, 200)
     place = first_letter(tokens)
     rig = Rig()
@@ -104,7 +104,7 @@ def test_a_stop_string_ends_the_output_before_it() -> None:
     rig.check_end()
 
 
-def test_tokens_that_may_begin_a_stop_string_are_held_and_drawn_again_after_a_resume() -> None:
+def test_held_stop_string_tokens_are_drawn_again_after_resume() -> None:
     tokens = oracle(1, 90, 200)
     place = first_letter(tokens)
     rig = Rig(settings=replace(SETTINGS, lookahead_steps=0))
@@ -124,7 +124,7 @@ def test_tokens_that_may_begin_a_stop_string_are_held_and_drawn_again_after_a_re
 
 
 @pytest.mark.parametrize("backend", ["inline", "simulated"])
-def test_an_output_of_one_token_ends_with_prefill(backend: str) -> None:
+def test_single_token_output_ends_with_prefill(backend: str) -> None:
     rig = Rig(make_streams(backend, 3))
     life = rig.coordinator.create(1, 40, 1)
     assert rig.coordinator.admit(life, 64)
@@ -134,7 +134,7 @@ def test_an_output_of_one_token_ends_with_prefill(backend: str) -> None:
     rig.check_end()
 
 
-def test_an_output_that_was_complete_before_ends_at_once() -> None:
+def test_complete_output_ends_at_once() -> None:
     rig = Rig()
     tokens = oracle(1, 40, 4)
     life = rig.coordinator.create(1, 40, 4)
@@ -149,7 +149,7 @@ def test_an_output_that_was_complete_before_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("hot_slots", [0, 64])
-def test_a_request_without_its_next_page_parks_while_its_batch_goes_on(hot_slots: int) -> None:
+def test_starving_request_parks_while_its_batch_continues(hot_slots: int) -> None:
     """Parked says what is durable, and the next Grant ends it."""
     rig = Rig(ahead_tokens=0)
     coordinator = rig.coordinator
@@ -186,7 +186,7 @@ def reach(rig: Rig, life: Life, status: Status) -> None:
 
 @pytest.mark.parametrize("status", STATUSES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_request_leaves_in_every_state_and_nobody_notices(status: Status, seed: int) -> None:
+def test_request_leaves_in_every_state_without_effect_on_others(status: Status, seed: int) -> None:
     rig = Rig(make_streams("simulated", seed), ahead_tokens=0)
     coordinator = rig.coordinator
     other = coordinator.create(2, 70, 30)
@@ -204,7 +204,7 @@ def test_a_request_leaves_in_every_state_and_nobody_notices(status: Status, seed
 
 
 @pytest.mark.parametrize("status", [Status.PREFILLING, Status.STAGING, Status.RUNNING])
-def test_a_worker_is_not_idle_while_a_request_may_still_move(status: Status) -> None:
+def test_worker_is_not_idle_while_a_request_may_move(status: Status) -> None:
     """SGLang #22577, #30674: staging counts, and so does a request that leaves, until it is released."""
     rig = Rig(make_streams("simulated", 1))
     life = rig.coordinator.create(1, 100, 60)
@@ -218,7 +218,7 @@ def test_a_worker_is_not_idle_while_a_request_may_still_move(status: Status) -> 
 
 @pytest.mark.parametrize("status", STATUSES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_buffer_is_resized_in_every_state(status: Status, seed: int) -> None:
+def test_buffer_is_resized_in_every_state(status: Status, seed: int) -> None:
     """SGLang #23239."""
     rig = Rig(make_streams("simulated", seed), ahead_tokens=0)
     coordinator = rig.coordinator
@@ -236,7 +236,7 @@ def test_a_buffer_is_resized_in_every_state(status: Status, seed: int) -> None:
     rig.check_end()
 
 
-def test_chunks_granted_while_a_resize_waits_belong_to_the_buffer_to_come() -> None:
+def test_chunks_granted_during_a_resize_join_the_next_buffer() -> None:
     """Managed, loading; a resize to resident waits; the next page's chunk is granted for the resident buffer."""
     rig = Rig(make_streams("simulated", 1))
     coordinator = rig.coordinator
@@ -256,7 +256,7 @@ def test_chunks_granted_while_a_resize_waits_belong_to_the_buffer_to_come() -> N
     rig.check_end()
 
 
-def test_before_the_first_token_nothing_is_durable() -> None:
+def test_no_row_is_durable_before_the_first_token() -> None:
     """Rows without prefill's token could never be continued."""
     rig = Rig(make_streams("simulated", 0))
     life = rig.coordinator.create(1, 100, 5)
@@ -316,7 +316,7 @@ BAD_ADMISSIONS = {
 
 
 @pytest.mark.parametrize("changes", BAD_ADMISSIONS.values(), ids=BAD_ADMISSIONS)
-def test_a_bad_admission_is_faulted_and_holds_nothing(changes: dict[str, object]) -> None:
+def test_bad_placement_is_faulted_and_holds_nothing(changes: dict[str, object]) -> None:
     rig = Rig()
     life = rig.coordinator.create(1, 70, 10)
     assert rig.coordinator.admit(life, 64)
@@ -334,7 +334,7 @@ def test_a_bad_admission_is_faulted_and_holds_nothing(changes: dict[str, object]
     rig.check_end()
 
 
-def test_a_prompt_that_fails_in_prefill_ends_alone() -> None:
+def test_failed_prefill_ends_a_single_request() -> None:
     rig = Rig(runner=FakeRunner(poison=13))
     bad, good = rig.coordinator.create(1, 70, 10, seed=13), rig.coordinator.create(2, 70, 10)
     assert rig.coordinator.admit(bad, 64)
@@ -355,7 +355,7 @@ BAD_GRANTS = {
 
 
 @pytest.mark.parametrize("grant", BAD_GRANTS.values(), ids=BAD_GRANTS)
-def test_a_grant_that_makes_no_sense_faults_its_request_alone(grant: Callable[[Life], Grant]) -> None:
+def test_impossible_grant_faults_a_single_request(grant: Callable[[Life], Grant]) -> None:
     rig = Rig(ahead_tokens=64)
     bad, good = rig.coordinator.create(1, 70, 20), rig.coordinator.create(2, 70, 10)
     assert rig.coordinator.admit(bad, 64)
@@ -368,7 +368,7 @@ def test_a_grant_that_makes_no_sense_faults_its_request_alone(grant: Callable[[L
     rig.check_end()
 
 
-def test_commands_for_departed_admissions_do_nothing() -> None:
+def test_commands_for_departed_placements_do_nothing() -> None:
     rig = Rig()
     for command in (Grant(5, pack_int32([1]), 1, 0), Resize(5, 64, 2), Withdraw(5), Stop(1.0)):
         rig.executor.submit(command)
@@ -377,7 +377,7 @@ def test_commands_for_departed_admissions_do_nothing() -> None:
     rig.check_end()
 
 
-def test_an_error_of_the_loop_is_not_contained() -> None:
+def test_loop_error_is_not_contained() -> None:
     rig = Rig()
     life = rig.coordinator.create(1, 70, 20)
     assert rig.coordinator.admit(life, 64)
@@ -410,7 +410,7 @@ def test_the_thread_serves_commands_and_stops() -> None:
     assert not rig.wrong()
 
 
-def test_counters_count_what_happened() -> None:
+def test_counters_match_events() -> None:
     """Twice on the same seat: what the first left there is not counted again. SGLang #26608."""
     rig = Rig(settings=replace(SETTINGS, seats=1))
     lives = [rig.coordinator.create(number, 100, 30) for number in range(2)]

@@ -92,7 +92,7 @@ def order(receiver: PageReceiver, pages: int, **more: object) -> dict[str, objec
 
 
 @pytest.mark.parametrize("parts", [[], [0.25, 1.0]], ids=["whole pages", "layer groups"])
-def test_pages_arrive_where_they_were_reserved_and_nowhere_else(
+def test_pages_arrive_exactly_where_reserved(
     parts: list[float], receiver: PageReceiver, pool: PoolMemory, tmp_path: Path
 ) -> None:
     targets = np.random.default_rng(3).permutation(64)[:40].tolist()
@@ -114,7 +114,7 @@ def test_a_page_with_a_flipped_byte_is_sent_again(receiver: PageReceiver, pool: 
     assert [bool((pool.pages[i + 1] == content(i, SMALL.page_bytes)).all()) for i in range(3)] == [True] * 3
 
 
-def test_a_late_write_of_a_stopped_sender_lands_nowhere(
+def test_late_write_of_a_stopped_sender_lands_nowhere(
     large_receiver: PageReceiver, large_pool: PoolMemory, tmp_path: Path
 ) -> None:
     """I2, SGLang #24578: its process stands still with half a write out, its page gets another owner, it goes on."""
@@ -132,7 +132,7 @@ def test_a_late_write_of_a_stopped_sender_lands_nowhere(
     assert receiver.counters.shut_out_senders == 1
 
 
-def test_what_the_network_holds_of_a_dead_sender_lands_nowhere(
+def test_buffered_writes_of_a_dead_sender_land_nowhere(
     large_receiver: PageReceiver, large_pool: PoolMemory, tmp_path: Path
 ) -> None:
     """I2: proof of exit alone would not do, since socket buffers outlive the process. The next sender is served."""
@@ -168,7 +168,7 @@ def test_a_dead_receiver_fails_its_tickets(engine: str, pool: PoolMemory, tmp_pa
         sender.close()
 
 
-def test_a_receiver_that_was_left_is_reached_again(
+def test_idle_receiver_is_reachable_again(
     receiver: PageReceiver, pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "IDLE_LIMIT_S", 0.1)
@@ -205,7 +205,7 @@ class TrustingTarget(mooncake.MooncakeTarget):
     [("nixl", nixl, DeregisteringTarget), ("mooncake", mooncake, TrustingTarget)],
     indirect=["engine"],
 )
-def test_short_of_its_endpoint_nothing_keeps_a_late_write_out(
+def test_late_writes_land_unless_the_endpoint_is_closed(
     engine: str,
     module: ModuleType,
     target: type,
@@ -230,7 +230,7 @@ def test_short_of_its_endpoint_nothing_keeps_a_late_write_out(
 
 
 @pytest.mark.parametrize("transports", ["all", "cma,tcp", "^tcp", "tcp,", "sm"])
-def test_ways_that_cannot_be_shut_are_refused(transports: str, pool: PoolMemory) -> None:
+def test_transports_that_cannot_be_revoked_are_refused(transports: str, pool: PoolMemory) -> None:
     """Through shared memory the sender stores by itself, whatever becomes of the receiver's endpoint."""
     options = EngineOptions(transports=transports)
     with pytest.raises(ConfigError, match="cannot be revoked"):

@@ -1,4 +1,4 @@
-"""Row and seat verbs on the GPU: equal to the reference over all memory, and none of them waits for the device."""
+"""Operations on rows and seats on the GPU: equal to the reference over all memory, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SIZES = pytest.mark.parametrize(
 )
 
 
-def on_both(twin: Twin, verb: Callable[[DeviceState], torch.Tensor | None]) -> None:
-    """`verb` on both states, waiting for nothing on the GPU; then everything is compared."""
-    wanted = verb(twin.cpu)
+def on_both(twin: Twin, call: Callable[[DeviceState], torch.Tensor | None]) -> None:
+    """`call` on both states, waiting for nothing on the GPU; then everything is compared."""
+    wanted = call(twin.cpu)
     with no_syncs():
-        got = verb(twin.gpu)
+        got = call(twin.gpu)
     if wanted is not None and got is not None:
         same("what it returned", wanted, got)
     for name in (*TABLES, *GIVEN, "slab_table", "rows", "index_keys", "host"):
@@ -115,13 +115,13 @@ def test_seats_are_set_up_resized_and_cleared() -> None:
         for group in range(2):
             twin.swap_in(group, batches, torch.randint(0, 130 + turn, (4, 8), generator=twin.torch, dtype=torch.int32))
     queues_empty = []
-    for seat, verb in (
+    for seat, call in (
         (0, lambda s: shrink_managed(s, 0, 128, 70)),
         (2, lambda s: shrink_managed(s, 2, 100, 9)),
         (2, lambda s: grow_managed(s, 2, 9, 100)),
     ):
         twin.gpu.eviction_queue.fill_(3)
-        on_both(twin, verb)
+        on_both(twin, call)
         emptied = (twin.gpu.eviction_queue == -1).all(2).all(0).tolist()
         queues_empty.append(emptied == [seat == other for other in range(3)])
     assert all(queues_empty), "resizing a buffer empties its queue, and no other"

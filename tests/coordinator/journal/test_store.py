@@ -65,7 +65,7 @@ def opened(path: Path) -> Iterator[SqliteStore]:
         store.close()
 
 
-def test_what_was_written_is_read_in_order_by_the_next(tmp_path: Path) -> None:
+def test_successor_reads_records_in_order(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "journal.sqlite"
     groups: list[list[Record]] = [[accepted(1), order(1)], [tokens(3)], [order(2), order(3)]]
     with opened(path) as store:
@@ -76,7 +76,7 @@ def test_what_was_written_is_read_in_order_by_the_next(tmp_path: Path) -> None:
         assert store.read() == [record for group in groups for record in group]
 
 
-def test_what_is_forgotten_or_summarized_is_gone(tmp_path: Path) -> None:
+def test_forgotten_and_summarized_records_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with opened(path) as store:
         store.write_now([accepted(1), accepted(2), order(1), tokens(3)])
@@ -98,7 +98,7 @@ def rows_of(store: SqliteStore) -> int:
     return int(store._connection.execute("SELECT count(*) FROM records").fetchone()[0])
 
 
-def test_void_rows_go_a_few_with_each_group(tmp_path: Path) -> None:
+def test_void_rows_are_deleted_along_with_groups(tmp_path: Path) -> None:
     with opened(tmp_path / "j") as store:
         for number in range(50):
             store.write_now([accepted(number), order(number)])
@@ -116,7 +116,7 @@ def test_void_rows_go_a_few_with_each_group(tmp_path: Path) -> None:
         assert (left[0], max(steps), store._contents.head.rows) == (202, RETIRED_ROWS, rows_of(store))
 
 
-def test_a_journal_is_as_long_as_what_it_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_size_follows_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_store, "SUMMARY_BYTES", 1 << 20)
     monkeypatch.setattr(journal_store, "FREE_PAGES_KEPT", 8)
     path = tmp_path / "j"
@@ -141,7 +141,7 @@ from pathlib import Path
 from coordinator.journal import chain, store as journal_store
 from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
-from tests.coordinator.journal.test_journal_store import BEGUN, SummaryEnded, order
+from tests.coordinator.journal.test_store import BEGUN, SummaryEnded, order
 journal_store.FREE_PAGES_KEPT, chain.RETIRED_ROWS = 4, 2
 store = open_store(Path(sys.argv[1]), JournalCounters())
 store.read()
@@ -157,7 +157,7 @@ for number in range(int(sys.argv[2]), 1_000_000):
 
 
 @pytest.mark.process
-def test_a_kill_at_any_moment_of_a_summary_leaves_all_that_counts(tmp_path: Path) -> None:
+def test_kill_during_a_summary_loses_no_record(tmp_path: Path) -> None:
     """Lives that end by SIGKILL amid summaries, deletions and vacuum; after each, everything since the last complete
     summary is there, in order."""
     path, dice, said = tmp_path / "j", random.Random(7), -1
@@ -179,7 +179,7 @@ def test_a_kill_at_any_moment_of_a_summary_leaves_all_that_counts(tmp_path: Path
         said = numbers[-1]
 
 
-def test_a_torn_write_costs_what_was_not_acknowledged(tmp_path: Path) -> None:
+def test_torn_write_costs_unacknowledged_records_only(tmp_path: Path) -> None:
     """A power cut after each commit: the log cut or torn anywhere behind what was marked leaves a prefix of whole
     groups, with all that was acknowledged. Torn before that it is damaged, and refused."""
     groups = [[order(10 * number), order(10 * number + 1)] for number in range(20)]
@@ -224,7 +224,7 @@ import sys
 from pathlib import Path
 from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
-from tests.coordinator.journal.test_journal_store import order
+from tests.coordinator.journal.test_store import order
 store = open_store(Path(sys.argv[1]), JournalCounters())
 for number in range(1_000_000):
     store.write_now([order(2 * number), order(2 * number + 1)])
@@ -233,7 +233,7 @@ for number in range(1_000_000):
 
 
 @pytest.mark.process
-def test_what_a_killed_process_had_committed_is_there(tmp_path: Path) -> None:
+def test_killed_process_loses_no_committed_record(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=ROOT, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
@@ -253,7 +253,7 @@ from pathlib import Path
 from coordinator.journal.journal import JournalError
 from coordinator.journal.store import open_store
 from metrics.state import JournalCounters
-from tests.coordinator.journal.test_journal_store import order, tokens
+from tests.coordinator.journal.test_store import order, tokens
 from tests.support.facts import make_accepted
 store = open_store(Path(sys.argv[1]), JournalCounters())
 store.write_now([order(0)])
@@ -274,7 +274,7 @@ store.close()
 """
 
 
-def test_a_group_that_does_not_fit_is_refused_whole_and_the_next_one_counts(tmp_path: Path) -> None:
+def test_oversized_group_is_refused_whole(tmp_path: Path) -> None:
     path = tmp_path / "j"
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
     answer = subprocess.run(
@@ -338,13 +338,13 @@ def test_a_full_disk_leaves_running_work_its_reserve(small_disk: Path, monkeypat
         assert store.short == "", "found out without a group"
 
 
-def test_a_journal_has_one_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_has_a_single_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LOCK_WAIT_S", 0.05)
     with opened(tmp_path / "j"), pytest.raises(ConfigError, match=r"cannot keep the journal.*locked.*no other"):
         open_store(tmp_path / "j", JournalCounters())
 
 
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+def test_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a database, but long enough to be taken for one" * 100)
     (tmp_path / "text").chmod(0o600)
     with pytest.raises(ConfigError, match="cannot keep the journal: it is not a journal"):
@@ -352,7 +352,7 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [2, 99])
-def test_a_journal_of_another_form_is_refused(tmp_path: Path, form: int) -> None:
+def test_journal_of_another_version_is_refused(tmp_path: Path, form: int) -> None:
     connection = sqlite3.connect(tmp_path / "j")
     connection.execute("CREATE TABLE records (number INTEGER PRIMARY KEY, request_index INTEGER, body BLOB NOT NULL)")
     connection.execute(f"PRAGMA user_version = {form}")

@@ -66,21 +66,21 @@ PROMPT = np.arange(70, dtype=np.int32)
 Picture = tuple[object, ...]
 
 
-def picture_of(book: JournalState, log: TokenLog) -> Picture:
+def picture_of(state: JournalState, log: TokenLog) -> Picture:
     """All that a replay must bring back."""
     outputs = {
         request_index: (log.tokens(request_index, 0), log.durable(request_index) if it.stay else 0)
-        for request_index, it in book.requests.items()
+        for request_index, it in state.requests.items()
     }
     requests = {
         request_index: (it.facts, it.prompt, it.stay, it.on_worker, it.kept_tokens, it.ended)
-        for request_index, it in book.requests.items()
+        for request_index, it in state.requests.items()
     }
-    live = {request_index: it for request_index, it in book.requests.items() if it.ended is None}
+    live = {request_index: it for request_index, it in state.requests.items() if it.ended is None}
     orders = {request_index: (it.ordered, it.strikes, it.mark, it.killed) for request_index, it in live.items()}
-    images = {node: list(parts_of(node, ledger)) for node, ledger in book.ledgers.items()}
-    workers = {node: [it.epoch for it in book.joined(node)] for node in book.ledgers}
-    return images, book.pools, workers, dict(book.drains), requests, orders, outputs, book.arrivals, book.placements
+    images = {node: list(parts_of(node, ledger)) for node, ledger in state.ledgers.items()}
+    workers = {node: [it.epoch for it in state.joined(node)] for node in state.ledgers}
+    return images, state.pools, workers, dict(state.drains), requests, orders, outputs, state.arrivals, state.placements
 
 
 def new_log(*, journalled: bool) -> TokenLog:
@@ -101,7 +101,7 @@ def small_steps() -> Iterator[None]:
 class JournalMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.book = JournalState()
+        self.state = JournalState()
         self.log = new_log(journalled=True)
         self.records: list[Record] = []
         self.pictures: list[tuple[int, Picture]] = []
@@ -109,7 +109,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.names = 0
         self.summarizing: Summarizing | None = None
         self.write(PoolOpened("n0", capacity(host_pages=PAGES), MODEL))
-        self.book.ledgers["n0"] = self.ledger = Ledger(PAGES)
+        self.state.ledgers["n0"] = self.ledger = Ledger(PAGES)
 
     # ---------------------------------------------------------------- the journal's side
 
@@ -117,7 +117,7 @@ class JournalMachine(RuleBasedStateMachine):
         """As GroupCommit does, with a group for each append: tokens first."""
         news = self.log.take_news()
         for record in records:
-            self.book.note(record)
+            self.state.note(record)
         group = ([tokens_of(news)] if news else []) + list(records) + self.more()
         self.records += [decode(encode(record)) for record in group]
 
@@ -136,22 +136,22 @@ class JournalMachine(RuleBasedStateMachine):
         self.log.check_invariants()
         log = self.log
         if (log.lengths == log._taken).all() and (log._durable == log._durable_taken).all():
-            self.pictures.append((len(self.records), picture_of(self.book, self.log)))
+            self.pictures.append((len(self.records), picture_of(self.state, self.log)))
         at, picture = self.pictures[(7 * len(self.records)) % len(self.pictures)]
         for records in (self.records[:at], kept_of(self.records[:at])):
             log = new_log(journalled=True)
-            book = replay(records, log)
-            assert picture_of(book, log) == picture
+            state = replay(records, log)
+            assert picture_of(state, log) == picture
             log.check_invariants()
             assert log.take_news() is None
-            for ledger in book.ledgers.values():
+            for ledger in state.ledgers.values():
                 ledger.check_invariants()
 
     # ---------------------------------------------------------------- workers
 
     @property
     def live(self) -> list[WorkerJoined]:
-        return [it for it in self.book.joined("n0") if self.ledger.has_live(it.worker) and self._is_live(it)]
+        return [it for it in self.state.joined("n0") if self.ledger.has_live(it.worker) and self._is_live(it)]
 
     def _is_live(self, joined: WorkerJoined) -> bool:
         return self.ledger.budget(joined.worker).epoch == joined.epoch
@@ -168,7 +168,7 @@ class JournalMachine(RuleBasedStateMachine):
     def lose(self, pick: int, proved: bool) -> None:
         joined = self.live[pick % len(self.live)]
         self.change(LoseWorker(joined.worker, joined.epoch, proved))
-        for request_index, known in list(self.book.requests.items()):
+        for request_index, known in list(self.state.requests.items()):
             if (
                 known.on_worker
                 and known.stay is not None
@@ -190,7 +190,7 @@ class JournalMachine(RuleBasedStateMachine):
     def pick_slot(self, pick: int, **wanted: bool) -> int | None:
         request_indices = [
             request_index
-            for request_index, it in self.book.requests.items()
+            for request_index, it in self.state.requests.items()
             if {"on_worker": it.on_worker, "ended": it.ended is not None} | wanted
             == {"on_worker": it.on_worker, "ended": it.ended is not None}
         ]
@@ -212,9 +212,9 @@ class JournalMachine(RuleBasedStateMachine):
         request_index = self.pick_slot(pick, on_worker=False, ended=False)
         if request_index is None:
             return
-        known, joined = self.book.requests[request_index], self.live[pick % len(self.live)]
+        known, joined = self.state.requests[request_index], self.live[pick % len(self.live)]
         take_over = known.stay.placement if known.stay else None
-        number, want = self.book.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2, 1)
+        number, want = self.state.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2, 1)
         if self.ledger.shortfall(joined.worker, want):
             return
         stay = RequestPlaced(request_index, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
@@ -227,7 +227,7 @@ class JournalMachine(RuleBasedStateMachine):
         request_index = self.pick_slot(pick, on_worker=True, ended=False)
         if request_index is None:
             return
-        start, stay = self.log.length(request_index), self.book.requests[request_index].stay
+        start, stay = self.log.length(request_index), self.state.requests[request_index].stay
         assert stay is not None
         tokens = list(range(start, min(start + count, MAX_TOKENS)))
         self.log.append(progress(RequestEntry(request_index, stay.placement, start, tokens, durable)), 1)
@@ -236,7 +236,7 @@ class JournalMachine(RuleBasedStateMachine):
     def grow(self, pick: int) -> None:
         request_index = self.pick_slot(pick, on_worker=True)
         more = Memory(1, 0, 1, 0)
-        if request_index is not None and (stay := self.book.requests[request_index].stay) and self.ledger.pages_free:
+        if request_index is not None and (stay := self.state.requests[request_index].stay) and self.ledger.pages_free:
             if not self.ledger.has_live(stay.worker) or self.ledger.shortfall(stay.worker, more):
                 return
             self.change(Extend(stay.placement, more))
@@ -250,7 +250,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     def depart(self, request_index: int, *, keep: bool, full_pages: bool = False) -> None:
         """`full_pages`: a process not proved gone may still write the last one."""
-        stay = self.book.requests[request_index].stay
+        stay = self.state.requests[request_index].stay
         assert stay is not None
         held = self.ledger.held(stay.placement).host_pages
         kept = min(self.log.durable(request_index), held * 64) if keep else 0
@@ -286,7 +286,7 @@ class JournalMachine(RuleBasedStateMachine):
     def end(self, pick: int) -> None:
         request_index = self.pick_slot(pick, on_worker=False, ended=False)
         if request_index is not None:
-            known = self.book.requests[request_index]
+            known = self.state.requests[request_index]
             if known.stay is not None:
                 self.change(Release(known.stay.placement), RequestDeparted(request_index, 0))
             self.write(RequestEnded(request_index, "FINISHED", "eos", self.log.length(request_index), "tail", 2.5))
@@ -295,14 +295,14 @@ class JournalMachine(RuleBasedStateMachine):
     def forget(self, pick: int) -> None:
         request_index = self.pick_slot(pick, ended=True)
         if request_index is not None:
-            self.write(RequestsForgotten(np.array([request_index], np.int32).tobytes(), self.book.arrivals))
+            self.write(RequestsForgotten(np.array([request_index], np.int32).tobytes(), self.state.arrivals))
             self.log.close(request_index)
 
     @precondition(lambda self: self.summarizing is None)
     @rule()
     def begin_summary(self) -> None:
         """It goes on with every group that is written from now on."""
-        self.summarizing = Summarizing(self.book, self.log)
+        self.summarizing = Summarizing(self.state, self.log)
         self.write(self.summarizing.begun)
 
     @rule()
@@ -319,7 +319,7 @@ TestJournal = JournalMachine.TestCase
 TestJournal.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_summary_says_it_in_fewer_records() -> None:
+def test_summary_keeps_state_in_fewer_records() -> None:
     machine = JournalMachine()
     machine.join("w0")
     machine.submit(0)
@@ -334,7 +334,7 @@ def test_a_summary_says_it_in_fewer_records() -> None:
     assert (kept.count("NodePart"), kept.count("RequestPlaced"), kept[-1]) == (5, 13, "SummaryEnded")
 
 
-def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:
+def test_rows_kept_without_a_worker_survive_a_summary() -> None:
     machine = JournalMachine()
     machine.join("w0")
     for number in range(2):
@@ -346,22 +346,22 @@ def test_what_is_kept_without_a_worker_is_still_kept_after_a_summary() -> None:
     machine.retract(0, keep=True)
     for records in (machine.records, kept_of(machine.records)):
         log = new_log(journalled=True)
-        assert picture_of(replay(records, log), log) == picture_of(machine.book, machine.log)
-    assert [it.kept_tokens > 0 for it in machine.book.requests.values()] == [True, True]
+        assert picture_of(replay(records, log), log) == picture_of(machine.state, machine.log)
+    assert [it.kept_tokens > 0 for it in machine.state.requests.values()] == [True, True]
 
 
-def test_the_number_of_a_ticket_is_never_given_out_again() -> None:
+def test_ticket_numbers_are_never_reused() -> None:
     """I1: its pages are reserved on its own node, in a commit of their own; the Admission that names it may be lost."""
     changes = AddWorker("w1", 1, capacity()), Reserve(7, "w1", Memory(host_pages=2))
     records: list[Record] = [PoolOpened("b", capacity(), MODEL), LedgerChanged("b", changes)]
-    book = replay(records, new_log(journalled=True))
-    assert book.ledgers["b"].placements() == {7}
-    assert book.placements == 7
+    state = replay(records, new_log(journalled=True))
+    assert state.ledgers["b"].placements() == {7}
+    assert state.placements == 7
     released = replay([*records, LedgerChanged("b", (Release(7),))], new_log(journalled=True))
     assert released.placements == 7
 
 
-def test_records_of_one_request_do_not_reach_the_next_in_its_slot() -> None:
+def test_records_do_not_reach_the_next_owner_of_an_index() -> None:
     machine = JournalMachine()
     machine.join("w0")
     machine.submit(0)
@@ -373,6 +373,6 @@ def test_records_of_one_request_do_not_reach_the_next_in_its_slot() -> None:
     for _ in range(SLOTS):
         machine.submit(1)
     log = new_log(journalled=True)
-    book = replay(kept_of(machine.records), log)
-    assert sorted(book.requests) == list(range(SLOTS))
+    state = replay(kept_of(machine.records), log)
+    assert sorted(state.requests) == list(range(SLOTS))
     assert log.lengths.tolist() == [0] * SLOTS

@@ -51,7 +51,7 @@ def fill(place: Path) -> Path:
             return filler
 
 
-async def test_a_full_disk_refuses_new_work_and_running_work_goes_on(small_disk: Path, tmp_path: Path) -> None:
+async def test_full_disk_refuses_new_work_and_running_work_continues(small_disk: Path, tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "model", "glm-5", index_topk=16, context_max_tokens=2_048)
     config = cluster_config(tmp_path / "model", tmp_path / "run")
     settings = msgspec.structs.replace(config.coordinator, journal=str(small_disk / "journal.sqlite"))

@@ -64,7 +64,7 @@ def test_an_omitted_fence_orders_nothing() -> None:
     assert copied(cuda(("row_written",))) == 0
 
 
-def test_streams_are_apart_and_launching_does_not_wait(streams: CudaStreams) -> None:
+def test_streams_are_apart_and_launches_do_not_wait(streams: CudaStreams) -> None:
     torch.cuda.synchronize()
     began = time.perf_counter()
     fences = []
@@ -105,7 +105,7 @@ def test_events_are_used_again(streams: CudaStreams) -> None:
     assert len(streams._events) <= 2
 
 
-def test_a_fence_that_never_comes_ends_the_wait_by_name(streams: CudaStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fence_timeout_names_the_fence(streams: CudaStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8: the executor's thread, and the end of the process, are held for a bounded time."""
     monkeypatch.setattr(backend, "HOST_WAIT_LIMIT_S", 0.05)
     monkeypatch.setattr(backend, "CLOSE_LIMIT_S", 0.1)
@@ -134,7 +134,7 @@ def test_only_the_thread_that_adopted_them_launches(streams: CudaStreams) -> Non
     assert "adopted" in str(caught[0])
 
 
-async def test_a_task_waits_while_others_run(streams: CudaStreams) -> None:
+async def test_task_waits_while_other_tasks_run(streams: CudaStreams) -> None:
     turns = 0
 
     async def count() -> None:
@@ -153,7 +153,7 @@ async def test_a_task_waits_while_others_run(streams: CudaStreams) -> None:
     assert turns >= 8
 
 
-def test_what_a_fence_costs_is_measured_on_a_sample(streams: CudaStreams) -> None:
+def test_fence_cost_is_sampled(streams: CudaStreams) -> None:
     for _ in range(2 * SAMPLE_EVERY):
         streams.compute.launch("spin", partial(spin, 0.002))
         streams.backup.wait(streams.compute.record("row_written"))
@@ -164,7 +164,7 @@ def test_what_a_fence_costs_is_measured_on_a_sample(streams: CudaStreams) -> Non
     assert streams.waits.seconds["durable"] > 0.01
 
 
-def test_timed_work_takes_as_long_as_it_does(streams: CudaStreams) -> None:
+def test_timed_work_is_bounded_by_the_host_wait(streams: CudaStreams) -> None:
     """No more than the host waited: others may use the device too."""
     spent: list[float] = []
     began = time.perf_counter()
@@ -246,7 +246,7 @@ def test_a_stream_that_was_not_forked_is_refused(streams: CudaStreams) -> None:
 
 
 @pytest.mark.parametrize("name", ["row_written", "sampled", "inputs_consumed"])
-def test_a_fence_between_replays_is_refused_inside(streams: CudaStreams, name: str) -> None:
+def test_fence_between_replays_is_refused_inside_a_capture(streams: CudaStreams, name: str) -> None:
     with pytest.raises(FenceError, match=f"{name} lies between replays"):
         streams.capture(lambda: streams.compute.record(name))
     assert copied(streams) == 1

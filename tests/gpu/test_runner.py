@@ -98,7 +98,7 @@ def test_float32_tokens_are_those_of_generate(place: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_logits_are_as_near_to_float32_as_the_library_has_them(place: Path, family: str) -> None:
+def test_bfloat16_logits_are_as_near_float32_as_the_library(place: Path, family: str) -> None:
     """Rounding moves logits by tenths, and by ones where it turns the indexer's selection: so no token is compared."""
     path, text, tokens = checkpoint(family, 128, place), list(TEXT[:1_064]), 64
     rig = rig_of(runner_of(path, "bfloat16"), 1_100)
@@ -122,7 +122,7 @@ def library_logits(path: Path, tokens: list[int], dtype: str) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "fp8"), ("bfloat16", "auto"), ("bfloat16", "fp8")])
-def test_neither_hot_sizes_nor_graphs_show(place: Path, family: str, dtype: str, kv_dtype: str) -> None:
+def test_tokens_ignore_hot_sizes_and_graphs(place: Path, family: str, dtype: str, kv_dtype: str) -> None:
     runner, prompt, tokens = runner_of(checkpoint(family, 32, place), dtype, kv_dtype), list(TEXT[:500]), 24
     _, expected = generate(rig_of(runner, 600), prompt, 0, tokens)
     for hot_slots, graphs in ((32, True), (96, False), (0, False)):
@@ -133,7 +133,7 @@ def test_neither_hot_sizes_nor_graphs_show(place: Path, family: str, dtype: str,
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_neither_hot_sizes_nor_graphs_show_at_real_dimensions(family: str, kv_dtype: str) -> None:
+def test_tokens_ignore_hot_sizes_and_graphs_at_real_dimensions(family: str, kv_dtype: str) -> None:
     """Random weights, 2,500 tokens of context: some hundred more than the top-k, so that tokens are chosen."""
     runner = synthetic_runner(synthetic_config(family, 2), kv_dtype=kv_dtype)
     prompt = [(37 * token + 11) % 9_973 for token in range(2_490)]
@@ -145,7 +145,7 @@ def test_neither_hot_sizes_nor_graphs_show_at_real_dimensions(family: str, kv_dt
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_are_apart_on_this_card_or_deterministic_mode_is_refused(place: Path, dtype: str) -> None:
+def test_rows_are_independent_or_deterministic_mode_is_refused(place: Path, dtype: str) -> None:
     """Where it is not refused: alone, and in the company of others at other places of the batch, the same bits."""
     path = checkpoint("deepseek-v3.2", 32, place)
     runner = TransformersRunner.load(path, device="cuda", dtype=dtype, deterministic_rows=ROWS)
@@ -177,7 +177,7 @@ def test_no_launch_waits_for_the_device(place: Path, family: str, dtype: str, kv
         runner.launch_decode(rig.streams, rig.state, rig.sampler, step.batch, step.outputs)
 
 
-def test_a_generator_may_stand_in_for_the_indexer_inside_a_graph(place: Path) -> None:
+def test_generator_replaces_the_indexer_inside_a_graph(place: Path) -> None:
     calls: list[int] = []
 
     def newest(group: int, batch: StepBatch, topk: Tensor) -> None:

@@ -26,7 +26,7 @@ from coordinator.tokens.token_log import TokenLog
 from hisparse.cli import main
 from metrics.state import JournalCounters
 from protocol.errors import ConfigError, Unavailable
-from tests.coordinator.journal.test_journal_store import (
+from tests.coordinator.journal.test_store import (
     BEGUN,
     SummaryEnded,
     accepted,
@@ -108,7 +108,7 @@ def by_sql(path: Path, statement: str, *values: object) -> None:
         connection.execute(statement, values)
 
 
-def test_a_flipped_bit_in_the_log_is_refused_with_what_is_lost(killed: Path) -> None:
+def test_flipped_bit_is_refused_with_what_is_lost(killed: Path) -> None:
     spoil(log_path(killed), flipped(-2_000))
     before = {file.name: file.read_bytes() for file in killed.parent.iterdir()}
     text = refusal(killed)
@@ -133,7 +133,7 @@ def test_a_changed_token_in_a_row_is_refused(killed: Path) -> None:
     assert "is not what was written" in refusal(killed)
 
 
-def test_a_row_with_a_digest_that_no_commit_wrote_is_refused(killed: Path) -> None:
+def test_row_with_foreign_digest_is_refused(killed: Path) -> None:
     """Each row is whole by itself."""
     with opened(killed) as store:
         rows = store._connection.execute("SELECT * FROM records ORDER BY number DESC").fetchall()
@@ -146,7 +146,7 @@ def test_a_row_with_a_digest_that_no_commit_wrote_is_refused(killed: Path) -> No
     assert "they do not add up" in refusal(killed)
 
 
-def test_a_mark_that_is_gone_or_of_another_journal_is_refused(killed: Path, tmp_path: Path) -> None:
+def test_missing_or_foreign_mark_is_refused(killed: Path, tmp_path: Path) -> None:
     with opened(tmp_path / "other") as store:
         store.write_now([order(1)])
     mark = head_path(killed).read_bytes()
@@ -179,7 +179,7 @@ def test_a_free_page_that_is_in_use_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["j", "j-wal", "j.head"])
-def test_files_that_others_may_open_and_links_are_refused(killed: Path, name: str) -> None:
+def test_shared_files_and_links_are_refused(killed: Path, name: str) -> None:
     file = killed.with_name(name)
     file.chmod(0o666)
     assert f"{name}: cannot keep the journal: owner {os.geteuid()}, mode 0666: others could read" in refusal(killed)
@@ -197,7 +197,7 @@ def test_files_that_others_may_open_and_links_are_refused(killed: Path, name: st
 
 @pytest.mark.parametrize("name", ["j", "j-wal", "j.head"])
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_file_that_is_gone_takes_nothing_more_until_it_is_back(tmp_path: Path, name: str, is_replaced: bool) -> None:
+def test_missing_file_takes_no_records_until_restored(tmp_path: Path, name: str, is_replaced: bool) -> None:
     file, aside = tmp_path / name, tmp_path / "aside"
     with opened(tmp_path / "j") as store:
         store.write_now([accepted(1)])
@@ -235,7 +235,7 @@ async def test_a_deleted_journal_refuses_new_work(tmp_path: Path) -> None:
     assert "all that was acknowledged" in refusal(tmp_path / "j")
 
 
-def test_a_mark_that_cannot_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_mark_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path / "j") as store:
         store.write_now([accepted(1)])
         with monkeypatch.context() as patch:
@@ -265,7 +265,7 @@ def read(path: Path) -> tuple[JournalState, TokenLog]:
         return replay(store.read(), log), log
 
 
-def test_check_says_that_a_journal_is_whole_and_changes_nothing(killed: Path) -> None:
+def test_check_reports_a_whole_journal_and_changes_nothing(killed: Path) -> None:
     before = {file.name: file.read_bytes() for file in killed.parent.iterdir()}
     for command, words in (("check", "every acknowledged commit exists"), ("salvage", "nothing to do")):
         done = hisparse(command, killed)
@@ -274,7 +274,7 @@ def test_check_says_that_a_journal_is_whole_and_changes_nothing(killed: Path) ->
     assert {file.name: file.read_bytes() for file in killed.parent.iterdir()} == before
 
 
-def test_salvage_keeps_what_is_whole(killed: Path) -> None:
+def test_salvage_keeps_whole_records(killed: Path) -> None:
     change_token(killed, 7, 4)
     checked = hisparse("check", killed)
     assert checked.exit_code == 8
@@ -284,18 +284,18 @@ def test_salvage_keeps_what_is_whole(killed: Path) -> None:
     assert done.exit_code == 0, done.output
     (aside,) = killed.parent.glob("j.damaged-*")
     assert {file.name for file in aside.iterdir()} >= {"j", "j.head"}
-    book, log = read(killed)
+    state, log = read(killed)
     assert np.frombuffer(log.tokens(0, 0), np.int32).tolist() == [5, 6]
-    assert (book.requests[0].facts, book.requests[0].prompt) == (accepted(0).facts, accepted(0).prompt)
-    assert book.requests[0].ordered == order(1)
-    ended = book.requests[1].ended
+    assert (state.requests[0].facts, state.requests[0].prompt) == (accepted(0).facts, accepted(0).prompt)
+    assert state.requests[0].ordered == order(1)
+    ended = state.requests[1].ended
     assert ended is not None
     assert (ended.generated_tokens, log.length(1)) == (1, 1)
-    assert (book.arrivals, book.placements >= PLACEMENTS_SKIPPED) == (1, True)
+    assert (state.arrivals, state.placements >= PLACEMENTS_SKIPPED) == (1, True)
     assert hisparse("check", killed).exit_code == 0
 
 
-def test_salvage_names_what_it_cannot_keep(killed: Path) -> None:
+def test_salvage_names_lost_records(killed: Path) -> None:
     by_sql(killed, "UPDATE records SET digest = zeroblob(16) WHERE number IN (1, 5)")
     done = hisparse("salvage", killed)
     assert done.exit_code == 0, done.output
@@ -304,7 +304,7 @@ def test_salvage_names_what_it_cannot_keep(killed: Path) -> None:
     assert read(killed)[0].requests == {}
 
 
-def test_a_request_that_was_forgotten_is_not_lost(tmp_path: Path) -> None:
+def test_forgotten_request_is_not_lost(tmp_path: Path) -> None:
     with opened(tmp_path / "j") as store:
         for group in ([accepted(3)], [said(3, 0, 1)], [RequestEnded(3, "FINISHED", "eos", 1, "", 1.0), forgotten(3)]):
             store.write_now(group)
@@ -318,9 +318,7 @@ def store_rows(store: SqliteStore) -> list[StoredRecord]:
 
 
 @pytest.mark.parametrize("command", ["check", "salvage"])
-def test_a_journal_that_is_kept_or_not_there_is_refused(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_journal_in_use_or_absent_is_refused(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.journal.files.LOCK_WAIT_S", 0.05)
     assert hisparse(command, tmp_path / "none").exit_code == 8
     with opened(tmp_path / "j"):

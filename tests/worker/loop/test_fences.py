@@ -211,14 +211,14 @@ def simulated(seed: int, order: str = "seeded", omit: tuple[str, ...] = ()) -> M
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_tokens_in_any_order_that_the_fences_allow(seed: int) -> None:
+def test_tokens_do_not_depend_on_fence_order(seed: int) -> None:
     rig = a_day(simulated(seed), (SHARED, SEPARATE)[seed % 2])
     assert not rig.wrong()
     rig.check_end()
 
 
 @pytest.mark.parametrize("story", {story for story in STORIES.values() if not isinstance(story, partial)})
-def test_every_story_holds_with_all_fences(story: Callable[[MakeStreams], Rig]) -> None:
+def test_every_scenario_holds_with_all_fences(story: Callable[[MakeStreams], Rig]) -> None:
     for seed in range(5):
         rig = story(simulated(seed))
         assert not rig.wrong(), f"seed {seed}"
@@ -227,7 +227,7 @@ def test_every_story_holds_with_all_fences(story: Callable[[MakeStreams], Rig]) 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("fence", FENCES)
-def test_an_omitted_fence_gives_wrong_tokens_and_nothing_else(fence: str) -> None:
+def test_omitted_fence_gives_wrong_tokens(fence: str) -> None:
     """SGLang #34077, #35748 (a row used again under a step in flight), #20343 (staging that waits for no prefill)."""
     story = STORIES[fence]
     plain = story(simulated(0, "plain", (fence,)))

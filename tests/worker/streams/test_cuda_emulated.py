@@ -1,5 +1,5 @@
 """The CUDA backend of streams over a fake torch.cuda: which stream is current, who waits for which event, what is
-refused. What a device makes of it is tested on one (tests/gpu/test_streams_cuda.py)."""
+refused. What a device makes of it is tested on one (tests/gpu/test_streams.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(omit: tuple[str, ...] = ()) -> CudaStreams:
     return streams
 
 
-def test_each_stream_is_one_of_its_own_and_current_while_it_is_launched_on(fake: FakeCuda) -> None:
+def test_each_stream_is_current_while_launched_on(fake: FakeCuda) -> None:
     streams = made()
     seen: dict[str, object] = {}
     for stream in streams._by_name.values():
@@ -47,7 +47,7 @@ def test_each_stream_is_one_of_its_own_and_current_while_it_is_launched_on(fake:
     assert priorities == {"compute": HIGH, "swap": HIGH, "stage": LOW, "backup": LOW, "load": LOW}
 
 
-def test_compute_is_current_again_after_an_error_that_names_the_operation(fake: FakeCuda) -> None:
+def test_compute_is_current_after_an_error_naming_the_operation(fake: FakeCuda) -> None:
     streams = made()
 
     def fail() -> None:
@@ -61,7 +61,7 @@ def test_compute_is_current_again_after_an_error_that_names_the_operation(fake: 
 
 
 @pytest.mark.parametrize("name", FENCES)
-def test_declared_edges_wait_for_the_event_and_others_are_refused(name: str, streams: CudaStreams) -> None:
+def test_declared_edges_wait_and_others_are_refused(name: str, streams: CudaStreams) -> None:
     spec = FENCES[name]
     producer = streams._by_name[next(iter(spec.producers))]
     fence = producer.record(name)
@@ -86,7 +86,7 @@ def test_declared_edges_wait_for_the_event_and_others_are_refused(name: str, str
 
 
 @pytest.mark.usefixtures("fake")
-def test_an_omitted_fence_is_waited_for_by_nobody() -> None:
+def test_omitted_fence_is_not_awaited() -> None:
     streams = made(("preloaded",))
     streams._by_name["load"].cuda.stuck = True  # type: ignore[attr-defined]
     fence = streams.load.record("preloaded")
@@ -96,7 +96,7 @@ def test_an_omitted_fence_is_waited_for_by_nobody() -> None:
     assert streams._by_name["compute"].cuda.waited == []  # type: ignore[attr-defined]
 
 
-def test_a_fence_that_never_comes_ends_the_wait_by_name(streams: CudaStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fence_timeout_names_the_fence(streams: CudaStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8."""
     monkeypatch.setattr(cuda, "HOST_WAIT_LIMIT_S", 0.01)
     monkeypatch.setattr(cuda, "CLOSE_LIMIT_S", 0.01)
@@ -126,7 +126,7 @@ def test_only_the_thread_that_adopted_them_launches(streams: CudaStreams) -> Non
     assert "adopted" in str(caught[0])
 
 
-def test_events_are_used_again_but_not_those_of_graphs(streams: CudaStreams) -> None:
+def test_events_are_reused_except_those_of_graphs(streams: CudaStreams) -> None:
     for _ in range(10):
         streams.compute.record("sampled").wait()
     assert len(streams._events) == 1
@@ -134,14 +134,14 @@ def test_events_are_used_again_but_not_those_of_graphs(streams: CudaStreams) -> 
     assert len(streams._events) == 1
 
 
-def test_one_wait_in_so_many_is_timed(streams: CudaStreams) -> None:
+def test_sampled_waits_are_timed(streams: CudaStreams) -> None:
     for _ in range(2 * SAMPLE_EVERY + 1):
         streams.backup.wait(streams.compute.record("row_written"))
     assert streams.waits.samples == {"row_written": 2 * SAMPLE_EVERY}
     assert streams.waits.seconds["row_written"] == pytest.approx(2 * SAMPLE_EVERY * 0.002)
 
 
-def test_timed_waits_that_nobody_can_read_yet_are_bounded(streams: CudaStreams) -> None:
+def test_unread_timed_waits_are_bounded(streams: CudaStreams) -> None:
     """I8."""
     backup = streams._by_name["backup"]
     backup.cuda.stuck = True  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def test_timed_waits_that_nobody_can_read_yet_are_bounded(streams: CudaStreams) 
 # ---------------------------------------------------------------- how long work takes
 
 
-def test_work_is_timed_on_its_stream_and_told_later(streams: CudaStreams) -> None:
+def test_work_is_timed_on_its_stream_and_reported_later(streams: CudaStreams) -> None:
     spent: list[float] = []
     backup = streams._by_name["backup"]
     backup.cuda.stuck = True  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ def test_work_is_timed_on_its_stream_and_told_later(streams: CudaStreams) -> Non
     assert spent == [pytest.approx(0.002)] * 3
 
 
-def test_timed_work_within_timed_work_takes_events_of_its_own(streams: CudaStreams) -> None:
+def test_nested_timed_work_has_separate_events(streams: CudaStreams) -> None:
     """A step that is not a graph has swap-ins in it."""
     outer: list[float] = []
     inner: list[float] = []
@@ -175,7 +175,7 @@ def test_timed_work_within_timed_work_takes_events_of_its_own(streams: CudaStrea
     assert (len(inner), len(outer)) == (2, 2)
 
 
-def test_timed_work_that_nobody_can_read_yet_is_bounded_and_done(streams: CudaStreams) -> None:
+def test_unread_timed_work_is_bounded(streams: CudaStreams) -> None:
     """I8."""
     streams._by_name["backup"].cuda.stuck = True  # type: ignore[attr-defined]
     done: list[int] = []
@@ -185,7 +185,7 @@ def test_timed_work_that_nobody_can_read_yet_is_bounded_and_done(streams: CudaSt
     assert len(done) == SPANS_MAX + 3
 
 
-def test_a_graph_with_timed_work_tells_at_each_replay_of_the_one_before(streams: CudaStreams) -> None:
+def test_graph_replay_reports_timed_work_of_the_one_before(streams: CudaStreams) -> None:
     told: list[tuple[int, float]] = []
     streams.layer_spent = lambda layer, seconds: told.append((layer, seconds))
 
@@ -224,7 +224,7 @@ def test_a_fork_that_rejoins_is_captured(streams: CudaStreams) -> None:
     assert streams.waits.samples == {}, "waits inside a graph are not timed"
 
 
-def test_what_breaks_the_rules_of_a_capture_is_refused_and_streams_go_on(streams: CudaStreams) -> None:
+def test_invalid_capture_is_refused_and_streams_continue(streams: CudaStreams) -> None:
     def unjoined() -> None:
         forked(streams)
         streams.swap.launch("more", lambda: None)
@@ -241,7 +241,7 @@ def test_what_breaks_the_rules_of_a_capture_is_refused_and_streams_go_on(streams
         forked(streams)
 
 
-def test_devices_that_are_not_there_are_refused(fake: FakeCuda) -> None:
+def test_missing_devices_are_refused(fake: FakeCuda) -> None:
     assert fake
     with pytest.raises(ConfigError) as caught:
         make_streams("cuda", device="cuda:3")
