@@ -269,7 +269,7 @@ def reuse_destination_pages_before_revocation() -> Plan:
         if not was_lost or ticket.placement not in self.placement_table.tickets:
             return heard
         self.placement_table.close_ticket(ticket)
-        return heard.plus(dispatch.Effects((dispatch.Step(ticket.node, Release(ticket.placement)),)))
+        return heard.plus(dispatch.Effects((dispatch.LedgerStep(ticket.node, Release(ticket.placement)),)))
 
     yield dispatch.Dispatch, "_departed_sender", departed_sender
 
