@@ -41,7 +41,7 @@ EXIT_MEANINGS: Final = {
     EXIT_CODES["not_found"]: "no such request or worker",
     EXIT_CODES["wrong_state"]: "right command, wrong moment",
     EXIT_CODES["capacity"]: "does not fit, now or ever (the message says which)",
-    EXIT_CODES["unavailable"]: "nobody answers, or the service is draining",
+    EXIT_CODES["unavailable"]: "no coordinator answers, or it is draining",
     EXIT_CODES["protocol"]: "the peer speaks another protocol",
     EXIT_CODES["config"]: "a setting was refused",
     EXIT_CODES["not_allowed"]: "permission denied: this key may not use that listener",
@@ -152,7 +152,7 @@ EVERYWHERE: Final = (
     Setting("--runtime-dir", "cluster.runtime_dir", "Directory of sockets and host pool."),
     Setting("--keys-dir", "cluster.keys_dir", "Directory of key files, for tcp:// endpoints."),
     Setting("--insecure", "cluster.insecure", "tcp:// without keys.", is_flag=True),
-    Setting("--as", "cluster.speak_as", "client, or admin: who sees everybody's requests."),
+    Setting("--as", "cluster.speak_as", "client, or admin: an admin sees all requests."),
 )
 
 

@@ -233,7 +233,7 @@ def resume_beyond_the_durable_length() -> Plan:
     def depart(
         self: RequestState, kind: EventKind, target: Any, durable: int, rows: Any, *rest: Any, **named: Any
     ) -> Any:
-        beyond = durable and self.prompt_tokens + rows.generated - 1
+        beyond = durable and self.facts.prompt_tokens + rows.generated - 1
         return original(self, kind, target, beyond, rows, *rest, **named)
 
     yield RequestState, "_depart", depart
