@@ -43,7 +43,7 @@ from protocol.transport.keys import access
 from protocol.version import our_version
 from worker.device.gpu_memory import cuda_device, free_device_bytes
 from worker.device.sizing import Sizing, size_worker
-from worker.link.link import Link, Pace, connect_to
+from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 from worker.loop.executor import Executor
@@ -219,7 +219,7 @@ def _link(
         LinkState(identity, outbox, counters),
         executor,
         connect_to(endpoint, lambda: access(config.cluster, "worker", endpoint)),
-        pace=Pace(config.worker.report_interval_ms / 1e3, config.coordinator.heartbeat_interval_s),
+        pace=LinkPace(config.worker.report_interval_ms / 1e3, config.coordinator.heartbeat_interval_s),
         tokenizer=tokenizer.data,
     )
 

@@ -56,7 +56,7 @@ from tests.sim.links import FakeDealer, Gate, Network
 from tests.sim.oracle import MODEL, Truth
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
-from worker.link.link import Link, Pace
+from worker.link.link import Link, LinkPace
 from worker.link.link_state import Action, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 
@@ -209,7 +209,7 @@ class WorkerProcess:
         )
         self._cluster = cluster
         self._scope = trio.CancelScope()
-        pace = Pace(report_s=0.05, heartbeat_s=cluster.shape.settings.heartbeat_interval_s)
+        pace = LinkPace(report_s=0.05, heartbeat_s=cluster.shape.settings.heartbeat_interval_s)
         self._link = Link(self.state, self.executor, self._connect, pace=pace)
 
     async def _connect(self) -> FakeDealer:

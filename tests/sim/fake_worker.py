@@ -57,7 +57,7 @@ from tests.sim.links import Gate
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
-from worker.device.inventory import FreeMemory, take_inventory
+from worker.device.inventory import FreeDeviceMemory, take_inventory
 from worker.link.outbox import Outbox
 from worker.loop.output import Output
 from worker.transfer.handover import Incoming, Outgoing
@@ -611,9 +611,9 @@ class FakeExecutor:
         pages = [it.pages for it in (*self.runs.values(), *self.tickets.values())]
         return list(zip((*runs, *tickets), pages, strict=True))
 
-    def _free(self) -> FreeMemory:
+    def _free(self) -> FreeDeviceMemory:
         rows, capacity = [row for row, _ in self._held()], self._capacity
-        return FreeMemory(
+        return FreeDeviceMemory(
             seats=capacity.seats - len(rows),
             chunks=capacity.hot_chunks + capacity.slab_pages - sum(row.chunks for row in rows),
             index_pages=capacity.index_pages - sum(row.index_pages for row in rows),

@@ -11,13 +11,15 @@ from protocol.inventory import PAGES_MAX, InventoryRow, digest_of, pack_rows
 from protocol.messages import Inventory
 
 
-class FreeMemory(NamedTuple):
+class FreeDeviceMemory(NamedTuple):
     seats: int
     chunks: int
     index_pages: int
 
 
-def take_inventory(number: int, held: Iterable[tuple[InventoryRow, Sequence[int]]], free: FreeMemory) -> Inventory:
+def take_inventory(
+    number: int, held: Iterable[tuple[InventoryRow, Sequence[int]]], free: FreeDeviceMemory
+) -> Inventory:
     """`held` is the row of each placement and the ids of its host pages. Ids of at most PAGES_MAX pages go into
     digests, beginning with another row for each `number`."""
     by_placement = sorted(held, key=lambda it: it[0].placement)

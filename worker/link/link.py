@@ -82,7 +82,7 @@ def connect_to(endpoint: str, read_key: Callable[[], PeerKey | Insecure | None] 
 
 
 @dataclass(frozen=True)
-class Pace:
+class LinkPace:
     """How often things are said, in seconds."""
 
     report_s: float = 0.02
@@ -93,7 +93,7 @@ class Link:
     """Runs in one trio task tree; `request_stop` and the outbox's signal are the only ways in from elsewhere."""
 
     def __init__(
-        self, state: LinkState, executor: CommandSink, connect: Connect, *, pace: Pace, tokenizer: bytes = b""
+        self, state: LinkState, executor: CommandSink, connect: Connect, *, pace: LinkPace, tokenizer: bytes = b""
     ) -> None:
         self.state = state
         self._executor = executor

@@ -37,7 +37,7 @@ from protocol.settings import WorkerSettings
 from protocol.units import pages_for
 from worker.device.arena import Arena
 from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
-from worker.device.inventory import FreeMemory
+from worker.device.inventory import FreeDeviceMemory
 from worker.device.sizing import Sizing
 from worker.loop.batch import RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
@@ -282,9 +282,9 @@ class Seats:
         counts: Int64s = self._final_counts[:, request.seat].numpy()
         return counts
 
-    def free(self) -> FreeMemory:
+    def free(self) -> FreeDeviceMemory:
         """What no request holds."""
-        return FreeMemory(len(self._free), self.chunks.free, self.index_pages.free)
+        return FreeDeviceMemory(len(self._free), self.chunks.free, self.index_pages.free)
 
     def flush(self) -> None:
         """Launch table edits not launched yet: before every step and every prompt chunk."""

@@ -27,7 +27,7 @@ from tests.sim import cluster
 from tests.sim.run import simulate
 from tests.support.fakes.fake_cluster import capacity
 from tests.support.scheduler_rig import SETTINGS, FakeLink, SchedulerRig, open_rig
-from worker.device.inventory import FreeMemory, take_inventory
+from worker.device.inventory import FreeDeviceMemory, take_inventory
 
 NOTHING = Memory()
 KEY = ("w0", 1)
@@ -74,13 +74,13 @@ def changed(held: Held, **changes: Any) -> Held:
     return replace(row, **{"host_pages": len(pages), **changes}), pages
 
 
-def free_beside(held: list[Held]) -> FreeMemory:
+def free_beside(held: list[Held]) -> FreeDeviceMemory:
     size = capacity()
     chunks = size.hot_chunks + size.slab_pages - sum(row.chunks for row, _ in held)
-    return FreeMemory(size.seats - len(held), chunks, size.index_pages - sum(row.index_pages for row, _ in held))
+    return FreeDeviceMemory(size.seats - len(held), chunks, size.index_pages - sum(row.index_pages for row, _ in held))
 
 
-def differences(ledger: Ledger, held: list[Held], free: FreeMemory | None = None) -> list[tuple[str, int]]:
+def differences(ledger: Ledger, held: list[Held], free: FreeDeviceMemory | None = None) -> list[tuple[str, int]]:
     inventory = take_inventory(1, held, free or free_beside(held))
     return [(it.kind, it.placement) for it in compare(ledger, KEY, inventory, asked(ledger), lambda placement: False)]
 
@@ -177,7 +177,7 @@ def test_page_ids_are_checked_in_rotation() -> None:
     """I8: what one inventory costs is bounded; every request's turn comes."""
 
     def digests(number: int, held: list[Held]) -> list[int]:
-        return [row.digest for row in unpack_rows(take_inventory(number, held, FreeMemory(0, 0, 0)).rows)]
+        return [row.digest for row in unpack_rows(take_inventory(number, held, FreeDeviceMemory(0, 0, 0)).rows)]
 
     looked_at: set[int] = set()
     for number in range(5):

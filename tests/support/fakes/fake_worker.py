@@ -18,7 +18,7 @@ from protocol import messages
 from protocol.arrays import pack_int64, unpack_int32
 from protocol.inventory import InventoryRow
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
-from worker.device.inventory import FreeMemory, take_inventory
+from worker.device.inventory import FreeDeviceMemory, take_inventory
 
 #: Tokens of one decode burst between two looks of the coordinator.
 BURST_TOKENS_MAX = 40
@@ -159,7 +159,7 @@ class FakeWorker:
             for it in self.runs.values()
         ]
         size = self.capacity
-        free = FreeMemory(
+        free = FreeDeviceMemory(
             size.seats - len(held),
             size.hot_chunks + size.slab_pages - sum(row.chunks for row, _ in held),
             size.index_pages - sum(row.index_pages for row, _ in held),

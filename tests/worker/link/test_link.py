@@ -41,7 +41,7 @@ from protocol.messages import (
 )
 from tests.support.fakes.dealer import FakeDealer, FakeListener, FakeSink
 from worker.link import link
-from worker.link.link import Link, Pace, connect_to
+from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 
@@ -59,7 +59,7 @@ class Bench:
         self.sink = FakeSink()
         self.listener = FakeListener()
         self.state = LinkState(WorkerIdentity("w", "n", 1, MODEL, CAPACITY), self.outbox, self.counters)
-        self.link = Link(self.state, self.sink, self.listener.connect, pace=Pace(), tokenizer=tokenizer)
+        self.link = Link(self.state, self.sink, self.listener.connect, pace=LinkPace(), tokenizer=tokenizer)
         self.done = trio.Event()
         self.result: bool | BaseException | None = None
 
@@ -115,7 +115,7 @@ async def test_reports_are_paced_and_coalesce(autojump_clock: MockClock) -> None
             it.outbox.add_tokens(0, 1, position, [position], 0)
             await trio.sleep(0.002)
         second = await report_of(dealer)
-        assert trio.current_time() - began >= Pace().report_s * 0.99
+        assert trio.current_time() - began >= LinkPace().report_s * 0.99
         assert first.progress is not None
         assert second.progress is not None
         assert unpack_int32(second.progress.tokens, "tokens").tolist() == [1, 2, 3, 4, 5]
@@ -218,7 +218,7 @@ async def test_the_tokenizer_travels_in_pieces_between_reports(autojump_clock: M
         chunks = [await dealer.hear(TokenizerChunk) for _ in range(3)]
         assert all(isinstance(chunk, TokenizerChunk) and chunk.hash == "digest" for chunk in chunks)
         assert [(chunk.index, chunk.total) for chunk in chunks] == [(0, 3), (1, 3), (2, 3)]  # type: ignore[union-attr]
-        assert trio.current_time() - began < Pace().heartbeat_s
+        assert trio.current_time() - began < LinkPace().heartbeat_s
         assert b"".join(chunk.data for chunk in chunks) == data  # type: ignore[union-attr]
 
 
@@ -307,7 +307,7 @@ async def test_link_over_real_sockets(tmp_path: Path) -> None:
     """Hello, command, report and reconnect after the router is gone and back, over ipc."""
     endpoint = f"ipc://{tmp_path}/run/worker.sock"
     it = Bench()
-    it.link = Link(it.state, it.sink, connect_to(endpoint), pace=Pace())
+    it.link = Link(it.state, it.sink, connect_to(endpoint), pace=LinkPace())
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(it.run)
