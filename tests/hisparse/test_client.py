@@ -83,7 +83,7 @@ async def test_concurrent_calls_get_their_own_answers(rig: GatewayRig) -> None:
     [
         (lambda it: it.submit([1.5], SAMPLING), BadInput, "prompt=1 values: expected a list of int32 token ids"),
         (lambda it: it.submit("hello", SAMPLING), BadInput, "expected a list of int32 token ids"),
-        (lambda it: it.submit(np.zeros((2, 2), int), SAMPLING), BadInput, "but 2 dimensions of int64"),
+        (lambda it: it.submit(np.zeros((2, 2), int), SAMPLING), BadInput, "got 2 dimensions of int64"),
         (lambda it: it.submit(np.array([1, -(2**40)]), SAMPLING), BadInput, f"prompt={-(2**40)}: a token id"),
         (
             lambda it: it.submit([1], Sampling(max_tokens="5")),
