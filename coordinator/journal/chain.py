@@ -159,7 +159,7 @@ def plan(contents: Contents, records: Sequence[Record]) -> Change | None:
     void = _void_of(contents)
     if not records and not void:
         return None
-    plan = _Plan(contents)
+    plan = _CommitPlan(contents)
     for number, run in enumerate(_runs(records), head.last + 1):
         plan.take(number, run)
     rows, deleted = list(plan.rows.values()), plan.deleted | void
@@ -178,7 +178,7 @@ def plan(contents: Contents, records: Sequence[Record]) -> Change | None:
     return Change(after, plan.begun, tuple(plan.forgotten), len(void), tuple(deleted), tuple(rows))
 
 
-class _Plan:
+class _CommitPlan:
     """Rows of one commit: those added and those deleted. A commit may delete a row that it adds."""
 
     def __init__(self, contents: Contents) -> None:

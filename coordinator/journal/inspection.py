@@ -71,7 +71,7 @@ def inspect(path: Path, mark: Mark | None) -> Inspection:
     """Inspect a journal that no other process has open. Raises ConfigError when it is not of this form, or OSError."""
     _check_form(path, mark)
     head = mark.head if mark else None
-    found = _Found()
+    found = _Finding()
     if path.exists() and (form := read_form(path).form) != VERSION:
         found.note(f"its header says form {form}, it has form {VERSION}")
     with suppress(FileNotFoundError):
@@ -139,7 +139,7 @@ def read_rows(connection: sqlite3.Connection, errors: list[str]) -> Iterator[Sto
             return
 
 
-class _Found:
+class _Finding:
     """Results of an inspection in progress."""
 
     def __init__(self) -> None:

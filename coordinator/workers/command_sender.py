@@ -11,7 +11,7 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 
 if TYPE_CHECKING:
-    from coordinator.workers.worker_link import WorkerLink
+    from coordinator.workers.epoch_link import WorkerLink
 
 #: How soon a link whose socket was full is tried again.
 UNBLOCK_INTERVAL_S: Final = 0.02

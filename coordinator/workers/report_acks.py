@@ -10,7 +10,7 @@ import trio
 from coordinator.journal.journal import Journal
 
 if TYPE_CHECKING:
-    from coordinator.workers.worker_link import WorkerLink
+    from coordinator.workers.epoch_link import WorkerLink
 
 
 class ReportAcks:

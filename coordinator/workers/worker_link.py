@@ -38,13 +38,14 @@ from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.api import SchedulerApi
-from coordinator.scheduling.events import LinkStats, WorkerPort
+from coordinator.scheduling.events import WorkerPort
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.command_sender import CommandSender
+from coordinator.workers.epoch_link import WorkerLink
 from coordinator.workers.processes import Process, has_ended, process_of, wait_exit
 from coordinator.workers.report_acks import ReportAcks
 from coordinator.workers.tokenizer_store import TokenizerStore
-from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
+from coordinator.workers.worker_epoch import Arrival
 from coordinator.workers.worker_hello import Course, KnownWorker, judge
 from metrics.state import CoordinatorCounters
 from protocol import messages
@@ -68,43 +69,6 @@ STARVING_INTERVAL_S: Final = 0.02
 EMPTY: Final[Int32Array] = np.empty(0, np.int32)
 
 log = logger("coordinator.workers.worker_link")
-
-
-class WorkerLink:
-    """One epoch of one worker: its state, its connection (`peer`), and the WorkerPort for the actors.
-
-    `number` is its source in the token log. `process` is the attested process, 0 without attestation.
-    """
-
-    def __init__(
-        self, hello: messages.WorkerHello, process: Process, number: int, owner: WorkerLinks, now: float
-    ) -> None:
-        self.state = WorkerEpoch(hello, owner.observe_round_trip, now)
-        self.model = hello.model
-        self.attested = process
-        self.number = number
-        self.peer: bytes | None = None
-        self.is_down = False
-        self.is_awaited = False
-        self.is_leaving = False
-        self.proved_exit = False
-        self.watch = trio.CancelScope()
-        self._owner = owner
-
-    @property
-    def name(self) -> str:
-        return self.state.worker
-
-    @property
-    def process(self) -> int:
-        return self.attested.id
-
-    def send(self, command: Command) -> None:
-        """Append `command` to the log and wake the sender. Never blocks or fails: at a full log the worker is down."""
-        self._owner.queue(self, command)
-
-    def stats(self) -> LinkStats:
-        return self.state.stats(trio.current_time())
 
 
 class WorkerLinks:
@@ -197,7 +161,7 @@ class WorkerLinks:
         )
         self._numbers += 1
         process = Process(joined.process, joined.started, joined.boot)
-        link = WorkerLink(hello, process, self._numbers, self, trio.current_time())
+        link = self._link(hello, process)
         link.is_awaited, link.is_down = True, not is_live
         if is_live or joined.worker not in self._by_name:
             self._by_name[joined.worker] = link
@@ -347,7 +311,7 @@ class WorkerLinks:
 
     async def _join(self, received: Received, hello: messages.WorkerHello) -> None:
         self._numbers += 1
-        link = WorkerLink(hello, process_of(received.pid), self._numbers, self, trio.current_time())
+        link = self._link(hello, process_of(received.pid))
         try:
             await self._scheduler.worker_up(hello, link)
         except HiSparseError as error:
@@ -462,6 +426,16 @@ class WorkerLinks:
         self._scheduler.worker_down(link.name, link.state.epoch, proved_exit, died)
 
     # ------------------------------------------------------------ sending
+
+    def _link(self, hello: messages.WorkerHello, process: Process) -> WorkerLink:
+        return WorkerLink(
+            hello,
+            process,
+            self._numbers,
+            trio.current_time(),
+            queue=self.queue,
+            observe_round_trip=self.observe_round_trip,
+        )
 
     def queue(self, link: WorkerLink, command: Command) -> None:
         """For WorkerLink.send. Commands to an epoch that is down are dropped; its memory is accounted for elsewhere."""

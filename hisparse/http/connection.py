@@ -20,7 +20,7 @@ import trio
 
 from hisparse.http.errors import error_body, error_headers, status_of
 from hisparse.http.exchange import JSON, Channel, ClientGone
-from hisparse.http.wire import HEADER_BYTES_MAX, Head, Wire
+from hisparse.http.wire import HEADER_BYTES_MAX, RequestHead, Wire
 from protocol.errors import BadInput
 
 #: How long a client may leave what it was sent unread.
@@ -34,7 +34,7 @@ RECV_BYTES: Final = 64 * 1024
 #: Written at once, within READ_LIMIT_S.
 SEND_BYTES: Final = 64 * 1024
 
-Handler = Callable[[Head, Channel], Awaitable[None]]
+Handler = Callable[[RequestHead, Channel], Awaitable[None]]
 
 
 class End(Enum):
@@ -50,7 +50,7 @@ class End(Enum):
     DEFECT = "defect"  # an error of ours; the log says more
 
 
-class Connection:
+class HttpConnection:
     """`run` it in a task of its own. It does not close its stream."""
 
     def __init__(self, stream: trio.abc.Stream, handler: Handler) -> None:
@@ -71,7 +71,7 @@ class Connection:
                 head = await self._wait()
             except BadInput as error:
                 return await self._refuse(error)
-            if not isinstance(head, Head):
+            if not isinstance(head, RequestHead):
                 return head
             await self._handler(head, self)
             self.evictable = True
@@ -94,7 +94,7 @@ class Connection:
 
     # ------------------------------------------------------------ requests
 
-    async def _wait(self) -> Head | End:
+    async def _wait(self) -> RequestHead | End:
         """The next request, or why there is none. Raises what Wire.next_head does."""
         with trio.CancelScope(deadline=trio.current_time() + IDLE_LIMIT_S) as scope:
             self._waiting = scope
@@ -106,7 +106,7 @@ class Connection:
                 self._waiting = None
         return End.CLOSED if self._last else End.IDLE
 
-    async def _next_head(self, scope: trio.CancelScope) -> Head | End:
+    async def _next_head(self, scope: trio.CancelScope) -> RequestHead | End:
         """The deadline of `scope` begins anew with the first byte. Raises ClientGone."""
         while (head := self._wire.next_head()) is None:
             begun = self._wire.has_begun

@@ -15,7 +15,7 @@ import trio
 
 from hisparse.http.errors import TooLarge, TooSlow, error_body, error_headers, status_of
 from hisparse.http.shares import Shares
-from hisparse.http.wire import Head
+from hisparse.http.wire import RequestHead
 from protocol.errors import CapacityError, HiSparseError
 
 #: One body: a context of a million token ids with seven digits and their commas, twice.
@@ -62,7 +62,7 @@ class Channel(Protocol):
 class Exchange:
     """`status` is 0 until the answer begins. `leaving` is cancelled when the client goes before the answer is whole."""
 
-    def __init__(self, head: Head, channel: Channel, budget: Shares) -> None:
+    def __init__(self, head: RequestHead, channel: Channel, budget: Shares) -> None:
         self.method = head.method
         self.path = head.path
         self.header = head.header

@@ -35,7 +35,7 @@ from hisparse.http.outputs import FollowedOutput, FollowedOutputs
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
 from hisparse.http.turns import Turns
-from hisparse.http.wire import Head
+from hisparse.http.wire import RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound
 from protocol.logs import fields, logger
@@ -97,7 +97,7 @@ class Front:
         """Once nothing is served any more."""
         self._renderers.close()
 
-    async def serve(self, head: Head, channel: Channel) -> None:
+    async def serve(self, head: RequestHead, channel: Channel) -> None:
         """Answer one request. Raises nothing that a client can bring about."""
         exchange = Exchange(head, channel, self._budget)
         async with trio.open_nursery() as nursery:

@@ -14,7 +14,7 @@ from typing import Final
 
 import trio
 
-from hisparse.http.connection import IDLE_LIMIT_S, Connection, End, Handler
+from hisparse.http.connection import IDLE_LIMIT_S, End, Handler, HttpConnection
 from hisparse.http.tls import Tls
 from metrics.state import HttpCounters
 from protocol.logs import logger
@@ -39,7 +39,7 @@ def connections_max(requests_max: int) -> int:
     return max(CONNECTIONS_MIN, CONNECTIONS_PER_PLACE * requests_max)
 
 
-class Listener:
+class HttpListener:
     """Serves a listening socket. One for each process."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Listener:
         self._handler = handler
         self._counters = counters
         self._tls = tls
-        self._open: dict[Connection, None] = {}  # the oldest first
+        self._open: dict[HttpConnection, None] = {}  # the oldest first
         self._logged_at = -math.inf
 
     async def run(self, stopping: trio.Event) -> None:
@@ -96,7 +96,7 @@ class Listener:
     async def _serve(self, stream: trio.abc.Stream) -> End:
         if self._tls is not None:
             stream = trio.SSLStream(stream, self._tls.context, server_side=True, https_compatible=True)
-        connection = Connection(stream, self._handler)
+        connection = HttpConnection(stream, self._handler)
         self._open[connection] = None
         self._counters.connections = len(self._open)
         try:

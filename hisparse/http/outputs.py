@@ -28,7 +28,7 @@ from hisparse.client.token_stream import TokenStream
 from hisparse.http.asks import SampleAsk
 from hisparse.http.errors import ending_error
 from hisparse.http.link import CoordinatorLink
-from hisparse.http.turns import Pace, Turns
+from hisparse.http.turns import SubmissionPace, Turns
 from metrics.state import HttpCounters
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, InternalError, NotFound, WrongState
@@ -145,7 +145,7 @@ class FollowedOutputs:
         rate: tuple[float, float] = (CoordinatorSettings().messages_per_s, CoordinatorSettings().messages_burst),
     ) -> None:
         """`rate` is what the coordinator hears of one peer, in a second and at once."""
-        self._pace = Pace(*(RATE_SHARE * part for part in rate))
+        self._pace = SubmissionPace(*(RATE_SHARE * part for part in rate))
         self._nursery = nursery
         self._link = link
         self._counters = counters

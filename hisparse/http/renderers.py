@@ -36,14 +36,14 @@ KEPT_BYTES_MAX: Final = 1024 * 1024
 _LENGTH: Final = struct.Struct("<I")
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class RenderRequest(msgspec.Struct, frozen=True, array_like=True):
     template: str
     messages: list[dict[str, str]]
     variables: dict[str, Any]
     bytes_max: int
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class RenderReply(msgspec.Struct, frozen=True, array_like=True):
     """`refusal` is empty when `text` is the prompt."""
 
     text: str
@@ -62,7 +62,7 @@ class Renderers:
         self, template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], bytes_max: int
     ) -> str:
         """As chat.render, within limits. Raises BadInput."""
-        request = Request(template, [dict(message) for message in messages], dict(variables), bytes_max)
+        request = RenderRequest(template, [dict(message) for message in messages], dict(variables), bytes_max)
         data = msgspec.msgpack.encode(request)
         process = self._idle.pop() if self._idle else self._start()
         reply = _asked(process, data)
@@ -73,7 +73,7 @@ class Renderers:
             _end(process)
         else:
             self._idle.append(process)
-        answer = msgspec.msgpack.decode(reply, type=Reply)
+        answer = msgspec.msgpack.decode(reply, type=RenderReply)
         if answer.refusal:
             raise refused(answer.refusal, len(messages))
         return answer.text
@@ -138,14 +138,14 @@ def main() -> None:
         _write(replies, reply)
 
 
-def _rendered(data: bytes) -> Reply:
-    request = msgspec.msgpack.decode(data, type=Request)
+def _rendered(data: bytes) -> RenderReply:
+    request = msgspec.msgpack.decode(data, type=RenderRequest)
     try:
         text = render(request.template, request.messages, request.variables, request.bytes_max, _strftime_now)
         text.encode()
     except (BadInput, UnicodeEncodeError) as error:
-        return Reply("", error.message if isinstance(error, BadInput) else str(error))
-    return Reply(text, "")
+        return RenderReply("", error.message if isinstance(error, BadInput) else str(error))
+    return RenderReply(text, "")
 
 
 def _strftime_now(form: str) -> str:

@@ -29,7 +29,7 @@ from hisparse.http.api_keys import ApiKeys, read_keys
 from hisparse.http.connection import READ_LIMIT_S
 from hisparse.http.front import Front
 from hisparse.http.link import RECONNECT_LIMIT_S, CoordinatorLink
-from hisparse.http.listener import BACKLOG, STOP_DEADLINE_S, Listener, connections_max
+from hisparse.http.listener import BACKLOG, STOP_DEADLINE_S, HttpListener, connections_max
 from hisparse.http.outputs import FollowedOutputs
 from hisparse.http.process import share_fairly
 from hisparse.http.tls import Tls, tls_of
@@ -84,7 +84,7 @@ async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socke
             front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
             _announce(config, listener, exporter)
             most = connections_max(config.http.requests_max)
-            await Listener(listener, front.serve, counters, tls, most).run(stopping)
+            await HttpListener(listener, front.serve, counters, tls, most).run(stopping)
             with trio.move_on_after(LAST_ABORTS_S):
                 await outputs.settled()
             nursery.cancel_scope.cancel()

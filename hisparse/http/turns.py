@@ -1,7 +1,7 @@
 """Who works next, where few may work at once: owners of API keys take turns.
 
 An owner with a hundred tasks and one with a single task are served alternately, and `per_owner` keeps the first from
-having all turns when the second comes. `Pace` keeps all of them together within a rate.
+having all turns when the second comes. `SubmissionPace` keeps all of them together within a rate.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Turns:
                 self._waiting[owner] = turns  # behind the others
 
 
-class Pace:
+class SubmissionPace:
     """At most `per_s` in a second, and `burst` more at once after as long a silence."""
 
     def __init__(self, per_s: float, burst: float) -> None:

@@ -36,7 +36,7 @@ VERSIONS: Final = (b"1.0", b"1.1")
 
 
 @dataclass(frozen=True)
-class Head:
+class RequestHead:
     """A request without its body. Header names are in lower case, in the order in which they came; `path` is without
     query, its percent signs decoded."""
 
@@ -83,7 +83,7 @@ class Wire:
         """Received and not read yet."""
         return len(self._h11.trailing_data[0])
 
-    def next_head(self) -> Head | None:
+    def next_head(self) -> RequestHead | None:
         """The next request; None: more bytes are needed. Raises Malformed, HeadersTooLarge, MethodRefused,
         UpgradeRefused or VersionRefused; the connection can be answered once more then, and ends."""
         event = self._next_event()
@@ -95,7 +95,7 @@ class Wire:
             raise _too_large()
         _check(event)
         headers = tuple((name.decode("ascii"), value.decode("latin-1")) for name, value in event.headers)
-        head = Head(event.method.decode("ascii"), _path(event.target), headers)
+        head = RequestHead(event.method.decode("ascii"), _path(event.target), headers)
         if not head.has_body:
             self.next_piece()
         return head

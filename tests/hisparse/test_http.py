@@ -37,7 +37,7 @@ from hisparse.http.errors import (
 from hisparse.http.prompts import prompts_of, text_ids
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
-from hisparse.http.turns import Pace, Turns
+from hisparse.http.turns import SubmissionPace, Turns
 from protocol.errors import (
     BY_CODE,
     BadInput,
@@ -315,7 +315,7 @@ def test_owner_below_its_share_is_never_refused(steps: list[tuple[str, int]]) ->
 
 
 async def test_a_pace_is_kept_after_its_burst(autojump_clock: trio.testing.MockClock) -> None:
-    pace, began = Pace(10.0, 20.0), trio.current_time()
+    pace, began = SubmissionPace(10.0, 20.0), trio.current_time()
     for _ in range(4):
         await pace.spend(5.0)
     assert trio.current_time() == began

@@ -18,10 +18,10 @@ import trio.testing
 from hisparse.http import connection, listener, server
 from hisparse.http.connection import Handler
 from hisparse.http.exchange import BODY_BYTES_MAX, Channel, Exchange
-from hisparse.http.listener import CONNECTIONS_MIN, Listener
+from hisparse.http.listener import CONNECTIONS_MIN, HttpListener
 from hisparse.http.shares import Shares
 from hisparse.http.tls import Tls
-from hisparse.http.wire import HEADER_BYTES_MAX, Head
+from hisparse.http.wire import HEADER_BYTES_MAX, RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import HiSparseError
 from protocol.settings import HttpSettings
@@ -32,7 +32,7 @@ GET: Final = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 CLOSE: Final = b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
-async def echo(head: Head, channel: Channel) -> None:
+async def echo(head: RequestHead, channel: Channel) -> None:
     """Answers with method, path and body; /defect raises, /hold keeps its connection until the client leaves."""
     exchange = Exchange(head, channel, Shares(1 << 30))
     if head.path == "/defect":
@@ -129,7 +129,7 @@ async def running(
     with server._listening(HttpSettings(port=0)) as sock:
         address = sock.getsockname()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(Listener(sock, handler, counters, tls, connections).run, stopping)
+            nursery.start_soon(HttpListener(sock, handler, counters, tls, connections).run, stopping)
             yield Rig(address, counters, stopping)
             nursery.cancel_scope.cancel()
 
@@ -317,7 +317,7 @@ async def test_oldest_idle_connection_is_closed_for_a_new_one() -> None:
 async def test_stopping_lets_the_last_answer_finish() -> None:
     gate = trio.Event()
 
-    async def slow(head: Head, channel: Channel) -> None:
+    async def slow(head: RequestHead, channel: Channel) -> None:
         exchange = Exchange(head, channel, Shares(1))
         await gate.wait()
         await exchange.answer(200, b"done")

@@ -28,7 +28,7 @@ import trio._core._run
 
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import EntryPhase, RequestEntry
-from coordinator.workers.worker_link import WorkerLink
+from coordinator.workers.epoch_link import WorkerLink
 from protocol import messages, units
 from protocol.arrays import unpack_int32
 from protocol.errors import InternalError

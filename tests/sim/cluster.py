@@ -42,6 +42,7 @@ from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.service import Coordinator
+from coordinator.workers.epoch_link import WorkerLink
 from coordinator.workers.processes import Process
 from metrics.state import LinkCounters
 from protocol import messages
@@ -502,7 +503,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
 
     def tapped_queue(
         links: coordinator.workers.worker_link.WorkerLinks,
-        link: coordinator.workers.worker_link.WorkerLink,
+        link: WorkerLink,
         command: messages.Command,
     ) -> None:
         if not link.is_down:
@@ -511,7 +512,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
 
     def tapped_report(
         links: coordinator.workers.worker_link.WorkerLinks,
-        link: coordinator.workers.worker_link.WorkerLink,
+        link: WorkerLink,
         report: messages.Report,
     ) -> None:
         cluster.checker.heard(link.name, report)

@@ -18,7 +18,7 @@ from hisparse.http.exchange import ClientGone
 from hisparse.http.front import Front
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.outputs import FollowedOutputs
-from hisparse.http.wire import Head
+from hisparse.http.wire import RequestHead
 from metrics.http import HttpSources, scrape
 from metrics.state import HttpCounters
 from protocol.settings import HttpSettings
@@ -68,7 +68,7 @@ class Peer:
 
     def __init__(self, method: str, path: str, headers: Mapping[str, str], queue_messages: int) -> None:
         self._headers = tuple((name.lower(), value) for name, value in headers.items())
-        self.head = Head(method, path, self._headers)
+        self.head = RequestHead(method, path, self._headers)
         self.status = 0
         self.headers: dict[str, str] = {}
         self.body = b""

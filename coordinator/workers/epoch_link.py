@@ -1,0 +1,56 @@
+"""The link of one worker epoch, as the actors and the rooms of this folder see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from coordinator.scheduling.events import LinkStats
+from coordinator.workers.processes import Process
+from coordinator.workers.worker_epoch import WorkerEpoch
+from protocol.messages import Command, WorkerHello
+
+
+class WorkerLink:
+    """One epoch of one worker: its state, its connection (`peer`), and the WorkerPort for the actors.
+
+    `number` is its source in the token log. `process` is the attested process, 0 without attestation.
+    """
+
+    def __init__(
+        self,
+        hello: WorkerHello,
+        process: Process,
+        number: int,
+        now: float,
+        *,
+        queue: Callable[[WorkerLink, Command], None],
+        observe_round_trip: Callable[[float], None],
+    ) -> None:
+        self.state = WorkerEpoch(hello, observe_round_trip, now)
+        self.model = hello.model
+        self.attested = process
+        self.number = number
+        self.peer: bytes | None = None
+        self.is_down = False
+        self.is_awaited = False
+        self.is_leaving = False
+        self.proved_exit = False
+        self.watch = trio.CancelScope()
+        self._queue = queue
+
+    @property
+    def name(self) -> str:
+        return self.state.worker
+
+    @property
+    def process(self) -> int:
+        return self.attested.id
+
+    def send(self, command: Command) -> None:
+        """Append `command` to the log and wake the sender. Never blocks or fails: at a full log the worker is down."""
+        self._queue(self, command)
+
+    def stats(self) -> LinkStats:
+        return self.state.stats(trio.current_time())
