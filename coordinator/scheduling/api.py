@@ -203,7 +203,7 @@ class SchedulerApi(Actor[Message]):
         self.tell(events.WorkerExited(worker, epoch, died))
 
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None:
-        """Route a worker's event to its Request. An admission that has departed, or is another worker's: dropped.
+        """Route a worker's event to its Request. A placement that has departed, or is another worker's: dropped.
 
         Raises ProtocolError when one request is flooded: the worker is broken.
         """

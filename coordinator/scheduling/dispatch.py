@@ -9,7 +9,7 @@ One turn of the Scheduler, which the tests drive without any actor:
 A ledger change comes with the fact to which it belongs (coordinator.journal.records): both are written down together.
 
 A Request is the owner of its life cycle, the dispatch of its memory. They hear of each other's decisions late, so every
-event names its admission, and one of an admission that has departed changes nothing.
+event names its placement, and one of a placement that has departed changes nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Dispatch:
         return NOTHING
 
     def departed(self, event: PlacementEnded, generated: int) -> Effects:
-        """The admission is over: keep its rows, or release everything."""
+        """The placement is over: keep its rows, or release everything."""
         entry = self._current(event.request_index, event.placement)
         if entry is None:
             return NOTHING

@@ -98,7 +98,7 @@ class RequestState:
         self.kept_tokens = 0
         self.prefills_only = False  # this stay, or the last one: its worker does not decode it
         self.retractions = 0
-        # what the worker has yet to say in this admission; said twice, it is heard once
+        # what the worker has yet to say in this placement; said twice, it is heard once
         self.staging = False
         self.parked = False
         self.resize: messages.Resize | None = None
@@ -213,7 +213,7 @@ class RequestState:
     def handle(self, event: RequestOrder | WorkerEvent, rows: Rows, now: float) -> list[Action]:
         """Apply one event; returns what to do, in order. Raises IllegalEventError or InternalError: nothing changed.
 
-        What a worker says of an admission that this request has left is acknowledged by doing nothing.
+        What a worker says of a placement that this request has left is acknowledged by doing nothing.
         """
         kind, apply = _HANDLERS[type(event)]
         if kind in OF_PLACEMENT and event.placement != (self.placement or None):  # type: ignore[union-attr]

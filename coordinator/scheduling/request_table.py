@@ -43,7 +43,7 @@ class LiveRequest:
     entry: RequestEntry
     prompt: bytes
     epoch: int = 0
-    swaps_before: Swaps = NO_SWAPS  # of earlier admissions
+    swaps_before: Swaps = NO_SWAPS  # of earlier placements
     swaps: Swaps = NO_SWAPS  # of this one, so far
 
 
@@ -126,7 +126,7 @@ class RequestTable:
         return [it.live.facts.request_index for it in ended if it is not None]
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
-        """Take in swap-in counters; of admissions not its own: dropped. Raises ProtocolError when arrays disagree."""
+        """Take in swap-in counters; of placements not its own: dropped. Raises ProtocolError when arrays disagree."""
         placements = unpack_int64(counters.placements, "placements").tolist()
         hits = unpack_int64(counters.hits, "hits").tolist()
         misses = unpack_int64(counters.misses, "misses").tolist()
@@ -140,7 +140,7 @@ class RequestTable:
     # ---------------------------------------------------------------- lookups
 
     def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:
-        """Whose admission it is; None when it has departed or is another worker's."""
+        """Whose placement it is; None when it has departed or is another worker's."""
         live = self.by_placement.get(placement)
         return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
 
