@@ -59,7 +59,7 @@ class Cause(StrEnum):
     DRAIN = "drain"
 
 
-#: Whoever was retracted for another's sake comes back only where that will not happen again.
+#: A request retracted to make room for another comes back only where that will not happen again.
 DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
 
 

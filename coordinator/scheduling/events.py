@@ -78,10 +78,10 @@ class Listener(Protocol):
         """The request is terminal and its tokens are all in the token log. Called exactly once per request (I5)."""
 
     def recovered(self, ending: Ending) -> None:
-        """As `ended`, of a request that ended in an earlier life of the coordinator."""
+        """As `ended`, of a request that ended in an earlier incarnation of the coordinator."""
 
     def forgotten(self, request_index: int) -> None:
-        """The slot is about to be closed and reused: drop subscriptions to it."""
+        """The request index is about to be closed and reused: drop subscriptions to it."""
 
 
 class RequestCommand(Enum):
@@ -120,7 +120,7 @@ class CommandAsk(msgspec.Struct, frozen=True):
 
 
 class ForgetAsk(msgspec.Struct, frozen=True):
-    """Ended requests whose outputs nobody needs any more. `user` as in CommandAsk."""
+    """Ended requests whose outputs no client needs any more. `user` as in CommandAsk."""
 
     request_ids: tuple[str, ...]
     reply: Reply[tuple[str, ...]]
@@ -161,8 +161,8 @@ class WorkerUp(msgspec.Struct, frozen=True):
 
 
 class WorkerBack(msgspec.Struct, frozen=True):
-    """An epoch that the journal knows has said hello to this life of the coordinator. The reply fails when its
-    inventory cannot be."""
+    """An epoch that the journal knows has said hello to this incarnation of the coordinator. The reply fails
+    when its inventory cannot be."""
 
     hello: messages.WorkerHello
     reply: Reply[None]
@@ -204,10 +204,10 @@ class Starving(msgspec.Struct, frozen=True):
 class Stage(Enum):
     """How far a placement has come, as far as the ledger cares."""
 
-    STAGED = "staged"  # slab pages are free; a stay that only computes the prompt is about to end
+    STAGED = "staged"  # slab pages are free; a placement that only computes the prompt is about to end
     STARTED = "started"  # in the decode batch: its hot buffer can be resized
     PARKED = "parked"  # out of granted pages
-    LEAVING = "leaving"  # its memory will be released without anybody's asking
+    LEAVING = "leaving"  # its memory will be released without a request for it
 
 
 class PlacementProgressed(msgspec.Struct, frozen=True):

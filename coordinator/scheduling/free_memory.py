@@ -40,8 +40,8 @@ class Refusal(NamedTuple):
 
 
 class PlanOutcome(NamedTuple):
-    """What a plan leaves beside its decisions: what is free after it, the refused by slot, and by node the
-    request that blocks it for those of lower rank."""
+    """What a plan leaves beside its decisions: what is free after it, the refused by request index, and by node
+    the request that blocks it for those of lower rank."""
 
     free: FreeMemory
     refused: Mapping[int, Refusal]

@@ -227,11 +227,11 @@ class PlacementTable:
     # ---------------------------------------------------------------- from the journal
 
     def go_on_from(self, arrivals: int, placements: int) -> None:
-        """These were the highest numbers of an earlier life."""
+        """These were the highest numbers of an earlier incarnation."""
         self._arrivals, self._placements = arrivals, placements
 
     def recover(self, facts: RequestFacts, generated: int) -> RequestEntry:
-        """A request of an earlier life, waiting, as its history says."""
+        """A request of an earlier incarnation, waiting, as its history says."""
         entry = self.add(facts, generated)
         del self.unexplained[facts.request_index]
         return entry
@@ -264,7 +264,7 @@ class PlacementTable:
         )
 
     def recover_orders(self, entry: RequestEntry, ordered: RequestOrdered) -> None:
-        """The last of an earlier life; an end was ordered before."""
+        """The last of an earlier incarnation; an end was ordered before."""
         self.hold(entry, ordered.held)
         self.force(entry, ordered.forced_slots)
         entry.ordered = ordered
@@ -326,8 +326,8 @@ class PlacementTable:
         yield from list(it.leaving.values())
 
     def in_view(self) -> list[RequestEntry]:
-        """Whose progress the next plan looks at: those short of pages, and everybody on a worker while some suspect is
-        to be cleared."""
+        """Whose progress the next plan looks at: those short of pages, and all on a worker while some suspect is to
+        be cleared."""
         if not self.poison_detector:
             return list(self.starving.values())
         return [entry for worker in self.workers for entry in self.on(worker)]

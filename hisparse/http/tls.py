@@ -46,7 +46,7 @@ def tls_of(settings: HttpSettings) -> Tls | None:
 
 
 def check_pair(cert: str, key: str) -> None:
-    """Raise ConfigError unless these are a certificate and its key, and only the key's owner may read the key."""
+    """Raise ConfigError unless these are a certificate and its key, in a file closed to other users."""
     read_file(cert, CERT_FIELD)
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:

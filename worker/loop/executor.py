@@ -309,7 +309,7 @@ class Executor:
         try:
             check_admit(admit, self._sizing, self._runner.info)
             output = self._output(admit)
-            if output.finished:  # by a token that was delivered in an earlier stay
+            if output.finished:  # by a token that was delivered in an earlier placement
                 self._report.already_complete(admit, output)
                 return
             request = self._seats.open(admit, output)

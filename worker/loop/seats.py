@@ -105,7 +105,7 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
 
 
 def held_back(admit: Admit) -> tuple[int, ...]:
-    """The first token, if it was drawn in an earlier stay and not said."""
+    """The first token, if it was drawn in an earlier placement and not reported."""
     return () if admit.first_token == NO_TOKEN else (admit.first_token,)
 
 

@@ -75,7 +75,7 @@ def open_transfers(
 
 
 def sender_name(worker: str, pid: int) -> str:
-    """What the sender of one life of a worker's process is called."""
+    """The name of the sender of one incarnation of a worker."""
     return f"{worker}/{pid}"
 
 
