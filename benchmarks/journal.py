@@ -2,7 +2,7 @@
 
 The real actor (group commit) over a real file, token log, journal state and ledgers of `--requests` live requests, all
 of them decoding: every worker reports one token of each of its requests at the offered rate, and pages are given as
-they fill up. Beside them one probe appends a record, waits for its commit, and again: what a command's answer waits for.
+they fill up. Beside them one probe appends a record, waits for its commit, and again: that is the wait of a command.
 
     commit_*_ms      from a probe's append to its commit; `in summary` of those during which a summary was under way
     group_*_ms       of the store alone: one transaction with its fsync

@@ -7,7 +7,7 @@ Numbers do most of the work: an inventory is what all commands before the Audit 
 lead to. What crosses them on the way (a grant decided and not yet sent, a Released not yet heard) looks like a
 difference, once: it is gone or another one by the next audit. So only what two audits in a row see alike counts. The
 same thing may cross two of them, a short placement before its Admit has come and after its Released went, a grant while
-its journal entry is written and while its Request sends it: so what was not there when the Audit was sent is not missed.
+its journal entry is written and while its Request sends it: so what was absent when the Audit was sent is not missed.
 
     kind           the worker says                       the ledger says                repaired by
     stray          it holds a placement                  no such one in that epoch      Withdraw to the worker
