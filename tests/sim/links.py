@@ -29,6 +29,7 @@ import trio
 
 from coordinator.listener.router import Received, Sent
 from protocol.errors import Unavailable
+from protocol.messages import Commands
 from tests.sim.alarms import Alarm, sleep_until
 from tests.sim.trace import Trace
 
@@ -36,6 +37,8 @@ from tests.sim.trace import Trace
 LATENCY_S: Final = (0.0001, 0.002)
 #: Frames that a pipe holds; past it a router's send is refused.
 PIPE_FRAMES_MAX: Final = {"client": 12, "admin": 1_000, "worker": 64}
+#: First bytes of an encoded Commands.
+COMMANDS_TAG: Final = str(Commands.__struct_config__.tag).encode()
 #: Messages taken in one receive.
 BATCH_MAX: Final = 256
 
@@ -197,7 +200,7 @@ class FakeRouter:
         connection = self.peers.get(peer)
         if connection is None or self.closed or connection.dealer is None:
             return Sent.GONE
-        if b"Commands" in frame[:16]:
+        if COMMANDS_TAG in frame[:16]:
             self._network.said.setdefault(connection.owner, {})[self] = frame
         return connection.dealer.offer(frame)
 
