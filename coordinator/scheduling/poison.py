@@ -102,5 +102,5 @@ class PoisonDetector:
 def poison_reason(entry: RequestEntry, worker: str) -> str:
     return (
         f"its worker died {entry.strikes} times without its coming further (poison limit {POISON_STRIKES}), "
-        f"{entry.strikes - SUSPECT_STRIKES} times with nobody else suspect; the last was {worker}"
+        f"{entry.strikes - SUSPECT_STRIKES} times as the only suspect; the last was {worker}"
     )

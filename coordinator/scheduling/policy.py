@@ -497,7 +497,7 @@ class _Plan:
             elif entry.stranded_at is None:
                 entry.stranded_at = self.now
             elif self.now - entry.stranded_at >= STRANDED_LIMIT_S:
-                self._demote(entry, f"nobody to decode it on {entry.node} for {STRANDED_LIMIT_S:g} s")
+                self._demote(entry, f"no worker on {entry.node} could decode it for {STRANDED_LIMIT_S:g} s")
 
     def _could_begin_anew(self, entry: RequestEntry) -> bool:
         """Whether there are workers who could take it on from its prompt."""

@@ -146,7 +146,7 @@ def open_pool_file(path: Path, wanted: Header, halted: threading.Event) -> OpenP
         os.close(descriptor)
         if time.monotonic() > give_up_at:
             raise Unavailable(
-                f"somebody has been creating it for {CREATION_LIMIT_S:g} s", field="worker.pool_dir", value=path
+                f"another process has been creating it for {CREATION_LIMIT_S:g} s", field="worker.pool_dir", value=path
             )
         if halted.wait(CREATION_POLL_S):
             raise Unavailable("stopped while it waited for its creator", field="worker.pool_dir", value=path)
@@ -331,7 +331,7 @@ def _open(path: Path) -> int:
             f"the file there is user {owner}'s",
             field="worker.pool_dir",
             value=path,
-            remedy="name a directory that nobody else may write",
+            remedy="name a directory that only this user may write",
         )
     return descriptor
 

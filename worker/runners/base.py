@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LayerWritten: TypeAlias = Callable[[int], None]
 
 
-def nobody(layer: int) -> None:
+def no_listener(layer: int) -> None:
     """A LayerWritten for those who wait for the whole chunk."""
 
 
@@ -132,7 +132,7 @@ class Runner(Protocol):
         tokens: torch.Tensor,
         start: int,
         outputs: StepOutputs | None,
-        layer_written: LayerWritten = nobody,
+        layer_written: LayerWritten = no_listener,
     ) -> None:
         """Prefill positions start..start+S-1 of the prompt in `seat` on `compute`.
 

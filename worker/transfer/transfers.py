@@ -146,7 +146,7 @@ class Transfers:
 
     def revoke(self, ticket: int) -> None:
         if self.receiver is not None:
-            self.receiver.revoke(ticket, "nobody wants these rows any more")
+            self.receiver.revoke(ticket, "no request needs these rows any more")
 
     def exited(self, worker: str, pid: int) -> None:
         if self.receiver is not None:
