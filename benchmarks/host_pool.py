@@ -52,7 +52,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def measure(path: Path, size_bytes: int, threads: int, *, huge_pages: bool, cuda: bool) -> dict[str, Any]:
-    """One life of one pool."""
+    """One pool from its creation to its removal."""
     pages = size_bytes // PAGE_BYTES
     total, halted = pages * PAGE_BYTES, threading.Event()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

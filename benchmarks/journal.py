@@ -1,8 +1,8 @@
 """How long commits take while requests decode and the journal is summarized. `python -m benchmarks.journal`.
 
-The real actor (group commit) over a real file, token log, books and ledgers of `--requests` live requests, all of them
-decoding: every worker reports one token of each of its requests at the offered rate, and pages are given as they fill
-up. Beside them one probe appends a record, waits for its commit, and again: what a command's answer waits for.
+The real actor (group commit) over a real file, token log, journal state and ledgers of `--requests` live requests, all
+of them decoding: every worker reports one token of each of its requests at the offered rate, and pages are given as
+they fill up. Beside them one probe appends a record, waits for its commit, and again: that is the wait of a command.
 
     commit_*_ms      from a probe's append to its commit; `in summary` of those during which a summary was under way
     group_*_ms       of the store alone: one transaction with its fsync
@@ -88,7 +88,7 @@ class TimedStore:
 
 
 class Load:
-    """Everybody decodes. `journal` runs elsewhere."""
+    """All requests decode. `journal` runs elsewhere."""
 
     def __init__(self, journal: GroupCommit, token_log: TokenLog, requests: int) -> None:
         self._journal = journal
@@ -106,7 +106,7 @@ class Load:
         self.tokens = 0
 
     def begin(self) -> None:
-        """Everybody is there and has the pages of its prompt."""
+        """Every request is placed and has the pages of its prompt."""
         self._journal.append([PoolOpened(NODE, self._capacity, MODEL)])
         for name in (f"w{number}" for number in range(WORKERS)):
             self._change(AddWorker(name, 1, self._capacity), WorkerJoined(NODE, name, 1, self._capacity, MODEL))

@@ -47,7 +47,7 @@ from worker.loop.executor import Executor
 from worker.pool.file import HEADER_BYTES
 from worker.pool.host_pool import MappedPool
 from worker.pool.registration import CudaRegistrar
-from worker.runners.base import LayerWritten, Runner, SamplerState, StepOutputs, nobody
+from worker.runners.base import LayerWritten, Runner, SamplerState, StepOutputs, no_listener
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.streams import Streams, make_streams
 from worker.transfer import Layout, PoolMemory, open_receiver, open_sender
@@ -83,7 +83,7 @@ class PacedRunner:
         tokens: Tensor,
         start: int,
         outputs: StepOutputs | None,
-        layer_written: LayerWritten = nobody,
+        layer_written: LayerWritten = no_listener,
     ) -> None:
         rows = self._rows[: len(tokens)]
         for layer in range(self.geometry.layers):

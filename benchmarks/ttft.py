@@ -10,8 +10,8 @@ Real processes on two devices, two workers in each way:
     shared, nixl, mooncake   likewise, each with a pool of its own: pages travel by that engine. --netns (root) puts the
                              coordinator and both workers into network namespaces with addresses of their own
 
-Milliseconds from submitting to the client's first and second token, medians of --rounds, for prompts that nobody has
-seen before. Whoever prefills draws the first token, so that the second one is the first that needs the handover: pages
+Milliseconds from submitting to the client's first and second token, medians of --rounds, for prompts not
+seen before. The prefill worker draws the first token, so the second one is the first that needs the handover: pages
 sent, index keys loaded, one decode step. `prefill` and `handover` are parts of it by the coordinator's history of the
 request: admitted until staged, staged until it decodes. With --busy N, once more while N short requests decode; `gap`
 is then the longest that any of those waited for a token, of the median round.

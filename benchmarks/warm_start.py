@@ -7,7 +7,7 @@ Cold, that step loads every row that it selects; warm, they are loaded before it
     misses            of the one step, summed over index groups, of as many rows as it selects
     next token        from the command to the token after the first: what a client waits between the two
     longest step      between two tokens of the request that decodes all the time, while the other one joins: what
-                      everybody else in the batch waits
+                      all other requests of the batch wait
 
 On a GPU the model is that of benchmarks/decode.py, of random weights and dense MLPs, which selects other tokens in
 each step; so a share of each selection, `--overlap`, is replaced by what was selected before. On a CPU it is the tiny
@@ -120,7 +120,7 @@ class Bench:
     def admit(
         self, request_index: int, prompt: bytes, max_tokens: int, released: Released | None = None, **form: Any
     ) -> int:
-        """Slot 0 decodes all the time; 1 comes and goes. Returns the admission."""
+        """Request index 0 decodes all the time; 1 comes and goes. Returns the placement."""
         self.placements += 1
         own = range(
             request_index * self.pages,

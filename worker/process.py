@@ -10,8 +10,8 @@ pool's threads finish the pieces they are at, what was registered is let go, and
 
 End. SIGTERM, SIGINT and the coordinator's Stop withdraw what is held, wait for every stream to pass its fence, let the
 last reports go and leave with 0; each wait is bounded (worker.link). A second signal exits at once: the host pool is a
-file, published rows below a durable length are in it, and a successor resumes there. The pool stays; whoever started
-the workers removes it.
+file, published rows below a durable length are in it, and a successor resumes there. The pool stays; the process
+that started the workers removes it.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def run_or_die(loop: Callable[[], None]) -> None:
 
 
 class StartInterruptedError(BaseException):
-    """A signal came before the worker was up. Not an Exception: nobody on the way may take it for a failure."""
+    """A signal came before the worker was up. Not an Exception: no handler on the way may take it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

@@ -1,18 +1,18 @@
 """Whether workers and ledgers agree on who holds what, asked again and again while they run. Pure.
 
-    Audit (a command, numbered) ──► the worker says, at the step boundary where it applies it, what every admission
+    Audit (a command, numbered) ──► the worker says, at the step boundary where it applies it, what every placement
     holds and what is free ──► Inventory (an event, in the order of reports) ──► compared with the ledger
 
 Numbers do most of the work: an inventory is what all commands before the Audit and all reports before the Inventory
 lead to. What crosses them on the way (a grant decided and not yet sent, a Released not yet heard) looks like a
 difference, once: it is gone or another one by the next audit. So only what two audits in a row see alike counts. The
-same thing may cross two of them, a short stay before its Admit has come and after its Released went, a grant while its
-journal entry is written and while its Request sends it: so what was not there when the Audit was sent is not missed.
+same thing may cross two of them, a short placement before its Admit has come and after its Released went, a grant while
+its journal entry is written and while its Request sends it: so what was absent when the Audit was sent is not missed.
 
     kind           the worker says                       the ledger says                repaired by
-    stray          it holds an admission                 nobody of that epoch does      Withdraw to the worker
-    unreleased     it holds nothing of an admission      its memory is still given      Released in its name
-    orphan         (nothing: off every worker)           kept pages that nobody awaits  Release
+    stray          it holds a placement                  no such one in that epoch      Withdraw to the worker
+    unreleased     it holds nothing of a placement       its memory is still given      Released in its name
+    orphan         (nothing: off every worker)           kept pages no request awaits   Release
     host_pages     other pages, or another number        its page list                  nothing: who is right?
     index_pages, hot_chunks, slab_pages, seats, free     likewise                       nothing
     accounts       (nothing)                             does not add up (I1)           nothing
@@ -65,8 +65,8 @@ def compare(
 ) -> list[Difference]:
     """What `inventory` of the epoch `key` and the ledger of its node do not agree on, at most DIFFERENCES_MAX.
 
-    `at_ask` is what the epoch's admissions held when the Audit was sent: one that came, or was given more, later may
-    cross it and is not compared. `resizing` tells of an admission that its hot buffer is between two sizes. Raises
+    `at_ask` is what the epoch's placements held when the Audit was sent: one that came, or was given more, later may
+    cross it and is not compared. `resizing` tells of a placement that its hot buffer is between two sizes. Raises
     ProtocolError when the inventory's rows cannot be read.
     """
     rows = {row.placement: row for row in unpack_rows(inventory.rows)}
@@ -113,7 +113,7 @@ def _compare_free(capacity: WorkerCapacity, rows: Mapping[int, InventoryRow], in
 
 
 def check_node(ledger: Ledger, waiting: Iterable[int]) -> list[Difference]:
-    """What a ledger says of itself: I1, and kept pages whose admission is none of `waiting`."""
+    """What a ledger says of itself: I1, and kept pages whose placement is none of `waiting`."""
     found = [
         Difference(ORPHAN, placement, f"{ledger.held(placement).host_pages} pages kept", "off every worker")
         for placement in ledger.kept_admissions() - set(waiting)
@@ -186,7 +186,7 @@ class Rounds:
         return True
 
     def hear_node(self, node: str, found: Iterable[Difference]) -> list[Difference]:
-        """As `Round.hear`, of a node, which nobody need be asked about."""
+        """As `Round.hear`, of a node. The ledger alone answers for it; no worker is asked."""
         return self._nodes.setdefault(node, Round()).hear(found)
 
     def want(self, live: Iterable[EpochKey]) -> None:

@@ -2,14 +2,14 @@
 
 Who holds what:
 
-    host page    is free, or has holders: admissions, and quarantines of lost epochs. Its refcount is the number of
+    host page    is free, or has holders: placements, and quarantines of lost epochs. Its refcount is the number of
                  holders (I1); it is free again when the last one lets go. A quarantine is a holder like any other, so
-                 a page can be shared by a successor and still be out of reach of everybody else until the lost
-                 process is proved gone (I2).
+                 a page can be shared by a successor and still be out of reach of all other placements until the
+                 lost process is proved gone (I2).
     GPU budget   of one epoch of one worker: seats, hot chunks, index pages, slab pages. Which chunk is the worker's
                  business. Counts return only on the worker's word (Staged, Resized, Released) or with the epoch's end.
-    admission    one holding: a page list in order of position, one seat and GPU counts of one budget; or, *kept*, a
-                 page list alone, after the worker has let go, until a later admission takes it over.
+    placement    one holding: a page list in order of position, one seat and GPU counts of one budget; or, *kept*, a
+                 page list alone, after the worker has let go, until a later placement takes it over.
 
 Every change is atomic: it happens in full, or raises and changes nothing (I7). Arrays that come out are copies: a view
 of the free list handed to a caller changes under its feet (SGLang #21624, #31296).
@@ -126,7 +126,7 @@ class Ledger:
         return placement in self._holdings
 
     def held(self, placement: int) -> Memory:
-        """What an admission holds, GPU counts and pages. Raises InternalError for one that is not here."""
+        """What a placement holds, GPU counts and pages. Raises InternalError for one that is not here."""
         holding = self._holding(placement)
         return replace(holding.gpu, host_pages=holding.page_count)
 
@@ -135,24 +135,24 @@ class Ledger:
         return self._holding(placement).all_pages()
 
     def placements_of(self, key: EpochKey) -> set[int]:
-        """Admissions that hold memory of an epoch."""
+        """Placements that hold memory of an epoch."""
         return {it.placement for it in self._holdings.values() if it.budget is not None and it.budget.key == key}
 
     def holder_of(self, placement: int) -> EpochKey | None:
-        """The epoch whose memory an admission holds; None: it only keeps pages."""
+        """The epoch whose memory a placement holds; None: it only keeps pages."""
         budget = self._holding(placement).budget
         return budget.key if budget is not None else None
 
     def placements(self) -> set[int]:
-        """Every admission that holds something."""
+        """Every placement that holds something."""
         return set(self._holdings)
 
     def kept_admissions(self) -> set[int]:
-        """Departed admissions whose pages are kept."""
+        """Departed placements whose pages are kept."""
         return {it.placement for it in self._holdings.values() if it.budget is None}
 
     def freeable(self, placement: int) -> int:
-        """How many pages its release would free: those that no quarantine and no other admission holds too."""
+        """How many pages its release would free: those that no quarantine and no other placement holds too."""
         holding = self._holding(placement)
         if not self._quarantines:
             return holding.page_count
@@ -220,7 +220,7 @@ class Ledger:
             budget.exited = True
         return sum(self._let_go(pages) for pages in self._quarantines.pop((worker, epoch), ()))
 
-    # ---------------------------------------------------------------- admissions
+    # ---------------------------------------------------------------- placements
 
     def reserve(
         self,
@@ -233,7 +233,7 @@ class Ledger:
     ) -> Int32Array:
         """Give `placement` one seat and `want` on `worker`; returns its whole page list, int32 [pages].
 
-        The list starts with the pages kept under the departed admission `take_over`, or with `share`, pages that
+        The list starts with the pages kept under the departed placement `take_over`, or with `share`, pages that
         others hold and whose rows never change; `want.host_pages` fresh ones follow. Raises CapacityError when
         anything is short: then nothing changed.
         """
@@ -408,7 +408,7 @@ class Ledger:
         return int(freed.size)
 
     def _quarantine(self, budget: GpuBudget, pages: Int32Array) -> None:
-        """Make the lost epoch the holder of what an admission of it held."""
+        """Make the lost epoch the holder of what a placement of it held."""
         if pages.size:
             self._quarantines.setdefault(budget.key, []).append(pages)
 

@@ -1,4 +1,4 @@
-"""How long host pages are held: from being taken to being free again, whoever holds them meanwhile. Pure."""
+"""How long host pages are held: from being taken to being free again, under any number of holders. Pure."""
 
 from __future__ import annotations
 

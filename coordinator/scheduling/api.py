@@ -82,7 +82,7 @@ class SchedulerApi(Actor[Message]):
     async def submit(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
         """Validate, queue and acknowledge a request. Refused in full or accepted in full.
 
-        The same submission under the same id is the same request: whoever lost the answer may ask again. Raises
+        The same submission under the same id is the same request: a client that lost the answer may ask again. Raises
         BadInput (field, value, remedy), WrongState for the id of another request, CapacityError when it could never
         fit or the queue is full, Unavailable while stopping, before the first worker has registered, or while the
         journal cannot be written. Cancelled: it may have been accepted; submit it again under its id.
@@ -138,7 +138,7 @@ class SchedulerApi(Actor[Message]):
         return await self.ask(lambda reply: events.StopAsk(deadline_s, owner, reply))
 
     def lookup(self, request_id: str, user: str | None = None) -> int:
-        """The slot of a live or recently ended request. Raises NotFound."""
+        """The request index of a live or recently ended request. Raises NotFound."""
         return self._requests.request_index(request_id, user)
 
     def model(self) -> messages.ModelInfo | None:
@@ -203,7 +203,7 @@ class SchedulerApi(Actor[Message]):
         self.tell(events.WorkerExited(worker, epoch, died))
 
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None:
-        """Route a worker's event to its Request. An admission that has departed, or is another worker's: dropped.
+        """Route a worker's event to its Request. A placement that has departed, or is another worker's: dropped.
 
         Raises ProtocolError when one request is flooded: the worker is broken.
         """
@@ -224,7 +224,7 @@ class SchedulerApi(Actor[Message]):
         live.request.tell(event)
 
     def starving(self, request_indices: Int32Array) -> None:
-        """Slots whose granted headroom is short; repeating a slot costs next to nothing."""
+        """Request indices whose granted headroom is short; repeating one costs next to nothing."""
         self.tell(events.Starving(request_indices))
 
     async def _command(

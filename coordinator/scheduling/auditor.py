@@ -26,7 +26,7 @@ from protocol.logs import fields, logger
 from protocol.messages import Audit, AuditedRow, DifferenceRow, Released, Withdraw
 from protocol.sizing import Memory
 
-#: An audit that somebody waits for is answered by then, whoever has not answered.
+#: An audit that an operator waits for is answered by then, even if some workers have not answered.
 ASK_LIMIT_S: Final = 5.0
 #: Lines of a request's history in the log.
 HISTORY_LINES: Final = 8
@@ -83,7 +83,7 @@ class Auditor:
             asked.reply.set(self._rows(asked.keys))
 
     def begin(self, ask: AuditAsk, now: float) -> None:
-        """Audit everybody twice, for somebody who waits."""
+        """Audit all workers and nodes twice, for an operator who waits."""
         live = self._live()
         self._rounds.want(live)
         for node, ledger in self._ledgers.items():

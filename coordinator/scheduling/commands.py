@@ -35,7 +35,7 @@ def release_quarantine(
 ) -> tuple[list[Effects], tuple[str, ...]]:
     """What follows from an operator's word that these workers' lost epochs are gone, and one line per worker.
 
-    No evidence against requests follows: nobody saw a process die. Raises NotFound, with nothing done.
+    No evidence against requests follows: no process was seen to die. Raises NotFound, with nothing done.
     """
     names = tuple(dict.fromkeys(workers))
     epochs = {name: sorted({epoch for it in ledgers.values() for epoch in it.unproved(name)}) for name in names}

@@ -13,7 +13,7 @@ from protocol.sizing import HotSize, Memory
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """What is to be taken in on another node: `ticket` is an admission there, with `pages` host pages and a seat."""
+    """What is to be taken in on another node: `ticket` is a placement there, with `pages` host pages and a seat."""
 
     ticket: int
     worker: WorkerEntry
@@ -21,7 +21,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class AdmitDecision(msgspec.Struct, frozen=True):
-    """`memory.host_pages` are fresh; those kept under the departed admission `take_over` come first, and `first_token`
+    """`memory.host_pages` are fresh; those kept under the departed placement `take_over` come first, and `first_token`
     with them. `decoder` names the worker for which a prompt is prefilled on another; on another node its rows go there
     by `transfer`."""
 
@@ -59,7 +59,7 @@ class Cause(StrEnum):
     DRAIN = "drain"
 
 
-#: Whoever was retracted for another's sake comes back only where that will not happen again.
+#: A request retracted to make room for another comes back only where that will not happen again.
 DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
 
 

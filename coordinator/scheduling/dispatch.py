@@ -9,7 +9,7 @@ One turn of the Scheduler, which the tests drive without any actor:
 A ledger change comes with the fact to which it belongs (coordinator.journal.records): both are written down together.
 
 A Request is the owner of its life cycle, the dispatch of its memory. They hear of each other's decisions late, so every
-event names its admission, and one of an admission that has departed changes nothing.
+event names its placement, and one of a placement that has departed changes nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Dispatch:
         return NOTHING
 
     def departed(self, event: PlacementEnded, generated: int) -> Effects:
-        """The admission is over: keep its rows, or release everything."""
+        """The placement is over: keep its rows, or release everything."""
         entry = self._current(event.request_index, event.placement)
         if entry is None:
             return NOTHING
@@ -171,7 +171,7 @@ class Dispatch:
         return effects
 
     def revoke(self, ticket: InboundTransfer) -> Effects:
-        """Nobody wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
+        """No request wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
         entry = self.placement_table.entries.get(ticket.request_index) if ticket.request_index is not None else None
         if entry is not None:
             entry.ticket = 0
@@ -274,7 +274,7 @@ class Dispatch:
         return effects.plus(self._tell_exited(key)) if proved_exit and died else effects
 
     def _tell_exited(self, key: EpochKey) -> Effects:
-        """To whoever may be waiting for it to let go of pages."""
+        """Tell the workers that may wait for this process to let go of their pages."""
         pid = self.placement_table.pids.pop(key, 0)
         takers = {it.worker for it in self.placement_table.tickets.values() if not it.arrived}
         return Effects(sends=tuple(WorkerSend(name, Exited(key[0], pid)) for name in sorted(takers)))

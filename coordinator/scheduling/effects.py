@@ -18,7 +18,7 @@ class LedgerStep(NamedTuple):
 
 
 class WorkerSend(NamedTuple):
-    """A command that concerns no stay of a request, to the worker that is called so now."""
+    """A command that concerns no placement of a request, to the worker that is called so now."""
 
     worker: str
     command: Withdraw | Exited

@@ -107,7 +107,7 @@ RANK_OF: Final[Callable[[RequestEntry], Rank]] = attrgetter("facts.rank")
 @dataclass(slots=True, eq=False)
 class InboundTransfer:
     """Host pages of `node` that one epoch of `worker` lets rows be written into from another node, and those of the
-    request behind them. `request_index` None: nobody wants them any more, and they wait for the worker's word.
+    request behind them. `request_index` None: no request wants them any more; they wait for the worker's word.
     `arrived`: all rows are there, and the worker has let go."""
 
     placement: int
@@ -152,7 +152,7 @@ class WorkerEntry:
 
     @property
     def takes(self) -> bool:
-        """Whether anybody may be admitted to it, or grow his hot buffer there."""
+        """Whether it accepts admissions and growth of hot buffers: not draining, not awaited."""
         return self.drain is None and not self.awaited
 
     @property

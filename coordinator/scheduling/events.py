@@ -5,12 +5,12 @@ Who tells whom (asks go down the first column only, everything else is a tell):
     Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, CommandAsk          Transact
     WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters,
                                                             TicketClosed
-    WorkerLink ────► Request                                messages.Event, routed by admission
+    WorkerLink ────► Request                                messages.Event, routed by placement
     Scheduler ─────► Request                                Admitted, Granted, ResizeTo, Retract, Resume, ...
     Request ───────► Scheduler                              Progressed, Departed, Closed
     Request ───────► WorkerPort.send                        messages.Command
 
-Everything about one admission reaches its worker through its Request actor, so commands keep their order.
+Everything about one placement reaches its worker through its Request actor, so commands keep their order.
 Tokens are not here: they go from the worker link into the token log, and from there to client connections.
 """
 
@@ -78,10 +78,10 @@ class Listener(Protocol):
         """The request is terminal and its tokens are all in the token log. Called exactly once per request (I5)."""
 
     def recovered(self, ending: Ending) -> None:
-        """As `ended`, of a request that ended in an earlier life of the coordinator."""
+        """As `ended`, of a request that ended in an earlier incarnation of the coordinator."""
 
     def forgotten(self, request_index: int) -> None:
-        """The slot is about to be closed and reused: drop subscriptions to it."""
+        """The request index is about to be closed and reused: drop subscriptions to it."""
 
 
 class RequestCommand(Enum):
@@ -120,7 +120,7 @@ class CommandAsk(msgspec.Struct, frozen=True):
 
 
 class ForgetAsk(msgspec.Struct, frozen=True):
-    """Ended requests whose outputs nobody needs any more. `user` as in CommandAsk."""
+    """Ended requests whose outputs no client needs any more. `user` as in CommandAsk."""
 
     request_ids: tuple[str, ...]
     reply: Reply[tuple[str, ...]]
@@ -161,8 +161,8 @@ class WorkerUp(msgspec.Struct, frozen=True):
 
 
 class WorkerBack(msgspec.Struct, frozen=True):
-    """An epoch that the journal knows has said hello to this life of the coordinator. The reply fails when its
-    inventory cannot be."""
+    """An epoch that the journal knows has said hello to this incarnation of the coordinator. The reply fails
+    when its inventory cannot be."""
 
     hello: messages.WorkerHello
     reply: Reply[None]
@@ -202,12 +202,12 @@ class Starving(msgspec.Struct, frozen=True):
 
 
 class Stage(Enum):
-    """How far an admission has come, as far as the ledger cares."""
+    """How far a placement has come, as far as the ledger cares."""
 
-    STAGED = "staged"  # slab pages are free; a stay that only computes the prompt is about to end
+    STAGED = "staged"  # slab pages are free; a placement that only computes the prompt is about to end
     STARTED = "started"  # in the decode batch: its hot buffer can be resized
     PARKED = "parked"  # out of granted pages
-    LEAVING = "leaving"  # its memory will be released without anybody's asking
+    LEAVING = "leaving"  # its memory will be released without a request for it
 
 
 class PlacementProgressed(msgspec.Struct, frozen=True):
@@ -224,7 +224,7 @@ class HotBufferResized(msgspec.Struct, frozen=True):
 
 
 class PlacementEnded(msgspec.Struct, frozen=True):
-    """The admission is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
+    """The placement is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
     the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
     if any, is what they will be asked for first."""
 
@@ -334,7 +334,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
 
 
 class PlacementAdopted(msgspec.Struct, frozen=True):
-    """The worker of a recovered admission is there and has come this far; `resize` is under way. `grant` is what it
+    """The worker of a recovered placement is there and has come this far; `resize` is under way. `grant` is what it
     was given and never heard of."""
 
     placement: int

@@ -32,7 +32,7 @@ class PlacementAsk(NamedTuple):
 
 class Refusal(NamedTuple):
     """A plan considered a waiting request and did not admit it. `asks`: how workers that it may join could take it on
-    if they had room. `is_barred`: suspicion leaves none of them. `is_coming`: room is being made for it."""
+    if they had room. `is_barred`: poison detection leaves none of them. `is_coming`: room is being made for it."""
 
     asks: list[PlacementAsk]
     is_barred: bool = False
@@ -40,8 +40,8 @@ class Refusal(NamedTuple):
 
 
 class PlanOutcome(NamedTuple):
-    """What a plan leaves beside its decisions: what is free after it, the refused by slot, and by node the
-    request that blocks it for those of lower rank."""
+    """What a plan leaves beside its decisions: what is free after it, the refused by request index, and by node
+    the request that blocks it for those of lower rank."""
 
     free: FreeMemory
     refused: Mapping[int, Refusal]

@@ -1,4 +1,5 @@
-"""The life of one request as a transition table. Pure: events in, actions out; `now` and token counts are arguments.
+"""The life cycle of one request as a transition table. Pure: events in, actions out; `now` and token counts are
+arguments.
 
     QUEUED → PREFILLING ──────────────► READY → RUNNING → RELEASING → FINISHED | ABORTED | FAILED
        ▲        │ direct: its worker      ▲        │
@@ -20,7 +21,7 @@
 Commands from the Scheduler and events from a worker cross each other, so the table says for each state what a late
 one means: `SAME` does nothing. What is not in the table is a defect (ours: InternalError) or a broken worker
 (IllegalEventError); the state is untouched either way. Whether an *operator* may ask for something is a narrower
-question, answered by `RequestState.check_command` before anything is told to anybody.
+question, answered by `RequestState.check_command` before any actor or worker is told anything.
 
 Rejected: one state per combination of held and kept (they are orthogonal to waiting); a PARKED state (the worker
 resumes by itself when a grant arrives, without a word, so the state would be stale).

@@ -103,7 +103,7 @@ class _Need(NamedTuple):
 
 
 class PendingReasons:
-    """`request_id` names the request of a slot."""
+    """`request_id` gives the id that belongs to a request index."""
 
     def __init__(self, placement_table: PlacementTable, policy: Policy, request_id: Callable[[int], str]) -> None:
         self._placement_table = placement_table

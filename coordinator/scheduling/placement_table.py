@@ -42,7 +42,7 @@ class PlacementTable:
         self.kept: dict[int, RequestEntry] = {}  # off their workers, with host pages
         self.forcing: dict[int, RequestEntry] = {}  # an operator's hot size has yet to be applied
         self.promised: dict[int, RequestEntry] = {}  # on one worker for their prompt, with a `decoder`
-        self.tickets: dict[int, InboundTransfer] = {}  # by admission
+        self.tickets: dict[int, InboundTransfer] = {}  # by placement
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
         self.poison_detector = PoisonDetector()
@@ -74,7 +74,7 @@ class PlacementTable:
     def admit(
         self, entry: RequestEntry, worker: WorkerEntry, memory: Memory, hot_size: HotSize, decoder: str = ""
     ) -> int:
-        """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this admission. With a
+        """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this placement. With a
         `decoder` it is there for its prompt alone, and that worker is to have room for it afterwards."""
         self._unlist(entry)
         self._placements += 1
@@ -227,11 +227,11 @@ class PlacementTable:
     # ---------------------------------------------------------------- from the journal
 
     def go_on_from(self, arrivals: int, placements: int) -> None:
-        """These were the highest numbers of an earlier life."""
+        """These were the highest numbers of an earlier incarnation."""
         self._arrivals, self._placements = arrivals, placements
 
     def recover(self, facts: RequestFacts, generated: int) -> RequestEntry:
-        """A request of an earlier life, waiting, as its history says."""
+        """A request of an earlier incarnation, waiting, as its history says."""
         entry = self.add(facts, generated)
         del self.unexplained[facts.request_index]
         return entry
@@ -239,7 +239,7 @@ class PlacementTable:
     def recover_kept(
         self, entry: RequestEntry, node: str, placement: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
     ) -> None:
-        """It keeps pages of a departed admission."""
+        """It keeps pages of a departed placement."""
         entry.node, entry.placement, entry.kept_tokens, entry.pages = node, placement, kept_tokens, pages
         entry.first_token = first_token
         self.kept[entry.request_index] = entry
@@ -264,7 +264,7 @@ class PlacementTable:
         )
 
     def recover_orders(self, entry: RequestEntry, ordered: RequestOrdered) -> None:
-        """The last of an earlier life; an end was ordered before."""
+        """The last of an earlier incarnation; an end was ordered before."""
         self.hold(entry, ordered.held)
         self.force(entry, ordered.forced_slots)
         entry.ordered = ordered
@@ -326,8 +326,8 @@ class PlacementTable:
         yield from list(it.leaving.values())
 
     def in_view(self) -> list[RequestEntry]:
-        """Whose progress the next plan looks at: those short of pages, and everybody on a worker while some suspect is
-        to be cleared."""
+        """Whose progress the next plan looks at: those short of pages, and all on a worker while some suspect is to
+        be cleared."""
         if not self.poison_detector:
             return list(self.starving.values())
         return [entry for worker in self.workers for entry in self.on(worker)]

@@ -1,20 +1,20 @@
 """Which request kills its worker: found without failing those that were merely there. Pure.
 
-A process dies and everything on it is suspect. Dying once or twice is life: an operator's kill, a bad moment. So a
+A process dies and everything on it is suspect. One or two deaths are normal: an operator's kill, a bad moment. So a
 *strike* counts only when the request has come no further than at its last one; a token more and it starts over:
 
-    1 strike    readmitted like anybody: recovery is not slowed down for what happens once
-    2 strikes   a *suspect*: it joins a worker only when everybody there has come further since they came, and nobody
-                joins until it has too. Both take about one token, so suspects of a large batch are through in
+    1 strike    readmitted like any request: recovery is not slowed down for what happens once
+    2 strikes   a *suspect*: it joins a worker only when all requests there have come further since they came, and no
+                other joins until it has too. Both take about one token, so suspects of a large batch are through in
                 seconds
-    6 strikes   failed (poison). Four of them were its own: it was the only suspect there, and nobody else was new
+    6 strikes   failed (poison). Four of them were its own: it was the only suspect there, and no other request was new
 
 So what kills deterministically gets there in six deaths. An innocent gets there if chance strikes six times in a row
-before it has come one token further. Under constant random kills of everybody (tests/sim) one run in 6 gave somebody
-two strikes, one in 45 three, 1 of 560 four: hence six, not four. Strikes are given when a death is proved: a link that
-is cut proves none.
+before it has come one token further. Under constant random kills of all processes (tests/sim) one run in 6 gave some
+request two strikes, one in 45 three, 1 of 560 four: hence six, not four. Strikes are given when a death is proved: a
+link that is cut proves none.
 
-Rejected: failing whoever was on the worker N times (twenty kills by an operator fail everybody); halving the batch
+Rejected: failing requests that were on the worker N times (twenty kills by an operator fail all); halving the batch
 until one is left (log2 n deaths more, and with two poisons it does not converge); an empty worker for each suspect (its
 whole batch would be retracted for one token).
 """
@@ -39,8 +39,8 @@ assert POISON_STRIKES - SUSPECT_STRIKES >= 2  # it takes more than one accident 
 
 
 class PoisonDetector:
-    """`RequestEntry.strikes` and `RequestEntry.mark` are kept here; `RequestEntry.generated` is as fresh as whoever
-    calls made it."""
+    """`RequestEntry.strikes` and `RequestEntry.mark` are kept here; `RequestEntry.generated` is as fresh as the
+    caller made it."""
 
     def __init__(self) -> None:
         self._suspects: dict[int, RequestEntry] = {}
@@ -77,7 +77,7 @@ class PoisonDetector:
         return struck
 
     def recover(self, entry: RequestEntry, strikes: int, mark: int) -> None:
-        """Those that it had in an earlier life."""
+        """Restore the strikes and the mark that it had in an earlier incarnation."""
         entry.strikes, entry.mark = strikes, mark
         if strikes >= SUSPECT_STRIKES and entry.generated <= mark:
             self._suspects[entry.request_index] = entry
@@ -102,5 +102,5 @@ class PoisonDetector:
 def poison_reason(entry: RequestEntry, worker: str) -> str:
     return (
         f"its worker died {entry.strikes} times without its coming further (poison limit {POISON_STRIKES}), "
-        f"{entry.strikes - SUSPECT_STRIKES} times with nobody else suspect; the last was {worker}"
+        f"{entry.strikes - SUSPECT_STRIKES} times as the only suspect; the last was {worker}"
     )

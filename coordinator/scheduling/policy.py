@@ -5,15 +5,15 @@ carried out; the placement table already reflects them. It is called after every
 costs a few microseconds per admission.
 
 Order. Demands are served strictly by rank: running requests that need pages and waiting ones that need everything. A
-waiting request that does not fit blocks the nodes on which it could run for every lower-ranked one, so nobody
+waiting request that does not fit blocks the nodes on which it could run for every lower-ranked one, so no request
 overtakes it there; what is on its way to it (`claims`) is not given to lower-ranked growth either.
 
-Room is made in this order, and only if all of it together suffices (nobody is retracted in vain):
+Room is made in this order, and only if all of it together suffices (no request is retracted in vain):
   GPU    what leaving requests will free; hot buffers shrunk, largest first, one hot size at a time; then lower-ranked
          requests retracted (keep), lowest first
   host   kept requests demoted: lower-ranked ones, lowest first, then held ones of any rank, since they make no
          progress by themselves; then lower-ranked requests retracted (drop), lowest first
-Shrinking takes from anybody; retraction only from the lower-ranked, so the oldest request of the top priority is
+Shrinking takes from any request; retraction only from the lower-ranked, so the oldest request of the top priority is
 never a victim. A running request makes room only when it is URGENT, that is, nearly out of pages.
 
 Two ways to be admitted (messages.PREFILL_MODES). Staged: one worker of role `both` computes the prompt and decodes it.
@@ -26,18 +26,18 @@ has no promise to look after. Asked for neither, a request goes directly while t
 prefill, else staged.
 
 Hot buffers. Resident while chunks suffice, else the largest class that fits. Grown lazily, smallest first, while
-nobody waits, a reserve stays free and nothing was shrunk for GROW_QUIET_S. A size forced by an operator takes effect
-once its chunks are free, and policy leaves it alone.
+no request waits, a reserve stays free and nothing was shrunk for GROW_QUIET_S. A size forced by an operator takes
+effect once its chunks are free, and policy leaves it alone.
 
 No livelock. Rank is a total order that never changes, and victims are ranked below whom they make room for. So the
 highest-ranked request that is not held gets all it needs as soon as its inferiors have left, runs to its end, and
 then the next one does. Thrashing is bounded too: a request that policy has displaced comes back only where there is
 room for the remaining growth of those ahead of it (`_with_margin`), so they will not displace it again.
 
-Rejected: reserving the second worker's memory in the ledger (a second stay of one request at the same time, known to
-every room, for the second that a prompt takes); fair sharing of decode time between requests that do not fit together
-(each switch costs an index reload); letting small requests overtake a large waiting one (it starves); retracting for a
-request's possible length at admission (most end long before max_tokens).
+Rejected: reserving the second worker's memory in the ledger (a second placement of one request at the same time,
+known to every room, for the second that a prompt takes); fair sharing of decode time between requests that do not fit
+together (each switch costs an index reload); letting small requests overtake a large waiting one (it starves);
+retracting for a request's possible length at admission (most end long before max_tokens).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ GROW_RESERVE_SHARE: Final = 1 / 8
 GROW_BATCH_MAX: Final = 4
 #: Requests that one plan takes off a draining worker.
 HANDOVER_BATCH_MAX: Final = 16
-#: Kept pages whose node has nobody who can take their request on for this long are given up, if it can begin anew.
+#: Kept pages whose node has no worker that can take their request on for this long are given up, if it can begin anew.
 STRANDED_LIMIT_S: Final = 60.0
 
 assert GROW_QUIET_S < STRANDED_LIMIT_S
@@ -175,8 +175,8 @@ class _Plan:
         return at
 
     def _consider(self, entry: RequestEntry) -> bool:
-        """Admit a waiting request, or block the nodes it waits for. One that nobody can take on, or that is not to be
-        tried again yet, blocks none."""
+        """Admit a waiting request, or block the nodes it waits for. One that no worker can take on, or that is not to
+        be tried again yet, blocks none."""
         if self.now < entry.paused_until:
             self.refused[entry.request_index] = Refusal([])
             return False
@@ -194,7 +194,7 @@ class _Plan:
         return False
 
     def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
-        """Whether suspicion lets it: a suspect waits its turn, and blocks like whoever waits for room."""
+        """Whether poison detection lets it: a suspect waits its turn, and blocks like a request that waits for room."""
         return self.placement_table.poison_detector.may_join(entry, self.placement_table.on(worker.name))
 
     def _asks(self, entry: RequestEntry) -> list[PlacementAsk]:
@@ -258,7 +258,7 @@ class _Plan:
         return fits and (ask.decoder is None or self._fits(ask.decoder))
 
     def _promise(self, entry: RequestEntry) -> None:
-        """What a prompt under way was promised counts as taken by everybody after it."""
+        """What a prompt under way was promised counts as taken for all requests after it."""
         worker = self.placement_table.workers.get(entry.decoder)
         shape = self._shape(entry, worker, DECODE) if worker is not None and worker.takes else None
         if worker is not None and shape is not None:
@@ -355,7 +355,7 @@ class _Plan:
         self.decisions.append(GrowDecision(entry, more))
 
     def _become_managed(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> bool:
-        """A resident that runs out of chunks shrinks itself, unless somebody larger can."""
+        """A resident that runs out of chunks shrinks itself, unless a larger one can."""
         larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
         chunks = entry.chunks + self.free.on(worker).hot_chunks
         hot_size = largest_hot_size(entry.pages + pages, chunks, worker.capacity)
@@ -422,10 +422,10 @@ class _Plan:
         self.free.take(worker, Memory(hot_chunks=more))
         self.decisions.append(ResizeDecision(entry, hot_size, more))
 
-    # ---------------------------------------------------------------- what is nobody's demand
+    # ---------------------------------------------------------------- what no request demands
 
     def meet_deadlines(self) -> None:
-        """Past its deadline a draining worker keeps nobody."""
+        """Past its deadline a draining worker keeps no request."""
         for worker in self.placement_table.workers.values():
             if worker.drain is not None and self.now >= worker.drain.deadline:
                 for rank in list(worker.ranks):
@@ -444,7 +444,7 @@ class _Plan:
                     break
 
     def _hand_over(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
-        """Nobody is retracted for it; shrinking is left to its admission, which follows."""
+        """No request is retracted for it; shrinking is left to its admission, which follows."""
         for ask in self._asks_of(entry, DECODE):
             target = ask.worker
             free = self.free.on(target)
@@ -469,7 +469,7 @@ class _Plan:
                 self._resize(entry, worker, hot_size)
 
     def enlarge(self) -> None:
-        """Grow managed hot buffers, smallest first, out of what nobody has asked for in a while."""
+        """Grow managed hot buffers, smallest first, out of chunks that no request has asked for in a while."""
         for worker in self.placement_table.workers.values():
             if worker.takes and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
                 managed = [
@@ -488,15 +488,16 @@ class _Plan:
             self._resize(entry, worker, above[0])
 
     def give_up_stranded(self) -> None:
-        """Kept pages tie a request to their node. Nobody there to decode it for long: let it be prefilled again, where
-        that can be. Its own node may do that too: pages of a prompt that was to be decoded on another lie there."""
+        """Kept pages tie a request to their node. Without a worker there to decode it for long, let it be prefilled
+        again, where that can be. Its own node may do that too: pages of a prompt that was to be decoded on another
+        lie there."""
         for entry in list(self.placement_table.kept.values()):
             if entry.ordered.held or entry.ticket or self._asks(entry) or not self._could_begin_anew(entry):
                 entry.stranded_at = None
             elif entry.stranded_at is None:
                 entry.stranded_at = self.now
             elif self.now - entry.stranded_at >= STRANDED_LIMIT_S:
-                self._demote(entry, f"nobody to decode it on {entry.node} for {STRANDED_LIMIT_S:g} s")
+                self._demote(entry, f"no worker on {entry.node} could decode it for {STRANDED_LIMIT_S:g} s")
 
     def _could_begin_anew(self, entry: RequestEntry) -> bool:
         """Whether there are workers who could take it on from its prompt."""

@@ -1,6 +1,6 @@
 """How room could be made for one request on one worker: what is on its way, who shrinks, who must go. Pure.
 
-`find_preemption` changes nothing and answers None when all of it together would not suffice, so that nobody is
+`find_preemption` changes nothing and answers None when all of it together would not suffice, so that no request is
 retracted in vain. The order in which room is made, and why, is told in coordinator.scheduling.policy."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Preemption:
         return len(self.drop), len(self.retract), len(self.demote), len(self.shrink)
 
 
-#: How many host pages the end of a request's stay would free: fewer than it holds when a quarantine has them too.
+#: How many host pages the end of a request's placement would free: fewer than it holds when a quarantine has them too.
 Frees: TypeAlias = Callable[[RequestEntry], int]
 
 
@@ -56,7 +56,7 @@ def find_preemption(
     The remedy may be empty: then what is on its way suffices, and waiting is all there is to do.
     """
     if need.seats > free.seats + len(worker.leaving) and not (worker.ranks and worker.ranks[-1] > asker.rank):
-        return None  # the common case of a full worker, told without looking at everybody on it
+        return None  # the common case of a full worker, told without looking at the requests on it
     lower = [entry for entry in _lower(placement_table, worker, asker) if not entry.prefills_only]
     lower.sort(key=RANK_OF, reverse=True)
     remedy = Preemption(worker, free.plus(_being_freed(placement_table, worker, frees)))
@@ -126,7 +126,7 @@ def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool) -> Mem
 def _shrink_largest(
     placement_table: PlacementTable, remedy: Preemption, chunks: int, shrinkable: dict[int, int]
 ) -> None:
-    """One hot size at a time from whoever is largest, until `chunks` will be free."""
+    """One hot size at a time from the largest hot buffer, until `chunks` will be free."""
     worker = remedy.worker
     missing = chunks - remedy.will_be_free.hot_chunks
     if missing <= 0:

@@ -1,16 +1,19 @@
-"""A worker's inventory against the books: what it ran on with while the coordinator was away, and what now follows.
+"""A worker's inventory against the journal state: what the worker ran on with while the coordinator was away, and what
+now follows.
 
-    in the books   in the inventory   then
-    yes            yes                adopted: what it was given and never heard of is sent, what it had given back and
-                                      nobody wrote down is taken back; a wish that it leave is said again
-    yes            no                 its Admit never arrived, or its Released did and what follows was lost: departed
-    no             released           it left before, and only the acknowledgement was lost: nothing
-    no             held               the books have lost something: the epoch is not to be trusted
+    in the journal state   in the inventory   then
+    yes                    yes                adopted: what it was given and never heard of is sent, what it had given
+                                              back and the journal does not have is taken back; a wish that it leave is
+                                              said again
+    yes                    no                 its Admit never arrived, or its Released did and what follows was lost:
+                                              departed
+    no                     released           it left before, and only the acknowledgement was lost: nothing
+    no                     held               the journal has lost something: the epoch is not to be trusted
 
-Of a ticket likewise; one that its worker does not have, or that nobody wants, is closed.
+Of a ticket likewise; one that its worker does not have, or that no request wants, is closed.
 
-Whatever the worker reported and nobody acknowledged comes again behind the welcome, as usual. The books never have less
-than the worker, since memory is given after its commit (I4); a worker that claims more is refused. Pure.
+Reports that were not acknowledged come again behind the welcome, as usual. The journal state never has less than the
+worker, since memory is given after its commit (I4); a worker that claims more is refused. Pure.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def _check(held: dict[int, InventoryRow], known: set[int], ledger: Ledger) -> No
 
 
 def _adopt_ticket(dispatch: Dispatch, ticket: InboundTransfer, it: InventoryRow | None) -> Effects:
-    """It goes on, if the worker has it and somebody wants it. What it never heard of, or has let go of, has failed."""
+    """It goes on, if the worker has it and a request wants it. What it never heard of, or has let go of, has failed."""
     if it is None:
         return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
     if ticket.request_index is None and not it.is_released:
@@ -88,8 +91,8 @@ def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Eff
 def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Ledger) -> Effects:
     given = ledger.held(entry.placement)
     missing = 0 if entry.phase is EntryPhase.LEAVING else given.host_pages - it.host_pages
-    # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier life, in
-    # which it was leaving, has taken them back
+    # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier
+    # incarnation, in which it was leaving, has taken them back
     is_torn = missing > 0 and (it.resizing is not None or _memory(it, missing).hot_chunks > given.hot_chunks)
     missing = 0 if is_torn else missing
     more = _more_chunks(it, missing)

@@ -1,18 +1,19 @@
 """What a coordinator makes of its journal at start: requests where they were, workers that are awaited. Pure but for
 the actors that its caller makes.
 
-    the book says of a request       it becomes
+    journal state of a request       it becomes
     ended                            an ended request, for as long as it would have been one
     waiting, or with kept pages      the same; if its end was decided, it ends now
     on a worker of a live epoch      on that worker, which is *awaited*: its inventory will say how far it has come
                                      (coordinator.scheduling.reconciliation). Workers decode on meanwhile
-    on a worker of a lost epoch      departed: what the earlier life had begun is finished
+    on a worker of a lost epoch      departed: what the earlier incarnation had begun is finished
 
-What a ledger has beyond stays and what they keep are tickets (coordinator.scheduling.entries): of the request whose
-rows are on their way there, or of nobody. They go on, or are revoked, when their worker is heard.
+Holdings of a ledger that are no placement of a request, and are kept by none, are tickets
+(coordinator.scheduling.entries): of the request whose rows are on their way there, or of no request. They go on, or are
+revoked, when their worker is heard.
 
-An awaited worker is a silent one: nobody is admitted to it, and past the heartbeat limit it counts as lost, like any
-other. Its pages are then in quarantine until its process is proved gone or has begun anew (I2).
+An awaited worker is a silent one: no request is admitted to it, and past the heartbeat limit it counts as lost, like
+any other. Its pages are then in quarantine until its process is proved gone or has begun anew (I2).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def expect_workers(
 
 
 def endings_of(book: JournalState) -> Iterator[Ending]:
-    """Of requests that ended in an earlier life."""
+    """Of requests that ended in an earlier incarnation."""
     for known in book.requests.values():
         if (ended := known.ended) is not None:
             about = known.facts.request_index, known.facts.request_id
@@ -101,7 +102,8 @@ def restore(book: JournalState, place: Place, ports: Mapping[EpochKey, WorkerPor
 
 
 def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> None:
-    """Every holding that is no stay, and is not kept by one, is that of a ticket: some request's, or nobody's."""
+    """Every holding that is no placement of a request, and is kept by none, is that of a ticket: some request's, or
+    no request's."""
     stays: set[int] = set()
     owners: dict[int, int] = {}
     for known in book.requests.values():
@@ -122,7 +124,7 @@ def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> Non
 
 
 def _settle_ticket(ticket: InboundTransfer, book: JournalState, dispatch: Dispatch) -> Effects:
-    """One whose epoch was lost is closed; one of nobody whose pages nobody writes to, too."""
+    """Close a ticket whose epoch is lost, and an arrived one that no request owns."""
     if ticket.arrived:
         return dispatch.revoke(ticket) if ticket.request_index is None else Effects()
     ledger = book.ledgers[ticket.node]
@@ -220,7 +222,7 @@ def _restore_stay(
     book: JournalState,
     place: Place,
 ) -> Effects:
-    """On `worker`, or (None) on one that the earlier life had lost."""
+    """On `worker`, or (None) on one that the earlier incarnation had lost."""
     placement_table, entry = place.dispatch.placement_table, live.entry
     ledger = book.ledgers[stay.node]
     memory = ledger.held(stay.placement)

@@ -38,7 +38,7 @@ from protocol.logs import fields, logger
 #: Messages that may wait; the Scheduler has a handful under way, a sane worker fewer.
 MAILBOX_MAX: Final = 256
 BATCH_MAX: Final = 64
-#: The cause of a failure that was decided in an earlier life of the coordinator.
+#: The cause of a failure that was decided in an earlier incarnation of the coordinator.
 UNKNOWN: Final = "unknown"
 
 ToScheduler: TypeAlias = PlacementProgressed | HotBufferResized | PlacementEnded | RequestClosed

@@ -96,9 +96,9 @@ class RequestState:
         self.placement = 0  # 0: on no worker
         self.worker = ""
         self.kept_tokens = 0
-        self.prefills_only = False  # this stay, or the last one: its worker does not decode it
+        self.prefills_only = False  # this placement, or the last one: its worker does not decode it
         self.retractions = 0
-        # what the worker has yet to say in this admission; said twice, it is heard once
+        # what the worker has yet to say in this placement; said twice, it is heard once
         self.staging = False
         self.parked = False
         self.resize: messages.Resize | None = None
@@ -140,7 +140,7 @@ class RequestState:
         known: str = "",
     ) -> None:
         """It was on a worker that is yet to be heard. How far it is there, `PlacementAdopted` will say; told to leave
-        in the earlier life, it is leaving."""
+        in the earlier incarnation, it is leaving."""
         self.placement, self.worker, self.keep, self.staging = placement, worker, True, not staged
         self.ordered, self.prefills_only = ordered, prefills_only
         self._move(
@@ -213,7 +213,7 @@ class RequestState:
     def handle(self, event: RequestOrder | WorkerEvent, rows: Rows, now: float) -> list[Action]:
         """Apply one event; returns what to do, in order. Raises IllegalEventError or InternalError: nothing changed.
 
-        What a worker says of an admission that this request has left is acknowledged by doing nothing.
+        What a worker says of a placement that this request has left is acknowledged by doing nothing.
         """
         kind, apply = _HANDLERS[type(event)]
         if kind in OF_PLACEMENT and event.placement != (self.placement or None):  # type: ignore[union-attr]
@@ -429,7 +429,7 @@ def describe_size(hot_slots: int) -> str:
 
 
 def _restarted(*known: str) -> str:
-    """The reason of a history's first line in this life."""
+    """The reason of a history's first line in this incarnation."""
     return "; ".join(["the coordinator restarted", *filter(None, known)])
 
 

@@ -43,7 +43,7 @@ class LiveRequest:
     entry: RequestEntry
     prompt: bytes
     epoch: int = 0
-    swaps_before: Swaps = NO_SWAPS  # of earlier admissions
+    swaps_before: Swaps = NO_SWAPS  # of earlier placements
     swaps: Swaps = NO_SWAPS  # of this one, so far
 
 
@@ -69,7 +69,7 @@ class RequestTable:
         self._settings = settings
         self._wall_offset_s = wall_offset_s
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- life cycle
 
     def add(self, live: LiveRequest) -> None:
         self.live[live.facts.request_id] = self.by_index[live.facts.request_index] = live
@@ -100,7 +100,7 @@ class RequestTable:
         del self.live[live.facts.request_id], self.by_index[live.facts.request_index]
 
     def forget_old(self, now: float) -> list[int]:
-        """Forget what ended long ago, and what is beyond the bound, oldest first; returns their slots."""
+        """Forget what ended long ago, and what is beyond the bound, oldest first; returns their request indices."""
         keep_max, keep_s = self._settings.ended_keep_max, self._settings.ended_keep_s
         request_indices: list[int] = []
         while self.ended:
@@ -111,7 +111,7 @@ class RequestTable:
         return request_indices
 
     def forget(self, request_ids: tuple[str, ...], user: str | None = None) -> list[int]:
-        """Forget these ended requests, all or none; returns their slots. Ids that nobody knows were forgotten before.
+        """Forget these ended requests, all or none; returns their request indices. Unknown ids were forgotten before.
 
         Raises WrongState for a live one, NotFound for another user's.
         """
@@ -126,7 +126,7 @@ class RequestTable:
         return [it.live.facts.request_index for it in ended if it is not None]
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
-        """Take in swap-in counters; of admissions not its own: dropped. Raises ProtocolError when arrays disagree."""
+        """Take in swap-in counters; of placements not its own: dropped. Raises ProtocolError when arrays disagree."""
         placements = unpack_int64(counters.placements, "placements").tolist()
         hits = unpack_int64(counters.hits, "hits").tolist()
         misses = unpack_int64(counters.misses, "misses").tolist()
@@ -140,7 +140,7 @@ class RequestTable:
     # ---------------------------------------------------------------- lookups
 
     def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:
-        """Whose admission it is; None when it has departed or is another worker's."""
+        """Whose placement it is; None when it has departed or is another worker's."""
         live = self.by_placement.get(placement)
         return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
 
@@ -149,8 +149,8 @@ class RequestTable:
         return _live(self.find(request_id, user)).entry.request_index
 
     def index_of_same(self, submit: Submit, user: str) -> int:
-        """The slot of the request whose id `submit` bears. Raises WrongState when it is another request, or another
-        user's."""
+        """The request index of the request whose id `submit` bears. Raises WrongState when it is another request, or
+        another user's."""
         facts = _live(self.find(submit.request_id)).facts
         asked = user, submit.sampling, submit.priority, submit.prefill_mode, digest_of(submit.prompt)
         if asked != (facts.user, facts.sampling, facts.priority, facts.prefill_mode, facts.prompt_digest):
@@ -180,7 +180,7 @@ class RequestTable:
     # ---------------------------------------------------------------- rows
 
     def rows(self, limit: int, now: float, user: str | None = None) -> list[RequestRow]:
-        """Live requests in rank order, then ended ones, latest first; `user`'s, or (None) everybody's."""
+        """Live requests in rank order, then ended ones, latest first; `user`'s, or (None) all users'."""
         live = (it for it in self.live.values() if user in (None, it.facts.user))
         rows = [self.row(it, now) for it in sorted(live, key=lambda it: it.facts.rank)[: max(limit, 0)]]
         for ended in reversed(self.ended.values()):

@@ -1,7 +1,7 @@
-"""The Scheduler actor: the shell round coordinator.scheduling.dispatch. What others call is in front.py beside it.
+"""The Scheduler actor: the shell round coordinator.scheduling.dispatch. What others call is in api.py beside it.
 
 One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
-committed; tell the Requests. Memory is given to nobody before that is committed (I4); what gives memory back need not
+committed; tell the Requests. No memory is given before that is committed (I4); what gives memory back need not
 be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
 asks for changes and it waits for each. Commands and submissions are answered when they are in the journal
 (SchedulerApi).
@@ -53,7 +53,7 @@ from protocol.units import PAGE_TOKENS
 #: Messages handled in one turn.
 BATCH_MAX: Final = 1_024
 #: A Request has at most this many messages for the Scheduler under way: each stage once, a resize, its departure, its
-#: end; and a slot is reported starving once until the next grant. Workers cannot make it more (request_state).
+#: end; and a request index is reported starving once until the next grant. Workers cannot make it more (request_state).
 MESSAGES_PER_REQUEST: Final = 16
 #: Commands, workers and ticks on top.
 MESSAGES_BESIDES: Final = 4_096
@@ -152,7 +152,7 @@ class Scheduler(SchedulerApi):
     # ---------------------------------------------------------------- from the journal
 
     def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None:
-        """Take over what the journal's book knows; `ports` are those of the epochs that are awaited. Before `run`."""
+        """Take over the journal state; `ports` are those of the epochs that are awaited. Before `run`."""
         book = self._journal.state
         for node, opened in book.pools.items():
             self._registry.recover(opened, book.joined(node))
@@ -325,7 +325,7 @@ class Scheduler(SchedulerApi):
     # ---------------------------------------------------------------- workers
 
     def _open_pool(self, hello: messages.WorkerHello) -> None:
-        """A pool with nothing in it. Whoever kept rows in the one before is prefilled again."""
+        """A pool with nothing in it. Requests that kept rows in the one before are prefilled again."""
         if hello.node in self._pools:
             self._pools[hello.node].close()
         for entry in [entry for entry in self._placement_table.kept.values() if entry.node == hello.node]:
@@ -478,8 +478,8 @@ class Scheduler(SchedulerApi):
         return (f"stopping: {len(self._requests.live)} requests have {self._stop.deadline - now:g} s to finish",)
 
     async def _wind_up(self, stop: _Stop, now: float) -> None:
-        """Held requests are not waited for. Past the deadline what is in the journal is left to the next life; without
-        one all fail, and past RELEASE_LIMIT_S workers are not heard."""
+        """Held requests are not waited for. Past the deadline what is in the journal is left to the next
+        incarnation; without a journal all fail, and past RELEASE_LIMIT_S workers are not heard."""
         lives, turn = list(self._requests.live.values()), _Turn()
         if not lives or (self._journal.is_kept and self._is_over(stop, lives, now)):
             self.stopped.set()

@@ -1,4 +1,4 @@
-"""Where requests begin and are forgotten: checked, given a slot, an entry and an actor, written down.
+"""Where requests begin and are forgotten: checked, given a request index, an entry and an actor, written down.
 
 A room of the Scheduler's, in whose turns all of this happens.
 """
@@ -107,7 +107,7 @@ class Submissions:
         return self.journal.append([it.entry.ordered for it in lives])
 
     def forget(self, request_indices: Sequence[int]) -> Commit:
-        """These are over and taken off the list of requests: their outputs go, their slots may be taken again."""
+        """These are over and taken off the list of requests: their outputs go, their indices may be taken again."""
         forgotten = RequestsForgotten(pack_int32(request_indices), self.journal.state.arrivals)
         commit = self.journal.append([forgotten] if request_indices else [])
         for request_index in request_indices:

@@ -1,8 +1,8 @@
 """What requests that are off their workers will ask for first: kept with them, until they are admitted again. Pure.
 
 A hint, as long as half a megabyte, which nothing depends on: in memory alone, so that a coordinator that restarts has
-none, and bounded over all requests. Past the bound what comes is not kept: whoever waits longest goes first, so what is
-there is needed sooner.
+none, and bounded over all requests. Past the bound what comes is not kept: the request that waits longest goes first,
+so what is there is needed sooner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ assert WARM_START_BYTES_MAX < KEPT_BYTES_MAX
 
 
 class WarmStarts:
-    """By slot; unread. `kept_bytes` is their sum."""
+    """By request index; unread. `kept_bytes` is their sum."""
 
     def __init__(self) -> None:
         self.kept_bytes = 0

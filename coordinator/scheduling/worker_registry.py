@@ -81,7 +81,7 @@ class WorkerRegistry:
         return WorkerEntry(hello.worker, hello.node, hello.epoch, *about, receiver=hello.receiver, pid=hello.pid)
 
     def recover(self, opened: PoolOpened, joined: Sequence[WorkerJoined]) -> None:
-        """A node of an earlier life, and its epochs."""
+        """A node of an earlier incarnation of the coordinator, and its epochs."""
         self._pools[opened.node] = opened.capacity
         self.model = opened.model
         for it in joined:
@@ -202,7 +202,7 @@ class WorkerRegistry:
 
     def _check_pool_is_left(self, hello: WorkerHello) -> None:
         """The node's pool was created anew: its rows are gone, and with them what quarantines guard. Raise Unavailable
-        while somebody may still use the one before."""
+        while a worker may still use the one before."""
         leaving = any(it.node == hello.node and it.phase in ON_WORKER for it in self._placement_table.entries.values())
         if leaving or self._placement_table.of_node(hello.node):
             raise Unavailable(

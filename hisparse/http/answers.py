@@ -19,7 +19,7 @@ from protocol.messages import Ended, ModelInfo
 from protocol.text import Detokenizer
 
 DONE: Final = b"data: [DONE]\n\n"
-#: A comment: it tells proxies and sockets that somebody is still there.
+#: A comment line of the event stream: it tells proxies and sockets that the front is still there.
 KEEPALIVE: Final = b": waiting\n\n"
 #: Of the request's last word; whatever else ended an output is "stop".
 LENGTH: Final = "length"

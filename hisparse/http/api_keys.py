@@ -1,7 +1,7 @@
 """API keys: one a line in a file that only its owner may read; blank lines and lines that begin with # are skipped.
 
 Compared by digest, all of them every time, so that the time taken says nothing about any key. The file is read at
-start, and again at SIGHUP: whoever lost a key is refused from then on; what was being answered is answered to its end.
+start, and again at SIGHUP: a removed key is refused from then on; requests that it began are answered to their end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE_BYTES_MAX: Final = 1024 * 1024
 
 
 class ApiKeys:
-    """None at all: whoever reaches the port may ask."""
+    """Without any key configured, every client that reaches the port may ask."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._owners = {_digest(key): owner_of(key) for key in keys}

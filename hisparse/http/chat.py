@@ -1,8 +1,8 @@
 """A conversation as the prompt that the model was trained on: its own Jinja template, as transformers renders it. Pure.
 
-The template comes with the model (ModelInfo.chat_template); names of its special tokens are bound in its first line by
-whoever read the checkpoint. Messages come from anybody, so it runs in Jinja's sandbox, and whatever it raises is the
-messages' fault: templates refuse what they cannot render by raising.
+The template comes with the model (ModelInfo.chat_template); the reader of the checkpoint bound the names of its special
+tokens in its first line. Messages come from untrusted clients, so the template runs in Jinja's sandbox. Whatever it
+raises is the messages' fault: templates refuse what they cannot render by raising.
 
 The sandbox bounds what a template may touch, not how long it runs nor what it allocates: `tojson(indent=n)`, `x * n`
 and a loop over the messages in a loop over the messages take what a client says. So the front renders in processes that

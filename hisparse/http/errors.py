@@ -92,7 +92,7 @@ class VersionRefused(BadInput):
 
 
 class AnswerAborted(HiSparseError):
-    """The request was aborted, by an operator or because nobody listened any more."""
+    """The request was aborted, by an operator or because its last follower left."""
 
     code = "aborted"
 

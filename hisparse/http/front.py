@@ -6,7 +6,8 @@
     POST /v1/completions       text
     POST /v1/chat/completions  text, of a conversation
 
-Whatever is refused is answered with OpenAI's error object and counted; whoever leaves is not.
+Whatever is refused is answered with OpenAI's error object and counted. A client that disconnects gets no answer
+and is not counted.
 """
 
 from __future__ import annotations
@@ -199,8 +200,8 @@ class Front:
     async def _receive(
         self, exchange: Exchange, owner: str, place: ExitStack, read: Callable[[bytearray], Ask | HiSparseError]
     ) -> Ask:
-        """The body, read in a thread when it is the owner's turn. `place` is entered once the body is there: who only
-        announces one takes nobody's place. Its bytes are free when this returns."""
+        """The body, read in a thread when it is the owner's turn. `place` is entered once the body is there, so a
+        client that only announces a body takes no place. Its bytes are free when this returns."""
         with ExitStack() as arriving:
             arriving.enter_context(self._share(self._arriving, owner))
             async with exchange.body(owner) as data:
@@ -323,7 +324,7 @@ async def _narrate(
 
 
 async def _next(events: trio.MemoryReceiveChannel[bytes | HiSparseError]) -> bytes | HiSparseError | None:
-    """The next event, a sign of life when none comes for a while, None after the last."""
+    """The next event, a keepalive when none comes for a while, None after the last."""
     with trio.move_on_after(KEEPALIVE_S):
         try:
             return await events.receive()

@@ -1,10 +1,10 @@
-"""Requests that HTTP clients follow: submitted once, read by any number of followers, aborted when nobody is left.
+"""Requests that HTTP clients follow: submitted once, read by any number of followers, aborted when none is left.
 
     HTTP client ── follower ─┐
     HTTP client ── follower ─┴─ Output: tokens so far, then the end ── one task ── the coordinator
 
-The task, not a follower, owns the submission, so that a client who disconnects in the middle of it leaves no request
-behind that nobody knows of. When the last follower leaves, the request is aborted: at once if the front made its id; if
+The task, not a follower, owns the submission, so that a client who disconnects in the middle of it leaves no
+unowned request behind. When the last follower leaves, the request is aborted: at once if the front made its id; if
 the client chose it, after a grace in which the same body under the same id finds it again, from the start.
 
 Rejected: a connection to the coordinator for each HTTP client. No fan-out, but a Hello for each, and a client that
@@ -176,7 +176,7 @@ class FollowedOutputs:
             output.follow(-1)
 
     async def settled(self) -> None:
-        """Wait until no request is left that nobody can come back to."""
+        """Wait until the front's own requests, to which no client can return, have ended."""
         while any(not it.grace_s for it in self._by_id.values()):  # noqa: ASYNC110 - only at the end of the process
             await trio.sleep(SETTLE_INTERVAL_S)
 

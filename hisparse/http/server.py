@@ -147,7 +147,7 @@ def _announce(config: Config, listener: socket.socket, exporter: Exporter | None
     host, port = listener.getsockname()[:2]
     log.info("listening", extra=fields(url=msgspec.structs.replace(config.http, host=host, port=port).url))
     if not config.http.tls_cert_file and config.http.host not in LOOPBACK:
-        log.warning("plain HTTP: whoever reads the network reads prompts, outputs and API keys; see http.tls_cert_file")
+        log.warning("plain HTTP: prompts, outputs and API keys are readable on the network; see http.tls_cert_file")
     if exporter is not None:
         log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
 

@@ -4,8 +4,8 @@ Both are tried out before they take the place of those in use, so that a pair th
 changes nothing. Connections that are open keep what they began with; new ones get the new certificate.
 
 HTTP/1.1 alone is offered, with which the front's limits are held (hisparse.http.server). Clients are told apart by
-API keys, not by certificates of their own. A key with a passphrase is refused: whoever starts the front would have to
-be there to type it.
+API keys, not by certificates of their own. A key with a passphrase is refused: it would have to be typed at every
+start of the front.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def tls_of(settings: HttpSettings) -> Tls | None:
 
 
 def check_pair(cert: str, key: str) -> None:
-    """Raise ConfigError unless these are a certificate and its key, and nobody else may read the key."""
+    """Raise ConfigError unless these are a certificate and its key, in a file closed to other users."""
     read_file(cert, CERT_FIELD)
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:

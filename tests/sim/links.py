@@ -37,6 +37,8 @@ from tests.sim.trace import Trace
 LATENCY_S: Final = (0.0001, 0.002)
 #: Frames that a pipe holds; past it a router's send is refused.
 PIPE_FRAMES_MAX: Final = {"client": 12, "admin": 1_000, "worker": 64}
+#: First bytes of an encoded Commands.
+COMMANDS_TAG: Final = str(Commands.__struct_config__.tag).encode()
 #: Messages taken in one receive.
 BATCH_MAX: Final = 256
 #: How a frame of commands begins: see `Network.said`.

@@ -113,7 +113,7 @@ class Link:
         self._was_emptied = False
 
     async def run(self) -> bool:
-        """Serve until told to stop; True when every admission was released in time.
+        """Serve until told to stop; True when every placement was released in time.
 
         Raises ConfigError or NotAllowed when the coordinator will never take this worker. Cancelled: the connection is
         closed and nothing is withdrawn.

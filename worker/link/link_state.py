@@ -8,7 +8,7 @@ Commands apply once and in order within an epoch (I4): the next number is applie
 one is a gap and is answered by ReplayCommands. Reports are the outbox's business; here it is decided when they go.
 
 Incarnations. A coordinator of a higher incarnation either says that it adopts this epoch, which it knows from its
-journal: then all goes on, from the numbers that the hello had. Or it knows nothing of what runs here: every admission
+journal: then all goes on, from the numbers that the hello had. Or it knows nothing of what runs here: every placement
 is withdrawn quietly (its reports go nowhere), and once the executor has released all of them a new epoch begins with an
 empty hello.
 The same goes for a coordinator that is through with this epoch: it refuses it (we were silent for too long and were

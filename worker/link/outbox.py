@@ -71,7 +71,7 @@ assert REPORT_TOPK_BYTES_MAX + WARM_START_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX /
 
 @dataclass(slots=True)
 class _Dirt:
-    """Progress of one admission since the last report that carried it. `ids` are generated positions `start`... ."""
+    """Progress of one placement since the last report that carried it. `ids` are generated positions `start`... ."""
 
     request_index: int
     start: int
@@ -81,7 +81,7 @@ class _Dirt:
 
 @dataclass(slots=True)
 class _HeldRow(InventoryRow):
-    """Of one admission, for the hello."""
+    """Of one placement, for the hello."""
 
     chunks_since: int = 0  # granted while the Resize was under way: for the buffer that it makes
 
@@ -118,7 +118,7 @@ class Outbox:
         self._signalled = False
 
     def restart(self, epoch: int) -> None:
-        """Forget everything and number from 1 again: a new epoch. InternalError while an admission is held."""
+        """Forget everything and number from 1 again: a new epoch. InternalError while a placement is held."""
         if held := self.held():
             raise InternalError("a new epoch while admissions are held", field="held", value=len(held))
         with self._lock:
@@ -130,7 +130,7 @@ class Outbox:
     def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
         """`ids` are the tokens at generated positions `start`...; `durable` rows are known to be in host memory.
 
-        Raises InternalError when they do not continue what this admission added before and no report took yet.
+        Raises InternalError when they do not continue what this placement added before and no report took yet.
         """
         with self._lock:
             dirt = self._dirt.get(placement)
@@ -143,7 +143,7 @@ class Outbox:
         self._signal()
 
     def set_durable(self, request_index: int, placement: int, durable: int) -> None:
-        """Rows of this admission known to be in host memory; never lowers what was said before."""
+        """Rows of this placement known to be in host memory; never lowers what was said before."""
         with self._lock:
             dirt = self._dirt.setdefault(placement, _Dirt(request_index, 0, durable))
             dirt.durable = max(dirt.durable, durable)
@@ -175,7 +175,7 @@ class Outbox:
     # ---------------------------------------------------------------- link's side
 
     def hold(self, admit: Admit | Receive) -> None:
-        """The executor is about to get this admission; it is held until Released."""
+        """The executor is about to get this placement; it is held until Released."""
         row = _HeldRow(
             admit.placement, len(admit.host_pages) // 4, request_index=admit.request_index, hot_slots=NO_HOT_BUFFER
         )
@@ -187,7 +187,7 @@ class Outbox:
             self._rows[admit.placement] = row
 
     def give(self, command: Grant | Resize) -> None:
-        """The executor is about to get this too. Of an admission that has departed: nothing."""
+        """The executor is about to get this too. Of a placement that has departed: nothing."""
         with self._lock:
             row = self._rows.get(command.placement)
             if row is None:
@@ -202,7 +202,7 @@ class Outbox:
                 row.chunks_since = 0
 
     def held(self) -> list[int]:
-        """Every admission the executor may still touch memory of."""
+        """Every placement the executor may still touch memory of."""
         with self._lock:
             return [row.placement for row in self._rows.values() if not row.is_released]
 

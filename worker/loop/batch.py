@@ -120,7 +120,7 @@ class RunningRequest:
         return self.rows_max <= self.position < self.rows_wanted
 
     def next_input(self) -> int:
-        """The token to feed at `position`: known from an earlier stay, or -1 for the one drawn last on the device."""
+        """The token to feed at `position`: known from an earlier placement, or -1 for the last one drawn on device."""
         place = self.position - self.prompt_tokens
         return self.output.tokens[place] if place < self.output.forced else -1
 

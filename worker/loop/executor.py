@@ -201,11 +201,11 @@ class Executor:
         )
 
     def held(self) -> tuple[RunningRequest, ...]:
-        """Admissions that hold memory here. For tests and scrapes: the thread changes them."""
+        """Placements that hold memory here. For tests and scrapes: the thread changes them."""
         return tuple(self._requests.values())
 
     def count_by_status(self) -> dict[str, int]:
-        """Admissions by status, absent ones as 0; from any thread, true for a moment."""
+        """Placements by status, absent ones as 0; from any thread, true for a moment."""
         present = Counter(request.status for request in list(self._requests.values()))
         return {status.value: present[status] for status in Status}
 
@@ -266,7 +266,7 @@ class Executor:
         return applied > 0
 
     def _apply(self, command: Command) -> None:
-        """A command for a departed admission does nothing."""
+        """A command for a departed placement does nothing."""
         match command:
             case Admit():
                 self._admit(command)
@@ -309,7 +309,7 @@ class Executor:
         try:
             check_admit(admit, self._sizing, self._runner.info)
             output = self._output(admit)
-            if output.finished:  # by a token that was delivered in an earlier stay
+            if output.finished:  # by a token that was delivered in an earlier placement
                 self._report.already_complete(admit, output)
                 return
             request = self._seats.open(admit, output)

@@ -1,9 +1,9 @@
 """One request's output: which tokens are known, which may be published, and when it ends. Pure.
 
-Tokens come from earlier stays (delivered then, forced now) and from steps. Those that may be part of a stop string are
-held back; a new stay draws them again, but for the first one, which only prefill can draw: it is handed on. A request
-ends with an end-of-sequence token (part of the output), with a stop string (not part of it) or with its last allowed
-token.
+Tokens come from earlier placements (delivered then, forced now) and from steps. Those that may be part of a stop string
+are held back; a new placement draws them again, but for the first one, which only prefill can draw: it is handed on. A
+request ends with an end-of-sequence token (part of the output), with a stop string (not part of it) or with its last
+allowed token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Output:
         detokenizer: Callable[[], Detokenizer],
         held_back: Sequence[int] = (),
     ) -> None:
-        """`generated` were delivered in earlier stays, `held_back` after them drawn and not published."""
+        """`generated` were delivered in earlier placements, `held_back` after them drawn and not published."""
         self.tokens: list[int] = []
         self.forced = len(generated) + len(held_back)
         self.published = len(generated)

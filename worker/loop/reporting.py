@@ -97,7 +97,7 @@ class Reporter:
         self.released(admit.placement, admit.durable_tokens)
 
     def faulted(self, placement: int, error: Exception) -> None:
-        """`error` ended the admission; its traceback goes to the log, its text to the coordinator."""
+        """`error` ended the placement; its traceback goes to the log, its text to the coordinator."""
         self._counters.faulted += 1
         log.warning("request faulted", extra=fields(placement=placement), exc_info=error)
         self._reports.add_event(Faulted(placement, str(error) or type(error).__name__))

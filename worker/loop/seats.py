@@ -13,7 +13,7 @@ the device's tables follow on `compute`.
     keep_topk   what the last step selected, for the next worker
     close       tables cleared, counters kept, `quiesced` recorded; `release` once that was observed
 
-Every check comes before the first change: an admission that raises holds nothing.
+Every check comes before the first change: a placement that raises holds nothing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
 
 
 def held_back(admit: Admit) -> tuple[int, ...]:
-    """The first token, if it was drawn in an earlier stay and not said."""
+    """The first token, if it was drawn in an earlier placement and not reported."""
     return () if admit.first_token == NO_TOKEN else (admit.first_token,)
 
 
@@ -159,7 +159,7 @@ class Seats:
         self._final_counts = host_tensor(2, capacity.seats, groups, dtype=torch.int64, device=device)
 
     def open(self, admit: Admit, output: Output) -> RunningRequest:
-        """Seat an admission that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
+        """Seat a placement that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
         prompt, host_pages = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.host_pages, "host_pages").tolist()
         resumes = admit.durable_tokens > 0
         chunk_count = admit.hot_chunks if resumes else pages_for(len(prompt))

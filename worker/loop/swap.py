@@ -1,6 +1,6 @@
 """What moves between device and host memory, on which stream, behind which fence.
 
-| verb      | stream  | waits for                  | moves                                    | records            |
+| operation | stream  | waits for                  | moves                                    | records            |
 |-----------|---------|----------------------------|------------------------------------------|--------------------|
 | stage     | stage   | prefill_written            | prompt rows and index keys, slab to host | staged, when asked |
 | backup    | backup  | row_written                | a step's new rows and keys to host       | backed_up, durable |
@@ -10,9 +10,9 @@
 | load_topk | load    |                            | rows that a first step will ask for      | preloaded          |
 | set_up    | compute | backed_up of the last step | nothing: slot tables of a changed buffer |                    |
 
-Swap-in itself is no verb of this file: the runner launches it between its layers (worker/runners/base.py), and replays
-on `swap`. Loads have a stream of their own: behind a context that returns, tens of milliseconds long, replays would
-hold the whole batch up, and loads would wait behind a staging that waits for its prompt chunk.
+Swap-in itself is no operation of this file: the runner launches it between its layers (worker/runners/base.py), and
+replays on `swap`. Loads have a stream of their own: behind a context that returns, tens of milliseconds long, replays
+would hold the whole batch up, and loads would wait behind a staging that waits for its prompt chunk.
 
 Staging follows prefill chunk by chunk and layer group by layer group (layer_groups.py), so that the copy of the last
 chunk's last layers is all that is left when prefill ends. Places are computed on the host from page lists and travel

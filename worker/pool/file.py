@@ -1,23 +1,23 @@
-"""The file of a host pool: its header, who uses it, and what becomes of it when nobody does. No torch in here.
+"""The file of a host pool: its header, which processes use it, and what becomes of it unused. No torch in here.
 
     0                 header: magic, version, tokens and bytes per page, pages, hash of geometry and model, pool id
     OWNER_AT          owner, JSON: cluster, endpoint of its coordinator, process that created it
     HEADER_BYTES      page 0      (layout of a page: kernels/layout.py)
     + page_bytes      page 1 ...
 
-Use is a lock: whoever maps the pool, or keeps it for processes that will, holds a shared `flock` on the file until it
-is done or dead; whoever creates it holds an exclusive one. So three states can be told apart without asking anybody:
+Use is a lock: a process that maps the pool, or keeps it for processes that will, holds a shared `flock` on the file
+until it is done or dead; a process that creates it holds an exclusive one. So the locks alone tell three states apart:
 
-    exclusive lock not to be had, nor a shared one    somebody is creating it: wait
+    exclusive lock not to be had, nor a shared one    a process is creating it: wait
     shared only                                       in use: attach, or be refused
-    exclusive                                         in nobody's use: attach to what fits, create anew what does not
+    exclusive                                         unused: attach to what fits, create anew what does not
 
 The header is written last, so a creator that dies leaves a file that the next one creates anew. `pool_id` is drawn at
 creation: a coordinator knows by it whether the rows it remembers are still there.
 
-A pool that outlived its cluster is reclaimed by the next start in the same directory (`reclaim_stale`): nobody holds
-its lock, and the coordinator that its owner record names does not hold the lock of its endpoint. Files go in steps of
-TRUNCATE_BYTES: one call over a terabyte could not be interrupted for minutes.
+A pool that outlived its cluster is reclaimed by the next start in the same directory (`reclaim_stale`): no process
+holds its lock, and the coordinator that its owner record names does not hold the lock of its endpoint. Files go in
+steps of TRUNCATE_BYTES: one call over a terabyte could not be interrupted for minutes.
 
 Rejected: a lock held during creation only, with the coordinator as judge of use (a file could not be told from that of
 a cluster that died); pid files (they are reused, and lie across containers).
@@ -51,7 +51,7 @@ FILE_MODE: Final = 0o600
 #: Longest wait for another process that creates the same pool: touching a terabyte takes minutes.
 CREATION_LIMIT_S: Final = 1_800.0
 CREATION_POLL_S: Final = 0.05
-#: A file that nobody uses is given back to the file system in steps of this size.
+#: An unused file is given back to the file system in steps of this size.
 TRUNCATE_BYTES: Final = 8 << 30
 #: Pools of one directory, and directories, that are looked at in search of stale ones.
 POOLS_MAX: Final = 1_024
@@ -67,7 +67,7 @@ assert _HEADER.size <= OWNER_AT < HEADER_BYTES
 
 @dataclass(frozen=True)
 class Header:
-    """What a pool is. `pool_id` and `owner` are its own; the rest must agree with whoever attaches."""
+    """What a pool is. `pool_id` and `owner` are its own; the rest must agree with what an attaching worker wants."""
 
     page_bytes: int
     pages: int
@@ -128,7 +128,7 @@ class OpenPool:
 
 
 def open_pool_file(path: Path, wanted: Header, halted: threading.Event) -> OpenPool:
-    """Open and lock the pool at `path`, waiting for whoever is creating it.
+    """Open and lock the pool at `path`, waiting for a process that is creating it.
 
     Raises ConfigError when the path cannot be opened or a pool of another shape is in use there, Unavailable past
     CREATION_LIMIT_S or once `halted`.
@@ -146,7 +146,7 @@ def open_pool_file(path: Path, wanted: Header, halted: threading.Event) -> OpenP
         os.close(descriptor)
         if time.monotonic() > give_up_at:
             raise Unavailable(
-                f"somebody has been creating it for {CREATION_LIMIT_S:g} s", field="worker.pool_dir", value=path
+                f"another process has been creating it for {CREATION_LIMIT_S:g} s", field="worker.pool_dir", value=path
             )
         if halted.wait(CREATION_POLL_S):
             raise Unavailable("stopped while it waited for its creator", field="worker.pool_dir", value=path)
@@ -192,7 +192,7 @@ def find_pool(path: Path, like: Header) -> Header | None:
 
 
 def empty_unused(path: Path) -> None:
-    """Give the memory of a pool back that nobody uses and that will not be used as it is. The file stays."""
+    """Give back the memory of a pool that is unused and will not be used as it is. The file stays."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -216,7 +216,7 @@ def keep_pool(path: Path) -> int | None:
 
 
 def remove_pool(path: Path) -> None:
-    """Unlink the pool and give its memory back in steps, unless somebody still uses it. No file: nothing to do."""
+    """Unlink the pool and give its memory back in steps, unless a process still uses it. No file: nothing to do."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -331,7 +331,7 @@ def _open(path: Path) -> int:
             f"the file there is user {owner}'s",
             field="worker.pool_dir",
             value=path,
-            remedy="name a directory that nobody else may write",
+            remedy="name a directory that only this user may write",
         )
     return descriptor
 

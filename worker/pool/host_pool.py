@@ -5,7 +5,8 @@ and must agree on its shape. Every byte is touched at creation, in parallel: a f
 never a SIGBUS in a step. A worker with a CUDA device registers its mapping, in parallel too (registration.py).
 Who owns which page is the coordinator's ledger.
 
-Whoever started the workers removes the file at the end: a worker cannot know that it is the last. Mappings stay valid.
+The process that started the workers removes the file at the end: a worker cannot know that it is the last. Mappings
+stay valid.
 
 Rejected: multiprocessing.shared_memory, which unlinks the segment when any attached process is killed.
 """
@@ -39,7 +40,7 @@ from worker.pool.registration import (
     thread_count,
 )
 
-#: An owner that nobody asked for: tests, benchmarks.
+#: No owner: tests, benchmarks.
 NOBODY: Final[Mapping[str, object]] = {}
 
 log = logger("worker.pool.host_pool")

@@ -1,4 +1,4 @@
-"""How far a long start has come: a bar on stderr when somebody looks at it, lines in the log otherwise."""
+"""How far a long start has come: a bar on stderr if that is a terminal, lines in the log otherwise."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LayerWritten: TypeAlias = Callable[[int], None]
 
 
-def nobody(layer: int) -> None:
+def no_listener(layer: int) -> None:
     """A LayerWritten for those who wait for the whole chunk."""
 
 
@@ -132,12 +132,12 @@ class Runner(Protocol):
         tokens: torch.Tensor,
         start: int,
         outputs: StepOutputs | None,
-        layer_written: LayerWritten = nobody,
+        layer_written: LayerWritten = no_listener,
     ) -> None:
         """Prefill positions start..start+S-1 of the prompt in `seat` on `compute`.
 
         tokens int64[S] on the runner's device, alive and unchanged until the operation ran; ids of the vocabulary, as
-        check_admit saw on the host: nobody reads them back to look. KV rows and index keys of positions below `start`
+        check_admit saw on the host: they are not read back to check. KV rows and index keys of positions below `start`
         must lie in the slab (state.slab_table[seat]) and the index cache; this chunk's are written there. With
         `outputs` (the prompt's last chunk) the first generated token goes to outputs.tokens[0] and
         sampler.last_token[seat], and what the last token selected to outputs.warm_start.

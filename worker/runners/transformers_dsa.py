@@ -37,7 +37,7 @@ from protocol.errors import ConfigError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from worker.runners import attention as mla
-from worker.runners.base import LayerWritten, SamplerState, StepOutputs, nobody
+from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
 from worker.runners.checkpoint import describe_model, geometry_of, read_config
 from worker.runners.layers import Angles, Layer, Layers
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
@@ -139,7 +139,7 @@ class TransformersRunner:
         tokens: Tensor,
         start: int,
         outputs: StepOutputs | None,
-        layer_written: LayerWritten = nobody,
+        layer_written: LayerWritten = no_listener,
     ) -> None:
         """Two operations per layer on `compute`; a layer is written after its first one."""
         compute, empty = streams.compute, torch.empty(0)

@@ -1,4 +1,4 @@
-"""Streams and fences: the only way in which memory is touched, and the only order that anybody may rely on.
+"""Streams and fences: the only way in which memory is touched, and the only order that other code may rely on.
 
 A stream runs its operations one after another; two streams run in any order, except where one waits for a fence that
 the other recorded. Streams and fences mean what CUDA's streams and events mean: `launch` queues and returns, `record`

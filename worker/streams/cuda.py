@@ -4,7 +4,7 @@
 |---------|----------|-----------------------------------------------------------------------------------------|
 | compute | high     | every other kernel in the way delays the next token of the whole batch                  |
 | swap    | high     | layers of the same step wait for the rows that it replays                               |
-| stage   | low      | a prompt's copies may fill the card for milliseconds; nobody in the batch waits for them |
+| stage   | low      | a prompt's copies may fill the card for milliseconds; the batch does not wait for them  |
 | load    | low      | likewise, for a context that returns                                                    |
 | backup  | low      | has as many steps to finish as there are tail slots                                     |
 

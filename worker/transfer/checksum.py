@@ -23,8 +23,8 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
 
 
 def copy_with_checksum(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> int:
-    """Copy `source` over `target`, both uint8[n]; the checksum of what lies in `target` then, whoever changes `source`
-    meanwhile."""
+    """Copy `source` over `target`, both uint8[n]; the checksum of what lies in `target` then, even if `source`
+    changes meanwhile."""
     digest = xxhash.xxh3_64()
     for start in range(0, len(source), BLOCK_BYTES):
         block = target[start : start + BLOCK_BYTES]

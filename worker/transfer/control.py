@@ -2,7 +2,8 @@
 
 A sender's routing id is its name, which one process has at a time; libzmq reconnects by itself, and whatever it loses
 is asked for again (wire.py). Over tcp the channel is CURVE-encrypted with a key drawn for this receiver: its
-description, which only the coordinator hands out, says whom to trust, and the life number in it who may begin.
+description, which only the coordinator hands out, says whom to trust; the number `life` in it, drawn for each
+receiver's incarnation, says who may begin.
 
 CURVE does not protect the data path of an engine: UCX and Mooncake on TCP let any peer that reaches their ports
 write to the process's memory. Only the cluster's nodes may reach their network (docs/prefill-decode.md).
@@ -96,7 +97,7 @@ class SenderControl:
         self.unreadable = 0
 
     def reach(self, address: str, key: bytes) -> None:
-        """Connect to `address`, anew when another receiver lives there now."""
+        """Connect to `address`, anew when another receiver is there now."""
         if address in self._sockets and self._keys[address] == key:
             return
         self.leave(address)

@@ -54,7 +54,7 @@ def open_receiver(
     _check(pool, layout, name)
     if urlsplit(address).hostname in EVERY_ADDRESS:
         raise ConfigError(
-            "senders are told this address, and it is nobody's",
+            "senders are told this address, and no receiver can have it",
             field="worker.transfer_address",
             value=address,
             remedy="name the address of this node that prefill nodes reach",

@@ -62,8 +62,8 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
     def open(self, ticket: int, pages: Sequence[int]) -> None:
         """Let one sender write to host pages `pages`, in the order of the context, for `ticket`.
 
-        `ticket` is a placement number: never reused in the life of either end. Raises WrongState when it is open,
-        CapacityError beyond TICKETS_MAX tickets, BadInput for pages that the pool has not.
+        `ticket` is a placement number: never reused in one incarnation of either end. Raises WrongState when it is
+        open, CapacityError beyond TICKETS_MAX tickets, BadInput for pages that the pool has not.
         """
         self._ask(lambda: self._core.open(ticket, pages))
 

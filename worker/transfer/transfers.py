@@ -75,7 +75,7 @@ def open_transfers(
 
 
 def sender_name(worker: str, pid: int) -> str:
-    """What the sender of one life of a worker's process is called."""
+    """The name of the sender of one incarnation of a worker."""
     return f"{worker}/{pid}"
 
 
@@ -146,7 +146,7 @@ class Transfers:
 
     def revoke(self, ticket: int) -> None:
         if self.receiver is not None:
-            self.receiver.revoke(ticket, "nobody wants these rows any more")
+            self.receiver.revoke(ticket, "no request needs these rows any more")
 
     def exited(self, worker: str, pid: int) -> None:
         if self.receiver is not None:

@@ -30,7 +30,7 @@ from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
 from protocol.messages import ModelInfo
 from protocol.units import PAGE_TOKENS
-from worker.runners.base import LayerWritten, SamplerState, StepOutputs, nobody
+from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
 from worker.streams import Fence, Streams
 
 VOCAB = 251
@@ -148,7 +148,7 @@ class FakeRunner:
         tokens: Tensor,
         start: int,
         outputs: StepOutputs | None,
-        layer_written: LayerWritten = nobody,
+        layer_written: LayerWritten = no_listener,
     ) -> None:
         if self.poison is not None and int(sampler.seed[seat]) == self.poison:
             raise ValueError("a poisoned prompt")
