@@ -41,8 +41,6 @@ PIPE_FRAMES_MAX: Final = {"client": 12, "admin": 1_000, "worker": 64}
 COMMANDS_TAG: Final = str(Commands.__struct_config__.tag).encode()
 #: Messages taken in one receive.
 BATCH_MAX: Final = 256
-#: How a frame of commands begins: see `Network.said`.
-COMMANDS_TAG: Final = str(Commands.__struct_config__.tag).encode()
 
 
 class Gate:
