@@ -266,7 +266,7 @@ async def test_a_damaged_journal_is_refused_and_salvaged(model: Path, tmp_path: 
         assert await trio.to_thread.run_sync(refused.wait) == 8
         assert "missing at its end, all acknowledged" in crew.log("coordinator")
         salvaged = await trio.run_process(
-            [sys.executable, "-m", "coordinator.cli", "journal", "salvage", str(journal)], capture_stdout=True, cwd=ROOT
+            [sys.executable, "-m", "hisparse.cli", "journal", "salvage", str(journal)], capture_stdout=True, cwd=ROOT
         )
         assert b"left: 3 live requests, 3 ended ones" in salvaged.stdout, salvaged.stdout
         crew.start("coordinator")

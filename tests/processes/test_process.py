@@ -145,7 +145,7 @@ class Stuck:
     def close(self):
         return False
 
-process.Worker = Stuck
+process.WorkerProcess = Stuck
 sys.exit(process.run_worker(load(flags={"worker.model": "any"})))
 """
 
