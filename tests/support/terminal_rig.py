@@ -91,10 +91,11 @@ def on_a_terminal(
     """Run `python -m hisparse.cli COMMAND`; killed at the end. `stderr` is the terminal by default."""
     master, slave = os.openpty()
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-m", "hisparse.cli", *command],
         cwd=ROOT,
-        env=os.environ | {"TERM": "xterm-256color"} | environ,
+        env=inherited | {"TERM": "xterm-256color"} | environ,  # the size is that of the terminal: xdist exports another
         stdin=slave,
         stdout=slave,
         stderr=slave if stderr is None else stderr,
