@@ -360,7 +360,7 @@ async def test_key_below_its_share_gets_a_place_when_full(tmp_path: Path) -> Non
 
 
 async def test_same_id_under_two_keys_is_two_requests(tmp_path: Path) -> None:
-    """Nobody can take, or join, an id of another key."""
+    """No key can take, or join, an id of another key."""
     async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
         peers = [
             await rig.complete({"prompt": prompt}, Authorization=f"Bearer {key}", x_request_id="mine")

@@ -34,7 +34,7 @@ PROMPT = 100
 
 
 class FakePort:
-    """A port nobody sends through: the pure part only names it."""
+    """A port without traffic: the pure part only names it."""
 
     def send(self, command: messages.Command) -> None:
         raise AssertionError(command)

@@ -83,7 +83,7 @@ def test_pages_kept_by_a_leaving_request_are_not_awaited(stage: Stage) -> None:
 
 
 def test_starting_request_will_free_slab_and_shrink(stage: Stage) -> None:
-    """It cannot be resized yet, but soon: nobody is retracted for what patience brings."""
+    """Its hot buffer can be resized soon, so no request is retracted."""
     lowest = stage.running(priority=-1, chunks=3)
     starting = stage.waiting()
     stage.place(starting, HotSize(RESIDENT, 10), 10, slab_pages=4)

@@ -132,7 +132,7 @@ def test_grant_lost_under_a_resize_ends_the_placement() -> None:
 
 
 def test_grant_whose_chunks_were_reclaimed_ends_the_placement() -> None:
-    """It was leaving in that life, which came to an end before it had left; then somebody resumed it."""
+    """It was leaving in that life, which came to an end before it had left; then an operator resumed it."""
     desk = Desk(Memory(PAGES, 4, PAGES, 0))
     heard = desk.adopt(held(host_pages=4, hot_chunks=4))
     assert [type(tell.event) for tell in heard.tells] == [PlacementAdopted, RetractOrder]

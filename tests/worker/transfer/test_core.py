@@ -194,7 +194,7 @@ def test_unfit_sender_is_refused_with_both_values(begin: Begin, reason: str) -> 
     assert isinstance(answer, receiving.SendToSender)
     assert isinstance(answer.message, BeginRefused)
     assert reason in answer.message.reason
-    assert core.revoke(7, "aborted", 0.0) == [receiving.EmitReceiverEvent(Revoked(7, "aborted"))], "nobody has begun"
+    assert core.revoke(7, "aborted", 0.0) == [receiving.EmitReceiverEvent(Revoked(7, "aborted"))], "no sender has begun"
 
 
 def sender_with_a_post() -> tuple[Sending, sender_actions.Post]:
