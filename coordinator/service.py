@@ -34,6 +34,7 @@ from coordinator.journal.store import SqliteStore, open_store
 from coordinator.listener.authentication import CurveGuard
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX
 from coordinator.listener.descriptors import make_room
+from coordinator.listener.dropped import Dropped
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.zap import AllowList, ZapHandler
 from coordinator.scheduling.recovery import expect_workers
@@ -145,7 +146,8 @@ class Coordinator:
                     if self._zap is not None:
                         nursery.start_soon(self._zap.run)
                     for role, socket in self._router_sockets.items():
-                        nursery.start_soon(socket.sweep, partial(self._note_cut, role))
+                        dropped = Dropped(role, self.counters.dropped_messages)
+                        nursery.start_soon(socket.sweep, partial(_note_cut, dropped))
                     gc_policy.settle()
                     self._announce(exporter)
                     self.started.set()
@@ -247,9 +249,6 @@ class Coordinator:
     def _router_sockets(self) -> dict[str, RouterSocket]:
         return {"client": self._client_socket, "admin": self._admin_socket, "worker": self._worker_socket}
 
-    def _note_cut(self, role: str, reason: str) -> None:
-        self.counters.dropped_messages[role, reason] += 1
-
     def _reload_keys(self) -> None:
         """Read the allowed keys again. A list that cannot be read changes nothing.
 
@@ -345,6 +344,11 @@ def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> CurveGuard | I
     if not _is_tcp(endpoint) or not (cluster.keys_dir or cluster.insecure):
         return None
     return Insecure() if cluster.insecure else CurveGuard(read_server_key(Path(cluster.keys_dir)), role)
+
+
+def _note_cut(dropped: Dropped, reason: str, detail: str) -> None:
+    """A connection was ended."""
+    dropped.note(reason, b"", detail, trio.current_time())
 
 
 @contextmanager

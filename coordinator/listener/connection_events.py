@@ -2,7 +2,7 @@
 
 libzmq accepts any number of connections, gives none a name before its first message, and has no call to end one. But
 its events name the descriptor of each connection that opened or closed, and it treats the shutdown of a descriptor as a
-disconnect by the peer. Events are read at each hello, and every SWEEP_INTERVAL_S (router.py).
+disconnect by the peer. Events are read as they come, while `watch` runs, and before each use of a descriptor.
 
 The number of a descriptor is reused once its connection has closed. So events are read right before a number is used,
 and libzmq reports the end of a connection before it closes the descriptor. What remains is a race of microseconds, in
@@ -16,30 +16,70 @@ import socket as std_socket
 from collections.abc import Collection
 from contextlib import suppress
 
+import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from coordinator.listener.connection_tracker import ConnectionTracker
+from coordinator.listener.intake import IntakeCounter, resident_bytes, return_memory
+from coordinator.listener.unfinished import UnfinishedMessages
 from protocol.transport.monitor import monitor_of
+from protocol.transport.watched import Watched
 
 
 class ConnectionEvents:
-    """Feeds the events of `socket`, which must not be bound yet, to the connection tracker. Times are trio's."""
+    """Feeds the events of `socket`, which must not be bound yet, to the connection tracker and to `unfinished`.
 
-    def __init__(self, socket: zmq.Socket[bytes], connection_tracker: ConnectionTracker) -> None:
+    Times are trio's.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], connection_tracker: ConnectionTracker, unfinished: UnfinishedMessages
+    ) -> None:
         self.connection_tracker = connection_tracker
+        self.unfinished = unfinished
         self._socket = socket
         self._events = monitor_of(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._watched = Watched(self._events)
+        self._counters: dict[int, IntakeCounter] = {}
+        self._has_freed = False
+
+    async def watch(self) -> None:
+        """Read events as they come, until cancelled or closed: what libzmq reads earlier over ipc is not counted."""
+        with suppress(trio.ClosedResourceError):
+            while True:
+                await self._watched.wait_for(zmq.POLLIN)
+                self._read(trio.current_time())
+                await trio.lowlevel.checkpoint()
 
     def introduce(self, descriptor: int, user: str, now: float) -> None:
         """The connection has sent an accepted hello. Raises CapacityError when there are too many."""
         self._read(now)
         self.connection_tracker.introduce(descriptor, user)
+        self.unfinished.introduce(descriptor)
 
     def cut_overdue(self, now: float) -> int:
         """End connections without an accepted hello in time; returns how many."""
         self._read(now)
         return self._cut_all(self.connection_tracker.overdue(now))
+
+    def look(self, now: float) -> None:
+        """Count the bytes that arrived at each connection. Memory of messages that were given up is returned first."""
+        self._read(now)
+        if self._has_freed:
+            self._has_freed = False
+            return_memory()
+        arrived = {descriptor: counter.arrived() for descriptor, counter in self._counters.items()}
+        self.unfinished.look(arrived, resident_bytes(), now)
+
+    def cut_unfinished(self, now: float, *, is_empty: bool) -> list[str]:
+        """After `look`: end connections with an unfinished message over a bound; returns which bound, for each.
+
+        `is_empty`: no whole message has waited for the router since.
+        """
+        overdue = self.unfinished.overdue(now, is_empty=is_empty)
+        self._cut_all([descriptor for descriptor, _ in overdue])
+        return [rule for _, rule in overdue]
 
     def cut_users(self, users: Collection[str], now: float) -> int:
         """End the connections of these users; returns how many."""
@@ -48,14 +88,14 @@ class ConnectionEvents:
 
     def cut(self, descriptor: int) -> None:
         """End a connection. libzmq sees a disconnect and cleans up. Does nothing when the connection has closed."""
-        self.connection_tracker.left(descriptor)
+        self._forget(descriptor)
         with suppress(OSError), std_socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(std_socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Stop reading events; call before the socket closes."""
         self._socket.disable_monitor()
-        self._events.close()
+        self._watched.close()
 
     def _cut_all(self, descriptors: Collection[int]) -> int:
         for descriptor in descriptors:
@@ -68,7 +108,14 @@ class ConnectionEvents:
                 event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
+            descriptor = int(event["value"])
+            self._forget(descriptor)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self.connection_tracker.came(int(event["value"]), now)
-            else:
-                self.connection_tracker.left(int(event["value"]))
+                self._counters[descriptor] = counter = IntakeCounter(descriptor)
+                self.connection_tracker.came(descriptor, now)
+                self.unfinished.came(descriptor, resident_bytes(), now, is_exact=counter.is_exact)
+
+    def _forget(self, descriptor: int) -> None:
+        self.connection_tracker.left(descriptor)
+        self._counters.pop(descriptor, None)
+        self._has_freed |= self.unfinished.left(descriptor)

@@ -30,8 +30,14 @@ from protocol.errors import ConfigError, Unavailable
 BATCH_MESSAGES_MAX: Final = 256
 #: How long a closing socket goes on sending queued messages.
 LINGER_MS: Final = 200
-#: Half-open TCP connections are closed after this; ipc connections close with their process.
-TRANSPORT_HEARTBEAT_MS: Final = 2_000
+#: TCP probes a silent connection after KEEPALIVE_S, and again after as long; it ends when KEEPALIVE_PROBES are not
+#: answered, or bytes are not acknowledged for as long. ipc connections end with their process. libzmq's heartbeats are
+#: off: they add bytes to a connection that are of no message (coordinator/listener/unfinished.py).
+KEEPALIVE_S: Final = 2
+KEEPALIVE_PROBES: Final = 2
+#: Option of a context: whether parts of messages are kept inside the buffers of 8 KiB that libzmq reads into. A part of
+#: 40 bytes that is kept so occupies a buffer. pyzmq has no name for it.
+ZERO_COPY_RECV: Final = 10
 
 T = TypeVar("T")
 
@@ -41,6 +47,7 @@ def context_of(kind: Literal["router", "dealer"]) -> zmq.Context[zmq.Socket[byte
     """The context of all sockets of one kind in this process."""
     context = zmq.Context(io_threads=1)
     context.max_sockets = 4096
+    context.set(ZERO_COPY_RECV, 0)
     return context
 
 
@@ -128,7 +135,11 @@ def set_options(socket: zmq.Socket[bytes], endpoint: str, queue_messages: int, *
     socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     if not endpoint.startswith("ipc://"):
-        socket.setsockopt(zmq.HEARTBEAT_IVL, TRANSPORT_HEARTBEAT_MS)
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+        socket.setsockopt(zmq.TCP_MAXRT, 1_000 * KEEPALIVE_S * (KEEPALIVE_PROBES + 1))
 
 
 def unavailable(endpoint: str, message: str) -> Unavailable:
