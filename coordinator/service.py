@@ -17,7 +17,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +35,7 @@ from coordinator.listener.connection_tracker import NEWCOMERS_MAX
 from coordinator.listener.descriptors import make_room
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
+from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
@@ -145,9 +145,8 @@ class Coordinator:
                     nursery.start_soon(gc_policy.collect)
                     if self._zap is not None:
                         nursery.start_soon(self._zap.run)
-                    for role, socket in self._router_sockets.items():
-                        dropped = Dropped(role, self.counters.dropped_messages)
-                        nursery.start_soon(socket.sweep, partial(_note_cut, dropped))
+                    dropped = {role: Dropped(role, self.counters.dropped_messages) for role in self._router_sockets}
+                    nursery.start_soon(Sweeper(self._router_sockets, dropped).run)
                     gc_policy.settle()
                     self._announce(exporter)
                     self.started.set()
@@ -344,11 +343,6 @@ def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> CurveGuard | I
     if not _is_tcp(endpoint) or not (cluster.keys_dir or cluster.insecure):
         return None
     return Insecure() if cluster.insecure else CurveGuard(read_server_key(Path(cluster.keys_dir)), role)
-
-
-def _note_cut(dropped: Dropped, reason: str, detail: str) -> None:
-    """A connection was ended."""
-    dropped.note(reason, b"", detail, trio.current_time())
 
 
 @contextmanager

@@ -7,6 +7,9 @@ disconnect by the peer. Events are read as they come, while `watch` runs, and be
 The number of a descriptor is reused once its connection has closed. So events are read right before a number is used,
 and libzmq reports the end of a connection before it closes the descriptor. What remains is a race of microseconds, in
 which another connection may be ended; its peer reconnects.
+
+libzmq still reads what the kernel holds of a connection that is shut down. Rejected: reading it here first. libzmq
+would go on in the middle of a frame, and take the peer's payload for frames.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from coordinator.listener.connection_tracker import ConnectionTracker
-from coordinator.listener.intake import IntakeCounter, resident_bytes, return_memory
+from coordinator.listener.intake import IntakeCounter, resident_bytes
 from coordinator.listener.unfinished import UnfinishedMessages
 from protocol.transport.monitor import monitor_of
 from protocol.transport.watched import Watched
@@ -42,7 +45,8 @@ class ConnectionEvents:
         self._events = monitor_of(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._watched = Watched(self._events)
         self._counters: dict[int, IntakeCounter] = {}
-        self._has_freed = False
+        #: When a connection with an unfinished message ended last.
+        self.given_up_at = float("-inf")
 
     async def watch(self) -> None:
         """Read events as they come, until cancelled or closed: what libzmq reads earlier over ipc is not counted."""
@@ -58,17 +62,20 @@ class ConnectionEvents:
         self.connection_tracker.introduce(descriptor, user)
         self.unfinished.introduce(descriptor)
 
+    def took(self, descriptor: int, taken_bytes: int) -> None:
+        """The router took a message that had so many bytes on the connection."""
+        if descriptor not in self.unfinished:
+            self._read(trio.current_time())
+        self.unfinished.took(descriptor, taken_bytes)
+
     def cut_overdue(self, now: float) -> int:
         """End connections without an accepted hello in time; returns how many."""
         self._read(now)
         return self._cut_all(self.connection_tracker.overdue(now))
 
     def look(self, now: float) -> None:
-        """Count the bytes that arrived at each connection. Memory of messages that were given up is returned first."""
+        """Count the bytes that arrived at each connection."""
         self._read(now)
-        if self._has_freed:
-            self._has_freed = False
-            return_memory()
         arrived = {descriptor: counter.arrived() for descriptor, counter in self._counters.items()}
         self.unfinished.look(arrived, resident_bytes(), now)
 
@@ -88,7 +95,7 @@ class ConnectionEvents:
 
     def cut(self, descriptor: int) -> None:
         """End a connection. libzmq sees a disconnect and cleans up. Does nothing when the connection has closed."""
-        self._forget(descriptor)
+        self._forget(descriptor, trio.current_time())
         with suppress(OSError), std_socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(std_socket.SHUT_RDWR)
 
@@ -109,13 +116,14 @@ class ConnectionEvents:
             except zmq.Again:
                 return
             descriptor = int(event["value"])
-            self._forget(descriptor)
+            self._forget(descriptor, now)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._counters[descriptor] = counter = IntakeCounter(descriptor)
                 self.connection_tracker.came(descriptor, now)
                 self.unfinished.came(descriptor, resident_bytes(), now, is_exact=counter.is_exact)
 
-    def _forget(self, descriptor: int) -> None:
+    def _forget(self, descriptor: int, now: float) -> None:
         self.connection_tracker.left(descriptor)
         self._counters.pop(descriptor, None)
-        self._has_freed |= self.unfinished.left(descriptor)
+        if self.unfinished.left(descriptor):
+            self.given_up_at = now

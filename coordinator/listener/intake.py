@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import os
 import socket
 import struct
@@ -71,14 +72,19 @@ class IntakeCounter:
         arrived, self._offset = self._offset - offset, offset
         if offset < OFFSET_MIN:
             connection.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, OFFSET_MAX)
-            self._offset = OFFSET_MAX
+            self._offset = connection.getsockopt(socket.SOL_SOCKET, SO_PEEK_OFF)  # a read may have come between
         return max(arrived, 0)
 
 
 def resident_bytes() -> int:
     """Resident memory of this process."""
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read(128).split()[1]) * PAGE_BYTES
+    return int(os.pread(_statm(os.getpid()), 128, 0).split()[1]) * PAGE_BYTES
+
+
+@functools.cache
+def _statm(pid: int) -> int:
+    """A descriptor that is read again and again."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def return_memory() -> None:

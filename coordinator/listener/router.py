@@ -19,7 +19,7 @@ protocol/transport/watched.py explains how trio waits for a ZMQ socket. The rule
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 import trio
@@ -29,7 +29,6 @@ from coordinator.listener.authentication import CurveGuard, apply_guard, atteste
 from coordinator.listener.connection_events import ConnectionEvents
 from coordinator.listener.connection_tracker import ConnectionTracker
 from coordinator.listener.endpoint_lock import EndpointLock
-from coordinator.listener.intake import resident_bytes
 from coordinator.listener.unfinished import UnfinishedMessages, wire_bytes
 from protocol.transport.curve import check_guarded
 from protocol.transport.keys import Insecure
@@ -42,10 +41,6 @@ ROUTER_QUEUE_MESSAGES: Final = 1_000
 HARD_LIMIT_FACTOR: Final = 2
 #: libzmq closes connections whose handshake takes longer.
 HANDSHAKE_LIMIT_MS: Final = 5_000
-#: How often a listener looks for connections to end, and how soon after the process has grown by SWEEP_GROWTH_BYTES.
-SWEEP_INTERVAL_S: Final = 0.25
-GROWTH_INTERVAL_S: Final = 0.02
-SWEEP_GROWTH_BYTES: Final = 16 << 20
 #: Introduced connections of one listener, and of one user, by default.
 CONNECTIONS_MAX: Final = 4_096
 
@@ -120,8 +115,8 @@ class RouterSocket(Watched):
         self._has_keys = isinstance(guard, CurveGuard) and not endpoint.startswith("ipc://")
         if isinstance(guard, CurveGuard) and self._has_keys:
             apply_guard(socket, guard)
-        self._unfinished = UnfinishedMessages(message_bytes_max * HARD_LIMIT_FACTOR)
-        self._connection_events = ConnectionEvents(socket, self.connection_tracker, self._unfinished)
+        unfinished = UnfinishedMessages(message_bytes_max * HARD_LIMIT_FACTOR)
+        self._connection_events = ConnectionEvents(socket, self.connection_tracker, unfinished)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -148,7 +143,8 @@ class RouterSocket(Watched):
             last = self._socket.recv(NOBLOCK, copy=False)
             frames.append(last)
         descriptor = int(peer.get(zmq.SRCFD))
-        self._unfinished.took(descriptor, sum(wire_bytes(len(it), is_curve=self._has_keys) for it in frames))
+        taken_bytes = sum(wire_bytes(len(it), is_curve=self._has_keys) for it in frames)
+        self._connection_events.took(descriptor, taken_bytes)
         return Received(
             peer.bytes,
             frames[0].bytes if len(frames) == 1 else b"",
@@ -184,29 +180,28 @@ class RouterSocket(Watched):
         """End the connections of these users; returns how many."""
         return self._connection_events.cut_users(users, trio.current_time())
 
-    async def sweep(self, on_cut: Callable[[str, str], None]) -> None:
-        """End connections without a hello in time, and those with an unfinished message over a bound, until cancelled
-        or closed; calls `on_cut(reason, detail)` for each."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._connection_events.watch)
-            while not self.closed:
-                self._sweep(on_cut, trio.current_time())
-                await self._growth_or_interval()
-            nursery.cancel_scope.cancel()
+    async def watch_connections(self) -> None:
+        """Notice connections as they come and go, until cancelled or closed."""
+        await self._connection_events.watch()
 
-    def _sweep(self, on_cut: Callable[[str, str], None], now: float) -> None:
-        for _ in range(self._connection_events.cut_overdue(now)):
-            on_cut("no hello", "no accepted hello in time")
+    @property
+    def given_up_at(self) -> float:
+        """When a connection with an unfinished message ended last."""
+        return self._connection_events.given_up_at
+
+    def cut_overdue(self) -> int:
+        """End connections without a hello in time; returns how many."""
+        return 0 if self.closed else self._connection_events.cut_overdue(trio.current_time())
+
+    def cut_unfinished(self) -> list[str]:
+        """End connections with an unfinished message over a bound (unfinished.py); returns which bound, for each."""
+        if self.closed:
+            return []
+        now = trio.current_time()
         self._connection_events.look(now)
-        for rule in self._connection_events.cut_unfinished(now, is_empty=not self._is_ready(zmq.POLLIN)):
-            on_cut("unfinished", rule)
+        rules = self._connection_events.cut_unfinished(now, is_empty=not self._is_ready(zmq.POLLIN))
         self._stir()
-
-    async def _growth_or_interval(self) -> None:
-        until = trio.current_time() + SWEEP_INTERVAL_S
-        grown_bytes = resident_bytes() + SWEEP_GROWTH_BYTES
-        while not self.closed and trio.current_time() < until and resident_bytes() < grown_bytes:
-            await trio.sleep(GROWTH_INTERVAL_S)
+        return rules
 
     def close(self) -> None:
         if not self.closed:

@@ -33,7 +33,7 @@ from typing import Final
 UNFINISHED_LIMIT_S: Final = 60.0
 #: Growth of the process since an unfinished message began. Half of it for connections without an accepted hello.
 GROWTH_BYTES_MAX: Final = 256 << 20
-#: Pending bytes that are not judged: a handshake, headers of frames.
+#: Pending bytes that are not judged. A handshake stays pending, since no message is taken for it.
 SLACK_BYTES: Final = 4_096
 #: What CURVE adds to a message: name of the command, nonce, authenticator, flags.
 CURVE_BYTES: Final = 8 + 8 + 16 + 1
@@ -67,8 +67,8 @@ class _Connection:
     def look(self, arrived_bytes: int, memory_bytes: int, now: float, turn: int) -> None:
         self.pending_bytes += arrived_bytes
         has_taken = self.taken_bytes > 0
-        if has_taken:  # what is pending now began behind a taken message, and so after the last look
-            self.pending_bytes = min(arrived_bytes, max(self.pending_bytes - self.taken_bytes, 0))
+        if has_taken:
+            self.pending_bytes = max(self.pending_bytes - self.taken_bytes, 0)
             self.taken_bytes = 0
             self.is_exact = True
         if has_taken or not self.is_unfinished:
@@ -99,11 +99,18 @@ class UnfinishedMessages:
         connection = self._connections.pop(descriptor, None)
         return connection is not None and connection.is_unfinished
 
+    def __contains__(self, descriptor: int) -> bool:
+        return descriptor in self._connections
+
     def took(self, descriptor: int, taken_bytes: int) -> None:
         """The router took a message that had so many bytes on the connection."""
         self._turn += 1
         if connection := self._connections.get(descriptor):
             connection.taken_bytes += taken_bytes
+
+    def pending_bytes(self, descriptor: int) -> int:
+        """Bytes that libzmq held of the connection at the last look."""
+        return self._connections[descriptor].pending_bytes
 
     def look(self, arrived_bytes: Mapping[int, int], memory_bytes: int, now: float) -> None:
         """Bytes that libzmq read since the last look, by descriptor, and the memory of the process."""

@@ -1,4 +1,5 @@
-"""A whole coordinator in this process, over tcp with keys: what its listeners let through, and who may do what."""
+"""A whole coordinator in this process, over tcp with keys, without them, or over ipc: what its listeners let through,
+and who may do what."""
 
 from __future__ import annotations
 
@@ -82,25 +83,31 @@ class Guarded:
         return {reason: n for (where, reason), n in self.coordinator.counters.dropped_messages.items() if where == role}
 
 
-def guarded_config(directory: Path, keys: Path, **settings: object) -> Config:
+def guarded_config(directory: Path, keys: Path, transport: str = "curve", **settings: object) -> Config:
     flags: dict[str, object] = {
         "cluster.runtime_dir": f"{directory}/run",
-        "cluster.keys_dir": str(keys),
         "coordinator.live_requests_max": 256,
         "coordinator.queue_max": 256,
         "coordinator.ended_keep_max": 64,
         "coordinator.metrics_port": -1,
         "coordinator.flush_interval_ms": 1.0,
     }
-    flags |= {f"cluster.{role}_endpoint": endpoint for role, endpoint in ANY_PORT.items()}
+    for role, endpoint in ANY_PORT.items():
+        ipc = f"ipc://{directory}/run/{role}.sock"
+        flags[f"cluster.{role}_endpoint"] = ipc if transport == "ipc" else endpoint
+    if transport == "curve":
+        flags["cluster.keys_dir"] = str(keys)
+    flags["cluster.insecure"] = transport == "plain"
     return build({}, {}, flags | {f"coordinator.{name}": value for name, value in settings.items()}, HostFacts.read())
 
 
 @asynccontextmanager
-async def guarded(directory: Path, keys: Path | None = None, **settings: object) -> AsyncIterator[Guarded]:
-    """One life of a coordinator; `settings` of its own table."""
+async def guarded(
+    directory: Path, keys: Path | None = None, transport: str = "curve", **settings: object
+) -> AsyncIterator[Guarded]:
+    """One life of a coordinator over "curve", "plain" (tcp without keys) or "ipc"; `settings` of its table."""
     keys = keys or new_keys(directory)
-    config, counters = guarded_config(directory, keys, **settings), CoordinatorCounters()
+    config, counters = guarded_config(directory, keys, transport, **settings), CoordinatorCounters()
     with open_zap(config, counters) as zap, open_sockets(config) as sockets:
         coordinator = Coordinator(config, *sockets, zap=zap, counters=counters)
         async with trio.open_nursery() as nursery:

@@ -1,7 +1,7 @@
 """A peer that speaks ZMTP 3.0 by hand, so that it may leave a multipart message unfinished: libzmq's sockets cannot.
 
-    Peer           NULL mechanism, over ipc or tcp without keys: every byte is written here
-    curve_peer     CURVE: a DEALER of libzmq sends a whole message, and a relay holds the end of it back
+Peer           NULL mechanism, over ipc or tcp without keys: every byte is written here
+curve_peer     CURVE: a DEALER of libzmq sends a whole message, and a relay holds the end of it back
 """
 
 from __future__ import annotations

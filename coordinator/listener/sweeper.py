@@ -1,0 +1,75 @@
+"""The sweeper: ends connections of all listeners that say nothing, or hold an unfinished message.
+
+Counting the bytes of a connection takes 15 us. So bytes are counted every LOOK_INTERVAL_S, and at once when the process
+has grown by GROWTH_BYTES: a peer that fills memory is found by its effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import trio
+
+from coordinator.listener.dropped import Dropped
+from coordinator.listener.intake import resident_bytes, return_memory
+from coordinator.listener.router import RouterSocket
+
+#: How often connections without a hello are looked for, and unfinished messages.
+SWEEP_INTERVAL_S: Final = 0.25
+LOOK_INTERVAL_S: Final = 1.0
+#: How often the process's memory is read.
+GROWTH_INTERVAL_S: Final = 0.05
+GROWTH_BYTES: Final = 16 << 20
+#: After the end of a connection with an unfinished message, for which libzmq may still be freeing memory.
+FREEING_S: Final = 5.0
+
+NO_HELLO: Final = "no hello"
+UNFINISHED: Final = "unfinished"
+
+
+class Sweeper:
+    """`sockets` and where ended connections are noted, by role."""
+
+    def __init__(self, sockets: Mapping[str, RouterSocket], dropped: Mapping[str, Dropped]) -> None:
+        self._sockets = sockets
+        self._dropped = dropped
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for socket in self._sockets.values():
+                nursery.start_soon(socket.watch_connections)
+            look_at = trio.current_time()
+            while True:
+                has_grown = await self._has_grown()
+                for role, socket in self._sockets.items():
+                    for _ in range(socket.cut_overdue()):
+                        self._note(role, NO_HELLO, "no accepted hello in time")
+                self._return_memory()
+                if has_grown or trio.current_time() >= look_at:
+                    look_at = trio.current_time() + LOOK_INTERVAL_S
+                    self._cut_unfinished()
+
+    async def _has_grown(self) -> bool:
+        """Wait for SWEEP_INTERVAL_S, or until the process has grown by GROWTH_BYTES."""
+        until = trio.current_time() + SWEEP_INTERVAL_S
+        grown_bytes = resident_bytes() + GROWTH_BYTES
+        while trio.current_time() < until:
+            await trio.sleep(GROWTH_INTERVAL_S)
+            if resident_bytes() >= grown_bytes:
+                return True
+        return False
+
+    def _return_memory(self) -> None:
+        given_up_at = max(socket.given_up_at for socket in self._sockets.values())
+        if trio.current_time() < given_up_at + FREEING_S:
+            return_memory()
+
+    def _cut_unfinished(self) -> None:
+        for role, socket in self._sockets.items():
+            for rule in socket.cut_unfinished():
+                self._note(role, UNFINISHED, rule)
+
+    def _note(self, role: str, reason: str, detail: str) -> None:
+        self._dropped[role].note(reason, b"", detail, trio.current_time())
