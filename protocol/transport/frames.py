@@ -16,11 +16,15 @@ M = TypeVar("M")
 #: is the protocol version.
 HELLO_TAGS: Final = {"hello", "workerhello", "welcome", "workerwelcome"}
 
+#: What decoding raises. DecodeError and UnicodeDecodeError are ValueErrors.
+UNREADABLE: Final = (ValueError, RecursionError)
+
 
 def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sender: str) -> M:
     """Decode `frame`. Raises ProtocolError when it is too large or no message that `sender` may send.
 
-    msgspec raises UnicodeDecodeError for text that is not UTF-8 and DecodeError otherwise; both are ValueErrors.
+    msgspec raises UnicodeDecodeError for text that is not UTF-8, RecursionError for deep nesting, and DecodeError
+    otherwise.
     """
     if len(frame) > bytes_max:
         raise ProtocolError(
@@ -31,7 +35,7 @@ def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sende
         )
     try:
         return decode(frame)
-    except ValueError as error:
+    except UNREADABLE as error:
         if (version := _other_version(frame)) is not None:
             raise ProtocolError(
                 f"the {sender} speaks protocol {version}, this end {PROTOCOL_VERSION}",
@@ -51,7 +55,7 @@ def _other_version(frame: bytes) -> int | None:
     """The protocol version in a hello of another version; None: not a hello, or of this version."""
     try:
         tag, version, *_ = msgspec.msgpack.decode(frame, type=list[object])
-    except ValueError:
+    except UNREADABLE:
         return None
     if not isinstance(tag, str) or tag.replace("_", "").lower() not in HELLO_TAGS or not isinstance(version, int):
         return None

@@ -106,6 +106,16 @@ def test_hello_of_another_version_is_refused_by_version(tag: str) -> None:
     assert (caught.value.field, caught.value.value) == ("protocol", "1")
 
 
+@pytest.mark.parametrize("nest", [b"\x91", b"\x81\x01", b"\xdd\x00\x00\x00\x01"])
+def test_deep_nesting_is_refused(nest: bytes) -> None:
+    """In place of a message, and in an element behind those that a message has. It ended the coordinator once."""
+    deep = nest * 20_000 + b"\xc0"
+    longer = msgspec.msgpack.encode(["list_pools", 1])
+    for frame in (deep, b"\x93" + longer[1:] + deep):
+        with pytest.raises(ProtocolError, match="not a message of a peer"):
+            read_frame(messages.decode_client, frame, 1 << 20, "peer")
+
+
 @pytest.mark.parametrize("content", [["Hello", 2], ["Hello", "1"], ["submit", 1], [7], [], {}, None])
 def test_unknown_bytes_are_refused(content: object) -> None:
     with pytest.raises(ProtocolError, match="not a message of a peer"):

@@ -6,9 +6,7 @@ not.
     a client      with an API key of its own, at an even pace in a process of its own: undisturbed first, then not
     attackers     CONNECTIONS at a time send what tests.support.hostile_http makes, mostly to the plain front
 
-At the end: the same processes answer, their memory is at most MEMORY_GROWTH_MAX of what it was before, and the client
-was never refused, with a p99 of at most P99_GROWTH_MAX of its undisturbed one (or P99_FLOOR_S, below which a machine's
-own noise decides). Exits with 1 otherwise, and leaves the logs behind.
+Judged as in tests.support.fuzz_rig. Exits with 1 when something is wrong, and leaves the logs behind.
 """
 
 from __future__ import annotations
@@ -16,16 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import re
 import shutil
 import ssl
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
@@ -37,58 +33,39 @@ import trio
 
 from coordinator.scheduling.events import Handle
 from protocol import logs, messages
-from tests import ROOT
 from tests.hisparse.test_http_tls import write_pair
+from tests.support.fuzz_rig import CLIENT_INTERVAL_S, SETTLE_S, UNDISTURBED_S, Target, client_verdict, process, until
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile_http import attack
 from tests.support.http_rig import TEMPLATE
 
-MEMORY_GROWTH_MAX: Final = 1.2
-P99_GROWTH_MAX: Final = 3.0
-P99_FLOOR_S: Final = 0.05
 #: Attackers at a time, and how many of a hundred go to the front with TLS.
 CONNECTIONS: Final = 16
 TLS_PERCENT: Final = 10
 #: How long an attacker waits for answers after its last byte.
 ANSWER_LIMIT_S: Final = 0.5
-#: The client that is no attacker.
-CLIENT_INTERVAL_S: Final = 0.05
-UNDISTURBED_S: Final = 10.0
 #: Requests before memory is measured: what is loaded late is loaded by then.
 WARM_UP_REQUESTS: Final = 2_000
-#: Until freed memory is measured at the end.
-SETTLE_S: Final = 3.0
-START_LIMIT_S: Final = 60.0
 FUZZ_KEY: Final = "the-key-of-all-attackers-0"
 CLIENT_KEY: Final = "the-key-of-another-client-0"
 
 
 @dataclass
-class SchedulerApi:
-    process: subprocess.Popen[bytes]
-    port: int
-    before_bytes: int = 0
-
-    @property
-    def memory_bytes(self) -> int:
-        """Resident now; 0 when it is gone."""
-        with suppress(OSError):
-            found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
-            return int(found[1]) * 1024 if found else 0
-        return 0
+class Front(Target):
+    port: int = 0
 
 
 @dataclass
 class Site:
     place: Path
-    plain: SchedulerApi
-    secure: SchedulerApi
+    plain: Front
+    secure: Front
     context: ssl.SSLContext
     sent: int = 0
     answered: dict[str, int] = field(default_factory=dict)
 
     @property
-    def fronts(self) -> tuple[SchedulerApi, SchedulerApi]:
+    def fronts(self) -> tuple[Front, Front]:
         return self.plain, self.secure
 
 
@@ -129,7 +106,7 @@ async def coordinate(directory: Path) -> None:
 
 
 def ask_on(port: int) -> None:
-    """The client: a line `time latency status` for each request, until it is killed."""
+    """The client: a line `time latency outcome` for each request, until it is killed."""
     body = json.dumps({"prompt": "abc", "max_tokens": 3}).encode()
     headers = {"Authorization": f"Bearer {CLIENT_KEY}"}
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
@@ -139,29 +116,16 @@ def ask_on(port: int) -> None:
             connection.request("POST", "/v1/completions", body, headers)
             answer = connection.getresponse()
             answer.read()
-            status = answer.status
-        except (OSError, HTTPException):
+            outcome = "ok" if answer.status == 200 else str(answer.status)
+        except (OSError, HTTPException) as error:
             connection.close()
-            status = 0
-        print(began, time.monotonic() - began, status, flush=True)
+            outcome = type(error).__name__
+        print(f"{began} {time.monotonic() - began} {outcome}", flush=True)
         time.sleep(max(0.0, began + CLIENT_INTERVAL_S - time.monotonic()))
 
 
 @contextmanager
-def process(*arguments: str, log: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as file:
-        started = subprocess.Popen(
-            [sys.executable, "-m", *arguments], cwd=ROOT, env=os.environ | env, stdout=file, stderr=file
-        )
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.wait()
-
-
-@contextmanager
-def front(place: Path, name: str, *options: str) -> Iterator[SchedulerApi]:
+def front(place: Path, name: str, *options: str) -> Iterator[Front]:
     log = place / f"{name}.log"
     keys = place / "api.keys"
     common = ("http", "--port", "0", "--metrics-port", "-1", "--api-keys", str(keys))
@@ -172,16 +136,7 @@ def front(place: Path, name: str, *options: str) -> Iterator[SchedulerApi]:
     with process("hisparse.cli", *common, *options, log=log, **env) as started:
         port = until(log, r"listening.*127\.0\.0\.1:(\d+)")
         until(log, r"()connected")
-        yield SchedulerApi(started, int(port))
-
-
-def until(log: Path, pattern: str) -> str:
-    limit = time.monotonic() + START_LIMIT_S
-    while (found := re.search(pattern, log.read_text())) is None:
-        if time.monotonic() > limit:
-            raise TimeoutError(log.read_text())
-        time.sleep(0.05)
-    return found[1]
+        yield Front(f"front {name}", started, log, port=int(port))
 
 
 @contextmanager
@@ -258,34 +213,6 @@ async def _talk(stream: trio.abc.Stream, dice: random.Random, data: bytes, told:
 # ---------------------------------------------------------------- the run
 
 
-def p99(latencies: Sequence[float]) -> float:
-    return sorted(latencies)[int(len(latencies) * 0.99)] if latencies else 0.0
-
-
-def verdict(at: Site, times: Sequence[tuple[float, float, int]], began: float, ended: float) -> list[str]:
-    """What is wrong, after saying what was measured."""
-    wrong = []
-    for name, one in (("plain", at.plain), ("tls", at.secure)):
-        now, growth = one.memory_bytes, one.memory_bytes / max(one.before_bytes, 1)
-        alive = one.process.poll() is None
-        print(f"front {name}: alive {alive}, memory {one.before_bytes >> 20} -> {now >> 20} MiB ({growth:.2f} x)")
-        defects = (at.place / f"{name}.log").read_text().count(" defect ")
-        wrong += [f"front {name} logged {defects} defects"] if defects else []
-        wrong += [] if alive else [f"front {name} exited with {one.process.returncode}"]
-        wrong += [] if growth <= MEMORY_GROWTH_MAX else [f"memory of front {name} grew {growth:.2f} x"]
-    calm = [latency for at_s, latency, _ in times if at_s < began]
-    stormy = [latency for at_s, latency, _ in times if began <= at_s < ended]
-    refused = [status for _, _, status in times if status != 200]
-    quiet_p99, storm_p99 = p99(calm), p99(stormy)
-    print(
-        f"client: {len(stormy)} requests, p99 {1e3 * quiet_p99:.1f} -> {1e3 * storm_p99:.1f} ms, refused {refused[:9]}"
-    )
-    wrong += [f"the client was refused: {refused[:9]}"] if refused or not stormy else []
-    if storm_p99 > max(P99_GROWTH_MAX * quiet_p99, P99_FLOOR_S):
-        wrong.append(f"p99 of the client grew {storm_p99 / quiet_p99:.1f} x")
-    return wrong
-
-
 async def storm(at: Site, seed: int, requests: int, per_s: float) -> None:
     began = time.monotonic()
 
@@ -319,9 +246,8 @@ def fuzz(seed: int, requests: int, per_s: float, place: Path) -> list[str]:
             trio.run(storm, at, seed, requests, per_s)
             ended = time.monotonic()
             time.sleep(SETTLE_S)
-        lines = (line.split() for line in log.read_text().splitlines()[20:-1])
-        times = [(float(at_s), float(latency), int(status)) for at_s, latency, status in lines]
-        return verdict(at, times, began, ended)
+        wrong = [each for one in at.fronts for each in one.verdict()]
+        return wrong + client_verdict(log, began, ended)
 
 
 def main() -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 from hypothesis import strategies as st
@@ -61,28 +62,54 @@ WORKER_SEEDS: tuple[messages.Message, ...] = (
     messages.TokenizerChunk(1, "hash", 0, 1, b"data"),
 )
 
-_NASTY: st.SearchStrategy[Any] = st.sampled_from(
-    [
-        *(None, True, False, "", b"", [], {}, 0, -1, 1, 2, 3),
-        *(2**31 - 1, 2**31, -(2**31), 2**53, 2**63 - 1, 2**64 - 1, -(2**63)),
-        *(0.5, -1.0, 1e308, float("inf"), float("-inf"), float("nan")),
-        *("fuzz", "victim", "x" * 300, "\x00", "\U0001f600", b"abc", bytes(4), bytes(64), bytes(100_000)),
-        *(["fuzz", "victim"], ["fuzz"] * 50, [[]], [1, 2, 3], {"a": 1}),
-    ]
+NASTY: Final[Sequence[Any]] = (
+    *(None, True, False, "", b"", [], {}, 0, -1, 1, 2, 3),
+    *(2**31 - 1, 2**31, -(2**31), 2**53, 2**63 - 1, 2**64 - 1, -(2**63)),
+    *(0.5, -1.0, 1e308, float("inf"), float("-inf"), float("nan")),
+    *("fuzz", "victim", "x" * 300, "\x00", "\U0001f600", b"abc", bytes(4), bytes(64), bytes(100_000)),
+    *(["fuzz", "victim"], ["fuzz"] * 50, [[]], [1, 2, 3], {"a": 1}),
+)
+#: Commands by which an operator may rightfully touch any request, or all workers.
+LAWFUL = frozenset(
+    {
+        "AbortRequests",
+        "AcknowledgeOutputs",
+        "RetractRequests",
+        "ResumeRequests",
+        "ResizeRequests",
+        "DrainWorkers",
+        "Detach",
+    }
 )
 
 
-def _leaves(tree: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+def harmless(frames: list[bytes]) -> list[bytes]:
+    """Without what an operator may lawfully do to the victim or its worker."""
+    return [frame for frame in frames if not is_lawful_harm(frame)]
+
+
+def is_lawful_harm(frame: bytes) -> bool:
+    try:
+        message = messages.decode_admin(frame)
+    except ValueError:
+        return False
+    if type(message).__name__ not in LAWFUL and not isinstance(message, messages.StopCoordinator):
+        return False
+    names = getattr(message, "request_ids", None)
+    return names is None or "victim" in names
+
+
+def leaves(tree: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
     """Paths to everything inside nested lists, the lists themselves included."""
     if not isinstance(tree, list):
         return [path]
-    return [path, *(leaf for i, branch in enumerate(tree) for leaf in _leaves(branch, (*path, i)))]
+    return [path, *(leaf for i, branch in enumerate(tree) for leaf in leaves(branch, (*path, i)))]
 
 
-def _replaced(tree: Any, path: tuple[int, ...], value: Any) -> Any:
+def replaced(tree: Any, path: tuple[int, ...], value: Any) -> Any:
     if not path:
         return value
-    return [_replaced(branch, path[1:], value) if i == path[0] else branch for i, branch in enumerate(tree)]
+    return [replaced(branch, path[1:], value) if i == path[0] else branch for i, branch in enumerate(tree)]
 
 
 @st.composite
@@ -93,7 +120,7 @@ def _mutants(draw: st.DrawFn, seeds: tuple[messages.Message, ...]) -> bytes:
         case "values":
             tree = msgspec.msgpack.decode(frame)
             for _ in range(draw(st.integers(1, 3))):
-                tree = _replaced(tree, draw(st.sampled_from(_leaves(tree))), draw(_NASTY))
+                tree = replaced(tree, draw(st.sampled_from(leaves(tree))), draw(st.sampled_from(NASTY)))
             return msgspec.msgpack.encode(tree)
         case "bytes":
             mutable = bytearray(frame)

@@ -22,25 +22,13 @@ from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, WORKER
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings
 from tests.coordinator.listener.test_fuzz_transport import attack
 from tests.support.fakes.worker import FakeWorker, hello
-from tests.support.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, hostile_frames
+from tests.support.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, harmless, hostile_frames
 from tests.support.progress import RequestEntry, progress
 
 pytestmark = pytest.mark.fuzz
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LIMIT_S = 30
-#: Commands by which an operator may rightfully touch a request that is not his, or all workers.
-LAWFUL = frozenset(
-    {
-        "AbortRequests",
-        "AcknowledgeOutputs",
-        "RetractRequests",
-        "ResumeRequests",
-        "ResizeRequests",
-        "DrainWorkers",
-        "Detach",
-    }
-)
 
 
 class Rig:
@@ -132,22 +120,6 @@ async def pages_held(client: Client) -> int:
     """By requests that are not over: those that the hostile peers had admitted."""
     rows = (await client.requests()).rows
     return sum(row.host_pages for row in rows if row.worker == "victim" and row.request_id != "victim")
-
-
-def harmless(frames: list[bytes]) -> list[bytes]:
-    """Without what an operator may lawfully do to the victim or its worker."""
-    return [frame for frame in frames if not is_lawful_harm(frame)]
-
-
-def is_lawful_harm(frame: bytes) -> bool:
-    try:
-        message = messages.decode_admin(frame)
-    except ValueError:
-        return False
-    if type(message).__name__ not in LAWFUL and not isinstance(message, messages.StopCoordinator):
-        return False
-    names = getattr(message, "request_ids", None)
-    return names is None or "victim" in names
 
 
 @FUZZ
