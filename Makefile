@@ -11,6 +11,7 @@ CHECKED := $(addprefix tests/,house protocol metrics coordinator hisparse exampl
 SEEDS ?= 10000
 START ?= 0
 REQUESTS ?= 1000000
+MESSAGES ?= 100000
 
 .PHONY: demo test check transfer-test sim fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
@@ -51,8 +52,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
-# Hostile clients before real HTTP fronts, and one that is not: docs/testing.md.
+# Hostile peers before real HTTP fronts and a real coordinator, and a client that is not: docs/testing.md.
 fuzz: $(STAMP)
+	$(BIN)/python -m tests.support.fuzz_zmq --messages $(MESSAGES)
 	$(BIN)/python -m tests.support.fuzz_http --requests $(REQUESTS)
 
 lint: $(STAMP)

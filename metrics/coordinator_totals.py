@@ -123,7 +123,7 @@ COORDINATOR_METRICS: Final[tuple[Metric[CoordinatorCounters], ...]] = (
     counter(
         "hisparse_dropped_messages_total",
         "messages",
-        ("Refused messages (unreadable, too large, too many) and connections (no allowed key, no hello, cut off)."),
+        ("Refused messages (unreadable, too large, too many) and connections (no key, no hello, unfinished, cut off)."),
         "Is a peer hostile or outdated?",
         lambda it: dict(it.dropped_messages),
         labels="socket reason",

@@ -43,6 +43,14 @@ def attested_pid(frame: zmq.Frame) -> int:
     return int(pid) if pid.isdecimal() else 0
 
 
+def descriptor_of(frame: zmq.Frame) -> int:
+    """Descriptor of `frame`'s connection. -1: the peer speaks ZMTP 1.0 or 2.0, to which libzmq gives no properties."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
 def _property(frame: zmq.Frame, name: str) -> str:
     try:
         return str(frame.get(name))

@@ -24,7 +24,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from coordinator.listener.connection_tracker import ConnectionTracker
-from coordinator.listener.intake import IntakeCounter, resident_bytes
+from coordinator.listener.received_bytes import ByteCounter, resident_bytes
 from coordinator.listener.unfinished import UnfinishedMessages
 from protocol.transport.monitor import monitor_of
 from protocol.transport.watched import Watched
@@ -44,7 +44,7 @@ class ConnectionEvents:
         self._socket = socket
         self._events = monitor_of(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._watched = Watched(self._events)
-        self._counters: dict[int, IntakeCounter] = {}
+        self._counters: dict[int, ByteCounter] = {}
         #: When a connection with an unfinished message ended last.
         self.given_up_at = float("-inf")
 
@@ -118,7 +118,7 @@ class ConnectionEvents:
             descriptor = int(event["value"])
             self._forget(descriptor, now)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._counters[descriptor] = counter = IntakeCounter(descriptor)
+                self._counters[descriptor] = counter = ByteCounter(descriptor)
                 self.connection_tracker.came(descriptor, now)
                 self.unfinished.came(descriptor, resident_bytes(), now, is_exact=counter.is_exact)
 

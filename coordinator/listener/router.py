@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import trio
 import zmq
 
-from coordinator.listener.authentication import CurveGuard, apply_guard, attested_pid, attested_user
+from coordinator.listener.authentication import CurveGuard, apply_guard, attested_pid, attested_user, descriptor_of
 from coordinator.listener.connection_events import ConnectionEvents
 from coordinator.listener.connection_tracker import ConnectionTracker
 from coordinator.listener.endpoint_lock import EndpointLock
@@ -66,7 +66,7 @@ class Received(NamedTuple):
 
     `pid` is the process that made the connection, attested by the kernel; 0 when unknown (not ipc, `credentials` not
     set, another namespace). `user` is the user of the connection's key, "" without keys. `descriptor` may have been
-    reused for another connection by now.
+    reused for another connection by now; -1: unknown (ZMTP 1.0 or 2.0).
     """
 
     peer: bytes
@@ -142,7 +142,7 @@ class RouterSocket(Watched):
         while last.more:
             last = self._socket.recv(NOBLOCK, copy=False)
             frames.append(last)
-        descriptor = int(peer.get(zmq.SRCFD))
+        descriptor = descriptor_of(peer)
         taken_bytes = sum(wire_bytes(len(it), is_curve=self._has_keys) for it in frames)
         self._connection_events.took(descriptor, taken_bytes)
         return Received(

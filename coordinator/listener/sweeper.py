@@ -12,7 +12,7 @@ from typing import Final
 import trio
 
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.intake import resident_bytes, return_memory
+from coordinator.listener.received_bytes import resident_bytes, return_memory
 from coordinator.listener.router import RouterSocket
 
 #: How often connections without a hello are looked for, and unfinished messages.

@@ -17,7 +17,7 @@ from benchmarks import report
 from benchmarks.decode_report import find
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
-from coordinator.listener import connection_tracker, rate_limiter, router, zap
+from coordinator.listener import connection_tracker, rate_limiter, router, sweeper, unfinished, zap
 from coordinator.scheduling import dispatch, poison
 from coordinator.scheduling.lifecycle import State
 from coordinator.service import CLIENT_UNREAD_MESSAGES
@@ -177,7 +177,12 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("security.md", f"`connections_per_key_max` ({CoordinatorSettings().connections_per_key_max})"),
         ("security.md", f"| {connection_tracker.INTRODUCE_LIMIT_S:g} s, {connection_tracker.NEWCOMERS_MAX} at once |"),
         ("security.md", f"| {router.HANDSHAKE_LIMIT_MS / 1e3:g} s each; {zap.HANDSHAKES_PER_S:g} a second per key |"),
-        ("security.md", f"found by heartbeats of {watched.TRANSPORT_HEARTBEAT_MS / 1e3:g} s"),
+        ("security.md", f"keepalive, {NUMBERS[watched.KEEPALIVE_PROBES]} probes {watched.KEEPALIVE_S:g} s apart"),
+        ("security.md", f"; {unfinished.UNFINISHED_LIMIT_S:g} s; while it lasts"),
+        ("security.md", f"may grow by {unfinished.GROWTH_BYTES_MAX >> 20} MiB"),
+        ("security.md", f"({unfinished.GROWTH_BYTES_MAX >> 21} MiB before the hello)"),
+        ("security.md", f"within {1e3 * sweeper.GROWTH_INTERVAL_S:g} ms when the process has grown by"),
+        ("security.md", f"come to {unfinished.SLACK_BYTES >> 10} KiB"),
         ("crash-safety.md", f"at least {1e3 * journal.INTERVAL_S:g} ms apart"),
         ("crash-safety.md", f"After {store.SUMMARY_BYTES >> 20} MiB"),
         ("crash-safety.md", f"a reserve of {store.RESERVE_BYTES >> 20} MiB"),

@@ -17,6 +17,7 @@ PURE = [
     "coordinator/journal/summary",
     "coordinator/listener/connection_tracker",
     "coordinator/listener/rate_limiter",
+    "coordinator/listener/unfinished",
     "coordinator/memory/audit",
     "coordinator/memory/changes",
     "coordinator/memory/ledger",

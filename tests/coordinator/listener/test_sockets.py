@@ -19,6 +19,8 @@ from coordinator.listener.router import HARD_LIMIT_FACTOR, Received, RouterSocke
 from protocol.errors import BadInput, ConfigError, Unavailable
 from protocol.transport.dealer import DealerSocket
 from protocol.transport.watched import BATCH_MESSAGES_MAX, context_of
+from tests.support.zmtp_peer import connect as connect_by_hand
+from tests.support.zmtp_peer import frame as frame_by_hand
 
 BYTES_MAX = 100_000
 
@@ -50,6 +52,26 @@ def raw_dealer(router: RouterSocket) -> zmq.Socket[bytes]:
 async def introduce(router: RouterSocket, dealer: DealerSocket) -> bytes:
     await dealer.send(b"hello")
     return (await router.recv_batch())[0].peer
+
+
+#: Greeting and empty routing id of a DEALER, then a message.
+OLD_PROTOCOLS = {
+    "ZMTP 1.0": b"\x01\x00" + b"\x06\x00first",
+    "ZMTP 2.0": b"\xff" + bytes(7) + b"\x01\x7f" + b"\x01\x05" + frame_by_hand(b"") + frame_by_hand(b"first"),
+}
+
+
+@pytest.mark.parametrize("version", OLD_PROTOCOLS)
+async def test_peer_of_an_old_zmtp_has_no_descriptor(router: RouterSocket, version: str) -> None:
+    """libzmq gives no properties to its messages. One of them ended the coordinator once, without a hello."""
+    with connect_by_hand(router.endpoint) as connection, trio.fail_after(10):
+        connection.sendall(OLD_PROTOCOLS[version])
+        (received,) = await router.recv_batch()
+        assert (received.frame, received.descriptor, received.pid) == (b"first", -1, 0)
+        router.introduce(received)
+        router.cut(received)
+        assert router.send(received.peer, b"answer") is Sent.OK
+        assert len(router.connection_tracker) == 1, "it has no hello, and will be ended"
 
 
 async def test_new_dealer_reuses_no_monitor_address(router: RouterSocket) -> None:

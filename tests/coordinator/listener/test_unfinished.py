@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.listener import intake
-from coordinator.listener.intake import IntakeCounter, resident_bytes
+from coordinator.listener import received_bytes
+from coordinator.listener.received_bytes import ByteCounter, resident_bytes
 from coordinator.listener.unfinished import (
     GROWTH_BYTES_MAX,
     SLACK_BYTES,
@@ -156,10 +156,10 @@ def pair(family: socket.AddressFamily) -> tuple[socket.socket, socket.socket]:
 
 @pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
 def test_bytes_read_are_counted(family: socket.AddressFamily, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "OFFSET_MIN", intake.OFFSET_MAX - 10)
+    monkeypatch.setattr(received_bytes, "OFFSET_MIN", received_bytes.OFFSET_MAX - 10)
     sender, receiver = pair(family)
     with sender, receiver:
-        counter = IntakeCounter(receiver.fileno())
+        counter = ByteCounter(receiver.fileno())
         assert counter.is_exact == (family == socket.AF_INET)
         sender.sendall(bytes(1_000))
         time.sleep(0.05)  # over loopback; what waits in the kernel is not counted

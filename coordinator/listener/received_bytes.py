@@ -29,7 +29,7 @@ RECEIVED_AT: Final = 128
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
-class IntakeCounter:
+class ByteCounter:
     """Counts the bytes of one connection. A descriptor that has closed meanwhile counts nothing."""
 
     def __init__(self, descriptor: int) -> None:

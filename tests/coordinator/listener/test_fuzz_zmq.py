@@ -1,0 +1,35 @@
+"""A short run of `python -m tests.support.fuzz_zmq`: a real coordinator before hostile peers; SEED replays it."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import trio
+
+from hisparse.client.client import open_client
+from tests.support import fuzz_zmq
+
+pytestmark = [pytest.mark.process, pytest.mark.fuzz, pytest.mark.timeout(300)]
+
+MESSAGES = 3_000
+
+
+async def asks(place: Path) -> None:
+    """Another client is served."""
+    with trio.fail_after(30):
+        async with open_client(f"ipc://{place}/run/client.sock", name="another") as client:
+            await fuzz_zmq.request(client)
+
+
+def test_coordinator_survives_a_storm_of_hostile_messages(tmp_path: Path) -> None:
+    seed = int(os.environ.get("SEED", "0")) or int.from_bytes(os.urandom(4), "little")
+    print(f"SEED={seed}")
+    with fuzz_zmq.site(tmp_path) as at:
+        trio.run(fuzz_zmq.assail, at, seed, MESSAGES, math.inf)
+        assert at.sent >= MESSAGES
+        trio.run(asks, tmp_path)
+        assert at.coordinator.process.poll() is None
+        assert "Traceback" not in at.coordinator.log.read_text()
