@@ -44,6 +44,10 @@ HANDSHAKE_LIMIT_MS: Final = 5_000
 #: Introduced connections of one listener, and of one user, by default.
 CONNECTIONS_MAX: Final = 4_096
 
+#: Parts taken per receive call. A multipart message is taken over several calls: one of a million parts would hold up
+#: all other tasks for seconds.
+BATCH_PARTS_MAX: Final = 1_024
+
 #: As plain numbers: pyzmq's flags are enums, and its multipart calls combine them for each part, which takes twice as
 #: long as the rest of a call.
 NOBLOCK: Final = int(zmq.NOBLOCK)
@@ -124,30 +128,44 @@ class RouterSocket(Watched):
             socket.close()
             self._lock.release()
             raise unusable(endpoint, error) from error
+        self._peer: zmq.Frame | None = None
+        self._parts = self._taken_bytes = self._parts_left = 0
+        self._frame = b""
         self._credentials = credentials and endpoint.startswith("ipc://")
         self.endpoint = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
         super().__init__(socket)
 
     async def recv_batch(self) -> list[Received]:
         """Wait for messages, then take all that have arrived, at most BATCH_MESSAGES_MAX. Cancelled: none was taken."""
-        await trio.lowlevel.checkpoint()
         while True:
+            await trio.lowlevel.checkpoint()
+            self._parts_left = BATCH_PARTS_MAX
             if batch := self._drain(self._take):
                 return batch
             await self.wait_for(zmq.POLLIN)
 
     def _take(self) -> Received:
-        peer = last = self._socket.recv(NOBLOCK, copy=False)
-        frames: list[zmq.Frame] = []
-        while last.more:
-            last = self._socket.recv(NOBLOCK, copy=False)
-            frames.append(last)
+        """The next message. Raises zmq.Again when there is none, and when the batch has had its parts: a message is
+        continued in the next one."""
+        if self._peer is None:
+            self._peer = self._socket.recv(NOBLOCK, copy=False)
+            self._parts, self._taken_bytes, self._frame = 0, 0, b""
+        more = True
+        while more:
+            if self._parts_left <= 0:
+                raise zmq.Again
+            part = self._socket.recv(NOBLOCK, copy=False)
+            more = part.more
+            self._parts_left -= 1
+            self._parts += 1
+            self._taken_bytes += wire_bytes(len(part), is_curve=self._has_keys)
+            self._frame = part.bytes if self._parts == 1 and not more else b""
+        peer, self._peer = self._peer, None
         descriptor = descriptor_of(peer)
-        taken_bytes = sum(wire_bytes(len(it), is_curve=self._has_keys) for it in frames)
-        self._connection_events.took(descriptor, taken_bytes)
+        self._connection_events.took(descriptor, self._taken_bytes)
         return Received(
             peer.bytes,
-            frames[0].bytes if len(frames) == 1 else b"",
+            self._frame,
             attested_pid(peer) if self._credentials else 0,
             attested_user(peer) if self._has_keys else "",
             descriptor,

@@ -109,6 +109,7 @@ def client_verdict(log: Path, began: float, ended: float) -> list[str]:
     wrong = [f"the client was refused: {refused[:9]}"] if refused else []
     wrong += [] if stormy else ["the client had no answer"]
     wrong += [f"unreadable lines of the client: {len(lines) - len(times)}"] if len(lines) > len(times) else []
-    if storm_p99 > max(P99_GROWTH_MAX * quiet_p99, P99_FLOOR_S):
+    wrong += [] if calm else ["the client had no answer undisturbed"]
+    if calm and storm_p99 > max(P99_GROWTH_MAX * quiet_p99, P99_FLOOR_S):
         wrong.append(f"p99 of the client grew {storm_p99 / quiet_p99:.1f} x")
     return wrong

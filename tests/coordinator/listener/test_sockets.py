@@ -15,10 +15,11 @@ import trio
 import trio.testing
 import zmq
 
-from coordinator.listener.router import HARD_LIMIT_FACTOR, Received, RouterSocket, Sent
+from coordinator.listener.router import BATCH_PARTS_MAX, HARD_LIMIT_FACTOR, Received, RouterSocket, Sent
 from protocol.errors import BadInput, ConfigError, Unavailable
 from protocol.transport.dealer import DealerSocket
-from protocol.transport.watched import BATCH_MESSAGES_MAX, context_of
+from protocol.transport.keys import Insecure
+from protocol.transport.watched import BATCH_MESSAGES_MAX, KEEPALIVE_PROBES, KEEPALIVE_S, context_of
 from tests.support.zmtp_peer import connect as connect_by_hand
 from tests.support.zmtp_peer import frame as frame_by_hand
 
@@ -52,6 +53,45 @@ def raw_dealer(router: RouterSocket) -> zmq.Socket[bytes]:
 async def introduce(router: RouterSocket, dealer: DealerSocket) -> bytes:
     await dealer.send(b"hello")
     return (await router.recv_batch())[0].peer
+
+
+async def test_tcp_connections_are_probed_by_the_kernel() -> None:
+    """In place of heartbeats, whose bytes would count as an unfinished message's."""
+    router = RouterSocket("tcp://127.0.0.1:*", message_bytes_max=BYTES_MAX, guard=Insecure())
+    dealer = await DealerSocket.connect(router.endpoint, message_bytes_max=BYTES_MAX, key=Insecure())
+    await dealer.send(b"hello")
+    (received,) = await router.recv_batch()
+    with std_socket.socket(fileno=os.dup(received.descriptor)) as connection:
+        assert connection.getsockopt(std_socket.SOL_SOCKET, std_socket.SO_KEEPALIVE) == 1
+        options = std_socket.TCP_KEEPIDLE, std_socket.TCP_KEEPINTVL, std_socket.TCP_KEEPCNT, std_socket.TCP_USER_TIMEOUT
+        values = [connection.getsockopt(std_socket.IPPROTO_TCP, option) for option in options]
+        assert values == [KEEPALIVE_S, KEEPALIVE_S, KEEPALIVE_PROBES, 1_000 * KEEPALIVE_S * (KEEPALIVE_PROBES + 1)]
+    dealer.close()
+    router.close()
+
+
+async def test_message_of_many_parts_does_not_hold_up_other_tasks(router: RouterSocket) -> None:
+    """It is taken over several turns of the loop, and arrives as one that no codec accepts."""
+    dealer, turns = raw_dealer(router), 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+
+    with trio.fail_after(20):
+        await trio.to_thread.run_sync(dealer.send_multipart, [b"x"] * 20 * BATCH_PARTS_MAX)
+        dealer.send(b"next")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count_turns)
+            frames = [received.frame for received in await router.recv_batch()]
+            while len(frames) < 2:
+                frames += [received.frame for received in await router.recv_batch()]
+            nursery.cancel_scope.cancel()
+    assert frames == [b"", b"next"]
+    assert turns >= 20
+    dealer.close(0)
 
 
 #: Greeting and empty routing id of a DEALER, then a message.
