@@ -35,7 +35,7 @@ from tests.support.zmtp_peer import GREETING, READY
 #: Attackers at a time.
 CONNECTIONS: Final = 16
 #: Messages before memory is measured: what is loaded late is loaded by then, and bounded tables are full.
-WARM_UP_MESSAGES: Final = 10_000
+WARM_UP_MESSAGES: Final = 5_000
 #: How long an attacker listens after its last byte, and sends at most.
 LISTEN_S: Final = 0.02
 SEND_LIMIT_S: Final = 5.0
