@@ -47,7 +47,7 @@ class TensorSpec(NamedTuple):
     name: str
     shape: tuple[int, ...]
     converts: bool = False
-    stays_float32: bool = False
+    keeps_float32: bool = False
 
     @property
     def is_expert(self) -> bool:
@@ -113,7 +113,7 @@ def weights_bytes(
     for it in tensors_of(config, experts):
         count = prod(it.shape)
         halves = it.name.endswith("kv_b_proj.weight")
-        if it.stays_float32:
+        if it.keeps_float32:
             held["float32"] += 4 * count
         elif on_gpu and block is not None and it.converts and not halves:
             held["float8_e4m3fn"] += count
@@ -134,7 +134,7 @@ def _layer(config: Any, number: int, experts: ExpertShare) -> Iterator[TensorSpe
         yield from _mlp(f"{prefix}.mlp", hidden, config.intermediate_size)
         return
     yield TensorSpec(f"{prefix}.mlp.gate.weight", (config.n_routed_experts, hidden))
-    yield TensorSpec(f"{prefix}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), stays_float32=True)
+    yield TensorSpec(f"{prefix}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), keeps_float32=True)
     shared = config.moe_intermediate_size * config.n_shared_experts
     yield from _mlp(f"{prefix}.mlp.shared_experts", hidden, shared)
     for expert in range(experts.first, experts.first + experts.count):

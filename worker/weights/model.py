@@ -99,7 +99,7 @@ class _Target:
                 yield Read(name, destination, scales)
 
     def _plain(self, spec: TensorSpec) -> Tensor:
-        dtype = torch.float32 if spec.stays_float32 else self._dtype
+        dtype = torch.float32 if spec.keeps_float32 else self._dtype
         tensor = torch.empty(spec.shape, dtype=dtype, device=self._device)
         module, leaf = self._module_of(spec.name)
         if leaf in module._parameters:

@@ -118,7 +118,7 @@ def _entries(specs: Iterable[TensorSpec], fp8: bool, stored: str) -> Iterator[_E
             yield _Entry(spec.name, VALUES_DTYPE, spec.shape, spec)
             yield _Entry(spec.name + SCALE_SUFFIX, "F32", scale_shape(spec.shape, (BLOCK, BLOCK)), spec)
         else:
-            yield _Entry(spec.name, "F32" if spec.stays_float32 else stored, spec.shape, spec)
+            yield _Entry(spec.name, "F32" if spec.keeps_float32 else stored, spec.shape, spec)
 
 
 def _shards(entries: Iterable[_Entry], shard_bytes: int) -> Iterator[list[_Entry]]:
