@@ -22,7 +22,7 @@ SCALE_DTYPES: Final = ("F32", "F8_E8M0")
 
 @dataclass(frozen=True)
 class Quantization:
-    """Block-FP8 weights. `not_converted` are module names, or ends of module names, that remain in the model's dtype."""
+    """Block-FP8 weights. `not_converted`: names, or ends of names, of modules that are in the model's dtype."""
 
     block: tuple[int, int] = BLOCK
     not_converted: tuple[str, ...] = ()
