@@ -4,7 +4,7 @@ Run as a file, in a process of its own (`python worker/oracle.py < job.json`): i
 standard library, and nothing of this project, so that two runs that are wrong alike cannot agree by sharing code.
 
 stdin    one JSON object:
-           model           checkpoint directory
+           model           checkpoint directory; block-FP8 weights are decoded here, by code of this file
            prompts         list of {"tokens": [ids], "max_new_tokens": n}
            ignore_eos      go on after an end-of-sequence token (default false)
            threads         torch threads (default 1)
@@ -25,13 +25,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
     del sys.path[0]  # run as a file, the interpreter puts this directory first; nothing here is to be imported
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -45,7 +50,9 @@ def main() -> int:
         return 2
     logging.disable_progress_bar()
     torch.set_num_threads(job.get("threads", 1))
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, job.get("dtype", "float32")))
+    dtype = getattr(torch, job.get("dtype", "float32"))
+    with decoded(Path(model_path), dtype) as readable:
+        model = AutoModelForCausalLM.from_pretrained(readable, dtype=dtype)
     model = model.to(job.get("device", "cpu")).eval()
     if job.get("ignore_eos", False):
         model.generation_config.eos_token_id = None
@@ -54,6 +61,34 @@ def main() -> int:
         answer = greedy(model, tokens, max_new_tokens, job.get("prefill_chunk", 512))
         print(json.dumps({"index": index, **answer, "duration_s": time.monotonic() - start}), flush=True)
     return 0
+
+
+@contextmanager
+def decoded(model_path: Path, dtype: torch.dtype) -> Iterator[Path]:
+    """The checkpoint itself, or a temporary copy in `dtype` of one in block-FP8: value x scale, rounded once."""
+    config = json.loads((model_path / "config.json").read_text())
+    quantization = config.pop("quantization_config", None)
+    if quantization is None:
+        yield model_path
+        return
+    height, width = quantization["weight_block_size"]
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(model_path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        scales, weight = tensors.pop(name).float(), tensors[name.removesuffix("_scale_inv")]
+        exact = torch.empty(weight.shape, dtype=dtype)
+        for row, column in torch.cartesian_prod(torch.arange(scales.shape[0]), torch.arange(scales.shape[1])).tolist():
+            block = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
+            exact[block] = (weight[block].double() * scales[row, column].double()).float().to(dtype)
+        tensors[name.removesuffix("_scale_inv")] = exact
+    with tempfile.TemporaryDirectory() as copy:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(copy) / "model.safetensors")
+        (Path(copy) / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+        generation = model_path / "generation_config.json"
+        if generation.exists():
+            (Path(copy) / generation.name).write_bytes(generation.read_bytes())
+        yield Path(copy)
 
 
 @torch.inference_mode()

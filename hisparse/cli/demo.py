@@ -44,6 +44,13 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
     help="simulated: copies are delayed and run in any order that the fences permit. Default: by the device.",
 )
 @click.option(
+    "--weights",
+    type=click.Choice(["float32", "fp8"]),
+    default="float32",
+    show_default=True,
+    help="Weights of the checkpoint; fp8: in the layout of the published repositories.",
+)
+@click.option(
     "--work-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
@@ -59,6 +66,7 @@ def demo(
     workers: int,
     device: str,
     streams: str | None,
+    weights: str,
     work_dir: Path | None,
     as_json: bool,
 ) -> int:
@@ -81,6 +89,7 @@ def demo(
         prompt_tokens_max=prompt_tokens[1],
         device=device,
         streams=streams or "",
+        weights=weights,
     )
     report = run_demo(options, prompts, work_dir)
     if as_json:

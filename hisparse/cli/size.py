@@ -32,7 +32,8 @@ PRINTED: Final = (
     help="The model's config.json, or a directory with it.",
 )
 @click.option("--host-mem", required=True, metavar="SIZE", help="Host pool of the node, e.g. 1TB.")
-@click.option("--gpu-mem", required=True, metavar="SIZE", help="KV budget of one GPU, beside the weights, e.g. 30GB.")
+@click.option("--gpu-mem", metavar="SIZE", help="Whole memory of one GPU, e.g. 141GB; the weights are counted.")
+@click.option("--device-mem", metavar="SIZE", help="KV budget of one GPU, beside the weights, e.g. 30GB.")
 @click.option("--context", required=True, type=click.IntRange(1), metavar="TOKENS", help="Tokens of prompt and output.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share the host pool.")
 @click.option("--kv-dtype", metavar="KIND", help="Rows and index keys: float32, bfloat16, fp8; default: the model's.")
@@ -42,7 +43,15 @@ PRINTED: Final = (
 @click.option("--seats", type=click.IntRange(1), help="Requests in one decode batch at most; default: as many as fit.")
 @output_option
 def size(
-    path: Path, host_mem: str, gpu_mem: str, context: int, workers: int, seats: int | None, output: str, **sizes: Any
+    path: Path,
+    host_mem: str,
+    gpu_mem: str | None,
+    device_mem: str | None,
+    context: int,
+    workers: int,
+    seats: int | None,
+    output: str,
+    **sizes: Any,
 ) -> None:
     """Compute how many requests of one length fit a node, for each hot size, and the settings for it.
 
@@ -51,31 +60,61 @@ def size(
     from dataclasses import asdict
 
     from hisparse.console.output import emit_one
+    from protocol.byte_sizes import parse_size
+    from protocol.units import PAGE_TOKENS
     from worker.device.capacity import plan, seats_for
+    from worker.device.sizing import DEVICE_SHARE, require_weights_fit
     from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kind, read_dimensions
 
     dimensions = read_dimensions(path)
+    if (gpu_mem is None) == (device_mem is None):
+        raise click.UsageError("give --gpu-mem, the whole memory of a GPU, or --device-mem, its KV budget")
+    weights = _weights(path, dimensions) if gpu_mem else {}
+    if gpu_mem:
+        left = require_weights_fit(weights, parse_size(gpu_mem, "gpu-mem"), "gpu-mem", gpu_mem)
+        device_mem = str(int(left * DEVICE_SHARE))
     flags = {f"worker.{name}": value for name, value in sizes.items()}
-    flags |= {"worker.host_mem": host_mem, "worker.device_mem": gpu_mem, "worker.seats": seats_for(seats)}
+    flags |= {"worker.host_mem": host_mem, "worker.device_mem": device_mem, "worker.seats": seats_for(seats)}
     settings = load_config(None, flags).worker
     kind = kv_kind(dimensions, settings)
     info = anonymous_info(dimensions, dimensions.model_type)
     found = plan(settings, geometry_of(dimensions, kind), info, context, workers)
     if output == "table":
-        _print(found, dimensions.model_type, kind)
+        _print(found, dimensions.model_type, kind, weights)
     else:
-        emit_one(asdict(found) | {"settings": _chosen(found.settings)}, output, ())
+        about = {
+            "settings": _chosen(found.settings),
+            "weights_bytes_per_gpu": sum(weights.values()) if gpu_mem else None,
+            "weights_bytes_by_dtype": weights,
+            "seats_per_gpu": found.recommended.batch,
+            "host_bytes_per_gpu": found.host_pages * found.host_bytes_per_token * PAGE_TOKENS // workers,
+        }
+        emit_one(asdict(found) | about, output, ())
+
+
+def _weights(path: Path, dimensions: Any) -> dict[str, int]:
+    """Bytes of the weights on a GPU, by dtype."""
+    from worker.runners.checkpoint import stored_dtype
+    from worker.weights.layout import weights_bytes
+    from worker.weights.quantization import read_quantization
+
+    quantization = read_quantization(vars(dimensions), path)
+    block = quantization.block if quantization else None
+    return dict(weights_bytes(dimensions, stored_dtype(dimensions), block, on_gpu=True))
 
 
 def _chosen(settings: WorkerSettings) -> dict[str, object]:
     return {name: getattr(settings, name) for name in PRINTED}
 
 
-def _print(plan: MemoryPlan, model: str, kind: str) -> None:
+def _print(plan: MemoryPlan, model: str, kind: str, weights: dict[str, int]) -> None:
     from hisparse.console.output import Column, print_table, size_text, write_line
 
     for line in _lines(plan, model, kind):
         write_line(line)
+    if weights:
+        parts = ", ".join(f"{size_text(size)} {name}" for name, size in weights.items())
+        write_line(f"Weights on each GPU: {size_text(sum(weights.values()))} ({parts}).")
     columns: list[Column[Choice]] = [
         Column("HOT SLOTS", lambda it: str(it.hot_slots) if it.hot_slots else "resident", True),
         Column("HOT BUFFER", lambda it: size_text(it.hot_bytes), True),

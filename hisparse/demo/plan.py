@@ -33,7 +33,7 @@ NEW_TOKENS_MIN: Final = 32  # mid-decode must last long enough to retract, resum
 class DemoOptions:
     """The size of a run. Prompt lengths spread evenly from `prompt_tokens_min` to `prompt_tokens_max`.
 
-    `streams` "": the default backend of the device.
+    `streams` "": the default backend of the device. `weights`: as stored in the checkpoint, float32 or fp8.
     """
 
     family: str = "glm-5"
@@ -45,6 +45,7 @@ class DemoOptions:
     topk: int = 128
     device: str = "cpu"
     streams: str = ""
+    weights: str = "float32"
 
     def __post_init__(self) -> None:
         _at_least("requests", self.requests, REQUESTS_MIN)

@@ -45,6 +45,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `--json`. Fields are counts unless their name ends in a unit."""
 
     family: str
+    weights: str
     device: str
     requests: int
     workers: int
@@ -100,6 +101,7 @@ def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence
     page_kv_bytes = PAGE_TOKENS * evidence.layers * evidence.kv_row_bytes
     report = DemoReport(
         family=options.family,
+        weights=options.weights,
         device=options.device,
         requests=len(requests),
         workers=options.workers,

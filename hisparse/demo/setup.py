@@ -67,6 +67,7 @@ async def write_checkpoint(model: Path, options: DemoOptions, log_dir: Path) -> 
     """Make the checkpoint in a child, so that this process stays free of torch. Raises Unavailable."""
     command = [sys.executable, "-m", "hisparse.cli", "model", "tiny", str(model)]
     arguments = ["--family", options.family, "--topk", str(options.topk), "--force"]
+    arguments += ["--fp8"] if options.weights == "fp8" else []
     child = Child.start("model", [*command, *arguments], child_environ(), log_dir / "model.log")
     try:
         status = await child.wait()

@@ -34,7 +34,8 @@ RETIRED_NAMES = ("last_topk", "next_slots", "Known", "Book", "Heard", "Remedy", 
 LEFT: dict[str, tuple[set[str], str]] = {
     "gate": (
         {"kernels/pointwise.py", "kernels/cuda/pointwise.py", "kernels/cuda/pointwise_triton.py"}
-        | {"worker/runners/experts.py", "worker/runners/layers.py"},
+        | {"worker/runners/experts.py", "worker/runners/layers.py", "worker/runners/tiny.py", "kernels/block_fp8.py"}
+        | {"worker/weights/layout.py", "worker/weights/model.py", "worker/weights/modules.py"},
         "the gate projection of an MLP and its experts, as the model library spells it",
     ),
 }

@@ -39,7 +39,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"service"},
     ],
     "worker": [
-        {"device", "pool", "link", "oracle"},
+        {"device", "pool", "link", "weights", "oracle"},
         {"streams"},
         {"runners"},
         {"transfer"},

@@ -78,6 +78,9 @@ PURE = [
     "worker/transfer/sender_actions",
     "worker/transfer/sending",
     "worker/transfer/wire",
+    "worker/weights/layout",
+    "worker/weights/quantization",
+    "worker/weights/safetensors_header",
 ]
 FORBIDDEN = {"trio", "zmq", "torch", "time", "random", "datetime", "os", "threading", "asyncio", "socket", "logging"}
 

@@ -58,6 +58,16 @@ def test_demo_passes_and_cleans_up(tmp_path: Path) -> None:
     assert "retracted from" in done.stderr
 
 
+def test_demo_serves_fp8_weights_exactly(tmp_path: Path) -> None:
+    """The oracle decodes the weights by code of its own; scales and blocks are ragged."""
+    done = run_demo("--family", "deepseek-v3.2", "--weights", "fp8", "--work-dir", str(tmp_path))
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["problems"]) == (0, []), done.stderr
+    assert report["weights"] == "fp8"
+    assert report["mismatched_tokens"] == 0 < report["verified_tokens"]
+    assert min(report["hits"], report["misses"], report["retracted"], report["handed_over"]) > 0
+
+
 @pytest.fixture(scope="module")
 def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
     """By request of the demo: its checkpoint and prompts are functions of its options."""

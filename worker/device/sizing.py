@@ -25,6 +25,7 @@ smallest hot buffer, by nothing else. `longest_context_tokens` says which length
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kernels.layout import QUEUE_RING, Geometry
@@ -123,6 +124,20 @@ def size_worker(
         longest_context_tokens=min(context, PAGE_TOKENS * min(host_pages, index_pages)),
         context_target_tokens=settings.context_target_tokens,
     )
+
+
+def require_weights_fit(weights: Mapping[str, int], device_bytes: int, field: str, value: object) -> int:
+    """Bytes of a device that weights, given by dtype, leave. Raises ConfigError with the sum when they leave none."""
+    needed = sum(weights.values())
+    if needed >= device_bytes:
+        parts = " + ".join(f"{size / 1e9:.1f} GB {name}" for name, size in weights.items())
+        raise ConfigError(
+            f"the weights take {needed / 1e9:.1f} GB ({parts}) of {device_bytes / 1e9:.1f} GB, and KV needs some",
+            field=field,
+            value=value,
+            remedy="use a checkpoint in FP8, a smaller model, or a GPU with more memory",
+        )
+    return device_bytes - needed
 
 
 def _budget(settings: WorkerSettings, free_device_bytes: int) -> int:

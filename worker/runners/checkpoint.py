@@ -15,6 +15,7 @@ from protocol.errors import ConfigError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.text import read_tokenizer
+from worker.weights.quantization import read_quantization
 
 FAMILIES: Final = ("deepseek_v32", "glm_moe_dsa")
 #: Fields of config.json that sizes follow from.
@@ -40,8 +41,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise _refusal(f"model_type {family} is not served", path, f"use one of {', '.join(FAMILIES)}")
-    if config.get("quantization_config"):
-        raise _refusal("quantized weights are not served", path, "convert the checkpoint to bfloat16")
+    read_quantization(config, file)
     if not list(Path(path).glob("*.safetensors")):
         raise _refusal("no safetensors files", path, "download the weights too")
     return config
@@ -69,9 +69,14 @@ def read_dimensions(path: str | Path) -> Any:
 
 def kv_kind(dimensions: Any, settings: WorkerSettings) -> str:
     """What a worker of these settings would keep KV in (kernels.row_bytes.KINDS): by default as the weights are."""
-    stored = getattr(dimensions, "dtype", None) or getattr(dimensions, "torch_dtype", None) or "float32"
     chosen = settings.kv_dtype if settings.kv_dtype != AUTO else settings.dtype
-    return str(stored).removeprefix("torch.") if chosen == AUTO else chosen
+    return stored_dtype(dimensions) if chosen == AUTO else chosen
+
+
+def stored_dtype(dimensions: Any) -> str:
+    """The dtype of the weights that are not quantized: `bfloat16`, `float32`."""
+    stored = getattr(dimensions, "dtype", None) or getattr(dimensions, "torch_dtype", None) or "float32"
+    return str(stored).removeprefix("torch.")
 
 
 def anonymous_info(config: Any, name: str) -> ModelInfo:

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from kernels.block_fp8 import block_experts
+from worker.weights.modules import BlockExperts
+
 BATCHED: Final = "batched_mm"
 GROUPED: Final = "grouped_mm"
 GROUPED_SINCE: Final = (9, 10)  # major compute capability with a grouped kernel
@@ -33,8 +36,19 @@ def experts_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
 
 
 def mixture(moe: Any, hidden: Tensor, experts: str) -> Tensor:
-    """Output of the library's mixture-of-experts module for `hidden` [N, S, hidden]."""
-    forward: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[experts]
+    """Output [N, S, hidden] of a mixture of experts: the library's module, or one with `BlockExperts` in it."""
     _, weights, chosen = moe.gate(hidden)
     shared: Tensor = moe.shared_experts(hidden)
+    if isinstance(moe.experts, BlockExperts):
+        flat = block_experts(
+            hidden.view(-1, hidden.shape[-1]),
+            chosen,
+            weights,
+            moe.experts.gate,
+            moe.experts.up,
+            moe.experts.down,
+            moe.experts.first,
+        )
+        return flat.view(hidden.shape) + shared
+    forward: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[experts]
     return forward(moe.experts, hidden.view(-1, hidden.shape[-1]), chosen, weights).view(hidden.shape) + shared

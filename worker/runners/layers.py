@@ -39,6 +39,7 @@ from protocol.units import pages_for
 from worker.runners import attention as mla
 from worker.runners.experts import experts_for, mixture
 from worker.runners.invariance import not_apart, remedies, rows_apart
+from worker.weights.model import held_bytes
 
 #: The rotary function of each family's indexer, by its name in the library's module. Attention interleaves in both.
 INDEX_ROPE: Final = {
@@ -123,6 +124,20 @@ class Layers:
         """float32[B, vocab] of hidden states [B, 1, hidden]."""
         logits: Tensor = self.model.lm_head(mla.normed(self.model.model.norm, hidden))
         return logits.squeeze(1).float()
+
+    def release_expanded(self) -> None:
+        """Give up every kv_b_proj: only prefill in expanded form uses more of it than its absorbed halves."""
+        for layer in self._layers:
+            layer.attention.kv_b_proj = None
+
+    def weights_bytes(self) -> dict[str, int]:
+        """Bytes of all weights by dtype, the absorbed halves of kv_b_proj included."""
+        held = held_bytes(self.model)
+        for layer in self._layers:
+            for half in (layer.absorbed.key, layer.absorbed.value):
+                name = str(half.dtype).removeprefix("torch.")
+                held[name] = held.get(name, 0) + half.numel() * half.element_size()
+        return held
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -23,6 +23,7 @@ of absorbed decoding and of the library's generate() differ by 5e-6 in the media
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from kernels.block_fp8 import BlockFp8
 from protocol.errors import ConfigError
+from worker.weights.layout import EXPERT, TensorSpec, tensors_of
+from worker.weights.writing import quantize_blocks, write_repository
 
 FAMILIES: Final = ("deepseek-v3.2", "glm-5")
 
@@ -55,6 +59,12 @@ LOGIT_NORM: Final = 2.0
 #: Random tokens whose final states say what all of them share.
 CALIBRATION_TOKENS: Final = 1_024
 
+#: Widths of several blocks of 128 with a smaller last one: 160 = 128 + 32, 320 = 2 x 128 + 64.
+RAGGED: Final = {
+    **{"hidden_size": 160, "intermediate_size": 320, "moe_intermediate_size": 160},
+    **{"q_lora_rank": 160, "kv_lora_rank": 160},
+}
+
 Normal = Callable[..., Tensor]  # torch.randn with the checkpoint's generator
 
 
@@ -65,16 +75,25 @@ def write_tiny_checkpoint(
     seed: int = 0,
     index_topk: int = 128,
     context_max_tokens: int = 16_384,
+    fp8: bool = False,
+    powers_of_two: bool = False,
 ) -> None:
-    """Write config.json, generation_config.json and model.safetensors, 9 MB in float32. Raises ConfigError."""
+    """Write config.json, generation_config.json and model.safetensors, 9 MB in float32. Raises ConfigError.
+
+    `fp8`: in the layout of published FP8 repositories, and with widths that make several blocks, ragged ones too;
+    `powers_of_two`: with scales as `scale_fmt` ue8m0 has them.
+    """
     if family not in FAMILIES:
         raise ConfigError("unknown family", field="family", value=family, remedy=f"use one of {', '.join(FAMILIES)}")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    config = tiny_config(family, index_topk, context_max_tokens)
+    config = tiny_config(family, index_topk, context_max_tokens, **(RAGGED if fp8 else {}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     _shape(model, torch.Generator().manual_seed(seed))
+    if fp8:
+        _write_fp8(Path(path), model, powers_of_two=powers_of_two)
+        return
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     model.save_pretrained(path)
@@ -82,7 +101,7 @@ def write_tiny_checkpoint(
         logging.enable_progress_bar()
 
 
-def tiny_config(family: str, index_topk: int, context_max_tokens: int) -> Any:
+def tiny_config(family: str, index_topk: int, context_max_tokens: int, **widths: int) -> Any:
     """The library's config of four layers, two of them with experts; glm-5 shares every other layer's selection."""
     from transformers import DeepseekV32Config, GlmMoeDsaConfig
 
@@ -114,10 +133,51 @@ def tiny_config(family: str, index_topk: int, context_max_tokens: int) -> Any:
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "pad_token_id": PAD,
-    }
+    } | widths
     if family == "glm-5":
         return GlmMoeDsaConfig(**shape, indexer_types=["full", "shared", "full", "shared"])
     return DeepseekV32Config(**shape)
+
+
+class _Weights:
+    """See worker/weights/writing.py: `Source`. The weights of a model, as the published layout names them."""
+
+    def __init__(self, model: Any, *, powers_of_two: bool) -> None:
+        self._state: dict[str, Tensor] = model.state_dict()
+        self._powers_of_two = powers_of_two
+
+    def plain(self, spec: TensorSpec, first: int, count: int) -> Tensor:
+        weight = self._weight(spec)
+        return weight[first : first + count] if weight.dim() > 1 else weight
+
+    def values(self, spec: TensorSpec, first: int, count: int) -> Tensor:
+        return self._blocks(spec, first, count).values
+
+    def scales(self, spec: TensorSpec, first: int, count: int) -> Tensor:
+        return self._blocks(spec, first, count).scales
+
+    def _blocks(self, spec: TensorSpec, first: int, count: int) -> BlockFp8:
+        return quantize_blocks(self.plain(spec, first, count), powers_of_two=self._powers_of_two)
+
+    def _weight(self, spec: TensorSpec) -> Tensor:
+        found = EXPERT.match(spec.name)
+        if found is None:
+            return self._state[spec.name]
+        prefix, expert, projection = found.groups()
+        if projection == "down_proj":
+            return self._state[f"{prefix}.down_proj"][int(expert)]
+        gate, up = self._state[f"{prefix}.gate_up_proj"][int(expert)].chunk(2)
+        return gate if projection == "gate_proj" else up
+
+
+def _write_fp8(path: Path, model: Any, *, powers_of_two: bool) -> None:
+    about = json.loads(model.config.to_json_string(use_diff=False))
+    source, specs = _Weights(model, powers_of_two=powers_of_two), tensors_of(model.config)
+    # Several shards, as published: a weight and its scales may lie in two of them.
+    write_repository(
+        path, about, specs, source, fp8=True, dtype=torch.float32, powers_of_two=powers_of_two, shard_bytes=1 << 20
+    )
+    model.generation_config.save_pretrained(path)
 
 
 def _shape(model: Any, generator: torch.Generator) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from kernels.attention import attend_rows, prepare_attention
 from kernels.encode import encode, prepare_encode
@@ -34,20 +34,28 @@ from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_ke
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
 from protocol.errors import ConfigError
+from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
+from worker.device.gpu_memory import free_device_bytes
+from worker.device.sizing import require_weights_fit
 from worker.runners import attention as mla
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
 from worker.runners.checkpoint import describe_model, geometry_of, read_config
 from worker.runners.layers import Angles, Layer, Layers
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import sample
+from worker.weights.layout import weights_bytes
+from worker.weights.model import load_model
+from worker.weights.quantization import read_quantization
 
 if TYPE_CHECKING:
     from worker.streams import Fence, Streams
 
 #: Called with group, batch and its top-k int32[B, k], which it may overwrite, before swap_in reads it.
 AfterIndexTopk = Callable[[int, StepBatch, Tensor], None]
+
+log = logger("worker.runners")
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -105,6 +113,8 @@ class TransformersRunner:
         self._prompt: PromptAttention = (
             Gathered(geometry.topk) if gathered else Expanded(layers.rows, layers.keys, self.dtype, geometry.topk)
         )
+        if gathered:
+            layers.release_expanded()
         self._scratch: dict[int, _RunnerScratch] = {}
         self._prepared: DeviceState | None = None
         if deterministic_rows:
@@ -119,16 +129,31 @@ class TransformersRunner:
         dtype: str = "auto",
         kv_dtype: str = "auto",
         deterministic_rows: int = 0,
+        keeps_fp8: bool | None = None,
     ) -> TransformersRunner:
-        """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served."""
+        """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served.
+
+        `keeps_fp8`: weights stored in FP8 stay so in device memory, by default on a GPU; else they are decoded.
+        """
         config = read_config(path)
         torch_dtype = _torch_dtype(dtype, config)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=AutoConfig.from_pretrained(path), dtype=torch_dtype, attn_implementation="sdpa"
-        )
-        model = model.to(device).eval().requires_grad_(False)
+        keeps = torch.device(device).type == "cuda" if keeps_fp8 is None else keeps_fp8
+        quantization = read_quantization(config, Path(path) / "config.json")
+        if torch.device(device).type == "cuda":
+            block = quantization.block if quantization else None
+            needed = weights_bytes(AutoConfig.from_pretrained(path), _dtype_name(torch_dtype), block, on_gpu=True)
+            require_weights_fit(needed, free_device_bytes(device), "worker.device", device)
+        model = load_model(path, quantization, dtype=torch_dtype, device=device, keeps_fp8=keeps)
         geometry = geometry_of(model.config, _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype)
-        return cls(model, describe_model(path, model.config), geometry, deterministic_rows=deterministic_rows)
+        runner = cls(model, describe_model(path, model.config), geometry, deterministic_rows=deterministic_rows)
+        log.info(
+            "weights held", extra=fields(**{f"{name}_bytes": size for name, size in runner.weights_bytes().items()})
+        )
+        return runner
+
+    def weights_bytes(self) -> dict[str, int]:
+        """Bytes of the weights as they are held, by dtype."""
+        return self._layers.weights_bytes()
 
     def launch_prefill_chunk(
         self,

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,8 +30,13 @@ from protocol.sizing import Length, Memory, hot_sizes_for, page_limit
 from protocol.units import managed_chunks, pages_for
 from tests import ROOT
 from worker.device.capacity import MemoryPlan, plan
-from worker.device.sizing import Sizing, size_worker
+from worker.device.sizing import DEVICE_SHARE, Sizing, size_worker
 from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
+from worker.runners.tiny import write_tiny_checkpoint
+from worker.runners.transformers_dsa import TransformersRunner
+from worker.weights.model import load_model
+from worker.weights.quantization import Quantization
+from worker.weights.synth import published_config
 
 FP8_ROW, FP8_KEY, BF16_ROW, BF16_KEY = 656, 132, 1152, 256
 LAYERS = 61
@@ -235,7 +242,7 @@ def size(config_json: Path, *args: str) -> str:
     return result.stdout
 
 
-ISSUED = ("--host-mem", "1TB", "--gpu-mem", "30GB", "--context", "131072")
+ISSUED = ("--host-mem", "1TB", "--device-mem", "30GB", "--context", "131072")
 
 
 def test_capacity_prints_a_single_object(config_json: Path) -> None:
@@ -288,3 +295,69 @@ def test_worked_example_text_uses_the_command_figures(config_json: Path) -> None
     )
     short = json.loads(size(config_json, *ISSUED, "--kv-dtype", "fp8", "--slab-tokens", "32768", "--json"))
     assert f"{(found['slab_bytes'] - short['slab_bytes']) / 2**30:.1f} GiB go to index pages" in guide
+
+
+# ---------------------------------------------------------------- whole GPUs
+
+
+def published(path: Path, family: str, **change: Any) -> Path:
+    """config.json of the published FP8 repository, but for `change`."""
+    about = json.loads(published_config(family).to_json_string(use_diff=False))
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    (path / "config.json").write_text(
+        json.dumps(about | {"dtype": "bfloat16", "quantization_config": quantization} | change)
+    )
+    return path / "config.json"
+
+
+WHOLE = ("--host-mem", "2TB", "--context", "131072", "--kv-dtype", "fp8", "--slab-tokens", "8192")
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [("deepseek-v3.2", 668_865_724_416 + 6_024_409_600 + 163_363_520), ("glm-5", 740_728_504_320 + 6_546_315_908)],
+)
+def test_a_whole_gpu_is_weights_and_nine_tenths_of_the_rest(tmp_path: Path, family: str, weights: int) -> None:
+    found = json.loads(size(published(tmp_path, family), *WHOLE, "--gpu-mem", "1TB", "--json"))
+    assert abs(found["weights_bytes_per_gpu"] - weights) < 1_000_000
+    assert sum(found["weights_bytes_by_dtype"].values()) == found["weights_bytes_per_gpu"]
+    budget = int((parse_size("1TB", "") - found["weights_bytes_per_gpu"]) * DEVICE_SHARE)
+    assert found["settings"]["device_mem"] == str(budget)
+    assert found["seats_per_gpu"] == found["recommended"]["batch"] > 0
+    assert found["host_bytes_per_gpu"] == found["host_pages"] * 64 * found["host_bytes_per_token"]
+
+
+def test_weights_beyond_the_gpu_are_refused_with_the_sum(tmp_path: Path) -> None:
+    config = published(tmp_path, "deepseek-v3.2")
+    refused = CliRunner().invoke(main, ["size", "--config", str(config), *WHOLE, "--gpu-mem", "141GB"])
+    assert refused.exit_code == 8
+    assert "the weights take 675.1 GB (668.9 GB float8_e4m3fn + 6.0 GB bfloat16 + 0.2 GB float32) of 141.0 GB" in (
+        " ".join(refused.output.split())
+    )
+
+
+@pytest.mark.parametrize("mem", [(), ("--gpu-mem", "141GB", "--device-mem", "30GB")])
+def test_one_kind_of_gpu_memory_is_given(config_json: Path, mem: tuple[str, ...]) -> None:
+    refused = CliRunner().invoke(main, ["size", "--config", str(config_json), *WHOLE, *mem])
+    assert refused.exit_code == 2
+    assert "--gpu-mem, the whole memory of a GPU, or --device-mem" in refused.output
+
+
+def test_quantization_that_a_worker_refuses_is_refused(tmp_path: Path) -> None:
+    config = published(tmp_path, "glm-5", quantization_config={"quant_method": "awq"})
+    refused = CliRunner().invoke(main, ["size", "--config", str(config), *WHOLE, "--gpu-mem", "1TB"])
+    assert refused.exit_code == 8
+    assert "method awq is not served" in " ".join(refused.output.split())
+
+
+def test_weights_are_those_that_a_runner_holds(tmp_path: Path) -> None:
+    """FP8 kept and prompts gathered, as on a GPU."""
+    write_tiny_checkpoint(tmp_path, "glm-5", fp8=True)
+    found = json.loads(size(tmp_path, *TINY, "--json"))
+    model = load_model(tmp_path, Quantization(), dtype=torch.float32, keeps_fp8=True)
+    info = anonymous_info(model.config, "tiny")
+    runner = TransformersRunner(model, info, geometry_of(model.config, "float32"), gathered_prefill=True)
+    assert runner.weights_bytes() == found["weights_bytes_by_dtype"]
+
+
+TINY = ("--host-mem", "1GB", "--context", "4096", "--gpu-mem", "1GB", "--hot-size-classes", "256")

@@ -1,0 +1,102 @@
+"""Checkpoints in block-FP8: tokens are those of the library on the decoded weights, whether FP8 is kept or decoded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import worker.oracle
+from tests.support.runner_rig import Rig
+from worker.runners import transformers_dsa
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.transformers_dsa import TransformersRunner
+
+#: Greedy tokens may differ only where the library's own two best logits are closer (fp32, logits of order 5).
+TIE_BOUND = 1e-3
+ROWS = 4
+TEXT = Path(transformers_dsa.__file__).read_bytes()
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of each family, with ragged blocks in every kind of weight; glm-5's scales are powers of two."""
+    paths = {family: tmp_path_factory.mktemp("fp8") / family for family in FAMILIES}
+    for family, path in paths.items():
+        write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=family == "glm-5")
+    return paths
+
+
+def generate(path: Path, prompt: list[int], tokens: int, dtype: str) -> dict[str, Any]:
+    job = {"model": str(path), "prompts": [{"tokens": prompt, "max_new_tokens": tokens}], "dtype": dtype}
+    done = subprocess.run(
+        [sys.executable, "-P", worker.oracle.__file__],
+        input=json.dumps(job), capture_output=True, text=True, cwd="/", check=True, timeout=200,
+    )  # fmt: skip
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def greedy(runner: TransformersRunner, prompt: list[int], hot_slots: int, tokens: int) -> tuple[list[int], Tensor]:
+    """Greedy tokens of one request, and their logits [tokens, vocab]."""
+    rig = Rig(runner, seats=1, context_tokens=len(prompt) + tokens)
+    token, logits = rig.open(0, prompt, hot_slots=hot_slots)
+    drawn, seen = [token], [logits]
+    for _ in range(tokens - 1):
+        (token,), logits = rig.decode([0], rows=ROWS)
+        drawn.append(token)
+        seen.append(logits[0])
+    return drawn, torch.stack(seen)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_library_on_decoded_weights(checkpoints: dict[str, Path], family: str) -> None:
+    prompt, tokens = list(TEXT[:900]), 64
+    theirs = generate(checkpoints[family], prompt, tokens, "float32")
+    for keeps_fp8 in (False, True):
+        ours, _ = greedy(TransformersRunner.load(checkpoints[family], keeps_fp8=keeps_fp8), prompt, 128, tokens)
+        pairs = zip(ours, theirs["tokens"], strict=True)
+        split = next((i for i, (a, b) in enumerate(pairs) if a != b), tokens)
+        assert split == tokens or theirs["gaps"][split] < TIE_BOUND
+    assert len(set(theirs["tokens"])) > 12  # the comparison says something
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_the_hot_size(checkpoints: dict[str, Path], family: str, dtype: str) -> None:
+    runner = TransformersRunner.load(checkpoints[family], dtype=dtype)
+    results = [greedy(runner, list(TEXT[:300]), hot_slots, 12) for hot_slots in (0, 64, 128, 256)]
+    assert all(torch.equal(logits, results[0][1]) for _, logits in results)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_fp8_gives_the_logits_of_decoded_weights(checkpoints: dict[str, Path], family: str) -> None:
+    decoded, kept = (
+        greedy(TransformersRunner.load(checkpoints[family], keeps_fp8=keeps), list(TEXT[:200]), 64, 4)[1]
+        for keeps in (False, True)
+    )
+    torch.testing.assert_close(kept, decoded, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.process
+def test_decoding_in_bfloat16_rounds_once(checkpoints: dict[str, Path]) -> None:
+    """The decoded weights are the oracle's, bit for bit."""
+    from worker import oracle
+
+    path = checkpoints["deepseek-v3.2"]
+    runner = TransformersRunner.load(path, dtype="bfloat16")
+    model = runner._layers.model
+    from transformers import AutoModelForCausalLM
+
+    with oracle.decoded(path, torch.bfloat16) as readable:
+        theirs = AutoModelForCausalLM.from_pretrained(readable, dtype=torch.bfloat16)
+    ours = dict(model.state_dict())
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours[name], weight), name

@@ -1,0 +1,310 @@
+"""Repositories to modules: equal to the library's loader, bounded in memory, and each fault named with its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from protocol.errors import ConfigError
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.weights import reading
+from worker.weights.layout import EXPERT, ExpertShare, weights_bytes
+from worker.weights.model import held_bytes, load_model
+from worker.weights.modules import BlockExperts, BlockLinear
+from worker.weights.quantization import read_quantization
+from worker.weights.shards import INDEX, Shards
+from worker.weights.writing import quantize_blocks
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {family: tmp_path_factory.mktemp("plain") / family for family in FAMILIES}
+    for family, path in paths.items():
+        write_tiny_checkpoint(path, family)
+    return paths
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quantized") / "tiny"
+    write_tiny_checkpoint(path, fp8=True)
+    return path
+
+
+@pytest.fixture
+def copied(quantized: Path, tmp_path: Path) -> Path:
+    """A copy whose files a test may change."""
+    for file in quantized.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def load(path: Path, **options: Any) -> Any:
+    config = json.loads((path / "config.json").read_text())
+    quantization = read_quantization(config, path / "config.json")
+    return load_model(path, quantization, **({"dtype": torch.float32} | options))
+
+
+def index_of(path: Path) -> dict[str, str]:
+    weight_map: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
+    return weight_map
+
+
+def rewrite(path: Path, name: str, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """Change the tensors of the shard that holds `name`, and write it again."""
+    file = path / index_of(path)[name]
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return file
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_checkpoints_load_as_by_the_library(plain: dict[str, Path], family: str, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(plain[family], dtype=dtype)
+    ours = load(plain[family], dtype=dtype)
+    for named in ("named_parameters", "named_buffers"):
+        wanted, found = dict(getattr(theirs, named)()), dict(getattr(ours, named)())
+        assert wanted.keys() == found.keys()
+        assert all(found[name].dtype == it.dtype and torch.equal(found[name], it) for name, it in wanted.items())
+    assert ours.config.to_dict() == theirs.config.to_dict()
+    assert not ours.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_change_no_value(quantized: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = load(quantized, dtype=dtype).state_dict()
+    monkeypatch.setattr(reading, "PIECE_BYTES", 128 * 160)  # one block of rows at a time
+    cut = load(quantized, dtype=dtype).state_dict()
+    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("keeps_fp8", [False, True])
+def test_held_bytes_are_those_computed(quantized: Path, keeps_fp8: bool) -> None:
+    model = load(quantized, dtype=torch.bfloat16, keeps_fp8=keeps_fp8)
+    held, wanted = held_bytes(model), dict(weights_bytes(model.config, "bfloat16", (128, 128), on_gpu=keeps_fp8))
+    if not keeps_fp8:  # absorbed halves are made later
+        config = model.config
+        wanted["bfloat16"] -= 4 * 4 * (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank * 2
+    assert held == wanted
+
+
+def test_kept_fp8_holds_the_stored_values(quantized: Path) -> None:
+    model, stored = load(quantized, keeps_fp8=True), {}
+    for file in quantized.glob("*.safetensors"):
+        stored |= load_file(file)
+    for name, module in model.named_modules():
+        if isinstance(module, BlockLinear):
+            weight = module.block_weight
+            assert torch.equal(weight.values.view(torch.uint8), stored[f"{name}.weight"].view(torch.uint8))
+            assert torch.equal(weight.scales, stored[f"{name}.weight_scale_inv"])
+        if isinstance(module, BlockExperts):
+            down = stored[f"{name}.7.down_proj.weight"]
+            assert torch.equal(module.down.values[7].view(torch.uint8), down.view(torch.uint8))
+    assert any(isinstance(it, BlockExperts) for it in model.modules())
+
+
+def test_a_share_reads_its_experts_alone(quantized: Path) -> None:
+    share = ExpertShare(8, 4)
+    whole, part = load(quantized), load(quantized, experts=share)
+    name = "model.layers.2.mlp.experts"
+    for stack in ("gate_up_proj", "down_proj"):
+        assert torch.equal(part.state_dict()[f"{name}.{stack}"], whole.state_dict()[f"{name}.{stack}"][8:12])
+
+
+def test_experts_outside_the_share_may_be_absent(copied: Path) -> None:
+    """Files of other ranks' experts need not be on this machine, as long as the index does not name them."""
+    index = json.loads((copied / INDEX).read_text())
+    gone = [
+        name for name in index["weight_map"] if (it := EXPERT.match(name.removesuffix("_scale_inv"))) and it[2] > "3"
+    ]
+    for name in gone:
+        rewrite(copied, name, lambda tensors, name=name: tensors.pop(name))  # type: ignore[misc]
+        del index["weight_map"][name]
+        (copied / INDEX).write_text(json.dumps(index))
+    load(copied, experts=ExpertShare(0, 1))
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.2\.mlp\.experts"):
+        load(copied)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_power_of_two_scales_load_from_either_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_tiny_checkpoint(tmp_path, fp8=True, powers_of_two=True)
+    wanted = load(tmp_path).state_dict()
+    for file in sorted(tmp_path.glob("*.safetensors")):
+        tensors = load_file(file)
+        save_file({name: it.to(dtype) if name.endswith("_scale_inv") else it for name, it in tensors.items()}, file)
+    found = load(tmp_path).state_dict()
+    assert all(torch.equal(found[name], it) for name, it in wanted.items())
+
+
+def test_mtp_tensors_and_rotary_tables_are_left_unread(copied: Path) -> None:
+    name = "model.norm.weight"
+    extra = ("model.layers.4.eh_proj.weight", "model.layers.4.embed_tokens.weight", "model.rotary_emb.inv_freq")
+    rewrite(copied, name, lambda tensors: tensors.update({it: torch.zeros(3) for it in extra}))
+    index = json.loads((copied / INDEX).read_text())
+    index["weight_map"] |= dict.fromkeys(extra, index["weight_map"][name])
+    (copied / INDEX).write_text(json.dumps(index))
+    load(copied)
+
+
+Q_A = "model.layers.1.self_attn.q_a_proj.weight"
+
+
+def _without(name: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors[name]
+
+    return change
+
+
+def _with(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        (Q_A, _without(Q_A), rf"lacks {Q_A}, which {INDEX} places there"),
+        (
+            Q_A,
+            _with(Q_A, torch.zeros(96, 160)),
+            r"q_a_proj\.weight is \[96, 160\], and config\.json makes it \[160, 160\]",
+        ),
+        (Q_A, _with(Q_A, torch.zeros(160, 160, dtype=torch.int8)), "is stored as I8"),
+        (f"{Q_A}_scale_inv", _with(f"{Q_A}_scale_inv", torch.ones(1, 2)), r"is \[1, 2\], and blocks of 128 x 128"),
+        (f"{Q_A}_scale_inv", _with(f"{Q_A}_scale_inv", torch.ones(2, 2).half()), "is stored as F16"),
+        (f"{Q_A}_scale_inv", _with(f"{Q_A}_scale_inv", torch.tensor([[1.0, -1.0], [1, 1]])), "negative or no number"),
+        (f"{Q_A}_scale_inv", _with(f"{Q_A}_scale_inv", torch.full((2, 2), float("nan"))), "negative or no number"),
+        (Q_A, _with("model.layers.1.self_attn.q_a_proj.bias", torch.zeros(160)), "does not place there"),
+    ],
+)
+def test_an_unfit_tensor_is_refused_with_its_file(
+    copied: Path, name: str, change: Callable[[dict[str, Tensor]], None], match: str
+) -> None:
+    file = rewrite(copied, name, change)
+    with pytest.raises(ConfigError, match=match) as refused:
+        load(copied)
+    assert str(file) in str(refused.value)
+
+
+def test_an_unexpected_tensor_is_refused(plain: dict[str, Path], tmp_path: Path) -> None:
+    source = plain["deepseek-v3.2"]
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"holds model\.layers\.0\.self_attn\.q_proj\.weight"):
+        load(tmp_path)
+
+
+def test_fp8_without_its_scales_is_refused(copied: Path) -> None:
+    name = f"{Q_A}_scale_inv"
+    rewrite(copied, name, _without(name))
+    index = json.loads((copied / INDEX).read_text())
+    del index["weight_map"][name]
+    (copied / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=f"is FP8 and has no {name}"):
+        load(copied)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"quantization_config": None}, "is FP8, and config.json has no quantization_config"),
+        ({"hidden_size": 128}, "config.json makes it"),
+        ({"num_hidden_layers": 5}, "lacks model.layers.4"),
+        ({"n_routed_experts": 31}, r"mlp\.gate\.weight is \[32, 160\], and config\.json makes it \[31, 160\]"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused(copied: Path, change: dict[str, Any], match: str) -> None:
+    config = json.loads((copied / "config.json").read_text()) | change
+    if "num_hidden_layers" in change:
+        config |= {"mlp_layer_types": ["dense"] * 5, "layer_types": ["indexed_attention"] * 5}
+        match = "lacks model"
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=match):
+        load(copied)
+
+
+def test_a_listed_module_that_is_fp8_is_refused(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "model.layers.1.self_attn.q_a_proj"]
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="modules_to_not_convert lists it"):
+        load(copied)
+
+
+def test_a_truncated_shard_is_refused_by_name(copied: Path) -> None:
+    file = copied / index_of(copied)[Q_A]
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match="beyond the data") as refused:
+        load(copied)
+    assert file.name in str(refused.value)
+
+
+def test_a_shard_that_shrinks_while_it_is_read_is_refused(copied: Path) -> None:
+    with Shards.open(copied) as shards:
+        file = copied / shards.tensors[Q_A].file
+        with file.open("r+b") as out:
+            out.truncate(shards.tensors[Q_A].tensor.begin + 5)
+        destination = torch.empty(160, 160, dtype=torch.float8_e4m3fn)
+        with pytest.raises(ConfigError, match=f"ended while {Q_A} was read"):
+            reading.read_all(shards, [reading.Read(Q_A, destination)])
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        ("{", "no readable index"),
+        ("[]", "no readable index"),
+        ('{"weight_map": {"a": 1}}', "no readable index"),
+        ('{"weight_map": {}}', "names no tensors"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "no safetensors file beside it"),
+        ('{"weight_map": {"a": "x.bin"}}', "no safetensors file beside it"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', rf"is missing, and {INDEX} names it"),
+        ('{"weight_map": {"a": ' + "[" * 100_000 + "}}", "no readable index"),
+    ],
+)
+def test_an_unfit_index_is_refused(copied: Path, index: str, match: str) -> None:
+    (copied / INDEX).write_text(index)
+    with pytest.raises(ConfigError, match=match):
+        Shards.open(copied)
+
+
+def test_files_without_an_index_must_not_hold_a_tensor_twice(copied: Path) -> None:
+    (copied / INDEX).unlink()
+    load(copied)
+    save_file({Q_A: torch.zeros(1)}, copied / "z.safetensors")
+    with pytest.raises(ConfigError, match=f"holds {Q_A}, and so does"):
+        load(copied)
+
+
+def test_refused_repositories_leave_no_file_open(copied: Path) -> None:
+    (copied / index_of(copied)[Q_A]).write_bytes(b"no header")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(ConfigError):
+            Shards.open(copied)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("powers_of_two", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (160, 300), (576, 130)])
+def test_quantized_blocks_use_the_whole_range(shape: tuple[int, int], powers_of_two: bool) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = quantize_blocks(weight, powers_of_two=powers_of_two)
+    assert found.scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    scales = found.scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    torch.testing.assert_close(found.values.float() * scales, weight, rtol=0.07, atol=1e-2)
+    assert not powers_of_two or torch.equal(torch.exp2(torch.log2(found.scales).round()), found.scales)

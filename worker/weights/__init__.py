@@ -1,0 +1,1 @@
+"""Weights from a published repository to the device: layout, quantization, shards, loading."""

@@ -1,0 +1,188 @@
+"""The tensors of a published repository: names, shapes, and which of them FP8 repositories convert. Pure.
+
+    model.embed_tokens  lm_head  model.norm
+    model.layers.N.input_layernorm  post_attention_layernorm
+    model.layers.N.self_attn.{q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj} and their norms
+    model.layers.N.self_attn.indexer.{wq_b, wk, weights_proj, k_norm}       layers with an indexer of their own
+    model.layers.N.mlp.{gate, up, down}_proj                                dense layers
+    model.layers.N.mlp.gate, mlp.shared_experts.*, mlp.experts.E.*_proj     layers with experts
+
+An FP8 repository stores a converted weight [N, K] as e4m3 values and, under the name with `_scale_inv`, a scale for
+each block of 128 x 128; the last block of a row or column may be smaller. Layers behind the last are the MTP module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any, Final, NamedTuple
+
+from protocol.errors import ConfigError
+
+SCALE_SUFFIX: Final = "_scale_inv"
+#: Weights that FP8 repositories convert: the products of attention, of its indexer, and of MLPs.
+CONVERTED: Final = re.compile(
+    r"\.(q_a_proj|q_b_proj|q_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj|wq_b|wk|gate_proj|up_proj|down_proj)\.weight$"
+)
+EXPERT: Final = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+LAYER: Final = re.compile(r"^model\.layers\.(\d+)\.")
+#: Fields that shapes follow from.
+DIMENSIONS: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "n_shared_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank"),
+    *("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "index_n_heads"),
+)
+#: Layers, experts and sizes that a configuration may state. Larger values are errors, and would exhaust memory here.
+DIMENSION_MAX: Final = 1 << 20
+LAYERS_MAX: Final = 1_024
+EXPERTS_MAX: Final = 16_384
+BYTES: Final = {"float32": 4, "bfloat16": 2}
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a repository. `converts`: FP8 repositories hold it as values and scales."""
+
+    name: str
+    shape: tuple[int, ...]
+    converts: bool = False
+    keeps_float32: bool = False
+
+    @property
+    def is_expert(self) -> bool:
+        return EXPERT.match(self.name) is not None
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """The experts that this process holds: `count` of them from `first` on."""
+
+    first: int
+    count: int
+
+    def __contains__(self, expert: object) -> bool:
+        return isinstance(expert, int) and self.first <= expert < self.first + self.count
+
+
+def tensors_of(config: Any, experts: ExpertShare | None = None) -> Iterator[TensorSpec]:
+    """All tensors of the model that `config` describes, MTP layers apart; of routed experts those of the share.
+
+    `config` has the fields of config.json as attributes. Raises ConfigError naming a field that is absent or unfit.
+    """
+    _require_dimensions(config)
+    yield TensorSpec("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    for layer in range(config.num_hidden_layers):
+        yield from _layer(config, layer, experts or ExpertShare(0, config.n_routed_experts))
+    yield TensorSpec("model.norm.weight", (config.hidden_size,))
+    yield TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size))
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Shape of the scales of a weight [..., N, K]."""
+    return (*shape[:-2], ceil(shape[-2] / block[0]), ceil(shape[-1] / block[1]))
+
+
+def is_of_mtp(name: str, layers: int) -> bool:
+    """Whether a tensor belongs to the MTP module, whose layers follow the model's `layers`."""
+    found = LAYER.match(name)
+    return found is not None and int(found[1]) >= layers
+
+
+def has_experts(config: Any, layer: int) -> bool:
+    """Whether the MLP of `layer` is a mixture of experts."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    return bool(kinds[layer] == "sparse") if kinds else layer >= getattr(config, "first_k_dense_replace", 0)
+
+
+def has_indexer(config: Any, layer: int) -> bool:
+    """Whether `layer` selects for itself and has an indexer's weights."""
+    kinds = getattr(config, "indexer_types", None)
+    return not kinds or kinds[layer] == "full"
+
+
+def weights_bytes(
+    config: Any, dtype: str, block: tuple[int, int] | None, *, on_gpu: bool, experts: ExpertShare | None = None
+) -> Mapping[str, int]:
+    """Bytes of the weights as one process holds them, by dtype: `float8_e4m3fn`, `dtype`, `float32`.
+
+    `block`: the repository's blocks, None where it is not quantized. On a GPU converted weights stay FP8; on a CPU they
+    are decoded at load. The two halves of kv_b_proj are held in `dtype`, on a CPU beside the weight itself.
+    """
+    held = {"float8_e4m3fn": 0, dtype: 0, "float32": 0}
+    for it in tensors_of(config, experts):
+        count = prod(it.shape)
+        halves = it.name.endswith("kv_b_proj.weight")
+        if it.keeps_float32:
+            held["float32"] += 4 * count
+        elif on_gpu and block is not None and it.converts and not halves:
+            held["float8_e4m3fn"] += count
+            held["float32"] += 4 * prod(scale_shape(it.shape, block))
+        else:
+            held[dtype] += BYTES[dtype] * count * (2 if halves and not on_gpu else 1)
+    return {name: size for name, size in held.items() if size}
+
+
+def _layer(config: Any, number: int, experts: ExpertShare) -> Iterator[TensorSpec]:
+    prefix, hidden = f"model.layers.{number}", config.hidden_size
+    yield TensorSpec(f"{prefix}.input_layernorm.weight", (hidden,))
+    yield from _attention(config, f"{prefix}.self_attn")
+    if has_indexer(config, number):
+        yield from _indexer(config, f"{prefix}.self_attn.indexer")
+    yield TensorSpec(f"{prefix}.post_attention_layernorm.weight", (hidden,))
+    if not has_experts(config, number):
+        yield from _mlp(f"{prefix}.mlp", hidden, config.intermediate_size)
+        return
+    yield TensorSpec(f"{prefix}.mlp.gate.weight", (config.n_routed_experts, hidden))
+    yield TensorSpec(f"{prefix}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), keeps_float32=True)
+    shared = config.moe_intermediate_size * config.n_shared_experts
+    yield from _mlp(f"{prefix}.mlp.shared_experts", hidden, shared)
+    for expert in range(experts.first, experts.first + experts.count):
+        yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, config.moe_intermediate_size)
+
+
+def _attention(config: Any, prefix: str) -> Iterator[TensorSpec]:
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    latent = config.kv_lora_rank
+    has_bias = bool(getattr(config, "attention_bias", False))
+    yield from _product(f"{prefix}.q_a_proj", config.q_lora_rank, hidden, has_bias)
+    yield TensorSpec(f"{prefix}.q_a_layernorm.weight", (config.q_lora_rank,))
+    yield from _product(f"{prefix}.q_b_proj", query, config.q_lora_rank)
+    yield from _product(f"{prefix}.kv_a_proj_with_mqa", latent + config.qk_rope_head_dim, hidden, has_bias)
+    yield TensorSpec(f"{prefix}.kv_a_layernorm.weight", (latent,))
+    yield from _product(f"{prefix}.kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), latent)
+    yield from _product(f"{prefix}.o_proj", hidden, heads * config.v_head_dim, has_bias)
+
+
+def _indexer(config: Any, prefix: str) -> Iterator[TensorSpec]:
+    yield from _product(f"{prefix}.wq_b", config.index_n_heads * config.index_head_dim, config.q_lora_rank)
+    yield from _product(f"{prefix}.wk", config.index_head_dim, config.hidden_size)
+    yield TensorSpec(f"{prefix}.k_norm.weight", (config.index_head_dim,))
+    yield TensorSpec(f"{prefix}.k_norm.bias", (config.index_head_dim,))
+    yield TensorSpec(f"{prefix}.weights_proj.weight", (config.index_n_heads, config.hidden_size))
+
+
+def _mlp(prefix: str, hidden: int, inner: int) -> Iterator[TensorSpec]:
+    yield from _product(f"{prefix}.gate_proj", inner, hidden)
+    yield from _product(f"{prefix}.up_proj", inner, hidden)
+    yield from _product(f"{prefix}.down_proj", hidden, inner)
+
+
+def _product(prefix: str, rows: int, columns: int, has_bias: bool = False) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{prefix}.weight", (rows, columns), converts=True)
+    if has_bias:
+        yield TensorSpec(f"{prefix}.bias", (rows,))
+
+
+def _require_dimensions(config: Any) -> None:
+    for name in DIMENSIONS:
+        value = getattr(config, name, None)
+        limit = {"num_hidden_layers": LAYERS_MAX, "n_routed_experts": EXPERTS_MAX}.get(name, DIMENSION_MAX)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+            raise ConfigError(
+                f"must be a whole number from 1 to {limit}",
+                field=f"config.json {name}",
+                value=value,
+                remedy="use the config.json of the whole model",
+            )

@@ -1,0 +1,184 @@
+"""The model library's module with the weights of a repository, on one device.
+
+The library builds the modules without memory, from config.json; its loader is not used. Each tensor goes to where the
+library expects it: the projections of experts into their slices of the library's stacked tensors, everything else
+under its own name. Where FP8 is kept, `BlockLinear` and `BlockExperts` take the place of the library's modules, except
+for kv_b_proj: its halves are used in absorbed form, in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kernels.block_fp8 import BlockFp8
+from protocol.logs import fields, logger
+from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
+from worker.weights.matching import Match, match
+from worker.weights.modules import BlockExperts, BlockLinear, empty_blocks
+from worker.weights.quantization import Quantization
+from worker.weights.reading import Read, Reporter, read_all, read_scales
+from worker.weights.shards import Shards
+
+PROGRESS_INTERVAL_S: Final = 5.0
+KV_B: Final = "kv_b_proj.weight"
+
+log = logger("worker.weights")
+
+
+def load_model(
+    path: str | Path,
+    quantization: Quantization | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    keeps_fp8: bool = False,
+    experts: ExpertShare | None = None,
+) -> Any:
+    """The library's causal language model of a checkpoint directory, in `dtype`, without gradients.
+
+    `keeps_fp8`: weights stored in FP8 stay so; else they are decoded. `experts`: those to hold, by default all; a share
+    needs `keeps_fp8` or an exchange that knows of it. Raises ConfigError for files that do not make this model, before
+    memory is taken. Host memory beyond the tensors is bounded (reading.py).
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with Shards.open(path) as shards:
+        matches = match(config, shards, quantization, experts)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        target = _Target(model, torch.device(device), dtype, keeps_fp8=keeps_fp8, experts=experts)
+        total = sum(shards.tensors[name].bytes for it in matches for name in (it.spec.name, it.scale) if name)
+        began = time.monotonic()
+        _say_begun(path, shards, total)
+        read_all(shards, list(target.reads(shards, matches)), Reporter(_say_progress(total), PROGRESS_INTERVAL_S))
+        took_s = time.monotonic() - began
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    log.info("weights loaded", extra=fields(bytes=total, seconds=round(took_s, 1)))
+    return model.eval().requires_grad_(False)
+
+
+class _Target:
+    """Gives the modules of `model` their memory, as tensors come to be read."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        keeps_fp8: bool,
+        experts: ExpertShare | None,
+    ) -> None:
+        self._model, self._device, self._dtype, self._keeps_fp8 = model, device, dtype, keeps_fp8
+        config: Any = model.config
+        self._share = experts or ExpertShare(0, config.n_routed_experts)
+        self._blocks: dict[str, BlockExperts] = {}
+        self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def reads(self, shards: Shards, matches: list[Match]) -> Iterator[Read]:
+        kept = {it.spec.name for it in matches if it.scale and self._keeps_fp8 and not it.spec.name.endswith(KV_B)}
+        for it in matches:
+            scales = read_scales(shards, it.scale) if it.scale else None
+            name, found = it.spec.name, EXPERT.match(it.spec.name)
+            if scales is not None and name in kept:
+                weight = self._expert_blocks(*found.groups()) if found else self._linear(it.spec)
+                weight.scales.copy_(scales)
+                yield Read(name, weight.values)
+            else:
+                destination = self._expert(*found.groups()) if found else self._plain(it.spec)
+                yield Read(name, destination, scales)
+
+    def _plain(self, spec: TensorSpec) -> Tensor:
+        dtype = torch.float32 if spec.keeps_float32 else self._dtype
+        tensor = torch.empty(spec.shape, dtype=dtype, device=self._device)
+        module, leaf = self._module_of(spec.name)
+        if leaf in module._parameters:
+            setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+        else:
+            setattr(module, leaf, tensor)
+        return tensor
+
+    def _linear(self, spec: TensorSpec) -> BlockFp8:
+        weight = empty_blocks(spec.shape, self._device)
+        parent, _, name = spec.name.removesuffix(".weight").rpartition(".")
+        setattr(self._model.get_submodule(parent), name, BlockLinear(weight))
+        return weight
+
+    def _expert(self, prefix: str, number: str, projection: str) -> Tensor:
+        """The slice of the library's stacks: gate and up side by side in one, down in another."""
+        if prefix not in self._stacks:
+            module: Any = self._model.get_submodule(prefix)
+            pair = [
+                torch.empty(self._share.count, *stack.shape[1:], dtype=self._dtype, device=self._device)
+                for stack in (module.gate_up_proj, module.down_proj)
+            ]
+            module.gate_up_proj, module.down_proj = (nn.Parameter(it, requires_grad=False) for it in pair)
+            self._stacks[prefix] = (pair[0], pair[1])
+        gate_up, down = (stack[int(number) - self._share.first] for stack in self._stacks[prefix])
+        inner = gate_up.shape[0] // 2
+        return {"gate_proj": gate_up[:inner], "up_proj": gate_up[inner:], "down_proj": down}[projection]
+
+    def _expert_blocks(self, prefix: str, number: str, projection: str) -> BlockFp8:
+        if prefix not in self._blocks:
+            config: Any = self._model.config
+            count, hidden, inner = self._share.count, config.hidden_size, config.moe_intermediate_size
+            shapes = ((count, inner, hidden), (count, inner, hidden), (count, hidden, inner))
+            gate, up, down = (empty_blocks(shape, self._device) for shape in shapes)
+            blocks = BlockExperts(gate, up, down, self._share.first)
+            parent, _, name = prefix.rpartition(".")
+            setattr(self._model.get_submodule(parent), name, blocks)
+            self._blocks[prefix] = blocks
+        blocks, index = self._blocks[prefix], int(number) - self._share.first
+        stack: BlockFp8 = getattr(blocks, projection.removesuffix("_proj"))
+        return BlockFp8(stack.values[index], stack.scales[index])
+
+    def _module_of(self, name: str) -> tuple[nn.Module, str]:
+        parent, _, leaf = name.rpartition(".")
+        return self._model.get_submodule(parent), leaf
+
+
+def held_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes of what `model` read from its checkpoint, by dtype; memory that two names share counts once."""
+    tensors = [*model.state_dict().values(), *_block_tensors(model)]
+    found: dict[str, int] = {}
+    for tensor in {it.untyped_storage().data_ptr(): it for it in tensors}.values():
+        name = str(tensor.dtype).removeprefix("torch.")
+        found[name] = found.get(name, 0) + tensor.element_size() * prod(tensor.shape)
+    return found
+
+
+def _block_tensors(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        weights = (module.gate, module.up, module.down) if isinstance(module, BlockExperts) else ()
+        for weight in (module.block_weight,) if isinstance(module, BlockLinear) else weights:
+            yield from (weight.values, weight.scales)
+
+
+def _say_begun(path: str | Path, shards: Shards, total: int) -> None:
+    log.info("loading weights", extra=fields(path=str(path), shards=len(shards.files), bytes=total))
+
+
+def _say_progress(total: int) -> Any:
+    def say(read_bytes: int, bytes_per_s: float) -> None:
+        left_s = (total - read_bytes) / max(1.0, bytes_per_s)
+        log.info(
+            "loading weights",
+            extra=fields(
+                read_bytes=read_bytes,
+                bytes=total,
+                gb_per_s=round(bytes_per_s / 1e9, 2),
+                seconds_left=round(left_s),
+            ),
+        )
+
+    return say

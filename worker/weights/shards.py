@@ -1,0 +1,168 @@
+"""The safetensors files of a repository, and where each tensor's bytes lie. Reads by position, maps nothing.
+
+A repository has one index file that names the shard of each tensor, or no index and any number of files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from protocol.errors import ConfigError
+from worker.weights.safetensors_header import PREFIX_BYTES, StoredTensor, header_length, parse_header
+
+INDEX: Final = "model.safetensors.index.json"
+#: The index of 100,000 tensors is 10 MB.
+INDEX_BYTES_MAX: Final = 256 * 1024 * 1024
+FIELD: Final = "worker.model"
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Located:
+    """A tensor and its file."""
+
+    file: str
+    tensor: StoredTensor
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.end - self.tensor.begin
+
+
+class Shards:
+    """The tensors of a repository by name; its files stay open until `close`. Threads may read at once."""
+
+    def __init__(self, path: Path, tensors: dict[str, Located], descriptors: dict[str, int]) -> None:
+        self.path = path
+        self.tensors = tensors
+        self._descriptors = descriptors
+
+    @classmethod
+    def open(cls, path: str | Path) -> Shards:
+        """Read the index and all headers. Raises ConfigError naming the file for whatever is absent or malformed."""
+        directory, descriptors = Path(path), dict[str, int]()
+        try:
+            weight_map = _read_index(directory)
+            names = sorted(set(weight_map.values())) if weight_map else _files(directory)
+            headers = {name: _open(directory / name, name, descriptors) for name in names}
+            tensors = _locate(directory, weight_map, headers)
+        except BaseException:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+            raise
+        return cls(directory, tensors, descriptors)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(self._descriptors)
+
+    def where(self, name: str) -> str:
+        """The file of tensor `name`, as errors show it."""
+        return str(self.path / self.tensors[name].file)
+
+    def read_into(self, name: str, first: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of tensor `name` from byte `first` on. Raises ConfigError at the file's end."""
+        located, done = self.tensors[name], 0
+        start = located.tensor.begin + first
+        while done < len(buffer):
+            count = os.preadv(self._descriptors[located.file], [buffer[done:]], start + done)
+            if count == 0:
+                raise ConfigError(
+                    f"ended while {name} was read", field=FIELD, value=self.where(name), remedy="download it again"
+                )
+            done += count
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Shard by tensor; empty without an index file."""
+    file = directory / INDEX
+    try:
+        size = file.stat().st_size
+        if size > INDEX_BYTES_MAX:
+            raise _refusal(f"has {size} bytes, more than {INDEX_BYTES_MAX}", file)
+        weight_map = msgspec.json.decode(file.read_bytes(), type=_Index).weight_map
+    except FileNotFoundError:
+        return {}
+    except (OSError, RecursionError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _refusal(f"no readable index: {error}", file) from error
+    for name in set(weight_map.values()):
+        if name != os.path.basename(name) or not name.endswith(".safetensors"):
+            raise _refusal(f"names {name!r}, which is no safetensors file beside it", file)
+    if not weight_map:
+        raise _refusal("names no tensors", file)
+    return weight_map
+
+
+def _files(directory: Path) -> list[str]:
+    names = sorted(it.name for it in directory.glob("*.safetensors"))
+    if not names:
+        raise _refusal("no safetensors files", directory, "download the weights too")
+    return names
+
+
+def _open(file: Path, name: str, descriptors: dict[str, int]) -> dict[str, StoredTensor]:
+    try:
+        descriptor = descriptors[name] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        size = os.fstat(descriptor).st_size
+        length = header_length(str(file), os.pread(descriptor, PREFIX_BYTES, 0), size)
+        return parse_header(str(file), _read(descriptor, PREFIX_BYTES, length), size)
+    except FileNotFoundError as error:
+        raise _refusal(f"is missing, and {INDEX} names it", file, "download it too") from error
+    except OSError as error:
+        raise _refusal(f"cannot be read: {error.strerror}", file, "let this user read it") from error
+
+
+def _read(descriptor: int, offset: int, length: int) -> bytes:
+    parts: list[bytes] = []
+    while length and (part := os.pread(descriptor, length, offset)):
+        parts.append(part)
+        offset, length = offset + len(part), length - len(part)
+    return b"".join(parts)
+
+
+def _locate(
+    directory: Path, weight_map: dict[str, str], headers: dict[str, dict[str, StoredTensor]]
+) -> dict[str, Located]:
+    found: dict[str, Located] = {}
+    for file, name, tensor in _stored(headers):
+        if weight_map and weight_map.get(name) != file:
+            raise _refusal(f"holds {name}, which {INDEX} does not place there", directory / file)
+        if name in found:
+            raise _refusal(f"holds {name}, and so does {found[name].file}", directory / file)
+        found[name] = Located(file, tensor)
+    if missing := weight_map.keys() - found.keys():
+        name = min(missing)
+        raise _refusal(f"lacks {name}, which {INDEX} places there", directory / weight_map[name])
+    return found
+
+
+def _stored(headers: dict[str, dict[str, StoredTensor]]) -> Iterator[tuple[str, str, StoredTensor]]:
+    for file, tensors in headers.items():
+        for name, tensor in tensors.items():
+            yield file, name, tensor
+
+
+def _refusal(message: str, file: Path, remedy: str = "download the checkpoint again") -> ConfigError:
+    return ConfigError(message, field=FIELD, value=file, remedy=remedy)
