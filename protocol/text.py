@@ -19,6 +19,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,15 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from protocol.errors import ConfigError
+from protocol.small_files import read_json_object, read_small_file
 
 BYTES: Final = "bytes"
 JSON: Final = "json"
 BYTE_IDS: Final = 256
+
+FIELD: Final = "worker.model"
+#: Of a tokenizer.json: those of large vocabularies have 10 to 40 MB.
+TOKENIZER_BYTES_MAX: Final = 256 * 1024 * 1024
 
 #: Names of special tokens in chat templates.
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -63,14 +69,10 @@ def read_tokenizer(path: str | Path) -> TokenizerFile:
     Raises ConfigError when the file cannot be read.
     """
     file = Path(path) / "tokenizer.json"
-    if not file.exists():
+    if not os.path.lexists(file):
         return TokenizerFile(BYTES)
-    try:
-        return TokenizerFile(JSON, file.read_bytes(), _chat_template(Path(path)))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot be read: {error}", field="worker.model", value=file, remedy="repair or remove the tokenizer files"
-        ) from error
+    data, _ = read_small_file(file, FIELD, bytes_max=TOKENIZER_BYTES_MAX)
+    return TokenizerFile(JSON, data, _chat_template(Path(path)))
 
 
 class Detokenizer(Protocol):
@@ -291,11 +293,22 @@ class StopMatcher:
 
 def _chat_template(path: Path) -> str:
     file, settings = path / "chat_template.jinja", path / "tokenizer_config.json"
-    config = json.loads(settings.read_text()) if settings.exists() else {}
-    template = file.read_text() if file.exists() else config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {it["name"]: it["template"] for it in template}.get("default")
-    return _bindings(config) + template if isinstance(template, str) else ""
+    config = read_json_object(settings, FIELD) if os.path.lexists(settings) else {}
+    try:
+        if os.path.lexists(file):
+            return _bindings(config) + read_small_file(file, FIELD)[0].decode()
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {it["name"]: it["template"] for it in template}.get("default")
+        return _bindings(config) + template if isinstance(template, str) else ""
+    except UnicodeDecodeError as error:
+        raise _refusal("is not text", file) from error
+    except (TypeError, KeyError) as error:
+        raise _refusal("chat_template or a special token has a form that is not known", settings) from error
+
+
+def _refusal(message: str, file: Path) -> ConfigError:
+    return ConfigError(message, field=FIELD, value=file, remedy="repair or remove the tokenizer files")
 
 
 def _bindings(settings: dict[str, Any]) -> str:

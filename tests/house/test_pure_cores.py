@@ -70,6 +70,8 @@ PURE = [
     "protocol/units",
     "worker/loop/batch",
     "worker/loop/output",
+    "worker/runners/dimensions",
+    "worker/runners/safetensors_header",
     "worker/transfer/handover",
     "worker/transfer/layer_groups",
     "worker/transfer/outgoing",

@@ -101,12 +101,17 @@ def test_invalid_key_is_refused_by_name(keys: Path, text: str, complaint: str) -
         read_peer_key(keys, "client")
 
 
+@pytest.mark.timeout(20)
 def test_missing_binary_or_endless_files_are_refused(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="No such file") as caught:
         read_server_key(keys / "nowhere")
     assert "hisparse keys init" in caught.value.remedy
     (keys / "client.key").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not text"):
+        read_peer_key(keys, "client")
+    (keys / "client.key").unlink()
+    os.mkfifo(keys / "client.key", 0o600)
+    with pytest.raises(ConfigError, match="is no regular file"):
         read_peer_key(keys, "client")
     monkeypatch.setattr(key_files, "FILE_BYTES_MAX", 10)
     with pytest.raises(ConfigError, match="larger than 10 bytes"):

@@ -38,9 +38,10 @@ from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from worker.runners import attention as mla
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
-from worker.runners.checkpoint import describe_model, geometry_of, read_config
+from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
 from worker.runners.layers import Angles, Layer, Layers
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
+from worker.runners.safetensors_header import FIELD
 from worker.runners.sampling import sample
 
 if TYPE_CHECKING:
@@ -123,9 +124,10 @@ class TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served."""
         config = read_config(path)
         torch_dtype = _torch_dtype(dtype, config)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=AutoConfig.from_pretrained(path), dtype=torch_dtype, attn_implementation="sdpa"
-        )
+        with library_refusals(path, FIELD):
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=AutoConfig.from_pretrained(path), dtype=torch_dtype, attn_implementation="sdpa"
+            )
         model = model.to(device).eval().requires_grad_(False)
         geometry = geometry_of(model.config, _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype)
         return cls(model, describe_model(path, model.config), geometry, deterministic_rows=deterministic_rows)
