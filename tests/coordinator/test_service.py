@@ -92,7 +92,7 @@ def coordinator(directory: Path) -> Iterator[subprocess.Popen[str]]:
     process = start(directory)
     give_up_at = time.monotonic() + START_LIMIT_S
     try:
-        with ThreadPoolExecutor(1) as thread:  # an async test has a trio loop in its own
+        with ThreadPoolExecutor(1) as thread:  # an async test has a trio loop in the main thread
             while not thread.submit(answers, directory).result():
                 assert process.poll() is None, "it ended during start"
                 assert time.monotonic() < give_up_at, "it does not answer"

@@ -51,7 +51,8 @@ from protocol.errors import (
 from protocol.messages import Ended, ModelInfo
 from protocol.settings import HttpSettings
 from protocol.small_files import FILE_BYTES_MAX
-from protocol.text import JsonTokenizer, read_tokenizer
+from protocol.text import JsonTokenizer
+from protocol.tokenizer_files import read_tokenizer
 from tests.hisparse.test_cli import run
 from tests.support.http_rig import KEY, TEMPLATE, byte_tokenizer_json
 

@@ -1,4 +1,4 @@
-"""Files that cannot be used end a real process at once: exit code 8, a line that names file and remedy, no traceback."""
+"""Unusable files end a real process at once: exit code 8, a line that names file and remedy, no traceback."""
 
 from __future__ import annotations
 

@@ -163,13 +163,13 @@ def test_only_tcp_requires_keys(keys: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speaks_as", "asked", "door_of"), [("client", "client", "client"), ("admin", "client", "admin")]
+    ("speaks_as", "asked", "socket_role"), [("client", "client", "client"), ("admin", "client", "admin")]
 )
-def test_shared_commands_use_the_chosen_socket(keys: Path, speaks_as: str, asked: str, door_of: str) -> None:
+def test_shared_commands_use_the_chosen_socket(keys: Path, speaks_as: str, asked: str, socket_role: str) -> None:
     flags = {f"cluster.{role}_endpoint": f"tcp://{role}:1" for role in ("client", "admin")}
     flags |= {"cluster.keys_dir": str(keys), "cluster.speak_as": speaks_as}
     config = build({}, {}, flags, HostFacts("host", 1, 0))
-    assert endpoint_for(config, asked) == (door_of, f"tcp://{door_of}:1", read_peer_key(keys, door_of))
+    assert endpoint_for(config, asked) == (socket_role, f"tcp://{socket_role}:1", read_peer_key(keys, socket_role))
     assert endpoint_for(config, "admin")[0] == "admin", "an operator's command goes there under any setting"
 
 

@@ -21,7 +21,7 @@ from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import PeerKey, add_peer, make_keys, read_peer_key
 from tests.support.fakes.worker import FakeWorker, hello
 
-#: Each listener needs an endpoint of its own before it knows its port.
+#: Each listener needs a separate endpoint before it knows its port.
 ANY_PORT = {"client": "tcp://127.0.0.1:*", "admin": "tcp://127.0.0.2:*", "worker": "tcp://127.0.0.3:*"}
 
 
@@ -44,7 +44,7 @@ class Guarded:
         return self.sockets[role].endpoint
 
     def key(self, role: str, name: str = "") -> PeerKey:
-        """As its bearer has it: under the name of its role in a directory of its own."""
+        """As its bearer has it: under the name of its role in a separate directory."""
         if not name:
             return read_peer_key(self.keys, role)
         own = self.keys / name
@@ -98,7 +98,7 @@ def guarded_config(directory: Path, keys: Path, **settings: object) -> Config:
 
 @asynccontextmanager
 async def guarded(directory: Path, keys: Path | None = None, **settings: object) -> AsyncIterator[Guarded]:
-    """One life of a coordinator; `settings` of its own table."""
+    """One life of a coordinator; `settings` of its table."""
     keys = keys or new_keys(directory)
     config, counters = guarded_config(directory, keys, **settings), CoordinatorCounters()
     with open_zap(config, counters) as zap, open_sockets(config) as sockets:

@@ -17,7 +17,7 @@ from protocol.errors import ConfigError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.small_files import read_json_object
-from protocol.text import read_tokenizer
+from protocol.tokenizer_files import read_tokenizer
 from worker.runners.dimensions import VOCAB_MAX, check_dimensions
 from worker.runners.safetensors_header import FIELD
 from worker.runners.shards import check_shards

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.fuzz
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LIMIT_S = 30
-#: Commands by which an operator may rightfully touch a request that is not his, or all workers.
+#: Commands by which an operator may change requests of any user, or all workers.
 LAWFUL = frozenset(
     {
         "AbortRequests",
