@@ -17,13 +17,10 @@ Without stop strings nothing is held.
 from __future__ import annotations
 
 import codecs
-import hashlib
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from protocol.errors import ConfigError
@@ -32,45 +29,9 @@ BYTES: Final = "bytes"
 JSON: Final = "json"
 BYTE_IDS: Final = 256
 
-#: Names of special tokens in chat templates.
-SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
-
 #: After so many tokens without text, they count as text of length zero, which bounds how many tokens are held. The
 #: longest character has 4 byte tokens; a longer run is special tokens, or bytes that begin no character.
 PENDING_TOKENS_MAX: Final = 8
-
-
-@dataclass(frozen=True)
-class TokenizerFile:
-    """The tokenizer of a checkpoint: `kind` "bytes" (ids 0..255 are bytes, no data) or "json" (a tokenizer.json).
-
-    `chat_template` is complete: its first line binds the special tokens that it may name.
-    """
-
-    kind: str
-    data: bytes = b""
-    chat_template: str = ""
-
-    @property
-    def hash(self) -> str:
-        """The value of ModelInfo.tokenizer_hash: SHA-256 in hexadecimal; empty without data."""
-        return hashlib.sha256(self.data).hexdigest() if self.data else ""
-
-
-def read_tokenizer(path: str | Path) -> TokenizerFile:
-    """The tokenizer of a checkpoint directory; kind "bytes" when it has no tokenizer.json.
-
-    Raises ConfigError when the file cannot be read.
-    """
-    file = Path(path) / "tokenizer.json"
-    if not file.exists():
-        return TokenizerFile(BYTES)
-    try:
-        return TokenizerFile(JSON, file.read_bytes(), _chat_template(Path(path)))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot be read: {error}", field="worker.model", value=file, remedy="repair or remove the tokenizer files"
-        ) from error
 
 
 class Detokenizer(Protocol):
@@ -287,20 +248,3 @@ class StopMatcher:
         self._borders = [border for border in self._borders if border >= publishable]
         self._window = self._window[publishable[0] - self._window_start :]
         self._window_start = publishable[0]
-
-
-def _chat_template(path: Path) -> str:
-    file, settings = path / "chat_template.jinja", path / "tokenizer_config.json"
-    config = json.loads(settings.read_text()) if settings.exists() else {}
-    template = file.read_text() if file.exists() else config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {it["name"]: it["template"] for it in template}.get("default")
-    return _bindings(config) + template if isinstance(template, str) else ""
-
-
-def _bindings(settings: dict[str, Any]) -> str:
-    """A line of Jinja that binds the special tokens of a tokenizer_config.json; its newline is not output."""
-    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
-    texts = {name: it["content"] if isinstance(it, dict) else it for name, it in tokens.items() if it}
-    sets = "".join(f"{{% set {name} = {json.dumps(text, ensure_ascii=False)} %}}" for name, text in texts.items())
-    return sets + "\n" if sets else ""

@@ -38,7 +38,8 @@ from protocol.config import pool_path
 from protocol.errors import HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
-from protocol.text import TokenizerFile, make_tokenizer, read_tokenizer
+from protocol.text import make_tokenizer
+from protocol.tokenizer_files import TokenizerFile, read_tokenizer
 from protocol.transport.keys import access
 from protocol.version import our_version
 from worker.device.gpu_memory import cuda_device, free_device_bytes

@@ -116,7 +116,7 @@ def check_node(ledger: Ledger, waiting: Iterable[int]) -> list[Difference]:
     """What a ledger says of itself: I1, and kept pages whose placement is none of `waiting`."""
     found = [
         Difference(ORPHAN, placement, f"{ledger.held(placement).host_pages} pages kept", "off every worker")
-        for placement in ledger.kept_admissions() - set(waiting)
+        for placement in ledger.kept_placements() - set(waiting)
     ]
     if mismatch := ledger.find_mismatch():
         found.append(Difference(ACCOUNTS, 0, mismatch, ""))

@@ -147,7 +147,7 @@ class Ledger:
         """Every placement that holds something."""
         return set(self._holdings)
 
-    def kept_admissions(self) -> set[int]:
+    def kept_placements(self) -> set[int]:
         """Departed placements whose pages are kept."""
         return {it.placement for it in self._holdings.values() if it.budget is None}
 

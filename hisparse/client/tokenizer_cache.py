@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hisparse.client.client import Client
-from protocol.text import Tokenizer, TokenizerFile, make_tokenizer
+from protocol.text import Tokenizer, make_tokenizer
+from protocol.tokenizer_files import TokenizerFile
 
 
 async def fetch_tokenizer(client: Client) -> Tokenizer:

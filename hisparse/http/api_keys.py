@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
-import stat
 from collections.abc import Sequence
 from typing import Final
 
 from hisparse.http.errors import Unauthorized
 from protocol.errors import ConfigError
+from protocol.small_files import read_small_file
 
 KEY_CHARS_MIN: Final = 16
 KEYS_MAX: Final = 1_024
@@ -23,8 +22,6 @@ OTHERS: Final = 0o007
 FIELD: Final = "http.api_keys_file"
 #: Of an owner's name.
 OWNER_CHARS: Final = 12
-#: Of the file: KEYS_MAX keys with as many comments.
-FILE_BYTES_MAX: Final = 1024 * 1024
 
 
 class ApiKeys:
@@ -65,31 +62,11 @@ def read_keys(path: str) -> ApiKeys:
 
 
 def read_secret(path: str, field: str) -> bytes:
-    """A file that others may not read: see `read_file`."""
-    data, mode = read_file(path, field)
+    """A small file that others may not read. Raises ConfigError."""
+    data, mode = read_small_file(path, field)
     if mode & OTHERS:
         raise ConfigError("others may read it", field=field, value=path, remedy=f"chmod 600 {path}")
     return data
-
-
-def read_file(path: str, field: str) -> tuple[bytes, int]:
-    """A small regular file, and its mode. Raises ConfigError.
-
-    Opened without waiting: a pipe in its place would hold the process until something writes to it.
-    """
-    try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            mode = os.fstat(file.fileno()).st_mode
-            data = file.read(FILE_BYTES_MAX + 1) if stat.S_ISREG(mode) else b""
-    except OSError as error:
-        remedy = "name a file that this user may read"
-        raise ConfigError(f"cannot be read: {error.strerror}", field=field, value=path, remedy=remedy) from error
-    if not stat.S_ISREG(mode):
-        raise ConfigError("is no regular file", field=field, value=path, remedy="name a file, no pipe or device")
-    if len(data) > FILE_BYTES_MAX:
-        text = f"more than {FILE_BYTES_MAX} bytes"
-        raise ConfigError(text, field=field, value=path, remedy="is it the file that was meant?")
-    return data, mode
 
 
 def parse_keys(text: str, path: str) -> list[str]:

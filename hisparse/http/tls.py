@@ -13,9 +13,10 @@ from __future__ import annotations
 import ssl
 from typing import Final, NoReturn
 
-from hisparse.http.api_keys import read_file, read_secret
+from hisparse.http.api_keys import read_secret
 from protocol.errors import ConfigError
 from protocol.settings import HttpSettings
+from protocol.small_files import read_small_file
 
 CERT_FIELD: Final = "http.tls_cert_file"
 KEY_FIELD: Final = "http.tls_key_file"
@@ -47,7 +48,7 @@ def tls_of(settings: HttpSettings) -> Tls | None:
 
 def check_pair(cert: str, key: str) -> None:
     """Raise ConfigError unless these are a certificate and its key, in a file closed to other users."""
-    read_file(cert, CERT_FIELD)
+    read_small_file(cert, CERT_FIELD)
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         trial.load_verify_locations(cert)

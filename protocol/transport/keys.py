@@ -32,6 +32,7 @@ from zmq.utils import z85
 
 from protocol.errors import BadInput, ConfigError, NotFound
 from protocol.settings import ClusterSettings
+from protocol.small_files import open_regular
 
 ROLES: Final = ("client", "admin", "worker")
 SERVER_FILE: Final = "server.key"
@@ -147,11 +148,7 @@ def _read_table(path: Path) -> dict[str, object]:
 
 def _read(path: Path, *, secret: bool) -> str:
     """Check and read one open file, so that no other process can exchange it between check and read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(error.strerror or "cannot be read", field="key file", value=path, remedy=_MAKE) from error
-    with os.fdopen(descriptor, "rb") as file:
+    with open_regular(path, "key file", remedy=_MAKE) as file:
         _check_private(os.fstat(file.fileno()), path, secret=secret)
         data = file.read(FILE_BYTES_MAX + 1)
     if len(data) > FILE_BYTES_MAX:

@@ -84,7 +84,7 @@ async def test_a_cancelled_take_has_taken_nothing() -> None:
     with trio.move_on_after(0.01) as scope:
         await mailbox.take(5)
     assert scope.cancelled_caught
-    mailbox.put(2)  # no reader is parked any more
+    mailbox.put(2)  # no reader is parked now
     assert await mailbox.take(5) == [2]
 
 

@@ -99,7 +99,7 @@ def write_array(life: Life) -> None:
     life.scheduler._ledgers["n0"]._refcounts[0] += 1
 
 
-def write_book(life: Life) -> None:
+def write_journal_state(life: Life) -> None:
     life.scheduler._journal.state.requests[life.scheduler.lookup("r")].strikes += 1
 
 
@@ -113,7 +113,7 @@ def write_book(life: Life) -> None:
         (write_table, "request table"),
         (write_count, "ledger"),
         (write_array, "ledger"),
-        (write_book, "journal state"),
+        (write_journal_state, "journal state"),
     ],
 )
 async def test_foreign_write_is_seen(autojump_clock: trio.testing.MockClock, write: Write, what: str) -> None:
@@ -128,11 +128,11 @@ async def test_foreign_write_is_seen(autojump_clock: trio.testing.MockClock, wri
         assert [it for it, _ in ownership.violations] == [what]
 
 
-@pytest.mark.parametrize("write", [write_state, write_array, write_book])
+@pytest.mark.parametrize("write", [write_state, write_array, write_journal_state])
 async def test_scheduler_write_to_foreign_state_is_seen(
     autojump_clock: trio.testing.MockClock, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of its own turn."""
+    """In the middle of a turn of its task."""
     async with watched_life() as (life, ownership):
         await life.add_worker("w0")
         await life.submit("r", 100, 200)

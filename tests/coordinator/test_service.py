@@ -45,10 +45,37 @@ def test_incarnations_grow_even_if_the_clock_goes_back(tmp_path: Path) -> None:
     assert next_incarnation(tmp_path) > 1_700_000_000_000
 
 
-def test_an_unreadable_incarnation_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "incarnation").write_text("garbage")
-    with pytest.raises(ConfigError, match="cannot read or write the coordinator's incarnation"):
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("text", "holds no number"),
+        ("bytes", "holds no number"),
+        ("pipe", "is no regular file"),
+        ("directory", "cannot be read: Is a directory"),
+        ("link", "is a symlink"),
+        ("dangling", "is a symlink"),
+        ("long", "more than 64 bytes"),
+    ],
+)
+def test_an_unreadable_incarnation_is_refused_at_once(tmp_path: Path, kind: str, reason: str) -> None:
+    """A pipe would hold the start until something writes to it."""
+    file = tmp_path / "incarnation"
+    (tmp_path / "elsewhere").write_text("7")
+    match kind:
+        case "pipe":
+            os.mkfifo(file, 0o600)
+        case "directory":
+            file.mkdir()
+        case "link" | "dangling":
+            file.symlink_to("elsewhere" if kind == "link" else "nowhere")
+        case _:
+            file.write_bytes({"text": b"garbage", "bytes": b"\xff", "long": b"1" * 65}[kind])
+    with pytest.raises(ConfigError, match=reason) as caught:
         next_incarnation(tmp_path)
+    assert (caught.value.field, caught.value.value) == ("cluster.runtime_dir", str(file))
+    assert "remove the file" in caught.value.remedy
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "incarnation"]
 
 
 @pytest.mark.parametrize("text", [str(10**30), str(1 << 53), "-1", "9" * 5_000])
@@ -65,7 +92,7 @@ def coordinator(directory: Path) -> Iterator[subprocess.Popen[str]]:
     process = start(directory)
     give_up_at = time.monotonic() + START_LIMIT_S
     try:
-        with ThreadPoolExecutor(1) as thread:  # an async test has a trio loop in its own
+        with ThreadPoolExecutor(1) as thread:  # an async test has a trio loop in the main thread
             while not thread.submit(answers, directory).result():
                 assert process.poll() is None, "it ended during start"
                 assert time.monotonic() < give_up_at, "it does not answer"

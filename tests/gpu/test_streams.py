@@ -268,7 +268,7 @@ def test_a_fence_does_not_cross_the_edge_of_a_capture(streams: CudaStreams) -> N
     assert copied(streams) == 1
 
 
-def test_a_capture_outlives_the_graphs_of_garbage(streams: CudaStreams) -> None:
+def test_a_capture_outlives_collected_graphs(streams: CudaStreams) -> None:
     """A graph that is destroyed while another is captured invalidates it; collection may come at any allocation."""
     value = torch.zeros(1, device="cuda")
     cycle: list[object] = [streams.capture(lambda: streams.compute.launch("add", lambda: value.add_(1)))]

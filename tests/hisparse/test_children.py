@@ -114,7 +114,7 @@ async def test_child_dies_with_a_killed_parent(children: list[Child], tmp_path: 
 
 
 def test_orphaned_child_does_not_start() -> None:
-    if (pid := os.fork()) == 0:  # prctl cannot be undone: ask for it in a process of its own
+    if (pid := os.fork()) == 0:  # prctl cannot be undone: ask for it in a child process
         try:
             die_with_parent(2**22 + 1)
         except Unavailable:

@@ -370,7 +370,7 @@ def test_drain_waits_until_the_workers_are_drained(gateway: FakeGateway) -> None
 def serve_output(
     gateway: FakeGateway, kind: type, chunks: list[str], outcome: str = "FINISHED", tail: str = "", start: int = 0
 ) -> None:
-    """Accept, deliver `chunks` in deliveries of their own, end."""
+    """Accept, deliver each of `chunks` separately, end."""
 
     def answer(message: Any) -> Iterator[messages.GatewayMessage]:
         yield messages.Accepted(message.tag, "r1", 3)
@@ -466,7 +466,7 @@ def test_a_tokenizer_is_fetched_once_and_kept(gateway: FakeGateway) -> None:
     library = Tokenizer(models.WordLevel({"hello": 7, "world": 8, "?": 0}, unk_token="?"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     data = library.to_str().encode()
-    from protocol.text import TokenizerFile
+    from protocol.tokenizer_files import TokenizerFile
 
     kept = TokenizerFile("json", data)
     gateway.model = row(MODEL, tokenizer_kind="json", tokenizer_hash=kept.hash)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.answers import Answer, Transcript
-from hisparse.http.api_keys import FILE_BYTES_MAX, KEY_CHARS_MIN, ApiKeys, parse_keys, read_keys
+from hisparse.http.api_keys import KEY_CHARS_MIN, ApiKeys, parse_keys, read_keys
 from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.bodies import NEUTRAL, ChatBody, CompletionBody, read_body
 from hisparse.http.chat import render
@@ -50,7 +50,9 @@ from protocol.errors import (
 )
 from protocol.messages import Ended, ModelInfo
 from protocol.settings import HttpSettings
-from protocol.text import JsonTokenizer, read_tokenizer
+from protocol.small_files import FILE_BYTES_MAX
+from protocol.text import JsonTokenizer
+from protocol.tokenizer_files import read_tokenizer
 from tests.hisparse.test_cli import run
 from tests.support.http_rig import KEY, TEMPLATE, byte_tokenizer_json
 

@@ -315,11 +315,11 @@ async def test_oldest_idle_connection_is_closed_for_a_new_one() -> None:
 
 
 async def test_stopping_lets_the_last_answer_finish() -> None:
-    gate = trio.Event()
+    resumed = trio.Event()
 
     async def slow(head: RequestHead, channel: Channel) -> None:
         exchange = Exchange(head, channel, Shares(1))
-        await gate.wait()
+        await resumed.wait()
         await exchange.answer(200, b"done")
 
     async with running(slow) as rig:
@@ -332,7 +332,7 @@ async def test_stopping_lets_the_last_answer_finish() -> None:
             assert await idle.receive_some() == b""
             with pytest.raises(OSError, match="connect"):
                 await rig.open()
-            gate.set()
+            resumed.set()
             answer = await exchanged(busy, b"")
         assert answer.endswith(b"done")
         assert b"connection: close" in answer.lower()

@@ -225,7 +225,7 @@ async def test_health_checks_share_a_coordinator_query(rig: FrontRig, monkeypatc
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_disconnect_aborts_the_request(tmp_path: Path, stream: bool) -> None:
-    """At once: nobody else can know its id."""
+    """At once: no other client can know its id."""
     async with front_rig(tmp_path, HttpSettings(reattach_grace_s=1e6)) as rig:
         peer = await rig.complete({"prompt": "abc", "stream": stream})
         (name,) = await rig.submitted(1)
@@ -239,12 +239,12 @@ async def test_disconnect_aborts_the_request(tmp_path: Path, stream: bool) -> No
 
 
 async def test_disconnect_during_submission_leaves_no_request(rig: FrontRig) -> None:
-    """The submission is in flight: nobody but the front's own task can know that it was accepted."""
+    """The submission is in flight: only the front's task can know that it was accepted."""
     scheduler = rig.gateway.scheduler
-    plain, gate = scheduler.submit, trio.Event()
+    plain, resumed = scheduler.submit, trio.Event()
 
     async def slowly(*asked: Any) -> Any:
-        await gate.wait()
+        await resumed.wait()
         return await plain(*asked)
 
     scheduler.submit = slowly  # type: ignore[method-assign]
@@ -252,7 +252,7 @@ async def test_disconnect_during_submission_leaves_no_request(rig: FrontRig) -> 
     await until(lambda: len(rig.outputs) == 1)
     await peer.leave()
     await until(lambda: rig.counters.disconnects == 1)
-    gate.set()
+    resumed.set()
     (name,) = await rig.submitted(1)
     await until(lambda: rig.aborted() == [name])
 
@@ -379,12 +379,12 @@ async def test_samples_are_submitted_gradually_and_the_prompt_freed(
 ) -> None:
     """I8. A key that sends many does not hold up another."""
     async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
-        plain, gate, sent = rig.gateway.scheduler.submit, trio.Event(), []
+        plain, resumed, sent = rig.gateway.scheduler.submit, trio.Event(), []
 
         async def slowly(submit: Any, *who: Any) -> Any:
             sent.append(submit.request_id)
             if submit.request_id.startswith("many"):
-                await gate.wait()
+                await resumed.wait()
             return await plain(submit, *who)
 
         monkeypatch.setattr(rig.gateway.scheduler, "submit", slowly)
@@ -395,7 +395,7 @@ async def test_samples_are_submitted_gradually_and_the_prompt_freed(
         assert len(sent) == outputs.SUBMITS_PER_KEY + 1
         rig.gateway.scheduler.finish(name)
         await other.answer()
-        gate.set()
+        resumed.set()
         await rig.submitted(17)
         held = list(rig.outputs._by_id.values())
         await until(lambda: all(output.choice.prompt.size == 0 for output in held))
@@ -583,7 +583,7 @@ def test_unusable_address_is_refused() -> None:
 
 
 async def test_exported_equals_table(rig: FrontRig) -> None:
-    """By the exporter, and by the front itself to whoever has a key. Only completions are timed."""
+    """By the exporter, and by the front itself to clients with a key. Only completions are timed."""
     await rig.open("GET", "/health").answer()
     peer = await rig.complete({"prompt": "abc"})
     (name,) = await rig.submitted(1)

@@ -29,7 +29,7 @@ NEW_KEY: Final = "a-new-key-of-the-front"
 
 
 def write_pair(place: Path, name: str = "front") -> tuple[str, str]:
-    """A certificate of its own making for localhost, and its key."""
+    """A self-signed certificate for localhost, and its key."""
     cert, key = place / f"{name}.pem", place / f"{name}.key"
     subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-days", "2"]
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
@@ -117,7 +117,7 @@ def write_keys(place: Path, *keys: str) -> str:
 
 @contextmanager
 def front(place: Path, cert: str, key: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A front without a coordinator, and its port: it answers 503 to whoever asks for its health."""
+    """A front without a coordinator, and its port: it answers 503 where it is asked for its health."""
     log = place / "http.log"
     options = ["--port", "0", "--metrics-port", "-1", "--tls-cert", cert, "--tls-key", key]
     options += ["--api-keys", write_keys(place, OLD_KEY)]
@@ -144,7 +144,7 @@ def until(log: Path, pattern: str) -> re.Match[str]:
 
 
 def ask(port: int, cert: str, path: str = "/health", key: str = OLD_KEY) -> tuple[int, bytes | None]:
-    """Whoever trusts `cert` asks; the status, and the certificate that was shown."""
+    """Ask as a client that trusts `cert`: the status, and the certificate that was shown."""
     connection = HTTPSConnection("localhost", port, timeout=LIMIT_S, context=ssl.create_default_context(cafile=cert))
     connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
     shown = connection.sock.getpeercert(binary_form=True)

@@ -1,4 +1,4 @@
-"""The keeper: how often and how late it restarts, whom it takes for hung, when it gives up."""
+"""The keeper: how often and how late it restarts, which processes it takes for hung, when it gives up."""
 
 from __future__ import annotations
 

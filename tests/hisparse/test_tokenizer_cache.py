@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hisparse.client.tokenizer_cache import cache_dir, read_cached, write_cached
-from protocol.text import TokenizerFile
+from protocol.tokenizer_files import TokenizerFile
 
 DATA = b'{"version": "1.0"}'
 HASH = TokenizerFile("json", DATA).hash

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import click
@@ -75,6 +77,27 @@ def test_prose_names_its_subjects() -> None:
         if name != "TABLES.md":
             prose = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
             assert re.findall(barred, prose) == [], name
+
+
+def prose_of(path: Path) -> str:
+    """Comments, docstrings and other texts of a Python file, with names of tests and of what they define as words."""
+    found = []
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type in (tokenize.COMMENT, tokenize.STRING):
+                found.append(token.string)
+            elif token.type == tokenize.NAME:
+                found.append(token.string.replace("_", " "))
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("room", sorted({path.parent for path in (ROOT / "tests").rglob("*.py")}))
+def test_prose_of_tests_names_its_subjects(room: Path) -> None:
+    """Docstrings, comments, messages and names; the files that list retired words aside."""
+    barred = r"(?i)\b(whoever|whom|(?:no|some|every|any)body|everyone|someone|surely|he|him|his|she|hers)\b"
+    for path in sorted(room.glob("*.py")):
+        if path.name not in ("test_docs.py", "test_glossary.py"):
+            assert re.findall(barred, prose_of(path)) == [], path.relative_to(ROOT)
 
 
 # ---------------------------------------------------------------- commands and settings

@@ -71,6 +71,7 @@ PURE = [
     "protocol/units",
     "worker/loop/batch",
     "worker/loop/output",
+    "worker/runners/dimensions",
     "worker/transfer/handover",
     "worker/transfer/layer_groups",
     "worker/transfer/outgoing",

@@ -75,7 +75,7 @@ def test_prompt_to_host_and_back_for_partial_pages(
 ) -> None:
     """Slab -> host pages -> other chunks: every byte of start..length-1, and no byte outside.
 
-    vLLM #57019: each layer has a place of its own."""
+    vLLM #57019: each layer has a separate place."""
     start = min(start, length - 1)
     row_bytes, split = planes
     rig = Rig(groups=groups, row_bytes=row_bytes, split=split, index_row_bytes=index_row_bytes, seed=seed)

@@ -200,7 +200,7 @@ async def test_pages_of_another_layout_are_refused(model: Path, tmp_path: Path) 
 
 @pytest.fixture
 def five_places() -> Iterator[list[Namespace]]:
-    """A network namespace for the coordinator and one for each worker, with addresses of their own."""
+    """A network namespace, with its address, for the coordinator and for each worker."""
     if reason := why_not():
         pytest.skip(reason)
     with namespaces(5) as found:

@@ -134,4 +134,4 @@ def is_of(journal: Path, name: str) -> bool:
 
 def spoil(journal: Path, names: Iterable[str]) -> None:
     for name in names:
-        (journal.parent / name).write_bytes(b"not a journal any more" * 1000)
+        (journal.parent / name).write_bytes(b"not a journal" * 1000)

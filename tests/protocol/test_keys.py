@@ -101,12 +101,17 @@ def test_invalid_key_is_refused_by_name(keys: Path, text: str, complaint: str) -
         read_peer_key(keys, "client")
 
 
+@pytest.mark.timeout(20)
 def test_missing_binary_or_endless_files_are_refused(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="No such file") as caught:
         read_server_key(keys / "nowhere")
     assert "hisparse keys init" in caught.value.remedy
     (keys / "client.key").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not text"):
+        read_peer_key(keys, "client")
+    (keys / "client.key").unlink()
+    os.mkfifo(keys / "client.key", 0o600)
+    with pytest.raises(ConfigError, match="is no regular file"):
         read_peer_key(keys, "client")
     monkeypatch.setattr(key_files, "FILE_BYTES_MAX", 10)
     with pytest.raises(ConfigError, match="larger than 10 bytes"):
@@ -158,13 +163,13 @@ def test_only_tcp_requires_keys(keys: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speaks_as", "asked", "door_of"), [("client", "client", "client"), ("admin", "client", "admin")]
+    ("speaks_as", "asked", "socket_role"), [("client", "client", "client"), ("admin", "client", "admin")]
 )
-def test_shared_commands_use_the_chosen_socket(keys: Path, speaks_as: str, asked: str, door_of: str) -> None:
+def test_shared_commands_use_the_chosen_socket(keys: Path, speaks_as: str, asked: str, socket_role: str) -> None:
     flags = {f"cluster.{role}_endpoint": f"tcp://{role}:1" for role in ("client", "admin")}
     flags |= {"cluster.keys_dir": str(keys), "cluster.speak_as": speaks_as}
     config = build({}, {}, flags, HostFacts("host", 1, 0))
-    assert endpoint_for(config, asked) == (door_of, f"tcp://{door_of}:1", read_peer_key(keys, door_of))
+    assert endpoint_for(config, asked) == (socket_role, f"tcp://{socket_role}:1", read_peer_key(keys, socket_role))
     assert endpoint_for(config, "admin")[0] == "admin", "an operator's command goes there under any setting"
 
 

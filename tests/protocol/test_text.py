@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +18,6 @@ from protocol.text import (
     StopState,
     Tokenizer,
     make_tokenizer,
-    read_tokenizer,
 )
 
 
@@ -215,25 +212,3 @@ def test_unreadable_tokenizer_is_refused() -> None:
         make_tokenizer("sentencepiece")
     with pytest.raises(ConfigError, match="unreadable"):
         make_tokenizer("json", b"{}")
-
-
-def test_checkpoint_without_tokenizer_uses_bytes(tmp_path: Path) -> None:
-    file = read_tokenizer(tmp_path)
-    assert (file.kind, file.data, file.hash) == ("bytes", b"", "")
-
-
-def test_a_checkpoint_names_its_tokenizer_and_template(tmp_path: Path, tokenizer_json: bytes) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ x }}"}))
-    file = read_tokenizer(tmp_path)
-    assert (file.kind, file.data, file.chat_template) == ("json", tokenizer_json, "{{ x }}")
-    assert len(file.hash) == 64
-    (tmp_path / "chat_template.jinja").write_text("{{ y }}")
-    assert read_tokenizer(tmp_path).chat_template == "{{ y }}"
-
-
-def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, tokenizer_json: bytes) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_tokenizer(tmp_path)

@@ -69,7 +69,7 @@ class Alarm:
         return self._sleeper is not None and self._at == at
 
     async def sleep_until(self, at: float) -> None:
-        """A checkpoint, however early `at` is. Cancelled: nobody sleeps on it any more."""
+        """A checkpoint, however early `at` is. Cancelled: no task sleeps on it."""
         if at <= trio.current_time():
             await trio.lowlevel.checkpoint()
             return

@@ -1,12 +1,12 @@
 """What must hold, looked at whenever every task of the simulation rests, and at each frame that a client gets.
 
     I1  every ledger adds up, from scratch
-    I2  no page that a process may still touch is free, or somebody else's; GPU counts are never overdrawn
+    I2  no page that a process may still touch is free, or another owner's; GPU counts are never overdrawn
         (tests.sim.fake_worker counts what a worker was given)
     I3  rows below a durable length are in host memory and are the right ones, whatever was written since
     I4  commands are applied by a worker, and reports by the coordinator, once and in the order in which they were
         numbered; no worker obeys a coordinator lower than one it has obeyed
-    I5  each position once and in order on every connection; one end for each request, the same for everybody
+    I5  each position once and in order on every connection; one end for each request, the same on all of them
     I7  what only asks changes nothing
     I8  every queue is within its bound; every request ends within LIVE_LIMIT_S once faults have stopped
     output  what a request says is what the oracle says
@@ -71,7 +71,7 @@ class Checker(trio.abc.Instrument):
         self._effects: dict[Conversation, int] = {}
         self._incarnations: dict[int, int] = defaultdict(int)
         self.ledger_changes = 0
-        self._booked = 0  # of them, when books were looked at last
+        self._checked_changes = 0  # of them, when ledgers were looked at last
         self._rows_seen: dict[int, tuple[int, ...]] = {}  # by slot, what the rows found right last depend on
         self._last_seen = -1
         self._rounds = 0
@@ -82,7 +82,7 @@ class Checker(trio.abc.Instrument):
         """Look, when every task rests and something has happened since the last time."""
         self._rounds += 1
         if self._rounds == ROUNDS_MAX:
-            self._found(Violation("I8", f"{ROUNDS_MAX} rounds of the event loop: somebody goes round in a circle"))
+            self._found(Violation("I8", f"{ROUNDS_MAX} rounds of the event loop: tasks wake each other in a circle"))
         if trio._core._run.GLOBAL_RUN_CONTEXT.runner.runq:
             return
         if self.violation is not None or len(self._cluster.trace.entries) == self._last_seen:
@@ -104,8 +104,8 @@ class Checker(trio.abc.Instrument):
             pool.settle()
         self._cluster.wire.settle()
         if life is not None:
-            if self._booked != self.ledger_changes:
-                self._check_books(life)
+            if self._checked_changes != self.ledger_changes:
+                self._check_ledgers(life)
             for node, ledger in life.ledgers.items():
                 self._check_pages(node, ledger)
             for entry in life.entries():
@@ -114,15 +114,15 @@ class Checker(trio.abc.Instrument):
         for process in self._cluster.processes():
             self._check_process(process)
 
-    def _check_books(self, life: CoordinatorLife) -> None:
-        """Changes are few, and whatever breaks a book is one of them."""
+    def _check_ledgers(self, life: CoordinatorLife) -> None:
+        """Changes are few, and an error in a ledger is one of them."""
         if differences := life.audit_differences:
             raise Violation("I1", f"the audit has seen a worker and the ledger differ: {differences}")
         for ledger in life.ledgers.values():
             _as_invariant("I1", ledger.check_invariants)
         if life.is_between_turns:
             _as_invariant("I1", life.check_invariants)
-            self._booked = self.ledger_changes
+            self._checked_changes = self.ledger_changes
 
     def _check_drains(self, life: CoordinatorLife) -> None:
         """A drain is of a process, through all its epochs, and outlives the coordinator that gave the order."""

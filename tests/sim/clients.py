@@ -101,9 +101,9 @@ class SimClient:
         try:
             return await client.attach(truth.request_id, pending.tokens)
         except NotFound as error:
-            raise Violation("I5", f"{truth.request_id} was acknowledged and is not known any more") from error
+            raise Violation("I5", f"{truth.request_id} was acknowledged and is not known") from error
         except BadInput as error:
-            raise Violation("I5", f"{truth.request_id}: what was delivered is not known any more: {error}") from error
+            raise Violation("I5", f"{truth.request_id}: what was delivered is not known: {error}") from error
         except WrongState:  # this connection is attached: its first Accepted was lost
             raise Unavailable("attached already") from None
 

@@ -53,7 +53,7 @@ from protocol.settings import NO_JOURNAL, ClusterSettings, Config, CoordinatorSe
 from tests.sim.checker import Checker, Readers
 from tests.sim.fake_journal import FakeDisk, FakeStore
 from tests.sim.fake_worker import EPOCHS_PER_PROCESS, FakeExecutor, FakePool
-from tests.sim.links import FakeDealer, Gate, Network
+from tests.sim.links import FakeDealer, Latch, Network
 from tests.sim.oracle import MODEL, Truth
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
@@ -111,7 +111,7 @@ class Shape:
 
     @classmethod
     def draw(cls, rng: random.Random, *, roomy: bool) -> Shape:
-        """`roomy`: with memory for everybody at once, so that nobody is ever in another's way."""
+        """`roomy`: with memory for all requests at once, so that none waits for another."""
         if roomy:
             roles = rng.choice(({}, {"w0": messages.PREFILL, "w1": messages.DECODE}))
             nodes = {"w0": "n0", "w1": rng.choice(("n0", "n1"))}
@@ -185,7 +185,7 @@ class WorkerProcess:
 
     def __init__(self, cluster: Cluster, name: str, node: str, pid: int) -> None:
         self.name, self.node, self.pid = name, node, pid
-        self.gate = Gate()
+        self.latch = Latch()
         self.exited = trio.Event()
         checker = cluster.checker
         capacity = msgspec.structs.replace(
@@ -202,7 +202,7 @@ class WorkerProcess:
             capacity,
             cluster.pools[node],
             self.outbox,
-            self.gate,
+            self.latch,
             random.Random(f"{cluster.seed} executor {pid}"),
             lambda request_id: self.die_of(request_id) if request_id in cluster.poison else None,
             cluster.wire,
@@ -214,8 +214,8 @@ class WorkerProcess:
         self._link = Link(self.state, self.executor, self._connect, pace=pace)
 
     async def _connect(self) -> FakeDealer:
-        await self.gate.passed()
-        return self._cluster.network.connect("worker", self.name, self.pid, self.gate)
+        await self.latch.passed()
+        return self._cluster.network.connect("worker", self.name, self.pid, self.latch)
 
     async def run(self) -> None:
         """Until killed, told to stop, or refused for good."""
@@ -426,7 +426,7 @@ class Cluster:
         await process.run()
         if self.is_over:
             return
-        process.gate.open()
+        process.latch.open()
         self.deaths += 1
         self.trace.note(process.name, "exits", process.pid)
         self.pools[process.node].end_process(process.pid)
@@ -473,7 +473,7 @@ class Cluster:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody holds memory."""
+        """Whether no request holds memory."""
         processes = self.processes()
         return (
             self.coordinator is not None
@@ -484,7 +484,7 @@ class Cluster:
     # ------------------------------------------------------------ what clients may be told
 
     def may_end(self, request_id: str, ended: messages.Ended) -> bool:
-        """Other than FINISHED: somebody aborted it, or it looks as if it killed workers, of which many died."""
+        """Other than FINISHED: it was aborted, or it seems to have killed workers, of which many died."""
         if ended.outcome == "ABORTED":
             return request_id in self.abortable
         return "poison limit" in ended.reason and (request_id in self.poison or self.deaths >= POISON_STRIKES)
@@ -525,7 +525,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
 
     async def connect(endpoint: str, *, message_bytes_max: int, key: None) -> FakeDealer:
         role, owner = endpoint.split(":")
-        dealer = cluster.network.connect(role, owner, 0, Gate())
+        dealer = cluster.network.connect(role, owner, 0, Latch())
         readers = Readers()
         dealer.on_send = partial(cluster.checker.asked, readers)
         dealer.on_offer = partial(cluster.checker.told, readers)

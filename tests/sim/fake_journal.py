@@ -1,8 +1,8 @@
 """The journal's disk, in memory: it outlives coordinators, loses what was not committed, and can be full or slow.
 
-A group that is being written when its coordinator is killed is durable or is not, as the disk pleases; nobody was told
-either way. What is durable is kept as bytes, as a file would be, and read into a second set of books: what the checker
-compares promises with.
+A group that is being written when its coordinator is killed is durable or is not, as the seed decides; neither was
+acknowledged. What is durable is kept as bytes, as a file would be, and read into a second state, with which the checker
+compares what was acknowledged.
 """
 
 from __future__ import annotations

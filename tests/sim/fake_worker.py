@@ -2,7 +2,7 @@
 
 `FakeExecutor` obeys the protocol as worker/loop/executor.py does, turn by turn: commands at step boundaries, one prompt
 chunk, one step launched ahead of the one that is read, ends seen late, durable lengths only as far as completions were
-observed, `Released` only when nothing of the admission is under way any more. Tokens, ends and held-back output are the
+observed, `Released` only when nothing of the placement is under way. Tokens, ends and held-back output are the
 real worker.loop.output. What is modelled is the device:
 
     prefill   rows of the prompt are known at once; their pages are written one by one, in any order
@@ -11,8 +11,8 @@ real worker.loop.output. What is modelled is the device:
     write     lands at a moment of its own, whether or not the process that started it still runs: a stopped process
               goes on writing, a killed one has landed what it had begun or has not
 
-`FakePool` is the node's host memory. It outlives every process, and nobody guards it: a page that is handed out too
-early is simply overwritten.
+`FakePool` is the node's host memory. It outlives every process, and does not guard it: a page that is handed out too
+early is overwritten.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from protocol.messages import (
 from protocol.text import ByteTokenizer
 from protocol.units import PAGE_TOKENS, pages_for
 from tests.sim.alarms import Alarm, sleep, sleep_until
-from tests.sim.links import Gate
+from tests.sim.links import Latch
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
@@ -145,12 +145,12 @@ class FakePool:
         self.version += 1
 
 
-# ---------------------------------------------------------------- one admission
+# ---------------------------------------------------------------- one placement
 
 
 @dataclass(eq=False)
 class Run:
-    """One admission on this worker, as loop.batch.RunningRequest. `tail` has the rows whose write is unobserved."""
+    """One placement on this worker, as loop.batch.RunningRequest. `tail` has the rows whose write is unobserved."""
 
     admit: Admit
     prompt: Int32Array
@@ -261,7 +261,7 @@ class FakeExecutor:
         capacity: WorkerCapacity,
         pool: FakePool,
         reports: Outbox,
-        gate: Gate,
+        latch: Latch,
         rng: random.Random,
         on_decode: Callable[[str], None],
         wire: Wire,
@@ -277,7 +277,7 @@ class FakeExecutor:
         self._capacity = capacity
         self._pool = pool
         self._reports = reports
-        self._gate = gate
+        self._latch = latch
         self._rng = rng
         self._on_decode = on_decode
         self._commands: deque[Command] = deque()
@@ -307,7 +307,7 @@ class FakeExecutor:
             await sleep(busy_s)
         if self._hung_until > trio.current_time():
             await sleep_until(self._hung_until)
-        await self._gate.passed()
+        await self._latch.passed()
 
     def _turn(self) -> float:
         """One turn of the loop; the seconds that the device takes for what it launched."""
@@ -362,11 +362,11 @@ class FakeExecutor:
         if durable and not len(prompt) <= durable < len(prompt) + len(generated) + len(held_back):
             raise Violation(
                 "I3",
-                f"admission {admit.placement} resumes at {durable} rows: "
+                f"placement {admit.placement} resumes at {durable} rows: "
                 f"{len(prompt)} of its prompt, {len(generated)} tokens delivered",
             )
         if admit.warm_start not in (b"", admit.request_id.encode() if durable else b""):
-            raise Violation("I3", f"admission {admit.placement} begins with the top-k of {admit.warm_start!r}")
+            raise Violation("I3", f"placement {admit.placement} begins with the top-k of {admit.warm_start!r}")
         run = Run(
             admit=admit,
             prompt=prompt,
@@ -400,7 +400,7 @@ class FakeExecutor:
 
     def _admit_once(self, placement: int) -> None:
         if placement in self.admitted:
-            raise Violation("I4", f"admission {placement} came twice to one worker")
+            raise Violation("I4", f"placement {placement} came twice to one worker")
         self.admitted.add(placement)
 
     def _turn_transfers(self) -> None:
@@ -633,11 +633,11 @@ class FakeExecutor:
                 raise Violation("I2", f"{given} {what} were handed out, there are {total}")
         for run in runs:
             if not (capacity.decodes or run.hot_slots == NO_HOT_BUFFER):
-                raise Violation("I2", f"admission {run.placement} is to be decoded by a worker that only prefills")
+                raise Violation("I2", f"placement {run.placement} is to be decoded by a worker that only prefills")
             if not (capacity.prefills or run.admit.durable_tokens):
-                raise Violation("I2", f"admission {run.placement} is to be prefilled by a worker that only decodes")
+                raise Violation("I2", f"placement {run.placement} is to be prefilled by a worker that only decodes")
             if run.index_pages != len(run.pages) or len(set(run.pages)) != len(run.pages):
-                raise Violation("I1", f"admission {run.placement} has pages {run.pages}, {run.index_pages} index pages")
+                raise Violation("I1", f"placement {run.placement} has pages {run.pages}, {run.index_pages} index pages")
 
 
 def _chunks(run: Run) -> int:

@@ -88,7 +88,7 @@ class Faults:
         self._cluster.network.cut_off.clear()
         self._cluster.wire.lose = self._cluster.wire.corrupt = self._cluster.wire.refuse = 0
         for process in self._cluster.processes():
-            process.gate.open()
+            process.latch.open()
         for connection in list(self._cluster.network.connections):
             for pipe in (connection.up, connection.down):
                 pipe.lag_s, pipe.lose_frames = 0.0, 0
@@ -160,12 +160,12 @@ class Faults:
         return f"until {disk.slow_until:.2f}"
 
     def _stop_worker(self) -> str | None:
-        processes = [process for process in self._cluster.processes() if process.gate.is_open]
+        processes = [process for process in self._cluster.processes() if process.latch.is_open]
         if not processes:
             return None
         process, seconds = self._rng.choice(processes), self._rng.choice((0.2, 1.0, 2.5, 5.0))
-        process.gate.shut()
-        self._later(seconds, process.gate.open)
+        process.latch.shut()
+        self._later(seconds, process.latch.open)
         return f"{process.name} for {seconds} s"
 
     def _hang_executor(self) -> str | None:
@@ -192,7 +192,7 @@ class Faults:
         return f"{connection.owner}, away for {away_s} s"
 
     def _mute(self) -> str | None:
-        """Half-open, one way or both, until somebody finds out or the wire breaks."""
+        """Half-open, one way or both, until an end notices or the wire breaks."""
         connection = self._connection("worker", "client")
         if connection is None:
             return None
@@ -222,7 +222,7 @@ class Faults:
         return f"{how} {count} pages"
 
     def _refuse_pages(self) -> str | None:
-        """The next transfer is refused by whoever is to take its rows in."""
+        """The next transfer is refused by its receiver."""
         if not self._cluster.shape.pairs:
             return None
         self._cluster.wire.refuse = 1
@@ -328,7 +328,7 @@ class Faults:
         return request_id
 
     def _look(self) -> str | None:
-        """I7: whoever only asks changes nothing."""
+        """I7: a query changes nothing."""
         life = self._cluster.coordinator
         if life is None or not life.is_between_turns:
             return None
@@ -339,5 +339,5 @@ class Faults:
         for row in life.scheduler.request_rows(100):
             life.scheduler.describe(row.request_id)
         if life.fingerprint() != before:
-            raise Violation("I7", "a query changed the books")
+            raise Violation("I7", "a query changed the state")
         return "at everything"

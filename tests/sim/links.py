@@ -3,14 +3,14 @@
     FakeDealer ── up ──► FakeRouter        one connection: two pipes, each a FIFO in which every frame has its moment
                ◄─ down ──
 
-What they promise is what transport/sockets.py promises and no more. Order holds within a direction of a connection and
+They promise only what the sockets of protocol/transport promise. Order holds within a direction of a connection and
 nowhere else: what was sent on a connection that is gone may still arrive, after what was sent on the next one. A full
 pipe refuses, a lost connection raises at the dealer's end and is GONE at the router's.
 
 What can happen to a wire (tests.sim.faults decides when):
 
     cut         both ends learn of it; what was under way toward the coordinator arrives, or does not
-    mute        half-open: frames of one or both directions vanish, and nobody is told
+    mute        half-open: frames of one or both directions vanish, and neither end is told
     lose        single frames vanish: a gap, as a router past its high-water mark makes
     lag         frames take longer from now on; later ones do not overtake within their direction
     hold        a peer has no time to take what has arrived: the pipe fills
@@ -43,7 +43,7 @@ COMMANDS_TAG: Final = str(Commands.__struct_config__.tag).encode()
 BATCH_MAX: Final = 256
 
 
-class Gate:
+class Latch:
     """Whether a process runs. While it is shut nothing of it goes in or out; what it would have closed waits."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Pipe:
 
 @dataclass(eq=False)
 class Connection:
-    """`process` owns the dealer; 0 when nobody asks. `is_open` until either end or a fault closes it."""
+    """`process` owns the dealer; 0 where it is not asked for. `is_open` until either end or a fault closes it."""
 
     peer: bytes
     role: str
@@ -110,7 +110,7 @@ class Network:
         self.routers: dict[str, FakeRouter] = {}
         self.connections: list[Connection] = []
         self.cut_off: dict[str, float] = {}
-        self.said: dict[str, dict[FakeRouter, bytes]] = {}  # to each worker, by whom: the latest commands
+        self.said: dict[str, dict[FakeRouter, bytes]] = {}  # to each worker, by router: the latest commands
         self._peers = 0
 
     def listen(self, role: str, message_bytes_max: int) -> FakeRouter:
@@ -118,7 +118,7 @@ class Network:
         self.routers[role] = FakeRouter(self, role, message_bytes_max)
         return self.routers[role]
 
-    def connect(self, role: str, owner: str, process: int, gate: Gate) -> FakeDealer:
+    def connect(self, role: str, owner: str, process: int, latch: Latch) -> FakeDealer:
         """A connection of `process`, which is `owner`.
 
         Raises Unavailable when no coordinator listens or `owner` is cut off.
@@ -128,7 +128,7 @@ class Network:
             raise Unavailable("no coordinator listens there", field="endpoint", value=role)
         self._peers += 1
         connection = Connection(self._peers.to_bytes(4, "big"), role, owner, process, router)
-        connection.dealer = dealer = FakeDealer(self, connection, gate)
+        connection.dealer = dealer = FakeDealer(self, connection, latch)
         self.connections.append(connection)
         router.peers[connection.peer] = connection
         self.trace.note(owner, "connects", role)
@@ -208,7 +208,7 @@ class FakeRouter:
         """Every connection here says hello."""
 
     def introduce(self, received: Received) -> None:
-        """Nobody is kept out here for coming too often."""
+        """No peer is refused here for its rate."""
 
     def cut(self, received: Received) -> None:
         if (connection := self.peers.get(received.peer)) is not None:
@@ -225,9 +225,9 @@ class FakeRouter:
 class FakeDealer:
     """The peer's end, as coordinator.listener.router.DealerSocket. `hold` stands for a peer that has no time."""
 
-    def __init__(self, network: Network, connection: Connection, gate: Gate) -> None:
+    def __init__(self, network: Network, connection: Connection, latch: Latch) -> None:
         self.connection = connection
-        self._gate = gate
+        self._latch = latch
         self._network = network
         self._inbox: deque[tuple[float, bytes]] = deque()
         self._alarm = Alarm()
@@ -250,7 +250,7 @@ class FakeDealer:
         return Sent.OK
 
     def lose(self) -> None:
-        """The connection is no more: what has arrived can still be read, the rest never comes."""
+        """The connection has ended: what has arrived can still be read, the rest never comes."""
         now = trio.current_time()
         self._inbox = deque(entry for entry in self._inbox if entry[0] <= now)
         self._alarm.set(now)
@@ -262,7 +262,7 @@ class FakeDealer:
     async def recv_batch(self) -> list[bytes]:
         while True:
             await self._alarm.sleep_until(self._next_at())
-            await self._gate.passed()
+            await self._latch.passed()
             if batch := self._take(trio.current_time()):
                 return batch
             if not self.connection.is_open and not self._inbox:
@@ -283,7 +283,7 @@ class FakeDealer:
 
     async def send(self, frame: bytes) -> None:
         await sleep_until(self._held_until)
-        await self._gate.passed()
+        await self._latch.passed()
         if self._is_closed or not self.connection.is_open:
             raise Unavailable("the connection was lost", field="endpoint", value=self.connection.role)
         if self.on_send is not None:
@@ -295,4 +295,4 @@ class FakeDealer:
     def close(self) -> None:
         """The owner closes, or its process is gone; what it sent before is on its way."""
         self._is_closed = True
-        self._gate.once_open(lambda: self._network.cut(self.connection, losing=False))
+        self._latch.once_open(lambda: self._network.cut(self.connection, losing=False))

@@ -1,6 +1,6 @@
 """Protocol bugs, planted one at a time in the real code while a seed runs.
 
-Each is a mistake that somebody could make, in one place or in the places that would be written together. Undisturbed,
+Each is a plausible mistake, in one place or in the places that would be written together. Undisturbed,
 a cluster with any of them works; under faults one of the named invariants must catch it (tests/sim/test_mutants.py).
 What the design shrugs off is no use here: losing a command or a report by itself ends in a replay.
 """
@@ -110,7 +110,7 @@ def lose_the_outbox_on_reconnect() -> Plan:
 
 @plant
 def hear_an_epoch_that_is_over() -> Plan:
-    """A worker that was declared down goes on being heard, whoever has its requests by now."""
+    """A worker that was declared down is still heard, although other workers may have its requests."""
     hear, append = WorkerLinks._receive, TokenLog.append
 
     def receive(self: WorkerLinks, received: Any) -> None:
@@ -187,7 +187,7 @@ def free_a_retracted_request_before_released() -> Plan:
 
 @plant
 def free_an_aborted_request_before_released() -> Plan:
-    """Nobody wants its output: why wait?"""
+    """Its output is not wanted, so the mutant does not wait."""
     yield _HANDLERS, events.EndOrder, (EventKind.END, _depart_at_once(RequestState._ended, durable=False))
 
 
@@ -290,7 +290,7 @@ def admit_when_the_last_page_has_arrived() -> Plan:
 
 @plant
 def skip_the_checksum() -> Plan:
-    """TCP has one of its own."""
+    """TCP has a checksum, too."""
     yield FakeReceiver, "verify", lambda self, rows, expected: True
 
 
@@ -361,7 +361,7 @@ def say_the_end_before_commit() -> Plan:
         ended = journal_records.RequestEnded(
             it.request_index, it.outcome, it.reason, it.generated_tokens, it.tail_text, 0.0
         )
-        await self._journal.append([]).wait()  # its tokens are delivered: without faults nobody notices
+        await self._journal.append([]).wait()  # its tokens are delivered: without faults no check sees it
         self._journal.append([ended])
 
     yield Request, "_write_end", write_end
@@ -369,7 +369,7 @@ def say_the_end_before_commit() -> Plan:
 
 @plant
 def take_absence_for_death_in_recovery() -> Plan:
-    """A new life of the coordinator sees nobody, so nobody can be left."""
+    """A new coordinator process sees no workers, and takes all of them for dead."""
     original = WorkerLinks._watch_process
 
     async def watch_process(self: WorkerLinks, link: Any) -> None:
@@ -383,7 +383,7 @@ def take_absence_for_death_in_recovery() -> Plan:
 
 @plant
 def obey_an_earlier_coordinator() -> Plan:
-    """Whoever speaks on the connection is obeyed."""
+    """Every coordinator on the connection is obeyed."""
     yield LinkState, "_obeyed", lambda self, incarnation: self.phase is LinkPhase.WELCOMED
 
 

@@ -1,4 +1,4 @@
-"""Planted protocol bugs: nobody notices them while nothing goes wrong; under faults a named invariant does."""
+"""Planted protocol bugs: without faults no check sees them; under faults a named invariant does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seeds_of(name: str) -> Iterator[int]:
 
 
 def has_neighbours(seed: int) -> bool:
-    """Whether one worker of that seed's cluster prefills for another one of its node, and for nobody else."""
+    """Whether one worker of that seed's cluster prefills for another one of its node, and for no other."""
     shape = Shape.draw(random.Random(f"{seed} shape"), roomy=False)
     prefilling = [name for name in shape.workers if shape.capacity_of(name).role == PREFILL]
     decoding = [name for name in shape.workers if shape.capacity_of(name).decodes]

@@ -1,7 +1,7 @@
 """What happened in one run, in order: kept whole, printed late.
 
-Entries hold what they were given and become text only when somebody reads them, so that a run nobody looks at pays for
-a tuple and no more. Texts name no address, no wall clock and no hash order: two processes that run one seed print the
+Entries hold what they were given and become text only when they are read, so that a run costs one
+tuple for each. Texts name no address, no wall clock and no hash order: two processes that run one seed print the
 same lines, and their digests are equal.
 """
 

@@ -1,9 +1,9 @@
-"""Page transfer between simulated nodes: an engine of their own, whose network loses, corrupts and delays.
+"""Page transfer between simulated nodes: an engine whose network loses, corrupts and delays.
 
 A frame is one page on its way: the bytes that the sender had, where they go, and a checksum that it took. It lands at
 a moment of its own, whether or not its sender still runs, as what is in socket buffers does; it lands *unless* the
-endpoint that it goes through is gone: the receiver's process has ended, or its transfer was revoked. Nobody guards the
-pages: a frame that lands too late overwrites whatever is there.
+endpoint that it goes through is gone: the receiver's process has ended, or its transfer was revoked. The pages
+are not guarded: a frame that lands too late overwrites whatever is there.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class FakeReceiver:
             taking.closes_at = trio.current_time() + self.wire.rng.uniform(*REVOKE_S)
 
     def poll(self) -> list[int]:
-        """Transfers that are over; nothing is written for them any more."""
+        """Transfers that are over; nothing more is written for them."""
         self.wire.settle()
         over: list[int] = []
         for transfer_id, taking in self.transfers.items():
@@ -156,7 +156,7 @@ class Wire:
         return receiver
 
     def end_process(self, name: str) -> None:
-        """Its endpoint is gone: nothing lands there any more. What it has sent does."""
+        """Its endpoint is gone: nothing lands there. What it has sent does."""
         receiver = self.receivers.pop(name, None)
         self.frames = [it for it in self.frames if receiver is None or it.outgoing.receiver != name]
 
@@ -169,7 +169,7 @@ class Wire:
         self.frames.append(Frame(sending, index, rows.copy(), checksum(rows), lands_at, is_lost))
 
     def shut(self, receiver: FakeReceiver, transfer_id: int) -> None:
-        """Nothing lands for that transfer any more."""
+        """Nothing more lands for that transfer."""
         self.frames = [
             it
             for it in self.frames

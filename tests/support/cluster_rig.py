@@ -92,11 +92,11 @@ async def cluster_of_two(
         if kept:
             nursery.start_soon(Keeper(cluster, said.append, lambda: None).run)
         yield cluster, client, said
-        assert_books_agreed(log_dir, await client.audit())
+        assert_audits_agreed(log_dir, await client.audit())
         nursery.cancel_scope.cancel()
 
 
-def assert_books_agreed(log_dir: Path, last: AuditRows) -> None:
+def assert_audits_agreed(log_dir: Path, last: AuditRows) -> None:
     """No audit, of those that ran all the time and the last one, has found a difference."""
     assert last.differences == ()
     assert all(row.answered for row in last.audited)

@@ -1,9 +1,9 @@
 """`python -m tests.support.fuzz_http --requests 1000000 --seed S`: hostile clients before real fronts, and one that is
 not.
 
-    coordinator   a gateway in a process of its own, that answers every prompt with three tokens
+    coordinator   a gateway in a child process, that answers every prompt with three tokens
     fronts        `hisparse http`, one plain and one with TLS
-    a client      with an API key of its own, at an even pace in a process of its own: undisturbed first, then not
+    a client      with a separate API key, at an even pace in a child process: undisturbed first, then not
     attackers     CONNECTIONS at a time send what tests.support.hostile_http makes, mostly to the plain front
 
 Judged as in tests.support.fuzz_rig. Exits with 1 when something is wrong, and leaves the logs behind.

@@ -22,7 +22,7 @@ from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import PeerKey, add_peer, make_keys, read_peer_key
 from tests.support.fakes.worker import FakeWorker, hello
 
-#: Each listener needs an endpoint of its own before it knows its port.
+#: Each listener needs a separate endpoint before it knows its port.
 ANY_PORT = {"client": "tcp://127.0.0.1:*", "admin": "tcp://127.0.0.2:*", "worker": "tcp://127.0.0.3:*"}
 
 
@@ -45,7 +45,7 @@ class Guarded:
         return self.sockets[role].endpoint
 
     def key(self, role: str, name: str = "") -> PeerKey:
-        """As its bearer has it: under the name of its role in a directory of its own."""
+        """As its bearer has it: under the name of its role in a separate directory."""
         if not name:
             return read_peer_key(self.keys, role)
         own = self.keys / name
@@ -105,7 +105,7 @@ def guarded_config(directory: Path, keys: Path, transport: str = "curve", **sett
 async def guarded(
     directory: Path, keys: Path | None = None, transport: str = "curve", **settings: object
 ) -> AsyncIterator[Guarded]:
-    """One life of a coordinator over "curve", "plain" (tcp without keys) or "ipc"; `settings` of its table."""
+    """A coordinator over "curve", "plain" (tcp without keys) or "ipc"; `settings` of its table."""
     keys = keys or new_keys(directory)
     config, counters = guarded_config(directory, keys, transport, **settings), CoordinatorCounters()
     with open_zap(config, counters) as zap, open_sockets(config) as sockets:

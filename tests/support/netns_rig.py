@@ -1,4 +1,4 @@
-"""Network namespaces joined by a bridge: nodes with addresses of their own, on one machine. Needs root and iproute2."""
+"""Network namespaces joined by a bridge: nodes with an address each, on one machine. Needs root and iproute2."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from protocol.config import pool_path, to_environ
 from protocol.messages import AUTO, Sampling
 from protocol.settings import Config
 from protocol.transport.keys import make_keys
-from tests.support.cluster_rig import RECONNECT_LIMIT_S, assert_books_agreed, cluster_of_two, crash_config, prompts_of
+from tests.support.cluster_rig import RECONNECT_LIMIT_S, assert_audits_agreed, cluster_of_two, crash_config, prompts_of
 from tests.support.netns_rig import Namespace
 from tests.support.once import made_once
 from worker.pool.file import remove_pool
@@ -170,7 +170,7 @@ async def running_nodes(
         ) as client:
             await nodes.until_connected(client)
             yield nodes, client
-            assert_books_agreed(log_dir, await client.audit())
+            assert_audits_agreed(log_dir, await client.audit())
     finally:
         await stop_children(list(nodes.children.values()), STOP_GRACE_S)
         for child in nodes.children.values():

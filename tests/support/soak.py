@@ -74,7 +74,7 @@ def pause_of(killed_at: float, silences: Iterable[tuple[float, float]]) -> float
 
 
 def victims_of(rounds: int, dice: random.Random) -> list[str]:
-    """Whom to kill, in turn: each process as often as any other, give or take one."""
+    """The processes to kill, in turn: each process as often as any other, give or take one."""
     victims = [VICTIMS[i % len(VICTIMS)] for i in range(rounds)]
     dice.shuffle(victims)
     return victims

@@ -1,4 +1,4 @@
-"""Pools, and ends of page transfer in processes of their own that fail as they are told."""
+"""Pools, and ends of page transfer in child processes that fail as they are told."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Peer:
         os.set_blocking(process.stdout.fileno(), False)
 
     def said(self) -> list[str]:
-        """Whole lines of its own; engines print others."""
+        """Whole lines of the rig; engines print others."""
         assert self.process.stdout is not None
         *lines, self._unread = (self._unread + (self.process.stdout.read() or b"")).split(b"\n")
         return [line[len(MARK) :].decode() for line in lines if line.startswith(MARK)]

@@ -35,7 +35,7 @@ SETTINGS = WorkerSettings(
     host_mem="512KiB",
     device_mem="256KiB",
 )
-#: Turns after which nothing will happen any more.
+#: Turns after which nothing more will happen.
 TURNS_MAX = 200_000
 
 

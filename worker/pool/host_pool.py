@@ -40,8 +40,8 @@ from worker.pool.registration import (
     thread_count,
 )
 
-#: No owner: tests, benchmarks.
-NOBODY: Final[Mapping[str, object]] = {}
+#: Of a pool that no cluster owns: in tests and benchmarks.
+NO_OWNER: Final[Mapping[str, object]] = {}
 
 log = logger("worker.pool.host_pool")
 
@@ -66,7 +66,7 @@ class MappedPool:
         host_pages: int,
         model_fingerprint: str = "",
         *,
-        owner: Mapping[str, object] = NOBODY,
+        owner: Mapping[str, object] = NO_OWNER,
         halted: threading.Event | None = None,
     ) -> MappedPool:
         """Create the pool at `path`, or attach to it.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -11,11 +13,15 @@ from typing import Any, Final
 from kernels.layout import Geometry
 from kernels.row_bytes import index_key_shape, kv_row_shape
 from protocol.byte_sizes import AUTO
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, HiSparseError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.text import read_tokenizer
+from protocol.small_files import read_json_object
+from protocol.tokenizer_files import read_tokenizer
+from worker.runners.dimensions import VOCAB_MAX, check_dimensions
 from worker.weights.quantization import read_quantization
+from worker.weights.safetensors_header import FIELD
+from worker.weights.shards import Shards
 
 FAMILIES: Final = ("deepseek_v32", "glm_moe_dsa")
 #: Fields of config.json that sizes follow from.
@@ -27,6 +33,9 @@ DIMENSIONS: Final = (
 SHARING_FIELDS: Final = frozenset({"index_topk_pattern", "index_topk_freq"})
 #: Bytes hashed at both ends of each weights file: its header, and enough values to tell two seeds apart.
 FINGERPRINT_BYTES: Final = 64 * 1024
+EOS_IDS_MAX: Final = 64
+#: Of the model library's words in an error.
+ERROR_CHARS_MAX: Final = 300
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -34,16 +43,16 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not str(path):
         raise _refusal("no checkpoint is named", path, "pass its directory, as in --model PATH")
     file = Path(path) / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise _refusal(f"no readable checkpoint: {error}", path, "pass a directory with config.json") from error
+    if not os.path.lexists(file):
+        raise _refusal("no readable checkpoint: it has no config.json", path, "pass a directory with config.json")
+    config = read_json_object(file, FIELD)
     family = config.get("model_type")
     if family not in FAMILIES:
         raise _refusal(f"model_type {family} is not served", path, f"use one of {', '.join(FAMILIES)}")
     read_quantization(config, file)
-    if not list(Path(path).glob("*.safetensors")):
-        raise _refusal("no safetensors files", path, "download the weights too")
+    _check_values(config, file, FIELD)
+    _eos_token_ids(path, config.get("eos_token_id"), config.get("vocab_size") or VOCAB_MAX)
+    Shards.open(path).close()
     return config
 
 
@@ -53,12 +62,10 @@ def read_dimensions(path: str | Path) -> Any:
     The model library is asked only where the file leaves it to the library which layers share a selection.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        config: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise _unfit(f"no readable configuration: {error}", path, "pass a model's config.json") from error
+    config = read_json_object(file, "config")
     if config.get("model_type") not in FAMILIES:
         raise _unfit(f"model_type {config.get('model_type')} is not served", path, f"use one of {', '.join(FAMILIES)}")
+    _check_values(config, file, "config")
     if SHARING_FIELDS & config.keys() and not config.get("indexer_types"):
         return _read_by_library(file)
     missing = [name for name in DIMENSIONS if not isinstance(config.get(name), int)]
@@ -104,7 +111,7 @@ def describe_model(path: str | Path, config: Any) -> ModelInfo:
         vocab_size=config.vocab_size,
         layers=config.num_hidden_layers,
         topk=config.index_topk,
-        eos_token_ids=_eos_token_ids(path, config),
+        eos_token_ids=_eos_token_ids(path, config.eos_token_id, config.vocab_size),
         tokenizer_kind=tokenizer.kind,
         tokenizer_hash=tokenizer.hash,
         chat_template=tokenizer.chat_template,
@@ -150,14 +157,43 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _eos_token_ids(path: str | Path, config: Any) -> tuple[int, ...]:
-    """generation_config.json wins over config.json, as in the library's generate()."""
+def _check_values(config: dict[str, Any], file: Path, field: str) -> None:
+    check_dimensions(config, str(file), field)
+    for name in ("dtype", "torch_dtype"):
+        if not isinstance(config.get(name), str | None):
+            raise ConfigError(f"{name} is no text", field=field, value=file, remedy="correct the file")
+
+
+def _eos_token_ids(path: str | Path, in_config: object, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json wins over config.json, as in the library's generate(). Raises ConfigError."""
     file = Path(path) / "generation_config.json"
-    stored = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-    ids = config.eos_token_id if stored is None else stored
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    stored = read_json_object(file, FIELD).get("eos_token_id") if os.path.lexists(file) else None
+    found = in_config if stored is None else stored
+    ids = () if found is None else tuple(found) if isinstance(found, list) else (found,)
+    if len(ids) > EOS_IDS_MAX or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise _refusal(
+            f"eos_token_id is not a token id below {vocab_size}, or a list of at most {EOS_IDS_MAX}",
+            Path(path) / "config.json" if stored is None else file,
+            "correct the file",
+        )
+    return ids
+
+
+@contextmanager
+def library_refusals(path: str | Path, field: str) -> Iterator[None]:
+    """Makes ConfigErrors of what the model library raises when the files of a checkpoint are not as it expects."""
+    try:
+        yield
+    except HiSparseError:
+        raise
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0][:ERROR_CHARS_MAX]
+        raise ConfigError(
+            f"the model library cannot load it: {type(error).__name__}: {text}",
+            field=field,
+            value=path,
+            remedy="correct the files, or copy them again from where they came",
+        ) from error
 
 
 def _read_by_library(file: Path) -> Any:
@@ -169,7 +205,8 @@ def _read_by_library(file: Path) -> Any:
             file,
             "pip install 'hisparse[worker]'",
         ) from error
-    return AutoConfig.from_pretrained(file)
+    with library_refusals(file, "config"):
+        return AutoConfig.from_pretrained(file)
 
 
 def _unfit(message: str, path: str | Path, remedy: str) -> ConfigError:
@@ -177,4 +214,4 @@ def _unfit(message: str, path: str | Path, remedy: str) -> ConfigError:
 
 
 def _refusal(message: str, path: str | Path, remedy: str) -> ConfigError:
-    return ConfigError(message, field="worker.model", value=path, remedy=remedy)
+    return ConfigError(message, field=FIELD, value=path, remedy=remedy)

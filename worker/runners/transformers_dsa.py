@@ -41,13 +41,14 @@ from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
 from worker.runners import attention as mla
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
-from worker.runners.checkpoint import describe_model, geometry_of, read_config
+from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
 from worker.runners.layers import Angles, Layer, Layers
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import sample
 from worker.weights.layout import weights_bytes
 from worker.weights.model import load_model
 from worker.weights.quantization import read_quantization
+from worker.weights.safetensors_header import FIELD
 
 if TYPE_CHECKING:
     from worker.streams import Fence, Streams
@@ -139,11 +140,12 @@ class TransformersRunner:
         torch_dtype = _torch_dtype(dtype, config)
         keeps = torch.device(device).type == "cuda" if keeps_fp8 is None else keeps_fp8
         quantization = read_quantization(config, Path(path) / "config.json")
-        if torch.device(device).type == "cuda":
-            block = quantization.block if quantization else None
-            needed = weights_bytes(AutoConfig.from_pretrained(path), _dtype_name(torch_dtype), block, on_gpu=True)
-            require_weights_fit(needed, free_device_bytes(device), "worker.device", device)
-        model = load_model(path, quantization, dtype=torch_dtype, device=device, keeps_fp8=keeps)
+        with library_refusals(path, FIELD):
+            if torch.device(device).type == "cuda":
+                block = quantization.block if quantization else None
+                needed = weights_bytes(AutoConfig.from_pretrained(path), _dtype_name(torch_dtype), block, on_gpu=True)
+                require_weights_fit(needed, free_device_bytes(device), "worker.device", device)
+            model = load_model(path, quantization, dtype=torch_dtype, device=device, keeps_fp8=keeps)
         geometry = geometry_of(model.config, _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype)
         runner = cls(model, describe_model(path, model.config), geometry, deterministic_rows=deterministic_rows)
         log.info(

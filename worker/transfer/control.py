@@ -2,8 +2,8 @@
 
 A sender's routing id is its name, which one process has at a time; libzmq reconnects by itself, and whatever it loses
 is asked for again (wire.py). Over tcp the channel is CURVE-encrypted with a key drawn for this receiver: its
-description, which only the coordinator hands out, says whom to trust; the number `life` in it, drawn for each
-receiver's incarnation, says who may begin.
+description, which only the coordinator hands out, says whom to trust; the number `receiver_id` in it, drawn for each
+receiver, says who may begin.
 
 CURVE does not protect the data path of an engine: UCX and Mooncake on TCP let any peer that reaches their ports
 write to the process's memory. Only the cluster's nodes may reach their network (docs/prefill-decode.md).

@@ -66,14 +66,18 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How to reach a receiver. `life` is drawn for each: a description of a dead one reaches no other. Its holder
-    may begin transfers; it crosses networks under `key`, the receiver's CURVE key, drawn with it (empty over ipc)."""
+    """How to reach a receiver.
+
+    `receiver_id` is drawn for each receiver, so that the description of a dead one reaches no other. The holder of a
+    description may begin transfers. They cross networks under `key`, the receiver's CURVE key, which is drawn with the
+    id (empty over ipc).
+    """
 
     version: int
     engine: str
     name: str
     address: str
-    life: int
+    receiver_id: int
     key: bytes
     layout: Layout
 

@@ -49,9 +49,11 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
         self.counters = TransferCounters()
         self._target = target
         self._control = control
-        life = secrets.randbits(61) + 1
-        self._description = Description(TRANSFER_VERSION, engine, name, control.address, life, control.key, layout)
-        self._core = Receiving(layout, len(pool.pages), life, fetches=target.fetches)
+        receiver_id = secrets.randbits(61) + 1
+        self._description = Description(
+            TRANSFER_VERSION, engine, name, control.address, receiver_id, control.key, layout
+        )
+        self._core = Receiving(layout, len(pool.pages), receiver_id, fetches=target.fetches)
         self._checks: deque[tuple[CheckUnit, Future[tuple[int, float]]]] = deque()
         self.start()
 

@@ -142,17 +142,17 @@ class _Endpoint:
 class Receiving:
     """Events in, actions out. `fetches`: the receiver copies, not the sender."""
 
-    def __init__(self, layout: Layout, host_pages: int, life: int, *, fetches: bool) -> None:
+    def __init__(self, layout: Layout, host_pages: int, receiver_id: int, *, fetches: bool) -> None:
         self._layout = layout
         self._host_pages = host_pages
-        self._life = life
+        self._receiver_id = receiver_id
         self._fetches = fetches
         self._transfers: dict[int, ReceiverTransfer] = {}
         self._ended: OrderedDict[int, bool] = OrderedDict()  # transfer -> whether all of it arrived
         self._endpoints: dict[str, _Endpoint] = {}
         self._exited: OrderedDict[str, int] = OrderedDict()  # sender -> transfers that had been opened by then
         self._opened = 0
-        self._endpoint_numbers = life  # so that no two receivers at one address give out the same
+        self._endpoint_numbers = receiver_id  # so that no two receivers at one address give out the same
 
     @property
     def open_transfers(self) -> int:
@@ -217,7 +217,7 @@ class Receiving:
 
     def _begin(self, sender: str, begin: Begin) -> list[Action]:
         transfer = self._transfers.get(begin.transfer_id)
-        if transfer is None and begin.transfer_id not in self._ended and begin.life == self._life:
+        if transfer is None and begin.transfer_id not in self._ended and begin.receiver_id == self._receiver_id:
             return [SendToSender(sender, Unknown(begin.transfer_id))]
         try:
             part_ends = self._require_fit(sender, begin, transfer)
@@ -239,8 +239,10 @@ class Receiving:
             raise BadInput(
                 f"the sender speaks version {begin.version}, this receiver {TRANSFER_VERSION}", field="version"
             )
-        if begin.life != self._life:
-            raise WrongState("the receiver that this was meant for is gone", field="life", value=begin.life)
+        if begin.receiver_id != self._receiver_id:
+            raise WrongState(
+                "the receiver that this was meant for is gone", field="receiver_id", value=begin.receiver_id
+            )
         self._layout.require_same(begin.layout, sender)
         if transfer is None or transfer.phase is ReceiverPhase.STOPPING:
             raise WrongState("the transfer is closed", field="transfer_id", value=begin.transfer_id)

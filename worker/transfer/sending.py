@@ -142,7 +142,7 @@ class Sending:
             )
         begin = Begin(
             TRANSFER_VERSION,
-            theirs.life,
+            theirs.receiver_id,
             transfer_id,
             pages,
             self._layout,

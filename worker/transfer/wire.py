@@ -25,11 +25,14 @@ class _TransferMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class Begin(_TransferMessage, frozen=True, tag="begin"):
-    """The first message of a transfer. `life` is the receiver's, from its description; `part_ends` int64; `place`
-    says to an engine that fetches where the sender's pages lie."""
+    """The first message of a transfer.
+
+    `receiver_id` comes from the receiver's description; `part_ends` int64; `place` says to an engine that fetches where
+    the sender's pages lie.
+    """
 
     version: int
-    life: int
+    receiver_id: int
     transfer_id: int
     pages: int
     layout: Layout

@@ -23,7 +23,8 @@ from worker.weights.layout import (
     tensors_of,
 )
 from worker.weights.quantization import SCALE_DTYPES, VALUES_DTYPE, Quantization
-from worker.weights.shards import FIELD, Located, Shards
+from worker.weights.safetensors_header import FIELD
+from worker.weights.shards import Located, Shards
 
 PLAIN_DTYPES: Final = ("F32", "BF16", "F16")
 #: Tables that some repositories store beside the weights; and what an indexer's tensors are called.

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, BlockFp8, decode_blocks
 from protocol.errors import ConfigError
-from worker.weights.safetensors_header import ELEMENT_BYTES
-from worker.weights.shards import FIELD, Shards
+from worker.weights.safetensors_header import ELEMENT_BYTES, FIELD
+from worker.weights.shards import Shards
 
 PIECE_BYTES: Final = 16 * 1024 * 1024
 READERS_MAX: Final = 8

@@ -15,12 +15,12 @@ from typing import Final, Self
 import msgspec
 
 from protocol.errors import ConfigError
-from worker.weights.safetensors_header import PREFIX_BYTES, StoredTensor, header_length, parse_header
+from protocol.small_files import open_regular, read_small_file
+from worker.weights.safetensors_header import FIELD, PREFIX_BYTES, StoredTensor, header_length, parse_header
 
 INDEX: Final = "model.safetensors.index.json"
 #: The index of 100,000 tensors is 10 MB.
 INDEX_BYTES_MAX: Final = 256 * 1024 * 1024
-FIELD: Final = "worker.model"
 
 
 class _Index(msgspec.Struct):
@@ -98,14 +98,12 @@ class Shards:
 def _read_index(directory: Path) -> dict[str, str]:
     """Shard by tensor; empty without an index file."""
     file = directory / INDEX
-    try:
-        size = file.stat().st_size
-        if size > INDEX_BYTES_MAX:
-            raise _refusal(f"has {size} bytes, more than {INDEX_BYTES_MAX}", file)
-        weight_map = msgspec.json.decode(file.read_bytes(), type=_Index).weight_map
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return {}
-    except (OSError, RecursionError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    data, _ = read_small_file(file, FIELD, bytes_max=INDEX_BYTES_MAX)
+    try:
+        weight_map = msgspec.json.decode(data, type=_Index).weight_map
+    except (RecursionError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _refusal(f"no readable index: {error}", file) from error
     for name in set(weight_map.values()):
         if name != os.path.basename(name) or not name.endswith(".safetensors"):
@@ -122,24 +120,14 @@ def _files(directory: Path) -> list[str]:
     return names
 
 
-def _open(file: Path, name: str, descriptors: dict[str, int]) -> dict[str, StoredTensor]:
-    try:
-        descriptor = descriptors[name] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        size = os.fstat(descriptor).st_size
-        length = header_length(str(file), os.pread(descriptor, PREFIX_BYTES, 0), size)
-        return parse_header(str(file), _read(descriptor, PREFIX_BYTES, length), size)
-    except FileNotFoundError as error:
-        raise _refusal(f"is missing, and {INDEX} names it", file, "download it too") from error
-    except OSError as error:
-        raise _refusal(f"cannot be read: {error.strerror}", file, "let this user read it") from error
-
-
-def _read(descriptor: int, offset: int, length: int) -> bytes:
-    parts: list[bytes] = []
-    while length and (part := os.pread(descriptor, length, offset)):
-        parts.append(part)
-        offset, length = offset + len(part), length - len(part)
-    return b"".join(parts)
+def _open(path: Path, name: str, descriptors: dict[str, int]) -> dict[str, StoredTensor]:
+    if not os.path.lexists(path):
+        raise _refusal(f"is missing, and {INDEX} names it", path, "download it too")
+    with open_regular(path, FIELD) as file:
+        descriptors[name] = os.dup(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+        length = header_length(str(path), file.read(PREFIX_BYTES), size)
+        return parse_header(str(path), file.read(length), size)
 
 
 def _locate(

@@ -235,7 +235,7 @@ async def test_attach_continues_at_offset_even_after_the_end(rig: GatewayRig) ->
 
 
 async def test_slow_reader_does_not_delay_other_clients(tmp_path: Path) -> None:
-    """Its cursor stays; when it reads again it gets every position, and so does everyone meanwhile (I5)."""
+    """Its cursor stays. When it reads again it gets every position; the other clients get theirs meanwhile (I5)."""
     total = 60_000
     async with running(GatewayRig(tmp_path, queue_messages=5)) as rig:
         slow = await DealerSocket.connect(rig.client_socket.endpoint, message_bytes_max=1 << 20, queue_messages=5)

@@ -184,7 +184,7 @@ async def test_short_disk_refuses_new_work_while_writing(autojump_clock: trio.te
 
 
 async def test_summary_is_written_along_with_groups(autojump_clock: trio.testing.MockClock) -> None:
-    """It makes no group of its own, and what comes meanwhile is written as ever."""
+    """It makes no group, and records that come meanwhile are written as usual."""
     async with open_desk() as desk:
         await desk.submit().wait()
         desk.say(1, 2)

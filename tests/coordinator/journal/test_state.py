@@ -357,7 +357,7 @@ def test_rows_kept_without_a_worker_survive_a_summary() -> None:
 
 
 def test_transfer_numbers_are_never_reused() -> None:
-    """I1: its pages are reserved on its own node, in a commit of their own; the Admission that names it may be lost."""
+    """I1: its pages are reserved on its node, in a separate commit; the Admission that names it may be lost."""
     changes = AddWorker("w1", 1, capacity()), Reserve(7, "w1", Memory(host_pages=2))
     records: list[Record] = [PoolOpened("b", capacity(), MODEL), LedgerChanged("b", changes)]
     state = replay(records, new_log(journalled=True))

@@ -305,7 +305,7 @@ def _fits(store: SqliteStore) -> bool:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB of its own."""
+    """A separate file system of 24 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(

@@ -1,7 +1,7 @@
 """Random bytes and mutated messages against a real gateway and real worker links, over real ipc sockets.
 
 After every hostile peer the process must still serve, and a request that is not that peer's must have its stream
-unchanged: every position once, in order, with the tokens its own worker reported (I5).
+unchanged: every position once, in order, with the tokens that its worker reported (I5).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a listener decides, without sockets: rates, connections, and whom ZAP lets in."""
+"""What a listener decides, without sockets: rates, connections, and which keys ZAP accepts."""
 
 from __future__ import annotations
 

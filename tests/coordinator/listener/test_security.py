@@ -139,7 +139,7 @@ async def test_reconnect_to_a_full_listener_waits_for_room(tmp_path: Path) -> No
         assert client.reconnects == 1
 
 
-# ---------------------------------------------------------------- what he may do there
+# ---------------------------------------------------------------- what a user may do
 
 
 async def test_requests_belong_to_the_user_of_the_key(tmp_path: Path) -> None:
@@ -147,21 +147,21 @@ async def test_requests_belong_to_the_user_of_the_key(tmp_path: Path) -> None:
     async with guarded(tmp_path, keys) as it:
         await it.worker()
         async with it.client("alice") as alice, it.client("bob") as bob, it.admin() as admin:
-            await alice.submit_detached([1, 2, 3], LONG, request_id="hers")
-            await bob.submit_detached([1, 2, 3], LONG, request_id="his")
-            for attempt in (bob.attach("hers"), bob.abort(["his", "hers"]), bob.request("hers")):
+            await alice.submit_detached([1, 2, 3], LONG, request_id="alices")
+            await bob.submit_detached([1, 2, 3], LONG, request_id="bobs")
+            for attempt in (bob.attach("alices"), bob.abort(["bobs", "alices"]), bob.request("alices")):
                 with pytest.raises(NotFound) as others:
                     await attempt
                 with pytest.raises(NotFound) as unknown:
                     await bob.request("unused")
-                assert str(others.value) == str(unknown.value).replace("unused", "hers"), "the answer reveals nothing"
+                assert str(others.value) == str(unknown.value).replace("unused", "alices"), "the answer reveals nothing"
             with pytest.raises(WrongState):
-                await bob.submit([1, 2, 3], LONG, request_id="hers")
-            assert [row.request_id for row in (await bob.requests()).rows] == ["his"]
-            assert [row.request_id for row in (await alice.requests()).rows] == ["hers"]
-            assert {row.request_id for row in (await admin.requests()).rows} == {"hers", "his"}
-            assert (await alice.attach("hers")).request_id == "hers"
-            assert await admin.abort(["his"]) != ()
+                await bob.submit([1, 2, 3], LONG, request_id="alices")
+            assert [row.request_id for row in (await bob.requests()).rows] == ["bobs"]
+            assert [row.request_id for row in (await alice.requests()).rows] == ["alices"]
+            assert {row.request_id for row in (await admin.requests()).rows} == {"alices", "bobs"}
+            assert (await alice.attach("alices")).request_id == "alices"
+            assert await admin.abort(["bobs"]) != ()
     patience = {"heartbeat_interval_s": 0.1, "heartbeat_limit_s": 0.4}  # for a worker that does not come back
     async with (  # the next life, from the journal
         guarded(tmp_path, keys, **patience) as it,
@@ -170,15 +170,15 @@ async def test_requests_belong_to_the_user_of_the_key(tmp_path: Path) -> None:
         it.admin() as admin,
     ):
         with pytest.raises(NotFound):
-            await bob.abort(["hers"])
-        await admin.abort(["hers"])
+            await bob.abort(["alices"])
+        await admin.abort(["alices"])
         with trio.fail_after(SOON_S):
-            while (await alice.request("hers")).row.state != "ABORTED":  # noqa: ASYNC110
+            while (await alice.request("alices")).row.state != "ABORTED":  # noqa: ASYNC110
                 await trio.sleep(0.02)
         assert await bob.acknowledge(["unused"]) != ()
         with pytest.raises(NotFound):
-            await bob.acknowledge(["hers"])
-        await alice.acknowledge(["hers"])
+            await bob.acknowledge(["alices"])
+        await alice.acknowledge(["alices"])
 
 
 async def test_client_may_not_send_operator_commands(tmp_path: Path) -> None:
@@ -227,9 +227,9 @@ async def test_flood_is_warned_then_cut_and_others_are_unaffected(
         assert it.dropped("client")["rate"] >= 200
         assert it.dropped("client")["cut"] >= 1
         with trio.fail_after(SOON_S):
-            assert await alice.workers() == (), "she has a bucket of her own"
+            assert await alice.workers() == (), "each user has a bucket"
         again = await refusal(it, "client", it.key("client", "bob"))
-        assert isinstance(again, CapacityError), "another connection of his has no other bucket"
+        assert isinstance(again, CapacityError), "all connections of a user share one bucket"
 
 
 async def flood_until_cut(dealer: DealerSocket) -> None:
@@ -260,7 +260,7 @@ async def test_keys_are_replaced_and_revoked_during_requests(tmp_path: Path) -> 
     async with guarded(tmp_path) as it:
         worker = await it.worker()
         async with it.client("alice") as old, it.client("bob") as bob:
-            stream = await old.submit([1, 2, 3], LONG, request_id="hers")
+            stream = await old.submit([1, 2, 3], LONG, request_id="alices")
             assert isinstance(await next_command(worker), messages.Admit)
             (it.keys / "client.alice.key").unlink()
             key_files.add_peer(it.keys, "client", "alice")
@@ -274,7 +274,7 @@ async def test_keys_are_replaced_and_revoked_during_requests(tmp_path: Path) -> 
                     await stream.collect()
                 assert stream.received == 0
             async with it.client("alice") as new:
-                assert (await new.request("hers")).row.state != "ABORTED"
+                assert (await new.request("alices")).row.state != "ABORTED"
             with trio.fail_after(SOON_S):
                 await bob.lost()
             assert isinstance(await refusal(it, "client", it.key("client", "bob")), NotAllowed)

@@ -462,7 +462,7 @@ async def test_credentials_name_the_sending_process(endpoint: str) -> None:
 
 
 async def test_closed_peer_is_not_confused_with_its_successor(endpoint: str) -> None:
-    """The next connection is given the descriptor of the one before, which says nothing any more by then."""
+    """The next connection is given the descriptor of the one before, which sends nothing by then."""
     router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
     script = (
         "import zmq\n"
@@ -486,7 +486,7 @@ async def test_closed_peer_is_not_confused_with_its_successor(endpoint: str) -> 
 
 
 async def test_peer_cannot_claim_the_pid_of_another_process(endpoint: str) -> None:
-    """Its handshake may carry properties of its own making; those of libzmq win."""
+    """Its handshake may carry forged properties; those of libzmq win."""
     router = RouterSocket(endpoint, message_bytes_max=BYTES_MAX, credentials=True)
     claims = {b"Socket-Type": b"DEALER", b"Identity": b"", b"Peer-Address": b"localhost:0:0:1", b"User-Id": b"admin"}
     properties = b"".join(
@@ -497,7 +497,7 @@ async def test_peer_cannot_claim_the_pid_of_another_process(endpoint: str) -> No
         peer.connect(endpoint.removeprefix("ipc://"))
         peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
         greeting = await trio.to_thread.run_sync(peer.recv, 64, std_socket.MSG_WAITALL)
-        assert len(greeting) == 64  # libzmq hangs up on who says more before he has heard it
+        assert len(greeting) == 64  # libzmq ends the connection of a peer that sends more before it has read this
         peer.sendall(bytes([4, len(ready)]) + ready + b"\x00\x05hello")
         with trio.fail_after(5):
             (received,) = await router.recv_batch()

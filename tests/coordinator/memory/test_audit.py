@@ -276,7 +276,7 @@ def hold_a_stranger(rig: SchedulerRig, link: FakeLink) -> None:
     link.worker.runs[99] = other
 
 
-def keep_for_nobody(rig: SchedulerRig, link: FakeLink) -> None:
+def keep_for_no_request(rig: SchedulerRig, link: FakeLink) -> None:
     ledger = rig.scheduler._ledgers["n0"]
     ledger.reserve(500, "w0", Memory(host_pages=2))
     ledger.keep(500, 2)
@@ -300,7 +300,7 @@ def leak_a_page(rig: SchedulerRig, link: FakeLink) -> None:
 IN_THE_COORDINATOR = {
     "unreleased": (forget_released, "unreleased", True),
     "stray": (hold_a_stranger, "stray", True),
-    "orphan": (keep_for_nobody, "orphan", True),
+    "orphan": (keep_for_no_request, "orphan", True),
     "given, not told": (give_without_telling, "hot_chunks", False),
     "another page": (write_elsewhere, "host_pages", False),
     "leaked page": (leak_a_page, "accounts", False),

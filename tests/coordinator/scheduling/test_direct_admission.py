@@ -249,7 +249,7 @@ def test_a_prompt_that_fits_its_managed_buffer_is_preloaded(prompt: int, is_load
 
 
 def test_held_back_first_token_travels_with_the_rows() -> None:
-    """A stop string may begin in it, so nobody may be told yet; drawn again it could not be, without prefill."""
+    """A stop string may begin in it, so it is not published yet. Without prefill it could not be drawn again."""
     rig = Rig()
     lives = [rig.coordinator.create(number, 100, 20) for number in range(8)]
     outputs = [life.expected(rig.runner.geometry.group_of_layer, SETTINGS.prefill_chunk_tokens) for life in lives]

@@ -1,4 +1,4 @@
-"""The poison limit: what kills its worker is failed with the reason, and nobody else is, however they met."""
+"""The poison limit: a request that kills its worker is failed with the reason, and no other request is."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def run_until_resized(fake: FakeCluster, request_index: int) -> int:
             return resizes[0].entry.request_index
         while fake.ports["w0"].downlink:
             fake.obey_next("w0")
-    raise AssertionError("nobody was resized")
+    raise AssertionError("no request was resized")
 
 
 LONG = 50_000  # tokens: will not end while a test watches
@@ -379,7 +379,9 @@ def test_unreachable_kept_pages_are_released_in_time() -> None:
     fake.submit(1, 100, 500)
     fake.round()
     fake.round()
-    assert (state(fake, 0), state(fake, 1)) == (State.RETRACTED, State.READY), "it blocks only its own node"
+    assert (state(fake, 0), state(fake, 1)) == (State.RETRACTED, State.READY), (
+        "it blocks only the node that it waits for"
+    )
     fake.now += STRANDED_LIMIT_S
     run_until(fake, lambda: is_running(fake, 0))
     assert fake.entry(0).worker == "w1"
@@ -396,7 +398,7 @@ def test_lost_worker_costs_no_durable_row_once_exit_is_proved() -> None:
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """SGLang #23704, vLLM: whatever happened before, however small the host pool, everybody ends: no livelock."""
+    """SGLang #23704, vLLM: every request ends, with any events before and any size of the host pool: no livelock."""
 
     @initialize(
         seed=st.integers(0, 2**16),

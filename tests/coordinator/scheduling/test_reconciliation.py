@@ -1,4 +1,4 @@
-"""What a worker ran on with while the coordinator was away, against the books: adopted, completed, gone, refused."""
+"""What a worker ran while the coordinator was away, compared with the ledger: adopted, completed, gone, refused."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_unacknowledged_release_is_accepted_again() -> None:
     ],
 )
 def test_worker_that_claims_too_much_is_refused(claims: InventoryRow) -> None:
-    """I4: memory is given after its commit, so the books never have less."""
+    """I4: memory is given after its commit, so the ledger never has less."""
     desk = Desk()
     with pytest.raises(WrongState):
         desk.adopt(claims)

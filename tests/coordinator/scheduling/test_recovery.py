@@ -34,7 +34,7 @@ HOST_PAGES = 64
 
 
 class FakeLinks:
-    """Takes what is expected; nobody comes."""
+    """Takes the expected workers; none of them connects."""
 
     def __init__(self) -> None:
         self.expected: dict[tuple[str, int], bool] = {}
@@ -280,7 +280,7 @@ async def test_drain_survives_restarts_until_undone(autojump_clock: trio.testing
         assert before.keys() == {"w0", "w1"}
     async with Life.over(groups) as life:
         assert drained(life) == pytest.approx(before)
-        assert all(row.state == "disconnected" for row in life.scheduler.worker_rows()), "nobody has been heard yet"
+        assert all(row.state == "disconnected" for row in life.scheduler.worker_rows()), "no worker has connected yet"
         life.store.wants_summary = True
         life.scheduler._journal.summarize_if_long()
         life.store.wants_summary = False

@@ -171,8 +171,8 @@ async def test_commands_are_checked_before_any_takes_effect(autojump_clock: Mock
         await rig.run_until("b", "FINISHED")
         with pytest.raises(WrongState, match="cannot abort a request that is FINISHED"):
             await rig.scheduler.abort(("a!", "b"), "test")
-        with pytest.raises(NotFound, match="request_id=nobody"):
-            await rig.scheduler.retract(("a!", "nobody"), "test", keep=True, hold=True)
+        with pytest.raises(NotFound, match="request_id=absent"):
+            await rig.scheduler.retract(("a!", "absent"), "test", keep=True, hold=True)
         with pytest.raises(BadInput, match=r"choose 0 .resident., -1 .auto. or one of 128, 256"):
             await rig.scheduler.resize(("a!",), "test", hot_slots=200)
         with pytest.raises(CapacityError, match="may not fit 14 hot chunks"):
@@ -318,7 +318,7 @@ async def test_worker_with_another_model_or_pool_is_refused() -> None:
             await join(worker="w0")
         assert [row.state for row in rig.scheduler.worker_rows()] == ["disconnected"]
         await join(model=other, capacity=resized(host_pages=32))
-        assert rig.scheduler.model() == other, "nothing depended on the first one any more"
+        assert rig.scheduler.model() == other, "nothing depended on the first one"
 
 
 @pytest.mark.parametrize("proved", [True, False], ids=["exit proved", "silent"])
@@ -647,7 +647,7 @@ class Chaos:
             return
 
     async def make_peace(self) -> None:
-        """All workers there, nobody drained, nobody held, every exit proved."""
+        """All workers are connected, none is drained, no request is held, every exit is proved."""
         for zombie in list(self.rig.zombies):
             self.rig.prove_exit(zombie)
         await self.join()

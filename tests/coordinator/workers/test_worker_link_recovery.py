@@ -110,7 +110,7 @@ async def test_impossible_inventory_ends_the_epoch(rig: Rig) -> None:
         assert ("down", "w0", 1, False) in rig.scheduler.told
         await worker.say(hello(epoch=2))  # emptied, the same process
         assert isinstance(await worker.hear(), WorkerWelcome)
-        assert ("exited", "w0", 1) in rig.scheduler.told, "quiesced, by its own word"
+        assert ("exited", "w0", 1) in rig.scheduler.told, "quiesced, as it reports"
         worker.close()
         nursery.cancel_scope.cancel()
 

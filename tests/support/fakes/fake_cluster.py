@@ -121,7 +121,7 @@ class FakeCluster:
         fake = self.workers.pop(name)
         self.ports.pop(name)
         self.uplinks.pop(name)
-        fake.emit, fake.report = _nobody, _nobody
+        fake.emit, fake.report = _cut_link, _cut_link
         if not proved:
             self.zombies.append(fake)
         for entry in self.dispatch.placement_table.on(name):
@@ -339,5 +339,5 @@ class FakeCluster:
             assert budget.free.seats == worker.capacity.seats
 
 
-def _nobody(*_: object) -> None:
-    """A cut link."""
+def _cut_link(*_: object) -> None:
+    """What is sent over it is lost."""

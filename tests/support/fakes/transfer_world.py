@@ -30,7 +30,7 @@ HOST_PAGES: Final = 12
 WINDOW_UNITS: Final = 4
 WINDOW_BYTES: Final = 1_500
 PEER: Final = "the receiver"
-LIFE: Final = 77
+RECEIVER_ID: Final = 77
 #: Parts of pages that are ready at one time, and go in any order.
 SHUFFLED: Final = 6
 #: Simulated seconds between two events.
@@ -65,7 +65,7 @@ class FakeTransferWorld:
         self.random = Random(seed)
         self.fetches = fetches
         self.now = 0.0
-        self.receiver = Receiving(LAYOUT, HOST_PAGES, LIFE, fetches=fetches)
+        self.receiver = Receiving(LAYOUT, HOST_PAGES, RECEIVER_ID, fetches=fetches)
         self.senders: list[FakeSender] = []
         self.to_receiver: list[tuple[str, SenderMessage]] = []
         self.to_senders: list[tuple[str, ReceiverMessage]] = []
@@ -155,7 +155,7 @@ class FakeTransferWorld:
             self.owner[page] = f"transfer {transfer_id}"
             for part in range(3):
                 self.memory[page, part] = "old"
-        description = Description(1, "fake", "receiver", PEER, LIFE, b"", LAYOUT).encode()
+        description = Description(1, "fake", "receiver", PEER, RECEIVER_ID, b"", LAYOUT).encode()
         self._perform(self.receiver.open(transfer_id, pages))
         self._act(sender, sender.core.open(transfer_id, description, len(pages), ends, self.now))
         self.unsent += [(transfer_id, index, part) for index in range(len(pages)) for part in range(len(ends))]
@@ -244,7 +244,7 @@ class FakeTransferWorld:
 
     def _exit(self) -> None:
         """A sender dies. Another one starts: under its name if its exit was proved, which processes of containers have
-        in every life, else under a name of its own."""
+        in every life, else under a separate name."""
         if not self._alive():
             return
         dead = self.random.choice(self._alive())

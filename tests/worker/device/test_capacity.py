@@ -220,7 +220,15 @@ def test_shared_selection_layers_are_read_as_in_the_library(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no readable configuration"),
+        ("{", "is not JSON"),
+        ("[1]", "is JSON, but no object"),
+        ('{"a": ' * 100_000, "is nested deeper than 32 levels"),
+        ('{"model_type": "deepseek_v32", "num_hidden_layers": 1000000000}', "num_hidden_layers 1000000000 is not"),
+        (
+            '{"model_type": "glm_moe_dsa", "index_topk_freq": 2, "num_hidden_layers": 1e9}',
+            "num_hidden_layers 1000000000.0",
+        ),
+        ('{"model_type": "glm_moe_dsa", "index_topk_pattern": "FX"}', "the model library cannot load it: KeyError"),
         ('{"model_type": "llama"}', "model_type llama is not served"),
         ('{"model_type": "deepseek_v32", "num_hidden_layers": 61}', "has no kv_lora_rank, no qk_rope_head_dim"),
     ],

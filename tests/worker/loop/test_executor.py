@@ -59,7 +59,7 @@ def test_tokens_and_logits_do_not_depend_on_the_hot_size(sizes: tuple[int, ...],
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_and_logits_do_not_depend_on_stream_order(seed: int) -> None:
-    """SGLang #31901: host pages and device pages have numbers of their own."""
+    """SGLang #31901: host pages and device pages are numbered separately."""
     _, logits = run_mixed((0, 64, 128, 192, 64), streams=make_streams("simulated", seed))
     assert logits.keys() == resident().keys()
     assert all(torch.equal(logits[step], resident()[step]) for step in logits)

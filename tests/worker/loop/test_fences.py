@@ -1,7 +1,7 @@
 """The token test on simulated streams: whatever order the fences allow, tokens are those of the oracle.
 
-And the other way round: with any one fence omitted, the same story passes in plain order, and under some seed it gives
-wrong tokens. Wrong, not crashed: what a missing fence does to a service is silent.
+And the other way round: with any one fence omitted, the same scenario passes in plain order, and under some seed it
+gives wrong tokens. Wrong, not crashed: what a missing fence does to a service is silent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worker.loop.swap import Swap
 from worker.streams import FENCES, SimulatedStreams, make_streams
 
 SEEDS = range(200)
-#: A mutant must be convicted within so many seeds. Measured over 60, each story convicts its mutant in 15 to 100 %.
+#: A mutant must be convicted within so many seeds. Measured over 60, each scenario convicts its mutant in 15 to 100 %.
 MUTANT_SEEDS = range(80)
 
 MakeStreams = Callable[[], SimulatedStreams]
@@ -116,7 +116,7 @@ def an_abort_while_loading(make: MakeStreams) -> Rig:
     assert coordinator.admit(leaver, 64)
     rig.run_until(lambda: len(leaver.tokens) >= 3)
     coordinator.withdraw(leaver, "keep")
-    assert coordinator.admit(bystander, 64)  # with a batch to decode, nobody waits for the load
+    assert coordinator.admit(bystander, 64)  # with a batch to decode, no request waits for the load
     rig.run_until(lambda: len(bystander.tokens) >= 2)
     come_back(rig, leaver, 64)
     coordinator.withdraw(leaver, "abort")
@@ -183,8 +183,8 @@ def a_crash(make: MakeStreams) -> Rig:
     return heir
 
 
-#: The story that each omitted fence spoils.
-STORIES: dict[str, Callable[[MakeStreams], Rig]] = {
+#: The scenario that each omitted fence spoils.
+SCENARIOS: dict[str, Callable[[MakeStreams], Rig]] = {
     "inputs_consumed": a_long_prompt,
     "prefill_written": partial(a_day, groups=SHARED),
     "staged": partial(a_day, groups=SHARED),
@@ -217,10 +217,10 @@ def test_tokens_do_not_depend_on_fence_order(seed: int) -> None:
     rig.check_end()
 
 
-@pytest.mark.parametrize("story", {story for story in STORIES.values() if not isinstance(story, partial)})
-def test_every_scenario_holds_with_all_fences(story: Callable[[MakeStreams], Rig]) -> None:
+@pytest.mark.parametrize("scenario", {scenario for scenario in SCENARIOS.values() if not isinstance(scenario, partial)})
+def test_every_scenario_holds_with_all_fences(scenario: Callable[[MakeStreams], Rig]) -> None:
     for seed in range(5):
-        rig = story(simulated(seed))
+        rig = scenario(simulated(seed))
         assert not rig.wrong(), f"seed {seed}"
         rig.check_end()
 
@@ -229,25 +229,25 @@ def test_every_scenario_holds_with_all_fences(story: Callable[[MakeStreams], Rig
 @pytest.mark.parametrize("fence", FENCES)
 def test_omitted_fence_gives_wrong_tokens(fence: str) -> None:
     """SGLang #34077, #35748 (a row used again under a step in flight), #20343 (staging that waits for no prefill)."""
-    story = STORIES[fence]
-    plain = story(simulated(0, "plain", (fence,)))
+    scenario = SCENARIOS[fence]
+    plain = scenario(simulated(0, "plain", (fence,)))
     assert not plain.wrong()
     plain.check_end()
-    assert any(story(simulated(seed, "seeded", (fence,))).wrong() for seed in MUTANT_SEEDS)
+    assert any(scenario(simulated(seed, "seeded", (fence,))).wrong() for seed in MUTANT_SEEDS)
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize(
-    ("stream", "story"),
+    ("stream", "scenario"),
     [("load", an_abort_while_loading), ("stage", an_owner_elsewhere), ("backup", a_change_of_owner)],
 )
 def test_quiesced_must_cover_every_stream(
-    stream: str, story: Callable[[MakeStreams], Rig], monkeypatch: pytest.MonkeyPatch
+    stream: str, scenario: Callable[[MakeStreams], Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I2: Released while one stream could still touch the memory gives the next owner wrong tokens.
 
     SGLang #24578; vLLM: an end before the last copy."""
-    assert not any(story(simulated(seed)).wrong() for seed in range(3))
+    assert not any(scenario(simulated(seed)).wrong() for seed in range(3))
     quiesce = Swap.quiesce
     monkeypatch.setattr(Swap, "quiesce", lambda swap: [fence for fence in quiesce(swap) if stream not in str(fence)])
-    assert any(story(simulated(seed)).wrong() for seed in MUTANT_SEEDS)
+    assert any(scenario(simulated(seed)).wrong() for seed in MUTANT_SEEDS)

@@ -1,4 +1,4 @@
-"""Arenas, hot buffers, input rings and sizing: the books of device memory."""
+"""Arenas, hot buffers, input rings and sizing: the accounts of device memory."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def run_moved_about(path: Path, streams: Streams) -> tuple[list[list[int]], Logi
 
 
 def library_agrees(path: Path, tokens: list[list[int]]) -> int:
-    """How many tokens the library's generate(), in a process of its own, says too; after a tie of its two best logits
+    """How many tokens the library's generate(), in a separate process, gives too; after a tie of its two best logits
     within rounding, the rest of a request is not compared."""
     job = {
         "model": str(path),

@@ -85,7 +85,7 @@ def test_warm_start_rows_take_room(forgotten: list[int], monkeypatch: pytest.Mon
 
 
 def test_sampled_steps_are_timed_layer_by_layer() -> None:
-    """And stands for the others; what is copied for a layer that shares a selection is timed on its own."""
+    """And stands for the others; what is copied for a layer that shares a selection is timed separately."""
     rig = Rig()
     counters = rig.executor.counters
     assert rig.coordinator.admit(rig.coordinator.create(1, 100, TIMED_EVERY), 64)

@@ -26,7 +26,7 @@ def open_pool(path: Path, geometry: Geometry = GEOMETRY, pages: int = PAGES, mod
 
 
 def test_first_process_creates_and_second_sees_its_bytes(tmp_path: Path) -> None:
-    """SGLang #23153: one pool per node, whoever comes."""
+    """SGLang #23153: one pool per node, for all its processes."""
     path = pool_path(str(tmp_path / "new"), "node-a")
     first, second = open_pool(path), open_pool(path)
     assert (first.created, second.created) == (True, False)

@@ -155,7 +155,8 @@ def test_foreign_completion_is_ignored() -> None:
 
 
 def test_name_is_reused_once_its_process_is_proved_dead() -> None:
-    """The dead one's late word about an open transfer is refused; the next life's about a later transfer is not."""
+    """A late message of the dead process about an open transfer is refused. One of the next process about a later
+    transfer is not."""
     core, _ = receiver_with_a_page_checked()
     core.open(8, [5])
     assert core.sender_exited("a/1") == [receiving.ShutOut("a/1")]

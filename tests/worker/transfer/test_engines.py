@@ -214,7 +214,7 @@ def test_late_writes_land_unless_the_endpoint_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That the tests above can fail, and why an endpoint is destroyed: UCX on TCP writes to memory that is not
-    registered any more."""
+    registered."""
     monkeypatch.setattr(module, target.__mro__[1].__name__, target)
     receiver = make_receiver(engine, large_pool, LARGE)
     receiver.open(1, [1])

@@ -65,7 +65,7 @@ def test_small_pages_travel_whole(group_bytes: int) -> None:
     order=st.randoms(use_true_random=False),
 )
 def test_each_part_is_sent_once_after_its_rows(tokens: int, chunk: int, parts: int, order: object) -> None:
-    """Whichever part is staged first: what one waits for is its own rows."""
+    """A part waits for its rows alone, whichever part is staged first."""
     out = Outgoing(1, tokens, parts)
     staged = [0] * parts
     sent: list[tuple[int, int]] = []

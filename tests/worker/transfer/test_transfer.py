@@ -202,7 +202,7 @@ def test_stopped_sender_holds_no_page(receiver: PageReceiver, pool: PoolMemory, 
 
 @pytest.mark.process
 def test_killed_sender_holds_no_page(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
-    """And its next life, under the same name, is served."""
+    """The next process of the same name is served."""
     receiver.open(1, [1])
     with peer_process(tmp_path, **order(receiver, 1, fault="halt")) as sender:
         wait_for(sender.said, lambda said: "halted" in said)
@@ -217,7 +217,7 @@ def test_killed_sender_holds_no_page(receiver: PageReceiver, pool: PoolMemory, t
 
 @pytest.mark.process
 def test_partial_pages_of_a_dead_sender_do_not_count(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
-    """All other parts were verified; the pages are free for whoever comes next, and none of them was ever told of."""
+    """All other parts were verified. The pages are free for the next transfer, and none of them was reported."""
     part_ends = [SMALL.page_bytes // 4, SMALL.page_bytes // 2, SMALL.page_bytes]
     receiver.open(1, [1, 2, 3])
     with peer_process(tmp_path, **order(receiver, 3, part_ends=part_ends, withheld_parts=1)) as sender:
@@ -352,11 +352,11 @@ def test_invalid_descriptions_are_refused(receiver: PageReceiver, pool: PoolMemo
 
 
 def test_sender_without_the_receivers_key_is_ignored(pool: PoolMemory) -> None:
-    """Over tcp; the same word from somebody who was handed the description is answered."""
+    """Over tcp; the same message from a sender that has the description is answered."""
     layout = Layout.of(SMALL, MODEL)
     receiver = open_receiver("shared", pool, layout, name="decode-0/1", address="tcp://127.0.0.1:0")
     known = Description.decode(receiver.describe())
-    word = encode(Begin(known.version, known.life, 1, 1, layout, pack_int64([SMALL.page_bytes])))
+    word = encode(Begin(known.version, known.receiver_id, 1, 1, layout, pack_int64([SMALL.page_bytes])))
     heard = []
     for key in (known.key, b"", zmq.curve_keypair()[0]):
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
