@@ -1,0 +1,320 @@
+"""Products with block-FP8 weights on CUDA: the contracts of kernels/block_fp8.py, for bfloat16 activations.
+
+A product's tiles follow from its count of tokens alone, a bucket of the tables below; the splits of K from its shape and
+the number of multiprocessors. Figures behind both: benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.cuda.triton_units import triton_unit
+
+if TYPE_CHECKING:
+    from kernels.block_fp8 import BlockFp8
+
+BLOCK: Final = 128
+#: Compute capability that converts e4m3 in hardware; below it, kernels shift bits.
+FP8_SINCE: Final = (8, 9)
+
+
+class Tiles(NamedTuple):
+    n: int  # rows of weights
+    tokens: int
+    warps: int
+    stages: int
+    resident: int  # programs that a multiprocessor holds at once
+
+
+#: By the largest count of tokens: tiles of dense products.
+LINEAR_TILES: Final = {
+    16: Tiles(64, 16, 2, 4, 4),
+    32: Tiles(64, 32, 2, 4, 4),
+    64: Tiles(128, 64, 8, 4, 1),
+    1 << 30: Tiles(128, 128, 8, 3, 1),
+}
+#: By the largest expected count of tokens of one expert: tiles of gate and up, and of down.
+EXPERT_TILES: Final = {
+    8: (Tiles(32, 16, 2, 4, 6), Tiles(64, 16, 2, 4, 4)),
+    24: (Tiles(64, 32, 2, 3, 4), Tiles(64, 32, 2, 4, 4)),
+    1 << 30: (Tiles(64, 64, 4, 3, 2), Tiles(128, 64, 8, 4, 1)),
+}
+#: Tokens from which a weight decoded to scratch and torch's product take less time than a product that decodes.
+CROSSOVER_TOKENS: Final = 768
+#: Tokens of one piece of a prompt: bounds what its experts' rows take.
+PIECE_TOKENS: Final = 2048
+SPLITS_MAX: Final = 16
+BLOCKS_PER_SPLIT_MIN: Final = 4
+ADD_BLOCK: Final = 256
+WIDTH_BLOCK: Final = 1024
+DECODE_ROWS: Final = 32
+QUANTIZE_ROWS: Final = 16
+ROUTE_CHUNK: Final = 1024
+WARPS: Final = 4
+
+
+def decode_blocks(weight: BlockFp8, out: Tensor) -> None:
+    """As kernels.block_fp8.decode_blocks."""
+    *_, n, k = out.shape
+    if not out.numel():
+        return
+    matrices = out.numel() // (n * k)
+    blocks = _blocks(k)
+    _unit().decode[blocks, -(-n // DECODE_ROWS), matrices](
+        _codes(weight.values),
+        weight.scales,
+        out,
+        n,
+        k,
+        blocks,
+        EVEN=k % BLOCK == 0,
+        E4M3=_converts(out.device),
+        BLOCK_ROWS=DECODE_ROWS,
+        num_warps=WARPS,
+    )
+
+
+def linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor | None, tiles: Tiles | None = None) -> Tensor:
+    """As kernels.block_fp8.block_linear; `tiles` other than the table's, for measurements."""
+    if scratch is not None and len(hidden) >= CROSSOVER_TOKENS:
+        return decoded_linear(hidden, weight, scratch)
+    return _linear(hidden, None, weight, tiles)
+
+
+def decoded_linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor) -> Tensor:
+    """hidden @ weight.T by torch, from the weight decoded into the front of `scratch`."""
+    decoded = scratch.flatten()[: weight.values.numel()].view(weight.values.shape)
+    decode_blocks(weight, decoded)
+    return hidden @ decoded.T
+
+
+def linear_w8a8(hidden: Tensor, weight: BlockFp8, tiles: Tiles | None = None) -> Tensor:
+    """As kernels.block_fp8.block_linear_w8a8."""
+    values, scales = quantize_rows(hidden)
+    return _linear(values, scales, weight, tiles)
+
+
+def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8, tiles: Tiles | None) -> Tensor:
+    (tokens, k), n = hidden.shape, len(weight.values)
+    out = torch.empty(tokens, n, dtype=torch.bfloat16, device=hidden.device)
+    if not out.numel():
+        return out
+    tiles = tiles or _bucket(LINEAR_TILES, tokens)
+    grid = (-(-tokens // tiles.tokens), -(-n // tiles.n))
+    blocks = _blocks(k)
+    span = _span(grid[0] * grid[1], blocks, tiles.resident * _multiprocessors(hidden.device))
+    splits = -(-blocks // span)
+    sums = out
+    if splits > 1:
+        sums = torch.empty(splits, tokens, n, dtype=torch.float32, device=hidden.device)
+    _unit().linear[(*grid, splits)](
+        hidden,
+        weight.scales if row_scales is None else row_scales,
+        _codes(weight.values),
+        weight.scales,
+        sums,
+        weight.scales,
+        weight.scales,
+        tokens,
+        n,
+        k,
+        blocks,
+        span,
+        GROUPED=False,
+        QUANTIZED=row_scales is not None,
+        **_options(tiles, k, hidden.device),
+    )
+    if splits > 1:
+        _unit().add_splits[(-(-out.numel() // ADD_BLOCK),)](
+            sums, out, out.numel(), splits, SPLITS_PADDED=SPLITS_MAX, BLOCK_COUNT=ADD_BLOCK, num_warps=WARPS
+        )
+    return out
+
+
+def _span(programs: int, blocks: int, held: int) -> int:
+    """Blocks of K that one split takes, so that the last wave of `held` programs at once is as full as it can be."""
+    best, least = blocks, float("inf")
+    for splits in range(1, min(SPLITS_MAX, max(1, blocks // BLOCKS_PER_SPLIT_MIN)) + 1):
+        span = -(-blocks // splits)
+        waves = -(-programs * -(-blocks // span) // held)
+        work = waves * (span + 2) + (2 if splits > 1 else 0)
+        if work < least:
+            best, least = span, work
+    return best
+
+
+def experts(
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate: BlockFp8,
+    up: BlockFp8,
+    down: BlockFp8,
+    first_expert: int,
+    experts_total: int | None,
+    *,
+    quantized: bool,
+    tiles: tuple[Tiles, Tiles] | None = None,
+) -> Tensor:
+    """As kernels.block_fp8.block_experts and block_experts_w8a8; `tiles` other than the table's, for measurements.
+
+    Both of a pair have the same count of tokens, since they share the tiles that `route` fills.
+    """
+    tokens, choices = chosen.shape
+    out = torch.zeros_like(hidden) if not choices or not len(gate.values) else torch.empty_like(hidden)
+    if not out.numel() or not choices or not len(gate.values):
+        return out
+    expected = -(-min(tokens, PIECE_TOKENS) * choices // (experts_total or len(gate.values)))
+    tiles = tiles or _bucket(EXPERT_TILES, expected)
+    for start in range(0, tokens, PIECE_TOKENS):
+        piece = slice(start, start + PIECE_TOKENS)
+        _experts(
+            hidden[piece], chosen[piece], weights[piece], gate, up, down, first_expert, out[piece], tiles, quantized
+        )
+    return out
+
+
+def _experts(
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate: BlockFp8,
+    up: BlockFp8,
+    down: BlockFp8,
+    first_expert: int,
+    out: Tensor,
+    tiles: tuple[Tiles, Tiles],
+    quantized: bool,
+) -> None:
+    device, unit = hidden.device, _unit()
+    held, middle, width = gate.values.shape
+    assignments, choices = chosen.numel(), chosen.shape[1]
+    for_gate, for_down = tiles
+    block_t = for_gate.tokens
+    busy = min(assignments, held)
+    tiles_max = busy + (assignments - busy) // block_t
+    tile_expert = torch.empty(tiles_max, dtype=torch.int32, device=device)
+    slots = torch.empty(tiles_max, block_t, dtype=torch.int32, device=device)
+    unit.route[(held + 1,)](
+        chosen,
+        tile_expert,
+        slots,
+        assignments,
+        first_expert,
+        tiles_max,
+        held,
+        EXPERTS_PADDED=_power_of_two(held + 1),
+        BLOCK_T=block_t,
+        CHUNK=ROUTE_CHUNK,
+        num_warps=WARPS,
+    )
+    gated = torch.empty(assignments, middle, dtype=torch.bfloat16, device=device)
+    rows, row_scales = quantize_rows(hidden) if quantized else (hidden, gate.scales)
+    unit.gated[-(-middle // for_gate.n), tiles_max](
+        rows,
+        row_scales,
+        _codes(gate.values),
+        gate.scales,
+        _codes(up.values),
+        up.scales,
+        gated,
+        tile_expert,
+        slots,
+        choices,
+        middle,
+        width,
+        _blocks(width),
+        QUANTIZED=quantized,
+        **_options(for_gate, width, device),
+    )
+    products = torch.empty(assignments, width, dtype=torch.bfloat16, device=device)
+    rows, row_scales = quantize_rows(gated) if quantized else (gated, down.scales)
+    unit.linear[-(-width // for_down.n), tiles_max](
+        rows,
+        row_scales,
+        _codes(down.values),
+        down.scales,
+        products,
+        tile_expert,
+        slots,
+        0,
+        width,
+        middle,
+        _blocks(middle),
+        _blocks(middle),
+        GROUPED=True,
+        QUANTIZED=quantized,
+        **_options(for_down, middle, device),
+    )
+    unit.add_choices[len(hidden), -(-width // WIDTH_BLOCK)](
+        products,
+        chosen,
+        weights,
+        out,
+        first_expert,
+        held,
+        choices,
+        width,
+        BLOCK_WIDTH=WIDTH_BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels.block_fp8.quantize_rows."""
+    rows, k = hidden.shape
+    blocks = _blocks(k)
+    values = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=hidden.device)
+    scales = torch.empty(rows, blocks, dtype=torch.float32, device=hidden.device)
+    if hidden.numel():
+        _unit().quantize[blocks, -(-rows // QUANTIZE_ROWS)](
+            hidden, values, scales, rows, k, blocks, EVEN=k % BLOCK == 0, BLOCK_ROWS=QUANTIZE_ROWS, num_warps=WARPS
+        )
+    return values, scales
+
+
+def _options(tiles: Tiles, k: int, device: torch.device) -> dict[str, int | bool]:
+    return {
+        "BLOCK_N": tiles.n,
+        "BLOCK_T": tiles.tokens,
+        "EVEN": k % BLOCK == 0,
+        "E4M3": _converts(device),
+        "STAGES": tiles.stages,
+        "num_warps": tiles.warps,
+    }
+
+
+def _bucket(table: Mapping[int, Any], count: int) -> Any:
+    return next(tiles for most, tiles in table.items() if count <= most)
+
+
+def _codes(values: Tensor) -> Tensor:
+    return values if _converts(values.device) else values.view(torch.uint8)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _unit() -> ModuleType:
+    return triton_unit("block_fp8_triton")
+
+
+@lru_cache(maxsize=8)
+def _converts(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_SINCE
+
+
+@lru_cache(maxsize=8)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
