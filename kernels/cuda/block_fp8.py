@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 BLOCK: Final = 128
 #: Compute capability that converts e4m3 in hardware; below it, kernels shift bits.
 FP8_SINCE: Final = (8, 9)
+#: Compute capability with programmatic dependent launch: a kernel begins, and asks for weights, while the one before ends.
+CHAINED_SINCE: Final = (9, 0)
 
 
 class Tiles(NamedTuple):
@@ -30,6 +32,8 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     resident: int  # programs that a multiprocessor holds at once
+    ahead: int = 0  # blocks of K that weights are asked for before they are copied
+    registers: int | None = None
 
 
 #: By the largest count of tokens: tiles of dense products.
@@ -132,7 +136,14 @@ def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8, tiles: 
     )
     if splits > 1:
         _unit().add_splits[(-(-out.numel() // ADD_BLOCK),)](
-            sums, out, out.numel(), splits, SPLITS_PADDED=SPLITS_MAX, BLOCK_COUNT=ADD_BLOCK, num_warps=WARPS
+            sums,
+            out,
+            out.numel(),
+            splits,
+            SPLITS_PADDED=SPLITS_MAX,
+            BLOCK_COUNT=ADD_BLOCK,
+            num_warps=WARPS,
+            **_chain(out.device),
         )
     return out
 
@@ -213,6 +224,7 @@ def _experts(
         BLOCK_T=block_t,
         CHUNK=ROUTE_CHUNK,
         num_warps=WARPS,
+        **_chain(device),
     )
     gated = torch.empty(assignments, middle, dtype=torch.bfloat16, device=device)
     rows, row_scales = quantize_rows(hidden) if quantized else (hidden, gate.scales)
@@ -263,6 +275,7 @@ def _experts(
         width,
         BLOCK_WIDTH=WIDTH_BLOCK,
         num_warps=WARPS,
+        **_chain(device),
     )
 
 
@@ -274,20 +287,37 @@ def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(rows, blocks, dtype=torch.float32, device=hidden.device)
     if hidden.numel():
         _unit().quantize[blocks, -(-rows // QUANTIZE_ROWS)](
-            hidden, values, scales, rows, k, blocks, EVEN=k % BLOCK == 0, BLOCK_ROWS=QUANTIZE_ROWS, num_warps=WARPS
+            hidden,
+            values,
+            scales,
+            rows,
+            k,
+            blocks,
+            EVEN=k % BLOCK == 0,
+            BLOCK_ROWS=QUANTIZE_ROWS,
+            num_warps=WARPS,
+            **_chain(hidden.device),
         )
     return values, scales
 
 
-def _options(tiles: Tiles, k: int, device: torch.device) -> dict[str, int | bool]:
+def _options(tiles: Tiles, k: int, device: torch.device) -> dict[str, int | None]:
     return {
         "BLOCK_N": tiles.n,
         "BLOCK_T": tiles.tokens,
         "EVEN": k % BLOCK == 0,
         "E4M3": _converts(device),
         "STAGES": tiles.stages,
+        "AHEAD": tiles.ahead,
         "num_warps": tiles.warps,
+        "maxnreg": tiles.registers,
+        **_chain(device),
     }
+
+
+def _chain(device: torch.device) -> dict[str, bool]:
+    chained = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CHAINED_SINCE
+    return {"CHAINED": chained, "launch_pdl": chained}
 
 
 def _bucket(table: Mapping[int, Any], count: int) -> Any:

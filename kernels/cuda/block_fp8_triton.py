@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(128)
 
@@ -60,6 +61,22 @@ def load_rows(at, real, left, EVEN: tl.constexpr):
     return tl.load(at, mask=mask, other=0.0)
 
 
+@triton.jit
+def follow(CHAINED: tl.constexpr):
+    """The next kernel may begin; what the ones before have written may be read from here on."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def fetch(lines):
+    """Lines of 128 bytes at the pointers `lines` on their way to L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["count", "n", "span", "blocks", "choices"])
 def linear(
     hidden,
@@ -81,10 +98,13 @@ def linear(
     E4M3: tl.constexpr,  # the card converts fp8
     QUANTIZED: tl.constexpr,  # `hidden` is e4m3, with row_scales float32[rows, blocks]
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # blocks of K that weights are asked for before they are copied
+    CHAINED: tl.constexpr,  # launched before the kernels ahead of it have ended
 ):
     """out [splits, rows, n] of hidden [rows, k]: a dense product, or the rows of `slots` by their experts' weights."""
     lane = tl.arange(0, BLOCK_T)
     if GROUPED:
+        follow(CHAINED)
         first = tl.program_id(0) * BLOCK_N
         tile = tl.program_id(1)
         split = 0
@@ -104,16 +124,23 @@ def linear(
     begin = split * span
     end = min(begin + span, blocks)
     inner = tl.arange(0, BLOCK)
-    codes_at = values + (tl.minimum(row, n - 1).to(tl.int64) * k)[:, None] + inner[None, :]
-    start = tl.where(real, token, 0).to(tl.int64)
-    rows_at = hidden + (start * k)[:, None] + inner[None, :]
+    lines = tl.minimum(row, n - 1) * k
+    codes_at = lines[:, None] + inner[None, :]
+    for block in tl.static_range(AHEAD):
+        fetch(values + min(begin + block, end - 1) * BLOCK + lines)
+    if not GROUPED:
+        follow(CHAINED)
+    start = tl.where(real, token, 0)
+    rows_at = (start * k)[:, None] + inner[None, :]
     scales_at = scales + (tl.minimum(row, n - 1) // BLOCK * blocks)[:, None]
     row_scales_at = row_scales + start * blocks
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         left = k - block * BLOCK
-        codes = load_codes(codes_at + block * BLOCK, left, EVEN)
-        rows = load_rows(rows_at + block * BLOCK, real, left, EVEN)
+        if AHEAD:
+            fetch(values + min(block + AHEAD, end - 1) * BLOCK + lines)
+        codes = load_codes(values + block * BLOCK + codes_at, left, EVEN)
+        rows = load_rows(hidden + block * BLOCK + rows_at, real, left, EVEN)
         row_scale = tl.load(row_scales_at + block, mask=real, other=0.0) if QUANTIZED else 1.0
         scale = tl.load(scales_at + block)
         sums = add_product(sums, codes, scale, rows, row_scale, E4M3, QUANTIZED)
@@ -142,8 +169,11 @@ def gated(
     E4M3: tl.constexpr,
     QUANTIZED: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """out[assignment] [n] = silu(gate x) * up x of its token x, rounded to bfloat16 after each of the four steps."""
+    follow(CHAINED)
     first = tl.program_id(0) * BLOCK_N
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile)
@@ -151,23 +181,32 @@ def gated(
         return
     slot = tl.load(slots + tile * BLOCK_T + tl.arange(0, BLOCK_T))
     real = slot >= 0
-    start = (tl.where(real, slot, 0) // choices).to(tl.int64)
+    start = tl.where(real, slot, 0) // choices
     row = first + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK)
-    codes_at = expert.to(tl.int64) * n * k + (tl.minimum(row, n - 1).to(tl.int64) * k)[:, None] + inner[None, :]
-    rows_at = hidden + (start * k)[:, None] + inner[None, :]
+    gate += expert.to(tl.int64) * n * k
+    up += expert.to(tl.int64) * n * k
+    lines = tl.minimum(row, n - 1) * k
+    codes_at = lines[:, None] + inner[None, :]
+    for block in tl.static_range(AHEAD):
+        fetch(gate + min(block, blocks - 1) * BLOCK + lines)
+        fetch(up + min(block, blocks - 1) * BLOCK + lines)
+    rows_at = (start * k)[:, None] + inner[None, :]
     scales_at = ((expert * tl.cdiv(n, BLOCK) + tl.minimum(row, n - 1) // BLOCK) * blocks)[:, None]
     row_scales_at = row_scales + start * blocks
     gates = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     ups = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for block in tl.range(0, blocks, num_stages=STAGES):
         left = k - block * BLOCK
-        rows = load_rows(rows_at + block * BLOCK, real, left, EVEN)
+        if AHEAD:
+            fetch(gate + min(block + AHEAD, blocks - 1) * BLOCK + lines)
+            fetch(up + min(block + AHEAD, blocks - 1) * BLOCK + lines)
+        rows = load_rows(hidden + block * BLOCK + rows_at, real, left, EVEN)
         row_scale = tl.load(row_scales_at + block, mask=real, other=0.0) if QUANTIZED else 1.0
-        codes = load_codes(gate + codes_at + block * BLOCK, left, EVEN)
+        codes = load_codes(gate + block * BLOCK + codes_at, left, EVEN)
         gate_scale = tl.load(gate_scales + scales_at + block)
         gates = add_product(gates, codes, gate_scale, rows, row_scale, E4M3, QUANTIZED)
-        codes = load_codes(up + codes_at + block * BLOCK, left, EVEN)
+        codes = load_codes(up + block * BLOCK + codes_at, left, EVEN)
         up_scale = tl.load(up_scales + scales_at + block)
         ups = add_product(ups, codes, up_scale, rows, row_scale, E4M3, QUANTIZED)
     x = gates.to(tl.bfloat16).to(tl.float32)
@@ -189,8 +228,10 @@ def route(
     EXPERTS_PADDED: tl.constexpr,  # more than `experts`
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program e fills the tiles of expert first + e, in ascending assignments; program `experts` marks those unused."""
+    follow(CHAINED)
     expert = tl.program_id(0)
     number = tl.arange(0, EXPERTS_PADDED)
     counts = tl.zeros((EXPERTS_PADDED,), tl.int32)
@@ -223,8 +264,20 @@ def route(
 
 
 @triton.jit(do_not_specialize=["first", "experts", "choices", "width"])
-def add_choices(products, chosen, weights, out, first, experts, choices, width, BLOCK_WIDTH: tl.constexpr):
+def add_choices(
+    products,
+    chosen,
+    weights,
+    out,
+    first,
+    experts,
+    choices,
+    width,
+    BLOCK_WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """out[token] = sum over its choices on this rank, in their order, of weight * products[assignment]."""
+    follow(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     sums = tl.zeros((BLOCK_WIDTH,), tl.float32)
@@ -243,8 +296,11 @@ def add_choices(products, chosen, weights, out, first, experts, choices, width, 
 
 
 @triton.jit(do_not_specialize=["count", "splits"])
-def add_splits(partial, out, count, splits, SPLITS_PADDED: tl.constexpr, BLOCK_COUNT: tl.constexpr):
+def add_splits(
+    partial, out, count, splits, SPLITS_PADDED: tl.constexpr, BLOCK_COUNT: tl.constexpr, CHAINED: tl.constexpr
+):
     """out[count] = sum of partial float32[splits, count], always in the same tree."""
+    follow(CHAINED)
     place = tl.program_id(0).to(tl.int64) * BLOCK_COUNT + tl.arange(0, BLOCK_COUNT)
     split = tl.arange(0, SPLITS_PADDED)
     mask = (split < splits)[:, None] & (place < count)[None, :]
@@ -270,8 +326,11 @@ def decode(values, scales, out, n, k, blocks, EVEN: tl.constexpr, E4M3: tl.const
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
-def quantize(hidden, values, scales, rows, k, blocks, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+def quantize(
+    hidden, values, scales, rows, k, blocks, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHAINED: tl.constexpr
+):
     """Grid (blocks of K, row blocks): e4m3 values and one scale for each 128 values of a row, largest / 448."""
+    follow(CHAINED)
     block = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inner = block * BLOCK + tl.arange(0, BLOCK)

@@ -111,7 +111,9 @@ def test_one_choice_of_one_sparse_row_is_exact() -> None:
     chosen = torch.arange(40, device="cuda")[:, None] % 3
     ones = torch.ones(40, 1, device="cuda")
     plain = [decode_blocks(one, torch.bfloat16) for one in (gate, up, down)]
-    rows = [torch.nn.functional.silu(plain[0][e, :, t]) * plain[1][e, :, t] for t, e in enumerate(chosen[:, 0].tolist())]
+    rows = [
+        torch.nn.functional.silu(plain[0][e, :, t]) * plain[1][e, :, t] for t, e in enumerate(chosen[:, 0].tolist())
+    ]
     wanted = torch.stack([row @ plain[2][e].T for row, e in zip(rows, chosen[:, 0].tolist(), strict=True)])
     assert off(block_experts(hidden, chosen, ones, gate, up, down), wanted) < 5e-3
 

@@ -73,7 +73,9 @@ def close(got: Tensor, wanted: Tensor, share: float | None = None) -> bool:
 
 
 @settings(max_examples=40, deadline=None)
-@given(batch=st.sampled_from([(), (1,), (3,), (2, 2)]), rows=SIZES, columns=SIZES, dtype=DTYPES, seed=st.integers(0, 99))
+@given(
+    batch=st.sampled_from([(), (1,), (3,), (2, 2)]), rows=SIZES, columns=SIZES, dtype=DTYPES, seed=st.integers(0, 99)
+)
 def test_decoded_values_are_codes_times_scales_rounded_once(
     batch: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype, seed: int
 ) -> None:
