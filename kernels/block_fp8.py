@@ -1,6 +1,6 @@
 """Products with block-FP8 weights, which stay FP8 in device memory.
 
-A weight is e4m3 with one float32 scale for each block of 128 x 128 values; blocks at the ends of rows and columns may be
+A weight is e4m3 with one float32 scale for each block of 128 x 128 values; the last block of rows or columns may be
 smaller. Its *decoded* value is e4m3 times scale in float32, rounded once to the dtype of the product. Weight-only
 products decode inside the kernel, multiply in that dtype and sum in float32: a model equals its dequantized form up to
 the order of sums. *w8a8* products quantize the activations too, 1 x 128 values with a scale, and multiply FP8 by FP8:
@@ -117,10 +117,10 @@ def block_experts(
     """Output [T, K] of the experts first_expert .. first_expert + E - 1 for `hidden` [T, K].
 
     For each token the sum of weight * down(silu(gate x) * up x) over its choices `chosen` int64[T, k] among these
-    experts; other choices, -1 among them, add nothing. `weights` is [T, k], float32 or the dtype of `hidden`. `gate` and
-    `up` are [E, I, K], `down` is [E, K, I]. Rounded as the model library does with grouped_mm: to the dtype of `hidden`
-    after each product, silu and gating; weighted in the wider dtype of the two; summed in float32, in the order of
-    `chosen`. `experts_total` of the layer over all ranks (None: E) serves the choice of tiles alone.
+    experts; other choices, -1 among them, add nothing. `weights` is [T, k], float32 or the dtype of `hidden`. `gate`
+    and `up` are [E, I, K], `down` is [E, K, I]. Rounded as the model library does with grouped_mm: to the dtype of
+    `hidden` after each product, silu and gating; weighted in the wider dtype of the two; summed in float32, in the
+    order of `chosen`. `experts_total` of the layer over all ranks (None: E) serves the choice of tiles alone.
     """
     _check_experts(hidden, chosen, weights, gate, up, down)
     if _launches(hidden):
@@ -131,7 +131,9 @@ def block_experts(
 
 
 def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """`hidden` [M, K] as e4m3[M, K] and scales float32[M, ceil(K / 128)]: largest magnitude of 128 values / 448."""
+    """`hidden` [M, K] as e4m3[M, K] and scales float32[M, ceil(K / 128)]: largest magnitude of 128 values / 448.
+
+    The scales of a GPU lie column by column, as torch's scaled_mm reads them."""
     if hidden.is_cuda:
         from kernels.cuda import block_fp8
 

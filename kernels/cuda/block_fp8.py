@@ -1,7 +1,7 @@
 """Products with block-FP8 weights on CUDA: the contracts of kernels/block_fp8.py, for bfloat16 activations.
 
-A product's tiles follow from its count of tokens alone, a bucket of the tables below; the splits of K from its shape and
-the number of multiprocessors. Figures behind both: benchmarks/RESULTS.md.
+A product's tiles follow from its count of tokens alone, a bucket of the tables below; the splits of K from its shape
+and the number of multiprocessors. Figures behind both: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.cuda.triton_units import triton_unit
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 BLOCK: Final = 128
 #: Compute capability that converts e4m3 in hardware; below it, kernels shift bits.
 FP8_SINCE: Final = (8, 9)
-#: Compute capability with programmatic dependent launch: a kernel begins, and asks for weights, while the one before ends.
-CHAINED_SINCE: Final = (9, 0)
+
+
+UNBOUNDED: Final = 1 << 30
 
 
 class Tiles(NamedTuple):
@@ -32,34 +34,45 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     resident: int  # programs that a multiprocessor holds at once
-    ahead: int = 0  # blocks of K that weights are asked for before they are copied
-    registers: int | None = None
+    registers: int | None = None  # of a thread, at most
 
 
 #: By the largest count of tokens: tiles of dense products.
 LINEAR_TILES: Final = {
-    16: Tiles(64, 16, 2, 4, 4),
-    32: Tiles(64, 32, 2, 4, 4),
-    64: Tiles(128, 64, 8, 4, 1),
-    1 << 30: Tiles(128, 128, 8, 3, 1),
+    16: Tiles(32, 16, 2, 4, 2),
+    32: Tiles(64, 32, 4, 3, 1, 104),
+    64: Tiles(64, 64, 4, 3, 1, 128),
+    UNBOUNDED: Tiles(64, 128, 4, 3, 1),
 }
 #: By the largest expected count of tokens of one expert: tiles of gate and up, and of down.
 EXPERT_TILES: Final = {
-    8: (Tiles(32, 16, 2, 4, 6), Tiles(64, 16, 2, 4, 4)),
-    24: (Tiles(64, 32, 2, 3, 4), Tiles(64, 32, 2, 4, 4)),
-    1 << 30: (Tiles(64, 64, 4, 3, 2), Tiles(128, 64, 8, 4, 1)),
+    8: (Tiles(32, 16, 2, 4, 4), Tiles(64, 16, 2, 4, 4)),
+    24: (Tiles(64, 32, 2, 2, 4), Tiles(128, 32, 2, 3, 4)),
+    UNBOUNDED: (Tiles(64, 64, 4, 3, 2), Tiles(256, 64, 8, 3, 1)),
+}
+#: The same for quantized activations.
+LINEAR_W8A8_TILES: Final = {32: Tiles(64, 32, 4, 4, 1), UNBOUNDED: Tiles(128, 64, 4, 3, 1)}
+EXPERT_W8A8_TILES: Final = {
+    24: (Tiles(64, 32, 4, 4, 3), Tiles(64, 32, 4, 4, 3)),
+    UNBOUNDED: (Tiles(64, 64, 4, 3, 2), Tiles(128, 64, 4, 4, 1)),
 }
 #: Tokens from which a weight decoded to scratch and torch's product take less time than a product that decodes.
-CROSSOVER_TOKENS: Final = 768
+CROSSOVER_TOKENS: Final = 320
 #: Tokens of one piece of a prompt: bounds what its experts' rows take.
 PIECE_TOKENS: Final = 2048
+#: cuBLAS takes scales by blocks on this major compute capability, counts of tokens in whole parts of LIBRARY_TOKENS,
+#: and scales of a row of weights in whole parts of LIBRARY_BLOCKS. The rows that fill the last part are not read back.
+LIBRARY_SINCE: Final = 9
+LIBRARY_TOKENS: Final = 16
+LIBRARY_BLOCKS: Final = 4
 SPLITS_MAX: Final = 16
 BLOCKS_PER_SPLIT_MIN: Final = 4
 ADD_BLOCK: Final = 256
 WIDTH_BLOCK: Final = 1024
 DECODE_ROWS: Final = 32
 QUANTIZE_ROWS: Final = 16
-ROUTE_CHUNK: Final = 1024
+#: Assignments that `route` reads at once: few, many.
+ROUTE_CHUNKS: Final = (1024, 4096)
 WARPS: Final = 4
 
 
@@ -98,10 +111,33 @@ def decoded_linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor) -> Tensor:
     return hidden @ decoded.T
 
 
-def linear_w8a8(hidden: Tensor, weight: BlockFp8, tiles: Tiles | None = None) -> Tensor:
-    """As kernels.block_fp8.block_linear_w8a8."""
-    values, scales = quantize_rows(hidden)
-    return _linear(values, scales, weight, tiles)
+def linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
+    """As kernels.block_fp8.block_linear_w8a8: by torch's scaled_mm where cuBLAS takes the shape."""
+    if not len(hidden) or not _library_takes(weight, hidden.device):
+        return own_linear_w8a8(hidden, weight)
+    padded = -(-len(hidden) // LIBRARY_TOKENS) * LIBRARY_TOKENS
+    values, scales = _quantize(hidden, padded)
+    return F.scaled_mm(
+        values,
+        weight.values.t(),
+        scales.t(),
+        F.ScalingType.BlockWise1x128,
+        weight.scales.t(),
+        F.ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )[: len(hidden)]
+
+
+def own_linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
+    """As linear_w8a8, for every shape."""
+    values, scales = _quantize(hidden, len(hidden))
+    return _linear(values, scales, weight, _bucket(LINEAR_W8A8_TILES, len(hidden)))
+
+
+def _library_takes(weight: BlockFp8, device: torch.device) -> bool:
+    n, k = weight.values.shape
+    whole = k % (LIBRARY_BLOCKS * BLOCK) == 0 and n % LIBRARY_TOKENS == 0
+    return whole and torch.cuda.get_device_capability(device)[0] == LIBRARY_SINCE
 
 
 def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8, tiles: Tiles | None) -> Tensor:
@@ -120,6 +156,7 @@ def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8, tiles: 
     _unit().linear[(*grid, splits)](
         hidden,
         weight.scales if row_scales is None else row_scales,
+        tokens,
         _codes(weight.values),
         weight.scales,
         sums,
@@ -143,7 +180,6 @@ def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8, tiles: 
             SPLITS_PADDED=SPLITS_MAX,
             BLOCK_COUNT=ADD_BLOCK,
             num_warps=WARPS,
-            **_chain(out.device),
         )
     return out
 
@@ -182,7 +218,7 @@ def experts(
     if not out.numel() or not choices or not len(gate.values):
         return out
     expected = -(-min(tokens, PIECE_TOKENS) * choices // (experts_total or len(gate.values)))
-    tiles = tiles or _bucket(EXPERT_TILES, expected)
+    tiles = tiles or _bucket(EXPERT_W8A8_TILES if quantized else EXPERT_TILES, expected)
     for start in range(0, tokens, PIECE_TOKENS):
         piece = slice(start, start + PIECE_TOKENS)
         _experts(
@@ -222,15 +258,15 @@ def _experts(
         held,
         EXPERTS_PADDED=_power_of_two(held + 1),
         BLOCK_T=block_t,
-        CHUNK=ROUTE_CHUNK,
+        CHUNK=ROUTE_CHUNKS[assignments > ROUTE_CHUNKS[0]],
         num_warps=WARPS,
-        **_chain(device),
     )
     gated = torch.empty(assignments, middle, dtype=torch.bfloat16, device=device)
-    rows, row_scales = quantize_rows(hidden) if quantized else (hidden, gate.scales)
+    rows, row_scales = _quantize(hidden, len(hidden)) if quantized else (hidden, gate.scales)
     unit.gated[-(-middle // for_gate.n), tiles_max](
         rows,
         row_scales,
+        len(rows),
         _codes(gate.values),
         gate.scales,
         _codes(up.values),
@@ -246,10 +282,11 @@ def _experts(
         **_options(for_gate, width, device),
     )
     products = torch.empty(assignments, width, dtype=torch.bfloat16, device=device)
-    rows, row_scales = quantize_rows(gated) if quantized else (gated, down.scales)
+    rows, row_scales = _quantize(gated, assignments) if quantized else (gated, down.scales)
     unit.linear[-(-width // for_down.n), tiles_max](
         rows,
         row_scales,
+        len(rows),
         _codes(down.values),
         down.scales,
         products,
@@ -271,53 +308,42 @@ def _experts(
         out,
         first_expert,
         held,
-        choices,
         width,
+        CHOICES=choices,
         BLOCK_WIDTH=WIDTH_BLOCK,
         num_warps=WARPS,
-        **_chain(device),
     )
 
 
 def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
     """As kernels.block_fp8.quantize_rows."""
+    values, scales = _quantize(hidden, len(hidden))
+    return values, scales.t()
+
+
+def _quantize(hidden: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    """e4m3[padded, K] and scales float32[blocks, padded]; rows beyond those of `hidden` are left as they are."""
     rows, k = hidden.shape
     blocks = _blocks(k)
-    values = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=hidden.device)
-    scales = torch.empty(rows, blocks, dtype=torch.float32, device=hidden.device)
+    values = torch.empty(padded, k, dtype=torch.float8_e4m3fn, device=hidden.device)
+    scales = torch.empty(blocks, padded, dtype=torch.float32, device=hidden.device)
     if hidden.numel():
         _unit().quantize[blocks, -(-rows // QUANTIZE_ROWS)](
-            hidden,
-            values,
-            scales,
-            rows,
-            k,
-            blocks,
-            EVEN=k % BLOCK == 0,
-            BLOCK_ROWS=QUANTIZE_ROWS,
-            num_warps=WARPS,
-            **_chain(hidden.device),
+            hidden, values, scales, rows, padded, k, EVEN=k % BLOCK == 0, BLOCK_ROWS=QUANTIZE_ROWS, num_warps=WARPS
         )
     return values, scales
 
 
-def _options(tiles: Tiles, k: int, device: torch.device) -> dict[str, int | None]:
+def _options(tiles: Tiles, k: int, device: torch.device) -> dict[str, Any]:
     return {
         "BLOCK_N": tiles.n,
         "BLOCK_T": tiles.tokens,
         "EVEN": k % BLOCK == 0,
         "E4M3": _converts(device),
         "STAGES": tiles.stages,
-        "AHEAD": tiles.ahead,
         "num_warps": tiles.warps,
         "maxnreg": tiles.registers,
-        **_chain(device),
     }
-
-
-def _chain(device: torch.device) -> dict[str, bool]:
-    chained = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CHAINED_SINCE
-    return {"CHAINED": chained, "launch_pdl": chained}
 
 
 def _bucket(table: Mapping[int, Any], count: int) -> Any:

@@ -1,8 +1,8 @@
 """Products with block-FP8 weights, in Triton. Launched by kernels/cuda/block_fp8.py.
 
-Weights are the left operand, tokens the right one: out.T[BLOCK_N, BLOCK_T] = weight[BLOCK_N, 128] @ tokens.T, summed over
-the blocks of K. So a weight goes from registers, where it is decoded, straight to the tensor cores, and a tile of tokens
-may be as narrow as eight. One turn of a loop is one block of K: a tile of at most 128 weight rows has one scale in it.
+Weights are the left operand, tokens the right one: out.T[BLOCK_N, BLOCK_T] = weight[BLOCK_N, 128] @ tokens.T, summed
+over the blocks of K. So a weight goes from registers, where it is decoded, straight to the tensor cores, and a tile of
+tokens may be narrow. One turn of a loop is one block of K. Offsets inside one matrix are 32 bits wide.
 
     dense     grid (token blocks, N blocks, splits)   token blocks fastest: those that read the same weights meet in L2
     grouped   grid (N blocks, tiles)                  a tile: up to BLOCK_T assignments of one expert, from `route`
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(128)
 
@@ -61,26 +60,11 @@ def load_rows(at, real, left, EVEN: tl.constexpr):
     return tl.load(at, mask=mask, other=0.0)
 
 
-@triton.jit
-def follow(CHAINED: tl.constexpr):
-    """The next kernel may begin; what the ones before have written may be read from here on."""
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
-
-
-@triton.jit
-def fetch(lines):
-    """Lines of 128 bytes at the pointers `lines` on their way to L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit(do_not_specialize=["count", "n", "span", "blocks", "choices"])
+@triton.jit(do_not_specialize=["scaled_rows", "count", "n", "span", "blocks"])
 def linear(
     hidden,
     row_scales,
+    scaled_rows,
     values,
     scales,
     out,
@@ -96,15 +80,12 @@ def linear(
     BLOCK_T: tl.constexpr,
     EVEN: tl.constexpr,  # k is whole blocks
     E4M3: tl.constexpr,  # the card converts fp8
-    QUANTIZED: tl.constexpr,  # `hidden` is e4m3, with row_scales float32[rows, blocks]
+    QUANTIZED: tl.constexpr,  # `hidden` is e4m3, with row_scales float32[blocks, scaled_rows]
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # blocks of K that weights are asked for before they are copied
-    CHAINED: tl.constexpr,  # launched before the kernels ahead of it have ended
 ):
     """out [splits, rows, n] of hidden [rows, k]: a dense product, or the rows of `slots` by their experts' weights."""
     lane = tl.arange(0, BLOCK_T)
     if GROUPED:
-        follow(CHAINED)
         first = tl.program_id(0) * BLOCK_N
         tile = tl.program_id(1)
         split = 0
@@ -124,34 +105,27 @@ def linear(
     begin = split * span
     end = min(begin + span, blocks)
     inner = tl.arange(0, BLOCK)
-    lines = tl.minimum(row, n - 1) * k
-    codes_at = lines[:, None] + inner[None, :]
-    for block in tl.static_range(AHEAD):
-        fetch(values + min(begin + block, end - 1) * BLOCK + lines)
-    if not GROUPED:
-        follow(CHAINED)
+    codes_at = (tl.minimum(row, n - 1) * k)[:, None] + inner[None, :]
     start = tl.where(real, token, 0)
     rows_at = (start * k)[:, None] + inner[None, :]
     scales_at = scales + (tl.minimum(row, n - 1) // BLOCK * blocks)[:, None]
-    row_scales_at = row_scales + start * blocks
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         left = k - block * BLOCK
-        if AHEAD:
-            fetch(values + min(block + AHEAD, end - 1) * BLOCK + lines)
         codes = load_codes(values + block * BLOCK + codes_at, left, EVEN)
         rows = load_rows(hidden + block * BLOCK + rows_at, real, left, EVEN)
-        row_scale = tl.load(row_scales_at + block, mask=real, other=0.0) if QUANTIZED else 1.0
+        row_scale = tl.load(row_scales + block * scaled_rows + start, mask=real, other=0.0) if QUANTIZED else 1.0
         scale = tl.load(scales_at + block)
         sums = add_product(sums, codes, scale, rows, row_scale, E4M3, QUANTIZED)
     to = out + ((split * count + token.to(tl.int64)) * n)[None, :] + row[:, None]
     tl.store(to, sums.to(out.dtype.element_ty), mask=(row < n)[:, None] & real[None, :])
 
 
-@triton.jit(do_not_specialize=["n", "blocks", "choices"])
+@triton.jit(do_not_specialize=["scaled_rows", "n", "blocks", "choices"])
 def gated(
     hidden,
     row_scales,
+    scaled_rows,
     gate,
     gate_scales,
     up,
@@ -169,11 +143,8 @@ def gated(
     E4M3: tl.constexpr,
     QUANTIZED: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """out[assignment] [n] = silu(gate x) * up x of its token x, rounded to bfloat16 after each of the four steps."""
-    follow(CHAINED)
     first = tl.program_id(0) * BLOCK_N
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile)
@@ -186,23 +157,15 @@ def gated(
     inner = tl.arange(0, BLOCK)
     gate += expert.to(tl.int64) * n * k
     up += expert.to(tl.int64) * n * k
-    lines = tl.minimum(row, n - 1) * k
-    codes_at = lines[:, None] + inner[None, :]
-    for block in tl.static_range(AHEAD):
-        fetch(gate + min(block, blocks - 1) * BLOCK + lines)
-        fetch(up + min(block, blocks - 1) * BLOCK + lines)
+    codes_at = (tl.minimum(row, n - 1) * k)[:, None] + inner[None, :]
     rows_at = (start * k)[:, None] + inner[None, :]
     scales_at = ((expert * tl.cdiv(n, BLOCK) + tl.minimum(row, n - 1) // BLOCK) * blocks)[:, None]
-    row_scales_at = row_scales + start * blocks
     gates = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     ups = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for block in tl.range(0, blocks, num_stages=STAGES):
         left = k - block * BLOCK
-        if AHEAD:
-            fetch(gate + min(block + AHEAD, blocks - 1) * BLOCK + lines)
-            fetch(up + min(block + AHEAD, blocks - 1) * BLOCK + lines)
         rows = load_rows(hidden + block * BLOCK + rows_at, real, left, EVEN)
-        row_scale = tl.load(row_scales_at + block, mask=real, other=0.0) if QUANTIZED else 1.0
+        row_scale = tl.load(row_scales + block * scaled_rows + start, mask=real, other=0.0) if QUANTIZED else 1.0
         codes = load_codes(gate + block * BLOCK + codes_at, left, EVEN)
         gate_scale = tl.load(gate_scales + scales_at + block)
         gates = add_product(gates, codes, gate_scale, rows, row_scale, E4M3, QUANTIZED)
@@ -228,10 +191,8 @@ def route(
     EXPERTS_PADDED: tl.constexpr,  # more than `experts`
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Program e fills the tiles of expert first + e, in ascending assignments; program `experts` marks those unused."""
-    follow(CHAINED)
     expert = tl.program_id(0)
     number = tl.arange(0, EXPERTS_PADDED)
     counts = tl.zeros((EXPERTS_PADDED,), tl.int32)
@@ -263,26 +224,16 @@ def route(
         tl.store(slots + tile * BLOCK_T + empty, -1, mask=empty < own * BLOCK_T)
 
 
-@triton.jit(do_not_specialize=["first", "experts", "choices", "width"])
+@triton.jit(do_not_specialize=["first", "experts", "width"])
 def add_choices(
-    products,
-    chosen,
-    weights,
-    out,
-    first,
-    experts,
-    choices,
-    width,
-    BLOCK_WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    products, chosen, weights, out, first, experts, width, CHOICES: tl.constexpr, BLOCK_WIDTH: tl.constexpr
 ):
     """out[token] = sum over its choices on this rank, in their order, of weight * products[assignment]."""
-    follow(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     sums = tl.zeros((BLOCK_WIDTH,), tl.float32)
-    for choice in range(choices):
-        assignment = token * choices + choice
+    for choice in tl.static_range(CHOICES):
+        assignment = token * CHOICES + choice
         local = tl.load(chosen + assignment) - first
         held = (local >= 0) & (local < experts)
         weight = tl.load(weights + assignment)
@@ -296,11 +247,8 @@ def add_choices(
 
 
 @triton.jit(do_not_specialize=["count", "splits"])
-def add_splits(
-    partial, out, count, splits, SPLITS_PADDED: tl.constexpr, BLOCK_COUNT: tl.constexpr, CHAINED: tl.constexpr
-):
+def add_splits(partial, out, count, splits, SPLITS_PADDED: tl.constexpr, BLOCK_COUNT: tl.constexpr):
     """out[count] = sum of partial float32[splits, count], always in the same tree."""
-    follow(CHAINED)
     place = tl.program_id(0).to(tl.int64) * BLOCK_COUNT + tl.arange(0, BLOCK_COUNT)
     split = tl.arange(0, SPLITS_PADDED)
     mask = (split < splits)[:, None] & (place < count)[None, :]
@@ -325,12 +273,9 @@ def decode(values, scales, out, n, k, blocks, EVEN: tl.constexpr, E4M3: tl.const
     tl.store(out + at, decoded(codes, scale, E4M3).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
-def quantize(
-    hidden, values, scales, rows, k, blocks, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHAINED: tl.constexpr
-):
-    """Grid (blocks of K, row blocks): e4m3 values and one scale for each 128 values of a row, largest / 448."""
-    follow(CHAINED)
+@triton.jit(do_not_specialize=["rows", "scaled_rows"])
+def quantize(hidden, values, scales, rows, scaled_rows, k, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Grid (blocks of K, row blocks): e4m3 values; scales [blocks, scaled_rows] are largest / 448."""
     block = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inner = block * BLOCK + tl.arange(0, BLOCK)
@@ -343,4 +288,4 @@ def quantize(
     scale = tl.where(scale == 0, 1.0, scale)
     codes = tl.div_rn(x, tl.broadcast_to(scale[:, None], (BLOCK_ROWS, BLOCK))).to(tl.float8e4nv)
     tl.store(values + at, codes, mask=mask)
-    tl.store(scales + row.to(tl.int64) * blocks + block, scale, mask=row < rows)
+    tl.store(scales + block * scaled_rows + row, scale, mask=row < rows)

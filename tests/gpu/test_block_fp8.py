@@ -20,10 +20,10 @@ from kernels.block_fp8 import (  # noqa: E402
     prepare_block_fp8,
     quantize_rows,
 )
-from kernels.cuda.block_fp8 import CROSSOVER_TOKENS, PIECE_TOKENS  # noqa: E402
+from kernels.cuda.block_fp8 import CROSSOVER_TOKENS, PIECE_TOKENS, own_linear_w8a8  # noqa: E402
 from tests.kernels.test_block_fp8 import draw  # noqa: E402
 
-SHAPES = [(576, 7168), (1536, 512), (128, 7168), (64, 128), (200, 300), (24, 48), (1, 5)]
+SHAPES = [(576, 7168), (256, 1152), (1536, 512), (128, 7168), (64, 128), (200, 300), (24, 48), (1, 5)]
 TOKENS = [1, 3, 16, 17, 40, 65, 130, 600]
 
 
@@ -134,7 +134,9 @@ def test_w8a8_is_the_product_of_quantized_rows(shape: tuple[int, int]) -> None:
     for tokens in (1, 40, 600):
         hidden = activations(tokens, shape[1])
         wanted = block_linear_w8a8(hidden.cpu(), weight)
-        assert off(block_linear_w8a8(hidden, on_gpu(weight)).cpu(), wanted) < 5e-3
+        for got in (block_linear_w8a8(hidden, on_gpu(weight)), own_linear_w8a8(hidden, on_gpu(weight))):
+            assert got.shape == wanted.shape
+            assert off(got.cpu(), wanted) < 5e-3
 
 
 def test_w8a8_experts_are_the_cpus() -> None:
