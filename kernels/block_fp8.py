@@ -1,34 +1,106 @@
-"""Products with weights in FP8 and a scale for each block of 128 x 128 values."""
+"""Products with block-FP8 weights, which stay FP8 in device memory.
+
+A weight is e4m3 with one float32 scale for each block of 128 x 128 values; the last block of rows or columns may be
+smaller. Its *decoded* value is e4m3 times scale in float32, rounded once to the dtype of the product. Weight-only
+products decode inside the kernel, multiply in that dtype and sum in float32: a model equals its dequantized form up to
+the order of sums. *w8a8* products quantize the activations too, 1 x 128 values with a scale, and multiply FP8 by FP8:
+an approximation, the one that the checkpoints' authors serve.
+
+    decode_blocks         weights to float32 or bfloat16
+    block_linear          hidden @ weight.T
+    block_experts         the experts of one rank: gate, up, silu, down, weighted sum
+    quantize_rows         activations to e4m3 and scales
+    block_linear_w8a8     block_linear, block_experts with quantized activations
+    block_experts_w8a8
+    prepare_block_fp8     compiles what a model's products launch, before any capture
+
+On a GPU with bfloat16 activations these launch kernels/cuda/block_fp8.py: no value is read on the host, shapes do not
+depend on values, sums run in an order that shapes alone decide. Elsewhere, and for float32 activations, torch forms the
+products of decoded weights; on a CPU a worker decodes at load and never comes here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.row_format import E4M3_MAX
+from protocol.errors import BadInput
+
 BLOCK: Final = 128
+E4M3: Final = torch.float8_e4m3fn
+DTYPES: Final = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockFp8:
-    """`values` float8_e4m3fn[..., N, K]; `scales` float32[..., ceil(N / 128), ceil(K / 128)]."""
+    """`values` float8_e4m3fn[..., N, K]; `scales` float32[..., ceil(N / 128), ceil(K / 128)]; both contiguous.
+
+    Leading dimensions number experts. Raises BadInput when the two do not belong together.
+    """
 
     values: Tensor
     scales: Tensor
 
+    def __post_init__(self) -> None:
+        _check("values", self.values, E4M3, tuple(self.values.shape))
+        if self.values.dim() < 2:
+            raise BadInput(
+                "has no rows and columns", field="values", value=str(list(self.values.shape)), remedy="pass [..., N, K]"
+            )
+        *batch, rows, columns = self.values.shape
+        _check("scales", self.scales, torch.float32, (*batch, -(-rows // BLOCK), -(-columns // BLOCK)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
 
 def decode_blocks(weight: BlockFp8, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """values x scales [..., N, K], computed in float32 and rounded once to `dtype`."""
-    rows, columns = weight.values.shape[-2:]
-    scales = weight.scales.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
-    decoded = (weight.values.float() * scales).to(dtype)
-    return decoded if out is None else out.copy_(decoded)
+    """Decoded values [..., N, K] in `dtype`, float32 or bfloat16; in `out`, contiguous of that shape, when given.
+
+    On a CPU temporaries hold 128 rows of one matrix in float32.
+    """
+    if dtype not in DTYPES:
+        raise BadInput("is no dtype of a model", field="dtype", value=str(dtype), remedy="float32 or bfloat16")
+    values = weight.values
+    if out is None:
+        out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    _check("out", out, dtype, tuple(values.shape))
+    if values.is_cuda:
+        from kernels.cuda import block_fp8
+
+        block_fp8.decode_blocks(weight, out)
+        return out
+    columns = values.shape[-1]
+    for codes, scales, target in zip(
+        values.flatten(0, -3) if values.dim() > 2 else values[None],
+        weight.scales.flatten(0, -3) if values.dim() > 2 else weight.scales[None],
+        out.view(-1, *values.shape[-2:]),
+        strict=True,
+    ):
+        for number, line in enumerate(scales):
+            rows = slice(number * BLOCK, (number + 1) * BLOCK)
+            target[rows] = codes[rows].to(torch.float32).mul_(line.repeat_interleave(BLOCK)[:columns])
+    return out
 
 
 def block_linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor | None = None) -> Tensor:
-    """hidden [M, K] x decoded weight^T: [M, N]."""
+    """hidden [M, K] @ decoded weight [N, K].T: [M, N] in the dtype of `hidden`, bfloat16 or float32.
+
+    `scratch` bfloat16[N * K or more], on a GPU: where it is given and M is beyond the measured crossover, the weight is
+    decoded into it and torch multiplies. Raises BadInput for shapes that do not fit.
+    """
+    _check_hidden(hidden, weight, 2)
+    if _launches(hidden):
+        from kernels.cuda import block_fp8
+
+        return block_fp8.linear(hidden, weight, scratch)
     return hidden @ decode_blocks(weight, hidden.dtype).T
 
 
@@ -40,15 +112,170 @@ def block_experts(
     up: BlockFp8,
     down: BlockFp8,
     first_expert: int = 0,
+    experts_total: int | None = None,
 ) -> Tensor:
-    """Interim."""
-    out = torch.zeros_like(hidden)
-    for token in range(len(hidden)):
-        for place in range(chosen.shape[1]):
-            e = int(chosen[token, place]) - first_expert
-            if not 0 <= e < len(gate.values):
-                continue
-            g, u, d = (decode_blocks(BlockFp8(w.values[e], w.scales[e]), hidden.dtype) for w in (gate, up, down))
-            x = hidden[token]
-            out[token] += (d @ (torch.nn.functional.silu(g @ x) * (u @ x))) * weights[token, place].to(hidden.dtype)
-    return out
+    """Output [T, K] of the experts first_expert .. first_expert + E - 1 for `hidden` [T, K].
+
+    For each token the sum of weight * down(silu(gate x) * up x) over its choices `chosen` int64[T, k] among these
+    experts; other choices, -1 among them, add nothing. `weights` is [T, k], float32 or the dtype of `hidden`. `gate`
+    and `up` are [E, I, K], `down` is [E, K, I]. Rounded as the model library does with grouped_mm: to the dtype of
+    `hidden` after each product, silu and gating; weighted in the wider dtype of the two; summed in float32, in the
+    order of `chosen`. `experts_total` of the layer over all ranks (None: E) serves the choice of tiles alone.
+    """
+    _check_experts(hidden, chosen, weights, gate, up, down)
+    if _launches(hidden):
+        from kernels.cuda import block_fp8
+
+        return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total, quantized=False)
+    return _experts(hidden, chosen, weights, gate, up, down, first_expert, quantized=False)
+
+
+def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """`hidden` [M, K] as e4m3[M, K] and scales float32[M, ceil(K / 128)]: largest magnitude of 128 values / 448.
+
+    The scales of a GPU lie column by column, as torch's scaled_mm reads them."""
+    if hidden.is_cuda:
+        from kernels.cuda import block_fp8
+
+        return block_fp8.quantize_rows(hidden)
+    rows, columns = hidden.shape
+    blocks = -(-columns // BLOCK)
+    padded = F.pad(hidden.float(), (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
+    scales = padded.abs().amax(-1) / E4M3_MAX
+    scales = torch.where(scales == 0, 1.0, scales)
+    values = (padded / scales.unsqueeze(-1)).to(E4M3).view(rows, blocks * BLOCK)[:, :columns]
+    return values.contiguous(), scales
+
+
+def block_linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
+    """As block_linear, of the activations that quantize_rows gives."""
+    _check_hidden(hidden, weight, 2)
+    if _launches(hidden):
+        from kernels.cuda import block_fp8
+
+        return block_fp8.linear_w8a8(hidden, weight)
+    return _linear_w8a8(hidden, decode_blocks(weight, torch.float32))
+
+
+def block_experts_w8a8(
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate: BlockFp8,
+    up: BlockFp8,
+    down: BlockFp8,
+    first_expert: int = 0,
+    experts_total: int | None = None,
+) -> Tensor:
+    """As block_experts, with the rows of both products quantized."""
+    _check_experts(hidden, chosen, weights, gate, up, down)
+    if _launches(hidden):
+        from kernels.cuda import block_fp8
+
+        return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total, quantized=True)
+    return _experts(hidden, chosen, weights, gate, up, down, first_expert, quantized=True)
+
+
+def prepare_block_fp8(
+    linears: Iterable[BlockFp8],
+    experts: Iterable[tuple[BlockFp8, BlockFp8, BlockFp8]] = (),
+    *,
+    tokens: Iterable[int],
+    choices: int = 1,
+    weights: torch.dtype = torch.float32,
+    experts_total: int | None = None,
+    w8a8: bool = False,
+) -> None:
+    """Compile and load what products of bfloat16 activations launch, for each count of `tokens`: before any capture.
+
+    `linears` and `experts` (gate, up, down) are those of a model; of each shape one is run, once for each count, over
+    zeros. `choices` and `weights` are k and the dtype of the routing weights. On a CPU nothing happens.
+    """
+    counts = sorted(set(tokens))
+    linear = block_linear_w8a8 if w8a8 else block_linear
+    mixture = block_experts_w8a8 if w8a8 else block_experts
+    for weight in {tuple(one.values.shape): one for one in linears if one.values.is_cuda}.values():
+        for count in counts:
+            linear(_zeros(count, weight), weight)
+    for gate, up, down in {tuple(one[0].values.shape): one for one in experts if one[0].values.is_cuda}.values():
+        for count in counts:
+            hidden = _zeros(count, gate)
+            chosen = torch.full((count, choices), -1, dtype=torch.int64, device=hidden.device)
+            mixture(hidden, chosen, chosen.to(weights), gate, up, down, 0, experts_total)
+
+
+def _zeros(rows: int, weight: BlockFp8) -> Tensor:
+    return torch.zeros(rows, weight.values.shape[-1], dtype=torch.bfloat16, device=weight.values.device)
+
+
+def _launches(hidden: Tensor) -> bool:
+    return hidden.is_cuda and hidden.dtype == torch.bfloat16
+
+
+def _linear_w8a8(hidden: Tensor, decoded: Tensor) -> Tensor:
+    values, scales = quantize_rows(hidden)
+    rows = values.float() * scales.repeat_interleave(BLOCK, 1)[:, : hidden.shape[1]]
+    return (rows @ decoded.T).to(hidden.dtype)
+
+
+def _experts(
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate: BlockFp8,
+    up: BlockFp8,
+    down: BlockFp8,
+    first_expert: int,
+    *,
+    quantized: bool,
+) -> Tensor:
+    """Every expert for every token, and of those what was chosen: no shape depends on `chosen`."""
+
+    def product(rows: Tensor, weight: BlockFp8, expert: int) -> Tensor:
+        one = BlockFp8(weight.values[expert], weight.scales[expert])
+        if quantized:
+            return _linear_w8a8(rows, decode_blocks(one, torch.float32))
+        return rows @ decode_blocks(one, rows.dtype).T
+
+    products = hidden.new_zeros(*chosen.shape, hidden.shape[1])
+    for expert in range(len(gate.values)):
+        middle = F.silu(product(hidden, gate, expert)) * product(hidden, up, expert)
+        held = (chosen == first_expert + expert).unsqueeze(-1)
+        products = torch.where(held, product(middle, down, expert).unsqueeze(1), products)
+    return (products * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(hidden.dtype)
+
+
+def _check_hidden(hidden: Tensor, weight: BlockFp8, dims: int) -> None:
+    if hidden.dtype not in DTYPES:
+        raise BadInput("is no dtype of a model", field="hidden", value=str(hidden.dtype), remedy="float32 or bfloat16")
+    if weight.values.dim() != dims:
+        raise BadInput(
+            f"has {weight.values.dim()} dimensions, expected {dims}",
+            field="weight",
+            value=str(list(weight.values.shape)),
+            remedy="pass one matrix to a linear product, a batch of them to experts",
+        )
+    _check("hidden", hidden, hidden.dtype, (len(hidden), weight.values.shape[-1]))
+    if hidden.device != weight.values.device:
+        raise BadInput("is on another device", field="weight", value=str(weight.values.device), remedy="move it")
+
+
+def _check_experts(
+    hidden: Tensor, chosen: Tensor, weights: Tensor, gate: BlockFp8, up: BlockFp8, down: BlockFp8
+) -> None:
+    _check_hidden(hidden, gate, 3)
+    experts, middle, width = gate.values.shape
+    _check("up", up.values, E4M3, (experts, middle, width))
+    _check("down", down.values, E4M3, (experts, width, middle))
+    _check("chosen", chosen, torch.int64, (len(hidden), chosen.shape[-1]))
+    _check("weights", weights, torch.float32 if weights.dtype == torch.float32 else hidden.dtype, tuple(chosen.shape))
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise BadInput(
+            f"expected a contiguous {dtype}{list(shape)}".replace("torch.", ""),
+            field=name,
+            value=f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch."),
+            remedy="pass a contiguous tensor of that dtype and shape",
+        )

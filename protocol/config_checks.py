@@ -25,6 +25,8 @@ STREAM_BACKENDS: Final = ("inline", "simulated", "cuda")
 DTYPES: Final = ("auto", "float32", "bfloat16")
 TRANSFER_ENGINES: Final = ("", "shared", "nixl", "mooncake")
 KV_DTYPES: Final = (*DTYPES, "fp8")
+WEIGHT_ONLY: Final = "weight_only"
+MATMULS: Final = (WEIGHT_ONLY, "w8a8")
 #: sun_path of a Unix socket holds 108 bytes, its terminating zero included (unix(7)).
 SOCKET_PATH_BYTES_MAX: Final = 107
 PORT_MAX: Final = 65_535
@@ -153,6 +155,14 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     )
     yield _one_of("worker.dtype", worker.dtype, DTYPES)
     yield _one_of("worker.kv_dtype", worker.kv_dtype, KV_DTYPES)
+    yield _one_of("worker.matmul", worker.matmul, MATMULS)
+    yield SettingCheck(
+        worker.matmul == WEIGHT_ONLY or worker.device != "cpu",
+        "worker.matmul",
+        worker.matmul,
+        "a CPU decodes FP8 weights at load, and quantizes nothing",
+        f"use {WEIGHT_ONLY}, or a GPU",
+    )
     yield _one_of("worker.stream_backend", worker.stream_backend, STREAM_BACKENDS)
     kind, colon, index = worker.device.partition(":")
     device_known = worker.device == "cpu" or (kind == "cuda" and index.isdecimal() == bool(colon))

@@ -65,6 +65,7 @@ class WorkerSettings(Settings, frozen=True):
     device: str = "cpu"
     dtype: str = "auto"  # auto: the checkpoint's; float32, bfloat16
     kv_dtype: str = "auto"  # type of KV rows and index keys. auto: as dtype; float32, bfloat16, fp8
+    matmul: str = "weight_only"  # products with FP8 weights on a GPU: weight_only; w8a8: activations in FP8 too
     stream_backend: str = ""  # default: inline on cpu; simulated; cuda
     stream_seed: int = 0  # of the simulated backend
     graphs: bool = True  # replay decode steps from CUDA graphs; no effect with other stream backends

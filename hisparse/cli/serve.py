@@ -35,6 +35,7 @@ WORKER_SETTINGS: Final = (
     Setting("--context-max-tokens", "worker.context_max_tokens", "Longest context; default the model's."),
     Setting("--context-target-tokens", "worker.context_target_tokens", "Context length to balance device memory for."),
     Setting("--hot-size-classes", "worker.hot_size_classes", "Managed hot-buffer sizes in slots, e.g. 4096,8192."),
+    Setting("--matmul", "worker.matmul", "Products with FP8 weights: weight_only (exact) or w8a8 (as the authors)."),
     Setting("--stream-backend", "worker.stream_backend", "inline or simulated on the CPU, cuda on a GPU."),
     Setting("--graphs", "worker.graphs", "Replay decode steps from CUDA graphs: true or false."),
     Setting("--deterministic", "worker.deterministic", "Outputs do not depend on the batch.", is_flag=True),

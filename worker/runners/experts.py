@@ -4,6 +4,7 @@
 |----------------|--------------|------------|-------------------------------------------------------------------------|
 | CPU            | batched_mm   | grouped_mm | a fixed shape per token keeps rows apart; grouped_mm is the library's   |
 | GPU, bfloat16  | grouped_mm   | grouped_mm | reads each chosen expert once, its offsets stay on the device           |
+| FP8 is kept    | BlockExperts of worker/weights/modules.py | reads each chosen expert once, in FP8          |
 | GPU, otherwise | batched_mm   | batched_mm | torch's grouped_mm would read its offsets on the host                   |
 
 batched_mm copies the weights of every token's experts: nothing at the size of tests, 30 GB for 64 tokens of
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kernels.block_fp8 import block_experts
 from worker.weights.modules import BlockExperts
 
 BATCHED: Final = "batched_mm"
@@ -40,15 +40,7 @@ def mixture(moe: Any, hidden: Tensor, experts: str) -> Tensor:
     _, weights, chosen = moe.gate(hidden)
     shared: Tensor = moe.shared_experts(hidden)
     if isinstance(moe.experts, BlockExperts):
-        flat = block_experts(
-            hidden.view(-1, hidden.shape[-1]),
-            chosen,
-            weights,
-            moe.experts.gate,
-            moe.experts.up,
-            moe.experts.down,
-            moe.experts.first,
-        )
-        return flat.view(hidden.shape) + shared
+        own: Tensor = moe.experts(hidden.view(-1, hidden.shape[-1]), chosen, weights)
+        return own.view(hidden.shape) + shared
     forward: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[experts]
     return forward(moe.experts, hidden.view(-1, hidden.shape[-1]), chosen, weights).view(hidden.shape) + shared

@@ -47,6 +47,7 @@ from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import sample
 from worker.weights.layout import weights_bytes
 from worker.weights.model import load_model
+from worker.weights.modules import prepare_products
 from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
 AfterIndexTopk = Callable[[int, StepBatch, Tensor], None]
 
 log = logger("worker.runners")
+
+#: Rows for which products with FP8 weights are compiled: decode batches and prompt chunks fall between these.
+PREPARED_ROWS: Final = [1 << power for power in range(13)]
+W8A8: Final = "w8a8"
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -131,10 +136,12 @@ class TransformersRunner:
         kv_dtype: str = "auto",
         deterministic_rows: int = 0,
         keeps_fp8: bool | None = None,
+        quantizes_rows: bool = False,
     ) -> TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served.
 
         `keeps_fp8`: weights stored in FP8 stay so in device memory, by default on a GPU; else they are decoded.
+        `quantizes_rows`: FP8 products quantize their activations too (worker.matmul = "w8a8").
         """
         config = read_config(path)
         torch_dtype = _torch_dtype(dtype, config)
@@ -145,7 +152,14 @@ class TransformersRunner:
                 block = quantization.block if quantization else None
                 needed = weights_bytes(AutoConfig.from_pretrained(path), _dtype_name(torch_dtype), block, on_gpu=True)
                 require_weights_fit(needed, free_device_bytes(device), "worker.device", device)
-            model = load_model(path, quantization, dtype=torch_dtype, device=device, keeps_fp8=keeps)
+            model = load_model(
+                path,
+                quantization,
+                dtype=torch_dtype,
+                device=device,
+                keeps_fp8=keeps,
+                quantizes_rows=quantizes_rows,
+            )
         geometry = geometry_of(model.config, _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype)
         runner = cls(model, describe_model(path, model.config), geometry, deterministic_rows=deterministic_rows)
         log.info(
@@ -302,6 +316,7 @@ class TransformersRunner:
             prepare_encode(form, self.dtype, self._layers.device)
         prepare_index(state, config.index_n_heads, config.index_head_dim, dtype)
         prepare_prompt(state, config.index_n_heads, config.index_head_dim, dtype)
+        prepare_products(self._layers.model, PREPARED_ROWS, config.num_experts_per_tok)
         self._prepared = state
 
     def _scratch_for(self, rows: int) -> _RunnerScratch:
@@ -329,6 +344,7 @@ def load_runner(settings: WorkerSettings) -> TransformersRunner:
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         deterministic_rows=settings.seats if settings.deterministic else 0,
+        quantizes_rows=settings.matmul == W8A8,
     )
 
 

@@ -21,7 +21,7 @@ from kernels.block_fp8 import BlockFp8
 from protocol.logs import fields, logger
 from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
 from worker.weights.matching import Match, match
-from worker.weights.modules import BlockExperts, BlockLinear, empty_blocks
+from worker.weights.modules import BlockExperts, BlockLinear, empty_blocks, share_scratch
 from worker.weights.quantization import Quantization
 from worker.weights.reading import Read, Reporter, read_all, read_scales
 from worker.weights.shards import Shards
@@ -39,13 +39,14 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     keeps_fp8: bool = False,
+    quantizes_rows: bool = False,
     experts: ExpertShare | None = None,
 ) -> Any:
     """The library's causal language model of a checkpoint directory, in `dtype`, without gradients.
 
-    `keeps_fp8`: weights stored in FP8 stay so; else they are decoded. `experts`: those to hold, by default all; a share
-    needs `keeps_fp8` or an exchange that knows of it. Raises ConfigError for files that do not make this model, before
-    memory is taken. Host memory beyond the tensors is bounded (reading.py).
+    `keeps_fp8`: weights stored in FP8 stay so; else they are decoded. `quantizes_rows`: see modules.py. `experts`:
+    those to hold, by default all; a share needs `keeps_fp8` or an exchange that knows of it. Raises ConfigError for
+    files that do not make this model, before memory is taken. Host memory beyond the tensors is bounded (reading.py).
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,11 +58,13 @@ def load_model(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         target = _Target(model, torch.device(device), dtype, keeps_fp8=keeps_fp8, experts=experts)
+        target.quantizes_rows = quantizes_rows
         total = sum(shards.tensors[name].bytes for it in matches for name in (it.spec.name, it.scale) if name)
         began = time.monotonic()
         _say_begun(path, shards, total)
         read_all(shards, list(target.reads(shards, matches)), Reporter(_say_progress(total), PROGRESS_INTERVAL_S))
         took_s = time.monotonic() - began
+    share_scratch(model)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     log.info("weights loaded", extra=fields(bytes=total, seconds=round(took_s, 1)))
     return model.eval().requires_grad_(False)
@@ -84,6 +87,7 @@ class _Target:
         self._share = experts or ExpertShare(0, config.n_routed_experts)
         self._blocks: dict[str, BlockExperts] = {}
         self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
+        self.quantizes_rows = False
 
     def reads(self, shards: Shards, matches: list[Match]) -> Iterator[Read]:
         kept = {it.spec.name for it in matches if it.scale and self._keeps_fp8 and not it.spec.name.endswith(KV_B)}
@@ -111,7 +115,7 @@ class _Target:
     def _linear(self, spec: TensorSpec) -> BlockFp8:
         weight = empty_blocks(spec.shape, self._device)
         parent, _, name = spec.name.removesuffix(".weight").rpartition(".")
-        setattr(self._model.get_submodule(parent), name, BlockLinear(weight))
+        setattr(self._model.get_submodule(parent), name, BlockLinear(weight, quantizes_rows=self.quantizes_rows))
         return weight
 
     def _expert(self, prefix: str, number: str, projection: str) -> Tensor:
@@ -134,7 +138,8 @@ class _Target:
             count, hidden, inner = self._share.count, config.hidden_size, config.moe_intermediate_size
             shapes = ((count, inner, hidden), (count, inner, hidden), (count, hidden, inner))
             gate, up, down = (empty_blocks(shape, self._device) for shape in shapes)
-            blocks = BlockExperts(gate, up, down, self._share.first)
+            total = config.n_routed_experts
+            blocks = BlockExperts(gate, up, down, self._share.first, total, quantizes_rows=self.quantizes_rows)
             parent, _, name = prefix.rpartition(".")
             setattr(self._model.get_submodule(parent), name, blocks)
             self._blocks[prefix] = blocks

@@ -1,11 +1,26 @@
-"""Modules that keep their weights in block-FP8, in place of the model library's."""
+"""Modules that keep their weights in block-FP8, in place of the model library's.
+
+Products are those of the decoded weights; with `quantizes_rows` (worker.matmul = "w8a8") activations are quantized too,
+128 values to a scale, as the authors serve the models.
+
+On a GPU all `BlockLinear` of a model share one scratch memory, into which a long prompt chunk decodes a
+weight. They run one after another on one stream.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from kernels.block_fp8 import BLOCK, BlockFp8, block_linear
+from kernels.block_fp8 import (
+    BLOCK,
+    BlockFp8,
+    block_experts,
+    block_experts_w8a8,
+    block_linear,
+    block_linear_w8a8,
+    prepare_block_fp8,
+)
 from worker.weights.layout import scale_shape
 
 
@@ -18,22 +33,60 @@ def empty_blocks(shape: tuple[int, ...], device: torch.device) -> BlockFp8:
 
 
 class BlockLinear(nn.Module):
-    """`nn.Linear` without bias over a weight in block-FP8: its output is that of the decoded weight."""
+    """`nn.Linear` without bias over a weight in block-FP8."""
 
-    def __init__(self, weight: BlockFp8) -> None:
+    def __init__(self, weight: BlockFp8, *, quantizes_rows: bool = False) -> None:
         super().__init__()
-        self.block_weight = weight
+        self.block_weight, self.quantizes_rows = weight, quantizes_rows
+        self.scratch: Tensor | None = None  # bfloat16[N * K or more]
         self.out_features, self.in_features = weight.values.shape
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        flat = block_linear(hidden.reshape(-1, self.in_features), self.block_weight)
-        return flat.view(*hidden.shape[:-1], self.out_features)
+        rows = hidden.reshape(-1, self.in_features)
+        if self.quantizes_rows:
+            product = block_linear_w8a8(rows, self.block_weight)
+        else:
+            product = block_linear(rows, self.block_weight, self.scratch)
+        return product.view(*hidden.shape[:-1], self.out_features)
 
 
 class BlockExperts(nn.Module):
-    """The routed experts `first` to `first + E - 1` of one layer: gate and up [E, I, K], down [E, K, I]."""
+    """The routed experts `first` to `first + E - 1` of `total` of a layer: gate and up [E, I, K], down [E, K, I]."""
 
-    def __init__(self, gate: BlockFp8, up: BlockFp8, down: BlockFp8, first: int) -> None:
+    def __init__(
+        self, gate: BlockFp8, up: BlockFp8, down: BlockFp8, first: int, total: int, *, quantizes_rows: bool = False
+    ) -> None:
         super().__init__()
-        self.gate, self.up, self.down, self.first = gate, up, down, first
+        self.gate, self.up, self.down = gate, up, down
+        self.first, self.total, self.quantizes_rows = first, total, quantizes_rows
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum [T, K] over the choices int64[T, k] that are among these experts."""
+        product = block_experts_w8a8 if self.quantizes_rows else block_experts
+        return product(hidden, chosen, weights, self.gate, self.up, self.down, self.first, self.total)
+
+
+def share_scratch(model: nn.Module) -> None:
+    """Give every `BlockLinear` of `model` on a GPU the scratch memory that the largest of them needs."""
+    linears = [it for it in model.modules() if isinstance(it, BlockLinear) and it.block_weight.values.is_cuda]
+    if linears:
+        largest = max(it.block_weight.values.numel() for it in linears)
+        scratch = torch.empty(largest, dtype=torch.bfloat16, device=linears[0].block_weight.values.device)
+        for it in linears:
+            it.scratch = scratch
+
+
+def prepare_products(model: nn.Module, tokens: list[int], choices: int) -> None:
+    """Compile what the FP8 products of `model` launch for these counts of rows. Before any capture."""
+    linears = [it for it in model.modules() if isinstance(it, BlockLinear)]
+    experts = [it for it in model.modules() if isinstance(it, BlockExperts)]
+    if linears:
+        prepare_block_fp8(
+            [it.block_weight for it in linears],
+            [(it.gate, it.up, it.down) for it in experts],
+            tokens=tokens,
+            choices=choices,
+            experts_total=experts[0].total if experts else None,
+            w8a8=linears[0].quantizes_rows,
+        )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, BlockFp8
+from kernels.row_format import E4M3_MAX
 from worker.weights.layout import SCALE_SUFFIX, TensorSpec, scale_shape
 from worker.weights.quantization import VALUES_DTYPE
 from worker.weights.safetensors_header import ELEMENT_BYTES
@@ -25,8 +26,6 @@ from worker.weights.shards import INDEX
 SHARD_BYTES: Final = 4 * 1024**3
 #: Values of a piece.
 PIECE_VALUES: Final = 1 << 24
-#: Largest finite e4m3 value.
-E4M3_MAX: Final = 448.0
 #: Dtypes of weights that are not converted, as torch and as safetensors name them.
 STORED: Final = {torch.float32: "F32", torch.bfloat16: "BF16"}
 QUANTIZATION: Final[dict[str, Any]] = {

@@ -1,0 +1,220 @@
+"""Products with block-FP8 weights against memory and tensor cores: `python -m benchmarks.block_fp8 [--out FILE]`.
+
+Shapes are those of DeepSeek-V3.2, activations bfloat16, codes and scales random. A CUDA graph holds one launch for each
+of several weights, together well beyond L2. Medians of REPLAYS replays, per product:
+
+    us            block_linear as a worker calls it, with scratch; block_experts of a rank of eight, 32 of 256 experts
+    memory_us     bytes of the weights read, activations read and written, at this card's copy rate of the same run
+    mma_us        operations at the rate of an 8192-cubed bfloat16 product, likewise
+    kernel_us     the product that decodes in its kernel
+    scratch_us    the weight decoded to scratch, torch's product
+    plain_us      torch's product of a bfloat16 weight         w8a8_us       the same with quantized activations
+
+The floor is the larger of memory and mma. For experts each of `tokens` of the group chooses 8 of 256 experts at random;
+bytes count the experts of the rank that were chosen. After each cell a result is compared with float64 products of the
+decoded weight, and w8a8 with the weight-only result (`distance`, a share of its norm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from benchmarks.index_topk import capture, copy_bytes_per_us, operations_per_us, timed
+from benchmarks.swap_in import machine
+from kernels.block_fp8 import (
+    BLOCK,
+    E4M3,
+    BlockFp8,
+    block_experts,
+    block_experts_w8a8,
+    block_linear,
+    block_linear_w8a8,
+    decode_blocks,
+)
+from kernels.cuda.block_fp8 import decoded_linear
+
+SHAPES: Final = {
+    "q_a": (1536, 7168),
+    "kv_a": (576, 7168),
+    "q_b": (24576, 1536),
+    "o": (7168, 16384),
+    "mlp up": (18432, 7168),
+    "mlp down": (7168, 18432),
+    "shared up": (2048, 7168),
+    "shared down": (7168, 2048),
+    "index q_b": (8192, 1536),
+    "index k": (128, 7168),
+}
+TOKENS: Final = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+#: Tokens from which the ways of a prompt chunk are compared.
+CHUNK_TOKENS: Final = 128
+EXPERT_TOKENS: Final = (1, 16, 64, 128, 256, 512, 1024, 2048)
+EXPERTS, EXPERTS_TOTAL, CHOICES, WIDTH, MIDDLE = 32, 256, 8, 7168, 2048
+WEIGHT_BYTES_LEAST: Final = 200 << 20  # of all weights in a graph
+WEIGHTS_MOST: Final = 128
+#: Share of its norm by which a result may differ from float64's: bfloat16 results, and for experts bfloat16 between.
+LINEAR_ERROR_MOST: Final = 4e-3
+EXPERTS_ERROR_MOST: Final = 1.5e-2
+
+
+def draw(*shape: int) -> BlockFp8:
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8, device="cuda")
+    codes[codes == 0x7F] = 0
+    blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
+    return BlockFp8(codes.view(E4M3), torch.rand(blocks, device="cuda") * 1e-3)
+
+
+def replayed(work: Callable[[int], object], count: int) -> list[float]:
+    work(0)  # compiles
+
+    def launch(number: int) -> None:
+        work(number)
+
+    return timed(capture(launch, count).replay, count)
+
+
+def off(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def checked(error: float, most: float) -> float:
+    if not error <= most:
+        raise SystemExit(f"off by {error:.4f} of the norm, more than {most}")
+    return error
+
+
+def row_of(times: list[float], memory: float, mma: float) -> dict[str, Any]:
+    us = statistics.median(times)
+    return {
+        "us": us,
+        "us_min": min(times),
+        "us_max": max(times),
+        "memory_us": memory,
+        "mma_us": mma,
+        "times_memory": us / memory,
+        "times_floor": us / max(memory, mma),
+    }
+
+
+def measure_linear(weights: list[BlockFp8], tokens: int, copy_rate: float, operation_rate: float) -> dict[str, Any]:
+    n, k = weights[0].values.shape
+    hidden = torch.randn(tokens, k, device="cuda").bfloat16()
+    scratch = torch.empty(n * k, dtype=torch.bfloat16, device="cuda")
+    count = len(weights)
+    times = replayed(lambda number: block_linear(hidden, weights[number], scratch), count)
+    memory = (weights[0].nbytes + 2 * tokens * (n + k)) / copy_rate
+    row = row_of(times, memory, 2 * tokens * n * k / operation_rate)
+    got = block_linear(hidden, weights[0], scratch)[:64]
+    decoded = decode_blocks(weights[0], torch.bfloat16)
+    row["error"] = checked(off(got, hidden[:64].double() @ decoded.double().T), LINEAR_ERROR_MOST)
+    if tokens >= CHUNK_TOKENS:
+        ways: dict[str, Callable[[int], object]] = {
+            "kernel_us": lambda number: block_linear(hidden, weights[number]),
+            "scratch_us": lambda number: decoded_linear(hidden, weights[number], scratch),
+            "plain_us": lambda _: hidden @ decoded.T,
+            "w8a8_us": lambda number: block_linear_w8a8(hidden, weights[number]),
+        }
+        row |= {name: statistics.median(replayed(way, count)) for name, way in ways.items()}
+        row["distance"] = off(block_linear_w8a8(hidden, weights[0])[:64], got)
+    return row
+
+
+def linears(copy_rate: float, operation_rate: float) -> list[dict[str, Any]]:
+    rows = []
+    for name, (n, k) in SHAPES.items():
+        weights = [draw(n, k) for _ in range(max(2, min(WEIGHTS_MOST, -(-WEIGHT_BYTES_LEAST // (n * k)))))]
+        for tokens in TOKENS:
+            cell = measure_linear(weights, tokens, copy_rate, operation_rate)
+            rows.append({"part": "linear", "name": name, "n": n, "k": k, "tokens": tokens, **cell})
+            show(rows[-1])
+    return rows
+
+
+Layer = tuple[BlockFp8, BlockFp8, BlockFp8]
+
+
+def experts(copy_rate: float, operation_rate: float) -> list[dict[str, Any]]:
+    rows = []
+    matrices = (EXPERTS, MIDDLE, WIDTH), (EXPERTS, MIDDLE, WIDTH), (EXPERTS, WIDTH, MIDDLE)
+    layers: list[Layer] = [(draw(*matrices[0]), draw(*matrices[1]), draw(*matrices[2])) for _ in range(2)]
+    for tokens in EXPERT_TOKENS:
+        cell = measure_experts(layers, tokens, copy_rate, operation_rate)
+        rows.append({"part": "experts", "tokens": tokens, **cell})
+        show(rows[-1])
+    return rows
+
+
+def measure_experts(layers: list[Layer], tokens: int, copy_rate: float, operation_rate: float) -> dict[str, Any]:
+    hidden = torch.randn(tokens, WIDTH, device="cuda").bfloat16()
+    chosen = torch.rand(tokens, EXPERTS_TOTAL, device="cuda").argsort(1)[:, :CHOICES].contiguous()
+    chosen[0, 0] = 0
+    shares = torch.rand(tokens, CHOICES, device="cuda")
+    held, busy = int((chosen < EXPERTS).sum()), len(chosen[chosen < EXPERTS].unique())
+    weight_bytes = busy * sum(one.nbytes for one in layers[0]) // EXPERTS
+    memory = (weight_bytes + 2 * held * 2 * MIDDLE + 2 * (tokens + held) * WIDTH) / copy_rate
+    mma = 2 * 3 * held * MIDDLE * WIDTH / operation_rate
+
+    def mixed(mixture: Callable[..., Tensor], number: int) -> Tensor:
+        return mixture(hidden, chosen, shares, *layers[number], experts_total=EXPERTS_TOTAL)
+
+    cell = row_of(replayed(partial(mixed, block_experts), len(layers)), memory, mma)
+    got, quantized = mixed(block_experts, 0), mixed(block_experts_w8a8, 0)
+    return {
+        "assignments": held,
+        "experts": busy,
+        **cell,
+        "w8a8_us": statistics.median(replayed(partial(mixed, block_experts_w8a8), len(layers))),
+        "error": checked(off(got, wanted(hidden, chosen, shares, *layers[0])), EXPERTS_ERROR_MOST),
+        "distance": off(quantized, got),
+    }
+
+
+def wanted(hidden: Tensor, chosen: Tensor, shares: Tensor, gate: BlockFp8, up: BlockFp8, down: BlockFp8) -> Tensor:
+    """In float32, by torch."""
+    total = torch.zeros_like(hidden, dtype=torch.float32)
+    for expert in range(EXPERTS):
+        tokens, choices = (chosen == expert).nonzero(as_tuple=True)
+        matrices = [
+            decode_blocks(BlockFp8(one.values[expert], one.scales[expert]), torch.float32) for one in (gate, up, down)
+        ]
+        rows = hidden[tokens].float()
+        middle = torch.nn.functional.silu(rows @ matrices[0].T) * (rows @ matrices[1].T)
+        total[tokens] += middle @ matrices[2].T * shares[tokens, choices, None]
+    return total
+
+
+def show(row: dict[str, Any]) -> None:
+    ways = "".join(f"  {key} {value:.1f}" for key, value in row.items() if key.endswith("_us") and "m" not in key)
+    print(
+        f"{row.get('name', 'experts'):11} {row['tokens']:5}  {row['us']:8.1f} us  memory {row['memory_us']:6.1f}  "
+        f"mma {row['mma_us']:6.1f}  x memory {row['times_memory']:.2f}  x floor {row['times_floor']:.2f}{ways}"
+        f"  distance {row.get('distance', 0):.4f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.block_fp8")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/block_fp8.json"))
+    options = parser.parse_args()
+    rates = copy_bytes_per_us(), operations_per_us()
+    command = " ".join(["python", "-m", "benchmarks.block_fp8", *sys.argv[1:]])
+    where = {**machine(), "command": command, "copy_gb_per_s": rates[0] / 1e3, "mma_tflop_per_s": rates[1] / 1e6}
+    print(f"copy {rates[0] / 1e3:.0f} GB/s, bfloat16 product {rates[1] / 1e6:.0f} TFLOP/s")
+    rows = [*experts(*rates), *linears(*rates)]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": where, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""Products with block-FP8 weights on CUDA: the contracts of kernels/block_fp8.py, for bfloat16 activations.
+
+A product's tiles follow from its count of tokens alone, a bucket of the tables below; the splits of K from its shape
+and the number of multiprocessors. Figures behind both: benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kernels.cuda.triton_units import triton_unit
+
+if TYPE_CHECKING:
+    from kernels.block_fp8 import BlockFp8
+
+BLOCK: Final = 128
+#: Compute capability that converts e4m3 in hardware; below it, kernels shift bits.
+FP8_SINCE: Final = (8, 9)
+
+
+UNBOUNDED: Final = 1 << 30
+
+
+class Tiles(NamedTuple):
+    n: int  # rows of weights
+    tokens: int
+    warps: int
+    stages: int
+    resident: int  # programs that a multiprocessor holds at once
+    registers: int | None = None  # of a thread, at most
+
+
+#: By the largest count of tokens: tiles of dense products.
+LINEAR_TILES: Final = {
+    16: Tiles(32, 16, 2, 4, 2),
+    32: Tiles(64, 32, 4, 3, 1, 104),
+    64: Tiles(64, 64, 4, 3, 1, 128),
+    UNBOUNDED: Tiles(64, 128, 4, 3, 1),
+}
+#: By the largest expected count of tokens of one expert: tiles of gate and up, and of down.
+EXPERT_TILES: Final = {
+    8: (Tiles(32, 16, 2, 4, 4), Tiles(64, 16, 2, 4, 4)),
+    24: (Tiles(64, 32, 2, 2, 4), Tiles(128, 32, 2, 3, 4)),
+    UNBOUNDED: (Tiles(64, 64, 4, 3, 2), Tiles(256, 64, 8, 3, 1)),
+}
+#: The same for quantized activations.
+LINEAR_W8A8_TILES: Final = {32: Tiles(64, 32, 4, 4, 1), UNBOUNDED: Tiles(128, 64, 4, 3, 1)}
+EXPERT_W8A8_TILES: Final = {
+    24: (Tiles(64, 32, 4, 4, 3), Tiles(64, 32, 4, 4, 3)),
+    UNBOUNDED: (Tiles(64, 64, 4, 3, 2), Tiles(128, 64, 4, 4, 1)),
+}
+#: Tokens from which a weight decoded to scratch and torch's product take less time than a product that decodes.
+CROSSOVER_TOKENS: Final = 320
+#: Tokens of one piece of a prompt: bounds what its experts' rows take.
+PIECE_TOKENS: Final = 2048
+#: cuBLAS takes scales by blocks on this major compute capability, counts of tokens in whole parts of LIBRARY_TOKENS,
+#: and scales of a row of weights in whole parts of LIBRARY_BLOCKS. The rows that fill the last part are not read back.
+LIBRARY_SINCE: Final = 9
+LIBRARY_TOKENS: Final = 16
+LIBRARY_BLOCKS: Final = 4
+SPLITS_MAX: Final = 16
+BLOCKS_PER_SPLIT_MIN: Final = 4
+ADD_BLOCK: Final = 256
+WIDTH_BLOCK: Final = 1024
+DECODE_ROWS: Final = 32
+QUANTIZE_ROWS: Final = 16
+#: Assignments that `route` reads at once: few, many.
+ROUTE_CHUNKS: Final = (1024, 4096)
+WARPS: Final = 4
+
+
+def decode_blocks(weight: BlockFp8, out: Tensor) -> None:
+    """As kernels.block_fp8.decode_blocks."""
+    *_, n, k = out.shape
+    if not out.numel():
+        return
+    matrices = out.numel() // (n * k)
+    blocks = _blocks(k)
+    _unit().decode[blocks, -(-n // DECODE_ROWS), matrices](
+        _codes(weight.values),
+        weight.scales,
+        out,
+        n,
+        k,
+        blocks,
+        EVEN=k % BLOCK == 0,
+        E4M3=_converts(out.device),
+        BLOCK_ROWS=DECODE_ROWS,
+        num_warps=WARPS,
+    )
+
+
+def linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor | None, tiles: Tiles | None = None) -> Tensor:
+    """As kernels.block_fp8.block_linear; `tiles` other than the table's, for measurements."""
+    if scratch is not None and len(hidden) >= CROSSOVER_TOKENS:
+        return decoded_linear(hidden, weight, scratch)
+    return _linear(hidden, None, weight, tiles)
+
+
+def decoded_linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor) -> Tensor:
+    """hidden @ weight.T by torch, from the weight decoded into the front of `scratch`."""
+    decoded = scratch.flatten()[: weight.values.numel()].view(weight.values.shape)
+    decode_blocks(weight, decoded)
+    return hidden @ decoded.T
+
+
+def linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
+    """As kernels.block_fp8.block_linear_w8a8: by torch's scaled_mm where cuBLAS takes the shape."""
+    if not len(hidden) or not _library_takes(weight, hidden.device):
+        return own_linear_w8a8(hidden, weight)
+    padded = -(-len(hidden) // LIBRARY_TOKENS) * LIBRARY_TOKENS
+    values, scales = _quantize(hidden, padded)
+    return F.scaled_mm(
+        values,
+        weight.values.t(),
+        scales.t(),
+        F.ScalingType.BlockWise1x128,
+        weight.scales.t(),
+        F.ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )[: len(hidden)]
+
+
+def own_linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
+    """As linear_w8a8, for every shape."""
+    values, scales = _quantize(hidden, len(hidden))
+    return _linear(values, scales, weight, _bucket(LINEAR_W8A8_TILES, len(hidden)))
+
+
+def _library_takes(weight: BlockFp8, device: torch.device) -> bool:
+    n, k = weight.values.shape
+    whole = k % (LIBRARY_BLOCKS * BLOCK) == 0 and n % LIBRARY_TOKENS == 0
+    return whole and torch.cuda.get_device_capability(device)[0] == LIBRARY_SINCE
+
+
+def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8, tiles: Tiles | None) -> Tensor:
+    (tokens, k), n = hidden.shape, len(weight.values)
+    out = torch.empty(tokens, n, dtype=torch.bfloat16, device=hidden.device)
+    if not out.numel():
+        return out
+    tiles = tiles or _bucket(LINEAR_TILES, tokens)
+    grid = (-(-tokens // tiles.tokens), -(-n // tiles.n))
+    blocks = _blocks(k)
+    span = _span(grid[0] * grid[1], blocks, tiles.resident * _multiprocessors(hidden.device))
+    splits = -(-blocks // span)
+    sums = out
+    if splits > 1:
+        sums = torch.empty(splits, tokens, n, dtype=torch.float32, device=hidden.device)
+    _unit().linear[(*grid, splits)](
+        hidden,
+        weight.scales if row_scales is None else row_scales,
+        tokens,
+        _codes(weight.values),
+        weight.scales,
+        sums,
+        weight.scales,
+        weight.scales,
+        tokens,
+        n,
+        k,
+        blocks,
+        span,
+        GROUPED=False,
+        QUANTIZED=row_scales is not None,
+        **_options(tiles, k, hidden.device),
+    )
+    if splits > 1:
+        _unit().add_splits[(-(-out.numel() // ADD_BLOCK),)](
+            sums,
+            out,
+            out.numel(),
+            splits,
+            SPLITS_PADDED=SPLITS_MAX,
+            BLOCK_COUNT=ADD_BLOCK,
+            num_warps=WARPS,
+        )
+    return out
+
+
+def _span(programs: int, blocks: int, held: int) -> int:
+    """Blocks of K that one split takes, so that the last wave of `held` programs at once is as full as it can be."""
+    best, least = blocks, float("inf")
+    for splits in range(1, min(SPLITS_MAX, max(1, blocks // BLOCKS_PER_SPLIT_MIN)) + 1):
+        span = -(-blocks // splits)
+        waves = -(-programs * -(-blocks // span) // held)
+        work = waves * (span + 2) + (2 if splits > 1 else 0)
+        if work < least:
+            best, least = span, work
+    return best
+
+
+def experts(
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate: BlockFp8,
+    up: BlockFp8,
+    down: BlockFp8,
+    first_expert: int,
+    experts_total: int | None,
+    *,
+    quantized: bool,
+    tiles: tuple[Tiles, Tiles] | None = None,
+) -> Tensor:
+    """As kernels.block_fp8.block_experts and block_experts_w8a8; `tiles` other than the table's, for measurements.
+
+    Both of a pair have the same count of tokens, since they share the tiles that `route` fills.
+    """
+    tokens, choices = chosen.shape
+    out = torch.zeros_like(hidden) if not choices or not len(gate.values) else torch.empty_like(hidden)
+    if not out.numel() or not choices or not len(gate.values):
+        return out
+    expected = -(-min(tokens, PIECE_TOKENS) * choices // (experts_total or len(gate.values)))
+    tiles = tiles or _bucket(EXPERT_W8A8_TILES if quantized else EXPERT_TILES, expected)
+    for start in range(0, tokens, PIECE_TOKENS):
+        piece = slice(start, start + PIECE_TOKENS)
+        _experts(
+            hidden[piece], chosen[piece], weights[piece], gate, up, down, first_expert, out[piece], tiles, quantized
+        )
+    return out
+
+
+def _experts(
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate: BlockFp8,
+    up: BlockFp8,
+    down: BlockFp8,
+    first_expert: int,
+    out: Tensor,
+    tiles: tuple[Tiles, Tiles],
+    quantized: bool,
+) -> None:
+    device, unit = hidden.device, _unit()
+    held, middle, width = gate.values.shape
+    assignments, choices = chosen.numel(), chosen.shape[1]
+    for_gate, for_down = tiles
+    block_t = for_gate.tokens
+    busy = min(assignments, held)
+    tiles_max = busy + (assignments - busy) // block_t
+    tile_expert = torch.empty(tiles_max, dtype=torch.int32, device=device)
+    slots = torch.empty(tiles_max, block_t, dtype=torch.int32, device=device)
+    unit.route[(held + 1,)](
+        chosen,
+        tile_expert,
+        slots,
+        assignments,
+        first_expert,
+        tiles_max,
+        held,
+        EXPERTS_PADDED=_power_of_two(held + 1),
+        BLOCK_T=block_t,
+        CHUNK=ROUTE_CHUNKS[assignments > ROUTE_CHUNKS[0]],
+        num_warps=WARPS,
+    )
+    gated = torch.empty(assignments, middle, dtype=torch.bfloat16, device=device)
+    rows, row_scales = _quantize(hidden, len(hidden)) if quantized else (hidden, gate.scales)
+    unit.gated[-(-middle // for_gate.n), tiles_max](
+        rows,
+        row_scales,
+        len(rows),
+        _codes(gate.values),
+        gate.scales,
+        _codes(up.values),
+        up.scales,
+        gated,
+        tile_expert,
+        slots,
+        choices,
+        middle,
+        width,
+        _blocks(width),
+        QUANTIZED=quantized,
+        **_options(for_gate, width, device),
+    )
+    products = torch.empty(assignments, width, dtype=torch.bfloat16, device=device)
+    rows, row_scales = _quantize(gated, assignments) if quantized else (gated, down.scales)
+    unit.linear[-(-width // for_down.n), tiles_max](
+        rows,
+        row_scales,
+        len(rows),
+        _codes(down.values),
+        down.scales,
+        products,
+        tile_expert,
+        slots,
+        0,
+        width,
+        middle,
+        _blocks(middle),
+        _blocks(middle),
+        GROUPED=True,
+        QUANTIZED=quantized,
+        **_options(for_down, middle, device),
+    )
+    unit.add_choices[len(hidden), -(-width // WIDTH_BLOCK)](
+        products,
+        chosen,
+        weights,
+        out,
+        first_expert,
+        held,
+        width,
+        CHOICES=choices,
+        BLOCK_WIDTH=WIDTH_BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels.block_fp8.quantize_rows."""
+    values, scales = _quantize(hidden, len(hidden))
+    return values, scales.t()
+
+
+def _quantize(hidden: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    """e4m3[padded, K] and scales float32[blocks, padded]; rows beyond those of `hidden` are left as they are."""
+    rows, k = hidden.shape
+    blocks = _blocks(k)
+    values = torch.empty(padded, k, dtype=torch.float8_e4m3fn, device=hidden.device)
+    scales = torch.empty(blocks, padded, dtype=torch.float32, device=hidden.device)
+    if hidden.numel():
+        _unit().quantize[blocks, -(-rows // QUANTIZE_ROWS)](
+            hidden, values, scales, rows, padded, k, EVEN=k % BLOCK == 0, BLOCK_ROWS=QUANTIZE_ROWS, num_warps=WARPS
+        )
+    return values, scales
+
+
+def _options(tiles: Tiles, k: int, device: torch.device) -> dict[str, Any]:
+    return {
+        "BLOCK_N": tiles.n,
+        "BLOCK_T": tiles.tokens,
+        "EVEN": k % BLOCK == 0,
+        "E4M3": _converts(device),
+        "STAGES": tiles.stages,
+        "num_warps": tiles.warps,
+        "maxnreg": tiles.registers,
+    }
+
+
+def _bucket(table: Mapping[int, Any], count: int) -> Any:
+    return next(tiles for most, tiles in table.items() if count <= most)
+
+
+def _codes(values: Tensor) -> Tensor:
+    return values if _converts(values.device) else values.view(torch.uint8)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _unit() -> ModuleType:
+    return triton_unit("block_fp8_triton")
+
+
+@lru_cache(maxsize=8)
+def _converts(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_SINCE
+
+
+@lru_cache(maxsize=8)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

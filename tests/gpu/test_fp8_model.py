@@ -1,0 +1,116 @@
+"""Models in block-FP8 on a GPU: the CPU's tokens, logits as near as those of decoded weights, bits that hold."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests.gpu.syncs import no_syncs  # noqa: E402
+from tests.support.runner_rig import Rig  # noqa: E402
+from worker.runners import transformers_dsa  # noqa: E402
+from worker.runners.base import StepOutputs  # noqa: E402
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
+from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
+from worker.weights.layout import weights_bytes  # noqa: E402
+
+TEXT = list(Path(transformers_dsa.__file__).read_bytes())
+ROWS = 4
+#: float32: tokens may differ only where the CPU's two best logits are closer (of order 5).
+TIE_BOUND = 1e-3
+#: Tokens that are fed to each model, whatever it would say.
+FORCED = 48
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {family: tmp_path_factory.mktemp("fp8") / family for family in FAMILIES}
+    for family, path in paths.items():
+        write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=family == "glm-5")
+    return paths
+
+
+@cache
+def runner_of(path: Path, device: str, dtype: str, keeps_fp8: bool, w8a8: bool = False) -> TransformersRunner:
+    return TransformersRunner.load(path, device=device, dtype=dtype, keeps_fp8=keeps_fp8, quantizes_rows=w8a8)
+
+
+def rig_of(runner: TransformersRunner, device: str, graphs: bool = False) -> Rig:
+    return Rig(runner, seats=1, context_tokens=1_000, device=device, graphs=graphs)
+
+
+def forced_logits(runner: TransformersRunner, device: str, hot_slots: int = 128, graphs: bool = False) -> Tensor:
+    """float32[FORCED, vocab] after each of FORCED given tokens behind a prompt."""
+    rig = rig_of(runner, device, graphs)
+    logits = [rig.open(0, TEXT[:600], hot_slots=hot_slots)[1]]
+    logits += [rig.decode([0], rows=ROWS, inputs=[token])[1][0] for token in TEXT[600 : 600 + FORCED - 1]]
+    return torch.stack([it.cpu() for it in logits])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_tokens_are_those_of_the_cpu(checkpoints: dict[str, Path], family: str) -> None:
+    ours, theirs = (
+        forced_logits(runner_of(checkpoints[family], device, "float32", device == "cuda"), device)
+        for device in ("cuda", "cpu")
+    )
+    best = theirs.topk(2)
+    clear = best.values[:, 0] - best.values[:, 1] > TIE_BOUND
+    assert clear.sum() > FORCED * 0.9
+    assert torch.equal(ours.argmax(1)[clear], best.indices[:, 0][clear])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_logits_are_as_near_float32_as_decoded_weights(checkpoints: dict[str, Path], family: str) -> None:
+    path = checkpoints[family]
+    truth = forced_logits(runner_of(path, "cpu", "float32", False), "cpu")
+    kept, decoded = (
+        (forced_logits(runner_of(path, "cuda", "bfloat16", keeps), "cuda") - truth).abs().mean()
+        for keeps in (True, False)
+    )
+    print(f"{family}: mean distance from float32: FP8 kept {kept:.4f}, decoded {decoded:.4f}")
+    assert 0 < kept < 1.5 * decoded
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_do_not_depend_on_hot_sizes_or_graphs(checkpoints: dict[str, Path], family: str) -> None:
+    runner = runner_of(checkpoints[family], "cuda", "bfloat16", True)
+    wanted = forced_logits(runner, "cuda", hot_slots=0)
+    for hot_slots, graphs in ((64, True), (128, False), (0, True)):
+        assert torch.equal(forced_logits(runner, "cuda", hot_slots, graphs), wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_w8a8_is_another_function_and_not_far(checkpoints: dict[str, Path], family: str) -> None:
+    path = checkpoints[family]
+    truth = forced_logits(runner_of(path, "cpu", "float32", False), "cpu")
+    kept, quantized = (
+        (forced_logits(runner_of(path, "cuda", "bfloat16", True, w8a8), "cuda") - truth).abs().mean()
+        for w8a8 in (False, True)
+    )
+    print(f"{family}: mean distance from float32: weight_only {kept:.4f}, w8a8 {quantized:.4f}")
+    assert kept < quantized < truth.std()
+
+
+def test_held_bytes_are_those_computed(checkpoints: dict[str, Path]) -> None:
+    runner = runner_of(checkpoints["deepseek-v3.2"], "cuda", "bfloat16", True)
+    config = runner._layers.model.config
+    assert runner.weights_bytes() == weights_bytes(config, "bfloat16", (128, 128), on_gpu=True)
+
+
+def test_no_launch_waits_for_the_device(checkpoints: dict[str, Path]) -> None:
+    runner = runner_of(checkpoints["glm-5"], "cuda", "bfloat16", True)
+    rig = rig_of(runner, "cuda")
+    rig.open(0, TEXT[:600], hot_slots=128)
+    rig.decode([0], rows=ROWS)
+    tokens = torch.tensor(TEXT[:64], device="cuda")
+    step, one = rig._steps[ROWS], StepOutputs.allocate(1, runner.info.vocab_size, keep_logits=True, device="cuda")
+    with no_syncs():
+        runner.launch_prefill_chunk(rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)
+        runner.launch_decode(rig.streams, rig.state, rig.sampler, step.batch, step.outputs)
