@@ -44,7 +44,7 @@ def late(name: str, omit: tuple[str, ...]) -> Callable[[], CudaStreams]:
 def play(name: str, omit: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Without graphs, inside which a fence is an edge that cannot be left out."""
     monkeypatch.setattr(CudaStreams, "capture", lambda streams, launch: None)
-    return scenarios.STORIES[name](late(name, omit))  # type: ignore[arg-type]
+    return scenarios.SCENARIOS[name](late(name, omit))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", PLAYED)
