@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.answers import Answer, Transcript
-from hisparse.http.api_keys import FILE_BYTES_MAX, KEY_CHARS_MIN, ApiKeys, parse_keys, read_keys
+from hisparse.http.api_keys import FILE_BYTES_MAX, KEY_CHARS_MIN, ApiKey, ApiKeys, parse_keys, read_keys
 from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.bodies import NEUTRAL, ChatBody, CompletionBody, read_body
 from hisparse.http.chat import render
@@ -584,7 +584,7 @@ def test_an_output_that_did_not_finish_is_an_error() -> None:
     ],
 )
 def test_valid_key_is_accepted(header: str, let_in: bool) -> None:
-    keys = ApiKeys([KEY, "second-key-that-is-known"])
+    keys = ApiKeys([ApiKey(KEY), ApiKey("second-key-that-is-known")])
     if let_in:
         keys.check(header)
     else:
