@@ -617,6 +617,22 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         read_keys(str(file))
 
 
+def test_key_has_the_priority_limit_of_its_line() -> None:
+    granted, lowered = "granted-key-that-is-known", "lowered-key-that-is-known"
+    keys = ApiKeys(parse_keys(f"{KEY}\n{granted}  priority=10\n{lowered} priority=-5\n", "f"))
+    assert [keys.check(f"Bearer {key}").priority_max for key in (KEY, granted, lowered)] == [0, 10, -5]
+    assert ApiKeys(()).check("") == ("", 1_000)
+
+
+@pytest.mark.parametrize("right", ["priority", "priority=", "priority=x", "priority=1001", "priority=1 front"])
+def test_wrong_right_behind_a_key_is_named_and_the_key_is_not(right: str) -> None:
+    with pytest.raises(ConfigError, match="priority=N") as caught:
+        parse_keys(f"{KEY} {right}\n", "/etc/api.keys")
+    assert ("/etc/api.keys" in str(caught.value), KEY in str(caught.value)) == (True, False)
+    with pytest.raises(ConfigError, match="blanks"):
+        parse_keys(f"{KEY} prio=1\n", "/etc/api.keys")
+
+
 @pytest.mark.parametrize("file", ["pipe", "/dev/zero", "/"])
 @pytest.mark.timeout(20)
 def test_irregular_key_file_is_refused_at_once(tmp_path: Path, file: str) -> None:

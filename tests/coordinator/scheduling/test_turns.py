@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -219,3 +221,18 @@ def test_recovered_requests_keep_their_turns() -> None:
     assert [after.next(0, owner) for owner in owners] == [it.turns.next(0, owner) for owner in owners]
     ranks: list[Rank] = sorted(facts.rank for facts in it.live.values())
     assert ranks == [(0, 0, 4), (0, 1, 2), (0, 2, 3)]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    "shown",
+    [
+        test_waiting_requests_of_two_owners_are_admitted_in_turns,
+        test_newcomer_takes_a_seat_from_a_batch_that_has_all,
+        test_newcomer_has_only_the_oldest_request_of_a_batch_ahead_of_it,
+    ],
+)
+def test_ignored_turns_are_noticed(shown: Callable[[], None]) -> None:
+    """A planted bug: requests of one priority go by arrival alone."""
+    with patch.object(Turns, "next", lambda *_: 0), pytest.raises(AssertionError):
+        shown()
