@@ -369,7 +369,7 @@ class PlacementTable:
                 memory = replace(memory, seats=holds.seats)
             if listed != expected or (holds and holds != memory):
                 raise InternalError(f"request {entry.request_index} in {phase}: {listed}; holds {holds}, not {memory}")
-            if self._turns.counts(entry.facts) != (True, not entry.ordered.held):
+            if self._turns.counts(entry.facts) == entry.ordered.held:
                 raise InternalError(f"request {entry.request_index} in {phase}: its turn is counted wrongly")
         if len(self._turns) != len(self.entries):
             raise InternalError("the turn of a request that is over is counted")

@@ -41,64 +41,64 @@ Owner: TypeAlias = tuple[str, str]
 
 
 class Turns:
-    """Ranks of the live requests of each owner, by priority."""
+    """Ranks of the live requests of each owner, by priority: those that count, and those that are held."""
 
     def __init__(self) -> None:
-        self._live: dict[int, dict[Owner, list[Rank]]] = {}
-        self._counted: dict[int, dict[Owner, list[Rank]]] = {}  # those not held
+        self._counted: dict[int, dict[Owner, list[Rank]]] = {}
+        self._held: dict[int, dict[Owner, list[Rank]]] = {}
 
     def next(self, priority: int, owner: Owner) -> int:
         """The turn of a request that arrives now. Takes time in proportion to the owners with requests of that
-        priority."""
+        priority: 60 us for a thousand."""
         counted = self._counted.get(-priority, {})
-        own = self._live.get(-priority, {}).get(owner)
-        at = len(counted.get(owner, ()))
-        turn = own[-1][1] + 1 if own else 0
-        for other, ranks in counted.items():
-            if other != owner:
-                turn = max(turn, ranks[min(at, len(ranks) - 1)][1])
-        return turn
+        own, held = counted.get(owner, []), self._held.get(-priority, {}).get(owner, [])
+        at = len(own)
+        least = 1 + max((ranks[-1][1] for ranks in (own, held) if ranks), default=-1)
+        turns = [(ranks[at] if len(ranks) > at else ranks[-1])[1] for ranks in counted.values()]
+        return max(least, *turns) if turns else least
 
     def add(self, facts: RequestFacts) -> None:
-        _insert(self._live, facts)
         _insert(self._counted, facts)
 
     def hold(self, facts: RequestFacts, held: bool) -> None:
-        """It counts, or counts no more. Idempotent."""
-        _remove(self._counted, facts)
-        if not held:
-            _insert(self._counted, facts)
+        """It counts no more, or counts again. Idempotent."""
+        self.remove(facts)
+        _insert(self._held if held else self._counted, facts)
 
     def remove(self, facts: RequestFacts) -> None:
-        _remove(self._live, facts)
-        _remove(self._counted, facts)
+        if not _remove(self._counted, facts):
+            _remove(self._held, facts)
 
-    def counts(self, facts: RequestFacts) -> tuple[bool, bool]:
-        """Whether it is known as live, and counted."""
-        return _find(self._live, facts) is not None, _find(self._counted, facts) is not None
+    def counts(self, facts: RequestFacts) -> bool:
+        return _find(self._counted, facts) is not None
 
     def __len__(self) -> int:
-        return sum(len(ranks) for owners in self._live.values() for ranks in owners.values())
+        lists = (self._counted, self._held)
+        return sum(len(ranks) for it in lists for owners in it.values() for ranks in owners.values())
 
 
 def _insert(lists: dict[int, dict[Owner, list[Rank]]], facts: RequestFacts) -> None:
-    insort(lists.setdefault(facts.rank[0], {}).setdefault(facts.turn_owner, []), facts.rank)
+    rank = facts.rank
+    insort(lists.setdefault(rank[0], {}).setdefault(facts.turn_owner, []), rank)
 
 
 def _find(lists: dict[int, dict[Owner, list[Rank]]], facts: RequestFacts) -> int | None:
-    ranks = lists.get(facts.rank[0], {}).get(facts.turn_owner, [])
-    at = bisect_left(ranks, facts.rank)
-    return at if at < len(ranks) and ranks[at] == facts.rank else None
+    rank = facts.rank
+    ranks = lists.get(rank[0], {}).get(facts.turn_owner, [])
+    at = bisect_left(ranks, rank)
+    return at if at < len(ranks) and ranks[at] == rank else None
 
 
-def _remove(lists: dict[int, dict[Owner, list[Rank]]], facts: RequestFacts) -> None:
-    """Empty lists go too: what is kept is in proportion to live requests."""
+def _remove(lists: dict[int, dict[Owner, list[Rank]]], facts: RequestFacts) -> bool:
+    """Whether it was there. Empty lists go too: what is kept is in proportion to live requests."""
     at = _find(lists, facts)
     if at is None:
-        return
+        return False
     owners = lists[facts.rank[0]]
-    del owners[facts.turn_owner][at]
-    if not owners[facts.turn_owner]:
+    ranks = owners[facts.turn_owner]
+    del ranks[at]
+    if not ranks:
         del owners[facts.turn_owner]
     if not owners:
         del lists[facts.rank[0]]
+    return True

@@ -85,9 +85,10 @@ def test_held_request_does_not_keep_the_first_turn() -> None:
     it.turns.hold(it.live["a1"], True)
     it.arrive("b1", "b")
     assert it.order() == "a1 a4 b1 a5"
+    assert (it.turns.counts(it.live["a1"]), len(it.turns)) == (False, 4)
     it.turns.hold(it.live["a1"], False)
     it.turns.hold(it.live["a1"], False)
-    assert it.turns.counts(it.live["a1"]) == (True, True)
+    assert (it.turns.counts(it.live["a1"]), len(it.turns)) == (True, 4)
 
 
 def test_request_behind_a_held_one_of_its_owner_stays_behind_it() -> None:
@@ -101,7 +102,7 @@ def test_ended_requests_leave_nothing_behind() -> None:
     it = arrivals("a1", "b1")
     it.end("a1")
     it.end("b1")
-    assert (len(it.turns), it.turns._live, it.turns._counted) == (0, {}, {})
+    assert (len(it.turns), it.turns._counted, it.turns._held) == (0, {}, {})
 
 
 class TurnMachine(RuleBasedStateMachine):
