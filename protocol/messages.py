@@ -165,8 +165,8 @@ class Submit(Message, frozen=True, tag="submit"):
     """Ask for a completion. `prompt` is int32 token ids. Answered by Accepted or Failure.
 
     With `subscribe` the connection receives Delivery and Ended of the request, under the handle given in Accepted.
-    `prefill_mode` is one of PREFILL_MODES. `tenant` is whom the connection's user asks for, "" for itself: requests of
-    one priority take turns by user and tenant. It counts from users who may name tenants (an HTTP front).
+    `prefill_mode` is one of PREFILL_MODES. `tenant` is on whose behalf the connection's user asks, "" for its own:
+    requests of one priority take turns by user and tenant. It counts from users who may name tenants (HTTP fronts).
     """
 
     tag: int

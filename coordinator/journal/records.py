@@ -49,9 +49,9 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     """The immutable facts of a request: made once, at submission or from the journal, and shared by reference.
 
     `owner` is the name of the submitter, for the record. `user` is the user of the key that submitted it, "" without
-    keys; `tenant` is whom that user submitted it for, "" for itself. `prompt_digest` identifies the prompt, after the
-    prompt itself is only in the journal. `at_s`: time of submission, in seconds since 1970. `prefill_mode` is that of
-    the Submit.
+    keys; `tenant` is on whose behalf that user submitted it, "" for its own. `prompt_digest` identifies the prompt,
+    after the prompt itself is only in the journal. `at_s`: time of submission, in seconds since 1970. `prefill_mode`
+    is that of the Submit.
     """
 
     request_index: int

@@ -24,8 +24,8 @@ credit nor debt.
 Left alone: two owners together can let a newcomer wait for what they have submitted before (one of them submits
 thousands and aborts all but the last, whose turn is late). What they submit later comes after the newcomer.
 
-Rejected: the owner with the fewest running requests first (rank would change as requests end, and who is retracted for
-whom could go in circles); virtual time of service, as in start-time fair queueing (a newcomer then waits for the first
+Rejected: the owner with the fewest running requests first (rank would change as requests end, and retractions could go
+in circles); virtual time of service, as in start-time fair queueing (a newcomer then waits for the first
 end of a long output, and starting it behind that time lets owners come and go to be always first).
 """
 
@@ -49,7 +49,7 @@ class Turns:
 
     def next(self, priority: int, owner: Owner) -> int:
         """The turn of a request that arrives now. Takes time in proportion to the owners with requests of that
-        priority: 60 us for a thousand."""
+        priority: 0.1 ms for a thousand."""
         counted = self._counted.get(-priority, {})
         own, held = counted.get(owner, []), self._held.get(-priority, {}).get(owner, [])
         at = len(own)

@@ -80,8 +80,8 @@ class Client:
 
         `prompt`: token ids of the served model, a sequence or an integer array [n]. With a `request_id` the submission
         is repeated after a loss of the connection; without one, ConnectionLost is raised. `priority`: -1000 to 1000,
-        higher goes first; a key has a limit. `prefill_mode`: one of messages.PREFILL_MODES. `tenant`: whom a front asks
-        for; requests of one priority take turns by tenant.
+        higher goes first; a key has a limit. `prefill_mode`: one of messages.PREFILL_MODES. `tenant`: on whose behalf a
+        front asks; requests of one priority take turns by tenant.
 
         Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is full),
         Unavailable or ConnectionLost. Cancelled: the request may have been submitted; without a `request_id` its id is

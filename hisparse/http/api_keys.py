@@ -40,7 +40,7 @@ class ApiKey(NamedTuple):
 
 
 class KeyOwner(NamedTuple):
-    """Whom a key belongs to, and the highest priority that it may ask for."""
+    """The name of a key's owner, and the highest priority that the key may ask for."""
 
     name: str
     priority_max: int

@@ -31,6 +31,7 @@ from hisparse.http.asks import Ask, ask_of
 from hisparse.http.bodies import ChatBody, CompletionBody, read_body
 from hisparse.http.errors import MethodRefused, Unauthorized
 from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, Exchange
+from hisparse.http.large_bodies import LargeBodies
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.outputs import FollowedOutput, FollowedOutputs
 from hisparse.http.renderers import Renderers
@@ -55,7 +56,7 @@ KEEPALIVE_S: Final = 15.0
 
 log = logger("http")
 
-#: The second argument is whom the API key belongs to.
+#: The second argument is the owner of the API key.
 Handler = Callable[[Exchange, KeyOwner], Awaitable[None]]
 
 
@@ -84,6 +85,7 @@ class Front:
         self._readers = Turns(READERS_MAX, READERS_PER_KEY)
         self._reader_threads = trio.CapacityLimiter(READERS_MAX)
         self._renderers = Renderers()
+        self._large_bodies = LargeBodies()
         self._scrape_threads = trio.CapacityLimiter(1)
         self._created = int(time.time())
         self._routes: dict[str, dict[str, Handler]] = {
@@ -97,6 +99,7 @@ class Front:
     def close(self) -> None:
         """Once nothing is served any more."""
         self._renderers.close()
+        self._large_bodies.close()
 
     async def serve(self, head: RequestHead, channel: Channel) -> None:
         """Answer one request. Raises nothing that a client can bring about."""
@@ -188,7 +191,13 @@ class Front:
             scope=scope,
             priority_max=key.priority_max,
         )
-        read = partial(_read, kind=kind, ask_of_body=asked)
+        check = partial(
+            self._large_bodies.check,
+            kind=kind,
+            model=served.model,
+            token_bytes_max=served.tokenizer.token_bytes_max,
+        )
+        read = partial(_read, kind=kind, check=check, ask_of_body=asked)
         with ExitStack() as stack:
             ask = await self._receive(exchange, owner, stack, read)
             grace_s = self._settings.reattach_grace_s if chosen else 0.0
@@ -250,10 +259,12 @@ def _read(
     data: bytearray,
     *,
     kind: type[CompletionBody] | type[ChatBody],
+    check: Callable[[bytearray], None],
     ask_of_body: Callable[[CompletionBody | ChatBody], Ask],
 ) -> Ask | HiSparseError:
     """In a thread: a long prompt takes a second to tokenize."""
     try:
+        check(data)
         body = read_body(data, ChatBody) if kind is ChatBody else read_body(data, CompletionBody)
         return ask_of_body(body)
     except HiSparseError as error:
