@@ -195,7 +195,7 @@ class Front:
             self._large_bodies.check,
             kind=kind,
             model=served.model,
-            token_bytes_max=served.tokenizer.token_bytes_max,
+            tokenizer=served.tokenizer,
         )
         read = partial(_read, kind=kind, check=check, ask_of_body=asked)
         with ExitStack() as stack:

@@ -18,7 +18,7 @@ from hisparse.http.process import share_fairly
 from hisparse.http.prompts import prompts_of
 from protocol.errors import BadInput
 from protocol.messages import ModelInfo
-from protocol.text import ByteTokenizer
+from protocol.text import ByteTokenizer, Tokenizer
 
 #: A body from this size on is checked in a process; below, the decoder takes 2 ms.
 LARGE_BYTES_MIN: Final = 256 * 1024
@@ -53,13 +53,15 @@ class LargeBodies:
         self._children = Children(__name__, limit_s, MEMORY_BYTES_MAX, KEPT_BYTES_MAX)
 
     def check(
-        self, data: Buffer, kind: type[CompletionBody] | type[ChatBody], model: ModelInfo, token_bytes_max: int
+        self, data: Buffer, kind: type[CompletionBody] | type[ChatBody], model: ModelInfo, tokenizer: Tokenizer
     ) -> None:
         """Raises BadInput for a body that `read_body` refuses, or whose prompts exceed the context in any
         tokenization of their texts. A small one is let through: reading it shows as much."""
         if len(data) < LARGE_BYTES_MIN:
             return
-        reply = self._children.ask(msgspec.msgpack.encode(CheckRequest(kind is ChatBody, model, token_bytes_max)), data)
+        reply = self._children.ask(
+            msgspec.msgpack.encode(CheckRequest(kind is ChatBody, model, tokenizer.token_bytes_max)), data
+        )
         if reply is None:
             text = f"takes more than {self._children.limits} to read"
             raise BadInput(text, field="body", value=f"{len(data)} bytes", remedy="send a smaller one")
@@ -75,8 +77,8 @@ class LargeBodies:
 # ---------------------------------------------------------------- the process
 
 
-class _Bounds(ByteTokenizer):
-    """Tokenizes nothing: any text is one token, within the bound in bytes."""
+class Bounds(ByteTokenizer):
+    """Tokenizes nothing: a text within the bound in bytes is one token."""
 
     def __init__(self, token_bytes_max: int) -> None:
         self.token_bytes_max = token_bytes_max
@@ -91,7 +93,7 @@ def _checked(request: bytes, data: bytes) -> bytes:
         if asked.is_chat:
             read_body(data, ChatBody)
         else:
-            for _ in prompts_of(read_body(data, CompletionBody).prompt, _Bounds(asked.token_bytes_max), asked.model):
+            for _ in prompts_of(read_body(data, CompletionBody).prompt, Bounds(asked.token_bytes_max), asked.model):
                 pass
     except BadInput as error:
         return msgspec.msgpack.encode(CheckReply(error.message, error.field, str(error.value), error.remedy))

@@ -13,12 +13,13 @@ import pytest
 
 from hisparse.http import front, large_bodies
 from hisparse.http.bodies import ChatBody, CompletionBody, read_body
-from hisparse.http.large_bodies import LARGE_BYTES_MIN, LargeBodies
+from hisparse.http.large_bodies import LARGE_BYTES_MIN, Bounds, LargeBodies
 from protocol.errors import BadInput
 from tests.support.fakes.scheduler import MODEL
 from tests.support.http_rig import front_rig
 
 MANY = LARGE_BYTES_MIN // 2
+TOKENIZER = Bounds(4)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def bodies() -> Iterator[LargeBodies]:
 
 def refusal(bodies: LargeBodies, data: bytes, kind: type[CompletionBody] | type[ChatBody] = CompletionBody) -> BadInput:
     with pytest.raises(BadInput) as caught:
-        bodies.check(data, kind, MODEL, 4)
+        bodies.check(data, kind, MODEL, TOKENIZER)
     return caught.value
 
 
@@ -60,19 +61,19 @@ def test_refusal_of_a_body_that_is_no_json_is_that_of_the_decoder(bodies: LargeB
 def test_large_bodies_that_may_fit_are_let_through(bodies: LargeBodies) -> None:
     """Fields, and prompts: 100 of 4,000 tokens each."""
     blank = b" " * LARGE_BYTES_MIN
-    bodies.check(json.dumps({"prompt": [[1] * 4_000] * 100}).encode(), CompletionBody, MODEL, 4)
-    bodies.check(b'{"prompt": "x"' + blank + b"}", CompletionBody, MODEL, 4)
-    bodies.check(b'{"messages": [{"role": "user", "content": "x"}]' + blank + b"}", ChatBody, MODEL, 4)
+    bodies.check(json.dumps({"prompt": [[1] * 4_000] * 100}).encode(), CompletionBody, MODEL, TOKENIZER)
+    bodies.check(b'{"prompt": "x"' + blank + b"}", CompletionBody, MODEL, TOKENIZER)
+    bodies.check(b'{"messages": [{"role": "user", "content": "x"}]' + blank + b"}", ChatBody, MODEL, TOKENIZER)
 
 
 def test_process_that_ends_costs_one_request(bodies: LargeBodies) -> None:
     fits = b'{"prompt": "x"' + b" " * LARGE_BYTES_MIN + b"}"
-    bodies.check(fits, CompletionBody, MODEL, 4)
+    bodies.check(fits, CompletionBody, MODEL, TOKENIZER)
     (process,) = bodies._children._idle
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert "takes more than 10 s or 1024 MiB to read" in refusal(bodies, fits).message
-    bodies.check(fits, CompletionBody, MODEL, 4)
+    bodies.check(fits, CompletionBody, MODEL, TOKENIZER)
 
 
 async def test_front_does_not_decode_a_large_body_that_cannot_fit(
