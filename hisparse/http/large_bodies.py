@@ -1,8 +1,8 @@
 """Large bodies, checked in processes (hisparse.http.children) before a thread of the front reads them.
 
 The decoder keeps the interpreter while it looks through a body: 17 ms for 2,000,000 token ids, 24 ms for 15 MiB of text
-(median of 15), and the loop, which serves all clients, waits. So a body of LARGE_BYTES_MIN or more is checked beside the
-front, at low priority, and only one that could be a prompt of the model is read here. The loop then waits 2 ms.
+(median of 15). The loop, which serves all clients, waits for it. So a body of LARGE_BYTES_MIN or more is checked beside
+the front, at low priority, and only one that could be a prompt of the model is read here. The loop then waits 2 ms.
 """
 
 from __future__ import annotations
