@@ -3,7 +3,7 @@
     ids       bodies of 2,000,000 token ids with `n: 16`, far beyond the context
     text      bodies of 15 MiB of text
     heads     256 requests that send headers only, held open and opened again
-    batch     64 requests at a time, at the highest priority that the key may ask for
+    batch     16 requests at a time, at the highest priority that the key may ask for
 
 The other key asks at an even pace from a process of its own (tests.support.fuzz_http). Undisturbed and hostile phases
 alternate, so that what else runs on the machine falls on both. Prints p99 of each, their ratio over all phases and by
@@ -37,7 +37,7 @@ PHASE_S: Final = 8.0
 SETTLE_S: Final = 1.0
 #: Connections of the hostile key that send large bodies.
 SENDERS: Final = 4
-BATCH: Final = 64
+BATCH: Final = 16
 HEADS: Final = 256
 LIMIT_S: Final = 60.0
 
