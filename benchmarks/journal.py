@@ -114,7 +114,7 @@ class Load:
         for number in range(len(self._request_indices)):
             request_index, worker, placement = self._token_log.open(MAX_TOKENS), f"w{number % WORKERS}", number + 1
             prompt = bytes(4 * PROMPT_TOKENS)
-            rank, name = (0, number + 1), f"r{number}"
+            rank, name = (0, 0, number + 1), f"r{number}"
             self._journal.append([make_accepted(request_index, prompt, MAX_TOKENS, request_id=name, rank=rank)])
             placed = RequestPlaced(request_index, placement, NODE, worker, 1, 0)
             self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), placed)

@@ -44,7 +44,7 @@ def _accepted(records: Any, number: int) -> Any:
     if not hasattr(records, "RequestFacts"):
         return records.RequestAccepted(number, number, name, "me", 0, prompt, sampling, 0.5)
     digest = records.digest_of(prompt)
-    rank, tokens = (0, number), len(prompt) // 4
+    rank, tokens = (0, 0, number), len(prompt) // 4
     return records.RequestAccepted(
         records.RequestFacts(number, name, rank, "me", "", tokens, digest, sampling, 0.5), prompt
     )

@@ -201,6 +201,7 @@ class Coordinator:
             incarnation=self.incarnation,
             version=self._version,
             rate=(settings.messages_per_s, settings.messages_burst),
+            **({"key_of": self._zap.allowed.newest} if self._zap is not None else {}),
         )
         links = WorkerLinks(
             scheduler,

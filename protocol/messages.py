@@ -29,8 +29,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-#: Since 2, each struct spells out its tag; in 1, class names were the tags.
-PROTOCOL_VERSION: Final = 2
+#: Since 2, each struct spells out its tag; in 1, class names were the tags. Since 3, a Submit names its tenant.
+PROTOCOL_VERSION: Final = 3
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -40,7 +40,11 @@ WORKER_MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
 WARM_START_BYTES_MAX: Final = 1024 * 1024
 #: A tokenizer is sent in chunks of this size, so that it delays commands only briefly.
 TOKENIZER_CHUNK_BYTES: Final = 1024 * 1024
-#: Longest request id, worker name or node name.
+#: Highest priority of a request; the lowest is its negative.
+PRIORITY_MAX: Final = 1_000
+#: Highest priority that a key without a limit of its own may ask for: it may yield to others, and not pass them.
+KEY_PRIORITY_DEFAULT: Final = 0
+#: Longest request id, worker name, node name or tenant.
 NAME_CHARS_MAX: Final = 128
 #: Most stop strings per request, and most characters of each.
 STOP_STRINGS_MAX: Final = 16
@@ -161,7 +165,8 @@ class Submit(Message, frozen=True, tag="submit"):
     """Ask for a completion. `prompt` is int32 token ids. Answered by Accepted or Failure.
 
     With `subscribe` the connection receives Delivery and Ended of the request, under the handle given in Accepted.
-    `prefill_mode` is one of PREFILL_MODES.
+    `prefill_mode` is one of PREFILL_MODES. `tenant` is on whose behalf the connection's user asks, "" for its own:
+    requests of one priority take turns by user and tenant. It counts from users who may name tenants (HTTP fronts).
     """
 
     tag: int
@@ -171,6 +176,7 @@ class Submit(Message, frozen=True, tag="submit"):
     priority: int = 0
     subscribe: bool = True
     prefill_mode: str = AUTO
+    tenant: str = ""
 
 
 class Attach(Message, frozen=True, tag="attach"):

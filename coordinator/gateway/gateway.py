@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 import trio
+from msgspec.structs import replace
 
 from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
@@ -25,12 +26,14 @@ from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.api import SchedulerApi
+from coordinator.scheduling.validation import check_priority
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.errors import BadInput, CapacityError, HiSparseError, ProtocolError
-from protocol.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
+from protocol.messages import KEY_PRIORITY_DEFAULT, NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
 from protocol.transport.frames import read_frame
+from protocol.transport.keys import ALLOWED_FILE, AllowedKey
 
 #: Commands of all connections that wait for the Scheduler; further ones are refused.
 ASKS_MAX: Final = 4_096
@@ -68,8 +71,10 @@ class Gateway:
         incarnation: int,
         version: str,
         rate: tuple[float, float],
+        key_of: Callable[[str], AllowedKey | None] = lambda _: None,
     ) -> None:
-        """`rate`: messages of one peer per second, and in a burst."""
+        """`rate`: messages of one peer per second, and in a burst. `key_of` a user: the key whose rights it has."""
+        self._key_of = key_of
         self._scheduler = scheduler
         self._deliveries = deliveries
         self._log = token_log
@@ -227,7 +232,17 @@ class Gateway:
             self._asks -= 1
         self._deliveries.send(connection, reply)
 
+    def _within_rights(self, connection: ClientConnection, submit: messages.Submit) -> messages.Submit:
+        """`submit` as its connection may ask for it. Raises BadInput. Admins, and connections without keys, may ask for
+        anything."""
+        if connection.role == ADMIN or not connection.user:
+            return submit
+        key = self._key_of(connection.user)
+        check_priority(submit.priority, key.priority_max if key else KEY_PRIORITY_DEFAULT, ALLOWED_FILE)
+        return submit if key is not None and key.is_front else replace(submit, tenant="")
+
     async def _submit(self, connection: ClientConnection, submit: messages.Submit) -> messages.Accepted:
+        submit = self._within_rights(connection, submit)
         request_id, request_index = await self._scheduler.submit(submit, connection.owner, connection.user)
         self._counters.submitted += 1
         self._counters.prompt_tokens += len(submit.prompt) // 4

@@ -33,8 +33,9 @@ from protocol.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacit
 #: Most drained worker names that are kept, those of workers that have left included.
 DRAINS_MAX: Final = 1_024
 
-#: (-priority, arrival): a total order that never changes; the lower rank goes first.
-Rank: TypeAlias = tuple[int, int]
+#: (-priority, turn, arrival): a total order that never changes; the lower rank goes first. Turns:
+#: coordinator.scheduling.turns.
+Rank: TypeAlias = tuple[int, int, int]
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -48,8 +49,9 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     """The immutable facts of a request: made once, at submission or from the journal, and shared by reference.
 
     `owner` is the name of the submitter, for the record. `user` is the user of the key that submitted it, "" without
-    keys. `prompt_digest` identifies the prompt, after the prompt itself is only in the journal. `at_s`: time of
-    submission, in seconds since 1970. `prefill_mode` is that of the Submit.
+    keys; `tenant` is on whose behalf that user submitted it, "" for its own. `prompt_digest` identifies the prompt,
+    after the prompt itself is only in the journal. `at_s`: time of submission, in seconds since 1970. `prefill_mode`
+    is that of the Submit.
     """
 
     request_index: int
@@ -62,6 +64,12 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
     at_s: float
     prefill_mode: str = AUTO
+    tenant: str = ""
+
+    @property
+    def turn_owner(self) -> tuple[str, str]:
+        """Whose turn it takes among requests of its priority."""
+        return self.user, self.tenant
 
     @property
     def priority(self) -> int:
@@ -69,8 +77,8 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def arrival(self) -> int:
-        """Orders requests of one priority."""
-        return self.rank[1]
+        """Orders requests of one owner and priority."""
+        return self.rank[2]
 
 
 class RequestAccepted(JournalEntry, frozen=True, tag="accepted"):

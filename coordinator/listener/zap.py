@@ -48,7 +48,9 @@ class AllowList:
     """The keys allowed at each listener. Pure."""
 
     def __init__(self, allowed: Iterable[AllowedKey]) -> None:
+        allowed = tuple(allowed)
         self._users = {(key.role, key.public): key.user for key in allowed}
+        self._newest = {key.user: key for key in allowed}
         self._handshakes = RateLimiter(HANDSHAKES_PER_S, HANDSHAKES_BURST)
 
     def judge(self, role: str, public: str, now: float) -> tuple[ZapAnswer, str]:
@@ -62,10 +64,16 @@ class AllowList:
 
     def replace(self, allowed: Iterable[AllowedKey]) -> frozenset[str]:
         """Use another list from now on; returns the users who have lost a key."""
+        allowed = tuple(allowed)
+        self._newest = {key.user: key for key in allowed}
         users = {(key.role, key.public): key.user for key in allowed}
         lost = frozenset(user for key, user in self._users.items() if key not in users)
         self._users = users
         return lost
+
+    def newest(self, user: str) -> AllowedKey | None:
+        """The newest key of `user`, whose rights are those of all its keys; None: it has none any more."""
+        return self._newest.get(user)
 
 
 class ZapHandler:

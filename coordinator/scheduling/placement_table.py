@@ -1,8 +1,8 @@
 """What the Scheduler knows of requests and workers: who waits, who is where, in what order. Pure.
 
-Rank decides everything: priority first, then arrival; it is total and never changes, so "lower-ranked" is well founded
-and policy cannot go in circles. Waiting requests and those on each worker are kept in sorted lists: insertion moves at
-most a few thousand pointers (2 us at 10,000), and both ends are at hand.
+Rank decides everything: priority first, then the owner's turn, then arrival; it is total and never changes, so
+"lower-ranked" is well founded and policy cannot go in circles. Waiting requests and those on each worker are kept in
+sorted lists: insertion moves at most a few thousand pointers (2 us at 10,000), and both ends are at hand.
 
 What an entry holds is a mirror of the ledger's holding, kept for speed; `check_invariants` compares them.
 """
@@ -21,6 +21,7 @@ from coordinator.journal.state import no_order
 from coordinator.memory.ledger import EpochKey, Ledger, follows
 from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.poison import PoisonDetector
+from coordinator.scheduling.turns import Owner, Turns
 from protocol.errors import InternalError
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
 from protocol.sizing import NO_HOT_SIZE, RESIDENT, HotSize, Memory
@@ -46,21 +47,23 @@ class PlacementTable:
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
         self.poison_detector = PoisonDetector()
+        self._turns = Turns()
         self._arrivals = 0
         self._placements = 0
 
     # ---------------------------------------------------------------- requests
 
-    def next_rank(self, priority: int) -> Rank:
-        """Of a request that arrives now."""
+    def next_rank(self, priority: int, owner: Owner = ("", "")) -> Rank:
+        """Of a request of `owner` that arrives now."""
         self._arrivals += 1
-        return -priority, self._arrivals
+        return -priority, self._turns.next(priority, owner), self._arrivals
 
     def add(self, facts: RequestFacts, generated: int = 0) -> RequestEntry:
         """A new request, waiting."""
         entry = RequestEntry(facts, no_order(facts.request_index), generated)
         self.entries[facts.request_index] = self.by_rank[facts.rank] = self.unexplained[facts.request_index] = entry
         insort(self.waiting, facts.rank)
+        self._turns.add(facts)
         return entry
 
     def remove(self, entry: RequestEntry) -> None:
@@ -69,6 +72,7 @@ class PlacementTable:
         self.forcing.pop(entry.request_index, None)
         self.promised.pop(entry.request_index, None)
         self.poison_detector.forget(entry)
+        self._turns.remove(entry.facts)
         del self.entries[entry.request_index], self.by_rank[entry.rank]
 
     def admit(
@@ -187,6 +191,7 @@ class PlacementTable:
                 insort(self.waiting, entry.rank)
                 self.unexplained[entry.request_index] = entry
         entry.ordered = replace(entry.ordered, held=held)
+        self._turns.hold(entry.facts, held)
 
     def force(self, entry: RequestEntry, hot_slots: int) -> None:
         """An operator's choice of hot size; NO_HOT_BUFFER leaves it to policy again."""
@@ -364,6 +369,10 @@ class PlacementTable:
                 memory = replace(memory, seats=holds.seats)
             if listed != expected or (holds and holds != memory):
                 raise InternalError(f"request {entry.request_index} in {phase}: {listed}; holds {holds}, not {memory}")
+            if self._turns.counts(entry.facts) == entry.ordered.held:
+                raise InternalError(f"request {entry.request_index} in {phase}: its turn is counted wrongly")
+        if len(self._turns) != len(self.entries):
+            raise InternalError("the turn of a request that is over is counted")
         listed_ranks = sum(len(worker.ranks) for worker in self.workers.values()) + len(self.waiting)
         if listed_ranks > len(self.entries) or len(self.by_rank) != len(self.entries):
             raise InternalError("a list names a request that is over")

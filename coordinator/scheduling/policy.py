@@ -4,7 +4,8 @@
 carried out; the placement table already reflects them. It is called after every batch of events, and its common path
 costs a few microseconds per admission.
 
-Order. Demands are served strictly by rank: running requests that need pages and waiting ones that need everything. A
+Order. Demands are served strictly by rank, which is priority, then the turn of its owner, then arrival
+(coordinator.scheduling.turns): running requests that need pages and waiting ones that need everything. A
 waiting request that does not fit blocks the nodes on which it could run for every lower-ranked one, so no request
 overtakes it there; what is on its way to it (`claims`) is not given to lower-ranked growth either.
 
@@ -13,7 +14,7 @@ Room is made in this order, and only if all of it together suffices (no request 
          requests retracted (keep), lowest first
   host   kept requests demoted: lower-ranked ones, lowest first, then held ones of any rank, since they make no
          progress by themselves; then lower-ranked requests retracted (drop), lowest first
-Shrinking takes from any request; retraction only from the lower-ranked, so the oldest request of the top priority is
+Shrinking takes from any request; retraction only from the lower-ranked, so the request of the first rank is
 never a victim. A running request makes room only when it is URGENT, that is, nearly out of pages.
 
 Two ways to be admitted (messages.PREFILL_MODES). Staged: one worker of role `both` computes the prompt and decodes it.
@@ -36,7 +37,8 @@ room for the remaining growth of those ahead of it (`_with_margin`), so they wil
 
 Rejected: reserving the second worker's memory in the ledger (a second placement of one request at the same time,
 known to every room, for the second that a prompt takes); fair sharing of decode time between requests that do not fit
-together (each switch costs an index reload); letting small requests overtake a large waiting one (it starves);
+together (each switch costs an index reload; owners share by turns at submission, and each arrival displaces at most
+once what it needs); letting small requests overtake a large waiting one (it starves);
 retracting for a request's possible length at admission (most end long before max_tokens).
 """
 

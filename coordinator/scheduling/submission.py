@@ -68,7 +68,7 @@ class Submissions:
         facts = RequestFacts(
             request_index,
             request_id,
-            placement_table.next_rank(submit.priority),
+            placement_table.next_rank(submit.priority, (ask.user, submit.tenant)),
             ask.owner,
             ask.user,
             length.prompt,
@@ -76,6 +76,7 @@ class Submissions:
             sampling,
             now + self.wall_offset_s,
             submit.prefill_mode,
+            submit.tenant,
         )
         entry = placement_table.add(facts)
         self.dispatch.dirty = True

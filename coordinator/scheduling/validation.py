@@ -16,6 +16,7 @@ from protocol.messages import (
     NAME_CHARS_MAX,
     PREFILL,
     PREFILL_MODES,
+    PRIORITY_MAX,
     STAGED,
     STOP_CHARS_MAX,
     STOP_STRINGS_MAX,
@@ -26,7 +27,6 @@ from protocol.messages import (
 )
 from protocol.sizing import Length, misfit
 
-PRIORITY_MAX: Final = 1_000
 TEMPERATURE_MAX: Final = 100.0
 TOP_P_MIN: Final = 1e-6
 SEED_MAX: Final = 2**63 - 1
@@ -35,6 +35,7 @@ SEED_MAX: Final = 2**63 - 1
 def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
     """The prompt's token ids. Raises BadInput, or ProtocolError for bytes that are no int32 array."""
     check_name("request_id", submit.request_id, empty=True)
+    check_name("tenant", submit.tenant, empty=True)
     prompt = unpack_int32(submit.prompt, "prompt")
     if not prompt.size:
         raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")
@@ -55,6 +56,18 @@ def check_orders(sampling: Sampling, priority: int) -> None:
     """Raises BadInput for what could not be carried out for any prompt."""
     _check_sampling(sampling)
     _check_range("priority", priority, -PRIORITY_MAX, PRIORITY_MAX)
+
+
+def check_priority(priority: int, limit: int, where: str) -> None:
+    """`limit` is the highest that its key may ask for, and `where` it is written. Raises BadInput."""
+    _check_range("priority", priority, -PRIORITY_MAX, PRIORITY_MAX)
+    if priority > limit:
+        raise BadInput(
+            f"the limit of this key is {limit}",
+            field="priority",
+            value=priority,
+            remedy=f"ask for {limit} or less, or let the operator raise the limit in {where}",
+        )
 
 
 def check_length(prompt_tokens: int, max_tokens: int, model: ModelInfo) -> None:

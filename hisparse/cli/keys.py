@@ -42,16 +42,22 @@ def init(config: Config) -> None:
 @click.option(
     "--output", "path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="File to write."
 )
+@click.option(
+    "--priority", "priority_max", type=int, metavar="N", help="Highest priority that a client may ask for, else 0."
+)
+@click.option("--front", "is_front", is_flag=True, help="A client that is an HTTP front: it limits its users itself.")
 @with_config()
-def add(config: Config, role: str, name: str, path: Path | None) -> None:
+def add(config: Config, role: str, name: str, path: Path | None, priority_max: int | None, is_front: bool) -> None:
     """Make and allow a further key for NAME. Requests belong to the name, not to the key.
 
-    The peer needs the file as ROLE.key in its --keys-dir.
+    The peer needs the file as ROLE.key in its --keys-dir. A further key of a client has the rights of the one before,
+    unless --priority or --front say otherwise.
     """
     from hisparse.console.output import note, write_line
     from protocol.transport.keys import add_peer
 
-    write_line(str(add_peer(_directory(config), role, name, path)))
+    made = add_peer(_directory(config), role, name, path, priority_max=priority_max, is_front=is_front)
+    write_line(str(made))
     note("send the coordinator SIGHUP to allow it")
 
 
@@ -84,6 +90,8 @@ def list_keys(config: Config, output: str) -> None:
             Column("ROLE", lambda key: key.role),
             Column("NAME", lambda key: key.name),
             Column("PUBLIC KEY", lambda key: key.public),
+            Column("PRIORITY", lambda key: str(key.priority_max) if key.role == "client" else "", True),
+            Column("FRONT", lambda key: "yes" if key.is_front else ""),
         ]
         print_table(allowed, columns)
         return

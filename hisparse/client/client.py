@@ -74,12 +74,14 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         prefill_mode: str = messages.AUTO,
+        tenant: str = "",
     ) -> TokenStream:
         """Submit `prompt` and subscribe; returns once the request is in the journal.
 
         `prompt`: token ids of the served model, a sequence or an integer array [n]. With a `request_id` the submission
         is repeated after a loss of the connection; without one, ConnectionLost is raised. `priority`: -1000 to 1000,
-        higher goes first. `prefill_mode`: one of messages.PREFILL_MODES.
+        higher goes first; a key has a limit. `prefill_mode`: one of messages.PREFILL_MODES. `tenant`: on whose behalf a
+        front asks; requests of one priority take turns by tenant.
 
         Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is full),
         Unavailable or ConnectionLost. Cancelled: the request may have been submitted; without a `request_id` its id is
@@ -89,7 +91,8 @@ class Client:
         return await self._connection.submit_retrying(
             request_id,
             lambda: self._subscribe(
-                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, prefill_mode), start=0
+                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, prefill_mode, tenant),
+                start=0,
             ),
         )
 

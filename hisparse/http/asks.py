@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from coordinator.scheduling.validation import check_length, check_orders
+from coordinator.scheduling.validation import check_length, check_orders, check_priority
 from hisparse.http.bodies import CHOICES_MAX, Body, ChatBody, CompletionBody, StreamOptions, read_field
 from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, NotFound
-from protocol.messages import ModelInfo, Sampling
+from protocol.messages import PRIORITY_MAX, ModelInfo, Sampling
 from protocol.text import Tokenizer
 
 #: As OpenAI has it for /v1/completions.
@@ -88,11 +88,14 @@ def ask_of(
     ask_id: str,
     render: Render,
     scope: str = "",
+    priority_max: int = PRIORITY_MAX,
 ) -> Ask:
     """Raises BadInput, or NotFound for another model. Takes as long as tokenizing the prompts does.
 
-    `scope` keeps an id that a client chose apart from those of other owners at the coordinator.
+    `scope` keeps an id that a client chose apart from those of other owners at the coordinator. `priority_max` is the
+    limit of the client's key.
     """
+    check_priority(body.priority, priority_max, "http.api_keys_file")
     _check_model(body, served.model)
     if isinstance(body, ChatBody):
         prompts = [_chat_prompt(body, served, render)]

@@ -26,11 +26,12 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from coordinator.scheduling.validation import check_name
 from hisparse.http.answers import KEEPALIVE, Answer, Transcript, failure_event, model_card
-from hisparse.http.api_keys import OWNER_CHARS, ApiKeys
-from hisparse.http.asks import Ask, Render, Served, ask_of
+from hisparse.http.api_keys import NO_OWNER, OWNER_CHARS, ApiKeys, KeyOwner
+from hisparse.http.asks import Ask, ask_of
 from hisparse.http.bodies import ChatBody, CompletionBody, read_body
 from hisparse.http.errors import MethodRefused, Unauthorized
 from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, Exchange
+from hisparse.http.large_bodies import LargeBodies
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.outputs import FollowedOutput, FollowedOutputs
 from hisparse.http.renderers import Renderers
@@ -56,7 +57,7 @@ KEEPALIVE_S: Final = 15.0
 log = logger("http")
 
 #: The second argument is the owner of the API key.
-Handler = Callable[[Exchange, str], Awaitable[None]]
+Handler = Callable[[Exchange, KeyOwner], Awaitable[None]]
 
 
 class Front:
@@ -84,6 +85,7 @@ class Front:
         self._readers = Turns(READERS_MAX, READERS_PER_KEY)
         self._reader_threads = trio.CapacityLimiter(READERS_MAX)
         self._renderers = Renderers()
+        self._large_bodies = LargeBodies()
         self._scrape_threads = trio.CapacityLimiter(1)
         self._created = int(time.time())
         self._routes: dict[str, dict[str, Handler]] = {
@@ -97,6 +99,7 @@ class Front:
     def close(self) -> None:
         """Once nothing is served any more."""
         self._renderers.close()
+        self._large_bodies.close()
 
     async def serve(self, head: RequestHead, channel: Channel) -> None:
         """Answer one request. Raises nothing that a client can bring about."""
@@ -131,7 +134,7 @@ class Front:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         """Raises Unauthorized, or what the handler of the path does."""
-        owner = ""
+        owner = NO_OWNER
         if exchange.path != "/health":
             owner = self._keys.check(exchange.header("authorization"))
             exchange.hold()
@@ -152,20 +155,20 @@ class Front:
             raise MethodRefused(f"takes {allowed}", field="method", value=method, remedy=f"use {allowed}")
         return methods[method]
 
-    async def _health(self, exchange: Exchange, _: str) -> None:
+    async def _health(self, exchange: Exchange, _: KeyOwner) -> None:
         reason = await self._link.refusal()
         await exchange.answer(503 if reason else 200, msgspec.json.encode({"status": reason or "ok"}))
 
-    async def _metrics(self, exchange: Exchange, _: str) -> None:
+    async def _metrics(self, exchange: Exchange, _: KeyOwner) -> None:
         page = await trio.to_thread.run_sync(self._scrape, limiter=self._scrape_threads)
         await exchange.answer(200, page, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
-    async def _models(self, exchange: Exchange, _: str) -> None:
+    async def _models(self, exchange: Exchange, _: KeyOwner) -> None:
         model = await self._link.client.model()
         cards = {"object": "list", "data": [model_card(model, self._created)]}
         await exchange.answer(200, msgspec.json.encode(cards))
 
-    async def _model(self, exchange: Exchange, _: str, name: str) -> None:
+    async def _model(self, exchange: Exchange, _: KeyOwner, name: str) -> None:
         model = await self._link.client.model()
         if name != model.name:
             raise NotFound("is not served here", field="model", value=name, remedy=f"use {model.name}")
@@ -173,14 +176,28 @@ class Front:
 
     # ------------------------------------------------------------ completions
 
-    async def _complete(self, exchange: Exchange, owner: str, kind: type[CompletionBody] | type[ChatBody]) -> None:
-        began = trio.current_time()
+    async def _complete(self, exchange: Exchange, key: KeyOwner, kind: type[CompletionBody] | type[ChatBody]) -> None:
+        began, owner = trio.current_time(), key.name
         chosen = exchange.header("x-request-id")
         _check_id(chosen)
         ask_id = chosen or f"{'chatcmpl' if kind is ChatBody else 'cmpl'}-{uuid.uuid4().hex}"
         served = await self._link.served()
         scope = owner if chosen else ""
-        read = partial(_read, kind=kind, served=served, ask_id=ask_id, render=self._renderers.render, scope=scope)
+        asked = partial(
+            ask_of,
+            served=served,
+            ask_id=ask_id,
+            render=self._renderers.render,
+            scope=scope,
+            priority_max=key.priority_max,
+        )
+        check = partial(
+            self._large_bodies.check,
+            kind=kind,
+            model=served.model,
+            tokenizer=served.tokenizer,
+        )
+        read = partial(_read, kind=kind, check=check, ask_of_body=asked)
         with ExitStack() as stack:
             ask = await self._receive(exchange, owner, stack, read)
             grace_s = self._settings.reattach_grace_s if chosen else 0.0
@@ -242,15 +259,14 @@ def _read(
     data: bytearray,
     *,
     kind: type[CompletionBody] | type[ChatBody],
-    served: Served,
-    ask_id: str,
-    render: Render,
-    scope: str,
+    check: Callable[[bytearray], None],
+    ask_of_body: Callable[[CompletionBody | ChatBody], Ask],
 ) -> Ask | HiSparseError:
     """In a thread: a long prompt takes a second to tokenize."""
     try:
+        check(data)
         body = read_body(data, ChatBody) if kind is ChatBody else read_body(data, CompletionBody)
-        return ask_of(body, served, ask_id, render, scope)
+        return ask_of_body(body)
     except HiSparseError as error:
         return error.with_traceback(None)
 

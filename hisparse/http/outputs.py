@@ -203,7 +203,9 @@ class FollowedOutputs:
         async with self._submits.turn(output.owner):
             it = output.choice
             await self._pace.spend(cost_of(it.prompt.nbytes))
-            stream = await client.submit(it.prompt, it.sampling, request_id=it.request_id, priority=it.priority)
+            stream = await client.submit(
+                it.prompt, it.sampling, request_id=it.request_id, priority=it.priority, tenant=output.owner
+            )
             output.accept()
         return stream
 

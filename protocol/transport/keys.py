@@ -2,7 +2,12 @@
 
     server.key      the coordinator's key pair
     ROLE.key        of one peer: its role (client, admin, worker), name and key pair, and the coordinator's public key
-    allowed.keys    keys that the coordinator accepts, one a line: role, name, public key; a name's newest key is last
+    allowed.keys    keys that the coordinator accepts, one a line: role, name, public key, and a client's rights; a
+                    name's newest key is last
+
+Rights of a client: `priority=N`, the highest priority that it may ask for (KEY_PRIORITY_DEFAULT without it), or
+`front`, for HTTP fronts: any priority, and tenants, who take turns (coordinator.scheduling.turns). A front holds its
+users to the limits of their API keys. A client with that right takes as many turns as it names tenants.
 
 cluster.keys_dir names the directory of these files. A process reads only its file, so a peer needs one. Requests belong
 to the name in a key, not to the key, so a key can be replaced while requests of that name run: allow a second key
@@ -19,6 +24,7 @@ shared secret per role (peers could not be told apart, nor revoked one by one).
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Iterable
@@ -31,6 +37,7 @@ import zmq
 from zmq.utils import z85
 
 from protocol.errors import BadInput, ConfigError, NotFound
+from protocol.messages import KEY_PRIORITY_DEFAULT, PRIORITY_MAX
 from protocol.settings import ClusterSettings
 from protocol.small_files import open_regular
 
@@ -78,11 +85,19 @@ class AllowedKey(NamedTuple):
     role: str
     name: str
     public: str
+    priority_max: int = KEY_PRIORITY_DEFAULT
+    is_front: bool = False
 
     @property
     def user(self) -> str:
         """The user that requests of this key belong to."""
         return f"{self.role}:{self.name}"
+
+    @property
+    def line(self) -> str:
+        """Of allowed.keys."""
+        limit = f" priority={self.priority_max}" if self.priority_max != KEY_PRIORITY_DEFAULT else ""
+        return f"{self.role} {self.name} {self.public}" + (" front" if self.is_front else limit)
 
 
 def access(settings: ClusterSettings, role: str, endpoint: str) -> PeerKey | Insecure | None:
@@ -129,14 +144,31 @@ def read_allowed(directory: Path) -> tuple[AllowedKey, ...]:
         match line.split():
             case [role, name, public] if role in ROLES and _is_name(name) and _is_key(public):
                 allowed.append(AllowedKey(role, name, public))
+            case ["client", name, public, "front"] if _is_name(name) and _is_key(public):
+                allowed.append(AllowedKey("client", name, public, PRIORITY_MAX, is_front=True))
+            case ["client", name, public, right] if _is_name(name) and _is_key(public):
+                allowed.append(AllowedKey("client", name, public, read_limit(right, f"{path}:{number}")))
             case _:
                 raise ConfigError(
-                    "not a role, a name and a public key",
+                    "not a role, a name, a public key and a right",
                     field=f"{path}:{number}",
                     value=line[:NAME_CHARS_MAX],
                     remedy="write e.g. `client alice KEY`; `hisparse keys add` does",
                 )
     return tuple(allowed)
+
+
+def read_limit(right: str, where: str) -> int:
+    """The N of `priority=N` behind a key. Raises ConfigError, which shows `right` and `where` it is written."""
+    found = re.fullmatch(r"priority=(-?[0-9]{1,4})", right)
+    if found is None or abs(int(found[1])) > PRIORITY_MAX:
+        raise ConfigError(
+            "no right of a key",
+            field=where,
+            value=right[:NAME_CHARS_MAX],
+            remedy=f"write priority=N behind the key, N being -{PRIORITY_MAX} to {PRIORITY_MAX}",
+        )
+    return int(found[1])
 
 
 def _read_table(path: Path) -> dict[str, object]:
@@ -229,22 +261,43 @@ def make_keys(directory: Path) -> list[Path]:
     return [server, directory / ALLOWED_FILE, *(add_peer(directory, role, role) for role in ROLES)]
 
 
-def add_peer(directory: Path, role: str, name: str, output: Path | None = None) -> Path:
+def add_peer(
+    directory: Path,
+    role: str,
+    name: str,
+    output: Path | None = None,
+    *,
+    priority_max: int | None = None,
+    is_front: bool = False,
+) -> Path:
     """Make a further allowed key of `name` and write it to `output`; returns the file.
 
-    `output` defaults to ROLE.key when the name is that of the role, else to ROLE.NAME.key. Raises BadInput (role or
-    name), or ConfigError when the file exists.
+    `output` defaults to ROLE.key when the name is that of the role, else to ROLE.NAME.key. Rights that are not given
+    are those of the newest key of the name. Raises BadInput (role, name or limit), or ConfigError when the file exists.
     """
     if role not in ROLES:
         raise BadInput("no such role", field="role", value=role, remedy=f"one of {', '.join(ROLES)}")
     _checked_name(name)
+    if role != "client" and (priority_max is not None or is_front):
+        raise BadInput("only clients have rights", field="role", value=role, remedy="leave out --priority and --front")
+    if priority_max is not None and abs(priority_max) > PRIORITY_MAX:
+        remedy = f"choose -{PRIORITY_MAX} to {PRIORITY_MAX}"
+        raise BadInput("out of range", field="priority", value=priority_max, remedy=remedy)
     server = read_server_key(directory)
     allowed = read_allowed(directory)
     public, secret = _new_pair()
+    key = AllowedKey(role, name, public)
+    for before in allowed:
+        if (before.role, before.name) == (role, name):
+            key = before._replace(public=public)
+    if is_front:
+        key = key._replace(priority_max=PRIORITY_MAX, is_front=True)
+    elif priority_max is not None:
+        key = key._replace(priority_max=priority_max, is_front=False)
     path = output or directory / (f"{role}.key" if name == role else f"{role}.{name}.key")
     lines = (f'role = "{role}"', f'name = "{name}"', f'public = "{public}"', f'secret = "{secret}"')
     _create(path, "\n".join((*lines, f'server = "{server.public}"', "")))
-    _write_allowed(directory, (*allowed, AllowedKey(role, name, public)))
+    _write_allowed(directory, (*allowed, key))
     return path
 
 
@@ -283,8 +336,10 @@ def _create(path: Path, text: str) -> None:
 
 
 def _write_allowed(directory: Path, keys: Iterable[AllowedKey]) -> None:
-    text = "# Keys that may connect: role, name, public key. SIGHUP makes the coordinator read this file again.\n"
-    text += "".join(f"{' '.join(key)}\n" for key in keys)
+    text = (
+        "# Keys that may connect: role, name, public key, rights. SIGHUP makes the coordinator read this file again.\n"
+    )
+    text += "".join(f"{key.line}\n" for key in keys)
     with suppress(FileExistsError):
         os.close(os.open(directory / ALLOWED_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, KEY_MODE))
     with open(directory / ALLOWED_FILE, "r+") as file:

@@ -84,7 +84,7 @@ def write_entry(life: Life) -> None:
 
 
 def write_list(life: Life) -> None:
-    life.scheduler._placement_table.workers["w0"].ranks.append((9, 9))
+    life.scheduler._placement_table.workers["w0"].ranks.append((9, 0, 9))
 
 
 def write_table(life: Life) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.answers import Answer, Transcript
-from hisparse.http.api_keys import KEY_CHARS_MIN, ApiKeys, parse_keys, read_keys
+from hisparse.http.api_keys import KEY_CHARS_MIN, ApiKey, ApiKeys, parse_keys, read_keys
 from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.bodies import NEUTRAL, ChatBody, CompletionBody, read_body
 from hisparse.http.chat import render
@@ -586,7 +586,7 @@ def test_an_output_that_did_not_finish_is_an_error() -> None:
     ],
 )
 def test_valid_key_is_accepted(header: str, let_in: bool) -> None:
-    keys = ApiKeys([KEY, "second-key-that-is-known"])
+    keys = ApiKeys([ApiKey(KEY), ApiKey("second-key-that-is-known")])
     if let_in:
         keys.check(header)
     else:
@@ -617,6 +617,22 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     file.write_bytes(b"#" * (FILE_BYTES_MAX + 1))
     with pytest.raises(ConfigError, match="more than"):
         read_keys(str(file))
+
+
+def test_key_has_the_priority_limit_of_its_line() -> None:
+    granted, lowered = "granted-key-that-is-known", "lowered-key-that-is-known"
+    keys = ApiKeys(parse_keys(f"{KEY}\n{granted}  priority=10\n{lowered} priority=-5\n", "f"))
+    assert [keys.check(f"Bearer {key}").priority_max for key in (KEY, granted, lowered)] == [0, 10, -5]
+    assert ApiKeys(()).check("") == ("", 1_000)
+
+
+@pytest.mark.parametrize("right", ["priority", "priority=", "priority=x", "priority=1001", "priority=1 front"])
+def test_wrong_right_behind_a_key_is_named_and_the_key_is_not(right: str) -> None:
+    with pytest.raises(ConfigError, match="priority=N") as caught:
+        parse_keys(f"{KEY} {right}\n", "/etc/api.keys")
+    assert ("/etc/api.keys" in str(caught.value), KEY in str(caught.value)) == (True, False)
+    with pytest.raises(ConfigError, match="blanks"):
+        parse_keys(f"{KEY} prio=1\n", "/etc/api.keys")
 
 
 @pytest.mark.parametrize("file", ["pipe", "/dev/zero", "/"])

@@ -359,6 +359,25 @@ async def test_key_below_its_share_gets_a_place_when_full(tmp_path: Path) -> Non
         assert error_of(await late.answer()) == ("capacity", "http.requests_max")
 
 
+async def test_priority_above_the_limit_of_a_key_is_refused(tmp_path: Path) -> None:
+    """A key without a limit of its own has 0: it cannot pass the others, and may let them pass."""
+    async with front_rig(tmp_path, keys=(KEY, f"{OTHER_KEY} priority=10")) as rig:
+        for key, priority, limit in ((KEY, 1, 0), (OTHER_KEY, 11, 10)):
+            peer = await rig.complete({"prompt": "abc", "priority": priority}, Authorization=f"Bearer {key}")
+            answer = await peer.answer()
+            assert (peer.status, *error_of(answer)) == (400, "bad_input", "priority")
+            message = answer["error"]["message"]
+            assert message.startswith(f"priority={priority}: the limit of this key is {limit} (ask for {limit} or less")
+            assert "http.api_keys_file" in message
+        assert rig.gateway.scheduler.commands == []
+        taken = [(KEY, 0), (KEY, -7), (OTHER_KEY, 10)]
+        for count, (key, priority) in enumerate(taken, start=1):
+            await rig.complete({"prompt": "abc", "priority": priority}, Authorization=f"Bearer {key}")
+            await rig.submitted(count)
+        submits = [command[1] for command in rig.gateway.scheduler.commands]
+        assert [(it.priority, it.tenant) for it in submits] == [(it, owner_of(key)) for key, it in taken]
+
+
 async def test_same_id_under_two_keys_is_two_requests(tmp_path: Path) -> None:
     """No key can take, or join, an id of another key."""
     async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:

@@ -38,6 +38,7 @@ PURE = [
     "coordinator/scheduling/request_state",
     "coordinator/scheduling/request_table",
     "coordinator/scheduling/placement_table",
+    "coordinator/scheduling/turns",
     "coordinator/scheduling/validation",
     "coordinator/scheduling/waits",
     "coordinator/scheduling/warm_start",

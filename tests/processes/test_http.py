@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ import pytest
 
 from hisparse.client.client import Client, run_client
 from protocol.errors import NotFound
-from protocol.messages import RequestRow, Sampling
+from protocol.messages import HistoryLine, RequestRow, Sampling
 from tests import ROOT
 from tests.processes.test_up import Up, eventually, running
 from tests.support.http_rig import KEY, TEMPLATE, write_chat_model
@@ -32,6 +33,12 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 #: Of one answer, on a machine whose cores are busy.
 LIMIT_S: Final = 90.0
 GREEDY: Final[dict[str, Any]] = {"model": "model", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+#: Of a client that sends more than there are seats.
+BATCH_KEY: Final = "the-key-of-a-batch-0123456789"
+SEATS: Final = 8
+#: Requests of a batch that begin before one of another key that came later: one turn.
+TURNS_AHEAD_MAX: Final = 1
 
 T = TypeVar("T")
 
@@ -80,6 +87,15 @@ class Site:
 
         return self.ask(describe)
 
+    def began(self, request_id: str) -> tuple[float, float]:
+        """When it was submitted and first admitted, in seconds since 1970; infinite: not yet."""
+
+        async def describe(client: Client) -> Sequence[HistoryLine]:
+            return (await client.request(request_id)).history
+
+        history = self.ask(describe)
+        return history[0].at_s, next((line.at_s for line in history if line.state == "PREFILLING"), math.inf)
+
     def rows(self) -> int:
         async def count(client: Client) -> int:
             return len((await client.requests()).rows)
@@ -111,10 +127,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     write_chat_model(model)
     place = tmp_path_factory.mktemp("up")
     keys = place / "keys"
-    keys.write_text(f"{KEY}\n")
+    keys.write_text(f"{KEY}\n{BATCH_KEY}\n")
     keys.chmod(0o600)
     front = ("--http", "127.0.0.1:0", "--api-keys", str(keys))
-    with running(model, place, *front, "--deterministic", "--seats", "8", "--log-level", "warning") as up:
+    with running(model, place, *front, "--deterministic", "--seats", str(SEATS), "--log-level", "warning") as up:
         yield Site(up, keys)
 
 
@@ -209,6 +225,34 @@ def test_errors_arrive_as_openais(
         site.client().completions.create(**request_of)
     assert caught.value.code == code
     assert caught.value.param
+
+
+def test_batch_of_one_key_does_not_starve_another(site: Site) -> None:
+    """Long outputs on every seat, at the highest priority that the key may ask for, and as many more that wait. Each
+    request of the other key is admitted when one of the batch at most has begun since it came."""
+    batch = site.client(key=BATCH_KEY)
+    with pytest.raises(openai.BadRequestError) as caught:
+        batch.completions.create(prompt="batch", model="model", extra_body={"priority": 1})
+    assert caught.value.param == "priority"
+    streams = [
+        batch.completions.create(prompt=f"batch {number}", max_tokens=1_500, stream=True, **GREEDY)
+        for number in range(3 * SEATS)
+    ]
+    try:
+        batch_ids = [stream.response.headers["x-request-id"] for stream in streams]
+        eventually(lambda: sum(site.row(it).state == "RUNNING" for it in batch_ids) == SEATS)
+        for number in range(3):
+            stream = site.client().completions.create(prompt=f"other {number}", max_tokens=4, stream=True, **GREEDY)
+            request_id = stream.response.headers["x-request-id"]
+            assert streamed(stream)
+            came_s, began_s = site.began(request_id)
+            assert sum(came_s < site.began(it)[1] < began_s for it in batch_ids) <= TURNS_AHEAD_MAX
+        assert {site.row(it).state for it in batch_ids} <= {"RUNNING", "RETRACTED", "QUEUED", "PREFILLING", "READY"}
+        assert any(site.row(it).retractions for it in batch_ids), "its last turn gave its seat up, and is kept"
+    finally:
+        for stream in streams:
+            stream.close()
+    eventually(lambda: all(site.row(it).state == "ABORTED" for it in batch_ids))
 
 
 def test_a_wrong_key_is_refused(site: Site) -> None:

@@ -154,6 +154,48 @@ def test_rotated_name_has_two_keys_until_the_old_is_revoked(keys: Path) -> None:
         revoke(keys, "client", "alice", keep_newest=False)
 
 
+def rights(keys: Path, name: str) -> tuple[int, bool]:
+    """Of the newest key of `name`, as the coordinator reads them."""
+    key = next(key for key in reversed(read_allowed(keys)) if key.name == name)
+    return key.priority_max, key.is_front
+
+
+def test_key_has_the_rights_that_it_was_made_with(keys: Path) -> None:
+    for name, given in {"plain": {}, "high": {"priority_max": 7}, "low": {"priority_max": -7}}.items():
+        add_peer(keys, "client", name, **given)
+    add_peer(keys, "client", "http", is_front=True)
+    found = [rights(keys, name) for name in ("client", "plain", "high", "low", "http")]
+    assert found == [(0, False), (0, False), (7, False), (-7, False), (1_000, True)]
+
+
+def test_second_key_of_a_name_keeps_its_rights(keys: Path) -> None:
+    add_peer(keys, "client", "alice", priority_max=7)
+    add_peer(keys, "client", "alice", keys / "new")
+    assert rights(keys, "alice") == (7, False)
+    add_peer(keys, "client", "alice", keys / "front", is_front=True)
+    assert rights(keys, "alice") == (1_000, True)
+    add_peer(keys, "client", "alice", keys / "less", priority_max=1)
+    assert rights(keys, "alice") == (1, False)
+
+
+def test_rights_that_no_key_has_are_refused(keys: Path) -> None:
+    before = (keys / "allowed.keys").read_text()
+    for role, name, given in (
+        ("worker", "w", {"priority_max": 1}),
+        ("admin", "a", {"is_front": True}),
+        ("client", "c", {"priority_max": 1_001}),
+    ):
+        with pytest.raises(BadInput):
+            add_peer(keys, role, name, **given)  # type: ignore[arg-type]
+    assert (keys / "allowed.keys").read_text() == before
+    public = read_allowed(keys)[0].public
+    for line in (f"client x {public} priority=1001", f"client x {public} fast", f"worker x {public} front"):
+        (keys / "allowed.keys").write_text(f"{before}{line}\n")
+        with pytest.raises(ConfigError) as caught:
+            read_allowed(keys)
+        assert caught.value.field.endswith("allowed.keys:5")
+
+
 def test_only_tcp_requires_keys(keys: Path) -> None:
     settings = ClusterSettings(keys_dir=str(keys))
     assert access(settings, "client", "ipc:///x") is None
@@ -185,5 +227,9 @@ def test_keys_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.Cap
     listed = capsys.readouterr().out
     assert '"name": "alice"' in listed
     assert read_server_key(tmp_path / "keys").secret not in listed
+    hisparse("keys", "add", "client", "http", "--front", "--keys-dir", directory)
+    hisparse("keys", "add", "client", "bob", "--priority", "7", "--keys-dir", directory)
+    assert [rights(tmp_path / "keys", name) for name in ("http", "bob")] == [(1_000, True), (7, False)]
+    capsys.readouterr()
     hisparse("keys", "revoke", "client", "alice", "--keys-dir", directory)
     assert capsys.readouterr().out == "1 revoked\n"

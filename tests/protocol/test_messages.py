@@ -19,7 +19,7 @@ UNIONS = (
     messages.Command,
     messages.Event,
 )
-#: Tags of protocol version 2. A new message adds a line; a line that changes needs a new PROTOCOL_VERSION.
+#: Tags of protocol version 3. A new message adds a line; a line that changes needs a new PROTOCOL_VERSION.
 TAGS = {
     "abort_requests",
     "accepted",
@@ -87,7 +87,7 @@ def tag_of(kind: type[msgspec.Struct]) -> str:
 
 
 def test_tags_are_those_of_this_protocol_version() -> None:
-    assert messages.PROTOCOL_VERSION == 2
+    assert messages.PROTOCOL_VERSION == 3
     assert {tag_of(kind) for union in UNIONS for kind in get_args(union)} == TAGS
 
 
@@ -101,7 +101,7 @@ def test_tags_of_a_union_are_unique() -> None:
 def test_hello_of_another_version_is_refused_by_version(tag: str) -> None:
     frame = msgspec.msgpack.encode([tag, 1, "client", "name", "a field that this version does not know"])
     decode = messages.decode_worker if "orker" in tag else messages.decode_client
-    with pytest.raises(ProtocolError, match="speaks protocol 1, this end 2") as caught:
+    with pytest.raises(ProtocolError, match="speaks protocol 1, this end 3") as caught:
         read_frame(decode, frame, 1000, "peer")
     assert (caught.value.field, caught.value.value) == ("protocol", "1")
 

@@ -26,6 +26,7 @@ import numpy as np
 import trio
 import trio._core._run
 
+from coordinator.journal.records import Rank, RequestFacts
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import EntryPhase, RequestEntry
 from coordinator.workers.epoch_link import WorkerLink
@@ -74,6 +75,7 @@ class Checker(trio.abc.Instrument):
         self._checked_changes = 0  # of them, when ledgers were looked at last
         self._rows_seen: dict[int, tuple[int, ...]] = {}  # by slot, what the rows found right last depend on
         self._last_seen = -1
+        self._turns_seen: dict[int, tuple[RequestFacts, bool]] = {}  # by arrival: live requests, and whether held
         self._rounds = 0
 
     # ---------------------------------------------------------------- when
@@ -111,6 +113,8 @@ class Checker(trio.abc.Instrument):
             for entry in life.entries():
                 self._check_rows(life, entry)
             self._check_drains(life)
+            if life.is_between_turns:
+                self._check_turns(life)
         for process in self._cluster.processes():
             self._check_process(process)
 
@@ -134,6 +138,29 @@ class Checker(trio.abc.Instrument):
             if drains != (told is not None and _process_of(told) == _process_of(epoch)):
                 does = "drains" if drains else "takes requests"
                 raise Violation("drains", f"{name} {does} in epoch {epoch}, and was told to drain in {told}")
+
+    def _check_turns(self, life: CoordinatorLife) -> None:
+        """A request that arrives comes after as many of each other owner as its owner has ahead of it, and one more,
+        and before the rest; looked at where its arrival is all that has changed, whatever came before."""
+        now = {entry.facts.arrival: (entry.facts, entry.ordered.held) for entry in life.entries()}
+        before, self._turns_seen = self._turns_seen, now
+        new = now.keys() - before.keys()
+        if len(new) != 1 or any(now.get(arrival) != seen for arrival, seen in before.items()):
+            return
+        facts = now[new.pop()][0]
+        owners: dict[tuple[str, str], list[Rank]] = defaultdict(list)
+        for other, held in before.values():
+            if other.priority == facts.priority and not held:
+                owners[other.turn_owner].append(other.rank)
+        depth = len(owners.pop(facts.turn_owner, ()))
+        for ranks in owners.values():
+            if sum(rank < facts.rank for rank in ranks) <= min(depth, len(ranks) - 1):
+                raise Violation("turns", f"{facts.request_id} overtakes requests of another owner, {depth} ahead of it")
+        own = [it.rank for it, _ in before.values() if it.turn_owner == facts.turn_owner]
+        is_first = not any(rank[0] == facts.rank[0] for rank in own)
+        heads = [sorted(ranks)[:2] for ranks in owners.values()]
+        if is_first and len(heads) == 1 and len(heads[0]) == 2 and heads[0][1] < facts.rank:
+            raise Violation("turns", f"{facts.request_id}, its owner's first, is behind two requests of another owner")
 
     # ---------------------------------------------------------------- memory
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.journal.records import RequestAccepted, RequestFacts, RequestOrdered, digest_of
+from coordinator.journal.records import Rank, RequestAccepted, RequestFacts, RequestOrdered, digest_of
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.events import ResumeOrder, RetractOrder
 from coordinator.scheduling.placement_table import PlacementTable
@@ -15,17 +15,19 @@ def make_facts(
     max_tokens: int = 100,
     *,
     request_id: str = "r",
-    rank: tuple[int, int] = (0, 1),
+    rank: Rank = (0, 0, 1),
     prefill_mode: str = messages.AUTO,
     prompt: bytes = b"",
+    tenant: str = "",
 ) -> RequestFacts:
     sampling = messages.Sampling(max_tokens=max_tokens)
     digest = digest_of(prompt)
-    return RequestFacts(request_index, request_id, rank, "me", "", prompt_tokens, digest, sampling, 0.0, prefill_mode)
+    about = request_index, request_id, rank, "me", "", prompt_tokens
+    return RequestFacts(*about, digest, sampling, 0.0, prefill_mode, tenant)
 
 
 def make_accepted(
-    request_index: int, prompt: bytes, max_tokens: int = 100, *, request_id: str = "", rank: tuple[int, int] = (0, 1)
+    request_index: int, prompt: bytes, max_tokens: int = 100, *, request_id: str = "", rank: Rank = (0, 0, 1)
 ) -> RequestAccepted:
     name = request_id or f"r{request_index}"
     facts = make_facts(request_index, len(prompt) // 4, max_tokens, request_id=name, rank=rank, prompt=prompt)

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from hisparse.client.client import open_client
-from hisparse.http.api_keys import ApiKeys
+from hisparse.http.api_keys import ApiKeys, parse_keys
 from hisparse.http.exchange import ClientGone
 from hisparse.http.front import Front
 from hisparse.http.link import CoordinatorLink
@@ -193,8 +193,10 @@ class FrontRig:
 async def front_rig(
     directory: Path, settings: HttpSettings | None = None, keys: tuple[str, ...] = ()
 ) -> AsyncIterator[FrontRig]:
+    """`keys` are lines of the file of API keys."""
     async with running(GatewayRig(directory)) as gateway, trio.open_nursery() as nursery:
-        rig = FrontRig(gateway, nursery, settings or HttpSettings(), ApiKeys(keys))
+        api_keys = ApiKeys(parse_keys("\n".join(keys), "keys") if keys else ())
+        rig = FrontRig(gateway, nursery, settings or HttpSettings(), api_keys)
         nursery.start_soon(rig.link.run)
         with trio.fail_after(LIMIT_S):
             while not rig.link.connected:  # noqa: ASYNC110

@@ -220,7 +220,7 @@ async def test_a_summary_adds_a_bounded_part_to_each_group(
     async with open_desk() as desk:
         for number in range(3):
             desk.log.open(100)
-            desk.journal.append([make_accepted(number, bytes(40), rank=(0, number))])
+            desk.journal.append([make_accepted(number, bytes(40), rank=(0, 0, number))])
             desk.journal.append([RequestOrdered(number, held=True, forced_slots=-1)])
         desk.store.wants_summary = True
         desk.journal.summarize_if_long()

@@ -203,7 +203,7 @@ class JournalMachine(RuleBasedStateMachine):
         except CapacityError:
             return
         self.names += 1
-        rank = -priority, self.names
+        rank = -priority, 0, self.names
         self.write(make_accepted(request_index, PROMPT.tobytes(), MAX_TOKENS, request_id=f"r{self.names}", rank=rank))
 
     @precondition(lambda self: self.live)

@@ -38,7 +38,7 @@ from tests.support.facts import make_accepted
 
 
 def accepted(request_index: int, prompt_tokens: int = 10) -> RequestAccepted:
-    return make_accepted(request_index, bytes(4 * prompt_tokens), 9, rank=(0, request_index))
+    return make_accepted(request_index, bytes(4 * prompt_tokens), 9, rank=(0, 0, request_index))
 
 
 def order(number: int) -> RequestOrdered:
@@ -360,7 +360,7 @@ def test_journal_of_another_version_is_refused(tmp_path: Path, form: int) -> Non
     (tmp_path / "j").chmod(0o600)
     before = (tmp_path / "j").read_bytes()
     with pytest.raises(
-        ConfigError, match=rf"coordinator.journal=.*j: it has form {form}, .* form 3 \(let its requests"
+        ConfigError, match=rf"coordinator.journal=.*j: it has form {form}, .* form 4 \(let its requests"
     ):
         open_store(tmp_path / "j", JournalCounters())
     assert (tmp_path / "j").read_bytes() == before

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -17,9 +18,19 @@ import zmq
 from coordinator.listener import connection_tracker, rate_limiter
 from coordinator.listener import router as router_module
 from coordinator.listener.authentication import CurveGuard
+from coordinator.scheduling.api import SchedulerApi
 from hisparse.client.client import open_client
 from protocol import messages
-from protocol.errors import CapacityError, ConfigError, HiSparseError, NotAllowed, NotFound, Unavailable, WrongState
+from protocol.errors import (
+    BadInput,
+    CapacityError,
+    ConfigError,
+    HiSparseError,
+    NotAllowed,
+    NotFound,
+    Unavailable,
+    WrongState,
+)
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Sampling
 from protocol.transport import dealer as dealer_module
 from protocol.transport import keys as key_files
@@ -283,6 +294,34 @@ async def test_keys_are_replaced_and_revoked_during_requests(tmp_path: Path) -> 
         await hang_up(it)  # not a list: the old one holds
         async with it.client("alice") as new:
             assert (await new.workers())[0].state == "connected"
+
+
+async def test_priority_above_the_limit_of_a_client_key_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit of its own it is 0. The front's users have theirs at the front; admins have none."""
+    keys = new_keys(tmp_path)
+    key_files.add_peer(keys, "client", "http", is_front=True)
+    submit, taken = SchedulerApi.submit, []
+
+    async def note(self: SchedulerApi, asked: messages.Submit, *who: str) -> Any:
+        taken.append((asked.priority, asked.tenant))
+        return await submit(self, asked, *who)
+
+    monkeypatch.setattr(SchedulerApi, "submit", note)
+    async with guarded(tmp_path, keys) as it:
+        await it.worker()
+        async with it.client("alice") as alice, it.client("http") as front, it.admin() as admin:
+            with pytest.raises(BadInput, match=r"priority=1: the limit of this key is 0 .*allowed\.keys"):
+                await alice.submit([1], LONG, priority=1)
+            for client, priority in ((alice, -1), (front, 1_000), (admin, 1_000)):
+                await client.submit([1], LONG, priority=priority, tenant="whose")
+            assert taken == [(-1, ""), (1_000, "whose"), (1_000, "whose")], "a client without the right asks for itself"
+            key_files.add_peer(it.keys, "client", "alice", it.keys / "more", priority_max=5)
+            await hang_up(it)
+            await alice.submit([1], LONG, priority=5)
+            with pytest.raises(BadInput, match="limit of this key is 5"):
+                await alice.submit([1], LONG, priority=6)
 
 
 async def hang_up(it: Guarded) -> None:

@@ -404,27 +404,34 @@ class PolicyMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**16),
         host_pages=st.integers(12, 28),
         two_nodes=st.booleans(),
-        burst=st.lists(st.tuples(st.integers(1, 400), st.integers(1, 300), st.integers(0, 2)), max_size=6),
+        burst=st.lists(
+            st.tuples(st.integers(1, 400), st.integers(1, 300), st.integers(0, 2), st.sampled_from("ab")), max_size=6
+        ),
         rounds=st.integers(0, 8),
     )
     def start(
-        self, seed: int, host_pages: int, two_nodes: bool, burst: list[tuple[int, int, int]], rounds: int
+        self, seed: int, host_pages: int, two_nodes: bool, burst: list[tuple[int, int, int, str]], rounds: int
     ) -> None:
         self.cluster = FakeCluster(seed, ("n0", "n1") if two_nodes else ("n0",), host_pages)
         self.node_of = {"w0": "n0", "w1": "n1" if two_nodes else "n0"}
         self.cluster.add_worker("w0", "n0")
         self.cluster.add_worker("w1", self.node_of["w1"], seats=2, hot_chunks=10)
         self.next_slot = 0
-        for prompt, max_tokens, priority in burst:
-            self.submit(prompt, max_tokens, priority)
+        for request in burst:
+            self.submit(*request)
         self.time_passes(rounds)
 
-    @rule(prompt=st.integers(1, 400), max_tokens=st.integers(1, 300), priority=st.integers(0, 2))
-    def submit(self, prompt: int, max_tokens: int, priority: int) -> None:
+    @rule(
+        prompt=st.integers(1, 400),
+        max_tokens=st.integers(1, 300),
+        priority=st.integers(0, 2),
+        tenant=st.sampled_from("ab"),
+    )
+    def submit(self, prompt: int, max_tokens: int, priority: int, tenant: str) -> None:
         length = Length(prompt, 0, max_tokens)
         fits = any(not misfit(length, worker.capacity, "") for worker in self.cluster.workers.values())
         if self.next_slot < 12 and fits:
-            self.cluster.submit(self.next_slot, prompt, max_tokens, priority)
+            self.cluster.submit(self.next_slot, prompt, max_tokens, priority, tenant=tenant)
             self.next_slot += 1
 
     @rule(data=st.data())

@@ -174,13 +174,19 @@ class FakeCluster:
         *,
         full: bool = False,
         prefill_mode: str = messages.AUTO,
+        tenant: str = "",
     ) -> None:
         """`full`: it will use all of its `max_tokens`."""
         request_id = f"r{request_index}" + "!" * full
         table = self.dispatch.placement_table
-        rank = table.next_rank(priority)
         facts = make_facts(
-            request_index, prompt_tokens, max_tokens, request_id=request_id, rank=rank, prefill_mode=prefill_mode
+            request_index,
+            prompt_tokens,
+            max_tokens,
+            request_id=request_id,
+            rank=table.next_rank(priority, ("", tenant)),
+            prefill_mode=prefill_mode,
+            tenant=tenant,
         )
         table.add(facts)
         self.live[request_index] = FakeLive(
