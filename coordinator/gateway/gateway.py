@@ -138,7 +138,7 @@ class Gateway:
             connection = connection or self._greet(role, received, message)
             self._deliveries.send(connection, self._welcome())
         elif connection is None:
-            raise IntroductionError(message.tag)
+            raise ProtocolError("no hello on this connection", field="message", remedy="send Hello first")
         else:
             self._serve(connection, message, message.tag, nursery)
 
@@ -172,13 +172,15 @@ class Gateway:
         return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, it.model(), it.refusal())
 
     def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
-        """Answer a message that could not be read or has no connection. A full socket drops the answer."""
+        """Answer a message that could not be read or has no connection. A full socket drops the answer.
+
+        The answer is about the connection, tag -1: a client that was dropped connects again.
+        """
         self._dropped[role].note(error.code, received.peer, str(error), trio.current_time())
         self._answer_unread(role, received, error)
 
     def _answer_unread(self, role: str, received: Received, error: HiSparseError) -> None:
-        tag = error.tag if isinstance(error, IntroductionError) else -1
-        self._sockets[role].send(received.peer, messages.encode(_failure(tag, error)))
+        self._sockets[role].send(received.peer, messages.encode(_failure(-1, error)))
 
     # ------------------------------------------------------------ handling
 
@@ -291,14 +293,6 @@ def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
         messages.ReleaseQuarantine: lambda peer, m: it.release_quarantine(m.workers, peer.owner),
         messages.StopCoordinator: lambda peer, m: it.stop(m.deadline_s, peer.owner),
     }
-
-
-class IntroductionError(ProtocolError):
-    """A message on a connection without a hello, or one that was dropped."""
-
-    def __init__(self, tag: int) -> None:
-        super().__init__("no hello on this connection", field="message", remedy="send Hello first")
-        self.tag = tag
 
 
 def _failure(tag: int, error: HiSparseError) -> messages.Failure:

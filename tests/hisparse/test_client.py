@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from hisparse import Client, TokenStream, open_client, run_client
-from hisparse.client.connection import Connection
+from hisparse.client.connection import Connection, ConnectionLost
 from protocol.arrays import pack_int32
 from protocol.errors import BadInput, HiSparseError, NotAllowed, NotFound, ProtocolError, Unavailable, WrongState
 from protocol.messages import Ended, Sampling, Submit
@@ -154,6 +154,26 @@ async def test_streams_continue_at_their_offset_after_a_restart(tmp_path: Path) 
 
 def resubmitted(request_id: str) -> Submit:
     return Submit(0, pack_int32([1]), SAMPLING, request_id)
+
+
+async def test_dropped_client_connects_again(tmp_path: Path) -> None:
+    """The gateway dropped its connection; the client learns it from the answer to its next call."""
+    async with (
+        running(GatewayRig(tmp_path)) as rig,
+        open_client(rig.client_socket.endpoint, reconnect_limit_s=5) as client,
+    ):
+        stream = await client.submit([1], Sampling(max_tokens=10), request_id="a")
+        rig.scheduler.speak("a", [1, 2])
+        connections = rig.deliveries.connections
+        connections.drop(connections[0], "did not read")
+        with pytest.raises(ConnectionLost):
+            await client.pools()
+        with trio.fail_after(5):
+            assert (await client.pools())[0].node == "n"
+            rig.scheduler.speak("a", [3])
+            rig.scheduler.finish("a")
+            assert list(await stream.collect()) == [1, 2, 3]
+        assert client.reconnects == 1
 
 
 async def test_unknown_request_fails_only_its_stream(tmp_path: Path) -> None:
