@@ -68,8 +68,10 @@ class Gateway:
         incarnation: int,
         version: str,
         rate: tuple[float, float],
+        reload_keys: Callable[[], str],
     ) -> None:
-        """`rate`: messages of one peer per second, and in a burst."""
+        """`rate`: messages of one peer per second, and in a burst. `reload_keys` reads the list of allowed keys again,
+        says what it found, and raises ConfigError when the old list holds."""
         self._scheduler = scheduler
         self._deliveries = deliveries
         self._log = token_log
@@ -87,6 +89,7 @@ class Gateway:
         self._answers = _answers(scheduler, tokenizers) | {
             messages.Attach: self._attach,
             messages.Detach: self._detach,
+            messages.ReloadKeys: lambda _, m: messages.Done(m.tag, (reload_keys(),)),
         }
         self._command_handlers = _command_handlers(scheduler)
         self._incarnation = incarnation

@@ -1,7 +1,7 @@
 """API keys: one a line in a file that only its owner may read; blank lines and lines that begin with # are skipped.
 
 Compared by digest, all of them every time, so that the time taken says nothing about any key. The file is read at
-start, and again at SIGHUP: a removed key is refused from then on; requests that it began are answered to their end.
+start, and again at a reload: a removed key is refused from then on; requests that it began are answered to their end.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._owners = {_digest(key): owner_of(key) for key in keys}
 
-    def replace(self, other: ApiKeys) -> None:
-        """Go by these from now on."""
+    def replace(self, other: ApiKeys) -> str:
+        """Go by these from now on; says how many they are."""
         self._owners = other._owners
+        return f"{len(self._owners)} keys"
 
     def check(self, authorization: str) -> str:
         """The key's owner, "" where there are no keys. `authorization` is the value of that header, empty when there is

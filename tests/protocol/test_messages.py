@@ -19,7 +19,7 @@ UNIONS = (
     messages.Command,
     messages.Event,
 )
-#: Tags of protocol version 2. A new message adds a line; a line that changes needs a new PROTOCOL_VERSION.
+#: Tags of protocol version 3. A new message adds a line; a line that changes needs a new PROTOCOL_VERSION.
 TAGS = {
     "abort_requests",
     "accepted",
@@ -55,6 +55,7 @@ TAGS = {
     "refused",
     "release_quarantine",
     "released",
+    "reload_keys",
     "replay_commands",
     "replay_reports",
     "report",
@@ -87,7 +88,7 @@ def tag_of(kind: type[msgspec.Struct]) -> str:
 
 
 def test_tags_are_those_of_this_protocol_version() -> None:
-    assert messages.PROTOCOL_VERSION == 2
+    assert messages.PROTOCOL_VERSION == 3
     assert {tag_of(kind) for union in UNIONS for kind in get_args(union)} == TAGS
 
 
