@@ -10,8 +10,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -52,13 +54,9 @@ MANUAL: Final = (ROOT / "docs" / "operations.md").read_text()
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeRig]:
-    """Built as a user who is not root, with keys made, and up."""
-    place = tmp_path_factory.mktemp("compose")
-    for directory in (place, *place.parents):
-        if directory.stat().st_uid == os.geteuid() and directory != Path("/"):
-            directory.chmod(directory.stat().st_mode | 0o011)  # others may pass, to the tree alone
-    it = ComposeRig(place)
+def rig() -> Iterator[ComposeRig]:
+    """Built as a user who is not root, with keys made, and up. Not below tmp_path, which other users may not enter."""
+    it = ComposeRig(Path(tempfile.mkdtemp(prefix="hisparse-compose-")))
     print(versions())
     it.build_base()
     it.prepare()
@@ -70,8 +68,8 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeRig]:
         it.healthy(*SERVICES)
         yield it
     finally:
-        if os.environ.get("COMPOSE_TEST_KEEP", "") == "":
-            it.down()
+        it.down()
+        shutil.rmtree(it.place)
 
 
 @pytest.fixture(scope="module")

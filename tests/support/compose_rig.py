@@ -1,9 +1,9 @@
 """A project of docker-compose.yml on this machine's engine, for tests/compose.
 
-The project is run from a copy of the tracked files, which any user may read, by the commands of docs/operations.md. Base
-images cannot be pulled everywhere, so images are built on one that `.ci/compose-base` makes of Debian's packages, and
-Prometheus is Debian's program in place of its image. All other lines of the compose file are used as they are; ports,
-too, so that one such project runs on a machine at a time.
+The project is run from a copy of the tracked files, which any user may read, by the commands of docs/operations.md.
+Base images cannot be pulled everywhere, so images are built on one that `.ci/compose-base` makes of Debian's packages,
+and Prometheus is Debian's program in place of its image. All other lines of the compose file are used as they
+are; ports, too, so that one such project runs on a machine at a time.
 
 What the machine has to have: root, a running Docker engine, `docker compose` or docker-compose, debootstrap. Where one
 is missing, `missing()` names it and the tests are skipped. COMPOSE_TEST_TORCH_INDEX is an index with the CPU build of
