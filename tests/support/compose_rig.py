@@ -274,6 +274,7 @@ class Load:
             self.completed += 1
 
     def __enter__(self) -> Load:
+        self._over.clear()
         self._threads = [threading.Thread(target=self._repeat, args=(it,)) for it in range(len(self._prompts))]
         for thread in self._threads:
             thread.start()
