@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
 # Processes that share the suite. Each may run a cluster of five more, so there are four at most.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
-PARALLEL = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup
+PARALLEL = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=load --maxschedchunk=1
 CHECKED := $(addprefix tests/,house protocol metrics coordinator hisparse examples worker/link worker/pool worker/transfer)
 SEEDS ?= 10000
 START ?= 0

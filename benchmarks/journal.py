@@ -116,8 +116,8 @@ class Load:
             prompt = bytes(4 * PROMPT_TOKENS)
             rank, name = (0, number + 1), f"r{number}"
             self._journal.append([make_accepted(request_index, prompt, MAX_TOKENS, request_id=name, rank=rank)])
-            stay = RequestPlaced(request_index, placement, NODE, worker, 1, 0)
-            self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), stay)
+            placed = RequestPlaced(request_index, placement, NODE, worker, 1, 0)
+            self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), placed)
             self._token_log.begin_placement(request_index, placement, PROMPT_TOKENS, 1 << 30)
             self._token_log.bind(request_index, number % WORKERS)
             self._granted[request_index] = GRANT_PAGES * PAGE_TOKENS

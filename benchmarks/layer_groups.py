@@ -113,9 +113,9 @@ class Receiver:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.description = bytes.fromhex(self._answer()["description"])
 
-    def expect(self, ticket: int, pages: int) -> None:
+    def expect(self, transfer_id: int, pages: int) -> None:
         assert self._process.stdin is not None
-        print(json.dumps([ticket, pages]), file=self._process.stdin, flush=True)
+        print(json.dumps([transfer_id, pages]), file=self._process.stdin, flush=True)
         self._answer()
 
     def _answer(self) -> Any:
@@ -132,7 +132,7 @@ class Receiver:
 
 
 def receive(options: argparse.Namespace) -> None:
-    """Until stdin ends: open the tickets named there."""
+    """Until stdin ends: open the transfers named there."""
     layers, row_bytes, index_row_bytes, topk, pages = json.loads(options.receive)
     geometry = Geometry(layers, row_bytes, tuple(range(layers)), index_row_bytes, topk)
     path = options.dir / f"hisparse-bench-{os.getpid()}.pool"
@@ -143,8 +143,8 @@ def receive(options: argparse.Namespace) -> None:
     print(json.dumps({"description": receiver.describe().hex()}), flush=True)
     try:
         for line in sys.stdin:
-            ticket, count = json.loads(line)
-            receiver.open(ticket, range(count))
+            transfer_id, count = json.loads(line)
+            receiver.open(transfer_id, range(count))
             receiver.poll()
             print("{}", flush=True)
     finally:
@@ -194,18 +194,18 @@ class Bench:
         )
         self.rounds: list[dict[str, float]] = []
 
-    def stay(self, options: argparse.Namespace, ticket: int, destination: bytes) -> tuple[float, ...]:
+    def stay(self, options: argparse.Namespace, transfer_id: int, destination: bytes) -> tuple[float, ...]:
         """Seconds until the first token, until staged, until released; its pages travel if there is a `destination`."""
         pages = pages_for(options.tokens)
-        prompt = [(ticket + 37 * token) % VOCAB for token in range(options.tokens)]
+        prompt = [(transfer_id + 37 * token) % VOCAB for token in range(options.tokens)]
         self.reports.steps.clear()
         self.reports.events.clear()
         began = time.perf_counter()
         self.executor.submit(
             Admit(
-                placement=ticket,
+                placement=transfer_id,
                 request_index=0,
-                request_id=f"bench-{ticket}",
+                request_id=f"bench-{transfer_id}",
                 prompt=pack_int32(prompt),
                 generated=b"",
                 durable_tokens=0,
@@ -215,7 +215,7 @@ class Bench:
                 slab_pages=pages,
                 hot_slots=NO_HOT_BUFFER,
                 hot_chunks=0,
-                ticket=ticket if destination else 0,
+                transfer_id=transfer_id if destination else 0,
                 destination=destination,
             )
         )
@@ -237,11 +237,11 @@ class Bench:
             if not self.executor.turn():
                 time.sleep(0.0002)
 
-    def measure(self, options: argparse.Namespace, ticket: int, receiver: Receiver) -> None:
-        receiver.expect(ticket, pages_for(options.tokens))
+    def measure(self, options: argparse.Namespace, transfer_id: int, receiver: Receiver) -> None:
+        receiver.expect(transfer_id, pages_for(options.tokens))
         self.streams.adopt_thread()  # one executor after another has it
-        prefill, _, total = self.stay(options, ticket, receiver.description)
-        first, staged, _ = self.stay(options, ticket + 1, b"")
+        prefill, _, total = self.stay(options, transfer_id, receiver.description)
+        first, staged, _ = self.stay(options, transfer_id + 1, b"")
         self.rounds.append({"prefill": prefill, "staged": staged - first, "arrived": total - prefill, "total": total})
 
     def row(self, pages: int) -> dict[str, Any]:
@@ -264,11 +264,11 @@ def measure(options: argparse.Namespace) -> None:
     receiver = Receiver(options, geometry, pages)
     try:
         benches = {text: Bench(options, runner, pool, memory, text) for text in options.groups}
-        ticket = 1
+        transfer_id = 1
         for number in range(options.rounds + 1):  # the first one warms up
             for bench in benches.values():
-                bench.measure(options, ticket, receiver)
-                ticket += 2
+                bench.measure(options, transfer_id, receiver)
+                transfer_id += 2
                 if not number:
                     bench.rounds.clear()
         report(options, geometry, {text: bench.row(pages) for text, bench in benches.items()})

@@ -96,16 +96,16 @@ def report(options: argparse.Namespace, host: str, prefixes: list[list[str]]) ->
         Process([*prefix, *own, "--role", role]) for prefix, role in zip(prefixes, ("send", "receive"), strict=True)
     )
     rounds: list[dict[str, Any]] = []
-    ticket = 0
+    transfer_id = 0
     for number in range(options.rounds + 1):  # the first one warms up: connections, pages of the pools
         row: dict[str, Any] = {}
         sender.order(what="memory")
         row |= sender.answer()
         for engine in ["tcp", *options.engines]:
-            ticket += 1
-            receiver.order(what=engine, ticket=ticket, host=host)
+            transfer_id += 1
+            receiver.order(what=engine, transfer_id=transfer_id, host=host)
             receiver_says = receiver.answer()
-            sender.order(what=engine, ticket=ticket, **receiver_says)
+            sender.order(what=engine, transfer_id=transfer_id, **receiver_says)
             sent, received = sender.answer(), receiver.answer()
             if not received["equal"]:
                 raise SystemExit(f"{engine}: other bytes arrived")
@@ -181,7 +181,7 @@ class SendEnd:
                 seconds, cpu = timed(self.plain, order["host"], order["port"])
                 say(s=seconds, cpu=cpu)
             case _:
-                seconds, cpu = timed(self.pages, order["ticket"], bytes.fromhex(order["description"]))
+                seconds, cpu = timed(self.pages, order["transfer_id"], bytes.fromhex(order["description"]))
                 say(s=seconds, cpu=cpu)
 
     def memory(self, name: str) -> float:
@@ -206,11 +206,11 @@ class SendEnd:
             self.stream.sendall(page.data)
         self.stream.recv(1)
 
-    def pages(self, ticket: int, description: bytes) -> None:
+    def pages(self, transfer_id: int, description: bytes) -> None:
         count = len(self.pool.pages)
-        self.sender.open(ticket, description, count)
+        self.sender.open(transfer_id, description, count)
         for index in range(count):
-            self.sender.send(ticket, index, index)
+            self.sender.send(transfer_id, index, index)
         delivered = 0
         while delivered < count:
             for event in self.sender.poll():
@@ -233,7 +233,7 @@ class ReceiveEnd:
 
     def obey(self, order: dict[str, Any]) -> None:
         self.pool.pages[:, :8] = 0
-        cpu = self.plain(order["host"]) if order["what"] == "tcp" else self.ticket(order)
+        cpu = self.plain(order["host"]) if order["what"] == "tcp" else self.transfer_id(order)
         heads = self.pool.pages[:, :8].copy().view(np.uint64)[:, 0]
         say(cpu=cpu, equal=bool((heads == np.arange(len(heads))).all()))
 
@@ -251,14 +251,14 @@ class ReceiveEnd:
         self.stream.sendall(b".")
         return time.process_time() - cpu
 
-    def ticket(self, order: dict[str, Any]) -> float:
+    def transfer_id(self, order: dict[str, Any]) -> float:
         engine, count = order["what"], len(self.pool.pages)
         if engine not in self.receivers:
             layout, address = Layout.of(GEOMETRY, MODEL), f"tcp://{order['host']}:0"
             self.receivers[engine] = open_receiver(engine, self.pool, layout, name=f"bench-{engine}", address=address)
         receiver = self.receivers[engine]
         cpu = time.process_time()
-        receiver.open(order["ticket"], list(range(count)))
+        receiver.open(order["transfer_id"], list(range(count)))
         say(description=receiver.describe().hex())
         arrived = 0
         while arrived < count:

@@ -208,12 +208,12 @@ class TransferCounters:
     bytes: int = 0
     pages: int = 0
     refused_units: int = 0
-    failed_tickets: int = 0
-    revoked_tickets: int = 0
+    failed_transfers: int = 0
+    revoked_transfers: int = 0
     shut_out_senders: int = 0
     unreadable_messages: int = 0
     checksum_seconds: float = 0.0
-    open_tickets: int = 0
+    open_transfers: int = 0
     in_flight_bytes: int = 0
 
 

@@ -21,7 +21,7 @@ TRANSFER_METRICS: Final[tuple[Metric[Ends], ...]] = (
         "transfers",
         "Page transfers under way, by end.",
         "Do transfers end?",
-        lambda it: _by_end(it, lambda end: end.open_tickets),
+        lambda it: _by_end(it, lambda end: end.open_transfers),
         labels="end",
     ),
     gauge(
@@ -61,7 +61,7 @@ TRANSFER_METRICS: Final[tuple[Metric[Ends], ...]] = (
         "transfers",
         "Transfers that failed at their sender, or were revoked at their receiver.",
         "How many prompts travel in vain?",
-        lambda it: _by_end(it, lambda end: end.failed_tickets + end.revoked_tickets),
+        lambda it: _by_end(it, lambda end: end.failed_transfers + end.revoked_transfers),
         labels="end",
     ),
     counter(

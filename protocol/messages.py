@@ -557,7 +557,7 @@ class Admit(Part, frozen=True, tag="admit"):
     `hot_slots` NO_HOT_BUFFER: compute and stage the prompt, draw the first token, and leave, with Staged and then
     Released. `first_token` was drawn in an earlier placement and held back; it is forced like those of `generated`.
 
-    `ticket` not 0: the rows go to another node in this inbound transfer. Send each page, once it is staged, to the
+    `transfer_id` not 0: the rows go to another node in this inbound transfer. Send each page, once it is staged, to the
     receiver that `destination` describes (worker/transfer). Leave when all pages were delivered or the transfer failed.
 
     `warm_start`, if any, comes from the Released of the placement that wrote the rows: positions to begin a managed hot
@@ -577,7 +577,7 @@ class Admit(Part, frozen=True, tag="admit"):
     hot_slots: int  # 0: resident
     hot_chunks: int
     first_token: int = NO_TOKEN
-    ticket: int = 0
+    transfer_id: int = 0
     destination: bytes = b""
     warm_start: bytes = b""
 
@@ -585,7 +585,7 @@ class Admit(Part, frozen=True, tag="admit"):
 class Receive(Part, frozen=True, tag="receive"):
     """Start an inbound transfer: another worker writes the first `prompt_tokens` rows into `host_pages` (int32 ids).
 
-    `placement` is the number (ticket) of the transfer. Answered by Released, with all rows; or with none, when the
+    `placement` is the number of the transfer. Answered by Released, with all rows; or with none, when the
     transfer failed or was withdrawn. After Released nothing writes into the pages (I2). Pages behind the prompt are for
     decoding.
     """

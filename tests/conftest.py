@@ -4,8 +4,11 @@ tmp_path, its ports are those that the kernel gives it, and it computes on one c
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
@@ -19,16 +22,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in `make test &` of a s
 
 #: Kinds of test that take seconds to minutes.
 LONG: Final = ("sim", "mutation", "process", "compile")
+GPU_LOCK: Final = Path(tempfile.gettempdir()) / f"hisparse-tests-gpu-{os.getuid()}.lock"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Among several processes, long tests begin first: the end of a run waits for short ones. One GPU, one test."""
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
+    """Among several processes, long tests begin first: the end of a run waits for short ones."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not any(map(item.get_closest_marker, LONG)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """One test on the GPU at a time, among all processes of this user: a second one would spoil its timing.
+
+    pytest-xdist 3.8 would group tests by a suffix of their ids, which pytest 9.2 does not let it change.
+    """
+    if not item.get_closest_marker("gpu"):
+        return (yield)
+    with GPU_LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -97,8 +97,8 @@ class RequestOrdered(JournalEntry, frozen=True, tag="ordered"):
 class RequestPlaced(JournalEntry, frozen=True, tag="placed"):
     """A placement, which a Reserve in the same commit began; its pages hold `durable_tokens` rows from the start.
 
-    `prefills_only`: another worker will decode the request; the rows go to its node by inbound transfer `ticket` (0: it
-    is on the same node).
+    `prefills_only`: another worker will decode the request; the rows go to its node by inbound transfer `transfer_id`
+    (0: it is on the same node).
     """
 
     request_index: int
@@ -108,17 +108,17 @@ class RequestPlaced(JournalEntry, frozen=True, tag="placed"):
     epoch: int
     durable_tokens: int
     prefills_only: bool = False
-    ticket: int = 0
+    transfer_id: int = 0
 
 
 class RequestHandedOver(JournalEntry, frozen=True, tag="handed_over"):
     """The placement has ended. Its rows are, or will be, in pages of another node, where `worker` receives them.
 
-    `ticket` is the number of the inbound transfer.
+    `transfer_id` is the number of the inbound transfer.
     """
 
     request_index: int
-    ticket: int
+    transfer_id: int
     node: str
     worker: str
     epoch: int

@@ -100,7 +100,7 @@ class _Rebuilding:
                 self._add(request_index, start, tokens)
             case TokensAppended():
                 self._take_tokens(record)
-            case RequestPlaced(placement=number) | RequestHandedOver(ticket=number):
+            case RequestPlaced(placement=number) | RequestHandedOver(transfer_id=number):
                 self.state.placements = max(self.state.placements, number)
         if not isinstance(record, RequestPlaced | RequestHandedOver):
             self.state.note(record)
@@ -135,8 +135,8 @@ class _Rebuilding:
         return Salvaged((begun, *kept, SummaryEnded()), live, ended, tokens, tuple(self.lost))
 
     def _records_of(self, request_index: int) -> list[Record]:
-        request, known = self.requests[request_index], self.state.requests[request_index]
-        (output, is_whole), ended = request.output(), known.ended
+        request, record = self.requests[request_index], self.state.requests[request_index]
+        (output, is_whole), ended = request.output(), record.ended
         name, tokens = f"request {request.accepted.facts.request_id}", len(output) // 4
         if ended is not None and tokens != ended.generated_tokens:
             self.lost.append(f"{name}, which has ended: {tokens} of {ended.generated_tokens} tokens are left")
@@ -144,7 +144,7 @@ class _Rebuilding:
         if not is_whole:
             self.lost.append(f"{name}: tokens from position {tokens} on")
         outputs: list[Record] = [RequestOutput(request_index, 0, output, 0)] if output else []
-        return [request.accepted, *facts_of(known), *outputs, *([ended] if ended else [])]
+        return [request.accepted, *facts_of(record), *outputs, *([ended] if ended else [])]
 
 
 def _arrival(item: tuple[int, _Request]) -> int:

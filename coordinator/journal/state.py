@@ -61,7 +61,7 @@ def no_order(request_index: int) -> RequestOrdered:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. `stay` is its latest placement, None if it left nothing.
+    """One request. `placed` is its latest placement, None if it left nothing.
 
     `on_worker`: the placement has not ended. Otherwise `kept_tokens` rows of it are kept. After the end of the request,
     its prompt is only in the journal.
@@ -70,7 +70,7 @@ class RequestRecord:
     facts: RequestFacts
     prompt: bytes
     ordered: RequestOrdered
-    stay: RequestPlaced | None = None
+    placed: RequestPlaced | None = None
     on_worker: bool = False
     kept_tokens: int = 0
     first_token: int = NO_TOKEN
@@ -117,7 +117,7 @@ class JournalState:
                 self.arrivals = max(self.arrivals, arrivals)
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     self.requests.pop(request_index, None)
-            case LedgerChanged(changes=changes):  # its Reserves have all placement numbers, those of tickets too
+            case LedgerChanged(changes=changes):  # its Reserves have all placement numbers, those of transfers too
                 given = (change.placement for change in changes if isinstance(change, Reserve))
                 self.placements = max(self.placements, *given, 0)
             case RequestOrdered() | RequestPlaced() | RequestHandedOver() | RequestDeparted() | RequestEnded():
@@ -149,28 +149,30 @@ class JournalState:
     def _note_strikes(self, struck: RequestsStruck) -> None:
         arrays = (unpack_int32(it, "struck").tolist() for it in (struck.request_indices, struck.strikes, struck.marks))
         for request_index, strikes, mark in zip(*arrays, strict=True):
-            if known := self.requests.get(request_index):
-                known.strikes, known.mark, known.killed = strikes, mark, struck.worker
+            if record := self.requests.get(request_index):
+                record.strikes, record.mark, record.killed = strikes, mark, struck.worker
 
     def _note_of_request(
         self, record: RequestOrdered | RequestPlaced | RequestHandedOver | RequestDeparted | RequestEnded
     ) -> None:
-        known = self.requests.get(record.request_index)
-        if known is None:
+        request = self.requests.get(record.request_index)
+        if request is None:
             return
         match record:
             case RequestOrdered():
-                known.ordered = record
+                request.ordered = record
             case RequestPlaced():
-                known.stay, known.on_worker, known.kept_tokens, known.first_token = record, True, 0, NO_TOKEN
-            case RequestHandedOver(request_index, ticket, node, worker, epoch, kept_tokens, first_token):
-                known.stay = RequestPlaced(request_index, ticket, node, worker, epoch, kept_tokens, prefills_only=True)
-                known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
+                request.placed, request.on_worker, request.kept_tokens, request.first_token = record, True, 0, NO_TOKEN
+            case RequestHandedOver(request_index, transfer_id, node, worker, epoch, kept_tokens, first_token):
+                request.placed = RequestPlaced(
+                    request_index, transfer_id, node, worker, epoch, kept_tokens, prefills_only=True
+                )
+                request.on_worker, request.kept_tokens, request.first_token = False, kept_tokens, first_token
             case RequestDeparted(_, kept_tokens, first_token):
-                known.stay = known.stay if kept_tokens else None
-                known.on_worker, known.kept_tokens, known.first_token = False, kept_tokens, first_token
+                request.placed = request.placed if kept_tokens else None
+                request.on_worker, request.kept_tokens, request.first_token = False, kept_tokens, first_token
             case RequestEnded():
-                known.ended, known.prompt = record, b""
+                request.ended, request.prompt = record, b""
 
     def open_pool(self, opened: PoolOpened) -> Ledger:
         """The empty ledger of a node's new pool. Only the node's HostPool changes it."""

@@ -79,10 +79,10 @@ class Summarizing:
         outputs: list[RequestOutput] = []
         room = TOKENS_EACH
         for _ in range(min(REQUESTS_EACH, len(self._request_indices))):
-            known = self._state.requests.get(self._request_indices[0])
-            if known is not None:
-                facts += facts_of(known)
-                part = self._token_log.take_output(self._request_indices[0], room, has_rows=known.stay is not None)
+            record = self._state.requests.get(self._request_indices[0])
+            if record is not None:
+                facts += facts_of(record)
+                part = self._token_log.take_output(self._request_indices[0], room, has_rows=record.placed is not None)
                 if part is not None:
                     outputs.append(
                         RequestOutput(part.request_index, part.start, part.tokens.tobytes(), part.durable_tokens)
@@ -94,14 +94,14 @@ class Summarizing:
         return facts, outputs
 
 
-def facts_of(known: RequestRecord) -> Iterator[Record]:
+def facts_of(record: RequestRecord) -> Iterator[Record]:
     """Records of a request beside RequestAccepted, its output and its end, if they differ from the initial state."""
-    request_index, stay = known.facts.request_index, known.stay
-    if known.ended is None and known.ordered != no_order(request_index):
-        yield known.ordered
-    if known.strikes and known.ended is None:
-        yield struck_of(known.killed, [(request_index, known.strikes, known.mark)])
-    if stay is not None:
-        yield stay
-        if not known.on_worker:
-            yield RequestDeparted(request_index, known.kept_tokens, known.first_token)
+    request_index, placed = record.facts.request_index, record.placed
+    if record.ended is None and record.ordered != no_order(request_index):
+        yield record.ordered
+    if record.strikes and record.ended is None:
+        yield struck_of(record.killed, [(request_index, record.strikes, record.mark)])
+    if placed is not None:
+        yield placed
+        if not record.on_worker:
+            yield RequestDeparted(request_index, record.kept_tokens, record.first_token)

@@ -216,7 +216,7 @@ class SchedulerApi(Actor[Message]):
             return
         live = self._requests.admitted(worker, epoch, event.placement)
         if live is None:
-            if isinstance(event, messages.Released) and event.placement in self._placement_table.tickets:
+            if isinstance(event, messages.Released) and event.placement in self._placement_table.transfers:
                 self.tell(events.TransferClosed(worker, epoch, event.placement, event.durable_tokens))
             return
         if live.request.room() < FLOOD_MARGIN:

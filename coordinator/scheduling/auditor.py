@@ -130,7 +130,7 @@ class Auditor:
 
     def _awaited(self, node: str) -> list[int]:
         kept = [entry.placement for entry in self._placement_table.kept.values() if entry.node == node]
-        return kept + [it.placement for it in self._placement_table.tickets.values() if it.node == node]
+        return kept + [it.placement for it in self._placement_table.transfers.values() if it.node == node]
 
     def _tell(self, name: str, node: str, worker: WorkerEntry | None, difference: Difference) -> list[LedgerStep]:
         self._counters.audit_differences[difference.kind] += 1

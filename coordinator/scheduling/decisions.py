@@ -13,9 +13,9 @@ from protocol.sizing import HotSize, Memory
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """What is to be taken in on another node: `ticket` is a placement there, with `pages` host pages and a seat."""
+    """A transfer to another node: `transfer_id` is a placement there, with `pages` host pages and a seat."""
 
-    ticket: int
+    transfer_id: int
     worker: WorkerEntry
     pages: int
 
@@ -23,7 +23,7 @@ class Transfer(msgspec.Struct, frozen=True):
 class AdmitDecision(msgspec.Struct, frozen=True):
     """`memory.host_pages` are fresh; those kept under the departed placement `take_over` come first, and `first_token`
     with them. `decoder` names the worker for which a prompt is prefilled on another; on another node its rows go there
-    by `transfer`."""
+    by `transfer_id`."""
 
     entry: RequestEntry
     worker: WorkerEntry

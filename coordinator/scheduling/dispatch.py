@@ -117,8 +117,8 @@ class Dispatch:
         if entry is None:
             return NOTHING
         self.dirty = True
-        if ticket := self.placement_table.ticket_of(entry):
-            return self._departed_sender(entry, ticket, event, generated)
+        if transfer_id := self.placement_table.transfer_of(entry):
+            return self._departed_sender(entry, transfer_id, event, generated)
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
         first_token = event.first_token if kept_tokens else NO_TOKEN
         pages = self._pages_kept(entry, kept_tokens)
@@ -135,24 +135,24 @@ class Dispatch:
         return Effects((step,), (AddressedOrder(entry.request_index, RowsGivenUp("dropped")),) if dropped else ())
 
     def _departed_sender(
-        self, entry: RequestEntry, ticket: InboundTransfer, event: PlacementEnded, generated: int
+        self, entry: RequestEntry, inbound: InboundTransfer, event: PlacementEnded, generated: int
     ) -> Effects:
         """It has left the worker that was to send its rows away. They are taken for sent on that worker's word; whether
         they have arrived, the other one says."""
         entry.generated = generated
         has_rows = (
-            event.durable_tokens and not (entry.frees_pages or entry.is_ending) and (ticket.arrived or not entry.lost)
+            event.durable_tokens and not (entry.frees_pages or entry.is_ending) and (inbound.arrived or not entry.lost)
         )
         if has_rows:
             kept_tokens = min(event.durable_tokens, entry.facts.prompt_tokens)
-            key = ticket.node, ticket.worker, ticket.epoch
+            key = inbound.node, inbound.worker, inbound.epoch
             note = journal.RequestHandedOver(
-                entry.request_index, ticket.placement, *key, kept_tokens, event.first_token
+                entry.request_index, inbound.placement, *key, kept_tokens, event.first_token
             )
             step = LedgerStep(entry.node, Release(entry.placement), note)
-            self.placement_table.hand_over(entry, ticket, kept_tokens, event.first_token)
-            if ticket.arrived:
-                self.placement_table.close_ticket(ticket)
+            self.placement_table.hand_over(entry, inbound, kept_tokens, event.first_token)
+            if inbound.arrived:
+                self.placement_table.close_transfer(inbound)
             return _effects(step)
         is_failure = not (entry.lost or entry.frees_pages or event.final or entry.is_ending)
         step = LedgerStep(entry.node, Release(entry.placement), journal.RequestDeparted(entry.request_index, 0))
@@ -162,24 +162,24 @@ class Dispatch:
             else ()
         )
         self.placement_table.depart(entry, 0, 0)
-        effects = self.revoke(ticket)
+        effects = self.revoke(inbound)
         effects = Effects((step, *effects.steps), tells, effects.sends)
         if event.final or entry.is_ending:
             self.placement_table.close(entry)
         elif is_failure:
-            effects = effects.plus(self._count_failure(entry, f"sending to {ticket.worker} failed"))
+            effects = effects.plus(self._count_failure(entry, f"sending to {inbound.worker} failed"))
         return effects
 
-    def revoke(self, ticket: InboundTransfer) -> Effects:
+    def revoke(self, inbound: InboundTransfer) -> Effects:
         """No request wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
-        entry = self.placement_table.entries.get(ticket.request_index) if ticket.request_index is not None else None
+        entry = self.placement_table.entries.get(inbound.request_index) if inbound.request_index is not None else None
         if entry is not None:
-            entry.ticket = 0
-        ticket.request_index = None
-        if not ticket.arrived:
-            return Effects(sends=(WorkerSend(ticket.worker, Withdraw(ticket.placement)),))
-        self.placement_table.close_ticket(ticket)
-        return _effects(LedgerStep(ticket.node, Release(ticket.placement)))
+            entry.transfer_id = 0
+        inbound.request_index = None
+        if not inbound.arrived:
+            return Effects(sends=(WorkerSend(inbound.worker, Withdraw(inbound.placement)),))
+        self.placement_table.close_transfer(inbound)
+        return _effects(LedgerStep(inbound.node, Release(inbound.placement)))
 
     def _count_failure(self, entry: RequestEntry, reason: str) -> Effects:
         entry.transfers_failed += 1
@@ -188,29 +188,29 @@ class Dispatch:
             return NOTHING
         return self.end(entry, "FAILED", f"{TRANSFERS_FAILED_MAX} transfers failed, the last: {reason}")
 
-    def ticket_closed(self, worker: str, epoch: int, placement: int, durable_tokens: int) -> Effects:
-        """The worker has let go of a ticket: nothing is written to its pages any more. All rows have arrived, or none
+    def transfer_closed(self, worker: str, epoch: int, placement: int, durable_tokens: int) -> Effects:
+        """The worker has let go of a transfer: nothing is written to its pages any more. All rows have arrived, or none
         count."""
-        ticket = self.placement_table.tickets.get(placement)
-        if ticket is None or (ticket.worker, ticket.epoch) != (worker, epoch) or ticket.arrived:
+        inbound = self.placement_table.transfers.get(placement)
+        if inbound is None or (inbound.worker, inbound.epoch) != (worker, epoch) or inbound.arrived:
             return NOTHING
         if not durable_tokens:
-            return self.close_ticket(ticket, f"{worker} has not taken its rows in", is_lost=False)
+            return self.close_transfer(inbound, f"{worker} has not taken its rows in", is_lost=False)
         self.dirty = True
-        entry = self.placement_table.entries.get(ticket.request_index) if ticket.request_index is not None else None
+        entry = self.placement_table.entries.get(inbound.request_index) if inbound.request_index is not None else None
         if entry is None:
-            return self.close_ticket(ticket, "", is_lost=False)
-        ticket.arrived = True
+            return self.close_transfer(inbound, "", is_lost=False)
+        inbound.arrived = True
         if entry.phase is EntryPhase.WAITING:
-            self.placement_table.close_ticket(ticket)
-        return _effects(LedgerStep(ticket.node, Keep(placement, ticket.pages)))
+            self.placement_table.close_transfer(inbound)
+        return _effects(LedgerStep(inbound.node, Keep(placement, inbound.pages)))
 
-    def close_ticket(self, ticket: InboundTransfer, reason: str, *, is_lost: bool) -> Effects:
+    def close_transfer(self, inbound: InboundTransfer, reason: str, *, is_lost: bool) -> Effects:
         """None of its rows count: whose they were loses them. `is_lost`: with the worker that was to take them in."""
         self.dirty = True
-        entry = self.placement_table.entries.get(ticket.request_index) if ticket.request_index is not None else None
-        self.placement_table.close_ticket(ticket)
-        released = Effects((LedgerStep(ticket.node, Release(ticket.placement)),))
+        entry = self.placement_table.entries.get(inbound.request_index) if inbound.request_index is not None else None
+        self.placement_table.close_transfer(inbound)
+        released = Effects((LedgerStep(inbound.node, Release(inbound.placement)),))
         return released if entry is None else self._transfer_failed(entry, released, reason, is_lost=is_lost)
 
     def _transfer_failed(self, entry: RequestEntry, released: Effects, reason: str, *, is_lost: bool) -> Effects:
@@ -269,14 +269,14 @@ class Dispatch:
         )
         step = LedgerStep(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit), struck)
         effects = Effects((step, *ends.steps), (*ends.tells, *tells), ends.sends)
-        for ticket in self.placement_table.tickets_on(*key):
-            effects = effects.plus(self.close_ticket(ticket, reason, is_lost=True))
+        for transfer_id in self.placement_table.transfers_to(*key):
+            effects = effects.plus(self.close_transfer(transfer_id, reason, is_lost=True))
         return effects.plus(self._tell_exited(key)) if proved_exit and died else effects
 
     def _tell_exited(self, key: EpochKey) -> Effects:
         """Tell the workers that may wait for this process to let go of their pages."""
         pid = self.placement_table.pids.pop(key, 0)
-        takers = {it.worker for it in self.placement_table.tickets.values() if not it.arrived}
+        takers = {it.worker for it in self.placement_table.transfers.values() if not it.arrived}
         return Effects(sends=tuple(WorkerSend(name, Exited(key[0], pid)) for name in sorted(takers)))
 
     def worker_exited(self, worker: str, epoch: int, *, died: bool = True) -> Effects:
@@ -341,8 +341,8 @@ class Dispatch:
         """A waiting request loses what it keeps."""
         if not entry.pages:
             return Effects((), (tell,))
-        if ticket := self.placement_table.ticket_of(entry):
-            effects = self.revoke(ticket)
+        if transfer_id := self.placement_table.transfer_of(entry):
+            effects = self.revoke(transfer_id)
             self.placement_table.demote(entry)
             return effects._replace(tells=(tell, AddressedOrder(entry.request_index, RowsGivenUp(reason))))
         step = LedgerStep(entry.node, Release(entry.placement), journal.RequestDeparted(entry.request_index, 0))
@@ -366,11 +366,11 @@ class Dispatch:
             case decisions.AdmitDecision(
                 entry, worker, placement, take_over, durable_tokens, memory, _, _, decoder, transfer
             ):
-                key, ticket = (worker.node, worker.name, worker.epoch), transfer.ticket if transfer else 0
-                stay = journal.RequestPlaced(
-                    entry.request_index, placement, *key, durable_tokens, bool(decoder), ticket
+                key, transfer_id = (worker.node, worker.name, worker.epoch), transfer.transfer_id if transfer else 0
+                placed = journal.RequestPlaced(
+                    entry.request_index, placement, *key, durable_tokens, bool(decoder), transfer_id
                 )
-                return LedgerStep(worker.node, Reserve(placement, worker.name, memory, take_over), stay)
+                return LedgerStep(worker.node, Reserve(placement, worker.name, memory, take_over), placed)
             case decisions.GrowDecision(entry, more):
                 return LedgerStep(entry.node, Extend(entry.placement, more))
             case decisions.ResizeDecision(entry, _, more) if more:
@@ -380,12 +380,12 @@ class Dispatch:
         return None
 
     @staticmethod
-    def ticket_step(decision: decisions.Decision) -> LedgerStep | None:
+    def transfer_step(decision: decisions.Decision) -> LedgerStep | None:
         """The change of another node's ledger that goes with a decision: carried out before `step`."""
         if not isinstance(decision, decisions.AdmitDecision) or decision.transfer is None:
             return None
-        ticket, worker, pages = msgspec.structs.astuple(decision.transfer)
-        return LedgerStep(worker.node, Reserve(ticket, worker.name, Memory(pages)))
+        transfer_id, worker, pages = msgspec.structs.astuple(decision.transfer)
+        return LedgerStep(worker.node, Reserve(transfer_id, worker.name, Memory(pages)))
 
     @staticmethod
     def told(

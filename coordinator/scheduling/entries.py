@@ -57,7 +57,7 @@ class RequestEntry:
     kept_tokens: int = 0
     first_token: int = NO_TOKEN  # of what is kept: drawn, and not said yet
     decoder: str = ""  # there for its prompt alone: the worker whose memory it was promised
-    ticket: int = 0  # its rows are on their way to, or have come to, the node of this one in PlacementTable.tickets
+    transfer_id: int = 0  # key in PlacementTable.transfers: the rows are on their way there, or have arrived
     transfers_failed: int = 0
     paused_until: float = 0.0  # waiting: after a failed transfer
     frees_pages: bool = False  # leaving: its host pages will be free

@@ -4,7 +4,7 @@ Who tells whom (asks go down the first column only, everything else is a tell):
 
     Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, CommandAsk          Transact
     WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters,
-                                                            TicketClosed
+                                                            TransferClosed
     WorkerLink ────► Request                                messages.Event, routed by placement
     Scheduler ─────► Request                                Admitted, Granted, ResizeTo, Retract, Resume, ...
     Request ───────► Scheduler                              Progressed, Departed, Closed

@@ -148,9 +148,9 @@ class PendingReasons:
         if entry.ordered.held:
             kept = f", its {entry.kept_tokens} rows kept" if entry.kept_tokens else ""
             return PendingReason(PendingKind.HELD, f"held by an operator{kept}: hisparse resume lets it go on")
-        if ticket := self._placement_table.ticket_of(entry):
-            where = f"{ticket.worker} on node {ticket.node}"
-            text = f"its {entry.facts.prompt_tokens} rows are on their way to {ticket.pages} host pages of {where}"
+        if inbound := self._placement_table.transfer_of(entry):
+            where = f"{inbound.worker} on node {inbound.node}"
+            text = f"its {entry.facts.prompt_tokens} rows are on their way to {inbound.pages} host pages of {where}"
             return PendingReason(PendingKind.TRANSFER, text)
         if now < entry.paused_until:
             text = f"transfer {entry.transfers_failed} failed, the next in {entry.paused_until - now:.1f} s"

@@ -42,7 +42,7 @@ class PlacementTable:
         self.kept: dict[int, RequestEntry] = {}  # off their workers, with host pages
         self.forcing: dict[int, RequestEntry] = {}  # an operator's hot size has yet to be applied
         self.promised: dict[int, RequestEntry] = {}  # on one worker for their prompt, with a `decoder`
-        self.tickets: dict[int, InboundTransfer] = {}  # by placement
+        self.transfers: dict[int, InboundTransfer] = {}  # by placement
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
         self.poison_detector = PoisonDetector()
@@ -91,32 +91,32 @@ class PlacementTable:
         self._note_size(entry, worker)
         return entry.placement
 
-    def open_ticket(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> int:
-        """`worker` is to take its rows in; returns the ticket's number. Before `admit`."""
+    def open_transfer(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> int:
+        """`worker` is to take its rows in; returns the transfer's number. Before `admit`."""
         self._placements += 1
-        ticket = InboundTransfer(self._placements, entry.request_index, worker.node, worker.name, worker.epoch, pages)
-        self.tickets[ticket.placement] = ticket
-        entry.ticket = ticket.placement
-        return ticket.placement
+        inbound = InboundTransfer(self._placements, entry.request_index, worker.node, worker.name, worker.epoch, pages)
+        self.transfers[inbound.placement] = inbound
+        entry.transfer_id = inbound.placement
+        return inbound.placement
 
-    def ticket_of(self, entry: RequestEntry) -> InboundTransfer | None:
-        return self.tickets.get(entry.ticket)
+    def transfer_of(self, entry: RequestEntry) -> InboundTransfer | None:
+        return self.transfers.get(entry.transfer_id)
 
-    def close_ticket(self, ticket: InboundTransfer) -> None:
+    def close_transfer(self, inbound: InboundTransfer) -> None:
         """Its pages are free, or a request's like any other."""
-        del self.tickets[ticket.placement]
-        entry = self.entries.get(ticket.request_index) if ticket.request_index is not None else None
-        if entry is not None and entry.ticket == ticket.placement:
-            entry.ticket = 0
+        del self.transfers[inbound.placement]
+        entry = self.entries.get(inbound.request_index) if inbound.request_index is not None else None
+        if entry is not None and entry.transfer_id == inbound.placement:
+            entry.transfer_id = 0
 
-    def hand_over(self, entry: RequestEntry, ticket: InboundTransfer, kept_tokens: int, first_token: int) -> None:
-        """It is off its worker, and what it keeps is where its ticket is."""
-        self.depart(entry, kept_tokens, ticket.pages, first_token)
-        entry.node, entry.placement = ticket.node, ticket.placement
+    def hand_over(self, entry: RequestEntry, inbound: InboundTransfer, kept_tokens: int, first_token: int) -> None:
+        """It is off its worker, and what it keeps is where its transfer is."""
+        self.depart(entry, kept_tokens, inbound.pages, first_token)
+        entry.node, entry.placement = inbound.node, inbound.placement
 
-    def tickets_on(self, worker: str, epoch: int) -> list[InboundTransfer]:
+    def transfers_to(self, worker: str, epoch: int) -> list[InboundTransfer]:
         """Those that the epoch has yet to let go."""
-        return [it for it in self.tickets.values() if (it.worker, it.epoch) == (worker, epoch) and not it.arrived]
+        return [it for it in self.transfers.values() if (it.worker, it.epoch) == (worker, epoch) and not it.arrived]
 
     def start(self, entry: RequestEntry) -> None:
         """It joined the batch. Not so if it is leaving already."""
@@ -244,7 +244,7 @@ class PlacementTable:
         entry.first_token = first_token
         self.kept[entry.request_index] = entry
 
-    def recover_stay(
+    def recover_placed(
         self,
         entry: RequestEntry,
         node: str,
@@ -358,7 +358,9 @@ class PlacementTable:
             }
             holds = ledger_of(entry.node).held(entry.placement) if entry.node else None
             memory = entry.memory
-            if holds and entry.ticket == entry.placement:  # rows yet to arrive: its worker's seat is the transfer's
+            if (
+                holds and entry.transfer_id == entry.placement
+            ):  # rows yet to arrive: its worker's seat is the transfer's
                 memory = replace(memory, seats=holds.seats)
             if listed != expected or (holds and holds != memory):
                 raise InternalError(f"request {entry.request_index} in {phase}: {listed}; holds {holds}, not {memory}")

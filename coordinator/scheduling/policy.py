@@ -18,8 +18,8 @@ never a victim. A running request makes room only when it is URGENT, that is, ne
 
 Two ways to be admitted (messages.PREFILL_MODES). Staged: one worker of role `both` computes the prompt and decodes it.
 Direct: one worker computes the prompt into the host pages of the node of another, which then resumes it as if it had
-been retracted; on another node, its rows are sent to pages there that a *ticket* holds, with a seat of the worker that
-lets them in (coordinator.scheduling.entries). The pair is admitted at once or not at all: host pages and the first
+been retracted; on another node, its rows are sent to pages there that an *inbound transfer* holds, with a seat of the
+receiving worker (coordinator.scheduling.entries). The pair is admitted at once or not at all: host pages and the first
 worker's memory are reserved, the second worker's are *promised* until the prompt is there, that is, subtracted at the
 request's place in the order of rank. So only a better-ranked request can come between, and a coordinator that restarts
 has no promise to look after. Asked for neither, a request goes directly while there is a worker that does nothing but
@@ -200,7 +200,7 @@ class _Plan:
     def _asks(self, entry: RequestEntry) -> list[PlacementAsk]:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
         if entry.pages:
-            return [] if entry.ticket else self._asks_of(entry, DECODE)
+            return [] if entry.transfer_id else self._asks_of(entry, DECODE)
         asks = self._asks_of(entry, BOTH) if entry.facts.prefill_mode != DIRECT else []
         if entry.facts.prefill_mode == STAGED or not (self.has_prefillers or entry.facts.prefill_mode == DIRECT):
             return asks
@@ -262,8 +262,10 @@ class _Plan:
         worker = self.placement_table.workers.get(entry.decoder)
         shape = self._shape(entry, worker, DECODE) if worker is not None and worker.takes else None
         if worker is not None and shape is not None:
-            has_ticket = entry.ticket in self.placement_table.tickets  # with a seat and host pages
-            need = replace(shape.need, seats=int(not has_ticket), host_pages=0 if has_ticket else shape.need.host_pages)
+            has_transfer = entry.transfer_id in self.placement_table.transfers  # with a seat and host pages
+            need = replace(
+                shape.need, seats=int(not has_transfer), host_pages=0 if has_transfer else shape.need.host_pages
+            )
             self.free.promise(worker, need)
 
     def _hot_sizes(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
@@ -317,7 +319,7 @@ class _Plan:
         if ask.decoder is None or ask.decoder.worker.node == ask.worker.node:
             return None
         worker, pages = ask.decoder.worker, ask.decoder.pages
-        return Transfer(self.placement_table.open_ticket(entry, worker, pages), worker, pages)
+        return Transfer(self.placement_table.open_transfer(entry, worker, pages), worker, pages)
 
     # ---------------------------------------------------------------- growth
 
@@ -492,7 +494,7 @@ class _Plan:
         again, where that can be. Its own node may do that too: pages of a prompt that was to be decoded on another
         lie there."""
         for entry in list(self.placement_table.kept.values()):
-            if entry.ordered.held or entry.ticket or self._asks(entry) or not self._could_begin_anew(entry):
+            if entry.ordered.held or entry.transfer_id or self._asks(entry) or not self._could_begin_anew(entry):
                 entry.stranded_at = None
             elif entry.stranded_at is None:
                 entry.stranded_at = self.now

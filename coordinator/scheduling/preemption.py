@@ -166,7 +166,7 @@ def _relieve_host(
     node = remedy.worker.node
     will_be_kept = [e for w in placement_table.of_node(node) for e in w.leaving.values() if not e.frees_pages]
     missing -= sum(frees(entry) for entry in will_be_kept if _may_demote(entry, asker))
-    kept = [e for e in placement_table.kept.values() if e.node == node and not e.ticket and _may_demote(e, asker)]
+    kept = [e for e in placement_table.kept.values() if e.node == node and not e.transfer_id and _may_demote(e, asker)]
     kept.sort(key=lambda entry: (entry.rank > asker.rank, entry.rank), reverse=True)
     others = [e for w in placement_table.of_node(node) for e in _lower(placement_table, w, asker) if e not in victims]
     others.sort(key=RANK_OF, reverse=True)

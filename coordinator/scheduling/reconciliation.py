@@ -10,7 +10,7 @@ now follows.
     no                     released           it left before, and only the acknowledgement was lost: nothing
     no                     held               the journal has lost something: the epoch is not to be trusted
 
-Of a ticket likewise; one that its worker does not have, or that no request wants, is closed.
+Of a transfer likewise; one that its worker does not have, or that no request wants, is closed.
 
 Reports that were not acknowledged come again behind the welcome, as usual. The journal state never has less than the
 worker, since memory is given after its commit (I4); a worker that claims more is refused. Pure.
@@ -37,8 +37,8 @@ def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Inventory
     """Go on with an awaited worker. Raises WrongState, having changed nothing, when its inventory cannot be."""
     held = {it.placement: it for it in inventory}
     entries = list(dispatch.placement_table.on(worker.name))
-    tickets = dispatch.placement_table.tickets_on(worker.name, worker.epoch)
-    _check(held, {entry.placement for entry in entries} | {ticket.placement for ticket in tickets}, ledger)
+    transfers = dispatch.placement_table.transfers_to(worker.name, worker.epoch)
+    _check(held, {entry.placement for entry in entries} | {inbound.placement for inbound in transfers}, ledger)
     worker.awaited = False
     dispatch.dirty = True
     parts = [
@@ -47,7 +47,7 @@ def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Inventory
         else _depart(dispatch, entry, worker)
         for entry in entries
     ]
-    parts += [_adopt_ticket(dispatch, ticket, held.get(ticket.placement)) for ticket in tickets]
+    parts += [_adopt_transfer(dispatch, inbound, held.get(inbound.placement)) for inbound in transfers]
     return reduce(Effects.plus, parts, Effects())
 
 
@@ -61,12 +61,12 @@ def _check(held: dict[int, InventoryRow], known: set[int], ledger: Ledger) -> No
             raise WrongState(f"holds {has}, was given {given}", field="placement", value=placement)
 
 
-def _adopt_ticket(dispatch: Dispatch, ticket: InboundTransfer, it: InventoryRow | None) -> Effects:
+def _adopt_transfer(dispatch: Dispatch, inbound: InboundTransfer, it: InventoryRow | None) -> Effects:
     """It goes on, if the worker has it and a request wants it. What it never heard of, or has let go of, has failed."""
     if it is None:
-        return dispatch.close_ticket(ticket, f"{ticket.worker} has its ticket no more", is_lost=True)
-    if ticket.request_index is None and not it.is_released:
-        return Effects(sends=(WorkerSend(ticket.worker, Withdraw(ticket.placement)),))
+        return dispatch.close_transfer(inbound, f"{inbound.worker} has its transfer no more", is_lost=True)
+    if inbound.request_index is None and not it.is_released:
+        return Effects(sends=(WorkerSend(inbound.worker, Withdraw(inbound.placement)),))
     return Effects()
 
 

@@ -8,7 +8,7 @@ the actors that its caller makes.
                                      (coordinator.scheduling.reconciliation). Workers decode on meanwhile
     on a worker of a lost epoch      departed: what the earlier incarnation had begun is finished
 
-Holdings of a ledger that are no placement of a request, and are kept by none, are tickets
+Holdings of a ledger that are no placement of a request, and are kept by none, are transfers
 (coordinator.scheduling.entries): of the request whose rows are on their way there, or of no request. They go on, or are
 revoked, when their worker is heard.
 
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 def expect_workers(
-    book: JournalState, expect: Callable[[journal.WorkerJoined, bool], WorkerPort]
+    journal_state: JournalState, expect: Callable[[journal.WorkerJoined, bool], WorkerPort]
 ) -> dict[EpochKey, WorkerPort]:
-    """Have the worker links expect every epoch of `book`, live or not; returns the ports of live ones."""
+    """Have the worker links expect every epoch of `journal_state`, live or not; returns the ports of live ones."""
     ports: dict[EpochKey, WorkerPort] = {}
-    for node, ledger in book.ledgers.items():
-        for joined in sorted(book.joined(node), key=lambda it: it.epoch):
+    for node, ledger in journal_state.ledgers.items():
+        for joined in sorted(journal_state.joined(node), key=lambda it: it.epoch):
             is_live = ledger.has_live(joined.worker) and ledger.budget(joined.worker).epoch == joined.epoch
             port = expect(joined, is_live)
             if is_live:
@@ -58,11 +58,11 @@ def expect_workers(
     return ports
 
 
-def endings_of(book: JournalState) -> Iterator[Ending]:
+def endings_of(journal_state: JournalState) -> Iterator[Ending]:
     """Of requests that ended in an earlier incarnation."""
-    for known in book.requests.values():
-        if (ended := known.ended) is not None:
-            about = known.facts.request_index, known.facts.request_id
+    for record in journal_state.requests.values():
+        if (ended := record.ended) is not None:
+            about = record.facts.request_index, record.facts.request_id
             yield Ending(*about, ended.outcome, ended.reason, ended.generated_tokens, ended.tail_text)
 
 
@@ -77,186 +77,201 @@ class Place(NamedTuple):
     wall_offset_s: float
 
 
-def restore(book: JournalState, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
+def restore(journal_state: JournalState, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
     """Fill placement table, requests and token log; returns what is to be done first. `ports` are those of live
     epochs."""
     placement_table = place.dispatch.placement_table
-    placement_table.go_on_from(book.arrivals, book.placements)
-    for drained in book.drains.values():
+    placement_table.go_on_from(journal_state.arrivals, journal_state.placements)
+    for drained in journal_state.drains.values():
         drain = WorkerDrain(drained.until_s - place.wall_offset_s, drained.handover)
         placement_table.drains[drained.worker] = drained.epoch, drain
     for (name, epoch), port in ports.items():
-        joined = book.workers[name, epoch]
+        joined = journal_state.workers[name, epoch]
         placement_table.add_worker(
             WorkerEntry(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True)
         )
-    _restore_tickets(book, placement_table)
+    _restore_transfers(journal_state, placement_table)
     effects = Effects()
-    ended = sorted((it for it in book.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0)
-    for known in [*(it for it in book.requests.values() if not it.ended), *ended]:
-        effects = effects.plus(_restore_ended(known, book, place) if known.ended else _restore_live(known, book, place))
-    for ticket in list(placement_table.tickets.values()):
-        effects = effects.plus(_settle_ticket(ticket, book, place.dispatch))
+    ended = sorted(
+        (it for it in journal_state.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0
+    )
+    for record in [*(it for it in journal_state.requests.values() if not it.ended), *ended]:
+        effects = effects.plus(
+            _restore_ended(record, journal_state, place)
+            if record.ended
+            else _restore_live(record, journal_state, place)
+        )
+    for transfer_id in list(placement_table.transfers.values()):
+        effects = effects.plus(_settle_transfer(transfer_id, journal_state, place.dispatch))
     place.dispatch.dirty = True
     return effects
 
 
-def _restore_tickets(book: JournalState, placement_table: PlacementTable) -> None:
-    """Every holding that is no placement of a request, and is kept by none, is that of a ticket: some request's, or
+def _restore_transfers(journal_state: JournalState, placement_table: PlacementTable) -> None:
+    """Every holding that is no placement of a request, and is kept by none, is that of a transfer: some request's, or
     no request's."""
-    stays: set[int] = set()
+    placements: set[int] = set()
     owners: dict[int, int] = {}
-    for known in book.requests.values():
-        stay = known.stay
-        if stay is None or not (known.on_worker or _is_held(stay, book)):
+    for record in journal_state.requests.values():
+        placed = record.placed
+        if placed is None or not (record.on_worker or _is_held(placed, journal_state)):
             continue
-        if known.on_worker or book.ledgers[stay.node].holder_of(stay.placement) is None:
-            stays.add(stay.placement)
-        ticket = stay.ticket if known.on_worker else stay.placement
-        if not known.ended:
-            owners[ticket] = known.facts.request_index
-    for node, ledger in book.ledgers.items():
-        for placement in sorted(ledger.placements() - stays):
+        if record.on_worker or journal_state.ledgers[placed.node].holder_of(placed.placement) is None:
+            placements.add(placed.placement)
+        transfer_id = placed.transfer_id if record.on_worker else placed.placement
+        if not record.ended:
+            owners[transfer_id] = record.facts.request_index
+    for node, ledger in journal_state.ledgers.items():
+        for placement in sorted(ledger.placements() - placements):
             key, pages = ledger.holder_of(placement), ledger.held(placement).host_pages
-            placement_table.tickets[placement] = InboundTransfer(
+            placement_table.transfers[placement] = InboundTransfer(
                 placement, owners.get(placement), node, *(key or ("", 0)), pages, arrived=key is None
             )
 
 
-def _settle_ticket(ticket: InboundTransfer, book: JournalState, dispatch: Dispatch) -> Effects:
-    """Close a ticket whose epoch is lost, and an arrived one that no request owns."""
-    if ticket.arrived:
-        return dispatch.revoke(ticket) if ticket.request_index is None else Effects()
-    ledger = book.ledgers[ticket.node]
-    if ledger.has_live(ticket.worker) and ledger.budget(ticket.worker).epoch == ticket.epoch:
+def _settle_transfer(inbound: InboundTransfer, journal_state: JournalState, dispatch: Dispatch) -> Effects:
+    """Close a transfer whose epoch is lost, and an arrived one that no request owns."""
+    if inbound.arrived:
+        return dispatch.revoke(inbound) if inbound.request_index is None else Effects()
+    ledger = journal_state.ledgers[inbound.node]
+    if ledger.has_live(inbound.worker) and ledger.budget(inbound.worker).epoch == inbound.epoch:
         return Effects()
-    return dispatch.close_ticket(ticket, f"{ticket.worker} was lost before", is_lost=True)
+    return dispatch.close_transfer(inbound, f"{inbound.worker} was lost before", is_lost=True)
 
 
-def _restore_ended(known: RequestRecord, book: JournalState, place: Place) -> Effects:
+def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Place) -> Effects:
     """What it had on its worker was released before its end was written; the ledger may not know yet."""
-    ended, facts = known.ended, known.facts
+    ended, facts = record.ended, record.facts
     assert ended is not None
     at = ended.at_s - place.wall_offset_s
-    state = _state_of(known, place)
+    state = _state_of(record, place)
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
-    entry = RequestEntry(facts, known.ordered, ended.generated_tokens)
+    entry = RequestEntry(facts, record.ordered, ended.generated_tokens)
     live = LiveRequest(facts, state, place.make_request(state, None), entry, b"")
     place.requests.ended[facts.request_id] = EndedRequest(live, at)
     if (
-        known.stay is None
-        or not _is_held(known.stay, book)
-        or known.stay.placement in place.dispatch.placement_table.tickets
+        record.placed is None
+        or not _is_held(record.placed, journal_state)
+        or record.placed.placement in place.dispatch.placement_table.transfers
     ):
         return Effects()
     return Effects(
-        (LedgerStep(known.stay.node, Release(known.stay.placement), journal.RequestDeparted(facts.request_index, 0)),)
+        (
+            LedgerStep(
+                record.placed.node, Release(record.placed.placement), journal.RequestDeparted(facts.request_index, 0)
+            ),
+        )
     )
 
 
-def _is_held(stay: journal.RequestPlaced, book: JournalState) -> bool:
+def _is_held(placed: journal.RequestPlaced, journal_state: JournalState) -> bool:
     """Not so when an audit has taken back what a request no longer had."""
-    return stay.node in book.ledgers and book.ledgers[stay.node].holds(stay.placement)
+    return placed.node in journal_state.ledgers and journal_state.ledgers[placed.node].holds(placed.placement)
 
 
-def _restore_live(known: RequestRecord, book: JournalState, place: Place) -> Effects:
-    facts, ordered, dispatch = known.facts, known.ordered, place.dispatch
-    stay = known.stay if known.stay and _is_held(known.stay, book) else None
+def _restore_live(record: RequestRecord, journal_state: JournalState, place: Place) -> Effects:
+    facts, ordered, dispatch = record.facts, record.ordered, place.dispatch
+    placed = record.placed if record.placed and _is_held(record.placed, journal_state) else None
     entry = dispatch.placement_table.recover(facts, place.token_log.length(facts.request_index))
-    dispatch.placement_table.poison_detector.recover(entry, known.strikes, known.mark)
-    if known.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
-        reason = poison_reason(entry, known.killed)
+    dispatch.placement_table.poison_detector.recover(entry, record.strikes, record.mark)
+    if record.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
+        reason = poison_reason(entry, record.killed)
         ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)
-    if stay is not None:
-        ticket = stay.ticket if known.on_worker else stay.placement
-        entry.ticket = ticket if ticket in dispatch.placement_table.tickets else 0
-    state = _state_of(known, place)
-    worker = dispatch.placement_table.workers.get(stay.worker) if stay and known.on_worker else None
-    if worker is not None and stay and worker.epoch != stay.epoch:
+    if placed is not None:
+        transfer_id = placed.transfer_id if record.on_worker else placed.placement
+        entry.transfer_id = transfer_id if transfer_id in dispatch.placement_table.transfers else 0
+    state = _state_of(record, place)
+    worker = dispatch.placement_table.workers.get(placed.worker) if placed and record.on_worker else None
+    if worker is not None and placed and worker.epoch != placed.epoch:
         worker = None
     request = place.make_request(state, worker.port if worker else None)
-    live = LiveRequest(facts, state, request, entry, known.prompt)
+    live = LiveRequest(facts, state, request, entry, record.prompt)
     place.requests.add(live)
-    if stay and known.on_worker:
-        effects = _restore_stay(stay, ordered, known, live, worker, book, place)
+    if placed and record.on_worker:
+        effects = _restore_placed(placed, ordered, record, live, worker, journal_state, place)
     else:
-        effects = _restore_waiting(stay, ordered, known, live, book, place)
+        effects = _restore_waiting(placed, ordered, record, live, journal_state, place)
     dispatch.placement_table.recover_orders(entry, ordered)
     return effects
 
 
 def _restore_waiting(
-    stay: journal.RequestPlaced | None,
+    placed: journal.RequestPlaced | None,
     ordered: journal.RequestOrdered,
-    known: RequestRecord,
+    record: RequestRecord,
     live: LiveRequest,
-    book: JournalState,
+    journal_state: JournalState,
     place: Place,
 ) -> Effects:
-    """Keeping what is left of `stay`, if anything is."""
-    entry, kept_tokens = live.entry, known.kept_tokens if stay else 0
-    if stay is not None:
-        pages = book.ledgers[stay.node].held(stay.placement).host_pages
+    """Keeping what is left of `placed`, if anything is."""
+    entry, kept_tokens = live.entry, record.kept_tokens if placed else 0
+    if placed is not None:
+        pages = journal_state.ledgers[placed.node].held(placed.placement).host_pages
         place.dispatch.placement_table.recover_kept(
-            entry, stay.node, stay.placement, kept_tokens, pages, known.first_token if kept_tokens else NO_TOKEN
+            entry, placed.node, placed.placement, kept_tokens, pages, record.first_token if kept_tokens else NO_TOKEN
         )
-    prefills_only = stay is not None and stay.prefills_only
+    prefills_only = placed is not None and placed.prefills_only
     live.state.recover_waiting(
         place.now,
         ordered=ordered,
         kept_tokens=kept_tokens,
         prefills_only=prefills_only,
-        known=_in_words(known, entry.generated),
+        known=_in_words(record, entry.generated),
     )
     if ordered.outcome:
         return place.dispatch.end(entry, ordered.outcome, ordered.reason)
     return Effects()
 
 
-def _restore_stay(
-    stay: journal.RequestPlaced,
+def _restore_placed(
+    placed: journal.RequestPlaced,
     ordered: journal.RequestOrdered,
-    known: RequestRecord,
+    record: RequestRecord,
     live: LiveRequest,
     worker: WorkerEntry | None,
-    book: JournalState,
+    journal_state: JournalState,
     place: Place,
 ) -> Effects:
     """On `worker`, or (None) on one that the earlier incarnation had lost."""
     placement_table, entry = place.dispatch.placement_table, live.entry
-    ledger = book.ledgers[stay.node]
-    memory = ledger.held(stay.placement)
-    placement_table.recover_stay(
-        entry, stay.node, stay.worker, stay.placement, memory, prefills_only=stay.prefills_only
+    ledger = journal_state.ledgers[placed.node]
+    memory = ledger.held(placed.placement)
+    placement_table.recover_placed(
+        entry, placed.node, placed.worker, placed.placement, memory, prefills_only=placed.prefills_only
     )
     placement_table.recover_place(entry, worker)
     staged = not memory.slab_pages
-    live.state.recover_stay(
+    live.state.recover_placed(
         place.now,
-        stay.placement,
-        stay.worker,
+        placed.placement,
+        placed.worker,
         staged=staged,
         ordered=ordered,
-        prefills_only=stay.prefills_only,
-        known=_in_words(known, entry.generated),
+        prefills_only=placed.prefills_only,
+        known=_in_words(record, entry.generated),
     )
     if ordered.outcome:
         live.state.recover_ending(place.now, ordered.outcome, ordered.reason)
     if ordered.outcome or ordered.held:
         placement_table.leave(entry, frees_pages=bool(ordered.outcome))
-    place.requests.begin_placement(live, stay.placement, stay.epoch)
+    place.requests.begin_placement(live, placed.placement, placed.epoch)
     if worker is not None:
         return Effects()
-    exited = ledger.has_exited(stay.worker, stay.epoch)
+    exited = ledger.has_exited(placed.worker, placed.epoch)
     return Effects(
-        (), (AddressedOrder(entry.request_index, WorkerLost(stay.placement, exited, f"{stay.worker} was lost before")),)
+        (),
+        (
+            AddressedOrder(
+                entry.request_index, WorkerLost(placed.placement, exited, f"{placed.worker} was lost before")
+            ),
+        ),
     )
 
 
-def _in_words(known: RequestRecord, generated: int) -> str:
-    strikes = f", {known.strikes} strikes, the last when {known.killed} died" if known.strikes else ""
+def _in_words(record: RequestRecord, generated: int) -> str:
+    strikes = f", {record.strikes} strikes, the last when {record.killed} died" if record.strikes else ""
     return f"{generated} tokens in the journal{strikes}"
 
 
-def _state_of(known: RequestRecord, place: Place) -> RequestState:
-    return RequestState(known.facts, now=known.facts.at_s - place.wall_offset_s, reason=f"by {known.facts.owner}")
+def _state_of(record: RequestRecord, place: Place) -> RequestState:
+    return RequestState(record.facts, now=record.facts.at_s - place.wall_offset_s, reason=f"by {record.facts.owner}")

@@ -128,7 +128,7 @@ class RequestState:
         self.ordered, self.kept_tokens, self.prefills_only = ordered, kept_tokens, prefills_only
         self._move(WAIT, now, "recovered", _restarted(known, f"{kept_tokens} rows kept" if kept_tokens else ""))
 
-    def recover_stay(
+    def recover_placed(
         self,
         now: float,
         placement: int,

@@ -224,7 +224,7 @@ class RequestTable:
     def _reason(self, live: LiveRequest, now: float) -> str:
         """Of a request that waits: for what, as of now; else that of the last line of its history that has one."""
         state, entry = live.state, live.entry
-        if state.state in WAITING or (state.state is State.TRANSFERRING and entry.ticket):
+        if state.state in WAITING or (state.state is State.TRANSFERRING and entry.transfer_id):
             return self.pending.explain(entry, now).text
         return state.reason
 

@@ -153,20 +153,20 @@ class Scheduler(SchedulerApi):
 
     def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None:
         """Take over the journal state; `ports` are those of the epochs that are awaited. Before `run`."""
-        book = self._journal.state
-        for node, opened in book.pools.items():
-            self._registry.recover(opened, book.joined(node))
+        journal_state = self._journal.state
+        for node, opened in journal_state.pools.items():
+            self._registry.recover(opened, journal_state.joined(node))
             self._start_pool(node)
         place = Place(
             self._dispatch, self._requests, self._token_log, self._submissions.start, self._clock(), self._wall_offset_s
         )
-        first = restore(book, place, ports)
-        self._submissions.ids_made = book.arrivals
+        first = restore(journal_state, place, ports)
+        self._submissions.ids_made = journal_state.arrivals
         for live in self._requests.live.values():
             if live.entry.placement and live.entry.worker in self._placement_table.workers and live.state.placement:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.request_index))
         self.tell(events.Recovered(first.steps, first.tells, first.sends))
-        for ending in endings_of(book):
+        for ending in endings_of(journal_state):
             self._listener.recovered(ending)
 
     def _worker_back(self, hello: messages.WorkerHello) -> Effects:
@@ -214,8 +214,8 @@ class Scheduler(SchedulerApi):
             if entry := self._placement_table.entries.get(request_index):
                 self._dispatch.starve(entry)
 
-    def _ticket_closed(self, it: events.TransferClosed) -> Effects:
-        return self._dispatch.ticket_closed(it.worker, it.epoch, it.placement, it.durable_tokens)
+    def _transfer_closed(self, it: events.TransferClosed) -> Effects:
+        return self._dispatch.transfer_closed(it.worker, it.epoch, it.placement, it.durable_tokens)
 
     def _announce_turn(self, turn: _Turn) -> None:
         for tell in turn.tells:
@@ -239,7 +239,7 @@ class Scheduler(SchedulerApi):
                 self._dispatch.closed(message.request_index)
                 self._requests.end(self._requests.by_index[message.request_index], now)
             case events.TransferClosed():
-                turn.take(self._ticket_closed(message))
+                turn.take(self._transfer_closed(message))
             case events.Starving():
                 self._starving(message)
             case events.WorkerDown() | events.WorkerExited():
@@ -334,8 +334,8 @@ class Scheduler(SchedulerApi):
             self._tell(
                 AddressedOrder(entry.request_index, events.RowsGivenUp(f"the host pool of {hello.node} is gone"))
             )
-        for ticket in [ticket for ticket in self._placement_table.tickets.values() if ticket.node == hello.node]:
-            for tell in self._dispatch.close_ticket(ticket, f"the pool of {hello.node} is gone", is_lost=True).tells:
+        for inbound in [inbound for inbound in self._placement_table.transfers.values() if inbound.node == hello.node]:
+            for tell in self._dispatch.close_transfer(inbound, f"the pool of {hello.node} is gone", is_lost=True).tells:
                 self._tell(tell)  # and its pages are gone with their ledger
         self._journal.open_pool(PoolOpened(hello.node, hello.capacity, hello.model))
         self._start_pool(hello.node)
@@ -383,7 +383,7 @@ class Scheduler(SchedulerApi):
         for entry in self._placement_table.in_view():
             entry.generated = self._token_log.length(entry.request_index)
         plan = self._dispatch.plan(now, tick=tick)
-        pairs = [(self._dispatch.ticket_step(decision), self._dispatch.step(decision)) for decision in plan]
+        pairs = [(self._dispatch.transfer_step(decision), self._dispatch.step(decision)) for decision in plan]
         given = iter(await self._transact([step for pair in pairs for step in pair if step is not None]))
         for decision, pair in zip(plan, pairs, strict=True):
             taken, pages = (NO_PAGES if step is None else next(given) for step in pair)
@@ -427,7 +427,7 @@ class Scheduler(SchedulerApi):
     def _receive(self, entry: RequestEntry, transfer: decisions.Transfer, pages: Int32Array) -> None:
         facts = entry.facts
         about = facts.request_index, facts.request_id, facts.prompt_tokens
-        transfer.worker.port.send(messages.Receive(transfer.ticket, *about, pages.tobytes()))
+        transfer.worker.port.send(messages.Receive(transfer.transfer_id, *about, pages.tobytes()))
 
     def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
@@ -449,7 +449,7 @@ class Scheduler(SchedulerApi):
             hot_slots=hot_size.hot_slots,
             hot_chunks=hot_size.hot_chunks,
             first_token=decision.first_token,
-            ticket=decision.transfer.ticket if decision.transfer else 0,
+            transfer_id=decision.transfer.transfer_id if decision.transfer else 0,
             destination=decision.transfer.worker.receiver if decision.transfer else b"",
             warm_start=warm_start if decision.durable_tokens else b"",
         )

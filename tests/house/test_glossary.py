@@ -26,7 +26,7 @@ PLACES = [(row[0], place) for row in ROWS for place in row[2].split("; ")]
 
 #: Words that the glossary replaced: no part of any identifier, in singular or plural.
 RETIRED = ("roster", "lobby", "rung", "ladder", "intake", "reception", "visit", "meter", "verb", "outdone", "surely")
-RETIRED += ("story", "suspicion", "mail", "knock", "door", "garbage", "gate", "book", "stay")
+RETIRED += ("story", "suspicion", "mail", "knock", "door", "garbage", "gate", "book", "stay", "ticket")
 #: Whole identifiers, whose parts are words of other things.
 RETIRED_NAMES = ("last_topk", "next_slots", "Known", "Book", "Heard", "Remedy", "Fleet", "Roster", "slot_index")
 
@@ -36,18 +36,6 @@ LEFT: dict[str, tuple[set[str], str]] = {
         {"kernels/pointwise.py", "kernels/cuda/pointwise.py", "kernels/cuda/pointwise_triton.py"}
         | {"worker/runners/experts.py", "worker/runners/layers.py"},
         "the gate projection of an MLP and its experts, as the model library spells it",
-    ),
-    "book": (
-        {"coordinator/service.py", "coordinator/scheduling/recovery.py", "coordinator/scheduling/scheduler.py"}
-        | {"coordinator/scheduling/submission.py", "coordinator/journal/journal.py"}
-        | {"coordinator/journal/state.py", "coordinator/journal/summary.py", "coordinator/journal/salvage.py"},
-        "variables of the class JournalState",
-    ),
-    "stay": (
-        {"coordinator/journal/state.py", "coordinator/journal/summary.py", "coordinator/journal/records.py"}
-        | {"coordinator/scheduling/dispatch.py", "coordinator/scheduling/placement_table.py"}
-        | {"coordinator/scheduling/recovery.py", "coordinator/scheduling/request_state.py", "worker/link/outbox.py"},
-        "the state of a placement, beside `placement`, which is its number",
     ),
 }
 

@@ -63,7 +63,7 @@ class World:
         self.counters.fence_waits.observe("sampled", 0.5)
         self.link.drops["lost"] += 2
         self.stopping = False
-        self.received = TransferCounters(bytes=500, pages=5, revoked_tickets=1)
+        self.received = TransferCounters(bytes=500, pages=5, revoked_transfers=1)
         self.sources = WorkerSources(
             worker="w1",
             version="0.1.0",

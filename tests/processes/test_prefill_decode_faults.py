@@ -78,19 +78,19 @@ async def test_refusing_decode_node_is_asked_again(
     config = crash_config(model, tmp_path, HOST_MEM)
     async with running_nodes(config, tmp_path, faulty(engine, decode="refuse")) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
-        assert await said(nodes, "planted: ticket") == ["w1"]
+        assert await said(nodes, "planted: transfer") == ["w1"]
         await assert_nothing_leaked(client)
 
 
 async def test_timed_out_transfer_begins_anew(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
-    """I8: some whose tickets are never answered, some whose pages are never acknowledged."""
+    """I8: some whose transfers are never answered, some whose pages are never acknowledged."""
     config = crash_config(model, tmp_path, HOST_MEM)
     async with running_nodes(config, tmp_path, faulty(engine, prefill=["impatient"], decode="mute")) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
-        assert await said(nodes, "planted: Ready of ticket") == ["w1"]
-        assert await said(nodes, "planted: Checked of ticket") == ["w1"]
+        assert await said(nodes, "planted: Ready of transfer") == ["w1"]
+        assert await said(nodes, "planted: Checked of transfer") == ["w1"]
         assert "w0" in await said(nodes, "did not answer within 4 s")
         assert "w0" in await said(nodes, "not verified within 4 s")
         await assert_nothing_leaked(client)
@@ -127,7 +127,7 @@ async def abort_amid_transfer(client: Client, names: list[str]) -> None:
 async def test_repeated_messages_take_effect_once(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
-    """Pages written and verified, tickets begun, stopped and ended, memory released."""
+    """Pages written and verified, transfers begun, stopped and ended, memory released."""
     config = crash_config(model, tmp_path, HOST_MEM)
     async with running_nodes(config, tmp_path, faulty(engine, prefill=["twice"], decode="twice")) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
@@ -156,7 +156,7 @@ async def test_prefill_worker_dies_during_a_write(
     config = crash_config(model, tmp_path, HOST_MEM)
     async with running_nodes(config, tmp_path, faulty(engine, prefill=["die", ""])) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
-        await said(nodes, "planted: SIGKILL amid ticket")
+        await said(nodes, "planted: SIGKILL amid transfer")
         await nodes.children["w0"].wait()
         nodes.spots = faulty(engine, prefill=["", ""])
         nodes.start("w0")
@@ -168,14 +168,14 @@ async def test_prefill_worker_dies_during_a_write(
 async def test_late_write_reaches_no_other_request(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
-    """I2, SGLang #24578: a prefill worker stops with one write begun and others queued. Its tickets are revoked, its
+    """I2, SGLang #24578: a prefill worker stops with one write begun and others queued. Its transfers are revoked, its
     pages at the decode node get other owners, many times over; then it goes on, while others decode.
 
     Where its endpoint is left open instead, other requests say other things."""
     config = crash_config(model, tmp_path, HOST_MEM)
     async with running_nodes(config, tmp_path, faulty(engine, prefill=["halt", ""])) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
-        await said(nodes, "planted: SIGSTOP amid ticket")
+        await said(nodes, "planted: SIGSTOP amid transfer")
         with trio.fail_after(LIMIT_S):
             while engine != "shared" and not await received(nodes, "shut_out"):  # noqa: ASYNC110
                 await trio.sleep(0.1)

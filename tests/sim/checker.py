@@ -32,7 +32,7 @@ from coordinator.workers.epoch_link import WorkerLink
 from protocol import messages, units
 from protocol.arrays import unpack_int32
 from protocol.errors import InternalError
-from tests.sim.fake_worker import EPOCHS_PER_PROCESS, Run, Ticket
+from tests.sim.fake_worker import EPOCHS_PER_PROCESS, Run, Transfer
 from tests.sim.oracle import Truth
 from tests.sim.trace import Violation
 from worker.link.outbox import REPORTS_UNACKED_MAX
@@ -138,10 +138,10 @@ class Checker(trio.abc.Instrument):
     # ---------------------------------------------------------------- memory
 
     def _check_pages(self, node: str, ledger: Ledger) -> None:
-        holders: dict[int, Run | Ticket] = {}
+        holders: dict[int, Run | Transfer] = {}
         refcounts = ledger._refcounts
         for process in self._cluster.processes_of(node):
-            for run in (*process.executor.runs.values(), *process.executor.tickets.values()):
+            for run in (*process.executor.runs.values(), *process.executor.transfers.values()):
                 for place, page in enumerate(run.pages):
                     if not refcounts[page]:
                         raise Violation(
@@ -318,13 +318,13 @@ class Checker(trio.abc.Instrument):
                     f"{ledger.holdings_count} holdings, quarantined by {ledger.quarantines}",
                 )
         for process in self._cluster.processes():
-            if held := [*process.executor.runs, *process.executor.tickets]:
+            if held := [*process.executor.runs, *process.executor.transfers]:
                 raise Violation("I1", f"{process.name} still holds {sorted(held)}")
 
 
-def _may_share(one: Run | Ticket, other: Run | Ticket, place: int) -> bool:
+def _may_share(one: Run | Transfer, other: Run | Transfer, place: int) -> bool:
     """A request goes on while a process that had it is not proved gone: on pages that were full before it began."""
-    if isinstance(one, Ticket) or isinstance(other, Ticket):
+    if isinstance(one, Transfer) or isinstance(other, Transfer):
         return False
     durable = max(one.admit.durable_tokens, other.admit.durable_tokens)
     is_same = one.admit.request_id == other.admit.request_id and one.pages[place] == other.pages[place]

@@ -478,7 +478,7 @@ class Cluster:
         return (
             self.coordinator is not None
             and self.coordinator.is_empty
-            and not any(process.executor.runs or process.executor.tickets for process in processes)
+            and not any(process.executor.runs or process.executor.transfers for process in processes)
         )
 
     # ------------------------------------------------------------ what clients may be told

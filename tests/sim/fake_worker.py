@@ -227,7 +227,7 @@ class Run:
 
 
 @dataclass(eq=False)
-class Ticket:
+class Transfer:
     """What another node's rows are let into, as the checker sees a Run."""
 
     admit: Receive
@@ -267,7 +267,7 @@ class FakeExecutor:
         wire: Wire,
         receiver: FakeReceiver,
     ) -> None:
-        self.tickets: dict[int, Ticket] = {}
+        self.transfers: dict[int, Transfer] = {}
         self._wire = wire
         self._receiver = receiver
         self.counters = WorkerCounters()
@@ -330,7 +330,7 @@ class FakeExecutor:
             self._admit(command)
         elif isinstance(command, Receive):
             self._receive(command)
-        elif isinstance(command, Withdraw) and command.placement in self.tickets:
+        elif isinstance(command, Withdraw) and command.placement in self.transfers:
             self._receiver.revoke(command.placement)
         elif isinstance(command, Exited):
             return
@@ -383,8 +383,8 @@ class FakeExecutor:
             ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
         )
         self.runs[admit.placement] = run
-        if admit.ticket:
-            run.sending = self._wire.begin(Outgoing(admit.ticket, len(prompt)), admit.destination)
+        if admit.transfer_id:
+            run.sending = self._wire.begin(Outgoing(admit.transfer_id, len(prompt)), admit.destination)
         if not durable:
             self._prompts.append(run)
 
@@ -395,7 +395,7 @@ class FakeExecutor:
             self._reports.add_event(Released(command.placement, 0))
             return
         incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
-        self.tickets[command.placement] = Ticket(command, incoming)
+        self.transfers[command.placement] = Transfer(command, incoming)
         self._receiver.open(command.placement, incoming)
 
     def _admit_once(self, placement: int) -> None:
@@ -404,9 +404,9 @@ class FakeExecutor:
         self.admitted.add(placement)
 
     def _turn_transfers(self) -> None:
-        for ticket in self._receiver.poll():
-            durable = self.tickets.pop(ticket).incoming.durable_tokens
-            self._reports.add_event(Released(ticket, durable))
+        for transfer_id in self._receiver.poll():
+            durable = self.transfers.pop(transfer_id).incoming.durable_tokens
+            self._reports.add_event(Released(transfer_id, durable))
         for run in self.runs.values():
             if run.sending is not None:
                 self._send(run, run.sending)
@@ -607,9 +607,9 @@ class FakeExecutor:
             )
             for run in self.runs.values()
         ]
-        tickets = [InventoryRow(it.placement, len(it.pages)) for it in self.tickets.values()]
-        pages = [it.pages for it in (*self.runs.values(), *self.tickets.values())]
-        return list(zip((*runs, *tickets), pages, strict=True))
+        transfers = [InventoryRow(it.placement, len(it.pages)) for it in self.transfers.values()]
+        pages = [it.pages for it in (*self.runs.values(), *self.transfers.values())]
+        return list(zip((*runs, *transfers), pages, strict=True))
 
     def _free(self) -> FreeDeviceMemory:
         rows, capacity = [row for row, _ in self._held()], self._capacity
@@ -623,7 +623,7 @@ class FakeExecutor:
         """What is given to this worker is never more than it has (I2), nor given twice (I1)."""
         runs, capacity = self.runs.values(), self._capacity
         rows = (
-            ("seats", len(runs) + len(self.tickets), capacity.seats),
+            ("seats", len(runs) + len(self.transfers), capacity.seats),
             ("hot chunks", sum(_chunks(run) for run in runs), capacity.hot_chunks),
             ("index pages", sum(run.index_pages for run in runs), capacity.index_pages),
             ("slab pages", sum(run.slab_pages for run in runs), capacity.slab_pages),

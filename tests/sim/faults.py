@@ -222,11 +222,11 @@ class Faults:
         return f"{how} {count} pages"
 
     def _refuse_pages(self) -> str | None:
-        """The next ticket is refused by whoever is to take its rows in."""
+        """The next transfer is refused by whoever is to take its rows in."""
         if not self._cluster.shape.pairs:
             return None
         self._cluster.wire.refuse = 1
-        return "one ticket"
+        return "one transfer"
 
     def _lag(self) -> str | None:
         connection = self._connection("worker", "client", "admin")

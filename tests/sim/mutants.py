@@ -263,13 +263,13 @@ def reuse_destination_pages_before_revocation() -> Plan:
     """The sender is gone: what should still write to the pages that it was given?"""
     original = dispatch.Dispatch._departed_sender
 
-    def departed_sender(self: Any, entry: Any, ticket: Any, event: Any, generated: int) -> Any:
-        was_lost = entry.lost and not ticket.arrived
-        heard = original(self, entry, ticket, event, generated)
-        if not was_lost or ticket.placement not in self.placement_table.tickets:
+    def departed_sender(self: Any, entry: Any, transfer: Any, event: Any, generated: int) -> Any:
+        was_lost = entry.lost and not transfer.arrived
+        heard = original(self, entry, transfer, event, generated)
+        if not was_lost or transfer.placement not in self.placement_table.transfers:
             return heard
-        self.placement_table.close_ticket(ticket)
-        return heard.plus(dispatch.Effects((dispatch.LedgerStep(ticket.node, Release(ticket.placement)),)))
+        self.placement_table.close_transfer(transfer)
+        return heard.plus(dispatch.Effects((dispatch.LedgerStep(transfer.node, Release(transfer.placement)),)))
 
     yield dispatch.Dispatch, "_departed_sender", departed_sender
 

@@ -2,7 +2,7 @@
 
 A frame is one page on its way: the bytes that the sender had, where they go, and a checksum that it took. It lands at
 a moment of its own, whether or not its sender still runs, as what is in socket buffers does; it lands *unless* the
-endpoint that it goes through is gone: the receiver's process has ended, or its ticket was revoked. Nobody guards the
+endpoint that it goes through is gone: the receiver's process has ended, or its transfer was revoked. Nobody guards the
 pages: a frame that lands too late overwrites whatever is there.
 """
 
@@ -19,12 +19,12 @@ from tests.sim.oracle import Rows
 from worker.transfer.handover import Incoming, Outgoing
 
 #: Seconds that a frame travels; after which an unanswered one is sent again; that a revocation takes; that a sender
-#: waits for its receiver to know the ticket.
+#: waits for its receiver to know the transfer.
 TRAVEL_S: Final = (0.0, 0.3)
 RESEND_S: Final = 0.5
 REVOKE_S: Final = (0.0, 0.4)
 BEGIN_LIMIT_S: Final = 4.0
-#: A page that arrives wrong this often fails its ticket.
+#: A page that arrives wrong this often fails its transfer.
 ATTEMPTS_MAX: Final = 4
 
 
@@ -44,7 +44,7 @@ class Frame:
 
 @dataclass(eq=False)
 class Sending:
-    """One ticket at its sender."""
+    """One transfer at its sender."""
 
     wire: Wire
     out: Outgoing
@@ -62,13 +62,13 @@ class Sending:
         if self.out.is_over:
             return
         self.out.failure = reason
-        if ticket := self.ticket:
-            ticket.gives_up = True
+        if transfer := self.transfer:
+            transfer.gives_up = True
 
     @property
-    def ticket(self) -> Taking | None:
+    def transfer(self) -> Taking | None:
         receiver = self.wire.receivers.get(self.receiver)
-        return receiver.tickets.get(self.out.ticket) if receiver else None
+        return receiver.transfers.get(self.out.transfer_id) if receiver else None
 
     @property
     def is_quiet(self) -> bool:
@@ -76,12 +76,12 @@ class Sending:
 
     def turn(self) -> None:
         """What the sender's thread does, while its process runs."""
-        now, ticket = trio.current_time(), self.ticket
+        now, transfer = trio.current_time(), self.transfer
         if self.out.is_over:
             return
-        if ticket is None or ticket.closes_at is not None:
-            if ticket is not None or self.attempts or now > self.began_at + BEGIN_LIMIT_S:
-                self.out.failure = "its receiver knows no such ticket"
+        if transfer is None or transfer.closes_at is not None:
+            if transfer is not None or self.attempts or now > self.began_at + BEGIN_LIMIT_S:
+                self.out.failure = "its receiver knows no such transfer"
             return
         for index, rows in self.pages.items():
             if index not in self.out.delivered and now >= self.sent_at.get(index, -RESEND_S) + RESEND_S:
@@ -95,7 +95,7 @@ class Sending:
 
 @dataclass(eq=False)
 class Taking:
-    """One ticket at its receiver. `closes_at`: it is being revoked."""
+    """One transfer at its receiver. `closes_at`: it is being revoked."""
 
     incoming: Incoming
     closes_at: float | None = None
@@ -109,30 +109,30 @@ class FakeReceiver:
     wire: Wire
     name: str
     pool: object
-    tickets: dict[int, Taking] = field(default_factory=dict)
+    transfers: dict[int, Taking] = field(default_factory=dict)
 
-    def open(self, ticket: int, incoming: Incoming) -> None:
-        self.tickets[ticket] = Taking(incoming)
+    def open(self, transfer_id: int, incoming: Incoming) -> None:
+        self.transfers[transfer_id] = Taking(incoming)
 
-    def revoke(self, ticket: int) -> None:
-        taking = self.tickets.get(ticket)
+    def revoke(self, transfer_id: int) -> None:
+        taking = self.transfers.get(transfer_id)
         if taking is not None and taking.closes_at is None:
             taking.closes_at = trio.current_time() + self.wire.rng.uniform(*REVOKE_S)
 
     def poll(self) -> list[int]:
-        """Tickets that are over; nothing is written for them any more."""
+        """Transfers that are over; nothing is written for them any more."""
         self.wire.settle()
         over: list[int] = []
-        for ticket, taking in self.tickets.items():
+        for transfer_id, taking in self.transfers.items():
             if taking.gives_up and taking.closes_at is None:
-                self.revoke(ticket)
+                self.revoke(transfer_id)
             if taking.closes_at is not None and taking.closes_at <= trio.current_time():
                 taking.incoming.is_revoked = True
             if taking.incoming.is_over:
-                over.append(ticket)
-        for ticket in over:
-            self.wire.shut(self, ticket)
-            del self.tickets[ticket]
+                over.append(transfer_id)
+        for transfer_id in over:
+            self.wire.shut(self, transfer_id)
+            del self.transfers[transfer_id]
         return over
 
     def verify(self, rows: Rows, expected: int) -> bool:
@@ -141,7 +141,7 @@ class FakeReceiver:
 
 class Wire:
     """All transfers of a cluster. `corrupt` and `lose` say how many of the next frames are to be harmed, `refuse` how
-    many tickets. A calm one delivers at once and in order."""
+    many transfers. A calm one delivers at once and in order."""
 
     def __init__(self, rng: random.Random, *, is_calm: bool) -> None:
         self.rng = rng
@@ -168,10 +168,12 @@ class Wire:
         lands_at = trio.current_time() + self.rng.uniform(*self._travel_s)
         self.frames.append(Frame(sending, index, rows.copy(), checksum(rows), lands_at, is_lost))
 
-    def shut(self, receiver: FakeReceiver, ticket: int) -> None:
-        """Nothing lands for that ticket any more."""
+    def shut(self, receiver: FakeReceiver, transfer_id: int) -> None:
+        """Nothing lands for that transfer any more."""
         self.frames = [
-            it for it in self.frames if it.outgoing.receiver != receiver.name or it.outgoing.out.ticket != ticket
+            it
+            for it in self.frames
+            if it.outgoing.receiver != receiver.name or it.outgoing.out.transfer_id != transfer_id
         ]
 
     def settle(self) -> None:
@@ -185,7 +187,7 @@ class Wire:
 
     def _land(self, frame: Frame) -> None:
         sending = frame.outgoing
-        receiver, taking = self.receivers[sending.receiver], sending.ticket
+        receiver, taking = self.receivers[sending.receiver], sending.transfer
         if taking is None or frame.index in taking.incoming.arrived:
             return
         rows = frame.rows

@@ -2,11 +2,11 @@
 
 | fault     | in a worker that | what goes wrong                                                                  |
 |-----------|------------------|----------------------------------------------------------------------------------|
-| refuse    | decodes          | REFUSED tickets are refused, though there is room                                |
-| mute      | decodes          | MUTED tickets are never answered, and of MUTED others no page is acknowledged    |
+| refuse    | decodes          | REFUSED transfers are refused, though there is room                                |
+| mute      | decodes          | MUTED transfers are never answered, and of MUTED others no page is acknowledged    |
 | impatient | prefills         | gives up after LIMIT_S what others give 30 s                                     |
 | slow      | decodes          | each page takes PAGE_S to be checked                                             |
-| flip      | decodes          | every page of its first ticket is spoilt each time it comes, one page of its next |
+| flip      | decodes          | every page of its first transfer is spoilt each time it comes, one page of its next |
 | twice     | does either      | every word about transfers, and every Released, is said twice                    |
 | halt      | prefills         | the process stops (SIGSTOP) with its first write begun                           |
 | die       | prefills         | likewise by SIGKILL                                                              |
@@ -57,12 +57,12 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 def refuse() -> None:
     left = [REFUSED]
 
-    def opened(whole: Callable[..., None], _: PageReceiver, ticket: int, pages: Any) -> None:
+    def opened(whole: Callable[..., None], _: PageReceiver, transfer_id: int, pages: Any) -> None:
         if left[0]:
             left[0] -= 1
-            say(f"ticket {ticket} refused")
-            raise CapacityError("planted", field="ticket", value=ticket)
-        whole(ticket, pages)
+            say(f"transfer {transfer_id} refused")
+            raise CapacityError("planted", field="transfer_id", value=transfer_id)
+        whole(transfer_id, pages)
 
     around(PageReceiver, "open", opened)
 
@@ -71,11 +71,11 @@ def mute() -> None:
     unsaid: dict[type, set[int]] = {Ready: set(), Checked: set()}
 
     def sent(whole: Callable[..., None], _: ReceiverControl, sender: str, message: ReceiverMessage) -> None:
-        tickets = unsaid.get(type(message), set())
-        if len(tickets) < MUTED and not any(message.ticket in others for others in unsaid.values()):
-            tickets.add(message.ticket)
-        if message.ticket in tickets:
-            say(f"{type(message).__name__} of ticket {message.ticket} not said")
+        transfers = unsaid.get(type(message), set())
+        if len(transfers) < MUTED and not any(message.transfer_id in others for others in unsaid.values()):
+            transfers.add(message.transfer_id)
+        if message.transfer_id in transfers:
+            say(f"{type(message).__name__} of transfer {message.transfer_id} not said")
         else:
             whole(sender, message)
 
@@ -96,18 +96,18 @@ def slow() -> None:
 
 
 def flip() -> None:
-    tickets: dict[int, int] = {}  # ticket -> pages left to spoil
+    transfers: dict[int, int] = {}  # transfer -> pages left to spoil
 
     def taken(whole: Callable[[CheckUnit], int], target: Any, check: CheckUnit) -> int:
         digest = whole(check)
-        left = tickets.setdefault(check.ticket, (1 << 30, 1, 0)[min(2, len(tickets))])
+        left = transfers.setdefault(check.transfer_id, (1 << 30, 1, 0)[min(2, len(transfers))])
         if not left:
             return digest
-        tickets[check.ticket] -= 1
+        transfers[check.transfer_id] -= 1
         pool = target._pages if isinstance(target, SharedTarget) else target._pool.pages
         page = pool[check.page, check.offset : check.offset + check.length]
         page[3::4] ^= 0x40  # exponents of float32: rows unlike any others
-        say(f"page {check.page} of ticket {check.ticket} spoilt")
+        say(f"page {check.page} of transfer {check.transfer_id} spoilt")
         return checksum(page)
 
     for target in TARGETS:
@@ -131,8 +131,8 @@ def strike(number: signal.Signals) -> None:
     def posted(whole: Callable[..., None], _: Any, post: Any) -> None:
         whole(post)
         if not struck:
-            struck.append(post.ticket)
-            say(f"{number.name} amid ticket {post.ticket}")
+            struck.append(post.transfer_id)
+            say(f"{number.name} amid transfer {post.transfer_id}")
             os.kill(os.getpid(), number)
 
     for source in SOURCES:

@@ -106,11 +106,11 @@ class Ownership(trio.abc.Instrument):
         self.violations: list[tuple[str, str]] = []
         self.watched: dict[int, Watched] = {}
         self._scheduler = scheduler
-        table, requests, book = scheduler._placement_table, scheduler._requests, journal.state
+        table, requests, journal_state = scheduler._placement_table, scheduler._requests, journal.state
         self._watch(scheduler.name, "placement table", table, lambda: image_of(table))
         self._watch(scheduler.name, "request table", requests, lambda: image_of(requests, foreign=(RequestEntry,)))
-        self._watch("", "journal state", book, lambda: image_of(book, foreign=(Ledger,)))
-        self._journal_state = self.watched[id(book)]
+        self._watch("", "journal state", journal_state, lambda: image_of(journal_state, foreign=(Ledger,)))
+        self._journal_state = self.watched[id(journal_state)]
         journal.append = self._within(journal.append)  # type: ignore[method-assign]
         journal.open_pool = self._within(journal.open_pool)  # type: ignore[method-assign]
 

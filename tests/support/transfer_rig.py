@@ -47,7 +47,7 @@ def make_pool(path: Path, geometry: Geometry, pages: int) -> PoolMemory:
 
 
 def content(index: int, page_bytes: int) -> npt.NDArray[np.uint8]:
-    """What the `index`-th page of every ticket holds. Never zero, never OTHERS."""
+    """What the `index`-th page of every transfer holds. Never zero, never OTHERS."""
     return np.random.default_rng(index).integers(1, 200, page_bytes, dtype=np.uint8)
 
 
@@ -118,18 +118,18 @@ def peer_process(folder: Path, **order: Any) -> Iterator[Peer]:
 
 
 def receive(folder: Path, order: dict[str, Any]) -> None:
-    """Open `ticket` on the first `pages` pages, say the description, and receive by `engine` until stdin ends."""
+    """Open `transfer` on the first `pages` pages, say the description, and receive by `engine` until stdin ends."""
     pool = make_pool(folder / "receiver.pool", SMALL, order["pages"])
     layout, address = Layout.of(SMALL, MODEL), "tcp://127.0.0.1:0"
     receiver = open_receiver(order["engine"], pool, layout, name="decode-0/1", address=address)
-    receiver.open(order["ticket"], range(order["pages"]))
+    receiver.open(order["transfer_id"], range(order["pages"]))
     say(receiver.describe().hex())
     sys.stdin.read()
     receiver.close()
 
 
 def send(folder: Path, order: dict[str, Any]) -> None:
-    """Send `pages` pages for `ticket` to `description`, in parts that end at `part_ends`.
+    """Send `pages` pages for `transfer` to `description`, in parts that end at `part_ends`.
 
     `withheld`: pages from the front that are not sent, as if prefill were still at them; `withheld_parts`: parts from
     the end of each page.
@@ -145,10 +145,10 @@ def send(folder: Path, order: dict[str, Any]) -> None:
     plant(order.get("fault", ""), order.get("times", 1), pool, pages)
     part_ends = order.get("part_ends", [])
     sender = open_sender(pool, Layout.of(geometry, MODEL), name=order["name"])
-    sender.open(order["ticket"], bytes.fromhex(order["description"]), order.get("claimed_pages", pages), part_ends)
+    sender.open(order["transfer_id"], bytes.fromhex(order["description"]), order.get("claimed_pages", pages), part_ends)
     for part in range((len(part_ends) or 1) - order.get("withheld_parts", 0)):
         for index in reversed(range(order.get("withheld", 0), pages)):
-            sender.send(order["ticket"], index, index, part)
+            sender.send(order["transfer_id"], index, index, part)
     left = pages
     while left:
         for event in sender.poll():

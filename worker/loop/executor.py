@@ -276,8 +276,8 @@ class Executor:
                 self.transfers.exited(worker, pid)
             case Audit(number):
                 self._take_inventory(number)
-            case Withdraw(ticket) if self.transfers.takes(ticket):
-                self.transfers.revoke(ticket)
+            case Withdraw(transfer_id) if self.transfers.takes(transfer_id):
+                self.transfers.revoke(transfer_id)
             case Grant() | Resize() | Withdraw():
                 self._apply_to_request(command)
             case Stop():  # the link withdraws what is here and then ends the process
@@ -324,19 +324,19 @@ class Executor:
         if request.status is Status.PREFILLING:
             self._prompts.append(request)
         self.counters.admitted += 1
-        if admit.ticket:
+        if admit.transfer_id:
             self._contain(self._begin_sending, request, admit)
 
     def _receive(self, command: Receive) -> None:
         try:
             self.transfers.receive(command)
         except HiSparseError as error:
-            log.warning("ticket refused", extra=fields(ticket=command.placement, error=error))
+            log.warning("transfer refused", extra=fields(transfer_id=command.placement, error=error))
             self._report.released(command.placement, 0)
 
     def _begin_sending(self, request: RunningRequest, admit: Admit) -> None:
         tokens = request.prompt_tokens
-        request.outgoing = self.transfers.begin(admit.ticket, admit.destination, tokens, self._groups)
+        request.outgoing = self.transfers.begin(admit.transfer_id, admit.destination, tokens, self._groups)
 
     def _note_staging(self, request: RunningRequest, group: int, stop: int) -> None:
         """A layer group of rows below `stop` is being staged, while later layers are launched: what was staged by now
@@ -379,8 +379,8 @@ class Executor:
     # ---------------------------------------------------------------- polls
 
     def _poll(self) -> bool:
-        for ticket, rows in self.transfers.poll():
-            self._report.released(ticket, rows)
+        for transfer_id, rows in self.transfers.poll():
+            self._report.released(transfer_id, rows)
         moved = [request for request in list(self._waiting.values()) if self._poll_one(request)]
         for request in self._decoder.note_durable():
             if request.status is Status.PARKED:

@@ -7,7 +7,7 @@
            ── Written: checksum ───────────────────►  verifies
            ◄──────────────────────────── Checked ──
 
-A ticket is one transfer for one request: destination pages in the order of its context. Pages travel whole, or in parts
+A transfer moves the pages of one request, in the order of its context. Pages travel whole, or in parts
 (layer groups), several at a time, in any order, while prefill is still at work on later ones.
 
 | engine     | moves bytes by                              | across nodes | shuts a silent sender out               |
@@ -19,7 +19,7 @@ A ticket is one transfer for one request: destination pages in the order of its 
 
 **Revocation.** Where the sender writes, one that answers stops by itself: it posts nothing more, waits for what is in
 flight and says so. One that does not (dead, hung, cut off) is shut out: each sender writes through an endpoint of its
-own, and destroying it ends all its tickets. That its process is proved dead is not enough with a network in between:
+own, and destroying it ends all its transfers. That its process is proved dead is not enough with a network in between:
 what the kernel holds in socket buffers still lands. In every engine what lands goes through the receiver's process or
 its registrations, so that nothing lands once that is gone.
 

@@ -79,8 +79,8 @@ def open_sender(
     host: str = "127.0.0.1",
 ) -> PageSender:
     """A started sender. `name` is that of one process at a time: receivers are told of its exit before another one has
-    it. An engine is loaded when the first
-    receiver asks for it; one that is not installed fails that ticket. `host` is this node's address for `mooncake`."""
+    it. An engine is loaded when the first receiver asks for it;
+    a transfer whose engine is not installed fails. `host` is this node's address for `mooncake`."""
     _check(pool, layout, name)
     makers: Mapping[str, SourceMaker] = {engine: partial(_source, engine, name, host, options) for engine in engines}
     places = {engine: place_of(pool) if engine == "shared" else b"" for engine in engines}
@@ -89,7 +89,7 @@ def open_sender(
 
 def check_engine(engine: str, options: EngineOptions) -> None:
     """Raise ConfigError when it is not installed, or its options are refused: known at start, before pages are touched,
-    and not by the first ticket."""
+    and not by the first transfer."""
     match engine:
         case "nixl":
             from worker.transfer.engines.nixl import load as load_nixl

@@ -14,9 +14,9 @@ from protocol.units import PAGE_TOKENS, pages_for
 
 @dataclass(slots=True)
 class Outgoing:
-    """The pages of `prompt_tokens` rows, on their way out under `ticket`; `sent` counts those of each part."""
+    """The pages of `prompt_tokens` rows, on their way out under `transfer_id`; `sent` counts those of each part."""
 
-    ticket: int
+    transfer_id: int
     prompt_tokens: int
     parts: int = 1
     sent: list[int] = field(init=False)

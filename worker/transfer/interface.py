@@ -1,7 +1,7 @@
 """What executors and coordinators see of page transfer: layouts, descriptions and events of the two ends.
 
-    PageReceiver   on the decode node: opens tickets on host pages, says when each page has arrived, revokes
-    PageSender     on the prefill node: sends pages of its own pool to the pages of a ticket
+    PageReceiver   on the decode node: opens transfers on host pages, says when each page has arrived, revokes
+    PageSender     on the prefill node: sends pages of its own pool to the pages of a transfer
 
 Both have a thread of their own; no method here waits for the network, `close` excepted. Methods are called by one
 thread (the executor's); `poll` returns what happened since the last call, in order.
@@ -22,12 +22,12 @@ from protocol.units import PAGE_TOKENS
 
 #: Version of descriptions and of what senders and receivers say to each other; both ends must have the same.
 TRANSFER_VERSION: Final = 1
-#: Pages of one ticket: a context of 1,048,576 tokens.
-TICKET_PAGES_MAX: Final = 16_384
+#: Pages of one transfer: a context of 1,048,576 tokens.
+TRANSFER_PAGES_MAX: Final = 16_384
 #: Parts that a page may be sent in: layer groups.
 PARTS_MAX: Final = 64
-#: Tickets that one receiver, or one sender, has open.
-TICKETS_MAX: Final = 4_096
+#: Transfers that one receiver, or one sender, has open.
+TRANSFERS_MAX: Final = 4_096
 #: Largest description, and largest name in it.
 DESCRIPTION_BYTES_MAX: Final = 16_384
 NAME_CHARS_MAX: Final = 256
@@ -67,7 +67,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How to reach a receiver. `life` is drawn for each: a description of a dead one reaches no other. Its holder
-    may begin tickets; it crosses networks under `key`, the receiver's CURVE key, drawn with it (empty over ipc)."""
+    may begin transfers; it crosses networks under `key`, the receiver's CURVE key, drawn with it (empty over ipc)."""
 
     version: int
     engine: str
@@ -116,23 +116,23 @@ class PoolMemory:
 
 @dataclass(frozen=True)
 class Arrived:
-    """All bytes of the `index`-th page of the ticket are in host memory, with the checksum that their sender took.
+    """All bytes of the `index`-th page of the transfer are in host memory, with the checksum that their sender took.
 
     Said once for each page, in any order. No write to the page is under way and none follows.
     """
 
-    ticket: int
+    transfer_id: int
     index: int
 
 
 @dataclass(frozen=True)
 class Revoked:
-    """The ticket is closed and no write for it can land any more: its pages may go to another owner.
+    """The transfer is closed and no write for it can land any more: its pages may go to another owner.
 
     Answers `revoke`; comes unasked when the sender gave up or was cut off. `reason` says which.
     """
 
-    ticket: int
+    transfer_id: int
     reason: str
 
 
@@ -144,17 +144,17 @@ ReceiverEvent: TypeAlias = Arrived | Revoked
 
 @dataclass(frozen=True)
 class Delivered:
-    """The receiver has verified the `index`-th page of the ticket; its source page is free."""
+    """The receiver has verified the `index`-th page of the transfer; its source page is free."""
 
-    ticket: int
+    transfer_id: int
     index: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The ticket has ended before all its pages were delivered. Nothing reads its source pages any more."""
+    """The transfer has ended before all its pages were delivered. Nothing reads its source pages any more."""
 
-    ticket: int
+    transfer_id: int
     reason: str
 
 

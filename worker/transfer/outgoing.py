@@ -1,4 +1,4 @@
-"""What the sending end remembers of tickets, of their units, and of the receivers that they go to."""
+"""What the sending end remembers of transfers, of their units, and of the receivers that they go to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class SenderTicket:
+class SenderTransfer:
     """`targets` are the destination pages, told by Ready; `posted` counts writes whose end was not seen."""
 
     peer: str
@@ -59,7 +59,7 @@ class SenderTicket:
 
 @dataclass(slots=True)
 class Lane:
-    """What waits and what is in flight to one receiver; since when it has had no ticket."""
+    """What waits and what is in flight to one receiver; since when it has had no transfer."""
 
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     units: int = 0

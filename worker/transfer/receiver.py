@@ -59,22 +59,22 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
         """An encoded Description: what senders need, and what a coordinator hands on unread."""
         return self._description.encode()
 
-    def open(self, ticket: int, pages: Sequence[int]) -> None:
-        """Let one sender write to host pages `pages`, in the order of the context, for `ticket`.
+    def open(self, transfer_id: int, pages: Sequence[int]) -> None:
+        """Let one sender write to host pages `pages`, in the order of the context, for `transfer_id`.
 
-        `ticket` is a placement number: never reused in one incarnation of either end. Raises WrongState when it is
-        open, CapacityError beyond TICKETS_MAX tickets, BadInput for pages that the pool has not.
+        `transfer_id` is a placement number: never reused in one incarnation of either end. Raises WrongState when it is
+        open, CapacityError beyond TRANSFERS_MAX transfers, BadInput for pages that the pool has not.
         """
-        self._ask(lambda: self._core.open(ticket, pages))
+        self._ask(lambda: self._core.open(transfer_id, pages))
 
-    def revoke(self, ticket: int, reason: str) -> None:
-        """Close `ticket`, whatever has arrived. `Revoked` follows: at once when no sender has begun, else when its last
-        page is copied, or its sender has stopped or was shut out, within seconds. Does nothing for a ticket that is not
-        open: all its pages have arrived, or it was revoked before."""
-        self._ask(lambda: self._core.revoke(ticket, reason, time.monotonic()))
+    def revoke(self, transfer_id: int, reason: str) -> None:
+        """Close `transfer_id`, whatever has arrived. `Revoked` follows: at once when no sender has begun, else when
+        the last page is copied, or the sender has stopped or was shut out, within seconds. Does nothing for a transfer
+        that is not open: all its pages have arrived, or it was revoked before."""
+        self._ask(lambda: self._core.revoke(transfer_id, reason, time.monotonic()))
 
     def sender_exited(self, sender: str) -> None:
-        """The process of `sender` is proved gone. Every ticket that it began ends with `Revoked`, and it begins none
+        """The process of `sender` is proved gone. Every transfer that it began ends with `Revoked`, and it begins none
         that is open now. A later process may have the same name."""
         self._ask(lambda: self._core.sender_exited(sender))
 
@@ -104,7 +104,7 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
         return bool(heard or ended)
 
     def _tick(self, now: float) -> Sequence[Action]:
-        self.counters.open_tickets = self._core.open_tickets
+        self.counters.open_transfers = self._core.open_transfers
         self.counters.unreadable_messages = self._control.unreadable
         return self._core.tick(now)
 
@@ -145,9 +145,9 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
         match event:
             case Arrived():
                 self.counters.pages += 1
-            case Revoked(ticket, reason):
-                self.counters.revoked_tickets += 1
-                log.info("page transfer revoked", extra=fields(ticket=ticket, reason=reason))
+            case Revoked(transfer_id, reason):
+                self.counters.revoked_transfers += 1
+                log.info("page transfer revoked", extra=fields(transfer_id=transfer_id, reason=reason))
 
     def _tear_down(self) -> None:
         self.jobs.close()

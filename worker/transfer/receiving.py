@@ -6,7 +6,7 @@
                 │             STOPPING ──Stopped, clean; or nothing more is fetched──► (revoked)
                 │                │ silence past STOP_LIMIT_S, not clean, or its exit is proved
                 │                ▼
-                │             ShutOut(sender) ──► (revoked, with all tickets of that sender)
+                │             ShutOut(sender) ──► (revoked, with all transfers of that sender)
                 └──────────────────────────────► (revoked)
 
 An engine that *fetches* has the receiver copy each page; so what may land is known here, and a revocation waits for
@@ -32,9 +32,9 @@ from protocol.arrays import pack_int32, unpack_int64
 from protocol.errors import BadInput, CapacityError, HiSparseError, WrongState
 from worker.transfer.interface import (
     PARTS_MAX,
-    TICKET_PAGES_MAX,
-    TICKETS_MAX,
+    TRANSFER_PAGES_MAX,
     TRANSFER_VERSION,
+    TRANSFERS_MAX,
     Arrived,
     Layout,
     ReceiverEvent,
@@ -58,7 +58,7 @@ STOP_LIMIT_S: Final = 2.0
 STOP_RESEND_S: Final = 0.2
 #: Senders with an endpoint, and exited ones whose late words are ignored.
 SENDERS_MAX: Final = 256
-#: Ended tickets that are remembered, to answer what comes late.
+#: Ended transfers that are remembered, to answer what comes late.
 ENDED_MAX: Final = 4_096
 
 assert STOP_RESEND_S * 4 < STOP_LIMIT_S  # several Stops may be lost
@@ -91,7 +91,7 @@ class CheckUnit:
     `sender` where the engine does that; `checked` answers."""
 
     sender: str
-    ticket: int
+    transfer_id: int
     unit: int
     attempt: int
     page: int
@@ -116,7 +116,7 @@ class ReceiverPhase(Enum):
 
 
 @dataclass(slots=True)
-class ReceiverTicket:
+class ReceiverTransfer:
     pages: tuple[int, ...]
     opened: int
     phase: ReceiverPhase = ReceiverPhase.WAITING
@@ -147,54 +147,56 @@ class Receiving:
         self._host_pages = host_pages
         self._life = life
         self._fetches = fetches
-        self._tickets: dict[int, ReceiverTicket] = {}
-        self._ended: OrderedDict[int, bool] = OrderedDict()  # ticket -> whether all of it arrived
+        self._transfers: dict[int, ReceiverTransfer] = {}
+        self._ended: OrderedDict[int, bool] = OrderedDict()  # transfer -> whether all of it arrived
         self._endpoints: dict[str, _Endpoint] = {}
-        self._exited: OrderedDict[str, int] = OrderedDict()  # sender -> tickets that had been opened by then
+        self._exited: OrderedDict[str, int] = OrderedDict()  # sender -> transfers that had been opened by then
         self._opened = 0
         self._endpoint_numbers = life  # so that no two receivers at one address give out the same
 
     @property
-    def open_tickets(self) -> int:
-        return len(self._tickets)
+    def open_transfers(self) -> int:
+        return len(self._transfers)
 
     @property
     def is_idle(self) -> bool:
         """Whether no sender may be writing."""
-        return all(ticket.phase is ReceiverPhase.WAITING for ticket in self._tickets.values())
+        return all(transfer.phase is ReceiverPhase.WAITING for transfer in self._transfers.values())
 
     # ---------------------------------------------------------------- the owner of the pages
 
-    def open(self, ticket: int, pages: Sequence[int]) -> list[Action]:
+    def open(self, transfer_id: int, pages: Sequence[int]) -> list[Action]:
         """Raises as PageReceiver.open does; then nothing is open."""
-        if ticket in self._tickets or ticket in self._ended:
-            raise WrongState("it is open, or was", field="ticket", value=ticket)
-        if len(self._tickets) >= TICKETS_MAX:
-            raise CapacityError(f"{TICKETS_MAX} transfers are open", field="ticket", value=ticket, remedy="wait")
-        if not 0 < len(pages) <= TICKET_PAGES_MAX:
-            raise BadInput(f"1 to {TICKET_PAGES_MAX} pages travel with a ticket", field="pages", value=len(pages))
+        if transfer_id in self._transfers or transfer_id in self._ended:
+            raise WrongState("it is open, or was", field="transfer_id", value=transfer_id)
+        if len(self._transfers) >= TRANSFERS_MAX:
+            raise CapacityError(
+                f"{TRANSFERS_MAX} transfers are open", field="transfer_id", value=transfer_id, remedy="wait"
+            )
+        if not 0 < len(pages) <= TRANSFER_PAGES_MAX:
+            raise BadInput(f"1 to {TRANSFER_PAGES_MAX} pages travel with a transfer", field="pages", value=len(pages))
         beyond = [page for page in pages if not 0 <= page < self._host_pages]
         if beyond:
             raise BadInput(f"not among the {self._host_pages} of the pool", field="pages", value=beyond)
         if len(set(pages)) < len(pages):
             raise BadInput("a page is named twice", field="pages", value=sorted(pages))
         self._opened += 1
-        self._tickets[ticket] = ReceiverTicket(tuple(pages), self._opened, pages_left=len(pages))
+        self._transfers[transfer_id] = ReceiverTransfer(tuple(pages), self._opened, pages_left=len(pages))
         return []
 
-    def revoke(self, ticket: int, reason: str, now: float) -> list[Action]:
-        held = self._tickets.get(ticket)
+    def revoke(self, transfer_id: int, reason: str, now: float) -> list[Action]:
+        held = self._transfers.get(transfer_id)
         if held is None or held.phase is ReceiverPhase.STOPPING:
             return []
         held.reason = reason
         if held.phase is ReceiverPhase.WAITING:
-            return [self._end(ticket)]
+            return [self._end(transfer_id)]
         held.phase, held.stop_at, held.resend_at = ReceiverPhase.STOPPING, now + STOP_LIMIT_S, now + STOP_RESEND_S
-        return [SendToSender(held.sender, StopWriting(ticket, reason)), *self._end_if_fetched(ticket)]
+        return [SendToSender(held.sender, StopWriting(transfer_id, reason)), *self._end_if_fetched(transfer_id)]
 
     def sender_exited(self, sender: str) -> list[Action]:
         """Its process is gone; what a network still holds of it is not, where there is one. Another process may have
-        its name later, for tickets that are opened later."""
+        its name later, for transfers that are opened later."""
         self._exited[sender] = self._opened
         self._exited.move_to_end(sender)
         while len(self._exited) > SENDERS_MAX:
@@ -214,24 +216,24 @@ class Receiving:
                 return self._stopped(sender, message)
 
     def _begin(self, sender: str, begin: Begin) -> list[Action]:
-        ticket = self._tickets.get(begin.ticket)
-        if ticket is None and begin.ticket not in self._ended and begin.life == self._life:
-            return [SendToSender(sender, Unknown(begin.ticket))]
+        transfer = self._transfers.get(begin.transfer_id)
+        if transfer is None and begin.transfer_id not in self._ended and begin.life == self._life:
+            return [SendToSender(sender, Unknown(begin.transfer_id))]
         try:
-            part_ends = self._require_fit(sender, begin, ticket)
+            part_ends = self._require_fit(sender, begin, transfer)
         except HiSparseError as error:
-            return [SendToSender(sender, BeginRefused(begin.ticket, str(error)))]
-        assert ticket is not None
-        if ticket.phase is ReceiverPhase.WAITING:
-            ticket.sender, ticket.part_ends = sender, part_ends
+            return [SendToSender(sender, BeginRefused(begin.transfer_id, str(error)))]
+        assert transfer is not None
+        if transfer.phase is ReceiverPhase.WAITING:
+            transfer.sender, transfer.part_ends = sender, part_ends
         endpoint = self._endpoints.get(sender)
         if endpoint is None:
             self._endpoint_numbers += 1
             self._endpoints[sender] = _Endpoint(self._endpoint_numbers)
             return [AdmitSender(sender, begin.place)]
-        return self._ready(begin.ticket, ticket, endpoint)
+        return self._ready(begin.transfer_id, transfer, endpoint)
 
-    def _require_fit(self, sender: str, begin: Begin, ticket: ReceiverTicket | None) -> tuple[int, ...]:
+    def _require_fit(self, sender: str, begin: Begin, transfer: ReceiverTransfer | None) -> tuple[int, ...]:
         """The ends of parts. Raises HiSparseError saying why `begin` is refused."""
         if begin.version != TRANSFER_VERSION:
             raise BadInput(
@@ -240,14 +242,14 @@ class Receiving:
         if begin.life != self._life:
             raise WrongState("the receiver that this was meant for is gone", field="life", value=begin.life)
         self._layout.require_same(begin.layout, sender)
-        if ticket is None or ticket.phase is ReceiverPhase.STOPPING:
-            raise WrongState("the ticket is closed", field="ticket", value=begin.ticket)
-        if ticket.opened <= self._exited.get(sender, 0):
-            raise WrongState("its process was proved dead when the ticket was open", field="sender", value=sender)
-        if ticket.sender not in ("", sender):
-            raise WrongState(f"{ticket.sender} has begun it", field="ticket", value=begin.ticket)
-        if begin.pages != len(ticket.pages):
-            raise BadInput(f"{begin.pages} pages to send, {len(ticket.pages)} reserved", field="pages")
+        if transfer is None or transfer.phase is ReceiverPhase.STOPPING:
+            raise WrongState("the transfer is closed", field="transfer_id", value=begin.transfer_id)
+        if transfer.opened <= self._exited.get(sender, 0):
+            raise WrongState("its process was proved dead when the transfer was open", field="sender", value=sender)
+        if transfer.sender not in ("", sender):
+            raise WrongState(f"{transfer.sender} has begun it", field="transfer_id", value=begin.transfer_id)
+        if begin.pages != len(transfer.pages):
+            raise BadInput(f"{begin.pages} pages to send, {len(transfer.pages)} reserved", field="pages")
         if sender not in self._endpoints and len(self._endpoints) >= SENDERS_MAX:
             raise CapacityError(
                 f"{SENDERS_MAX} senders have endpoints, and none was said to have exited", field="sender", value=sender
@@ -264,116 +266,120 @@ class Receiving:
         return ends
 
     def admitted(self, sender: str, blob: bytes) -> list[Action]:
-        """The endpoint of `sender` is made; tickets that wait for it may be written."""
+        """The endpoint of `sender` is made; transfers that wait for it may be written."""
         endpoint = self._endpoints[sender]
         endpoint.blob = blob
-        mine = [(number, ticket) for number, ticket in self._tickets.items() if ticket.sender == sender]
-        return [action for number, ticket in mine for action in self._ready(number, ticket, endpoint)]
+        mine = [(number, transfer) for number, transfer in self._transfers.items() if transfer.sender == sender]
+        return [action for number, transfer in mine for action in self._ready(number, transfer, endpoint)]
 
     def not_admitted(self, sender: str, reason: str) -> list[Action]:
         """No endpoint could be made: nothing was written, and those who wait may go elsewhere."""
         del self._endpoints[sender]
-        waiting = [number for number, ticket in self._tickets.items() if ticket.sender == sender]
+        waiting = [number for number, transfer in self._transfers.items() if transfer.sender == sender]
         for number in waiting:
-            self._tickets[number].sender = ""
+            self._transfers[number].sender = ""
         return [SendToSender(sender, BeginRefused(number, reason)) for number in waiting]
 
-    def _ready(self, number: int, ticket: ReceiverTicket, endpoint: _Endpoint) -> list[Action]:
+    def _ready(self, number: int, transfer: ReceiverTransfer, endpoint: _Endpoint) -> list[Action]:
         if (
             endpoint.blob is None
             or endpoint.shutting
-            or ticket.phase not in (ReceiverPhase.WAITING, ReceiverPhase.LIVE)
+            or transfer.phase not in (ReceiverPhase.WAITING, ReceiverPhase.LIVE)
         ):
             return []  # it asks again
-        ticket.phase = ReceiverPhase.LIVE
-        return [SendToSender(ticket.sender, Ready(number, pack_int32(ticket.pages), endpoint.number, endpoint.blob))]
+        transfer.phase = ReceiverPhase.LIVE
+        return [
+            SendToSender(transfer.sender, Ready(number, pack_int32(transfer.pages), endpoint.number, endpoint.blob))
+        ]
 
     def _written(self, sender: str, written: Written) -> list[Action]:
-        number, unit = written.ticket, written.unit
-        ticket = self._tickets.get(number)
-        if ticket is None:
+        number, unit = written.transfer_id, written.unit
+        transfer = self._transfers.get(number)
+        if transfer is None:
             arrived = self._ended.get(number, False)
             answer = (
-                Checked(number, unit, written.attempt, True) if arrived else StopWriting(number, "the ticket is closed")
+                Checked(number, unit, written.attempt, True)
+                if arrived
+                else StopWriting(number, "the transfer is closed")
             )
             return [SendToSender(sender, answer)]
-        if ticket.sender != sender or not 0 <= unit < len(ticket.pages) * len(ticket.part_ends):
+        if transfer.sender != sender or not 0 <= unit < len(transfer.pages) * len(transfer.part_ends):
             return []
-        if ticket.phase is not ReceiverPhase.LIVE:
-            return [SendToSender(sender, StopWriting(number, ticket.reason))]
-        if unit in ticket.good or written.attempt <= ticket.refused.get(unit, 0):  # the answer was lost
-            return [SendToSender(sender, Checked(number, unit, written.attempt, unit in ticket.good))]
-        if unit in ticket.checking:
+        if transfer.phase is not ReceiverPhase.LIVE:
+            return [SendToSender(sender, StopWriting(number, transfer.reason))]
+        if unit in transfer.good or written.attempt <= transfer.refused.get(unit, 0):  # the answer was lost
+            return [SendToSender(sender, Checked(number, unit, written.attempt, unit in transfer.good))]
+        if unit in transfer.checking:
             return []
-        ticket.checking[unit] = written.attempt
-        index, part = divmod(unit, len(ticket.part_ends))
-        offset = ticket.part_ends[part - 1] if part else 0
-        length = ticket.part_ends[part] - offset
-        page, source = ticket.pages[index], written.source
+        transfer.checking[unit] = written.attempt
+        index, part = divmod(unit, len(transfer.part_ends))
+        offset = transfer.part_ends[part - 1] if part else 0
+        length = transfer.part_ends[part] - offset
+        page, source = transfer.pages[index], written.source
         return [CheckUnit(sender, number, unit, written.attempt, page, source, offset, length, written.checksum)]
 
     def checked(self, check: CheckUnit, good: bool) -> list[Action]:
         """The checksum was taken."""
-        number, unit = check.ticket, check.unit
-        ticket = self._tickets.get(number)
-        if ticket is None:
+        number, unit = check.transfer_id, check.unit
+        transfer = self._transfers.get(number)
+        if transfer is None:
             return []
-        del ticket.checking[unit]
-        if ticket.phase is not ReceiverPhase.LIVE:
+        del transfer.checking[unit]
+        if transfer.phase is not ReceiverPhase.LIVE:
             return self._end_if_fetched(number)
-        answer = SendToSender(ticket.sender, Checked(number, unit, check.attempt, good))
+        answer = SendToSender(transfer.sender, Checked(number, unit, check.attempt, good))
         if not good:
-            ticket.refused[unit] = check.attempt
+            transfer.refused[unit] = check.attempt
             return [answer]
-        ticket.good.add(unit)
-        index = unit // len(ticket.part_ends)
-        left = ticket.parts_left.get(index, len(ticket.part_ends)) - 1
-        ticket.parts_left[index] = left
+        transfer.good.add(unit)
+        index = unit // len(transfer.part_ends)
+        left = transfer.parts_left.get(index, len(transfer.part_ends)) - 1
+        transfer.parts_left[index] = left
         if left:
             return [answer]
-        ticket.pages_left -= 1
-        if not ticket.pages_left:
-            del self._tickets[number]
+        transfer.pages_left -= 1
+        if not transfer.pages_left:
+            del self._transfers[number]
             self._remember(number, arrived=True)
         return [answer, EmitReceiverEvent(Arrived(number, index))]
 
     def _stopped(self, sender: str, stopped: Stopped) -> list[Action]:
-        ticket = self._tickets.get(stopped.ticket)
-        if ticket is None or ticket.sender != sender:
+        transfer = self._transfers.get(stopped.transfer_id)
+        if transfer is None or transfer.sender != sender:
             return []
-        ticket.reason = ticket.reason or stopped.reason
-        ticket.phase = ReceiverPhase.STOPPING
+        transfer.reason = transfer.reason or stopped.reason
+        transfer.phase = ReceiverPhase.STOPPING
         if self._fetches:
-            return self._end_if_fetched(stopped.ticket)
-        return [self._end(stopped.ticket)] if stopped.clean else self._cut_off(sender)
+            return self._end_if_fetched(stopped.transfer_id)
+        return [self._end(stopped.transfer_id)] if stopped.clean else self._cut_off(sender)
 
     # ---------------------------------------------------------------- time
 
     def tick(self, now: float) -> list[Action]:
         """Repeat StopWriting, and shut out senders that do not answer."""
         actions: list[Action] = []
-        for number, ticket in list(self._tickets.items()):
-            if ticket.phase is not ReceiverPhase.STOPPING or self._fetches:
+        for number, transfer in list(self._transfers.items()):
+            if transfer.phase is not ReceiverPhase.STOPPING or self._fetches:
                 continue
-            if now >= ticket.stop_at:
-                actions += self._cut_off(ticket.sender)
-            elif now >= ticket.resend_at:
-                ticket.resend_at = now + STOP_RESEND_S
-                actions.append(SendToSender(ticket.sender, StopWriting(number, ticket.reason)))
+            if now >= transfer.stop_at:
+                actions += self._cut_off(transfer.sender)
+            elif now >= transfer.resend_at:
+                transfer.resend_at = now + STOP_RESEND_S
+                actions.append(SendToSender(transfer.sender, StopWriting(number, transfer.reason)))
         return actions
 
-    # ---------------------------------------------------------------- the end of tickets
+    # ---------------------------------------------------------------- the end of transfers
 
     def shut_out(self, sender: str) -> list[Action]:
         """Nothing of `sender` can land any more."""
         del self._endpoints[sender]
-        mine = [number for number, ticket in self._tickets.items() if ticket.sender == sender]
+        mine = [number for number, transfer in self._transfers.items() if transfer.sender == sender]
         for number in mine:
-            self._tickets[number].reason = self._tickets[number].reason or f"{sender} was shut out"
+            self._transfers[number].reason = self._transfers[number].reason or f"{sender} was shut out"
         return [self._end(number) for number in mine]
 
     def _cut_off(self, sender: str) -> list[Action]:
-        """End every ticket of `sender`, by its endpoint."""
+        """End every transfer of `sender`, by its endpoint."""
         endpoint = self._endpoints.get(sender)
         if endpoint is None or endpoint.shutting:
             return []
@@ -381,13 +387,13 @@ class Receiving:
         return [ShutOut(sender)]
 
     def _end_if_fetched(self, number: int) -> list[Action]:
-        """End a stopping ticket whose pages only this end writes to, once it does not."""
-        return [self._end(number)] if self._fetches and not self._tickets[number].checking else []
+        """End a stopping transfer whose pages only this end writes to, once it does not."""
+        return [self._end(number)] if self._fetches and not self._transfers[number].checking else []
 
     def _end(self, number: int) -> Action:
-        ticket = self._tickets.pop(number)
+        transfer = self._transfers.pop(number)
         self._remember(number, arrived=False)
-        return EmitReceiverEvent(Revoked(number, ticket.reason))
+        return EmitReceiverEvent(Revoked(number, transfer.reason))
 
     def _remember(self, number: int, *, arrived: bool) -> None:
         self._ended[number] = arrived

@@ -57,34 +57,34 @@ class PageSender(Pump[Action, SenderEvent]):
         self._core = Sending(layout, len(pool.pages), places, window_bytes=window_bytes, window_units=window_units)
         self.start()
 
-    def open(self, ticket: int, description: bytes, pages: int, part_ends: Sequence[int] = ()) -> None:
+    def open(self, transfer_id: int, description: bytes, pages: int, part_ends: Sequence[int] = ()) -> None:
         """Begin to send `pages` pages to the receiver of `description`.
 
-        The receiver may open the ticket later than this, by up to BEGIN_LIMIT_S. `part_ends` cuts pages into parts
+        The receiver may open the transfer later than this, by up to BEGIN_LIMIT_S. `part_ends` cuts pages into parts
         that are sent one by one: ends of parts in bytes from the start of the page, ascending, the last one
         page_bytes; empty: whole pages. Raises ConfigError when layout, version or engine differ, naming both values;
-        WrongState when the ticket is open; CapacityError beyond TICKETS_MAX.
+        WrongState when the transfer is open; CapacityError beyond TRANSFERS_MAX.
         """
-        self._ask(lambda: self._core.open(ticket, description, pages, part_ends, time.monotonic()))
+        self._ask(lambda: self._core.open(transfer_id, description, pages, part_ends, time.monotonic()))
 
-    def send(self, ticket: int, index: int, page: int, part: int = 0) -> None:
-        """Send part `part` of host page `page` as the `index`-th page of the ticket; once for each part.
+    def send(self, transfer_id: int, index: int, page: int, part: int = 0) -> None:
+        """Send part `part` of host page `page` as the `index`-th page of the transfer; once for each part.
 
         The bytes must be final and stay so until `Delivered` or `Failed`. Queued beyond the window in flight. Does
-        nothing for a ticket that has ended. Raises BadInput for indices beyond what was opened, WrongState for a part
+        nothing for a transfer that has ended. Raises BadInput for indices beyond what was opened, WrongState for a part
         that was sent.
         """
-        self._ask(lambda: self._core.send(ticket, index, page, part, time.monotonic()))
+        self._ask(lambda: self._core.send(transfer_id, index, page, part, time.monotonic()))
 
-    def cancel(self, ticket: int, reason: str) -> None:
+    def cancel(self, transfer_id: int, reason: str) -> None:
         """Send no more. `Failed` follows when nothing is in flight, and the receiver's `Revoked`."""
-        self._ask(lambda: self._core.cancel(ticket, reason, time.monotonic()))
+        self._ask(lambda: self._core.cancel(transfer_id, reason, time.monotonic()))
 
     def close(self) -> None:
-        """Cancel all tickets, wait for what is in flight, within seconds, and let peers go."""
+        """Cancel all transfers, wait for what is in flight, within seconds, and let peers go."""
         self._ask(lambda: self._core.cancel_all("its sender closes", time.monotonic()))
         give_up_at = time.monotonic() + CLOSE_WAIT_S
-        while self._core.open_tickets and self._thread.is_alive() and time.monotonic() < give_up_at:
+        while self._core.open_transfers and self._thread.is_alive() and time.monotonic() < give_up_at:
             time.sleep(0.01)
         self._halt()
 
@@ -104,7 +104,7 @@ class PageSender(Pump[Action, SenderEvent]):
         return bool(heard or ended)
 
     def _tick(self, now: float) -> Sequence[Action]:
-        self.counters.open_tickets = self._core.open_tickets
+        self.counters.open_transfers = self._core.open_transfers
         self.counters.in_flight_bytes = self._core.in_flight[1]
         self.counters.unreadable_messages = self._control.unreadable
         return self._core.tick(now)
@@ -158,9 +158,9 @@ class PageSender(Pump[Action, SenderEvent]):
             case Delivered():
                 self.counters.pages += 1
                 self.counters.bytes += self._pool.pages.shape[1]
-            case Failed(ticket, reason):
-                self.counters.failed_tickets += 1
-                log.info("page transfer failed", extra=fields(ticket=ticket, reason=reason))
+            case Failed(transfer_id, reason):
+                self.counters.failed_transfers += 1
+                log.info("page transfer failed", extra=fields(transfer_id=transfer_id, reason=reason))
 
     def _tear_down(self) -> None:
         self.jobs.close()

@@ -57,7 +57,7 @@ class Post:
 
     peer: str
     endpoint: int
-    ticket: int
+    transfer_id: int
     unit: int
     attempt: int
     source: int

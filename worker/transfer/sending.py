@@ -1,6 +1,6 @@
 """The sending end of page transfer as a state machine: what is posted, what has landed, what is tried again.
 
-    of a ticket   BEGINNING ──Ready──► SENDING ──every unit checked──► (delivered)
+    of a transfer   BEGINNING ──Ready──► SENDING ──every unit checked──► (delivered)
                       │                   │ StopWriting, cancel, a limit, a checksum refused ATTEMPTS_MAX times
                       │                   ▼
                       │                STOPPING ──nothing in flight: Stopped, clean──► (failed)
@@ -9,13 +9,13 @@
 
 A unit is posted again only after its last write was seen to end and its checksum was refused. A write that *fails* is
 another matter: bytes that left this process may land at any later time. So a failed or overdue write breaks the
-endpoint: all its tickets fail, and Stopped says `clean=False`, upon which the receiver destroys its side.
+endpoint: all its transfers fail, and Stopped says `clean=False`, upon which the receiver destroys its side.
 
 Bounded in flight: units posted or not yet checked count against a window of units and bytes for each receiver, first
 come first served; what waits beyond it are page numbers only.
 
 Rejected: retrying failed writes on a new connection (the old one may still deliver); one window for all receivers (one
-that hangs would hold up the pages of all others until its limit); one for each ticket (no bound).
+that hangs would hold up the pages of all others until its limit); one for each transfer (no bound).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from protocol.arrays import pack_int64, unpack_int32
 from protocol.errors import BadInput, CapacityError, ProtocolError, WrongState
 from worker.transfer.interface import (
     PARTS_MAX,
-    TICKET_PAGES_MAX,
-    TICKETS_MAX,
+    TRANSFER_PAGES_MAX,
     TRANSFER_VERSION,
+    TRANSFERS_MAX,
     Delivered,
     Description,
     Failed,
     Layout,
 )
-from worker.transfer.outgoing import Lane, SenderPhase, SenderTicket, Unit
+from worker.transfer.outgoing import Lane, SenderPhase, SenderTransfer, Unit
 from worker.transfer.sender_actions import (
     Action,
     Connect,
@@ -59,21 +59,21 @@ from worker.transfer.wire import (
     Written,
 )
 
-#: A receiver may open a ticket this long after its sender: commands to both travel by different ways.
+#: A receiver may open a transfer this long after its sender: commands to both travel by different ways.
 BEGIN_LIMIT_S: Final = 30.0
 BEGIN_RESEND_S: Final = 0.1
 #: A posted page takes milliseconds; a receiver that is this late hangs.
 WRITE_LIMIT_S: Final = 30.0
 CHECK_LIMIT_S: Final = 30.0
 CHECK_RESEND_S: Final = 1.0
-#: Connections to a receiver that had no ticket for this long are closed: it may be gone, or be elsewhere by now.
+#: Connections to a receiver that had no transfer for this long are closed: it may be gone, or be elsewhere by now.
 IDLE_LIMIT_S: Final = 300.0
-#: Writes of one unit whose checksum did not fit, before the ticket fails.
+#: Writes of one unit whose checksum did not fit, before the transfer fails.
 ATTEMPTS_MAX: Final = 3
 #: In flight to one receiver, posted or not yet checked: enough for 10 GB/s at 6 ms.
 WINDOW_BYTES: Final = 64 << 20
 WINDOW_UNITS: Final = 256
-#: Ended tickets that are remembered: whether they ended cleanly.
+#: Ended transfers that are remembered: whether they ended cleanly.
 ENDED_MAX: Final = 4_096
 
 assert CHECK_RESEND_S * 4 < CHECK_LIMIT_S  # several messages may be lost
@@ -98,14 +98,14 @@ class Sending:
         self._engines = engines
         self._window_bytes = window_bytes
         self._window_units = window_units
-        self._tickets: dict[int, SenderTicket] = {}
-        self._ended: OrderedDict[int, bool] = OrderedDict()  # ticket -> clean
+        self._transfers: dict[int, SenderTransfer] = {}
+        self._ended: OrderedDict[int, bool] = OrderedDict()  # transfer -> clean
         self._lanes: dict[str, Lane] = {}
         self._endpoints: dict[str, int] = {}
 
     @property
-    def open_tickets(self) -> int:
-        return len(self._tickets)
+    def open_transfers(self) -> int:
+        return len(self._transfers)
 
     @property
     def in_flight(self) -> tuple[int, int]:
@@ -114,14 +114,18 @@ class Sending:
 
     # ---------------------------------------------------------------- the owner of the pages
 
-    def open(self, ticket: int, description: bytes, pages: int, part_ends: Sequence[int], now: float) -> list[Action]:
+    def open(
+        self, transfer_id: int, description: bytes, pages: int, part_ends: Sequence[int], now: float
+    ) -> list[Action]:
         """Raises as PageSender.open does; then nothing is open."""
-        if ticket in self._tickets or ticket in self._ended:
-            raise WrongState("it is open, or was", field="ticket", value=ticket)
-        if len(self._tickets) >= TICKETS_MAX:
-            raise CapacityError(f"{TICKETS_MAX} transfers are open", field="ticket", value=ticket, remedy="wait")
-        if not 0 < pages <= TICKET_PAGES_MAX:
-            raise BadInput(f"1 to {TICKET_PAGES_MAX} pages travel with a ticket", field="pages", value=pages)
+        if transfer_id in self._transfers or transfer_id in self._ended:
+            raise WrongState("it is open, or was", field="transfer_id", value=transfer_id)
+        if len(self._transfers) >= TRANSFERS_MAX:
+            raise CapacityError(
+                f"{TRANSFERS_MAX} transfers are open", field="transfer_id", value=transfer_id, remedy="wait"
+            )
+        if not 0 < pages <= TRANSFER_PAGES_MAX:
+            raise BadInput(f"1 to {TRANSFER_PAGES_MAX} pages travel with a transfer", field="pages", value=pages)
         theirs = Description.decode(description)
         self._layout.require_same(theirs.layout, theirs.name)
         if theirs.engine not in self._engines:
@@ -137,24 +141,31 @@ class Sending:
                 f"1 to {PARTS_MAX} ascending ends, the last {self._layout.page_bytes}", field="part_ends", value=ends
             )
         begin = Begin(
-            TRANSFER_VERSION, theirs.life, ticket, pages, self._layout, pack_int64(ends), self._engines[theirs.engine]
+            TRANSFER_VERSION,
+            theirs.life,
+            transfer_id,
+            pages,
+            self._layout,
+            pack_int64(ends),
+            self._engines[theirs.engine],
         )
         self._lanes.setdefault(theirs.address, Lane())
-        self._tickets[ticket] = SenderTicket(
+        self._transfers[transfer_id] = SenderTransfer(
             theirs.address, begin, ends, theirs.engine, now + BEGIN_LIMIT_S, now + BEGIN_RESEND_S, pages_left=pages
         )
         return [Reach(theirs.address, theirs.key), SendToReceiver(theirs.address, begin)]
 
-    def send(self, ticket: int, index: int, page: int, part: int, now: float) -> list[Action]:
+    def send(self, transfer_id: int, index: int, page: int, part: int, now: float) -> list[Action]:
         """Raises as PageSender.send does; then nothing is sent."""
-        held = self._tickets.get(ticket)
+        held = self._transfers.get(transfer_id)
         if held is None:
-            if ticket not in self._ended:
-                raise WrongState("it is not open", field="ticket", value=ticket)
+            if transfer_id not in self._ended:
+                raise WrongState("it is not open", field="transfer_id", value=transfer_id)
             return []
         if not (0 <= index < held.begin.pages and 0 <= part < len(held.part_ends) and 0 <= page < self._host_pages):
             raise BadInput(
-                f"the ticket has {held.begin.pages} pages in {len(held.part_ends)} parts, the pool {self._host_pages}",
+                f"the transfer has {held.begin.pages} pages in {len(held.part_ends)} parts, the pool "
+                f"{self._host_pages}",
                 field="index, part, page",
                 value=(index, part, page),
             )
@@ -167,125 +178,127 @@ class Sending:
         held.units[unit] = Unit(page)
         if held.phase is SenderPhase.BEGINNING:
             return []
-        self._lanes[held.peer].queue.append((ticket, unit))
+        self._lanes[held.peer].queue.append((transfer_id, unit))
         return self._fill(held.peer, now)
 
-    def cancel(self, ticket: int, reason: str, now: float) -> list[Action]:
-        return self._stop(ticket, reason, now) if ticket in self._tickets else []
+    def cancel(self, transfer_id: int, reason: str, now: float) -> list[Action]:
+        return self._stop(transfer_id, reason, now) if transfer_id in self._transfers else []
 
     def cancel_all(self, reason: str, now: float) -> list[Action]:
-        return [action for ticket in list(self._tickets) for action in self.cancel(ticket, reason, now)]
+        return [action for transfer_id in list(self._transfers) for action in self.cancel(transfer_id, reason, now)]
 
     # ---------------------------------------------------------------- the receiver
 
     def heard(self, peer: str, message: ReceiverMessage, now: float) -> list[Action]:
         """A message of the receiver at `peer`. Nothing that it may say raises."""
-        ticket = self._tickets.get(message.ticket)
-        if ticket is None or ticket.peer != peer:
-            if isinstance(message, StopWriting) and ticket is None:  # our answer was lost
-                clean = self._ended.get(message.ticket, False)
-                return [SendToReceiver(peer, Stopped(message.ticket, clean, "the ticket has ended"))]
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is None or transfer.peer != peer:
+            if isinstance(message, StopWriting) and transfer is None:  # our answer was lost
+                clean = self._ended.get(message.transfer_id, False)
+                return [SendToReceiver(peer, Stopped(message.transfer_id, clean, "the transfer has ended"))]
             return []
         actions: list[Action] = []
         match message:
             case Ready():
-                actions = self._ready(message, ticket, now)
+                actions = self._ready(message, transfer, now)
             case Unknown():
                 pass  # asked again until BEGIN_LIMIT_S
             case BeginRefused():
-                actions = self._stop(message.ticket, f"refused: {message.reason}", now)
+                actions = self._stop(message.transfer_id, f"refused: {message.reason}", now)
             case Checked():
-                actions = self._checked(message, ticket, now)
+                actions = self._checked(message, transfer, now)
             case StopWriting():
-                actions = self._stop(message.ticket, f"stopped by its receiver: {message.reason}", now)
+                actions = self._stop(message.transfer_id, f"stopped by its receiver: {message.reason}", now)
         return actions
 
-    def _ready(self, ready: Ready, ticket: SenderTicket, now: float) -> list[Action]:
-        if ticket.phase is not SenderPhase.BEGINNING:
+    def _ready(self, ready: Ready, transfer: SenderTransfer, now: float) -> list[Action]:
+        if transfer.phase is not SenderPhase.BEGINNING:
             return []
         try:
             targets = unpack_int32(ready.pages, "pages")
         except ProtocolError as error:
-            return self._stop(ready.ticket, str(error), now)
-        if len(targets) != ticket.begin.pages:
-            return self._stop(ready.ticket, f"{len(targets)} pages for {ticket.begin.pages}", now)
-        ticket.phase, ticket.endpoint, ticket.targets = SenderPhase.SENDING, ready.endpoint, targets
+            return self._stop(ready.transfer_id, str(error), now)
+        if len(targets) != transfer.begin.pages:
+            return self._stop(ready.transfer_id, f"{len(targets)} pages for {transfer.begin.pages}", now)
+        transfer.phase, transfer.endpoint, transfer.targets = SenderPhase.SENDING, ready.endpoint, targets
         actions: list[Action] = []
-        known = self._endpoints.get(ticket.peer)
+        known = self._endpoints.get(transfer.peer)
         if known != ready.endpoint:
             if known is not None:  # the receiver has destroyed it
-                actions += self._break(ticket.peer, known, "its receiver made a new endpoint")
-            self._endpoints[ticket.peer] = ready.endpoint
-            actions.append(Connect(ticket.peer, ready.endpoint, ticket.engine, ready.blob))
-        lane = self._lanes[ticket.peer]
-        lane.queue.extend((ready.ticket, unit) for unit in ticket.units)
-        return actions + self._fill(ticket.peer, now)
+                actions += self._break(transfer.peer, known, "its receiver made a new endpoint")
+            self._endpoints[transfer.peer] = ready.endpoint
+            actions.append(Connect(transfer.peer, ready.endpoint, transfer.engine, ready.blob))
+        lane = self._lanes[transfer.peer]
+        lane.queue.extend((ready.transfer_id, unit) for unit in transfer.units)
+        return actions + self._fill(transfer.peer, now)
 
-    def _checked(self, checked: Checked, ticket: SenderTicket, now: float) -> list[Action]:
-        unit = ticket.units.get(checked.unit)
+    def _checked(self, checked: Checked, transfer: SenderTransfer, now: float) -> list[Action]:
+        unit = transfer.units.get(checked.unit)
         if (
             unit is None
             or not unit.written
             or unit.attempt != checked.attempt
-            or ticket.phase is not SenderPhase.SENDING
+            or transfer.phase is not SenderPhase.SENDING
         ):
             return []
-        self._leave_flight(ticket, checked.unit)
-        del ticket.units[checked.unit]
+        self._leave_flight(transfer, checked.unit)
+        del transfer.units[checked.unit]
         if not checked.good:
-            return self._again(checked.ticket, ticket, checked.unit, unit, now)
+            return self._again(checked.transfer_id, transfer, checked.unit, unit, now)
         actions: list[Action] = []
-        index = checked.unit // len(ticket.part_ends)
-        left = ticket.parts_left.get(index, len(ticket.part_ends)) - 1
-        ticket.parts_left[index] = left
+        index = checked.unit // len(transfer.part_ends)
+        left = transfer.parts_left.get(index, len(transfer.part_ends)) - 1
+        transfer.parts_left[index] = left
         if not left:
-            ticket.pages_left -= 1
-            actions.append(EmitSenderEvent(Delivered(checked.ticket, index)))
-        if not ticket.pages_left:
-            del self._tickets[checked.ticket]
-            self._remember(checked.ticket, clean=True)
-        return actions + self._fill(ticket.peer, now)
+            transfer.pages_left -= 1
+            actions.append(EmitSenderEvent(Delivered(checked.transfer_id, index)))
+        if not transfer.pages_left:
+            del self._transfers[checked.transfer_id]
+            self._remember(checked.transfer_id, clean=True)
+        return actions + self._fill(transfer.peer, now)
 
-    def _again(self, number: int, ticket: SenderTicket, at: int, unit: Unit, now: float) -> list[Action]:
+    def _again(self, number: int, transfer: SenderTransfer, at: int, unit: Unit, now: float) -> list[Action]:
         if unit.attempt >= ATTEMPTS_MAX:
-            index = at // len(ticket.part_ends)
+            index = at // len(transfer.part_ends)
             return self._stop(number, f"page {index} arrived with a wrong checksum {ATTEMPTS_MAX} times", now)
-        ticket.units[at] = Unit(unit.source, unit.attempt + 1)
-        self._lanes[ticket.peer].queue.append((number, at))
-        return self._fill(ticket.peer, now)
+        transfer.units[at] = Unit(unit.source, unit.attempt + 1)
+        self._lanes[transfer.peer].queue.append((number, at))
+        return self._fill(transfer.peer, now)
 
     # ---------------------------------------------------------------- the engine
 
     def written(self, post: Post, checksum: int, error: str, now: float) -> list[Action]:
         """The write has ended: `error` is empty when its bytes have landed."""
-        ticket = self._tickets.get(post.ticket)
-        if ticket is None or ticket.endpoint != post.endpoint or post.unit not in ticket.units:
+        transfer = self._transfers.get(post.transfer_id)
+        if transfer is None or transfer.endpoint != post.endpoint or post.unit not in transfer.units:
             return []  # the endpoint broke before
         if error:
             return self._break(post.peer, post.endpoint, f"a write failed: {error}")
-        unit = ticket.units[post.unit]
+        unit = transfer.units[post.unit]
         unit.posted, unit.written, unit.checksum = False, True, checksum
         unit.limit_at, unit.resend_at = now + CHECK_LIMIT_S, now + CHECK_RESEND_S
-        ticket.posted -= 1
-        if ticket.phase is SenderPhase.STOPPING:
-            self._leave_flight(ticket, post.unit)
-            return [] if ticket.posted else self._end(post.ticket, ticket.reason, clean=True)
-        return [SendToReceiver(ticket.peer, Written(post.ticket, post.unit, unit.attempt, checksum, unit.source))]
+        transfer.posted -= 1
+        if transfer.phase is SenderPhase.STOPPING:
+            self._leave_flight(transfer, post.unit)
+            return [] if transfer.posted else self._end(post.transfer_id, transfer.reason, clean=True)
+        return [
+            SendToReceiver(transfer.peer, Written(post.transfer_id, post.unit, unit.attempt, checksum, unit.source))
+        ]
 
     def not_posted(self, post: Post, reason: str, now: float) -> list[Action]:
-        """The engine could not begin the write: nothing has left, so the ticket ends cleanly. The next one connects
+        """The engine could not begin the write: nothing has left, so the transfer ends cleanly. The next one connects
         anew."""
-        ticket = self._tickets.get(post.ticket)
-        if ticket is None or ticket.endpoint != post.endpoint or post.unit not in ticket.units:
+        transfer = self._transfers.get(post.transfer_id)
+        if transfer is None or transfer.endpoint != post.endpoint or post.unit not in transfer.units:
             return []
         if self._endpoints.get(post.peer) == post.endpoint:
             del self._endpoints[post.peer]
-        self._leave_flight(ticket, post.unit)
-        del ticket.units[post.unit]
-        ticket.posted -= 1
-        if ticket.phase is SenderPhase.STOPPING:
-            return [] if ticket.posted else self._end(post.ticket, ticket.reason, clean=True)
-        return self._stop(post.ticket, f"cannot write to its pages: {reason}", now)
+        self._leave_flight(transfer, post.unit)
+        del transfer.units[post.unit]
+        transfer.posted -= 1
+        if transfer.phase is SenderPhase.STOPPING:
+            return [] if transfer.posted else self._end(post.transfer_id, transfer.reason, clean=True)
+        return self._stop(post.transfer_id, f"cannot write to its pages: {reason}", now)
 
     def _fill(self, peer: str, now: float) -> list[Action]:
         """Post what the window of `peer` takes."""
@@ -293,48 +306,48 @@ class Sending:
         lane = self._lanes[peer]
         while lane.queue:
             number, at = lane.queue[0]
-            ticket = self._tickets.get(number)
-            if ticket is None or ticket.phase is not SenderPhase.SENDING:
+            transfer = self._transfers.get(number)
+            if transfer is None or transfer.phase is not SenderPhase.SENDING:
                 lane.queue.popleft()
                 continue
-            offset, length = ticket.extent(at)
+            offset, length = transfer.extent(at)
             is_full = lane.units >= self._window_units or lane.bytes + length > self._window_bytes
             if is_full and lane.units:  # a unit larger than the window travels alone
                 break
             lane.queue.popleft()
             lane.units += 1
             lane.bytes += length
-            actions.append(self._post(number, ticket, at, offset, length, now))
+            actions.append(self._post(number, transfer, at, offset, length, now))
         return actions
 
-    def _post(self, number: int, ticket: SenderTicket, at: int, offset: int, length: int, now: float) -> Post:
-        assert ticket.targets is not None
-        unit = ticket.units[at]
+    def _post(self, number: int, transfer: SenderTransfer, at: int, offset: int, length: int, now: float) -> Post:
+        assert transfer.targets is not None
+        unit = transfer.units[at]
         unit.posted, unit.limit_at = True, now + WRITE_LIMIT_S
-        ticket.posted += 1
-        ticket.in_flight.add(at)
-        target = int(ticket.targets[at // len(ticket.part_ends)])
-        return Post(ticket.peer, ticket.endpoint, number, at, unit.attempt, unit.source, target, offset, length)
+        transfer.posted += 1
+        transfer.in_flight.add(at)
+        target = int(transfer.targets[at // len(transfer.part_ends)])
+        return Post(transfer.peer, transfer.endpoint, number, at, unit.attempt, unit.source, target, offset, length)
 
-    def _leave_flight(self, ticket: SenderTicket, unit: int) -> None:
-        ticket.in_flight.remove(unit)
-        lane = self._lanes[ticket.peer]
+    def _leave_flight(self, transfer: SenderTransfer, unit: int) -> None:
+        transfer.in_flight.remove(unit)
+        lane = self._lanes[transfer.peer]
         lane.units -= 1
-        lane.bytes -= ticket.extent(unit)[1]
+        lane.bytes -= transfer.extent(unit)[1]
 
     # ---------------------------------------------------------------- time
 
     def tick(self, now: float) -> list[Action]:
         """Repeat what was not answered, and give up what is overdue."""
         actions: list[Action] = []
-        for number, ticket in list(self._tickets.items()):
-            if number not in self._tickets:  # broken with another ticket of its endpoint
+        for number, transfer in list(self._transfers.items()):
+            if number not in self._transfers:  # broken with another transfer of its endpoint
                 continue
-            if ticket.phase is SenderPhase.BEGINNING:
-                actions += self._tick_beginning(number, ticket, now)
+            if transfer.phase is SenderPhase.BEGINNING:
+                actions += self._tick_beginning(number, transfer, now)
             else:
-                actions += self._tick_units(number, ticket, now)
-        in_use = {ticket.peer for ticket in self._tickets.values()}
+                actions += self._tick_units(number, transfer, now)
+        in_use = {transfer.peer for transfer in self._transfers.values()}
         for peer, lane in list(self._lanes.items()):
             actions += self._fill(peer, now)
             if peer in in_use:
@@ -350,67 +363,67 @@ class Sending:
         endpoint = self._endpoints.pop(peer, None)
         return [Leave(peer)] if endpoint is None else [Disconnect(peer, endpoint), Leave(peer)]
 
-    def _tick_beginning(self, number: int, ticket: SenderTicket, now: float) -> list[Action]:
-        if now >= ticket.limit_at:
+    def _tick_beginning(self, number: int, transfer: SenderTransfer, now: float) -> list[Action]:
+        if now >= transfer.limit_at:
             return self._end(number, f"its receiver did not answer within {BEGIN_LIMIT_S:g} s", clean=True)
-        if now < ticket.resend_at:
+        if now < transfer.resend_at:
             return []
-        ticket.resend_at = now + BEGIN_RESEND_S
-        return [SendToReceiver(ticket.peer, ticket.begin)]
+        transfer.resend_at = now + BEGIN_RESEND_S
+        return [SendToReceiver(transfer.peer, transfer.begin)]
 
-    def _tick_units(self, number: int, ticket: SenderTicket, now: float) -> list[Action]:
+    def _tick_units(self, number: int, transfer: SenderTransfer, now: float) -> list[Action]:
         actions: list[Action] = []
-        for at in ticket.in_flight:
-            unit = ticket.units[at]
+        for at in transfer.in_flight:
+            unit = transfer.units[at]
             if unit.posted and now >= unit.limit_at:
-                return self._break(ticket.peer, ticket.endpoint, f"a write took longer than {WRITE_LIMIT_S:g} s")
-            if not unit.written or ticket.phase is not SenderPhase.SENDING:
+                return self._break(transfer.peer, transfer.endpoint, f"a write took longer than {WRITE_LIMIT_S:g} s")
+            if not unit.written or transfer.phase is not SenderPhase.SENDING:
                 continue
             if now >= unit.limit_at:
                 return actions + self._stop(number, f"a page was not verified within {CHECK_LIMIT_S:g} s", now)
             if now >= unit.resend_at:
                 unit.resend_at = now + CHECK_RESEND_S
                 actions.append(
-                    SendToReceiver(ticket.peer, Written(number, at, unit.attempt, unit.checksum, unit.source))
+                    SendToReceiver(transfer.peer, Written(number, at, unit.attempt, unit.checksum, unit.source))
                 )
         return actions
 
-    # ---------------------------------------------------------------- the end of tickets
+    # ---------------------------------------------------------------- the end of transfers
 
     def _stop(self, number: int, reason: str, now: float) -> list[Action]:
         """Post no more; ends when nothing is in flight."""
-        ticket = self._tickets[number]
-        if ticket.phase is SenderPhase.STOPPING:
+        transfer = self._transfers[number]
+        if transfer.phase is SenderPhase.STOPPING:
             return []
-        ticket.phase, ticket.reason = SenderPhase.STOPPING, reason
-        for at, unit in list(ticket.units.items()):
+        transfer.phase, transfer.reason = SenderPhase.STOPPING, reason
+        for at, unit in list(transfer.units.items()):
             if not unit.posted:
-                del ticket.units[at]
+                del transfer.units[at]
                 if unit.written:
-                    self._leave_flight(ticket, at)
-        if ticket.posted:
+                    self._leave_flight(transfer, at)
+        if transfer.posted:
             return []
-        return self._end(number, reason, clean=True) + self._fill(ticket.peer, now)
+        return self._end(number, reason, clean=True) + self._fill(transfer.peer, now)
 
     def _break(self, peer: str, endpoint: int, reason: str) -> list[Action]:
-        """A write has an unknown end: every ticket of the endpoint fails, uncleanly."""
+        """A write has an unknown end: every transfer of the endpoint fails, uncleanly."""
         if self._endpoints.get(peer) == endpoint:
             del self._endpoints[peer]
         mine = [
-            n for n, t in self._tickets.items() if t.peer == peer and t.endpoint == endpoint and t.targets is not None
+            n for n, t in self._transfers.items() if t.peer == peer and t.endpoint == endpoint and t.targets is not None
         ]
         actions: list[Action] = [Disconnect(peer, endpoint)]
         for number in mine:
-            ticket = self._tickets[number]
-            for at in list(ticket.in_flight):
-                self._leave_flight(ticket, at)
-            actions += self._end(number, ticket.reason or reason, clean=False)
+            transfer = self._transfers[number]
+            for at in list(transfer.in_flight):
+                self._leave_flight(transfer, at)
+            actions += self._end(number, transfer.reason or reason, clean=False)
         return actions
 
     def _end(self, number: int, reason: str, *, clean: bool) -> list[Action]:
-        ticket = self._tickets.pop(number)
+        transfer = self._transfers.pop(number)
         self._remember(number, clean=clean)
-        return [SendToReceiver(ticket.peer, Stopped(number, clean, reason)), EmitSenderEvent(Failed(number, reason))]
+        return [SendToReceiver(transfer.peer, Stopped(number, clean, reason)), EmitSenderEvent(Failed(number, reason))]
 
     def _remember(self, number: int, *, clean: bool) -> None:
         self._ended[number] = clean

@@ -98,8 +98,10 @@ class Transfers:
         return {name: end.counters for name, end in ends.items() if end is not None}
 
     def inventory(self) -> list[tuple[InventoryRow, list[int]]]:
-        """For an audit: a row for each ticket, and the ids of its host pages. The ledger counts a seat for each."""
-        return [(InventoryRow(ticket, len(it.host_pages)), it.host_pages) for ticket, it in self._incoming.items()]
+        """For an audit: a row for each transfer, and the ids of its host pages. The ledger counts a seat for each."""
+        return [
+            (InventoryRow(transfer_id, len(it.host_pages)), it.host_pages) for transfer_id, it in self._incoming.items()
+        ]
 
     def close(self) -> None:
         """End both ends, within seconds: nothing reads or writes pages through them any more."""
@@ -110,26 +112,28 @@ class Transfers:
 
     # ---------------------------------------------------------------- out
 
-    def begin(self, ticket: int, destination: bytes, prompt_tokens: int, groups: LayerGroups) -> Outgoing:
+    def begin(self, transfer_id: int, destination: bytes, prompt_tokens: int, groups: LayerGroups) -> Outgoing:
         """Its pages will go in parts, one for each of `groups`. Raises ConfigError, naming both values, when pages of
         another layout are wanted there."""
         if self.sender is None:
-            raise BadInput("this worker sends no pages", field="ticket", value=ticket, remedy="set worker.transfer")
-        out = Outgoing(ticket, prompt_tokens, groups.count)
-        self.sender.open(ticket, destination, out.pages, groups.byte_ends)
-        self._outgoing[ticket] = out
+            raise BadInput(
+                "this worker sends no pages", field="transfer_id", value=transfer_id, remedy="set worker.transfer"
+            )
+        out = Outgoing(transfer_id, prompt_tokens, groups.count)
+        self.sender.open(transfer_id, destination, out.pages, groups.byte_ends)
+        self._outgoing[transfer_id] = out
         return out
 
     def send(self, out: Outgoing, group: int, staged_rows: int, host_pages: list[int]) -> None:
         """A layer group of rows below `staged_rows` was seen in `host_pages`: let go what may."""
         assert self.sender is not None
         for index in out.take_ready(staged_rows, group):
-            self.sender.send(out.ticket, index, host_pages[index], group)
+            self.sender.send(out.transfer_id, index, host_pages[index], group)
 
     def cancel(self, out: Outgoing, reason: str) -> None:
         """It is over once nothing reads its pages: then `failure` is set."""
         if self.sender is not None and not out.is_over:
-            self.sender.cancel(out.ticket, reason)
+            self.sender.cancel(out.transfer_id, reason)
 
     # ---------------------------------------------------------------- in
 
@@ -141,12 +145,12 @@ class Transfers:
         self.receiver.open(command.placement, incoming.pages)
         self._incoming[command.placement] = incoming
 
-    def takes(self, ticket: int) -> bool:
-        return ticket in self._incoming
+    def takes(self, transfer_id: int) -> bool:
+        return transfer_id in self._incoming
 
-    def revoke(self, ticket: int) -> None:
+    def revoke(self, transfer_id: int) -> None:
         if self.receiver is not None:
-            self.receiver.revoke(ticket, "no request needs these rows any more")
+            self.receiver.revoke(transfer_id, "no request needs these rows any more")
 
     def exited(self, worker: str, pid: int) -> None:
         if self.receiver is not None:
@@ -155,21 +159,21 @@ class Transfers:
     # ---------------------------------------------------------------- what happened
 
     def poll(self) -> Iterator[tuple[int, int]]:
-        """Take in what has happened; yields tickets to whose pages nothing is written any more, with the rows that have
-        arrived: all or none."""
+        """Apply the ends' events. Yields each transfer to whose pages nothing is written any more, with the rows that
+        have arrived: all or none."""
         if self.sender is not None:
             for event in self.sender.poll():
                 self._sent(event)
         if self.receiver is not None:
             for said in self.receiver.poll():
-                if (incoming := self._incoming.get(said.ticket)) is not None:
+                if (incoming := self._incoming.get(said.transfer_id)) is not None:
                     _note(incoming, said)
-        for ticket in [ticket for ticket, it in self._incoming.items() if it.is_over]:
-            incoming = self._incoming.pop(ticket)
-            yield ticket, incoming.durable_tokens
+        for transfer_id in [transfer_id for transfer_id, it in self._incoming.items() if it.is_over]:
+            incoming = self._incoming.pop(transfer_id)
+            yield transfer_id, incoming.durable_tokens
 
     def _sent(self, event: Delivered | Failed) -> None:
-        out = self._outgoing.get(event.ticket)
+        out = self._outgoing.get(event.transfer_id)
         if out is None:
             return
         match event:
@@ -177,9 +181,9 @@ class Transfers:
                 out.delivered.add(index)
             case Failed(reason=reason):
                 out.failure = reason
-                log.warning("transfer failed", extra=fields(ticket=event.ticket, reason=reason))
+                log.warning("transfer failed", extra=fields(transfer_id=event.transfer_id, reason=reason))
         if out.is_over:
-            del self._outgoing[event.ticket]
+            del self._outgoing[event.transfer_id]
 
 
 def _note(incoming: Incoming, said: Arrived | Revoked) -> None:
@@ -187,5 +191,5 @@ def _note(incoming: Incoming, said: Arrived | Revoked) -> None:
         case Arrived(index=index):
             incoming.arrived.add(index)
         case Revoked(reason=reason):
-            log.info("transfer revoked", extra=fields(ticket=said.ticket, reason=reason))
+            log.info("transfer revoked", extra=fields(transfer_id=said.transfer_id, reason=reason))
             incoming.is_revoked = True

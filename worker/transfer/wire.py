@@ -16,7 +16,7 @@ import msgspec
 from protocol.errors import ProtocolError
 from worker.transfer.interface import Layout
 
-#: Ready carries the ticket's pages, 4 bytes each, and the engine's blob.
+#: Ready carries the transfer's pages, 4 bytes each, and the engine's blob.
 CONTROL_BYTES_MAX: Final = 1 << 20
 
 
@@ -25,12 +25,12 @@ class _TransferMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class Begin(_TransferMessage, frozen=True, tag="begin"):
-    """The first word about a ticket. `life` is the receiver's, from its description; `part_ends` int64; `place` says to
-    an engine that fetches where the sender's pages lie."""
+    """The first message of a transfer. `life` is the receiver's, from its description; `part_ends` int64; `place`
+    says to an engine that fetches where the sender's pages lie."""
 
     version: int
     life: int
-    ticket: int
+    transfer_id: int
     pages: int
     layout: Layout
     part_ends: bytes
@@ -40,22 +40,22 @@ class Begin(_TransferMessage, frozen=True, tag="begin"):
 class Ready(_TransferMessage, frozen=True, tag="ready"):
     """Write to `pages` (int32) through `endpoint`, which `blob` describes to the engine. From here on writes land."""
 
-    ticket: int
+    transfer_id: int
     pages: bytes
     endpoint: int
     blob: bytes
 
 
 class Unknown(_TransferMessage, frozen=True, tag="unknown"):
-    """The ticket is not open here, yet or any more: ask again."""
+    """The transfer is not open here, yet or any more: ask again."""
 
-    ticket: int
+    transfer_id: int
 
 
 class BeginRefused(_TransferMessage, frozen=True, tag="refused"):
-    """The ticket will not be served; nothing was written for it."""
+    """The transfer will not be served; nothing was written for it."""
 
-    ticket: int
+    transfer_id: int
     reason: str
 
 
@@ -63,7 +63,7 @@ class Written(_TransferMessage, frozen=True, tag="written"):
     """A unit with this xxh3-64 was written, or may be fetched from the sender's host page `source`. `attempt` counts
     from 1."""
 
-    ticket: int
+    transfer_id: int
     unit: int
     attempt: int
     checksum: int
@@ -73,23 +73,23 @@ class Written(_TransferMessage, frozen=True, tag="written"):
 class Checked(_TransferMessage, frozen=True, tag="checked"):
     """Whether the bytes of a unit have the checksum that came with `attempt`."""
 
-    ticket: int
+    transfer_id: int
     unit: int
     attempt: int
     good: bool
 
 
 class StopWriting(_TransferMessage, frozen=True, tag="stop"):
-    """Post no more writes for the ticket; answer Stopped when none is in flight."""
+    """Post no more writes for the transfer; answer Stopped when none is in flight."""
 
-    ticket: int
+    transfer_id: int
     reason: str
 
 
 class Stopped(_TransferMessage, frozen=True, tag="stopped"):
-    """No write for the ticket will be posted. `clean`: and each one that was has ended; else one may still land."""
+    """No write for the transfer will be posted. `clean`: and each one that was has ended; else one may still land."""
 
-    ticket: int
+    transfer_id: int
     clean: bool
     reason: str
 

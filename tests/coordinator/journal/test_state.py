@@ -69,11 +69,11 @@ Picture = tuple[object, ...]
 def picture_of(state: JournalState, log: TokenLog) -> Picture:
     """All that a replay must bring back."""
     outputs = {
-        request_index: (log.tokens(request_index, 0), log.durable(request_index) if it.stay else 0)
+        request_index: (log.tokens(request_index, 0), log.durable(request_index) if it.placed else 0)
         for request_index, it in state.requests.items()
     }
     requests = {
-        request_index: (it.facts, it.prompt, it.stay, it.on_worker, it.kept_tokens, it.ended)
+        request_index: (it.facts, it.prompt, it.placed, it.on_worker, it.kept_tokens, it.ended)
         for request_index, it in state.requests.items()
     }
     live = {request_index: it for request_index, it in state.requests.items() if it.ended is None}
@@ -168,11 +168,11 @@ class JournalMachine(RuleBasedStateMachine):
     def lose(self, pick: int, proved: bool) -> None:
         joined = self.live[pick % len(self.live)]
         self.change(LoseWorker(joined.worker, joined.epoch, proved))
-        for request_index, known in list(self.state.requests.items()):
+        for request_index, record in list(self.state.requests.items()):
             if (
-                known.on_worker
-                and known.stay is not None
-                and (known.stay.worker, known.stay.epoch)
+                record.on_worker
+                and record.placed is not None
+                and (record.placed.worker, record.placed.epoch)
                 == (
                     joined.worker,
                     joined.epoch,
@@ -212,14 +212,14 @@ class JournalMachine(RuleBasedStateMachine):
         request_index = self.pick_slot(pick, on_worker=False, ended=False)
         if request_index is None:
             return
-        known, joined = self.state.requests[request_index], self.live[pick % len(self.live)]
-        take_over = known.stay.placement if known.stay else None
-        number, want = self.state.placements + 1, Memory(pages, 2, pages, 0 if known.stay else 2, 1)
+        record, joined = self.state.requests[request_index], self.live[pick % len(self.live)]
+        take_over = record.placed.placement if record.placed else None
+        number, want = self.state.placements + 1, Memory(pages, 2, pages, 0 if record.placed else 2, 1)
         if self.ledger.shortfall(joined.worker, want):
             return
-        stay = RequestPlaced(request_index, number, "n0", joined.worker, joined.epoch, known.kept_tokens)
-        self.change(Reserve(number, joined.worker, want, take_over), stay)
-        self.log.begin_placement(request_index, number, len(PROMPT), 1 << 20, known.kept_tokens)
+        placed = RequestPlaced(request_index, number, "n0", joined.worker, joined.epoch, record.kept_tokens)
+        self.change(Reserve(number, joined.worker, want, take_over), placed)
+        self.log.begin_placement(request_index, number, len(PROMPT), 1 << 20, record.kept_tokens)
         self.log.bind(request_index, 1)
 
     @rule(pick=st.integers(0), count=st.integers(0, 9), durable=st.integers(0, 200))
@@ -227,20 +227,26 @@ class JournalMachine(RuleBasedStateMachine):
         request_index = self.pick_slot(pick, on_worker=True, ended=False)
         if request_index is None:
             return
-        start, stay = self.log.length(request_index), self.state.requests[request_index].stay
-        assert stay is not None
+        start, placed = self.log.length(request_index), self.state.requests[request_index].placed
+        assert placed is not None
         tokens = list(range(start, min(start + count, MAX_TOKENS)))
-        self.log.append(progress(RequestEntry(request_index, stay.placement, start, tokens, durable)), 1)
+        self.log.append(progress(RequestEntry(request_index, placed.placement, start, tokens, durable)), 1)
 
     @rule(pick=st.integers(0))
     def grow(self, pick: int) -> None:
         request_index = self.pick_slot(pick, on_worker=True)
         more = Memory(1, 0, 1, 0)
-        if request_index is not None and (stay := self.state.requests[request_index].stay) and self.ledger.pages_free:
-            if not self.ledger.has_live(stay.worker) or self.ledger.shortfall(stay.worker, more):
+        if (
+            request_index is not None
+            and (placed := self.state.requests[request_index].placed)
+            and self.ledger.pages_free
+        ):
+            if not self.ledger.has_live(placed.worker) or self.ledger.shortfall(placed.worker, more):
                 return
-            self.change(Extend(stay.placement, more))
-            self.change(Shrink(stay.placement, Memory(hot_chunks=min(1, self.ledger.held(stay.placement).hot_chunks))))
+            self.change(Extend(placed.placement, more))
+            self.change(
+                Shrink(placed.placement, Memory(hot_chunks=min(1, self.ledger.held(placed.placement).hot_chunks)))
+            )
 
     @rule(pick=st.integers(0), keep=st.booleans())
     def retract(self, pick: int, keep: bool) -> None:
@@ -250,12 +256,12 @@ class JournalMachine(RuleBasedStateMachine):
 
     def depart(self, request_index: int, *, keep: bool, full_pages: bool = False) -> None:
         """`full_pages`: a process not proved gone may still write the last one."""
-        stay = self.state.requests[request_index].stay
-        assert stay is not None
-        held = self.ledger.held(stay.placement).host_pages
+        placed = self.state.requests[request_index].placed
+        assert placed is not None
+        held = self.ledger.held(placed.placement).host_pages
         kept = min(self.log.durable(request_index), held * 64) if keep else 0
         kept = kept // 64 * 64 if full_pages else kept
-        change: Change = Keep(stay.placement, -(-kept // 64)) if kept else Release(stay.placement)
+        change: Change = Keep(placed.placement, -(-kept // 64)) if kept else Release(placed.placement)
         self.log.end_placement(request_index)
         self.change(change, RequestDeparted(request_index, kept))
 
@@ -286,9 +292,9 @@ class JournalMachine(RuleBasedStateMachine):
     def end(self, pick: int) -> None:
         request_index = self.pick_slot(pick, on_worker=False, ended=False)
         if request_index is not None:
-            known = self.state.requests[request_index]
-            if known.stay is not None:
-                self.change(Release(known.stay.placement), RequestDeparted(request_index, 0))
+            record = self.state.requests[request_index]
+            if record.placed is not None:
+                self.change(Release(record.placed.placement), RequestDeparted(request_index, 0))
             self.write(RequestEnded(request_index, "FINISHED", "eos", self.log.length(request_index), "tail", 2.5))
 
     @rule(pick=st.integers(0))
@@ -350,7 +356,7 @@ def test_rows_kept_without_a_worker_survive_a_summary() -> None:
     assert [it.kept_tokens > 0 for it in machine.state.requests.values()] == [True, True]
 
 
-def test_ticket_numbers_are_never_reused() -> None:
+def test_transfer_numbers_are_never_reused() -> None:
     """I1: its pages are reserved on its own node, in a commit of their own; the Admission that names it may be lost."""
     changes = AddWorker("w1", 1, capacity()), Reserve(7, "w1", Memory(host_pages=2))
     records: list[Record] = [PoolOpened("b", capacity(), MODEL), LedgerChanged("b", changes)]

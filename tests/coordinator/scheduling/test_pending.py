@@ -10,7 +10,7 @@ from coordinator.scheduling.dispatch import TRANSFER_PAUSE_S
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.pending import NOTES_MAX, PendingKind, PendingReason, PendingReasons
 from protocol.messages import DECODE, DIRECT, PREFILL
-from tests.coordinator.scheduling.test_transfer_tickets import SLOT, Desk
+from tests.coordinator.scheduling.test_inbound_transfers import SLOT, Desk
 from tests.support.fakes.fake_cluster import FakeCluster
 from tests.support.scheduler_rig import open_rig
 
@@ -212,12 +212,12 @@ def test_rows_on_their_way_and_a_transfer_that_failed() -> None:
     desk = Desk()
     pending = PendingReasons(desk.placement_table, desk.dispatch.policy, str)
     desk.settle()
-    ticket = desk.placement_table.tickets[desk.entry.ticket]
+    transfer = desk.placement_table.transfers[desk.entry.transfer_id]
     desk.staged()
     desk.sent()
-    expected = f"its 130 rows are on their way to {ticket.pages} host pages of {ticket.worker} on node b"
+    expected = f"its 130 rows are on their way to {transfer.pages} host pages of {transfer.worker} on node b"
     assert pending.explain(desk.entry, 0.0) == (PendingKind.TRANSFER, expected)
-    desk.closed(ticket.placement, 0)
+    desk.closed(transfer.placement, 0)
     assert pending.explain(desk.entry, 0.0) == (
         PendingKind.PAUSED,
         f"transfer 1 failed, the next in {TRANSFER_PAUSE_S:.1f} s",

@@ -44,7 +44,7 @@ class Desk:
         placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
         self.entry: RequestEntry = placement_table.recover(make_facts(7, 100, 300), 30)
-        placement_table.recover_stay(self.entry, "n0", "w0", 1, memory)
+        placement_table.recover_placed(self.entry, "n0", "w0", 1, memory)
         placement_table.recover_place(self.entry, self.worker)
         placement_table.check_invariants(lambda _: self.ledger)
 
@@ -180,7 +180,7 @@ def test_worker_that_claims_too_much_is_refused(claims: InventoryRow) -> None:
 
 def recovered_state(*, hold: bool = False, outcome: str = "") -> RequestState:
     state = RequestState(make_facts(7, 100), now=0.0)
-    state.recover_stay(1.0, 1, "w0", staged=False, ordered=make_ordered(7, held=hold))
+    state.recover_placed(1.0, 1, "w0", staged=False, ordered=make_ordered(7, held=hold))
     if outcome:
         state.recover_ending(1.0, outcome, "abort by me")
     state.check_invariants()

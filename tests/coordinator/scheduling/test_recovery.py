@@ -65,8 +65,8 @@ class Life(SchedulerRig):
             life.store, life.links_of_before = store, FakeLinks()
             life.token_log = TokenLog(SETTINGS.live_requests_max + SETTINGS.ended_keep_max, 1 << 18, journalled=True)
             life.listener = RecoveredListener(life.token_log)
-            book = replay(store.records, life.token_log)
-            journal = GroupCommit(store, book, life.token_log, on_tokens=lambda: None)
+            journal_state = replay(store.records, life.token_log)
+            journal = GroupCommit(store, journal_state, life.token_log, on_tokens=lambda: None)
             life.scheduler = Scheduler(
                 SETTINGS,
                 token_log=life.token_log,
@@ -75,7 +75,7 @@ class Life(SchedulerRig):
                 journal=journal,
                 wall_offset_s=1e9,
             )
-            life.scheduler.recover(expect_workers(book, life.links_of_before.expect))
+            life.scheduler.recover(expect_workers(journal_state, life.links_of_before.expect))
             supervisor.start(journal, Level.JOURNAL)
             supervisor.start(life.scheduler, Level.SCHEDULER)
             await life.settle()

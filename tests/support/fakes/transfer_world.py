@@ -75,10 +75,10 @@ class FakeTransferWorld:
         self.lives: dict[int, object] = {}
         self.owner: dict[int, str] = {}  # page -> who may write to it; absent: free
         self.memory: dict[tuple[int, int], str] = {}  # page, unit's part -> what lies there
-        self.tickets: dict[int, tuple[FakeSender, tuple[int, ...], int]] = {}  # sender, pages, parts
+        self.transfers: dict[int, tuple[FakeSender, tuple[int, ...], int]] = {}  # sender, pages, parts
         self.arrived: dict[int, set[int]] = {}
-        self.over: dict[int, str] = {}  # ticket -> arrived or revoked, at the receiver
-        self.unsent: list[tuple[int, int, int]] = []  # ticket, index, part
+        self.over: dict[int, str] = {}  # transfer -> arrived or revoked, at the receiver
+        self.unsent: list[tuple[int, int, int]] = []  # transfer, index, part
         self.corruption = 0.0
         for name in ("a/1", "b/1"):
             self._start(name)
@@ -110,18 +110,18 @@ class FakeTransferWorld:
             self._check_invariants()
 
     def settle(self) -> None:
-        """Lose nothing more, and prove every exit, until all tickets are over on both sides."""
+        """Lose nothing more, and prove every exit, until all transfers are over on both sides."""
         self.corruption = self.loss = 0.0
         living = {sender.name for sender in self._alive()}
-        for number, (sender, _, _) in self.tickets.items():
+        for number, (sender, _, _) in self.transfers.items():
             if not sender.is_alive:
                 self._perform(self.receiver.revoke(number, "its sender is dead", self.now))
                 if sender.name not in living:
                     self._perform(self.receiver.sender_exited(sender.name))
         for turn in range(5_000):
-            for ticket in [t for s in self._alive() for t in s.failed] if turn % 50 == 0 else []:
-                self._perform(self.receiver.revoke(ticket, "its sender failed", self.now))
-            if not self.receiver.open_tickets and not any(s.core.open_tickets for s in self._alive()):
+            for transfer_id in [t for s in self._alive() for t in s.failed] if turn % 50 == 0 else []:
+                self._perform(self.receiver.revoke(transfer_id, "its sender failed", self.now))
+            if not self.receiver.open_transfers and not any(s.core.open_transfers for s in self._alive()):
                 break
             self.now += STEP_S
             self._send()
@@ -146,26 +146,26 @@ class FakeTransferWorld:
         free = [page for page in range(HOST_PAGES) if page not in self.owner]
         if len(free) < 3 or not self._alive():
             return
-        ticket, sender = len(self.tickets), self.random.choice(self._alive())
+        transfer_id, sender = len(self.transfers), self.random.choice(self._alive())
         pages = tuple(self.random.sample(free, self.random.randint(1, 3)))
         ends = self.random.choice(PART_ENDS)
-        self.tickets[ticket] = (sender, pages, len(ends))
-        self.arrived[ticket] = set()
+        self.transfers[transfer_id] = (sender, pages, len(ends))
+        self.arrived[transfer_id] = set()
         for page in pages:
-            self.owner[page] = f"ticket {ticket}"
+            self.owner[page] = f"transfer {transfer_id}"
             for part in range(3):
                 self.memory[page, part] = "old"
         description = Description(1, "fake", "receiver", PEER, LIFE, b"", LAYOUT).encode()
-        self._perform(self.receiver.open(ticket, pages))
-        self._act(sender, sender.core.open(ticket, description, len(pages), ends, self.now))
-        self.unsent += [(ticket, index, part) for index in range(len(pages)) for part in range(len(ends))]
+        self._perform(self.receiver.open(transfer_id, pages))
+        self._act(sender, sender.core.open(transfer_id, description, len(pages), ends, self.now))
+        self.unsent += [(transfer_id, index, part) for index in range(len(pages)) for part in range(len(ends))]
 
     def _send(self) -> None:
         if self.unsent:
-            ticket, index, part = self.unsent.pop(self.random.randrange(min(len(self.unsent), SHUFFLED)))
-            sender = self.tickets[ticket][0]
+            transfer_id, index, part = self.unsent.pop(self.random.randrange(min(len(self.unsent), SHUFFLED)))
+            sender = self.transfers[transfer_id][0]
             if sender.is_alive:
-                self._act(sender, sender.core.send(ticket, index, index, part, self.now))
+                self._act(sender, sender.core.send(transfer_id, index, index, part, self.now))
 
     def _hear(self) -> None:
         mine = self.random.random() < 0.5
@@ -192,10 +192,10 @@ class FakeTransferWorld:
     def _store(self, write: Write) -> None:
         write.has_landed = True
         post = write.post
-        part = post.unit % self.tickets[post.ticket][2]
+        part = post.unit % self.transfers[post.transfer_id][2]
         owner = self.owner.get(post.target)
-        assert owner == f"ticket {post.ticket}", f"I2: {post} landed in a page of {owner}"
-        self.memory[post.target, part] = "corrupt" if write.is_corrupt else f"{post.ticket}:{post.unit}"
+        assert owner == f"transfer {post.transfer_id}", f"I2: {post} landed in a page of {owner}"
+        self.memory[post.target, part] = "corrupt" if write.is_corrupt else f"{post.transfer_id}:{post.unit}"
 
     def _end_write(self) -> None:
         open_writes = [w for w in self.writes if not w.has_ended and w.sender.is_alive]
@@ -209,7 +209,7 @@ class FakeTransferWorld:
             self._act(sender, sender.core.written(write.post, 0, "broken", self.now))
         elif write.has_landed or self.fetches:
             write.has_ended = True
-            checksum = hash(f"{write.post.ticket}:{write.post.unit}")
+            checksum = hash(f"{write.post.transfer_id}:{write.post.unit}")
             self._act(sender, sender.core.written(write.post, checksum, "", self.now))
 
     def _check(self) -> None:
@@ -217,12 +217,12 @@ class FakeTransferWorld:
             self._take(self.checks.pop(self.random.randrange(len(self.checks))))
 
     def _take(self, check: CheckUnit) -> None:
-        part = check.unit % self.tickets[check.ticket][2]
+        part = check.unit % self.transfers[check.transfer_id][2]
         if self.fetches:
             owner = self.owner.get(check.page)
-            assert owner == f"ticket {check.ticket}", f"I2: {check} was copied to a page of {owner}"
-            is_corrupt = self.random.random() < self.corruption or not self.tickets[check.ticket][0].is_alive
-            self.memory[check.page, part] = "corrupt" if is_corrupt else f"{check.ticket}:{check.unit}"
+            assert owner == f"transfer {check.transfer_id}", f"I2: {check} was copied to a page of {owner}"
+            is_corrupt = self.random.random() < self.corruption or not self.transfers[check.transfer_id][0].is_alive
+            self.memory[check.page, part] = "corrupt" if is_corrupt else f"{check.transfer_id}:{check.unit}"
         found = hash(self.memory[check.page, part])
         self._perform(self.receiver.checked(check, found == check.checksum))
 
@@ -232,15 +232,15 @@ class FakeTransferWorld:
             self._act(sender, sender.core.tick(self.now))
 
     def _revoke(self) -> None:
-        if self.tickets:
-            self._perform(self.receiver.revoke(self.random.choice(list(self.tickets)), "aborted", self.now))
+        if self.transfers:
+            self._perform(self.receiver.revoke(self.random.choice(list(self.transfers)), "aborted", self.now))
 
     def _cancel(self) -> None:
-        if self.tickets:
-            ticket = self.random.choice(list(self.tickets))
-            sender = self.tickets[ticket][0]
+        if self.transfers:
+            transfer_id = self.random.choice(list(self.transfers))
+            sender = self.transfers[transfer_id][0]
             if sender.is_alive:
-                self._act(sender, sender.core.cancel(ticket, "cancelled", self.now))
+                self._act(sender, sender.core.cancel(transfer_id, "cancelled", self.now))
 
     def _exit(self) -> None:
         """A sender dies. Another one starts: under its name if its exit was proved, which processes of containers have
@@ -269,13 +269,13 @@ class FakeTransferWorld:
                 case Disconnect():
                     for write in self.writes:  # the engine forgets them; their bytes are on the way all the same
                         write.has_ended |= write.sender is sender and write.post.endpoint == action.endpoint
-                case EmitSenderEvent(Delivered(ticket, index)):
-                    assert (ticket, index) not in sender.delivered
-                    assert index in self.arrived[ticket]
-                    sender.delivered.add((ticket, index))
-                case EmitSenderEvent(Failed(ticket, _)):
-                    assert ticket not in sender.failed
-                    sender.failed.add(ticket)
+                case EmitSenderEvent(Delivered(transfer_id, index)):
+                    assert (transfer_id, index) not in sender.delivered
+                    assert index in self.arrived[transfer_id]
+                    sender.delivered.add((transfer_id, index))
+                case EmitSenderEvent(Failed(transfer_id, _)):
+                    assert transfer_id not in sender.failed
+                    sender.failed.add(transfer_id)
                 case Connect():
                     pass
 
@@ -305,28 +305,30 @@ class FakeTransferWorld:
 
     def _told(self, event: Arrived | Revoked) -> None:
         match event:
-            case Arrived(ticket, index):
-                _, pages, parts = self.tickets[ticket]
-                assert ticket not in self.over
-                assert index not in self.arrived[ticket]
-                self.arrived[ticket].add(index)
+            case Arrived(transfer_id, index):
+                _, pages, parts = self.transfers[transfer_id]
+                assert transfer_id not in self.over
+                assert index not in self.arrived[transfer_id]
+                self.arrived[transfer_id].add(index)
                 units = range(index * parts, (index + 1) * parts)
                 held = [self.memory[pages[index], unit % parts] for unit in units]
-                assert held == [f"{ticket}:{unit}" for unit in units], f"page {index} of {ticket} lacks a part: {held}"
-                if len(self.arrived[ticket]) == len(pages):
-                    self._give_away(ticket, "arrived")
-            case Revoked(ticket, _):
-                self._give_away(ticket, "revoked")
+                assert held == [f"{transfer_id}:{unit}" for unit in units], (
+                    f"page {index} of {transfer_id} lacks a part: {held}"
+                )
+                if len(self.arrived[transfer_id]) == len(pages):
+                    self._give_away(transfer_id, "arrived")
+            case Revoked(transfer_id, _):
+                self._give_away(transfer_id, "revoked")
 
-    def _give_away(self, ticket: int, why: str) -> None:
-        """The pages go to another owner: a request that decodes on, or the next ticket."""
-        assert ticket not in self.over
-        self.over[ticket] = why
-        for page in self.tickets[ticket][1]:
+    def _give_away(self, transfer_id: int, why: str) -> None:
+        """The pages go to another owner: a request that decodes on, or the next transfer."""
+        assert transfer_id not in self.over
+        self.over[transfer_id] = why
+        for page in self.transfers[transfer_id][1]:
             if self.random.random() < 0.5:
                 del self.owner[page]
             else:
-                self.owner[page] = f"a request after ticket {ticket}"
+                self.owner[page] = f"a request after transfer {transfer_id}"
                 if self.random.random() < 0.7:
                     del self.owner[page]
 

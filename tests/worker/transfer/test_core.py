@@ -21,16 +21,16 @@ SEEDS = range(150)
 
 
 def lives(seeds: Iterable[int], *, fetches: bool) -> Counter[str]:
-    """How the tickets of these seeds ended at the receiver. Fails where one never does."""
+    """How the transfers of these seeds ended at the receiver. Fails where one never does."""
     ended: Counter[str] = Counter()
     for seed in seeds:
         world = FakeTransferWorld(seed, fetches=fetches)
         try:
             world.run(events=400)
             world.settle()
-            assert world.receiver.open_tickets == 0
+            assert world.receiver.open_transfers == 0
             assert [s.core.in_flight for s in world.senders if s.is_alive] == [(0, 0)] * 2
-            assert set(world.over) == set(world.tickets)
+            assert set(world.over) == set(world.transfers)
         except Exception as error:
             error.add_note(f"seed {seed}, {fetches=}")
             raise
@@ -40,14 +40,14 @@ def lives(seeds: Iterable[int], *, fetches: bool) -> Counter[str]:
 
 @pytest.mark.parametrize("fetches", [True, False])
 def test_no_write_lands_in_a_foreign_page(fetches: bool) -> None:
-    """I2, SGLang #24578; and each ticket ends once at the receiver, arrived or revoked, with no more in flight than the
-    window."""
+    """I2, SGLang #24578. Each transfer ends once at the receiver, arrived or revoked, with no more in flight than
+    the window."""
     ended = lives(SEEDS, fetches=fetches)
     assert min(ended["arrived"], ended["revoked"]) > len(SEEDS)
 
 
-def revoke_at_once(self: Any, ticket: int, reason: str, now: float) -> list[Any]:
-    return [self._end(ticket)] if ticket in self._tickets else []
+def revoke_at_once(self: Any, transfer_id: int, reason: str, now: float) -> list[Any]:
+    return [self._end(transfer_id)] if transfer_id in self._transfers else []
 
 
 def take_exit_as_the_end_of_writes(self: Any, sender: str) -> list[Any]:
@@ -55,10 +55,10 @@ def take_exit_as_the_end_of_writes(self: Any, sender: str) -> list[Any]:
 
 
 def stop_at_once(self: Any, number: int, reason: str, now: float) -> list[Any]:
-    ticket = self._tickets[number]
-    for at, unit in ticket.units.items():
+    transfer = self._transfers[number]
+    for at, unit in transfer.units.items():
         if unit.posted or unit.written:
-            self._leave_flight(ticket, at)
+            self._leave_flight(transfer, at)
     return self._end(number, reason, clean=True)
 
 
@@ -69,8 +69,8 @@ def call_broken_clean(original: Callable[..., Any]) -> Callable[..., Any]:
 def look_at_refused_attempts_again(original: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, check: Any, good: bool) -> list[Any]:
         actions: list[Any] = original(self, check, good)
-        for ticket in self._tickets.values():
-            ticket.refused.clear()
+        for transfer in self._transfers.values():
+            transfer.refused.clear()
         return actions
 
     return checked
@@ -78,9 +78,9 @@ def look_at_refused_attempts_again(original: Callable[..., Any]) -> Callable[...
 
 def count_a_page_with_its_first_part(original: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, check: Any, good: bool) -> list[Any]:
-        ticket = self._tickets.get(check.ticket)
-        if good and ticket is not None:
-            ticket.parts_left[check.unit // len(ticket.part_ends)] = 1
+        transfer = self._transfers.get(check.transfer_id)
+        if good and transfer is not None:
+            transfer.parts_left[check.unit // len(transfer.part_ends)] = 1
         actions: list[Any] = original(self, check, good)
         return actions
 
@@ -130,7 +130,7 @@ def description() -> bytes:
 
 
 def receiver_with_a_page_checked() -> tuple[Receiving, Written]:
-    """A ticket of two pages, the first of which has arrived by the message that comes along."""
+    """A transfer of two pages, the first of which has arrived by the message that comes along."""
     core = Receiving(LAYOUT, HOST_PAGES, 1, fetches=False)
     core.open(7, [3, 4])
     core.heard("a/1", Begin(1, 1, 7, 2, LAYOUT, pack_int64([600])), 0.0)
@@ -155,7 +155,7 @@ def test_foreign_completion_is_ignored() -> None:
 
 
 def test_name_is_reused_once_its_process_is_proved_dead() -> None:
-    """The dead one's late word about an open ticket is refused; the next life's about a later ticket is not."""
+    """The dead one's late word about an open transfer is refused; the next life's about a later transfer is not."""
     core, _ = receiver_with_a_page_checked()
     core.open(8, [5])
     assert core.sender_exited("a/1") == [receiving.ShutOut("a/1")]
@@ -220,7 +220,7 @@ def test_endless_write_breaks_its_endpoint() -> None:
     assert core.written(post, 99, "", 50.0) == []
 
 
-def test_unverified_page_fails_its_ticket() -> None:
+def test_unverified_page_fails_its_transfer() -> None:
     """I8; what was written has ended, so the pages are free at once."""
     core, post = sender_with_a_post()
     written = sender_actions.SendToReceiver("tcp://r:1", Written(7, 0, 1, 99, 2))
@@ -232,11 +232,11 @@ def test_unverified_page_fails_its_ticket() -> None:
     assert core.in_flight == (0, 0)
 
 
-def test_ticket_outcome_is_repeated_to_the_receiver() -> None:
+def test_transfer_outcome_is_repeated_to_the_receiver() -> None:
     core, _ = sender_with_a_post()
     core.tick(sending.WRITE_LIMIT_S)
     (answer,) = core.heard("tcp://r:1", StopWriting(7, "aborted"), 99.0)
-    assert answer == sender_actions.SendToReceiver("tcp://r:1", Stopped(7, False, "the ticket has ended"))
+    assert answer == sender_actions.SendToReceiver("tcp://r:1", Stopped(7, False, "the transfer has ended"))
 
 
 # ---------------------------------------------------------------- refusals

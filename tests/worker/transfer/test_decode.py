@@ -51,7 +51,7 @@ class Pair:
         self.first = Rig(streams, settings, runner=runner, host=self.host(0))
         self.second = Rig(make_streams("simulated", 1), settings, host=self.host(1))
         self.first.coordinator.submit = self._submit
-        self.ticket, self.destination, self.targets = 0, b"", [0]
+        self.transfer_id, self.destination, self.targets = 0, b"", [0]
 
     def host(self, node: int) -> torch.Tensor:
         geometry = FakeRunner().geometry
@@ -60,8 +60,8 @@ class Pair:
 
     def _submit(self, command: Command) -> None:
         if isinstance(command, Admit):
-            self.ticket += 1
-            command = msgspec.structs.replace(command, ticket=self.ticket, destination=self.destination)
+            self.transfer_id += 1
+            command = msgspec.structs.replace(command, transfer_id=self.transfer_id, destination=self.destination)
         self.first.executor.submit(command)
 
     def admit(self, prompt_tokens: int, max_tokens: int) -> Life:
@@ -105,7 +105,7 @@ class TwoNodes(Pair):
     def prefill(self, prompt_tokens: int, max_tokens: int) -> Life:
         """Until every page has arrived."""
         life = self.admit(prompt_tokens, max_tokens)
-        self.receiver.open(self.ticket, self.targets)
+        self.receiver.open(self.transfer_id, self.targets)
         give_up_at = time.monotonic() + WAIT_S
         while not self.first.executor.idle:
             assert time.monotonic() < give_up_at
@@ -223,9 +223,9 @@ def test_parts_are_sent_while_later_layers_are_computed() -> None:
     pair.first.executor.transfers = Transfers(copier)  # type: ignore[arg-type]
     send = copier.send
 
-    def note(ticket: int, index: int, page: int, part: int = 0) -> None:
+    def note(transfer_id: int, index: int, page: int, part: int = 0) -> None:
         launched.append(f"part {part}")
-        send(ticket, index, page, part)
+        send(transfer_id, index, page, part)
 
     copier.send = note  # type: ignore[method-assign]
     pair.admit(30, 4)

@@ -88,7 +88,7 @@ def large_receiver(engine: str, large_pool: PoolMemory) -> Iterator[PageReceiver
 
 
 def order(receiver: PageReceiver, pages: int, **more: object) -> dict[str, object]:
-    return {"name": SENDER, "ticket": 1, "description": receiver.describe().hex(), "pages": pages, **more}
+    return {"name": SENDER, "transfer_id": 1, "description": receiver.describe().hex(), "pages": pages, **more}
 
 
 @pytest.mark.parametrize("parts", [[], [0.25, 1.0]], ids=["whole pages", "layer groups"])
@@ -145,15 +145,15 @@ def test_buffered_writes_of_a_dead_sender_land_nowhere(
         assert wait_for(receiver.poll, bool) == [Revoked(1, f"{SENDER} was shut out")]
         large_pool.pages[1] = OTHERS
     receiver.open(2, [2])
-    with peer_process(tmp_path, **{**order(receiver, 1, geometry="large"), "ticket": 2, "name": "prefill-0/2"}):
+    with peer_process(tmp_path, **{**order(receiver, 1, geometry="large"), "transfer_id": 2, "name": "prefill-0/2"}):
         assert wait_for(receiver.poll, bool) == [Arrived(2, 0)]
     assert (large_pool.pages[1] == OTHERS).all()
     assert np.array_equal(large_pool.pages[2], content(0, LARGE.page_bytes))
 
 
-def test_a_dead_receiver_fails_its_tickets(engine: str, pool: PoolMemory, tmp_path: Path) -> None:
+def test_a_dead_receiver_fails_its_transfers(engine: str, pool: PoolMemory, tmp_path: Path) -> None:
     """Long before the limit of a write: the engine sees that its peer is gone."""
-    with peer_process(tmp_path, engine=engine, ticket=1, pages=8) as receiver:
+    with peer_process(tmp_path, engine=engine, transfer_id=1, pages=8) as receiver:
         (description,) = wait_for(receiver.said, bool)
         sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER)
         sender.open(1, bytes.fromhex(description), 8)
@@ -175,11 +175,11 @@ def test_idle_receiver_is_reachable_again(
     source = make_pool(tmp_path / "sender.pool", SMALL, 2)
     source.pages[:] = OTHERS
     sender = open_sender(source, Layout.of(SMALL, MODEL), name=SENDER)
-    for ticket in (1, 2, 3):
-        receiver.open(ticket, [ticket])
-        sender.open(ticket, receiver.describe(), 1)
-        sender.send(ticket, 0, 0)
-        assert wait_for(sender.poll, bool) == [Delivered(ticket, 0)]
+    for transfer_id in (1, 2, 3):
+        receiver.open(transfer_id, [transfer_id])
+        sender.open(transfer_id, receiver.describe(), 1)
+        sender.send(transfer_id, 0, 0)
+        assert wait_for(sender.poll, bool) == [Delivered(transfer_id, 0)]
         wait_for(list, lambda _: not sender._core._lanes)
     sender.close()
     assert (pool.pages[1:4] == OTHERS).all()

@@ -72,7 +72,7 @@ def receiver(pool: PoolMemory, tmp_path: Path) -> Iterator[PageReceiver]:
 
 
 def order(receiver: PageReceiver, pages: int, **more: object) -> dict[str, object]:
-    return {"name": SENDER, "ticket": 1, "description": receiver.describe().hex(), "pages": pages, **more}
+    return {"name": SENDER, "transfer_id": 1, "description": receiver.describe().hex(), "pages": pages, **more}
 
 
 def has_all(pages: int) -> Callable[[list[object]], bool]:
@@ -112,7 +112,7 @@ def test_single_page_is_transferred(receiver: PageReceiver, pool: PoolMemory, tm
 
 
 @pytest.mark.process
-def test_a_sender_may_come_before_the_ticket(receiver: PageReceiver, tmp_path: Path) -> None:
+def test_a_sender_may_come_before_the_transfer(receiver: PageReceiver, tmp_path: Path) -> None:
     with peer_process(tmp_path, **order(receiver, 3)):
         time.sleep(1.0)
         assert receiver.poll() == []
@@ -152,7 +152,7 @@ def test_a_page_with_a_flipped_byte_is_sent_again(
 
 
 @pytest.mark.process
-def test_page_that_never_verifies_fails_its_ticket(
+def test_page_that_never_verifies_fails_its_transfer(
     receiver: PageReceiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip_a_byte(monkeypatch, 1_000)
@@ -168,7 +168,7 @@ def test_page_that_never_verifies_fails_its_ticket(
 
 
 @pytest.mark.process
-def test_unused_ticket_is_revoked_at_once(receiver: PageReceiver) -> None:
+def test_unused_transfer_is_revoked_at_once(receiver: PageReceiver) -> None:
     receiver.open(1, [1, 2])
     receiver.revoke(1, "the client left")
     assert wait_for(receiver.poll, bool) == [Revoked(1, "the client left")]
@@ -176,7 +176,7 @@ def test_unused_ticket_is_revoked_at_once(receiver: PageReceiver) -> None:
 
 @pytest.mark.process
 def test_answering_sender_frees_the_pages(receiver: PageReceiver, tmp_path: Path) -> None:
-    """Long before it would be shut out; and it says why its ticket failed."""
+    """Long before it would be shut out; and it says why its transfer failed."""
     receiver.open(1, list(range(6)))
     with peer_process(tmp_path, **order(receiver, 6, withheld=1)) as sender:
         assert len(wait_for(receiver.poll, has_all(5))) == 5
@@ -210,7 +210,7 @@ def test_killed_sender_holds_no_page(receiver: PageReceiver, pool: PoolMemory, t
         receiver.sender_exited(SENDER)
         assert wait_for(receiver.poll, bool) == [Revoked(1, f"{SENDER} was shut out")]
     receiver.open(2, [1])
-    with peer_process(tmp_path, **{**order(receiver, 1), "ticket": 2}):
+    with peer_process(tmp_path, **{**order(receiver, 1), "transfer_id": 2}):
         assert wait_for(receiver.poll, bool) == [Arrived(2, 0)]
     assert np.array_equal(pool.pages[1], content(0, SMALL.page_bytes))
 
@@ -268,7 +268,7 @@ def test_revocation_waits_for_the_copy_under_way(
 def test_sender_leaves_a_dead_receiver_when_told(pool: PoolMemory, tmp_path: Path) -> None:
     """Long before nothing was verified for CHECK_LIMIT_S."""
     (tmp_path / "other").mkdir()
-    with peer_process(tmp_path / "other", engine="shared", ticket=1, pages=8) as receiver:
+    with peer_process(tmp_path / "other", engine="shared", transfer_id=1, pages=8) as receiver:
         (description,) = wait_for(receiver.said, bool)
         sender = open_sender(pool, Layout.of(SMALL, MODEL), name=SENDER)
         sender.open(1, bytes.fromhex(description), 8)
@@ -301,7 +301,7 @@ def test_rows_of_another_model_are_refused(receiver: PageReceiver, pool: PoolMem
 
 
 @pytest.mark.process
-def test_ticket_of_another_length_is_refused_with_both_values(receiver: PageReceiver, tmp_path: Path) -> None:
+def test_transfer_of_another_length_is_refused_with_both_values(receiver: PageReceiver, tmp_path: Path) -> None:
     receiver.open(1, [1, 2, 3])
     with peer_process(tmp_path, **order(receiver, 3, claimed_pages=4)) as sender:
         (reason,) = wait_for(sender.said, bool)
@@ -323,7 +323,7 @@ def test_inaccessible_pool_fails_cleanly(
     assert "cannot open the pool of the sender" in reason
 
 
-def test_receiver_that_never_opens_the_ticket_is_given_up(
+def test_receiver_that_never_opens_the_transfer_is_given_up(
     receiver: PageReceiver, pool: PoolMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I8."""
@@ -332,7 +332,7 @@ def test_receiver_that_never_opens_the_ticket_is_given_up(
     sender.open(1, receiver.describe(), 1)
     sender.send(1, 0, 5)
     assert wait_for(sender.poll, bool) == [Failed(1, "its receiver did not answer within 0.3 s")]
-    sender.send(1, 0, 5)  # a ticket that has ended: nothing
+    sender.send(1, 0, 5)  # a transfer that has ended: nothing
     sender.close()
 
 
@@ -393,9 +393,9 @@ def test_misuse_is_refused_by_name(receiver: PageReceiver, pool: PoolMemory) -> 
     sender.close()
 
 
-def test_tickets_are_bounded(receiver: PageReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_are_bounded(receiver: PageReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8."""
-    monkeypatch.setattr("worker.transfer.receiving.TICKETS_MAX", 1)
+    monkeypatch.setattr("worker.transfer.receiving.TRANSFERS_MAX", 1)
     receiver.open(1, [1])
     with pytest.raises(CapacityError, match="1 transfers are open"):
         receiver.open(2, [2])
@@ -429,7 +429,7 @@ def test_worker_without_transfers_needs_no_checksum_library() -> None:
 def test_missing_engine_is_named_before_any_load(
     engine: str, modules: tuple[str, ...], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a worker that only sends, too: the first ticket would be late to find out."""
+    """For a worker that only sends, too: the first transfer would be late to find out."""
     monkeypatch.setenv("UCX_TLS", "")  # given back at the end
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)

@@ -1,4 +1,4 @@
-"""Rows that go to another node: what a ticket holds there, and who is told what when either side fails."""
+"""Rows that go to another node: what a transfer holds there, and who is told what when either side fails."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Desk:
         self.dispatch.dirty = True
         plan = self.dispatch.plan(self.now)
         for decision in plan:
-            for step in (self.dispatch.ticket_step(decision), self.dispatch.step(decision)):
+            for step in (self.dispatch.transfer_step(decision), self.dispatch.step(decision)):
                 if step is not None:
                     apply(self.ledgers[step.node], step.change)
         self.check()
@@ -83,9 +83,9 @@ class Desk:
         event = PlacementEnded(SLOT, self.entry.placement, durable_tokens, False)
         return self.hear(self.dispatch.departed(event, 1 if durable_tokens else 0))
 
-    def closed(self, ticket: int, durable_tokens: int = PROMPT) -> Effects:
-        it = self.placement_table.tickets[ticket]
-        return self.hear(self.dispatch.ticket_closed(it.worker, it.epoch, ticket, durable_tokens))
+    def closed(self, transfer_id: int, durable_tokens: int = PROMPT) -> Effects:
+        it = self.placement_table.transfers[transfer_id]
+        return self.hear(self.dispatch.transfer_closed(it.worker, it.epoch, transfer_id, durable_tokens))
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ def desk() -> Desk:
 
 
 def begin(desk: Desk) -> int:
-    """The request is on its way; returns its ticket."""
+    """The request is on its way; returns its transfer."""
     (admit,) = desk.settle()
     assert admit.transfer is not None
-    return admit.transfer.ticket
+    return admit.transfer.transfer_id
 
 
 def changes(heard: Effects) -> list[object]:
@@ -108,9 +108,9 @@ def test_pages_of_both_nodes_are_reserved_at_once(desk: Desk) -> None:
     """I7. Where it is decoded with room to go on, and a seat; where it is prefilled for the prompt alone."""
     (admit,) = desk.settle()
     assert admit.transfer is not None
-    there = desk.dispatch.ticket_step(admit)
+    there = desk.dispatch.transfer_step(admit)
     assert there is not None
-    assert there.change == Reserve(admit.transfer.ticket, admit.transfer.worker.name, Memory(admit.transfer.pages))
+    assert there.change == Reserve(admit.transfer.transfer_id, admit.transfer.worker.name, Memory(admit.transfer.pages))
     assert (there.node, admit.worker.node, admit.memory.host_pages) == ("b", "a", 3)
     assert admit.transfer.pages > 3
     assert desk.ledgers["b"].budget(admit.transfer.worker.name).free.seats == 2
@@ -126,62 +126,62 @@ def test_local_node_is_preferred(desk: Desk) -> None:
 
 @pytest.mark.parametrize("first", ["sent", "arrived"])
 def test_request_is_placed_once_its_transfer_is_complete(desk: Desk, first: str) -> None:
-    ticket = begin(desk)
-    pages = desk.placement_table.tickets[ticket].pages
+    transfer_id = begin(desk)
+    pages = desk.placement_table.transfers[transfer_id].pages
     desk.staged()
     if first == "sent":
-        assert changes(desk.sent()) == [Release(desk.entry.came_with + ticket + 1)]
+        assert changes(desk.sent()) == [Release(desk.entry.came_with + transfer_id + 1)]
         assert desk.settle() == [], "the other side has not said that all is there"
-        assert changes(desk.closed(ticket)) == [Keep(ticket, pages)]
+        assert changes(desk.closed(transfer_id)) == [Keep(transfer_id, pages)]
     else:
-        assert changes(desk.closed(ticket)) == [Keep(ticket, pages)]
+        assert changes(desk.closed(transfer_id)) == [Keep(transfer_id, pages)]
         assert desk.settle() == []
         desk.sent()
     (admit,) = desk.settle()
-    assert (admit.worker.node, admit.take_over, admit.durable_tokens) == ("b", ticket, PROMPT)
-    assert (desk.entry.ticket, desk.placement_table.tickets) == (0, {})
+    assert (admit.worker.node, admit.take_over, admit.durable_tokens) == ("b", transfer_id, PROMPT)
+    assert (desk.entry.transfer_id, desk.placement_table.transfers) == (0, {})
     assert desk.ledgers["a"].pages_free == 64
 
 
 def test_lost_sender_costs_no_time_and_frees_no_page(desk: Desk) -> None:
     """I2: the request goes to another prefill worker at once; where it was to go, pages wait for that worker's word."""
-    ticket = begin(desk)
+    transfer_id = begin(desk)
     name, held = desk.entry.worker, 64 - desk.ledgers["b"].pages_free
     desk.hear(desk.dispatch.worker_down(desk.workers[name], proved_exit=False))
     heard = desk.sent(0)
     assert [(send.worker, send.command) for send in heard.sends] == [
-        (desk.placement_table.tickets[ticket].worker, Withdraw(ticket))
+        (desk.placement_table.transfers[transfer_id].worker, Withdraw(transfer_id))
     ]
     (again,) = desk.settle()
     assert again.worker.name != name
     assert again.transfer is not None
     assert 64 - desk.ledgers["b"].pages_free == held + again.transfer.pages
-    assert changes(desk.closed(ticket, 0)) == [Release(ticket)]
+    assert changes(desk.closed(transfer_id, 0)) == [Release(transfer_id)]
     assert 64 - desk.ledgers["b"].pages_free == again.transfer.pages
 
 
 def test_proved_exit_is_sent_to_transfer_receivers(desk: Desk) -> None:
-    ticket = begin(desk)
+    transfer_id = begin(desk)
     heard = desk.hear(desk.dispatch.worker_down(desk.workers[desk.entry.worker], proved_exit=True, died=True))
     assert [send.command for send in heard.sends] == [Exited(desk.entry.worker, 4711)]
-    assert heard.sends[0].worker == desk.placement_table.tickets[ticket].worker
+    assert heard.sends[0].worker == desk.placement_table.transfers[transfer_id].worker
 
 
 def test_rows_of_a_lost_sender_count_only_where_they_arrived(desk: Desk) -> None:
-    ticket = begin(desk)
+    transfer_id = begin(desk)
     desk.staged()
-    desk.closed(ticket)
+    desk.closed(transfer_id)
     desk.hear(desk.dispatch.worker_down(desk.workers[desk.entry.worker], proved_exit=True))
     desk.sent()
     (admit,) = desk.settle()
-    assert (admit.take_over, admit.durable_tokens) == (ticket, PROMPT)
+    assert (admit.take_over, admit.durable_tokens) == (transfer_id, PROMPT)
 
 
-def test_lost_receiver_quarantines_pages_of_its_ticket(desk: Desk) -> None:
-    ticket = begin(desk)
-    pages, taker = desk.placement_table.tickets[ticket].pages, desk.placement_table.tickets[ticket].worker
+def test_lost_receiver_quarantines_pages_of_its_transfer(desk: Desk) -> None:
+    transfer_id = begin(desk)
+    pages, taker = desk.placement_table.transfers[transfer_id].pages, desk.placement_table.transfers[transfer_id].worker
     heard = desk.hear(desk.dispatch.worker_down(desk.workers[taker], proved_exit=False))
-    assert Release(ticket) in changes(heard)
+    assert Release(transfer_id) in changes(heard)
     assert desk.ledgers["b"].count_pages().quarantined == pages
     assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
     desk.sent(0)
@@ -191,11 +191,11 @@ def test_lost_receiver_quarantines_pages_of_its_ticket(desk: Desk) -> None:
 
 
 def test_transfer_that_does_not_arrive_is_given_up(desk: Desk) -> None:
-    ticket = begin(desk)
+    transfer_id = begin(desk)
     desk.staged()
     desk.sent()
-    heard = desk.closed(ticket, 0)
-    assert changes(heard) == [Release(ticket)]
+    heard = desk.closed(transfer_id, 0)
+    assert changes(heard) == [Release(transfer_id)]
     assert [type(tell.event) for tell in heard.tells] == [RowsGivenUp]
     assert (desk.entry.phase, desk.entry.pages) == (EntryPhase.WAITING, 0)
     assert desk.ledgers["b"].pages_free == 64
@@ -210,12 +210,12 @@ def test_repeated_transfer_failures_fail_the_request(desk: Desk, side: str) -> N
             desk.now += pause * 0.99
             assert desk.settle() == []
             desk.now += pause * 0.02
-        ticket = begin(desk)
+        transfer_id = begin(desk)
         if side == "sends":
             heard = desk.sent(0)
-            desk.closed(ticket, 0)
+            desk.closed(transfer_id, 0)
         else:
-            heard = desk.closed(ticket, 0)
+            heard = desk.closed(transfer_id, 0)
             desk.sent(0)
     ends = [tell.event for tell in heard.tells if isinstance(tell.event, EndOrder)]
     assert ends[0].outcome == "FAILED"
@@ -226,56 +226,56 @@ def test_repeated_transfer_failures_fail_the_request(desk: Desk, side: str) -> N
 @pytest.mark.parametrize("moment", ["sending", "sent", "arrived"])
 def test_abort_at_any_moment_frees_all_pages_in_time(desk: Desk, moment: str) -> None:
     """I2: not before the taker's word."""
-    ticket = begin(desk)
+    transfer_id = begin(desk)
     if moment != "sending":
         desk.staged()
         desk.sent()
     if moment == "arrived":
-        desk.closed(ticket)
+        desk.closed(transfer_id)
     heard = desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "client"))
     if moment == "sending":
         heard = heard.plus(desk.sent(0))
     if moment != "arrived":
-        assert Withdraw(ticket) in [send.command for send in heard.sends]
+        assert Withdraw(transfer_id) in [send.command for send in heard.sends]
         assert desk.ledgers["b"].pages_free < 64
-        desk.closed(ticket, 0)
+        desk.closed(transfer_id, 0)
     assert [ledger.pages_free for ledger in desk.ledgers.values()] == [64, 64]
-    assert desk.placement_table.tickets == {}
+    assert desk.placement_table.transfers == {}
 
 
-def test_ticket_is_closed_once(desk: Desk) -> None:
-    ticket = begin(desk)
-    it = desk.placement_table.tickets[ticket]
+def test_transfer_is_closed_once(desk: Desk) -> None:
+    transfer_id = begin(desk)
+    it = desk.placement_table.transfers[transfer_id]
     key = it.worker, it.epoch
-    assert desk.dispatch.ticket_closed(it.worker, it.epoch + 1, ticket, PROMPT) == NOTHING
-    assert desk.dispatch.ticket_closed("p0", 1, ticket, PROMPT) == NOTHING
-    desk.closed(ticket)
-    assert desk.dispatch.ticket_closed(*key, ticket, PROMPT) == NOTHING
-    assert desk.dispatch.ticket_closed(*key, ticket, 0) == NOTHING
+    assert desk.dispatch.transfer_closed(it.worker, it.epoch + 1, transfer_id, PROMPT) == NOTHING
+    assert desk.dispatch.transfer_closed("p0", 1, transfer_id, PROMPT) == NOTHING
+    desk.closed(transfer_id)
+    assert desk.dispatch.transfer_closed(*key, transfer_id, PROMPT) == NOTHING
+    assert desk.dispatch.transfer_closed(*key, transfer_id, 0) == NOTHING
     desk.staged()
     desk.sent()
-    assert desk.dispatch.ticket_closed(*key, ticket, 0) == NOTHING
+    assert desk.dispatch.transfer_closed(*key, transfer_id, 0) == NOTHING
 
 
 def test_rows_in_a_lost_pool_are_not_handed_over(desk: Desk) -> None:
     """Seed 8272: its node is booted anew while the sender has yet to leave."""
-    ticket = begin(desk)
+    transfer_id = begin(desk)
     desk.staged()
-    desk.closed(ticket)
-    heard = desk.hear(desk.dispatch.close_ticket(desk.placement_table.tickets[ticket], "gone", is_lost=True))
+    desk.closed(transfer_id)
+    heard = desk.hear(desk.dispatch.close_transfer(desk.placement_table.transfers[transfer_id], "gone", is_lost=True))
     assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
     desk.sent()
-    assert (desk.entry.phase, desk.entry.pages, desk.entry.ticket) == (EntryPhase.WAITING, 0, 0)
+    assert (desk.entry.phase, desk.entry.pages, desk.entry.transfer_id) == (EntryPhase.WAITING, 0, 0)
 
 
 def test_pages_in_transfer_are_not_demoted(desk: Desk) -> None:
     """A better-ranked request waits rather than take pages that are still written."""
-    ticket = begin(desk)
+    transfer_id = begin(desk)
     desk.staged()
     desk.sent()
     add_request(desk.placement_table, 8, 5, 64 * 24, 100, DIRECT)
     desk.settle()
-    assert ticket in desk.placement_table.tickets
+    assert transfer_id in desk.placement_table.transfers
     assert desk.entry.pages > 0
 
 
@@ -328,10 +328,10 @@ def test_received_pages_count_all_or_none() -> None:
 
 def test_prompt_kept_without_a_decode_worker_begins_anew(desk: Desk) -> None:
     """I5. Its transfer was forgotten (a coordinator went), its rows are kept where they were prefilled."""
-    ticket = desk.placement_table.tickets[begin(desk)]
+    transfer = desk.placement_table.transfers[begin(desk)]
     desk.staged()
-    desk.hear(desk.dispatch.revoke(ticket))
-    desk.closed(ticket.placement, 0)
+    desk.hear(desk.dispatch.revoke(transfer))
+    desk.closed(transfer.placement, 0)
     desk.sent()
     assert (desk.entry.phase, desk.entry.node) == (EntryPhase.WAITING, "a")
     assert desk.entry.kept_tokens
