@@ -321,8 +321,10 @@ def test_backup_is_restored(rig: ComposeRig, load: Load) -> None:
 
 
 def test_hisparse_stop_is_a_restart(rig: ComposeRig, load: Load) -> None:
-    """The policy starts what exits by itself; the manual says so. Detached: `exec` of docker-compose 1.29 waits for ever
-    for a command that ended with its container."""
+    """The policy starts what exits by itself; the manual says so.
+
+    Detached: `exec` of docker-compose 1.29 waits for ever for a command that ended with its container.
+    """
     before = rig.container("coordinator")["State"]["StartedAt"]
     with load:
         rig.compose("exec", "-d", "coordinator", "hisparse", "stop", "--deadline", "0")
