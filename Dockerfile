@@ -6,16 +6,22 @@
 #   worker-gpu    torch with CUDA, NVRTC, and the C compiler that Triton builds its launchers with; no CUDA toolkit image
 #                 below it: pip brings the libraries, the container runtime the driver
 #
-# What hisparse depends on is installed from pyproject.toml alone, before its code is copied: a change of code makes no
-# layer anew but the last one, of a megabyte or two. Packages go into a virtual environment in a stage of its own, so that
-# package lists and compilers stay behind. Processes are user 10001 and write to volumes alone, whose first content
-# (owner, mode 0700) comes from the directories made here.
-ARG BASE=docker.io/library/debian:bookworm-slim
+# What hisparse depends on is installed from locks/*.txt, with hashes, before its code is copied: a change of code or of
+# pyproject.toml makes no layer anew but the last one, of a megabyte or two. `make lock` writes the locks from pyproject.toml
+# and constraints.txt. Packages go into a virtual environment without pip, by the pip of another one, so that installers,
+# package lists and compilers stay behind. Caches of apt and pip are mounts (BuildKit), and lie in no layer.
+#
+# Processes are user 10001 and write to volumes alone, whose first content (owner, mode 0700) comes from the directories
+# made here.
+#
+# The digest is that of Docker Hub for this tag, as other projects have it in their files; replace both together. Another
+# base needs Debian's python3 3.11: --build-arg BASE=...
+ARG BASE=docker.io/library/debian:bookworm-20251229-slim@sha256:d5d3f9c23164ea16f31852f95bd5959aad1c5e854332fe00f7b3a20fcc9f635c
 
 FROM ${BASE} AS python
-RUN apt-get update \
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
+    apt-get update \
     && apt-get install --yes --no-install-recommends python3 \
-    && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 hisparse \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin hisparse \
     && install --directory --owner=10001 --group=10001 --mode=0700 \
@@ -25,33 +31,48 @@ ENV PATH=/opt/hisparse/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     XDG_CACHE_HOME=/var/cache/hisparse
 
-FROM python AS requirements
-RUN apt-get update && apt-get install --yes --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
+FROM python AS installer
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
+    apt-get update \
+    && apt-get install --yes --no-install-recommends python3-venv \
+    && python3 -m venv /opt/pip \
+    && python3 -m venv --without-pip /opt/hisparse
 WORKDIR /src
-COPY pyproject.toml constraints.txt ./
-RUN python3 -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-lists = {'coordinator': project['dependencies'], **project['optional-dependencies']}; \
-[open(f'{name}.txt', 'w').write('\n'.join(lists[name])) for name in ('coordinator', 'http', 'worker', 'cuda')]" \
-    && python3 -m venv /opt/hisparse \
-    && pip install --no-cache-dir --constraint constraints.txt --requirement coordinator.txt
+ENV XDG_CACHE_HOME=/root/.cache \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    INSTALL="/opt/pip/bin/pip --python /opt/hisparse/bin/python install --no-deps --require-hashes --only-binary :all:"
 
-FROM requirements AS requirements-http
-RUN pip install --no-cache-dir --constraint constraints.txt --requirement http.txt
+FROM installer AS requirements-coordinator
+COPY locks/coordinator.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip ${INSTALL} --requirement coordinator.txt
 
-FROM requirements AS requirements-worker
-# PyPI's torch for x86-64 is the CUDA build, some gigabytes of it; the project's own index has the one for CPUs.
+FROM installer AS requirements-http
+COPY locks/http.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip ${INSTALL} --requirement http.txt
+
+FROM installer AS requirements-worker
+# PyPI's torch for x86-64 is the CUDA build, some gigabytes of it; the index of the torch project has the CPU build. Only
+# torch comes from there, and nothing else is looked for in two places.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install --no-cache-dir --constraint constraints.txt --extra-index-url "${TORCH_INDEX}" --requirement worker.txt
+COPY locks/torch-cpu.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip ${INSTALL} --index-url "${TORCH_INDEX}" --requirement torch-cpu.txt
+COPY locks/worker.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip ${INSTALL} --requirement worker.txt
 
-FROM requirements AS requirements-worker-gpu
-RUN pip install --no-cache-dir --requirement worker.txt --requirement cuda.txt
+FROM installer AS requirements-worker-gpu
+COPY locks/worker-gpu.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip ${INSTALL} --requirement worker-gpu.txt
 
-FROM requirements AS package
+FROM installer AS package
+COPY locks/build.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/pip/bin/pip install --no-deps --require-hashes --only-binary :all: --requirement build.txt
 COPY . .
-RUN pip install --no-cache-dir --no-deps --root /package .
+RUN /opt/pip/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel . \
+    && /opt/pip/bin/pip --python /opt/hisparse/bin/python install --no-cache-dir --no-deps --no-index --root /package /wheel/*.whl
 
 FROM python AS coordinator
-COPY --from=requirements /opt/hisparse /opt/hisparse
+COPY --from=requirements-coordinator /opt/hisparse /opt/hisparse
 COPY --from=package /package/opt/hisparse /opt/hisparse
 USER 10001:10001
 ENTRYPOINT ["hisparse"]
@@ -72,9 +93,9 @@ ENTRYPOINT ["hisparse"]
 CMD ["worker"]
 
 FROM python AS worker-gpu
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev \
-    && rm -rf /var/lib/apt/lists/*
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
+    apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev
 COPY --from=requirements-worker-gpu /opt/hisparse /opt/hisparse
 COPY --from=package /package/opt/hisparse /opt/hisparse
 ENV TRITON_CACHE_DIR=/var/cache/hisparse/triton

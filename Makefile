@@ -13,7 +13,7 @@ START ?= 0
 REQUESTS ?= 1000000
 MESSAGES ?= 100000
 
-.PHONY: demo test check transfer-test sim fuzz format lint report bench install prometheus clean
+.PHONY: demo test check transfer-test compose-test lock sim fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -28,7 +28,7 @@ demo: $(STAMP)
 	$(BIN)/hisparse demo
 
 test: lint prometheus
-	$(PARALLEL) --durations=20 $(PYTEST_FLAGS)
+	$(PARALLEL) --durations=20 -m "not compose" $(PYTEST_FLAGS)
 
 # What to run before each commit: no processes, no models.
 check: lint
@@ -39,6 +39,16 @@ transfer-test: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,mooncake]'
 	$(BIN)/python -m pytest tests/worker/transfer/test_engines.py tests/worker/transfer/test_transfer.py tests/worker/transfer/test_decode.py \
 		tests/processes/test_prefill_decode.py tests/processes/test_prefill_decode_faults.py
+
+# docker-compose.yml on this machine's engine, for COMPOSE_MIN minutes at most: docs/operations.md. Needs root, an engine,
+# Compose and debootstrap, installs none of them, and skips where one is missing.
+COMPOSE_MIN ?= 60
+compose-test: $(STAMP) prometheus
+	timeout --kill-after=120 $(COMPOSE_MIN)m $(BIN)/python -m pytest tests/compose -m compose --timeout=3000 $(PYTEST_FLAGS)
+
+# locks/*.txt, from which images are installed, anew from pyproject.toml and constraints*.txt.
+lock: $(STAMP)
+	.ci/lock
 
 # promtool and a server for the tests of rules and dashboards, without root. Tests that need them skip where this fails.
 prometheus:

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -56,13 +56,11 @@ from protocol import logs
 from protocol.errors import ConfigError
 from protocol.logs import fields, logger
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
+from protocol.rereading import ReloadableFiles
 from protocol.settings import NO_JOURNAL, ClusterSettings, Config
-from protocol.transport.keys import Insecure, read_allowed, read_server_key
+from protocol.transport.keys import ALLOWED_FILE, Insecure, read_allowed, read_server_key
 from protocol.transport.private_dir import make_private_dir
 from protocol.version import our_version
-
-#: How long requests may run on after the first signal.
-SIGNAL_DEADLINE_S: Final = 30.0
 
 #: Longest time of a stop beyond its deadline.
 STOP_MARGIN_S: Final = 10.0
@@ -108,6 +106,10 @@ class Coordinator:
         self._worker_socket = worker_socket
         self.incarnation = next_incarnation(Path(config.cluster.runtime_dir))
         self._zap = zap
+        self._allowed_file: ReloadableFiles | None = None
+        if zap is not None:
+            path = Path(config.cluster.keys_dir) / ALLOWED_FILE
+            self._allowed_file = ReloadableFiles("allowed keys", [path], self._read_allowed)
         self.counters = counters or CoordinatorCounters()
         self._store = _open_journal(settings.journal, self.counters)
         self.token_log = TokenLog(
@@ -201,6 +203,7 @@ class Coordinator:
             incarnation=self.incarnation,
             version=self._version,
             rate=(settings.messages_per_s, settings.messages_burst),
+            reload_keys=self._reload_keys,
             **({"key_of": self._zap.allowed.newest} if self._zap is not None else {}),
         )
         links = WorkerLinks(
@@ -249,22 +252,29 @@ class Coordinator:
     def _router_sockets(self) -> dict[str, RouterSocket]:
         return {"client": self._client_socket, "admin": self._admin_socket, "worker": self._worker_socket}
 
-    def _reload_keys(self) -> None:
-        """Read the allowed keys again. A list that cannot be read changes nothing.
+    def _note_cut(self, role: str, reason: str) -> None:
+        self.counters.dropped_messages[role, reason] += 1
 
-        Connections of users who lost a key are ended; those with another allowed key of that name reconnect.
-        """
-        if self._zap is None:
-            log.info("no keys to read again")
-            return
+    def _reload_keys(self) -> str:
+        """Read the allowed keys again, and say what was found. Raises ConfigError, and the old list holds."""
+        if self._allowed_file is None:
+            return "no keys: no listener of this coordinator is tcp with keys"
         try:
-            allowed = read_allowed(Path(self._config.cluster.keys_dir))
+            found = self._allowed_file.reload()
         except ConfigError as error:
             log.warning("allowed keys not read, the old list holds", extra=fields(error=error))
-            return
+            raise
+        log.info("allowed keys read", extra=fields(result=found))
+        return found
+
+    def _read_allowed(self) -> str:
+        """Connections of users who lost a key are ended; those with another allowed key of that name reconnect."""
+        assert self._zap is not None
+        allowed = read_allowed(Path(self._config.cluster.keys_dir))
         lost = self._zap.allowed.replace(allowed)
         ended = sum(socket.cut_users(lost) for socket in self._router_sockets.values())
-        log.info("allowed keys read", extra=fields(keys=len(allowed), lost=sorted(lost), connections_ended=ended))
+        whose = f" of {', '.join(sorted(lost))}" if lost else ""
+        return f"{len(allowed)} keys allowed, keys lost{whose or ': none'}, {ended} connections ended"
 
     # ------------------------------------------------------------ stopping
 
@@ -279,20 +289,23 @@ class Coordinator:
             task_status.started()
             async for number in signals:
                 if number == signal.SIGHUP:
-                    self._reload_keys()
+                    with suppress(ConfigError):  # logged
+                        self._reload_keys()
                     continue
                 if self._stopping:
                     log.warning("second signal, exiting at once", extra=fields(signal=signal.Signals(number).name))
                     logging.shutdown()
                     os._exit(EXIT_INTERRUPTED)
                 self._stopping = True
-                log.info("stopping", extra=fields(signal=signal.Signals(number).name, deadline_s=SIGNAL_DEADLINE_S))
+                deadline_s = self._config.coordinator.stop_deadline_s
+                log.info("stopping", extra=fields(signal=signal.Signals(number).name, deadline_s=deadline_s))
                 nursery.start_soon(self._stop, scheduler)
 
     async def _stop(self, scheduler: Scheduler) -> None:
         """Stop within a time limit even if the Scheduler does not react because it waits for a failing journal."""
-        with trio.move_on_after(SIGNAL_DEADLINE_S + STOP_MARGIN_S):
-            await scheduler.stop(SIGNAL_DEADLINE_S, "signal")
+        deadline_s = self._config.coordinator.stop_deadline_s
+        with trio.move_on_after(deadline_s + STOP_MARGIN_S):
+            await scheduler.stop(deadline_s, "signal")
             await scheduler.stopped.wait()
             return
         log.error("not stopped in time, exiting without cleaning up; acknowledged requests are in the journal")

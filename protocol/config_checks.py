@@ -120,7 +120,7 @@ def _coordinator(coordinator: CoordinatorSettings) -> Iterator[SettingCheck]:
         *("messages_burst", "grant_ahead_tokens"),
     ):
         yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 1)
-    for field in ("ended_keep_s", "ended_keep_max", "flush_interval_ms", "audit_interval_s"):
+    for field in ("ended_keep_s", "ended_keep_max", "flush_interval_ms", "audit_interval_s", "stop_deadline_s"):
         yield _at_least(f"coordinator.{field}", getattr(coordinator, field), 0)
     for field in ("heartbeat_interval_s", "heartbeat_limit_s", "command_ack_limit_s", "messages_per_s"):
         yield _positive(f"coordinator.{field}", getattr(coordinator, field))
@@ -143,6 +143,8 @@ def _coordinator(coordinator: CoordinatorSettings) -> Iterator[SettingCheck]:
 
 def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     yield _name("worker.name", worker.name)
+    if worker.served_model_name:
+        yield _name("worker.served_model_name", worker.served_model_name)
     yield _name("worker.node", worker.node)
     yield _one_of("worker.role", worker.role, ROLES)
     yield _one_of("worker.transfer", worker.transfer, TRANSFER_ENGINES)

@@ -29,7 +29,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-#: Since 2, each struct spells out its tag; in 1, class names were the tags. Since 3, a Submit names its tenant.
+#: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
 PROTOCOL_VERSION: Final = 3
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
@@ -287,6 +287,12 @@ class ReleaseQuarantine(Message, frozen=True, tag="release_quarantine"):
     workers: tuple[str, ...]
 
 
+class ReloadKeys(Message, frozen=True, tag="reload_keys"):
+    """Read the list of allowed keys again. Done says what was read; Failure, that the old list holds, and why."""
+
+    tag: int
+
+
 class StopCoordinator(Message, frozen=True, tag="stop_coordinator"):
     """Drain the coordinator: refuse new requests, let running ones finish until the deadline, then exit."""
 
@@ -316,6 +322,7 @@ AdminMessage: TypeAlias = (
     | UndrainWorkers
     | AuditWorkers
     | ReleaseQuarantine
+    | ReloadKeys
     | StopCoordinator
 )
 

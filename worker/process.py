@@ -134,7 +134,8 @@ class WorkerProcess:
             receives=receiver is not None,
         )
         described = receiver.describe() if receiver is not None else b""
-        identity = WorkerIdentity(settings.name, settings.node, os.getpid(), runner.info, capacity, described)
+        model = msgspec.structs.replace(runner.info, name=settings.served_model_name or runner.info.name)
+        identity = WorkerIdentity(settings.name, settings.node, os.getpid(), model, capacity, described)
         self._link_counters = LinkCounters()
         self._link = _link(config, identity, self._outbox, self._executor, self._link_counters, tokenizer)
         self._exporter = self._serve_metrics(settings)

@@ -71,9 +71,12 @@ class Gateway:
         incarnation: int,
         version: str,
         rate: tuple[float, float],
+        reload_keys: Callable[[], str],
         key_of: Callable[[str], AllowedKey | None] = lambda _: None,
     ) -> None:
-        """`rate`: messages of one peer per second, and in a burst. `key_of` a user: the key whose rights it has."""
+        """`rate`: messages of one peer per second, and in a burst. `reload_keys` reads the list of allowed keys again,
+        says what it found, and raises ConfigError when the old list holds. `key_of` gives the key whose rights a user
+        has."""
         self._key_of = key_of
         self._scheduler = scheduler
         self._deliveries = deliveries
@@ -92,6 +95,7 @@ class Gateway:
         self._answers = _answers(scheduler, tokenizers) | {
             messages.Attach: self._attach,
             messages.Detach: self._detach,
+            messages.ReloadKeys: lambda _, m: messages.Done(m.tag, (reload_keys(),)),
         }
         self._command_handlers = _command_handlers(scheduler)
         self._incarnation = incarnation

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import click
 
-from hisparse.cli import demo, journal, keys, model, requests, serve, size, submit, top, workers
+from hisparse.cli import demo, journal, keys, model, reload, requests, serve, size, submit, top, workers
 from hisparse.console.options import RootGroup, exit_code_lines, show_version
 
 
@@ -37,7 +37,7 @@ def _root() -> RootGroup:
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
         *(top.top, workers.workers, workers.pool, workers.drain, workers.undrain, workers.audit),
-        *(workers.release_quarantine, workers.stop, journal.journal, keys.keys),
+        *(workers.release_quarantine, workers.stop, journal.journal, keys.keys, reload.reload),
     ):
         root.add_command(command)
     return root

@@ -21,7 +21,7 @@ def keys() -> None:
     """Make, list and revoke the keys of tcp:// endpoints.
 
     The files are in --keys-dir, mode 0600. server.key and allowed.keys belong to the coordinator, which reads
-    allowed.keys again on SIGHUP. Each other file is for one peer.
+    allowed.keys again on `hisparse reload coordinator`, or SIGHUP. Each other file is for one peer.
     """
 
 
@@ -58,7 +58,7 @@ def add(config: Config, role: str, name: str, path: Path | None, priority_max: i
 
     made = add_peer(_directory(config), role, name, path, priority_max=priority_max, is_front=is_front)
     write_line(str(made))
-    note("send the coordinator SIGHUP to allow it")
+    note("to allow it: hisparse reload coordinator")
 
 
 @keys.command()
@@ -67,13 +67,13 @@ def add(config: Config, role: str, name: str, path: Path | None, priority_max: i
 @click.option("--keep-newest", is_flag=True, help="Of several keys, keep the one made last.")
 @with_config()
 def revoke(config: Config, role: str, name: str, keep_newest: bool) -> None:
-    """Remove the keys of NAME from allowed.keys; on SIGHUP the coordinator ends the connections of NAME."""
+    """Remove the keys of NAME from allowed.keys; at a reload the coordinator ends the connections of NAME."""
     from hisparse.console.output import note, write_line
     from protocol.transport.keys import revoke as revoke_key
 
     count = revoke_key(_directory(config), role, name, keep_newest=keep_newest)
     write_line(f"{count} revoked")
-    note("send the coordinator SIGHUP to end its connections")
+    note("to end its connections: hisparse reload coordinator")
 
 
 @keys.command(name="list")

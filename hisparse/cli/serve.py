@@ -25,6 +25,7 @@ COORDINATOR_SETTINGS: Final = (
 )
 WORKER_SETTINGS: Final = (
     Setting("--model", "worker.model", "Checkpoint directory: config.json and safetensors."),
+    Setting("--served-model-name", "worker.served_model_name", "Model id for clients; default: its directory's name."),
     Setting("--device", "worker.device", "cpu, cuda or cuda:N."),
     Setting("--dtype", "worker.dtype", "auto (the checkpoint's), float32 or bfloat16."),
     Setting("--kv-dtype", "worker.kv_dtype", "Rows and index keys: auto (as dtype), float32, bfloat16 or fp8."),

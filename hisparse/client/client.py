@@ -219,6 +219,10 @@ class Client:
         """Compare the memory of all workers with the ledgers, now and twice."""
         return await self._call(messages.AuditWorkers, messages.AuditRows)
 
+    async def reload_keys(self) -> tuple[str, ...]:
+        """The coordinator reads its list of allowed keys again. Raises ConfigError when the old list holds."""
+        return await self._do(messages.ReloadKeys)
+
     async def stop(self, deadline_s: float = 30.0) -> tuple[str, ...]:
         """Drain the coordinator; it exits when running requests have ended, after `deadline_s` at the latest."""
         return await self._do(lambda tag: messages.StopCoordinator(tag, deadline_s))

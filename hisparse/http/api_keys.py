@@ -4,7 +4,7 @@
     KEY priority=N       asks for priority N at most
 
 Compared by digest, all of them every time, so that the time taken says nothing about any key. The file is read at
-start, and again at SIGHUP: a removed key is refused from then on; requests that it began are answered to their end.
+start, and again at a reload: a removed key is refused from then on; requests that it began are answered to their end.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class ApiKeys:
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._owners = {_digest(key.secret): KeyOwner(owner_of(key.secret), key.priority_max) for key in keys}
 
-    def replace(self, other: ApiKeys) -> None:
-        """Go by these from now on."""
+    def replace(self, other: ApiKeys) -> str:
+        """Go by these from now on; says how many they are."""
         self._owners = other._owners
+        return f"{len(self._owners)} keys"
 
     def check(self, authorization: str) -> KeyOwner:
         """The key's owner. `authorization` is the value of that header, empty when there is none. Raises

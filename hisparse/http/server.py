@@ -1,7 +1,7 @@
 """The process of the HTTP front: a listener, a link to the coordinator, metrics, signals. No torch.
 
 start          keys, TLS, socket, /metrics; it answers 503 until a coordinator and a worker are there
-run            until SIGTERM or SIGINT; SIGHUP: API keys and TLS files are read again
+run            until SIGTERM or SIGINT; SIGHUP and `hisparse reload http`: API keys and TLS files are read again
 stop           no new connections; what is being answered may finish until the deadline, then it is cut off, and aborted
                unless its client can come back to it by its own id
 second signal  exits at once
@@ -16,9 +16,8 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -27,6 +26,7 @@ import trio
 from hisparse.client.client import Client, open_client
 from hisparse.http.api_keys import ApiKeys, read_keys
 from hisparse.http.connection import READ_LIMIT_S
+from hisparse.http.control import Reloaded, control_socket, serve_control
 from hisparse.http.front import Front
 from hisparse.http.link import RECONNECT_LIMIT_S, CoordinatorLink
 from hisparse.http.listener import BACKLOG, STOP_DEADLINE_S, HttpListener, connections_max
@@ -40,6 +40,7 @@ from protocol import logs
 from protocol.config_checks import LOOPBACK
 from protocol.errors import ConfigError
 from protocol.logs import fields, logger
+from protocol.rereading import ReloadableFiles
 from protocol.settings import Config, HttpSettings
 from protocol.transport.keys import access
 from protocol.version import our_version
@@ -58,13 +59,16 @@ def run_http(config: Config) -> int:
     keys, tls = read_keys(config.http.api_keys_file), tls_of(config.http)
     _raise_descriptor_limit()
     share_fairly()
-    with _listening(config.http) as listener:
-        trio.run(_serve, config, keys, tls, listener)
+    with _listening(config.http) as listener, control_socket(config.cluster.runtime_dir) as control:
+        trio.run(_serve, config, keys, tls, listener, control)
     log.info("stopped")
     return EXIT_CLEAN
 
 
-async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socket.socket) -> None:
+async def _serve(
+    config: Config, keys: ApiKeys, tls: Tls | None, listener: socket.socket, control: socket.socket | None
+) -> None:
+    files = _reloadable(config.http, keys, tls)
     counters, stopping = HttpCounters(), trio.Event()
     link = CoordinatorLink(lambda: _connect(config))
     sources = HttpSources(
@@ -77,7 +81,9 @@ async def _serve(config: Config, keys: ApiKeys, tls: Tls | None, listener: socke
     exporter = _serve_metrics(config, sources)
     try:
         async with trio.open_nursery() as nursery:
-            await nursery.start(_watch_signals, stopping, partial(_read_again, config.http, keys, tls))
+            await nursery.start(_watch_signals, stopping, lambda: _reload(files))
+            if control is not None:
+                nursery.start_soon(serve_control, control, lambda: _reload(files))
             nursery.start_soon(link.run)
             rate = config.coordinator.messages_per_s, config.coordinator.messages_burst
             outputs = FollowedOutputs(nursery, link, counters, rate)
@@ -164,32 +170,46 @@ def _serve_metrics(config: Config, sources: HttpSources) -> Exporter | None:
     )
 
 
-def _read_again(settings: HttpSettings, keys: ApiKeys, tls: Tls | None) -> None:
+def _reloadable(settings: HttpSettings, keys: ApiKeys, tls: Tls | None) -> tuple[ReloadableFiles, ...]:
+    """Raises ConfigError when a file cannot be read."""
+    found = []
+    if settings.api_keys_file:
+        found.append(
+            ReloadableFiles(
+                "API keys", [settings.api_keys_file], lambda: keys.replace(read_keys(settings.api_keys_file))
+            )
+        )
+    if tls is not None:
+        found.append(ReloadableFiles("TLS files", [settings.tls_cert_file, settings.tls_key_file], tls.reload))
+    return tuple(found)
+
+
+def _reload(files: Sequence[ReloadableFiles]) -> Reloaded:
     """Each by itself: what cannot be read changes nothing."""
-
-    def read_keys_again() -> None:
-        keys.replace(read_keys(settings.api_keys_file))
-
-    reads = {"API keys": read_keys_again} | ({"TLS files": tls.reload} if tls else {})
-    for what, read in reads.items():
+    lines, errors = [], []
+    for it in files:
         try:
-            read()
+            lines.append(it.reload())
         except ConfigError as error:
-            log.warning("not read again, what was read before holds", extra=fields(what=what, error=error))
+            errors.append(f"{it.what}: {error}")
+            log.warning("not read again, what was read before holds", extra=fields(what=it.what, error=error))
         else:
-            log.info("read again", extra=fields(what=what))
+            log.info("read again", extra=fields(what=it.what, result=lines[-1]))
+    if not files:
+        lines.append("neither API keys nor TLS files are set: nothing to read again")
+    return Reloaded(tuple(lines), tuple(errors))
 
 
 async def _watch_signals(
-    stopping: trio.Event, read_again: Callable[[], None], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    stopping: trio.Event, reload: Callable[[], Reloaded], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot. SIGHUP: `read_again`."""
+    """The first SIGTERM or SIGINT asks for a stop, the second ends the process on the spot. SIGHUP: `reload`."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         task_status.started()
         async for number in signals:
             name = signal.Signals(number).name
             if number == signal.SIGHUP:
-                read_again()
+                reload()
                 continue
             if stopping.is_set():
                 log.warning("second signal, exiting at once", extra=fields(signal=name))

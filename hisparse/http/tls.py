@@ -1,4 +1,4 @@
-"""TLS of the front: a certificate chain and its key, in two files, read at start and again at SIGHUP.
+"""TLS of the front: a certificate chain and its key, in two files, read at start and again at a reload.
 
 Both are tried out before they take the place of those in use, so that a pair that does not fit, or is half written,
 changes nothing. Connections that are open keep what they began with; new ones get the new certificate.
@@ -35,10 +35,11 @@ class Tls:
         self.context.set_alpn_protocols([ALPN])
         self.context.load_cert_chain(cert, key)
 
-    def reload(self) -> None:
-        """The files may have been replaced. Raises ConfigError, having changed nothing."""
+    def reload(self) -> str:
+        """The files may have been replaced; says what is in use. Raises ConfigError, having changed nothing."""
         check_pair(*self._files)
         self.context.load_cert_chain(*self._files)
+        return "new connections get this certificate"
 
 
 def tls_of(settings: HttpSettings) -> Tls | None:

@@ -36,7 +36,7 @@ def not_allowed(endpoint: str, key: PeerKey | None) -> NotAllowed:
         f"{whose} may not use this endpoint",
         field="endpoint",
         value=endpoint,
-        remedy="allow it with `hisparse keys add` and send the coordinator SIGHUP, or use the endpoint of its role",
+        remedy="allow it with `hisparse keys add` and `hisparse reload coordinator`, or use the endpoint of its role",
     )
 
 

@@ -15,7 +15,7 @@ under the name, distribute it, revoke the first one.
 
 Files with secrets must belong to the user of the process (or root), without access for other users. Others may read
 allowed.keys but not write it. allowed.keys is changed in place: a container that mounts this one file would otherwise
-keep the old one.
+keep the old one. Better mount its directory.
 
 Rejected: certificates and chains (ZMQ has none, and an operator of one cluster can check a list of keys by eye); a
 shared secret per role (peers could not be told apart, nor revoked one by one).
@@ -336,9 +336,7 @@ def _create(path: Path, text: str) -> None:
 
 
 def _write_allowed(directory: Path, keys: Iterable[AllowedKey]) -> None:
-    text = (
-        "# Keys that may connect: role, name, public key, rights. SIGHUP makes the coordinator read this file again.\n"
-    )
+    text = "# Keys that may connect: role, name, public key, rights. `hisparse reload coordinator` after a change.\n"
     text += "".join(f"{key.line}\n" for key in keys)
     with suppress(FileExistsError):
         os.close(os.open(directory / ALLOWED_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, KEY_MODE))

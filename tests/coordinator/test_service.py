@@ -19,11 +19,14 @@ import pytest
 import trio
 
 from coordinator.incarnation import next_incarnation
+from coordinator.service import Coordinator, open_sockets, open_zap
 from hisparse.client.client import Client, open_client, run_client
+from metrics.state import CoordinatorCounters
 from protocol.errors import ConfigError, Unavailable
 from protocol.messages import Sampling
 from tests import ROOT
 from tests.support.fakes.worker import FakeWorker, hello
+from tests.support.guarded_rig import Guarded, guarded_config, new_keys
 
 #: Aim: 0.5 s and 64 MiB; time on a shared machine is no test, so that bound is loose.
 START_LIMIT_S = 10.0
@@ -133,6 +136,23 @@ def test_idle_coordinator_is_small_and_logs_its_endpoints(tmp_path: Path) -> Non
             assert f"ipc://{tmp_path}/run/{role}.sock" in log
         assert "live_requests_max=16384" in log
         assert not list((tmp_path / "run").glob("*.sock")), "sockets are gone with their process"
+
+
+async def test_running_requests_may_go_on_as_long_as_the_setting_says(tmp_path: Path) -> None:
+    """With the default of 30 s this would end by the limit of the test."""
+    config, counters = guarded_config(tmp_path, new_keys(tmp_path), stop_deadline_s=0.0), CoordinatorCounters()
+    with open_zap(config, counters) as zap, open_sockets(config) as sockets:
+        coordinator = Coordinator(config, *sockets, zap=zap, counters=counters)
+        it = Guarded(coordinator, dict(zip(("client", "admin", "worker"), sockets, strict=True)), tmp_path / "keys")
+        with trio.fail_after(START_LIMIT_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(coordinator.serve)
+                await coordinator.started.wait()
+                worker = await it.worker()
+                async with it.client() as client:
+                    await client.submit_detached([1, 2, 3], Sampling(max_tokens=1_000))
+                    os.kill(os.getpid(), signal.SIGTERM)
+        worker.close()
 
 
 @pytest.mark.process

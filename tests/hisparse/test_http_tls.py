@@ -18,8 +18,9 @@ from typing import Final
 
 import pytest
 
+from hisparse.cli import main
 from hisparse.http.tls import Tls, tls_of
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, Unavailable
 from protocol.settings import HttpSettings
 from tests import ROOT
 
@@ -173,3 +174,32 @@ def test_front_serves_tls_only_and_reloads_certificates(tmp_path: Path) -> None:
         process.send_signal(signal.SIGHUP)
         until(tmp_path / "http.log", r"(?s)( read again .*API keys.*){3}")
         assert [ask(port, cert, "/v1/models", key)[0] for key in (OLD_KEY, NEW_KEY)] == [401, 503]
+
+
+@pytest.mark.process
+def test_reload_command_reaches_the_front_and_says_what_it_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = write_pair(tmp_path)
+    command = ["reload", "http", "--runtime-dir", str(tmp_path)]
+    with front(tmp_path, cert, key) as (process, port):
+        (name,) = [path.name for path in tmp_path.glob("http-*.sock")]
+        assert name == f"http-{process.pid}.sock"
+        assert main.main(command, standalone_mode=False) == 0
+        keys, tls = capsys.readouterr().out.splitlines()
+        said = f"http {process.pid}: API keys: unchanged: the same file (inode {(tmp_path / 'api.keys').stat().st_ino})"
+        assert keys == f"{said} and content as before; 1 keys"
+        assert tls.startswith(f"http {process.pid}: TLS files: unchanged: the same file (inode ")
+        (tmp_path / "new.keys").touch(mode=0o600)
+        (tmp_path / "new.keys").write_text(f"{NEW_KEY}\n")
+        (tmp_path / "new.keys").replace(tmp_path / "api.keys")
+        good = Path(key).read_text()
+        Path(key).write_text("half written")
+        assert main.main(command, standalone_mode=False) == 1
+        assert "API keys: changed; 1 keys" in (said := capsys.readouterr().out)
+        assert "not read: TLS files: http.tls_key_file=" in said
+        Path(key).write_text(good)
+        assert [ask(port, cert, "/v1/models", it)[0] for it in (OLD_KEY, NEW_KEY)] == [401, 503]
+    assert not list(tmp_path.glob("http-*.sock"))
+    with pytest.raises(Unavailable, match="no HTTP front listens there"):
+        main.main(command, standalone_mode=False)

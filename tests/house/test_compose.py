@@ -12,9 +12,11 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from coordinator.service import STOP_MARGIN_S
+from hisparse.http.listener import STOP_DEADLINE_S
 from protocol.config import HostFacts, build, load
 from protocol.settings import Config
-from protocol.transport.keys import ALLOWED_FILE, SERVER_FILE
+from protocol.transport.keys import ALLOWED_FILE, ROLES, SERVER_FILE, read_allowed, read_peer_key
 from tests import ROOT
 
 COMPOSE: Final[dict[str, Any]] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -28,13 +30,13 @@ WORKERS: Final = {name for name in OURS if name.startswith("worker-")}
 #: Those that make something and end, and those that work until they are stopped.
 MAKERS: Final = {"keys", "model"}
 LASTING: Final = sorted(SERVICES.keys() - MAKERS)
-#: Where the container runtime puts secrets.
-SECRETS_DIR: Final = "/run/secrets"
+#: Where processes that speak tcp mount the directory of their keys.
+KEYS_DIR: Final = "/keys"
 
 
 def filled(value: object) -> str:
-    """`value` with ${NAME:-default} replaced by what .env says."""
-    return re.sub(r"\$\{(\w+)(?::-[^}]*)?\}", lambda found: DEFAULTS[found[1]], str(value))
+    """`value` with ${NAME:-default} replaced by what .env says, and $$ by $."""
+    return re.sub(r"\$\{(\w+)(?::-[^}]*)?\}", lambda found: DEFAULTS[found[1]], str(value)).replace("$$", "$")
 
 
 def test_compose_file_is_valid_by_the_published_schema() -> None:
@@ -45,7 +47,13 @@ def test_compose_file_is_valid_by_the_published_schema() -> None:
 
 def test_defaults_do_not_depend_on_the_env_file() -> None:
     used = re.findall(r"\$\{(\w+):-([^}]*)\}", (ROOT / "docker-compose.yml").read_text())
-    assert {(name, default) for name, default in used} == set(DEFAULTS.items())
+    assert {(name, default) for name, default in used} == DEFAULTS.items() - {("COMPOSE_PROJECT_NAME", "hisparse")}
+
+
+def test_file_is_one_that_compose_1_reads_too() -> None:
+    """docker-compose 1.29 refuses `name`, and knows no default inside another."""
+    assert COMPOSE.keys() - {key for key in COMPOSE if key.startswith("x-")} == {"services", "networks", "volumes"}
+    assert not re.findall(r"\$\{[^}]*\$\{", (ROOT / "docker-compose.yml").read_text())
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -54,6 +62,7 @@ def test_a_service_is_hardened(name: str) -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["pids_limit"] == 1024
     assert service["user"].split(":")[0] not in ("0", "root")
     assert "privileged" not in service
     for port in service.get("ports", ()):
@@ -82,13 +91,19 @@ def test_settings_of_a_process_are_accepted(name: str) -> None:
         assert config.cluster.runtime_dir in _mounts(name)
         assert str(PurePosixPath(config.coordinator.journal).parent) in _mounts(name)
         port = config.coordinator.metrics_port
+        grace_s = float(SERVICES[name]["stop_grace_period"].removesuffix("s"))
+        assert grace_s > config.coordinator.stop_deadline_s + STOP_MARGIN_S
     elif name == "http":
-        assert PurePosixPath(config.http.api_keys_file).parent == PurePosixPath(SECRETS_DIR)
+        assert PurePosixPath(config.http.api_keys_file).parent == PurePosixPath(KEYS_DIR)
+        assert float(SERVICES[name]["stop_grace_period"].removesuffix("s")) > STOP_DEADLINE_S
+        writable = {mount.split(":")[0] for mount in SERVICES[name]["tmpfs"]}
+        assert str(PurePosixPath(config.cluster.runtime_dir).parent) in writable, "for its control socket"
         assert SERVICES[name]["ports"] == [f"127.0.0.1:{config.http.port}:{config.http.port}"]
         port = config.http.metrics_port
     else:
         assert config.cluster.runtime_dir in _mounts(name)
         assert config.worker.name == name
+        assert config.worker.served_model_name == DEFAULTS["MODEL_NAME"]
         assert {config.worker.pool_dir, config.worker.model} <= _mounts(name).keys()
         assert config.worker.device == ("cuda" if SERVICES[name]["profiles"] == ["gpu"] else "cpu")
         port = config.worker.metrics_port
@@ -96,8 +111,14 @@ def test_settings_of_a_process_are_accepted(name: str) -> None:
 
 
 def _mounts(name: str) -> dict[str, str]:
-    """Volume by mount point."""
+    """Volume or directory by mount point."""
     return {target: source for source, target, *_ in (filled(it).split(":") for it in SERVICES[name]["volumes"])}
+
+
+def _modes(name: str) -> dict[str, str]:
+    """Mode by mount point."""
+    mounts = (filled(it).split(":") for it in SERVICES[name]["volumes"])
+    return {target: mode[0] if mode else "rw" for _, target, *mode in mounts}
 
 
 def test_workers_share_node_sockets_and_pool() -> None:
@@ -106,6 +127,12 @@ def test_workers_share_node_sockets_and_pool() -> None:
     assert {_mounts(name)["/run/hisparse"] for name in {"coordinator", *WORKERS}} == {"run"}
     assert {_mounts(name)["/var/pool"] for name in WORKERS} == {"pool"}
     assert COMPOSE["volumes"]["pool"]["driver_opts"]["type"] == "tmpfs"
+
+
+def test_the_pool_outlives_its_workers() -> None:
+    """An engine unmounts a tmpfs volume with its last container, and the gpu profile has one worker."""
+    assert (_mounts("coordinator")["/var/pool"], _modes("coordinator")["/var/pool"]) == ("pool", "ro")
+    assert "/var/pool" not in _mounts("http")
 
 
 def test_the_pool_fits_its_tmpfs() -> None:
@@ -119,46 +146,84 @@ def _bytes(text: str) -> int:
     return parse_size(text, "size")
 
 
-def _secrets(name: str) -> dict[str, str]:
-    """Secret by the name of its file in the container."""
-    given = SERVICES[name].get("secrets", ())
-    return {it: it if isinstance(it, str) else it["source"] for it in given if isinstance(it, str)} | {
-        it["target"]: it["source"] for it in given if not isinstance(it, str)
-    }
-
-
 def test_each_process_is_given_only_its_keys() -> None:
-    assert _secrets("coordinator").keys() == {SERVER_FILE, ALLOWED_FILE}
+    """A directory, not files: an engine mounts the file that a path names at the start, whatever replaces it."""
+    directory = DEFAULTS["KEYS_DIR"]
+    given = {name: source for name in SERVICES for source in _mounts_from(name, directory)}
+    assert given == {"keys": "", "coordinator": "/coordinator", "http": "/http"}
+    assert _modes("coordinator")[KEYS_DIR] == _modes("http")[KEYS_DIR] == "ro"
+    assert "secrets" not in COMPOSE
+    assert not any("secrets" in service for service in SERVICES.values())
     assert settings("coordinator").cluster.speak_as == "admin", "and so needs no key of a client"
-    assert _secrets("http") == {"client.key": "client.http.key", "api.keys": "api.keys"}
-    assert all(not _secrets(name) for name in {*WORKERS, "prometheus", "grafana"})
     for name in ("coordinator", "http"):
         cluster = settings(name).cluster
-        assert cluster.keys_dir == SECRETS_DIR
+        assert cluster.keys_dir == KEYS_DIR
         assert cluster.client_endpoint.startswith("tcp://")
         assert cluster.admin_endpoint.startswith("ipc://")
         assert cluster.worker_endpoint.startswith("ipc://")
 
 
-def test_every_secret_is_made_by_the_key_service(tmp_path: Path) -> None:
-    (script,) = SERVICES["keys"]["command"]
+def _mounts_from(name: str, directory: str) -> list[str]:
+    """What follows `directory` in the sources of mounts."""
+    sources = _mounts(name).values() if "volumes" in SERVICES[name] else ()
+    return [source.removeprefix(directory) for source in sources if source.startswith(directory)]
+
+
+def test_keys_lie_outside_the_build_context() -> None:
+    """They belong to another user, with mode 0700, and a build reads its whole context."""
+    directory = PurePosixPath(DEFAULTS["KEYS_DIR"])
+    assert directory.is_absolute()
+    assert {service["build"]["context"] for service in SERVICES.values() if "build" in service} == {"."}
+
+
+def run_keys(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The key service's own entry point, as a shell runs it here, with `arguments` as after `run keys`."""
+    *shell, script, name = map(filled, SERVICES["keys"]["entrypoint"])
+    assert SERVICES["keys"]["command"] == []
     python = f'#!/bin/sh\nexec {sys.executable} -m hisparse.cli "$@"\n'
     (tmp_path / "hisparse").write_text(python)
     (tmp_path / "hisparse").chmod(0o755)
     directory = tmp_path / "keys"
+    directory.mkdir(exist_ok=True)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environ["HISPARSE_CLUSTER_KEYS_DIR"] = str(directory)
-    subprocess.run(["sh", "-euc", script.replace("/keys/", f"{directory}/")], env=environ, check=True)
-    made = {path.name for path in directory.iterdir()}
-    wanted = {PurePosixPath(secret["file"]).name for secret in COMPOSE["secrets"].values()}
-    assert wanted <= made
-    assert {(directory / name).stat().st_mode & 0o777 for name in made} == {0o600}
-    assert {source for name in SERVICES for source in _secrets(name).values()} == COMPOSE["secrets"].keys()
+    environ["HISPARSE_CLUSTER_KEYS_DIR"] = f"{directory}/coordinator"
+    script = script.replace("/keys", str(directory))
+    command = [*shell, script, name, *arguments]
+    return subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_every_key_is_made_by_the_key_service(tmp_path: Path) -> None:
+    assert SERVICES["keys"]["environment"] == {"HISPARSE_CLUSTER_KEYS_DIR": "/keys/coordinator"}
+    made = set(run_keys(tmp_path).stdout.split())
+    root = tmp_path / "keys"
+    assert made == {str(path) for path in root.rglob("*") if path.is_file()}
+    assert {path.name for path in (root / "coordinator").iterdir()} == {SERVER_FILE, ALLOWED_FILE}
+    assert {path.name for path in (root / "http").iterdir()} == {"client.key", "api.keys"}
+    assert {path.name for path in (root / "peers").iterdir()} == {f"{role}.key" for role in ROLES}
+    assert {Path(path).stat().st_mode & 0o777 for path in made} == {0o600}
+    allowed = {(key.role, key.name) for key in read_allowed(root / "coordinator")}
+    assert allowed == {*((role, role) for role in ROLES), ("client", "http")}
+    assert read_peer_key(root / "http", "client").name == "http"
+
+
+def test_key_service_runs_what_it_is_given(tmp_path: Path) -> None:
+    run_keys(tmp_path)
+    run_keys(tmp_path, "hisparse", "keys", "add", "client", "alice", "--output", f"{tmp_path}/alice.key")
+    assert "alice" in run_keys(tmp_path, "hisparse", "keys", "list").stdout
+    assert run_keys(tmp_path, "echo", "a  b").stdout == "a  b\n", "arguments stay apart"
+
+
+def test_only_the_cpu_profile_makes_the_tiny_model() -> None:
+    """Else the gpu profile builds the CPU image, for a model that it does not serve."""
+    assert SERVICES["model"]["profiles"] == ["cpu"]
+    for name in WORKERS:
+        depends = "model" in SERVICES[name].get("depends_on", {})
+        assert depends == (SERVICES[name]["profiles"] == ["cpu"])
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "cpu,gpu", "gpu,cpu"])
 def test_prometheus_scrapes_exactly_the_profiles_processes(profile: str) -> None:
-    started = {name for name in WORKERS if profile in SERVICES[name]["profiles"]}
+    started = {name for name in WORKERS if set(profile.split(",")) & set(SERVICES[name]["profiles"])}
     groups = yaml.safe_load((ROOT / "metrics" / "targets" / f"{profile}.yml").read_text())
     assert {target for group in groups for target in group["targets"]} == {f"{name}:9400" for name in started}
     scraped = yaml.safe_load((ROOT / "metrics" / "prometheus.yml").read_text())["scrape_configs"]
@@ -179,9 +244,8 @@ def test_files_that_are_mounted_or_built_exist() -> None:
     for service in SERVICES.values():
         for volume in service.get("volumes", ()):
             source = filled(volume).split(":")[0]
-            assert source == "./keys" or (
-                (ROOT / source).exists() if source[0] == "." else source in COMPOSE["volumes"]
-            )
+            outside = source.startswith(DEFAULTS["KEYS_DIR"])
+            assert outside or ((ROOT / source).exists() if source[0] == "." else source in COMPOSE["volumes"])
         if "build" in service:
             assert f" AS {service['build']['target']}\n" in DOCKERFILE
 
@@ -198,30 +262,55 @@ def _stage(name: str) -> str:
     return DOCKERFILE.split(f" AS {name}\n")[1].split("\nFROM ")[0]
 
 
-def test_coordinator_and_front_images_install_no_torch() -> None:
-    assert "--requirement coordinator.txt" in _stage("requirements")
-    assert "--requirement http.txt" in _stage("requirements-http")
-    for name, requirements in (("coordinator", "requirements"), ("http", "requirements-http")):
-        assert _stage(name).startswith(f"COPY --from={requirements} ")
-        assert "worker" not in _stage(requirements).replace("'worker', 'cuda'", "")
+def _copied_from(name: str) -> list[str]:
+    return re.findall(r"^COPY --from=(\S+) ", _stage(name), re.MULTILINE)
+
+
+def test_base_is_named_by_digest() -> None:
+    assert re.search(r"^ARG BASE=\S+:\S+@sha256:[0-9a-f]{64}$", DOCKERFILE, re.MULTILINE)
+    assert set(re.findall(r"^FROM (\S+) AS", DOCKERFILE, re.MULTILINE)) == {
+        *("${BASE}", "python", "installer"),
+    }
+
+
+def test_images_install_from_locks_with_hashes() -> None:
+    """One index for each install; the index of torch gives torch alone."""
+    assert "--require-hashes" in _stage("installer")
+    assert "--no-deps" in _stage("installer")
+    assert "--extra-index-url" not in DOCKERFILE
+    for image in ("coordinator", "http", "worker", "worker-gpu"):
+        stage = _stage(f"requirements-{image}")
+        locks = re.findall(r"^COPY locks/(\S+) \./$", stage, re.MULTILINE)
+        assert locks == (["torch-cpu.txt", "worker.txt"] if image == "worker" else [f"{image}.txt"])
+        runs = re.findall(r"^RUN (.*)$", stage, re.MULTILINE)
+        assert len(runs) == len(locks)
+        for run, lock in zip(runs, locks, strict=True):
+            assert run.startswith("--mount=type=cache,target=/root/.cache/pip ${INSTALL} ")
+            assert run.endswith(f"--requirement {lock}")
+            assert ("--index-url" in run) == (lock == "torch-cpu.txt")
+        assert _copied_from(image) == [f"requirements-{image}", "package"]
 
 
 def test_code_change_reinstalls_only_that_code() -> None:
-    """Only one stage sees the code, and only the last layer of an image what it makes."""
+    """Only one stage sees the code and pyproject.toml, and only the last layer of an image what it makes."""
     assert [name for name in re.findall(r" AS ([\w-]+)\n", DOCKERFILE) if "COPY . ." in _stage(name)] == ["package"]
-    assert "--no-deps --root /package ." in _stage("package")
+    assert "pyproject.toml" not in "".join(re.findall(r"^COPY .*$", DOCKERFILE, re.MULTILINE))
+    assert "--no-deps --no-build-isolation" in _stage("package")
     for name in {service["build"]["target"] for service in SERVICES.values() if "build" in service}:
-        copied = re.findall(r"^COPY --from=(\S+) ", _stage(name), re.MULTILINE)
-        assert copied[-1] == "package"
-        assert len(copied) == 2
-        assert copied[0].startswith("requirements")
-        assert "pip" not in _stage(name)
+        assert _copied_from(name)[-1] == "package"
+
+
+def test_images_that_run_have_no_pip() -> None:
+    assert "python3 -m venv --without-pip /opt/hisparse" in _stage("installer")
+    for name in ("python", "coordinator", "http", "worker", "worker-gpu"):
+        assert "pip" not in _stage(name).replace("COPY --from=", "")
+        assert "python3-venv" not in _stage(name)
 
 
 def test_dockerignore_passes_build_inputs() -> None:
     passing = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks"}
-    assert passing == {*packages, "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert passing == {*packages, "locks", "pyproject.toml", "README.md", "LICENSE"}
 
 
 def test_unread_setting_is_refused() -> None:

@@ -32,7 +32,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 #: Of one answer, on a machine whose cores are busy.
 LIMIT_S: Final = 90.0
-GREEDY: Final[dict[str, Any]] = {"model": "model", "temperature": 0, "extra_body": {"ignore_eos": True}}
+#: Its id, which is not the name of its directory.
+MODEL: Final = "acme/tiny-1"
+GREEDY: Final[dict[str, Any]] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 #: Of a client that sends more than there are seats.
 BATCH_KEY: Final = "the-key-of-a-batch-0123456789"
@@ -130,7 +132,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     keys.write_text(f"{KEY}\n{BATCH_KEY}\n")
     keys.chmod(0o600)
     front = ("--http", "127.0.0.1:0", "--api-keys", str(keys))
-    with running(model, place, *front, "--deterministic", "--seats", str(SEATS), "--log-level", "warning") as up:
+    named = ("--served-model-name", MODEL)
+    with running(
+        model, place, *front, *named, "--deterministic", "--seats", str(SEATS), "--log-level", "warning"
+    ) as up:
         yield Site(up, keys)
 
 
@@ -189,7 +194,7 @@ def test_output_ends_before_the_stop_string(site: Site) -> None:
 def test_samples_differ_and_a_seed_repeats_them(site: Site) -> None:
     def sample() -> list[str]:
         answer = site.client().completions.create(
-            model="model", prompt="draw", max_tokens=24, n=3, seed=11, top_p=0.95, temperature=1.5
+            model=MODEL, prompt="draw", max_tokens=24, n=3, seed=11, top_p=0.95, temperature=1.5
         )
         return [choice.text for choice in sorted(answer.choices, key=lambda choice: choice.index)]
 
@@ -204,17 +209,17 @@ def test_prompts_may_be_many_or_token_ids(site: Site) -> None:
 
 
 def test_the_model_is_listed(site: Site) -> None:
-    assert [model.id for model in site.client().models.list()] == ["model"]
-    assert site.client().models.retrieve("model").owned_by == "hisparse"
+    assert [model.id for model in site.client().models.list()] == [MODEL]
+    assert site.client().models.retrieve(MODEL).owned_by == "hisparse"
 
 
 @pytest.mark.parametrize(
     ("request_of", "kind", "code"),
     [
-        ({"model": "model", "prompt": ""}, openai.BadRequestError, "bad_input"),
-        ({"model": "model", "prompt": "x", "logprobs": 2}, openai.BadRequestError, "bad_input"),
-        ({"model": "model", "prompt": "x", "max_tokens": 100_000}, openai.BadRequestError, "bad_input"),
-        ({"model": "model", "prompt": "x", "temperature": -1}, openai.BadRequestError, "bad_input"),
+        ({"model": MODEL, "prompt": ""}, openai.BadRequestError, "bad_input"),
+        ({"model": MODEL, "prompt": "x", "logprobs": 2}, openai.BadRequestError, "bad_input"),
+        ({"model": MODEL, "prompt": "x", "max_tokens": 100_000}, openai.BadRequestError, "bad_input"),
+        ({"model": MODEL, "prompt": "x", "temperature": -1}, openai.BadRequestError, "bad_input"),
         ({"model": "other", "prompt": "x"}, openai.NotFoundError, "not_found"),
     ],
 )

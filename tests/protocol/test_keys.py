@@ -222,7 +222,7 @@ def test_keys_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.Cap
     hisparse("keys", "add", "client", "alice", "--keys-dir", directory)
     shown = capsys.readouterr()
     assert shown.out == f"{directory}/client.alice.key\n"
-    assert "SIGHUP" in shown.err
+    assert "hisparse reload coordinator" in shown.err
     hisparse("keys", "list", "--keys-dir", directory, "-o", "json")
     listed = capsys.readouterr().out
     assert '"name": "alice"' in listed

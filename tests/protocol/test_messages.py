@@ -55,6 +55,7 @@ TAGS = {
     "refused",
     "release_quarantine",
     "released",
+    "reload_keys",
     "replay_commands",
     "replay_reports",
     "report",
@@ -101,7 +102,7 @@ def test_tags_of_a_union_are_unique() -> None:
 def test_hello_of_another_version_is_refused_by_version(tag: str) -> None:
     frame = msgspec.msgpack.encode([tag, 1, "client", "name", "a field that this version does not know"])
     decode = messages.decode_worker if "orker" in tag else messages.decode_client
-    with pytest.raises(ProtocolError, match="speaks protocol 1, this end 3") as caught:
+    with pytest.raises(ProtocolError, match=f"speaks protocol 1, this end {messages.PROTOCOL_VERSION}") as caught:
         read_frame(decode, frame, 1000, "peer")
     assert (caught.value.field, caught.value.value) == ("protocol", "1")
 
@@ -116,7 +117,9 @@ def test_deep_nesting_is_refused(nest: bytes) -> None:
             read_frame(messages.decode_client, frame, 1 << 20, "peer")
 
 
-@pytest.mark.parametrize("content", [["Hello", 2], ["Hello", "1"], ["submit", 1], [7], [], {}, None])
+@pytest.mark.parametrize(
+    "content", [["Hello", messages.PROTOCOL_VERSION], ["Hello", "1"], ["submit", 1], [7], [], {}, None]
+)
 def test_unknown_bytes_are_refused(content: object) -> None:
     with pytest.raises(ProtocolError, match="not a message of a peer"):
         read_frame(messages.decode_client, msgspec.msgpack.encode(content), 1000, "peer")

@@ -16,7 +16,7 @@ from coordinator.scheduling.api import SchedulerApi
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
-from protocol.errors import Unavailable
+from protocol.errors import ConfigError, Unavailable
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage
 from protocol.transport.dealer import DealerSocket
 from tests.support.fakes.scheduler import FakeScheduler
@@ -68,9 +68,17 @@ class GatewayRig:
             incarnation=incarnation,
             version="test",
             rate=rate,
+            reload_keys=self._reload_keys,
         )
+        #: What a reload of keys finds.
+        self.reloaded: str | ConfigError = "allowed keys: changed"
         self._scope = trio.CancelScope()
         self._stopped = trio.Event()
+
+    def _reload_keys(self) -> str:
+        if isinstance(self.reloaded, ConfigError):
+            raise self.reloaded
+        return self.reloaded
 
     @property
     def connections(self) -> int:

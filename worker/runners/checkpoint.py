@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -24,6 +25,8 @@ from worker.weights.safetensors_header import FIELD
 from worker.weights.shards import Shards
 
 FAMILIES: Final = ("deepseek_v32", "glm_moe_dsa")
+#: Files of a checkpoint that are read: configurations, weights, tokenizers, chat templates.
+READ_SUFFIXES: Final = (".json", ".safetensors", ".jinja", ".model", ".txt")
 #: Fields of config.json that sizes follow from.
 DIMENSIONS: Final = (
     *("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "index_topk"),
@@ -42,6 +45,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint that can be served. Raises ConfigError."""
     if not str(path):
         raise _refusal("no checkpoint is named", path, "pass its directory, as in --model PATH")
+    _check_permissions(Path(path))
     file = Path(path) / "config.json"
     if not os.path.lexists(file):
         raise _refusal("no readable checkpoint: it has no config.json", path, "pass a directory with config.json")
@@ -207,6 +211,27 @@ def _read_by_library(file: Path) -> Any:
         ) from error
     with library_refusals(file, "config"):
         return AutoConfig.from_pretrained(file)
+
+
+def _check_permissions(path: Path) -> None:
+    """Raise ConfigError that names the first file of the directory `path` that this user may not read.
+
+    The model library takes such a file for one that is missing.
+    """
+    denied = path
+    try:
+        for file in sorted(path.iterdir()) if path.is_dir() else ():
+            denied = file
+            if file.is_file() and file.suffix in READ_SUFFIXES:
+                file.open("rb").close()
+    except PermissionError as error:
+        whose = ""
+        with suppress(OSError):
+            status = denied.stat()
+            whose = f" (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o})"
+        text = f"user {os.geteuid()} has no permission to read {denied}{whose}"
+        remedy = f"chmod -R a+rX {path}, and a+x on the directories above it; or give it to user {os.geteuid()}"
+        raise _refusal(text, path, remedy) from error
 
 
 def _unfit(message: str, path: str | Path, remedy: str) -> ConfigError:

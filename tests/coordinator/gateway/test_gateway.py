@@ -12,7 +12,7 @@ from coordinator.gateway import connections
 from hisparse.client.client import open_client
 from protocol import messages
 from protocol.arrays import pack_int32, unpack_int32
-from protocol.errors import CapacityError
+from protocol.errors import CapacityError, ConfigError
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Sampling
 from protocol.transport.dealer import DealerSocket
 from tests.support.fakes.scheduler import MODEL
@@ -55,13 +55,26 @@ async def read_tokens(dealer: DealerSocket, count: int) -> list[int]:
         (messages.encode(messages.Heartbeat(1, 0, 0, 0, 0.0)), "protocol", "message"),
         (messages.encode(messages.RetractRequests(1, ("a",))), "protocol", "message"),
         (messages.encode(messages.StopCoordinator(1)), "protocol", "message"),
+        (messages.encode(messages.ReloadKeys(1)), "protocol", "message"),
         (messages.encode(SUBMIT)[:-3], "protocol", "message"),
         (bytes(CLIENT_MESSAGE_BYTES_MAX + 1), "protocol", "message"),
         (messages.encode(messages.Hello(PROTOCOL_VERSION + 1, "client")), "protocol", "protocol"),
         (messages.encode(messages.Hello(PROTOCOL_VERSION, "admin")), "protocol", "role"),
         (messages.encode(messages.Hello(PROTOCOL_VERSION, "client", "x" * 200)), "bad_input", "name"),
     ],
-    ids=["empty", "garbage", "worker's", "admin's", "admin's stop", "cut", "oversized", "version", "role", "name"],
+    ids=[
+        "empty",
+        "garbage",
+        "worker's",
+        "admin's",
+        "admin's stop",
+        "admin's reload",
+        "cut",
+        "oversized",
+        "version",
+        "role",
+        "name",
+    ],
 )
 async def test_forbidden_client_message_is_refused_and_counted(
     rig: GatewayRig, frame: bytes, code: str, field: str
@@ -137,6 +150,10 @@ async def test_every_command_reaches_the_scheduler_unchanged(rig: GatewayRig) ->
         assert await admin.drain(["w"], handover=True, deadline_s=9.0) == ("w",)
         assert await admin.undrain() == ()
         assert await admin.stop(3.0) == ("stopping",)
+        assert await admin.reload_keys() == ("allowed keys: changed",)
+        rig.reloaded = ConfigError("not a role, a name and a public key", field="allowed.keys:3", value="x")
+        with pytest.raises(ConfigError, match=r"allowed\.keys:3=x: not a role"):
+            await admin.reload_keys()
         assert (await admin.request("a")).row.request_id == "a"
         assert [row.request_id for row in (await admin.requests()).rows] == ["a"]
         assert (await admin.pools())[0].node == "n"

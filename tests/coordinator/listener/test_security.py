@@ -324,6 +324,37 @@ async def test_priority_above_the_limit_of_a_client_key_is_refused(
                 await alice.submit([1], LONG, priority=6)
 
 
+async def test_reload_command_says_what_the_list_of_keys_was(tmp_path: Path) -> None:
+    """An admin's command does what SIGHUP does, and tells a list that is the very one of before."""
+    async with guarded(tmp_path) as it, it.admin() as admin:
+        allowed = it.keys / "allowed.keys"
+        count, inode = len(key_files.read_allowed(it.keys)), allowed.stat().st_ino
+        (line,) = await admin.reload_keys()
+        assert line == (
+            f"allowed keys: unchanged: the same file (inode {inode}) and content as before; "
+            f"{count} keys allowed, keys lost: none, 0 connections ended"
+        )
+        async with it.client("bob") as bob:
+            await bob.welcome()
+            key_files.revoke(it.keys, "client", "bob", keep_newest=False)
+            (line,) = await admin.reload_keys()
+            assert (
+                line == f"allowed keys: changed; {count - 1} keys allowed, keys lost of client:bob, 1 connections ended"
+            )
+        copy = allowed.with_suffix(".new")
+        copy.write_bytes(allowed.read_bytes())
+        copy.chmod(0o600)
+        copy.replace(allowed)
+        (line,) = await admin.reload_keys()
+        assert line.startswith(f"allowed keys: the same content in another file (inode {allowed.stat().st_ino});")
+        allowed.write_text("client mallory\n")
+        with pytest.raises(ConfigError, match=r"allowed\.keys:1"):
+            await admin.reload_keys()
+        assert isinstance(await refusal(it, "client", it.key("client", "bob")), NotAllowed), "the old list holds"
+        async with it.client("alice") as alice:
+            await alice.welcome()
+
+
 async def hang_up(it: Guarded) -> None:
     """SIGHUP, and the turns in which it is heard."""
     os.kill(os.getpid(), signal.SIGHUP)

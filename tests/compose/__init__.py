@@ -1,0 +1,1 @@
+"""docker-compose.yml on a real engine: `make compose-test`."""
