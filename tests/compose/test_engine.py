@@ -82,10 +82,10 @@ def load(rig: ComposeRig) -> Load:
 def written(rig: ComposeRig, command: str, *, worker: str = "worker-0") -> Done:
     """Run a command that docs/operations.md has, word for word, without a terminal; `worker` takes worker-0's place."""
     assert command in MANUAL, command
-    docker, compose, verb, *rest = shlex.split(command.replace("worker-0", worker))
+    docker, compose, command, *rest = shlex.split(command.replace("worker-0", worker))
     assert (docker, compose) == ("docker", "compose")
-    no_terminal = ["-T"] if verb in ("run", "exec") and "-T" not in rest else []
-    return rig.compose(verb, *no_terminal, *rest)
+    no_terminal = ["-T"] if command in ("run", "exec") and "-T" not in rest else []
+    return rig.compose(command, *no_terminal, *rest)
 
 
 def restarts(rig: ComposeRig, service: str) -> int:

@@ -69,7 +69,7 @@ def test_directory_without_permission_is_named(checkpoint: Path) -> None:
 
 
 def test_missing_checkpoint_is_not_taken_for_a_permission(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no readable checkpoint: it has no config.json"):
+    with pytest.raises(ConfigError, match=r"no readable checkpoint: it has no config\.json"):
         read_config(tmp_path / "absent")
 
 
