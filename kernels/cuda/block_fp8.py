@@ -39,11 +39,14 @@ class Tiles(NamedTuple):
 
 #: By the largest count of tokens: tiles of dense products.
 LINEAR_TILES: Final = {
-    16: Tiles(32, 16, 2, 4, 2),
+    16: Tiles(32, 16, 2, 4, 4),
     32: Tiles(64, 32, 4, 3, 1, 104),
     64: Tiles(64, 64, 4, 3, 1, 128),
     UNBOUNDED: Tiles(64, 128, 4, 3, 1),
 }
+#: Of dense products of few tokens with weights of LARGE_VALUES or more.
+LARGE_LINEAR_TILES: Final = {16: Tiles(64, 16, 2, 4, 3)} | {most: LINEAR_TILES[most] for most in (32, 64, UNBOUNDED)}
+LARGE_VALUES: Final = 30_000_000
 #: By the largest expected count of tokens of one expert: tiles of gate and up, and of down.
 EXPERT_TILES: Final = {
     8: (Tiles(32, 16, 2, 4, 4), Tiles(64, 16, 2, 4, 4)),
@@ -145,7 +148,7 @@ def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8, tiles: 
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device=hidden.device)
     if not out.numel():
         return out
-    tiles = tiles or _bucket(LINEAR_TILES, tokens)
+    tiles = tiles or _bucket(LARGE_LINEAR_TILES if n * k >= LARGE_VALUES else LINEAR_TILES, tokens)
     grid = (-(-tokens // tiles.tokens), -(-n // tiles.n))
     blocks = _blocks(k)
     span = _span(grid[0] * grid[1], blocks, tiles.resident * _multiprocessors(hidden.device))

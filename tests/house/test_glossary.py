@@ -34,6 +34,7 @@ RETIRED_NAMES = ("last_topk", "next_slots", "Known", "Book", "Heard", "Remedy", 
 LEFT: dict[str, tuple[set[str], str]] = {
     "gate": (
         {"kernels/pointwise.py", "kernels/cuda/pointwise.py", "kernels/cuda/pointwise_triton.py"}
+        | {"kernels/block_fp8.py", "kernels/cuda/block_fp8.py", "kernels/cuda/block_fp8_triton.py"}
         | {"worker/runners/experts.py", "worker/runners/layers.py"},
         "the gate projection of an MLP and its experts, as the model library spells it",
     ),
