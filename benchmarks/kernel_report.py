@@ -1,4 +1,4 @@
-"""Tables of index_topk and of attention over rows, from results of their benchmarks. Pure."""
+"""Tables of index_topk, attention over rows and block-FP8 products, from results of their benchmarks. Pure."""
 
 from __future__ import annotations
 
@@ -31,6 +31,30 @@ def _attention_line(row: Result) -> tuple[str, ...]:
     noun = "prompt tokens" if row["phase"] != "decode" else "request" if row["batch"] == 1 else "requests"
     floors = f"{row['memory_us']:.1f}", f"{row['mma_us']:,.1f}", f"{row['tflop_per_s']:.0f}"
     return row["kind"], f"{row['batch']:,} {noun}", spread(row), *floors, f"{row['share_of_floor']:.0%}"
+
+
+def block_fp8(result: Result) -> str:
+    experts = [_experts_line(row) for row in result["rows"] if row["part"] == "experts"]
+    linears = [_linear_line(row) for row in result["rows"] if row["part"] == "linear"]
+    of_experts = ("tokens", "assignments", "block_experts", "memory", "products", "x floor", "w8a8", "distance")
+    of_linears = ("weight", "tokens", "block_linear", "memory", "products", "x floor")
+    of_chunks = ("in the kernel", "by scratch", "bfloat16 weight", "w8a8", "distance")
+    return f"{_run(result)}\n\n{table(of_experts, experts)}\n{table((*of_linears, *of_chunks), linears)}"
+
+
+def _experts_line(row: Result) -> tuple[str, ...]:
+    what = f"{row['tokens']:,}", f"{row['assignments']:,} of {row['experts']} experts", spread(row)
+    return *what, *_floors(row), f"{row['w8a8_us']:.1f}", f"{row['distance']:.1%}"
+
+
+def _linear_line(row: Result) -> tuple[str, ...]:
+    what = f"{row['name']}, {row['n']:,} × {row['k']:,}", f"{row['tokens']:,}", spread(row)
+    ways = (f"{row[name]:.1f}" if name in row else "" for name in ("kernel_us", "scratch_us", "plain_us", "w8a8_us"))
+    return *what, *_floors(row), *ways, f"{row['distance']:.1%}" if "distance" in row else ""
+
+
+def _floors(row: Result) -> tuple[str, ...]:
+    return f"{row['memory_us']:.1f}", f"{row['mma_us']:,.1f}", f"{row['times_floor']:.2f}"
 
 
 def _run(result: Result) -> str:

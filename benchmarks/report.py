@@ -62,6 +62,14 @@ SECTIONS: Final = (
         "attention-H200.svg",
     ),
     Section(
+        "Block-FP8 products",
+        "µs per product with weights of DeepSeek-V3.2, no weight in L2. Experts: those of a rank of eight, 32 of 256; "
+        "each token of the group chooses 8 at random. `memory`: bytes of weights used and of activations at the copy "
+        "rate; `x floor`: over the larger of memory and products. `block_linear` takes the way of its crossover; "
+        "`in the kernel` and `by scratch` are both ways. `distance` of w8a8 from weight-only, of the norm.",
+        {"block_fp8-H200.json": kernel_report.block_fp8},
+    ),
+    Section(
         "Decode within one KV budget",
         "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: "
         "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and "

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.cuda.triton_units import triton_unit
+from protocol.errors import BadInput
 
 if TYPE_CHECKING:
     from kernels.block_fp8 import BlockFp8
@@ -39,11 +40,14 @@ class Tiles(NamedTuple):
 
 #: By the largest count of tokens: tiles of dense products.
 LINEAR_TILES: Final = {
-    16: Tiles(32, 16, 2, 4, 2),
+    16: Tiles(32, 16, 2, 4, 4),
     32: Tiles(64, 32, 4, 3, 1, 104),
     64: Tiles(64, 64, 4, 3, 1, 128),
     UNBOUNDED: Tiles(64, 128, 4, 3, 1),
 }
+#: Of dense products of few tokens with weights of LARGE_VALUES or more.
+LARGE_LINEAR_TILES: Final = {16: Tiles(64, 16, 2, 4, 3)} | {most: LINEAR_TILES[most] for most in (32, 64, UNBOUNDED)}
+LARGE_VALUES: Final = 30_000_000
 #: By the largest expected count of tokens of one expert: tiles of gate and up, and of down.
 EXPERT_TILES: Final = {
     8: (Tiles(32, 16, 2, 4, 4), Tiles(64, 16, 2, 4, 4)),
@@ -65,6 +69,8 @@ PIECE_TOKENS: Final = 2048
 LIBRARY_SINCE: Final = 9
 LIBRARY_TOKENS: Final = 16
 LIBRARY_BLOCKS: Final = 4
+#: Values of one matrix and of all rows of a product: kernels count them in 32 bits.
+VALUES_MAX: Final = 2**31 - 1
 SPLITS_MAX: Final = 16
 BLOCKS_PER_SPLIT_MIN: Final = 4
 ADD_BLOCK: Final = 256
@@ -142,10 +148,12 @@ def _library_takes(weight: BlockFp8, device: torch.device) -> bool:
 
 def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8, tiles: Tiles | None) -> Tensor:
     (tokens, k), n = hidden.shape, len(weight.values)
+    _check_size("weight", n * k)
+    _check_size("hidden", tokens * k)
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device=hidden.device)
     if not out.numel():
         return out
-    tiles = tiles or _bucket(LINEAR_TILES, tokens)
+    tiles = tiles or _bucket(LARGE_LINEAR_TILES if n * k >= LARGE_VALUES else LINEAR_TILES, tokens)
     grid = (-(-tokens // tiles.tokens), -(-n // tiles.n))
     blocks = _blocks(k)
     span = _span(grid[0] * grid[1], blocks, tiles.resident * _multiprocessors(hidden.device))
@@ -242,6 +250,8 @@ def _experts(
     device, unit = hidden.device, _unit()
     held, middle, width = gate.values.shape
     assignments, choices = chosen.numel(), chosen.shape[1]
+    _check_size("gate", middle * width)
+    _check_size("hidden", assignments * max(middle, width))
     for_gate, for_down = tiles
     block_t = for_gate.tokens
     busy = min(assignments, held)
@@ -332,6 +342,11 @@ def _quantize(hidden: Tensor, padded: int) -> tuple[Tensor, Tensor]:
             hidden, values, scales, rows, padded, k, EVEN=k % BLOCK == 0, BLOCK_ROWS=QUANTIZE_ROWS, num_warps=WARPS
         )
     return values, scales
+
+
+def _check_size(field: str, values: int) -> None:
+    if values > VALUES_MAX:
+        raise BadInput("too many values for 32 bits", field=field, value=values, remedy=f"at most {VALUES_MAX}")
 
 
 def _options(tiles: Tiles, k: int, device: torch.device) -> dict[str, Any]:
