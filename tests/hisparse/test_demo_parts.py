@@ -191,6 +191,7 @@ def report(**changes: object) -> DemoReport:
     )  # fmt: skip
     base = DemoReport(
         family="glm-5", device="cpu",
+        weights="float32",
         requests=1, workers=2, verified_tokens=128, distinct_tokens=40, mismatched_tokens=0,
         unverified_tokens=0, tie_excused=0, tie_bound=TIE_BOUND, hits=90, misses=10, hit_rate=0.9, rows_swapped=20,
         bytes_swapped=2048, retracted=1, handed_over=1, host_pages_before=0, host_pages_peak=70, host_pages_after=0,

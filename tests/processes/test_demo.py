@@ -60,7 +60,8 @@ def test_demo_passes_and_cleans_up(tmp_path: Path) -> None:
 
 def test_demo_serves_fp8_weights_exactly(tmp_path: Path) -> None:
     """The oracle decodes the weights by code of its own; scales and blocks are ragged."""
-    done = run_demo("--family", "deepseek-v3.2", "--weights", "fp8", "--work-dir", str(tmp_path))
+    options = ("--family", "glm-5", "--weights", "fp8", "--requests", "4")
+    done = run_demo(*options, "--work-dir", str(tmp_path))
     report = json.loads(done.stdout)
     assert (done.returncode, report["problems"]) == (0, []), done.stderr
     assert report["weights"] == "fp8"

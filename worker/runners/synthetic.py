@@ -54,9 +54,11 @@ def synthetic_runner(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
     model = model.eval().requires_grad_(False)
-    return TransformersRunner(
+    runner = TransformersRunner(
         model,
         anonymous_info(config, f"synthetic-{config.model_type}-{config.num_hidden_layers}"),
         geometry,
         after_index_topk=after_index_topk,
     )
+    runner.release_unused()
+    return runner

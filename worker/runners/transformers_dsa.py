@@ -119,8 +119,7 @@ class TransformersRunner:
         self._prompt: PromptAttention = (
             Gathered(geometry.topk) if gathered else Expanded(layers.rows, layers.keys, self.dtype, geometry.topk)
         )
-        if gathered:
-            layers.release_expanded()
+        self._gathered = gathered
         self._scratch: dict[int, _RunnerScratch] = {}
         self._prepared: DeviceState | None = None
         if deterministic_rows:
@@ -162,10 +161,16 @@ class TransformersRunner:
             )
         geometry = geometry_of(model.config, _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype)
         runner = cls(model, describe_model(path, model.config), geometry, deterministic_rows=deterministic_rows)
+        runner.release_unused()
         log.info(
             "weights held", extra=fields(**{f"{name}_bytes": size for name, size in runner.weights_bytes().items()})
         )
         return runner
+
+    def release_unused(self) -> None:
+        """Give up weights of the model that this runner does not use: kv_b_proj, where prompts gather their rows."""
+        if self._gathered:
+            self._layers.release_expanded()
 
     def weights_bytes(self) -> dict[str, int]:
         """Bytes of the weights as they are held, by dtype."""

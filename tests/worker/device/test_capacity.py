@@ -365,6 +365,7 @@ def test_weights_are_those_that_a_runner_holds(tmp_path: Path) -> None:
     model = load_model(tmp_path, Quantization(), dtype=torch.float32, keeps_fp8=True)
     info = anonymous_info(model.config, "tiny")
     runner = TransformersRunner(model, info, geometry_of(model.config, "float32"), gathered_prefill=True)
+    runner.release_unused()
     assert runner.weights_bytes() == found["weights_bytes_by_dtype"]
 
 

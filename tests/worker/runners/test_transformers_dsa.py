@@ -382,7 +382,7 @@ def test_unsupported_checkpoint_is_refused(tmp_path: Path, checkpoints: dict[str
     with pytest.raises(ConfigError, match="no readable checkpoint"):
         TransformersRunner.load(tmp_path / "absent")
     refused({"model_type": "llama"}, "model_type llama is not served")
-    refused({"model_type": "deepseek_v32", "quantization_config": {"x": 1}}, "quantized weights")
+    refused({"model_type": "deepseek_v32", "quantization_config": {"x": 1}}, "method None is not served")
     refused({"model_type": "deepseek_v32"}, "no safetensors", weights=False)
     with pytest.raises(ConfigError, match=r"worker\.dtype"):
         TransformersRunner.load(checkpoints["glm-5"], dtype="float8")
