@@ -86,6 +86,21 @@ def _host_pages(pools: Sequence[PoolRow]) -> dict[tuple[str, str], float]:
     return {(pool.node, state): getattr(pool, state) for pool in pools for state in states}
 
 
+def _group_ranks(workers: Sequence[WorkerRow]) -> dict[tuple[str, str], float]:
+    """A rank of an earlier incarnation lacks all ranks; what the others lack is what the group lacks."""
+    missing: dict[str, int] = {}
+    there: dict[str, set[int]] = {}
+    for row in workers:
+        if row.group and (row.state != "disconnected" or row.ranks_missing):
+            lacks = len(row.ranks_missing)
+            missing[row.group] = min(lacks, missing.get(row.group, lacks))
+            ranks = there.setdefault(row.group, set())
+            if row.state != "disconnected" and row.rank not in row.ranks_missing:
+                ranks.add(row.rank)
+    connected = {(group, "connected"): float(len(ranks)) for group, ranks in there.items()}
+    return connected | {(group, "missing"): float(count) for group, count in missing.items()}
+
+
 CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
     gauge(
         "hisparse_requests",
@@ -125,6 +140,14 @@ CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
         "Which workers take work?",
         lambda it: Counter(row.state for row in it.workers),
         labels="state",
+    ),
+    gauge(
+        "hisparse_group_ranks",
+        "workers",
+        "Ranks of groups by state: connected or missing. A group of which no rank is known has none.",
+        "Does a group wait for a rank?",
+        lambda it: _group_ranks(it.workers),
+        labels="group state",
     ),
     gauge(
         "hisparse_worker_link_age_seconds",

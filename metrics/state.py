@@ -152,6 +152,7 @@ class WorkerCounters:
     moving average of decode steps."""
 
     beats: int = 0
+    awaits: str = ""  # worker of its group that the loop waits for
     beat_at: float = field(default_factory=monotonic)
     steps: int = 0
     step_us: float = 0.0

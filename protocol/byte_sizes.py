@@ -9,17 +9,23 @@ from protocol.errors import ConfigError
 
 #: In place of a size or a dtype: the worker chooses it.
 AUTO: Final = "auto"
-SIZE_UNITS: Final = {"": 1, "B": 1} | {
+#: By their names in lower case.
+SIZE_UNITS: Final = {"": 1, "b": 1} | {
     name: scale**power
-    for power, letter in enumerate("KMGT", start=1)
-    for name, scale in ((f"{letter}iB", 1024), (f"{letter}B", 1000), (letter, 1024))
+    for power, letter in enumerate("kmgt", start=1)
+    for name, scale in ((f"{letter}ib", 1024), (f"{letter}b", 1000), (letter, 1024))
 }
 
 
-def parse_size(text: str, field: str) -> int:
-    """Bytes of "256MiB", "1.5 GiB", "1GB" (1000-based) or "4096". Raises ConfigError naming `field`."""
+def parse_size(text: str, field: str, *, takes_auto: bool = False) -> int:
+    """Bytes of "256MiB", "1.5 gib", "1GB" (1000-based) or "4096". Raises ConfigError naming `field`.
+
+    `takes_auto`: the remedy names "auto" too, which the caller reads.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = SIZE_UNITS.get(match[2]) if match else None
+    unit = SIZE_UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError("not a size", field=field, value=text, remedy="write a number and KiB, MiB, GiB or TiB")
+        remedy = "write a number and a unit: KiB, MiB, GiB, TiB, or KB, MB, GB, TB of 1000"
+        remedy += f"; or {AUTO}" if takes_auto else ""
+        raise ConfigError("not a size", field=field, value=text, remedy=remedy)
     return int(float(match[1]) * unit)

@@ -133,6 +133,7 @@ def resolve(config: Config, facts: HostFacts) -> Config:
             name=worker.name or f"{node}-{facts.pid}",
             pool_dir=worker.pool_dir or (runtime_dir if worker.device == "cpu" else _tmpfs_dir(runtime_dir)),
             stream_backend=worker.stream_backend or ("inline" if worker.device == "cpu" else "cuda"),
+            group_endpoint=worker.group_endpoint or _group_endpoint(worker.group, runtime_dir),
         ),
     )
 
@@ -140,6 +141,11 @@ def resolve(config: Config, facts: HostFacts) -> Config:
 def _tmpfs_dir(runtime_dir: str) -> str:
     """A tmpfs directory that only the cluster of `runtime_dir` uses."""
     return f"/dev/shm/hisparse-{runtime_dir.strip('/').replace('/', '-')}"
+
+
+def _group_endpoint(group: str, runtime_dir: str) -> str:
+    """Where the ranks of a group on one node meet; empty without a group."""
+    return f"ipc://{runtime_dir}/group-{group}.sock" if group else ""
 
 
 def _default_runtime_dir(facts: HostFacts) -> str:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from protocol.byte_sizes import AUTO, parse_size
 from protocol.errors import ConfigError
-from protocol.messages import NAME_CHARS_MAX, ROLES
+from protocol.messages import GROUP_SIZE_MAX, NAME_CHARS_MAX, ROLES
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX
 
@@ -31,6 +31,10 @@ MATMULS: Final = (WEIGHT_ONLY, "w8a8")
 SOCKET_PATH_BYTES_MAX: Final = 107
 PORT_MAX: Final = 65_535
 SEATS_MAX: Final = 1_024
+#: Characters of a group's name, which is part of a socket's path.
+GROUP_NAME_CHARS_MAX: Final = 64
+#: Prompt rounds between two decode rounds of a group: each delays all decoding requests of all ranks.
+GROUP_PROMPT_ROUNDS_MAX: Final = 64
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 #: heartbeat_limit_s must span at least this many heartbeats: one that is late or lost ends no connection.
 HEARTBEATS_PER_LIMIT_MIN: Final = 3
@@ -56,6 +60,7 @@ def _all_checks(config: Config) -> Iterator[SettingCheck]:
     yield from _coordinator(config.coordinator)
     yield from _worker(config.worker)
     yield from _worker_memory(config.worker)
+    yield from _group(config.worker, is_insecure=config.cluster.insecure)
     yield from _http(config)
 
 
@@ -200,7 +205,7 @@ def _worker_memory(worker: WorkerSettings) -> Iterator[SettingCheck]:
             "only a GPU's memory has a size",
             "set one, as in 4GiB",
         )
-        sized = text == AUTO or parse_size(text, f"worker.{field}") > 0
+        sized = text == AUTO or parse_size(text, f"worker.{field}", takes_auto=is_measured) > 0
         yield SettingCheck(sized, f"worker.{field}", text, "no memory at all", "give it a size")
     classes = worker.hot_size_classes
     yield SettingCheck(bool(classes), "worker.hot_size_classes", classes, "no size class", "name at least one")
@@ -218,6 +223,67 @@ def _worker_memory(worker: WorkerSettings) -> Iterator[SettingCheck]:
         classes,
         "not in ascending order",
         "sort the classes and drop repeats",
+    )
+
+
+def _group(worker: WorkerSettings, *, is_insecure: bool) -> Iterator[SettingCheck]:
+    size = worker.group_size
+    yield _between("worker.group_size", size, 1, GROUP_SIZE_MAX)
+    yield SettingCheck(
+        0 <= worker.group_rank < size,
+        "worker.group_rank",
+        worker.group_rank,
+        f"not a rank of a group of {size}",
+        f"use 0 to {size - 1}, or raise worker.group_size",
+    )
+    yield SettingCheck(
+        size == 1 or bool(worker.group),
+        "worker.group",
+        worker.group,
+        f"worker.group_size is {size}, and the group has no name",
+        "name the group, the same for all of its ranks",
+    )
+    name = worker.group
+    yield SettingCheck(
+        len(name) <= GROUP_NAME_CHARS_MAX and name.isprintable() and not any(c.isspace() or c == "/" for c in name),
+        "worker.group",
+        name,
+        f"not a name of 1 to {GROUP_NAME_CHARS_MAX} visible characters without /",
+        "choose another",
+    )
+    yield _between("worker.group_prompt_rounds_max", worker.group_prompt_rounds_max, 1, GROUP_PROMPT_ROUNDS_MAX)
+    if worker.group_endpoint:
+        yield from _group_endpoint(worker, is_insecure=is_insecure)
+
+
+def _group_endpoint(worker: WorkerSettings, *, is_insecure: bool) -> Iterator[SettingCheck]:
+    field, endpoint = "worker.group_endpoint", worker.group_endpoint
+    scheme, _, address = endpoint.partition("://")
+    known = scheme in ("ipc", "tcp") and bool(address)
+    yield SettingCheck(known, field, endpoint, "not an endpoint", "write ipc:///path/to.sock or tcp://HOST:PORT")
+    host, _, port = address.rpartition(":")
+    has_port = bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) <= PORT_MAX
+    yield SettingCheck(
+        scheme != "tcp" or has_port,
+        field,
+        endpoint,
+        "all ranks need one host and one port to meet at",
+        f"write tcp://HOST:PORT, with a port from 1 to {PORT_MAX}",
+    )
+    yield SettingCheck(
+        scheme != "tcp" or bool(worker.group_secret_file) or is_insecure,
+        "worker.group_secret_file",
+        worker.group_secret_file,
+        f"any peer that reaches {endpoint} could join the group",
+        "name a file with the secret of all ranks, use ipc://, or pass --insecure on a network you trust",
+    )
+    fits = scheme != "ipc" or len(address.encode()) <= SOCKET_PATH_BYTES_MAX
+    yield SettingCheck(
+        fits,
+        field,
+        endpoint,
+        f"the path has {len(address.encode())} bytes, a Unix socket takes {SOCKET_PATH_BYTES_MAX}",
+        "choose a shorter cluster.runtime_dir, or a shorter worker.group",
     )
 
 

@@ -17,7 +17,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+#: Exit codes of a worker: its thread failed or did not release what it held (EX_SOFTWARE); its group lost another rank.
+EXIT_DEFECT: Final = 70
+EXIT_PEER_LOST: Final = 71
 
 
 class HiSparseError(Exception):

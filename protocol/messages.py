@@ -30,7 +30,8 @@ from typing import Final, TypeAlias
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-PROTOCOL_VERSION: Final = 3
+#: 4: ranks of groups.
+PROTOCOL_VERSION: Final = 4
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -451,6 +452,10 @@ class WorkerRow(Part, frozen=True):
     link_age_s: float
     command_ack_ms: float
     swapped_bytes: int = 0  # rows that swap-in loaded from host memory
+    group: str = ""  # of which it is a rank; empty: it holds the whole model
+    rank: int = 0
+    ranks_missing: tuple[int, ...] = ()  # of its group: without them no request is placed on any of its ranks
+    awaits: str = ""  # worker that its decode loop waits for
 
 
 class PoolRow(Part, frozen=True):
@@ -700,6 +705,23 @@ CoordinatorMessage: TypeAlias = WorkerWelcome | Refused | Commands | ReportAck |
 # ---------------------------------------------------------------- worker -> coordinator
 
 
+#: Ranks of a group.
+GROUP_SIZE_MAX: Final = 1_024
+
+
+class GroupMember(Part, frozen=True):
+    """A worker's place in a group, whose `size` ranks hold one copy of the model and step together.
+
+    `incarnation` is drawn by rank 0 when it starts, in milliseconds of its clock: one number for one life of the group,
+    above those of earlier lives. A rank says hello when its graphs are warm.
+    """
+
+    group: str
+    rank: int
+    size: int
+    incarnation: int
+
+
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """First message on a worker connection; each connect uses a new DEALER.
 
@@ -722,6 +744,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     inventory: bytes = b""
     report_first: int = 1
     receiver: bytes = b""
+    member: GroupMember | None = None
 
 
 class Progress(Part, frozen=True):
@@ -849,7 +872,8 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Sent by the link thread, about the executor.
 
     `executor_beats` grows while the executor's loop turns, busy or idle; it shows a hung executor behind a live link.
-    `leaving`: the process withdraws all requests and exits; place none there.
+    `leaving`: the process withdraws all requests and exits; place none there. `awaits` names the rank of its group
+    that the executor waits for: it beats on meanwhile.
     """
 
     epoch: int
@@ -858,6 +882,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     steps: int
     step_us: float  # moving average of recent decode steps
     leaving: bool = False
+    awaits: str = ""
 
 
 class TokenizerChunk(Message, frozen=True, tag="tokenizer_chunk"):

@@ -35,7 +35,7 @@ from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from protocol import logs
 from protocol.config import pool_path
-from protocol.errors import HiSparseError
+from protocol.errors import EXIT_DEFECT, HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
 from protocol.text import make_tokenizer
@@ -44,19 +44,19 @@ from protocol.transport.keys import access
 from protocol.version import our_version
 from worker.device.gpu_memory import cuda_device, free_device_bytes
 from worker.device.sizing import Sizing, size_worker
+from worker.group.group import Group
 from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 from worker.loop.executor import Executor
 from worker.pool.start import open_pool, size_pool
 from worker.runners.base import Runner
+from worker.runners.checkpoint import fingerprint
 from worker.runners.transformers_dsa import load_runner
 from worker.streams import make_streams
 from worker.transfer.transfers import check_transfer, open_transfers
 
 EXIT_CLEAN: Final = 0
-#: The executor died, or did not release what it held within its bounds: EX_SOFTWARE.
-EXIT_DEFECT: Final = 70
 EXIT_INTERRUPTED: Final = 130
 #: Longest that an executor with nothing left to do may take to end its thread.
 JOIN_LIMIT_S: Final = 5.0
@@ -93,7 +93,16 @@ class WorkerProcess:
         if config.worker.device != "cpu":
             cuda_device(config.worker.device)
         check_transfer(config.worker)
-        runner = load_runner(config.worker)
+        self._group = Group.join(config, fingerprint(config.worker.model)) if config.worker.group else None
+        try:
+            self._start(config, halted)
+        except BaseException:
+            if self._group is not None:
+                self._group.close()
+            raise
+
+    def _start(self, config: Config, halted: threading.Event) -> None:
+        runner = load_runner(config.worker, self._group.collectives if self._group is not None else None)
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
         path, free_bytes = pool_path(settings.pool_dir, settings.node), free_device_bytes(settings.device)
@@ -119,6 +128,7 @@ class WorkerProcess:
             self._pool.pages,
             make_tokenizer(tokenizer.kind, tokenizer.data),
             self._outbox,
+            group=self._group,
         )
         if settings.device != "cpu":
             left = free_device_bytes(settings.device)
@@ -135,7 +145,8 @@ class WorkerProcess:
         )
         described = receiver.describe() if receiver is not None else b""
         model = msgspec.structs.replace(runner.info, name=settings.served_model_name or runner.info.name)
-        identity = WorkerIdentity(settings.name, settings.node, os.getpid(), model, capacity, described)
+        member = self._group.member if self._group is not None else None
+        identity = WorkerIdentity(settings.name, settings.node, os.getpid(), model, capacity, described, member)
         self._link_counters = LinkCounters()
         self._link = _link(config, identity, self._outbox, self._executor, self._link_counters, tokenizer)
         self._exporter = self._serve_metrics(settings)
@@ -143,8 +154,13 @@ class WorkerProcess:
     def run(self) -> int:
         """Turn until told to stop; the exit code. Raises HiSparseError when the coordinator refuses this worker."""
         self._thread.start()
+        if self._group is not None:
+            self._group.control.is_done = lambda: self._link.stopping and not self._outbox.held()
+            self._group.control.progress.turns = True
         was_emptied = trio.run(self._serve)
         if was_emptied and self._end_executor():
+            if self._group is not None:
+                self._group.leave()
             log.info("stopped")
             return EXIT_CLEAN
         log.error("stopped with work in flight", extra=fields(held=len(self._outbox.held())))
@@ -158,6 +174,8 @@ class WorkerProcess:
             return False
         self._executor.transfers.close()
         self._pool.close()
+        if self._group is not None:
+            self._group.close()
         return True
 
     def _end_executor(self) -> bool:

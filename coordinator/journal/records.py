@@ -28,7 +28,7 @@ from coordinator.memory.changes import Change
 from coordinator.memory.ledger import EpochKey
 from coordinator.tokens.token_log import News
 from protocol.arrays import pack_int32, unpack_int32
-from protocol.messages import AUTO, NO_TOKEN, ModelInfo, Sampling, WorkerCapacity
+from protocol.messages import AUTO, NO_TOKEN, GroupMember, ModelInfo, Sampling, WorkerCapacity
 
 #: Most drained worker names that are kept, those of workers that have left included.
 DRAINS_MAX: Final = 1_024
@@ -200,6 +200,7 @@ class WorkerJoined(JournalEntry, frozen=True, tag="joined"):
     process: int = 0
     started: int = 0
     boot: str = ""
+    member: GroupMember | None = None
 
 
 class WorkerDrained(JournalEntry, frozen=True, tag="drained"):

@@ -46,7 +46,7 @@ def wire_bytes(part_bytes: int, *, is_curve: bool) -> int:
 
 
 @dataclass(slots=True)
-class _Connection:
+class _CountedConnection:
     """`since`, `turn`: when its unfinished message began, and how many messages of all the router had taken then.
     `memory_bytes`: least memory of the process since."""
 
@@ -81,13 +81,13 @@ class UnfinishedMessages:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, _CountedConnection] = {}
         self._turn = 0
         self._memory_bytes = 0
 
     def came(self, descriptor: int, memory_bytes: int, now: float, *, is_exact: bool) -> None:
         """A connection was accepted. `is_exact`: its bytes are counted from the first one on."""
-        self._connections[descriptor] = _Connection(now, self._turn, memory_bytes, is_exact)
+        self._connections[descriptor] = _CountedConnection(now, self._turn, memory_bytes, is_exact)
 
     def introduce(self, descriptor: int) -> None:
         """Its hello was accepted."""
@@ -129,7 +129,7 @@ class UnfinishedMessages:
         )
         return [(descriptor, rule) for descriptor, rule in judged if rule]
 
-    def _broken_rule(self, it: _Connection, now: float) -> str:
+    def _broken_rule(self, it: _CountedConnection, now: float) -> str:
         growth_bytes = self._memory_bytes - it.memory_bytes
         growth_bytes_max = GROWTH_BYTES_MAX if it.is_introduced else GROWTH_BYTES_MAX // 2
         if it.pending_bytes > self._bytes_max + SLACK_BYTES:

@@ -193,10 +193,12 @@ class SchedulerApi(Actor[Message]):
         """
         await self.ask(lambda reply: events.WorkerBack(hello, reply))
 
-    def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None:
+    def worker_down(
+        self, worker: str, epoch: int, proved_exit: bool, died: bool = False, is_leaving: bool = False
+    ) -> None:
         """The epoch is over. Without `proved_exit` its pages stay quarantined until `worker_exited`. `died`: with its
-        process, for which what was on it may be to blame."""
-        self.tell(events.WorkerDown(worker, epoch, proved_exit, died))
+        process, for which what was on it may be to blame. `is_leaving`: it had said that it would end."""
+        self.tell(events.WorkerDown(worker, epoch, proved_exit, died, is_leaving))
 
     def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None:
         """An epoch that was declared down is proved gone: its process `died`, or has emptied itself."""

@@ -45,6 +45,7 @@ from coordinator.scheduling.events import (
     Stage,
     WorkerLost,
 )
+from coordinator.scheduling.groups import life_of
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.policy import Policy
@@ -253,15 +254,19 @@ class Dispatch:
     def worker_up(self, worker: WorkerEntry) -> Effects:
         self.placement_table.add_worker(worker)
         self.dirty = True
-        joined = journal.WorkerJoined(worker.node, worker.name, worker.epoch, worker.capacity, worker.model)
+        about = worker.node, worker.name, worker.epoch, worker.capacity, worker.model
+        joined = journal.WorkerJoined(*about, member=worker.member)
         return _effects(LedgerStep(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
 
-    def worker_down(self, worker: WorkerEntry, *, proved_exit: bool, died: bool = False) -> Effects:
-        """An epoch is over. `died`: its process ended with requests on it, which are failed past the poison limit."""
+    def worker_down(
+        self, worker: WorkerEntry, *, proved_exit: bool, died: bool = False, is_leaving: bool = False
+    ) -> Effects:
+        """An epoch is over. `died`: its process ended, and requests on it are failed past the poison limit.
+        `is_leaving`: it had said so."""
         reason = f"{worker.name} exited" if proved_exit else f"{worker.name} is lost"
         lost = self.placement_table.lose(worker)
         key = worker.name, worker.epoch
-        self.placement_table.poison_detector.lost(key, lost)
+        self.placement_table.poison_detector.lost(key, lost, life_of(worker), is_leaving=is_leaving)
         self.dirty = True
         ends, struck = self._judge(key, died=died) if proved_exit else (NOTHING, None)
         tells = tuple(
@@ -287,13 +292,20 @@ class Dispatch:
         effects = Effects((*steps, *ends.steps), ends.tells, ends.sends)
         return effects.plus(self._tell_exited((worker, epoch))) if died else effects
 
+    def beside_lost(self, key: EpochKey) -> list[RequestEntry]:
+        """Requests on the connected ranks of the group's life in which an epoch went down."""
+        life = self.placement_table.poison_detector.life_of(key)
+        ranks = [it for it in self.placement_table.workers.values() if life is not None and life_of(it) == life]
+        return [entry for it in ranks for entry in self.placement_table.on(it.name)]
+
     def _judge(self, key: EpochKey, *, died: bool) -> tuple[Effects, journal.RequestsStruck | None]:
         """Fail those for whom this death was one too many. Strikes are written down with the change that the death is,
         so that none counts twice, and none is forgotten once its request is admitted again."""
         if not died:
             self.placement_table.poison_detector.survived(key)
             return NOTHING, None
-        effects, struck = NOTHING, self.placement_table.poison_detector.died(key, self.placement_table.entries)
+        detector, entries = self.placement_table.poison_detector, self.placement_table.entries
+        effects, struck = NOTHING, detector.died(key, entries, self.beside_lost(key))
         for entry in struck:
             if entry.strikes >= POISON_STRIKES and entry.phase is not EntryPhase.CLOSING:
                 effects = effects.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))

@@ -19,7 +19,7 @@ from typing import Final
 
 from coordinator.journal.records import Rank, RequestFacts, RequestOrdered
 from coordinator.scheduling.events import WorkerPort
-from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, ModelInfo, WorkerCapacity
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, GroupMember, ModelInfo, WorkerCapacity
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 
 
@@ -140,6 +140,8 @@ class WorkerEntry:
     awaited: bool = False  # known from the journal; its inventory is to come
     receiver: bytes = b""  # where it takes host pages of other nodes in; empty: nowhere
     pid: int = 0
+    member: GroupMember | None = None  # as a rank of a group
+    ranks_missing: tuple[int, ...] = ()  # of its group: what PlacementTable noted last (coordinator.scheduling.groups)
     shrunk_at: float = 0.0
     ranks: list[Rank] = field(default_factory=list)
     leaving: dict[int, RequestEntry] = field(default_factory=dict)
@@ -152,8 +154,8 @@ class WorkerEntry:
 
     @property
     def takes(self) -> bool:
-        """Whether it accepts admissions and growth of hot buffers: not draining, not awaited."""
-        return self.drain is None and not self.awaited
+        """Whether it accepts admissions and growth of hot buffers: not draining, not awaited, its group complete."""
+        return self.drain is None and not self.awaited and not self.ranks_missing
 
     @property
     def decodes(self) -> bool:

@@ -47,6 +47,7 @@ class LinkStats(NamedTuple):
     link_age_s: float
     command_ack_ms: float
     swapped_bytes: int = 0
+    awaits: str = ""  # worker that its decode loop waits for
 
 
 class WorkerPort(Protocol):
@@ -170,12 +171,14 @@ class WorkerBack(msgspec.Struct, frozen=True):
 
 class WorkerDown(msgspec.Struct, frozen=True):
     """The epoch is over: nothing it says counts any more. `proved_exit`: its process is gone, so nothing of it can
-    still touch memory (I2). `died`: it ended rather than emptied itself, and what was on it may be why."""
+    still touch memory (I2). `died`: it ended rather than emptied itself, and what was on it may be why. `is_leaving`:
+    it had said that it would end."""
 
     worker: str
     epoch: int
     proved_exit: bool
     died: bool = False
+    is_leaving: bool = False
 
 
 class WorkerExited(msgspec.Struct, frozen=True):

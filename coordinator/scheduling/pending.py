@@ -10,6 +10,7 @@ it is asked.
     NO_WORKER   no worker is connected, or none of the node where its kept rows are
     RECONNECT   every such worker is awaited after a restart of the coordinator
     DRAINING    every such worker drains
+    GROUP       every such worker is a rank of a group that waits for other ranks
     ROLE        no worker that takes requests does its part
     TOO_LARGE   no worker that takes requests could hold it at its longest
     SUSPECT     a worker died with it, or with those it would join
@@ -33,6 +34,7 @@ from msgspec.structs import replace
 
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, PlacementAsk, PlanOutcome, Refusal
+from coordinator.scheduling.groups import ranks_text
 from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import memory_of, misfit
@@ -53,6 +55,7 @@ class PendingKind(StrEnum):
     NO_WORKER = "no_worker"
     RECONNECT = "reconnect"
     DRAINING = "draining"
+    GROUP = "group"
     ROLE = "role"
     TOO_LARGE = "too_large"
     SUSPECT = "suspect"
@@ -213,7 +216,7 @@ class PendingReasons:
         if not workers:
             return PendingReason(PendingKind.NO_WORKER, f"no worker{where} is connected")
         if not takers:
-            kind = PendingKind.DRAINING if any(it.drain for it in workers) else PendingKind.RECONNECT
+            kind = _kind_of_absence(workers)
             return PendingReason(kind, f"no worker{where} takes requests: {_absent(workers)}")
         was_considered = entry.request_index in self._policy.outcome.refused  # else others ahead blocked its nodes
         unable = _unable(entry, takers) if was_considered else None
@@ -250,14 +253,24 @@ def _lack(short: list[_Need]) -> tuple[int, float]:
 
 
 def _absent(workers: Sequence[WorkerEntry]) -> str:
-    """How many of them drain, and how many are awaited."""
+    """How many of them drain, how many are awaited, and which ranks their groups wait for."""
     draining = [it.name for it in workers if it.drain is not None]
-    awaited = [it.name for it in workers if it.drain is None]
-    return ", ".join(
+    awaited = [it.name for it in workers if it.drain is None and it.awaited]
+    counted = [
         f"{len(names)} {what} ({', '.join(names[:NAMES_MAX])}{', …' if len(names) > NAMES_MAX else ''})"
         for names, what in ((draining, "draining"), (awaited, "awaited after a restart"))
         if names
-    )
+    ]
+    missing = {it.member.group: it for it in reversed(workers) if it.member and it.ranks_missing and not it.drain}
+    waits = [f"group {name} waits for {ranks_text(it.ranks_missing)}" for name, it in sorted(missing.items())]
+    more = [f"{len(waits) - NAMES_MAX} more groups wait"] if len(waits) > NAMES_MAX else []
+    return ", ".join(counted + waits[:NAMES_MAX] + more)
+
+
+def _kind_of_absence(workers: Sequence[WorkerEntry]) -> PendingKind:
+    if any(it.drain for it in workers):
+        return PendingKind.DRAINING
+    return PendingKind.GROUP if any(it.ranks_missing for it in workers) else PendingKind.RECONNECT
 
 
 def _unable(entry: RequestEntry, takers: Sequence[WorkerEntry]) -> PendingReason | None:

@@ -20,8 +20,9 @@ from coordinator.journal.records import DRAINS_MAX, Rank, RequestFacts, RequestO
 from coordinator.journal.state import no_order
 from coordinator.memory.ledger import EpochKey, Ledger, follows
 from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.groups import life_of, missing_of, ranks_of
 from coordinator.scheduling.poison import PoisonDetector
-from coordinator.scheduling.turns import Owner, Turns
+from coordinator.scheduling.turns import Owner, OwnerTurns
 from protocol.errors import InternalError
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
 from protocol.sizing import NO_HOT_SIZE, RESIDENT, HotSize, Memory
@@ -47,7 +48,7 @@ class PlacementTable:
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
         self.poison_detector = PoisonDetector()
-        self._turns = Turns()
+        self._turns = OwnerTurns()
         self._arrivals = 0
         self._placements = 0
 
@@ -302,6 +303,24 @@ class PlacementTable:
         epoch, drain = self.drains.pop(worker.name, (0, None))
         if worker.epoch == epoch or follows(worker.epoch, epoch):
             self.drain(worker, drain)
+        self._note_group(worker)
+
+    def worker_back(self, worker: WorkerEntry) -> None:
+        """An awaited epoch has said hello."""
+        worker.awaited = False
+        self._note_group(worker)
+
+    def _note_group(self, changed: WorkerEntry) -> None:
+        """Note on each rank of its group which ranks are missing."""
+        if changed.member is not None:
+            for name, missing in missing_of(changed.member.group, self.workers.values()).items():
+                self.workers[name].ranks_missing = missing
+
+    def beside(self, worker: WorkerEntry) -> list[WorkerEntry]:
+        """The workers whose steps are its steps: the connected ranks of its group's life, or itself alone."""
+        if worker.member is None:
+            return [worker]
+        return [it for it in ranks_of(worker.member.group, self.workers.values()) if life_of(it) == life_of(worker)]
 
     def drain(self, worker: WorkerEntry, drain: WorkerDrain | None) -> None:
         """None: it takes requests again. A drain is of a process: it outlives an epoch, and not a restart."""
@@ -322,6 +341,7 @@ class PlacementTable:
             self.leave(entry, frees_pages=False)
             entry.lost = True
         del self.workers[worker.name]
+        self._note_group(worker)
         return entries
 
     def on(self, worker: str) -> Iterator[RequestEntry]:

@@ -45,6 +45,7 @@ retracting for a request's possible length at admission (most end long before ma
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -149,6 +150,8 @@ class _Plan:
         self.blocked: dict[str, RequestEntry] = {}  # nodes, and who blocks them
         self.refused: dict[int, Refusal] = {}
         self.takers = [worker for worker in policy.placement_table.workers.values() if worker.takes]
+        self.has_groups = any(worker.member is not None for worker in self.takers)
+        self.promised = Counter(it.decoder for it in self.placement_table.promised.values())  # requests, by worker
         self.has_prefillers = any(not worker.decodes for worker in self.takers)
         self.free = FreeMemory(policy.ledgers, policy.placement_table.workers.values())
 
@@ -197,7 +200,8 @@ class _Plan:
 
     def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
         """Whether poison detection lets it: a suspect waits its turn, and blocks like a request that waits for room."""
-        return self.placement_table.poison_detector.may_join(entry, self.placement_table.on(worker.name))
+        present = (it for peer in self.placement_table.beside(worker) for it in self.placement_table.on(peer.name))
+        return self.placement_table.poison_detector.may_join(entry, present)
 
     def _asks(self, entry: RequestEntry) -> list[PlacementAsk]:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
@@ -289,13 +293,15 @@ class _Plan:
                     chunks += max(0, least_chunks(ahead.length, worker.capacity) - ahead.chunks)
         return ask._replace(need=ask.need.plus(Memory(host_pages, chunks, index_pages)), spare_chunks=chunks)
 
-    def _preference(self, ask: PlacementAsk) -> tuple[bool, bool, bool, int, int, int]:
-        """Rather directly, and within a node; rather where it can be resident, then where chunks are plenty, then where
-        seats are, first those of the worker that decodes."""
+    def _preference(self, ask: PlacementAsk) -> tuple[bool, bool, bool, int, int, int, int]:
+        """Rather directly, and within a node; rather where it can be resident; then on the rank with the fewest
+        requests, since the slowest rank of a group sets its step; then where chunks are plenty, then where seats are,
+        first those of the worker that decodes."""
         last = ask.decoder or ask
         free, seats = self.free.on(last.worker), self.free.on(ask.worker).seats
         is_near, is_resident = last.worker.node == ask.worker.node, last.hot_sizes[-1].hot_chunks <= free.hot_chunks
-        return ask.decoder is not None, is_near, is_resident, free.hot_chunks, free.seats, seats
+        spare = -len(last.worker.ranks) - self.promised[last.worker.name] if self.has_groups else 0
+        return ask.decoder is not None, is_near, is_resident, spare, free.hot_chunks, free.seats, seats
 
     def _admit(self, entry: RequestEntry, ask: PlacementAsk) -> None:
         worker = ask.worker
@@ -310,6 +316,7 @@ class _Plan:
         if ask.decoder:
             promised = replace(ask.decoder.need, host_pages=transfer.pages if transfer else 0)
             self.free.promise(ask.decoder.worker, promised)
+            self.promised[decoder] += 1
         self.decisions.append(
             AdmitDecision(
                 entry, worker, placement, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer

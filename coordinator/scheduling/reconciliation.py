@@ -39,7 +39,7 @@ def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Inventory
     entries = list(dispatch.placement_table.on(worker.name))
     transfers = dispatch.placement_table.transfers_to(worker.name, worker.epoch)
     _check(held, {entry.placement for entry in entries} | {inbound.placement for inbound in transfers}, ledger)
-    worker.awaited = False
+    dispatch.placement_table.worker_back(worker)
     dispatch.dirty = True
     parts = [
         _adopt(dispatch, entry, held[entry.placement], ledger)

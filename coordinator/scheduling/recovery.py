@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from coordinator.journal import records as journal
+from coordinator.journal.ledger_image import epochs_of
 from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
@@ -31,6 +32,7 @@ from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import AddressedOrder, Ending, WorkerLost, WorkerPort
+from coordinator.scheduling.groups import GroupLife
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.request_state import RequestState
@@ -88,8 +90,12 @@ def restore(journal_state: JournalState, place: Place, ports: Mapping[EpochKey, 
     for (name, epoch), port in ports.items():
         joined = journal_state.workers[name, epoch]
         placement_table.add_worker(
-            WorkerEntry(name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True)
+            WorkerEntry(
+                name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True, member=joined.member
+            )
         )
+    for life in _lives_ended(journal_state):
+        placement_table.poison_detector.ended(life)
     _restore_transfers(journal_state, placement_table)
     effects = Effects()
     ended = sorted(
@@ -105,6 +111,22 @@ def restore(journal_state: JournalState, place: Place, ports: Mapping[EpochKey, 
         effects = effects.plus(_settle_transfer(transfer_id, journal_state, place.dispatch))
     place.dispatch.dirty = True
     return effects
+
+
+def _lives_ended(journal_state: JournalState) -> set[GroupLife]:
+    """Lives of groups that lost a rank before: the requests of all their ranks were struck, if it was for a death.
+
+    A rank lost without a request on it counts too, since its ledger tells nothing more of it; then a strike is missed.
+    """
+    members = {key: it.member for key, it in journal_state.workers.items() if it.member is not None}
+    latest = dict(sorted(members))  # highest epoch of each worker
+    ledgers = journal_state.ledgers.values()
+    left = {key for ledger in ledgers for key in epochs_of(ledger) if not ledger.has_exited(*key)}
+    return {
+        GroupLife(member.group, member.incarnation)
+        for (name, epoch), member in members.items()
+        if epoch == latest[name] and (name, epoch) not in left
+    }
 
 
 def _restore_transfers(journal_state: JournalState, placement_table: PlacementTable) -> None:

@@ -11,7 +11,7 @@ never cross. A command on several requests is checked for all of them before any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -171,8 +171,14 @@ class Scheduler(SchedulerApi):
 
     def _worker_back(self, hello: messages.WorkerHello) -> Effects:
         worker = self._placement_table.workers.get(hello.worker)
-        if worker is None or worker.epoch != hello.epoch or worker.capacity != hello.capacity:
+        if (
+            worker is None
+            or worker.epoch != hello.epoch
+            or worker.capacity != hello.capacity
+            or worker.member != hello.member
+        ):
             raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
+        self._registry.check_member(hello)
         effects = adopt(self._dispatch, worker, unpack_rows(hello.inventory), self._ledgers[worker.node])
         worker.receiver, worker.pid = hello.receiver, hello.pid
         return effects
@@ -352,14 +358,24 @@ class Scheduler(SchedulerApi):
 
     def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn) -> None:
         if isinstance(message, events.WorkerExited):
+            self._refresh(self._dispatch.beside_lost((message.worker, message.epoch)))
             turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
             return
         worker = self._placement_table.workers.get(message.worker)
         if worker is not None and worker.epoch == message.epoch:
             self._registry.leave(worker)
-            for entry in self._placement_table.on(worker.name):
-                entry.generated = self._token_log.length(entry.request_index)
-            turn.take(self._dispatch.worker_down(worker, proved_exit=message.proved_exit, died=message.died))
+            for it in self._placement_table.beside(worker):
+                self._refresh(self._placement_table.on(it.name))
+            turn.take(
+                self._dispatch.worker_down(
+                    worker, proved_exit=message.proved_exit, died=message.died, is_leaving=message.is_leaving
+                )
+            )
+
+    def _refresh(self, entries: Iterable[RequestEntry]) -> None:
+        """Read their progress from the token log."""
+        for entry in entries:
+            entry.generated = self._token_log.length(entry.request_index)
 
     def _drain(self, ask: events.DrainAsk, now: float) -> tuple[tuple[str, ...], Commit]:
         workers = self._registry.find(ask.workers)
@@ -380,8 +396,7 @@ class Scheduler(SchedulerApi):
     # ---------------------------------------------------------------- decisions
 
     async def _decide(self, now: float, tick: bool) -> None:
-        for entry in self._placement_table.in_view():
-            entry.generated = self._token_log.length(entry.request_index)
+        self._refresh(self._placement_table.in_view())
         plan = self._dispatch.plan(now, tick=tick)
         pairs = [(self._dispatch.transfer_step(decision), self._dispatch.step(decision)) for decision in plan]
         given = iter(await self._transact([step for pair in pairs for step in pair if step is not None]))

@@ -40,7 +40,7 @@ from coordinator.journal.records import Rank, RequestFacts
 Owner: TypeAlias = tuple[str, str]
 
 
-class Turns:
+class OwnerTurns:
     """Ranks of the live requests of each owner, by priority: those that count, and those that are held."""
 
     def __init__(self) -> None:

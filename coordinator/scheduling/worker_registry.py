@@ -17,14 +17,17 @@ from coordinator.journal.records import PoolOpened, WorkerJoined
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import ON_WORKER, WorkerEntry
 from coordinator.scheduling.events import WorkerPort
+from coordinator.scheduling.groups import check_member, ranks_of
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.validation import check_name
 from protocol.errors import ConfigError, NotFound, ProtocolError, Unavailable, WrongState
-from protocol.messages import ROLES, ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
+from protocol.messages import ROLES, GroupMember, ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
 from protocol.units import CONTEXT_MAX_TOKENS
 
 #: Workers that are gone are listed until there are this many.
 GONE_MAX: Final = 64
+#: Groups whose latest incarnation is remembered.
+GROUPS_MAX: Final = 4_096
 #: Names whose last epoch is remembered.
 EPOCHS_MAX: Final = 4_096
 #: Most pages of one pool: the ledger allocates 8 bytes for each.
@@ -44,6 +47,7 @@ class WorkerRegistry:
         self._open_pool = open_pool
         self._pools: dict[str, WorkerCapacity] = {}
         self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._incarnations: OrderedDict[str, int] = OrderedDict()  # latest of each group
         self._gone: OrderedDict[str, WorkerRow] = OrderedDict()
         self.model: ModelInfo | None = None
 
@@ -58,6 +62,7 @@ class WorkerRegistry:
         check_name("node", hello.node)
         _check_capacity(hello.capacity)
         self._check_epoch(hello)
+        self.check_member(hello)
         self._check_model(hello)
         self._check_pool(hello)
         known = self._pools.get(hello.node)
@@ -77,8 +82,11 @@ class WorkerRegistry:
         if len(self._epochs) > EPOCHS_MAX:
             self._epochs.popitem(last=False)
         self._gone.pop(hello.worker, None)
+        self._note_member(hello.member)
         about = hello.capacity, hello.model, port
-        return WorkerEntry(hello.worker, hello.node, hello.epoch, *about, receiver=hello.receiver, pid=hello.pid)
+        return WorkerEntry(
+            hello.worker, hello.node, hello.epoch, *about, receiver=hello.receiver, pid=hello.pid, member=hello.member
+        )
 
     def recover(self, opened: PoolOpened, joined: Sequence[WorkerJoined]) -> None:
         """A node of an earlier incarnation of the coordinator, and its epochs."""
@@ -86,23 +94,35 @@ class WorkerRegistry:
         self.model = opened.model
         for it in joined:
             self._epochs[it.worker] = max(it.epoch, self._epochs.get(it.worker, -1))
+            self._note_member(it.member)
 
     def leave(self, worker: WorkerEntry) -> None:
         """Remember how it was last."""
         if not self._ledgers[worker.node].has_live(worker.name):
             return  # it went before it was there
-        self._gone[worker.name] = msgspec.structs.replace(self._row(worker), state="disconnected", running=0)
+        self._gone[worker.name] = msgspec.structs.replace(
+            self._row(worker), state="disconnected", running=0, ranks_missing=(), awaits=""
+        )
         if len(self._gone) > GONE_MAX:
             self._gone.popitem(last=False)
 
     def find(self, names: tuple[str, ...]) -> list[WorkerEntry]:
-        """Connected workers by name, all of them for no name. Raises NotFound, WrongState."""
+        """Connected workers by name, all of them for no name; the name of a group stands for its ranks.
+
+        Raises NotFound, WrongState.
+        """
+        workers = self._placement_table.workers
+        found: dict[str, WorkerEntry] = {} if names else dict(workers)
         for name in names:
-            if name in self._gone:
+            ranks = [workers[name]] if name in workers else ranks_of(name, workers.values())
+            if not ranks and (name in self._gone or any(row.group == name for row in self._gone.values())):
                 raise WrongState("is disconnected", field="worker", value=name, remedy="wait until it is back")
-            if name not in self._placement_table.workers:
-                raise NotFound("no worker of this name", field="worker", value=name[:128], remedy="list workers")
-        return [self._placement_table.workers[name] for name in dict.fromkeys(names or self._placement_table.workers)]
+            if not ranks:
+                raise NotFound(
+                    "no worker or group of this name", field="worker", value=name[:128], remedy="list workers"
+                )
+            found |= {it.name: it for it in ranks}
+        return list(found.values())
 
     def capacities(self) -> list[tuple[str, WorkerCapacity]]:
         """Of connected workers, equal ones twice at most; while there are none, of those seen last."""
@@ -128,7 +148,7 @@ class WorkerRegistry:
         state = "disconnected" if worker.awaited else "connected"
         if worker.drain is not None and not worker.awaited:
             state = "draining" if worker.requests else "drained"
-        free = self._ledgers[worker.node].budget(worker.name).free
+        free, member = self._ledgers[worker.node].budget(worker.name).free, worker.member
         return WorkerRow(
             worker=worker.name,
             node=worker.node,
@@ -140,6 +160,9 @@ class WorkerRegistry:
             index_pages_free=free.index_pages,
             slab_pages_free=free.slab_pages,
             seats_free=free.seats,
+            group=member.group if member else "",
+            rank=member.rank if member else 0,
+            ranks_missing=worker.ranks_missing,
             **worker.port.stats()._asdict(),
         )
 
@@ -165,6 +188,19 @@ class WorkerRegistry:
             raise Unavailable(f"epoch {connected.epoch} is still up", field="worker", value=hello.worker)
         if hello.epoch <= self._epochs.get(hello.worker, -1):
             raise WrongState("was declared down", field="epoch", value=hello.epoch, remedy="start a new epoch")
+
+    def check_member(self, hello: WorkerHello) -> None:
+        """Raise ConfigError or BadInput when it may not be the rank that it says it is."""
+        latest = self._incarnations.get(hello.member.group, 0) if hello.member else 0
+        check_member(hello, self._placement_table.workers.values(), latest)
+
+    def _note_member(self, member: GroupMember | None) -> None:
+        if member is None:
+            return
+        latest = max(member.incarnation, self._incarnations.pop(member.group, 0))
+        self._incarnations[member.group] = latest
+        if len(self._incarnations) > GROUPS_MAX:
+            self._incarnations.popitem(last=False)
 
     def _check_model(self, hello: WorkerHello) -> None:
         model = self.model

@@ -21,7 +21,7 @@ from typing import Final
 from coordinator.scheduling.events import LinkStats
 from coordinator.workers.command_log import CommandLog
 from protocol.errors import ProtocolError, WrongState
-from protocol.messages import Counters, Heartbeat, Report, WorkerHello
+from protocol.messages import NAME_CHARS_MAX, Counters, Heartbeat, Report, WorkerHello
 
 #: Missing reports are requested at most this often.
 REPLAY_ASK_INTERVAL_S: Final = 0.25
@@ -52,6 +52,7 @@ class WorkerEpoch:
         self._observe = observe
         self.steps = 0
         self.step_us = 0.0
+        self.awaits = ""
         self.hits = 0
         self.misses = 0
         self.swapped_bytes = 0
@@ -110,6 +111,7 @@ class WorkerEpoch:
             self._beats = beat.executor_beats
             self._beat_at = now
         self.steps, self.step_us = beat.steps, beat.step_us
+        self.awaits = beat.awaits[:NAME_CHARS_MAX]
 
     def count_swaps(self, counters: Counters) -> None:
         self.hits, self.misses, self.swapped_bytes = counters.total_hits, counters.total_misses, counters.total_bytes
@@ -139,4 +141,5 @@ class WorkerEpoch:
             swapped_bytes=self.swapped_bytes,
             link_age_s=now - self._heard_at,
             command_ack_ms=1e3 * self.round_trip_s,
+            awaits=self.awaits,
         )

@@ -332,7 +332,13 @@ class WorkerLinks:
     def _write_process(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
         """Record the attested process, so that a later incarnation can prove its exit."""
         self._journal.append(
-            [WorkerJoined(hello.node, hello.worker, hello.epoch, hello.capacity, hello.model, *link.attested)]
+            [
+                WorkerJoined(
+                    *(hello.node, hello.worker, hello.epoch, hello.capacity, hello.model),
+                    *link.attested,
+                    member=hello.member,
+                )
+            ]
         )
 
     async def _adopt(self, received: Received, hello: messages.WorkerHello, link: WorkerLink) -> None:
@@ -423,7 +429,7 @@ class WorkerLinks:
         self._sender.forget(link)
         self._tokenizers.forget(link.name)
         log.warning("worker down", extra=fields(worker=link.name, epoch=link.state.epoch, reason=reason))
-        self._scheduler.worker_down(link.name, link.state.epoch, proved_exit, died)
+        self._scheduler.worker_down(link.name, link.state.epoch, proved_exit, died, link.is_leaving)
 
     # ------------------------------------------------------------ sending
 

@@ -37,7 +37,16 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
     help="Prompt lengths, spread evenly.",
 )
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(2), help="Worker processes.")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N; all workers share it.")
+@click.option(
+    "--group-size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Workers that share one copy of the model, each with a part of its experts; on GPUs one for each.",
+)
+@click.option(
+    "--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N; all workers share it, but for groups."
+)
 @click.option(
     "--streams",
     type=click.Choice(["inline", "simulated"]),
@@ -64,6 +73,7 @@ def demo(
     new_tokens: int | None,
     prompt_tokens: tuple[int, int],
     workers: int,
+    group_size: int,
     device: str,
     streams: str | None,
     weights: str,
@@ -84,6 +94,7 @@ def demo(
         family=family,
         requests=requests,
         workers=workers,
+        group_size=group_size,
         new_tokens=new_tokens or (CPU_NEW_TOKENS if device == "cpu" else GPU_NEW_TOKENS),
         prompt_tokens_min=prompt_tokens[0],
         prompt_tokens_max=prompt_tokens[1],

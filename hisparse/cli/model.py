@@ -60,7 +60,7 @@ def synth(
     """Write a repository at PATH with the published shapes and layout, fewer layers, and random weights.
 
     Its output means nothing; loading, sizes and speed are those of the published model's layers. One layer of
-    DeepSeek-V3.2 takes 0.6 GB without experts and 11.8 GB with them, embeddings and output head 3.7 GB.
+    DeepSeek-V3.2 takes 0.6 GB without experts and 11.5 GB with them, embeddings and output head 3.7 GB.
     """
     from hisparse.console.output import note, size_text
     from protocol.byte_sizes import parse_size

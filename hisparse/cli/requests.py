@@ -30,7 +30,7 @@ ids_argument = click.argument("request_ids", nargs=-1, required=True, metavar="I
 @with_config()
 def requests(config: Config, states: tuple[str, ...], limit: int, interval_s: float | None, output: str) -> None:
     """List live and recently ended requests."""
-    from hisparse.console.output import Column, duration_text, hot_text, note, share_text
+    from hisparse.console.output import Column, duration_text, hit_rate_text, hot_text, note
     from protocol.messages import RequestRow
 
     wanted, is_noted = _states(states), False
@@ -44,7 +44,7 @@ def requests(config: Config, states: tuple[str, ...], limit: int, interval_s: fl
         Column("DURABLE", lambda row: str(row.durable_tokens), True),
         Column("PAGES", lambda row: str(row.host_pages), True),
         Column("HOT SLOTS", lambda row: hot_text(row.hot_slots), True),
-        Column("HIT RATE", lambda row: share_text(row.hits, row.hits + row.misses), True),
+        Column("HIT RATE", hit_rate_text, True),
         Column("RETRACTED", lambda row: str(row.retractions), True),
         Column("AGE", lambda row: duration_text(row.age_s), True),
         Column("REASON", lambda row: row.reason),
@@ -87,15 +87,16 @@ def request(config: Config, request_id: str, output: str) -> None:
 def _history_lines(detail: RequestDetail) -> Iterator[str]:
     from datetime import datetime
 
-    from hisparse.console.output import duration_text, hot_text, share_text
+    from hisparse.console.output import duration_text, hit_rate_text, hot_text, times_text
 
     row = detail.row
     yield f"{row.request_id}  {row.state}{' (held)' if row.held else ''}  {row.reason}".rstrip()
     yield f"  tokens    {row.prompt_tokens} prompt, {row.generated_tokens} of {row.max_tokens} generated"
     yield f"  memory    {row.host_pages} host pages, {row.durable_tokens} rows durable, {row.hot_chunks} hot chunks"
     yield f"  hot slots {hot_text(row.hot_slots)} on {row.worker or 'no worker'}"
-    yield f"  swap-in   {share_text(row.hits, row.hits + row.misses)} hits ({row.hits} hits, {row.misses} misses)"
-    yield f"  age       {duration_text(row.age_s)}, priority {row.priority}, retracted {row.retractions} times"
+    found = f"{hit_rate_text(row)} hits ({row.hits} hits, {row.misses} misses)" if row.hits + row.misses else "none yet"
+    yield f"  swap-in   {found}"
+    yield f"  age       {duration_text(row.age_s)}, priority {row.priority}, retracted {times_text(row.retractions)}"
     for line in detail.history:
         moment = datetime.fromtimestamp(line.at_s).isoformat(sep=" ", timespec="milliseconds")
         yield f"  {moment}  {line.event:<12} {line.state:<11} {line.reason}".rstrip()

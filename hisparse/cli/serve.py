@@ -139,10 +139,15 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
 @click.command(short_help="Run a coordinator and N workers here.")
 @click.option("-n", "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers to start.")
 @click.option(
+    "--group-size",
+    type=click.IntRange(1),
+    help="Workers that share one copy of the model; default: on GPUs as few as it fits, else 1.",
+)
+@click.option(
     "--roles",
     default="",
     metavar="ROLE,...",
-    help="Role of each worker, in order: prefill, decode or both.",
+    help="Role of each worker, or group, in order: prefill, decode or both.",
     callback=lambda context, parameter, value: _roles(value),
 )
 @click.option(
@@ -169,6 +174,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
 def up(
     config: Config,
     workers: int,
+    group_size: int | None,
     roles: tuple[str, ...],
     deadline: float,
     ready_file: Path | None,
@@ -177,18 +183,18 @@ def up(
     """Run a coordinator and N workers on this machine, sharing one host pool.
 
     A process that exits is restarted, until it has exited too often within a short time; a hung one is killed first.
-    Ctrl-C drains, then stops; a second Ctrl-C exits at once. The host pool is removed at the end.
+    Ctrl-C drains, then stops; a second Ctrl-C exits at once. The host pool is removed at the end. With --group-size
+    each so many workers form a group, which holds one copy of the model and is restarted whole.
     """
-    from hisparse.cluster.up import run_up
+    from hisparse.cluster.up import UpOptions, run_up
     from protocol.config import listening_at
 
-    if len(roles) > workers:
-        raise click.UsageError(f"{len(roles)} roles for {workers} workers", click.get_current_context())
     if ready_file is not None and not ready_file.parent.is_dir():
         raise click.BadParameter(f"no directory {ready_file.parent}", param_hint="--ready-file")
     if http is not None:
         config = listening_at(config, *http)
-    return run_up(config, workers, roles=roles, http=http is not None, deadline_s=deadline, ready_file=ready_file)
+    options = UpOptions(workers, roles, group_size, http is not None, deadline, ready_file)
+    return run_up(config, options)
 
 
 def _roles(value: str) -> tuple[str, ...]:

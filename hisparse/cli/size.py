@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from protocol.settings import WorkerSettings
     from worker.device.capacity import Choice, MemoryPlan
+    from worker.weights.shares import RankBytes
 
 #: The printed settings for workers: those that sizes depend on.
 PRINTED: Final = (
@@ -35,7 +36,10 @@ PRINTED: Final = (
 @click.option("--gpu-mem", metavar="SIZE", help="Whole memory of one GPU, e.g. 141GB; the weights are counted.")
 @click.option("--device-mem", metavar="SIZE", help="KV budget of one GPU, beside the weights, e.g. 30GB.")
 @click.option("--context", required=True, type=click.IntRange(1), metavar="TOKENS", help="Tokens of prompt and output.")
-@click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share the host pool.")
+@click.option("--workers", type=click.IntRange(1), help="GPUs that share the host pool; default: one group of them.")
+@click.option(
+    "--group-size", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share one copy of the model."
+)
 @click.option("--kv-dtype", metavar="KIND", help="Rows and index keys: float32, bfloat16, fp8; default: the model's.")
 @click.option("--hot-size-classes", metavar="SLOTS,...", help="Hot-buffer sizes to compare.")
 @click.option("--slab-tokens", type=click.IntRange(1), help="Prefill slab; default: room for one longest prompt.")
@@ -48,14 +52,16 @@ def size(
     gpu_mem: str | None,
     device_mem: str | None,
     context: int,
-    workers: int,
+    workers: int | None,
+    group_size: int,
     seats: int | None,
     output: str,
     **sizes: Any,
 ) -> None:
     """Compute how many requests of one length fit a node, for each hot size, and the settings for it.
 
-    Starts no process and needs no GPU. Workers with the printed settings have exactly these sizes.
+    Starts no process and needs no GPU. Workers with the printed settings have exactly these sizes. With --group-size
+    each GPU holds a part of the experts, and the whole of everything else.
     """
     from dataclasses import asdict
 
@@ -65,56 +71,97 @@ def size(
     from worker.device.capacity import plan, seats_for
     from worker.device.sizing import DEVICE_SHARE, require_weights_fit
     from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kind, read_dimensions
+    from worker.weights.layout import ExpertShare
 
     dimensions = read_dimensions(path)
     if (gpu_mem is None) == (device_mem is None):
         raise click.UsageError("give --gpu-mem, the whole memory of a GPU, or --device-mem, its KV budget")
-    weights = _weights(path, dimensions) if gpu_mem else {}
-    if gpu_mem:
-        left = require_weights_fit(weights, parse_size(gpu_mem, "gpu-mem"), "gpu-mem", gpu_mem)
-        device_mem = str(int(left * DEVICE_SHARE))
+    workers = workers or group_size
+    if workers % group_size and group_size % workers:
+        message = f"{workers} GPUs of a node are neither whole groups of {group_size}, nor an equal part of one"
+        raise click.BadParameter(message, param_hint="--workers")
     flags = {f"worker.{name}": value for name, value in sizes.items()}
-    flags |= {"worker.host_mem": host_mem, "worker.device_mem": device_mem, "worker.seats": seats_for(seats)}
+    flags |= {"worker.host_mem": host_mem, "worker.seats": seats_for(seats)}
+    held: RankBytes | None = None
+    if group_size > 1:
+        ExpertShare.of(0, group_size, dimensions.n_routed_experts)
+    if gpu_mem:
+        gpu_bytes, sized = parse_size(gpu_mem, "gpu-mem"), load_config(None, flags).worker
+        held = _held(path, dimensions, group_size, sized)
+        left = require_weights_fit(
+            held.weights,
+            gpu_bytes,
+            "gpu-mem",
+            gpu_mem,
+            exchange_bytes=held.exchange,
+            remedy=_remedy(path, dimensions, gpu_bytes, sized),
+        )
+        device_mem = str(int(left * DEVICE_SHARE))
+    flags |= {"worker.device_mem": device_mem}
     settings = load_config(None, flags).worker
     kind = kv_kind(dimensions, settings)
     info = anonymous_info(dimensions, dimensions.model_type)
     found = plan(settings, geometry_of(dimensions, kind), info, context, workers)
     if output == "table":
-        _print(found, dimensions.model_type, kind, weights)
+        _print(found, dimensions.model_type, kind, held, group_size)
     else:
         about = {
             "settings": _chosen(found.settings),
-            "weights_bytes_per_gpu": sum(weights.values()) if gpu_mem else None,
-            "weights_bytes_by_dtype": weights,
+            "group_size": group_size,
+            "weights_bytes_per_gpu": sum(held.weights.values()) if held else None,
+            "weights_bytes_by_dtype": dict(held.weights) if held else {},
+            "exchange_bytes_per_gpu": held.exchange if held else None,
             "seats_per_gpu": found.recommended.batch,
             "host_bytes_per_gpu": found.host_pages * found.host_bytes_per_token * PAGE_TOKENS // workers,
         }
         emit_one(asdict(found) | about, output, ())
 
 
-def _weights(path: Path, dimensions: Any) -> dict[str, int]:
-    """Bytes of the weights on a GPU, by dtype."""
-    from worker.runners.checkpoint import stored_dtype
-    from worker.weights.layout import weights_bytes
+def _block(path: Path, dimensions: Any) -> tuple[int, int] | None:
     from worker.weights.quantization import read_quantization
 
     quantization = read_quantization(vars(dimensions), path)
-    block = quantization.block if quantization else None
-    return dict(weights_bytes(dimensions, stored_dtype(dimensions), block, on_gpu=True))
+    return quantization.block if quantization else None
+
+
+def _held(path: Path, dimensions: Any, group_size: int, settings: WorkerSettings) -> RankBytes:
+    """What a GPU holds beside KV. Raises ConfigError where the experts cannot be divided among `group_size`."""
+    from worker.runners.checkpoint import stored_dtype
+    from worker.weights.shares import rank_bytes
+
+    rows = max(settings.prefill_chunk_tokens, settings.seats)
+    return rank_bytes(dimensions, stored_dtype(dimensions), _block(path, dimensions), group_size, rows)
+
+
+def _remedy(path: Path, dimensions: Any, gpu_bytes: int, settings: WorkerSettings) -> str:
+    """What to do when the weights do not fit: the smallest size of a group that would, where one does."""
+    from worker.runners.checkpoint import stored_dtype
+    from worker.weights.layout import group_sizes
+    from worker.weights.shares import fitting_group_size
+
+    dtype, block = stored_dtype(dimensions), _block(path, dimensions)
+    rows = max(settings.prefill_chunk_tokens, settings.seats)
+    sizes = group_sizes(dimensions.n_routed_experts)
+    fitting = fitting_group_size(dimensions, dtype, block, sizes, rows, gpu_bytes)
+    group = f"--group-size {fitting} fits; or " if fitting else ""
+    return f"{group}use a checkpoint in FP8, a smaller model, or a GPU with more memory"
 
 
 def _chosen(settings: WorkerSettings) -> dict[str, object]:
     return {name: getattr(settings, name) for name in PRINTED}
 
 
-def _print(plan: MemoryPlan, model: str, kind: str, weights: dict[str, int]) -> None:
+def _print(plan: MemoryPlan, model: str, kind: str, held: RankBytes | None, group_size: int) -> None:
     from hisparse.console.output import Column, print_table, size_text, write_line
 
     for line in _lines(plan, model, kind):
         write_line(line)
-    if weights:
-        parts = ", ".join(f"{size_text(size)} {name}" for name, size in weights.items())
-        write_line(f"Weights on each GPU: {size_text(sum(weights.values()))} ({parts}).")
+    if held is not None:
+        parts = ", ".join(f"{size_text(size)} {name}" for name, size in held.weights.items())
+        shared = f" of a group of {group_size}" if group_size > 1 else ""
+        write_line(f"Weights on each GPU{shared}: {size_text(sum(held.weights.values()))} ({parts}).")
+        if held.exchange:
+            write_line(f"Buffers for the exchange of rows: {size_text(held.exchange)}.")
     columns: list[Column[Choice]] = [
         Column("HOT SLOTS", lambda it: str(it.hot_slots) if it.hot_slots else "resident", True),
         Column("HOT BUFFER", lambda it: size_text(it.hot_bytes), True),

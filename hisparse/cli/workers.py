@@ -27,15 +27,21 @@ deadline_option = click.option(
 @output_option
 @with_config()
 def workers(config: Config, interval_s: float | None, output: str) -> None:
-    """List workers: state, running requests, free memory, step time, hit rate."""
+    """List workers: state, running requests, free memory, step time, hit rate.
+
+    GROUP is the name of a group and the worker's rank in it. While a rank is missing, no request is placed on the
+    others.
+    """
+    from hisparse.console.groups import state_text
     from hisparse.console.output import Column, share_text
     from protocol.messages import WorkerRow
 
     columns: list[Column[WorkerRow]] = [
         Column("WORKER", lambda row: row.worker),
+        Column("GROUP", lambda row: f"{row.group}/{row.rank}" if row.group else "-"),
         Column("NODE", lambda row: row.node),
         Column("ROLE", lambda row: row.capacity.role),
-        Column("STATE", lambda row: row.state),
+        Column("STATE", state_text),
         Column("RUNNING", lambda row: str(row.running), True),
         Column("SEATS FREE", lambda row: f"{row.seats_free}/{row.capacity.seats}", True),
         Column("HOT CHUNKS FREE", lambda row: f"{row.hot_chunks_free}/{row.capacity.hot_chunks}", True),
@@ -73,7 +79,7 @@ def pool(config: Config, interval_s: float | None, output: str) -> None:
 
 
 @click.command(short_help="Stop placing requests on workers.")
-@click.argument("names", nargs=-1, metavar="WORKER...")
+@click.argument("names", nargs=-1, metavar="WORKER|GROUP...")
 @click.option("--all", "every", is_flag=True, help="All workers.")
 @click.option("--handover", is_flag=True, help="Move running requests to other workers of the node.")
 @deadline_option
@@ -83,7 +89,7 @@ def pool(config: Config, interval_s: float | None, output: str) -> None:
 def drain(
     config: Config, output: str, names: tuple[str, ...], every: bool, handover: bool, deadline: float, wait: bool
 ) -> None:
-    """Stop placing requests on workers and let theirs finish.
+    """Stop placing requests on workers and let theirs finish. The name of a group stands for all of its ranks.
 
     With --handover their requests move to other workers of the node at once, through the shared host pool; a request
     that fits none finishes in place. At the deadline the remaining ones are retracted and wait for capacity. Held
@@ -100,12 +106,12 @@ def drain(
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="WORKER...")
+@click.argument("names", nargs=-1, metavar="WORKER|GROUP...")
 @click.option("--all", "every", is_flag=True, help="All workers.")
 @output_option
 @with_config()
 def undrain(config: Config, output: str, names: tuple[str, ...], every: bool) -> None:
-    """Place requests on drained workers again."""
+    """Place requests on drained workers, or on all ranks of groups, again."""
     from hisparse.console.session import run_command
 
     chosen = _chosen(names, every)

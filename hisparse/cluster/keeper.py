@@ -7,6 +7,9 @@
               coordinator answers, is killed (`ChildWatch`). The coordinator has declared it down one limit earlier, and
               its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). A
               coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise
+    group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
+              killed when they do not; then all start together, after one pause. Restarts are counted per group, and
+              its life begins when all of its ranks are connected: they warm up for long before that
     over      the coordinator has exited or was given up, or all workers have
 
 A kill loses nothing: rows are in the host pool, which this process holds open for later workers, and acknowledged
@@ -19,7 +22,7 @@ Rejected: restarting at a fixed interval (a crash at start would use a core for 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -29,6 +32,7 @@ import trio
 from coordinator.scheduling.poison import POISON_STRIKES
 from hisparse.client.client import Client, open_client
 from hisparse.cluster.children import Child, exit_text
+from hisparse.cluster.group_end import RankEnd, blamed, end_text, follow_limit_s, is_wanted
 from protocol.errors import HiSparseError
 from protocol.messages import WorkerRow
 from protocol.settings import Config
@@ -61,6 +65,11 @@ def open_admin(config: Config, name: str) -> AbstractAsyncContextManager[Client]
     return open_client(endpoint, role="admin", name=name, reconnect_limit_s=0, key=key)
 
 
+async def _tell_end(child: Child, sender: trio.MemorySendChannel[RankEnd]) -> None:
+    status = await child.wait()
+    await sender.send(RankEnd(child.name, status))
+
+
 @dataclass
 class Restarts:
     """Pauses before the restarts of one child. Pure."""
@@ -78,14 +87,16 @@ class Restarts:
 
 @dataclass
 class _WorkerProcess:
-    """A worker process: the last epoch before its start, and when it was last seen connected under a later one."""
+    """A worker process: the last epoch before its start, and when it was seen connected under a later one."""
 
     epoch_before: int
+    first_connected_at: float | None = None
     connected_at: float | None = None
 
     def connected(self, epoch: int, now: float) -> None:
         if epoch > self.epoch_before:
             self.connected_at = now
+            self.first_connected_at = now if self.first_connected_at is None else self.first_connected_at
 
 
 @dataclass
@@ -115,6 +126,11 @@ class ChildWatch:
             if row.worker in self._processes and row.state in CONNECTED:
                 self._processes[row.worker].connected(row.epoch, now)
 
+    def all_connected_at(self, names: Iterable[str]) -> float | None:
+        """When the last of the worker processes of these names was first seen connected; None: one never was."""
+        seen = [self._processes[name].first_connected_at for name in names]
+        return None if None in seen else max(it for it in seen if it is not None)
+
     def hung(self, now: float) -> list[str]:
         """Names of processes to kill. A process that was never connected is still starting and does not count."""
         if self._answered_at is None:
@@ -138,6 +154,8 @@ class Kept(Protocol):
 
     @property
     def by_name(self) -> Mapping[str, Child]: ...
+    @property
+    def groups(self) -> Mapping[str, tuple[str, ...]]: ...
     def restart(self, name: str) -> Child: ...
 
 
@@ -158,11 +176,16 @@ class Keeper:
 
         Cancelled: children run on, without restarts.
         """
+        groups = self._cluster.groups
+        in_groups = {name for ranks in groups.values() for name in ranks}
         with self._scope:
             async with trio.open_nursery() as nursery:
                 for name in self._cluster.by_name:
                     self._watch.began(name)
-                    nursery.start_soon(self._keep, name)
+                    if name not in in_groups:
+                        nursery.start_soon(self._keep, name)
+                for group, ranks in groups.items():
+                    nursery.start_soon(self._keep_group, group, ranks)
                 nursery.start_soon(self._watch_all)
         return self._last
 
@@ -182,6 +205,57 @@ class Keeper:
             self._cluster.restart(name)
             self._watch.began(name)
             self._changed()
+
+    async def _keep_group(self, group: str, ranks: Sequence[str]) -> None:
+        restarts = Restarts()
+        while True:
+            ends, ran_s = await self._ended(group, ranks)
+            last = (blamed(ends) or ends[-1]).name
+            pause_s = None if is_wanted(ends) else restarts.after(ran_s)
+            if pause_s is None:
+                what = "not restarted" if is_wanted(ends) else "given up after too many restarts"
+                self._report(f"{end_text(group, ends)}; {what}")
+                child = self._cluster.by_name[last]
+                for name in ranks:
+                    self._let_go(name, child)
+                return
+            self._report(f"{end_text(group, ends)}; all of its ranks are restarted in {pause_s:g} s")
+            await trio.sleep(pause_s)
+            for name in ranks:
+                self._cluster.restart(name)
+                self._watch.began(name)
+            self._changed()
+
+    async def _ended(self, group: str, ranks: Sequence[str]) -> tuple[list[RankEnd], float]:
+        """Wait until all ranks have ended; returns their ends in order, and how long all of them were connected.
+
+        Those that do not follow the first in time are killed.
+        """
+        children = {name: self._cluster.by_name[name] for name in ranks}
+        sender, receiver = trio.open_memory_channel[RankEnd](len(ranks))
+        ends: list[RankEnd] = []
+        async with trio.open_nursery() as nursery:
+            for child in children.values():
+                nursery.start_soon(_tell_end, child, sender)
+            ends.append(await receiver.receive())
+            since, now = self._watch.all_connected_at(ranks), trio.current_time()
+            ran_s = 0.0 if since is None else now - since
+            kill_at = now + follow_limit_s(ends[0], self._watch.limit_s)
+            while len(ends) < len(ranks):
+                with trio.move_on_at(kill_at) as scope:
+                    ends.append(await receiver.receive())
+                    limit_s = follow_limit_s(ends[-1], self._watch.limit_s)
+                    kill_at = min(kill_at, trio.current_time() + limit_s)
+                if scope.cancelled_caught:
+                    self._kill_stragglers(group, children)
+                    ends += [await receiver.receive() for _ in range(len(ranks) - len(ends))]
+        return ends, ran_s
+
+    def _kill_stragglers(self, group: str, children: Mapping[str, Child]) -> None:
+        for name, child in children.items():
+            if child.running:
+                self._report(f"{name} did not end with group {group}; killed")
+                child.signal(signal.SIGKILL)
 
     def _let_go(self, name: str, child: Child) -> None:
         self._left.discard(name)

@@ -21,31 +21,42 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 import trio
 
 from hisparse.client.client import Client
 from hisparse.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
+from hisparse.cluster.gpus import gpu_bytes
+from hisparse.cluster.group_end import PEER_END_LIMIT_S
 from hisparse.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
+from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.api_keys import read_keys
 from hisparse.http.tls import tls_of
-from protocol.config import listening_at, pool_path, to_environ
-from protocol.errors import ConfigError, HiSparseError, Unavailable, WrongState
-from protocol.settings import Config
+from protocol.byte_sizes import AUTO
+from protocol.config import HostFacts, listening_at, pool_path, resolve, to_environ
+from protocol.config_checks import check
+from protocol.errors import EXIT_PEER_LOST, ConfigError, HiSparseError, Unavailable, WrongState
+from protocol.settings import Config, HttpSettings, WorkerSettings
 from worker.pool.file import keep_pool, remove_pool
-from worker.runners.checkpoint import read_config
+from worker.runners.checkpoint import read_config, read_dimensions, stored_dtype
+from worker.weights.quantization import read_quantization
 
 #: Longest start, which imports torch and may load a checkpoint of some gigabytes from a slow disk.
 START_LIMIT_S: Final = 600.0
 POLL_INTERVAL_S: Final = 0.05
+#: Time for a front that listens to reach the coordinator.
+FRONT_LIMIT_S: Final = 10.0
 #: Time for a process after SIGTERM to withdraw its requests and quiesce.
 STOP_GRACE_S: Final = 10.0
 EXIT_CHILD_LOST: Final = 70
@@ -57,15 +68,15 @@ CONNECTED: Final = "connected"
 class Cluster:
     """The children. A child that has ended stays listed, with its status, until it is restarted.
 
-    `workers` by name. `roles` of workers, in order; workers beyond them have the role of `config`.
+    `workers` by name; `placed` are the settings of each, in order.
     """
 
     config: Config
     coordinator: Child
+    placed: Sequence[WorkerSettings]
     log_dir: Path | None = None
     workers: dict[str, Child] = field(default_factory=dict)
     http: Child | None = None
-    roles: Sequence[str] = ()
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -76,9 +87,15 @@ class Cluster:
         front = {HTTP: self.http} if self.http is not None else {}
         return self.workers | front | {COORDINATOR: self.coordinator}
 
-    def add_worker(self) -> None:
-        own = self._worker_config(len(self.workers))
-        self.workers[own.worker.name] = _start("worker", own, self.log_dir)
+    @property
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the ranks of each group, in order of rank; workers that hold a whole model are in none."""
+        names = dict.fromkeys(it.group for it in self.placed if it.group)
+        return {group: tuple(it.name for it in self.placed if it.group == group) for group in names}
+
+    def start_worker(self, settings: WorkerSettings) -> None:
+        own = msgspec.structs.replace(self.config, worker=settings)
+        self.workers[settings.name] = _start("worker", own, self.log_dir)
 
     def add_http(self) -> None:
         self.http = _start(HTTP, self.config, self.log_dir)
@@ -91,17 +108,8 @@ class Cluster:
         elif name == HTTP:
             self.add_http()
         else:
-            own = self._worker_config(list(self.workers).index(name))
-            self.workers[name] = _start("worker", own, self.log_dir)
+            self.start_worker(next(it for it in self.placed if it.name == name))
         return self.by_name[name]
-
-    def _worker_config(self, index: int) -> Config:
-        """Settings of worker `index`: name w0, w1, ...; a fixed metrics port counts up, 0 and -1 stay."""
-        settings = self.config.worker
-        port = settings.metrics_port + index if settings.metrics_port > 0 else settings.metrics_port
-        role = self.roles[index] if index < len(self.roles) else settings.role
-        worker = msgspec.structs.replace(settings, name=f"w{index}", metrics_port=port, role=role)
-        return msgspec.structs.replace(self.config, worker=worker)
 
     @property
     def pool(self) -> Path:
@@ -122,6 +130,7 @@ class Cluster:
             "worker_endpoint": settings.worker_endpoint,
             "coordinator": {"pid": self.coordinator.pid},
             "workers": [{"name": name, "pid": child.pid} for name, child in self.workers.items()],
+            "groups": [{"name": group, "workers": ranks} for group, ranks in self.groups.items()],
             "pool": str(self.pool),
             **front,
         }
@@ -133,23 +142,29 @@ async def running_cluster(
     workers: int,
     *,
     roles: Sequence[str] = (),
+    group_size: int = 1,
+    gpus: int = 0,
     http: bool = False,
     log_dir: Path | None = None,
     start_limit_s: float = START_LIMIT_S,
 ) -> AsyncIterator[Cluster]:
     """Start a cluster; enter the block once every worker has registered; afterwards stop it and remove its pool.
 
-    `roles` of workers, in order; workers beyond them have the role of `config`. With `http` there is a front at
-    config.http, too, and it listens. Port 0 becomes a free one that the cluster keeps: `Cluster.config` has it, and a
+    `roles`, `group_size` and `gpus` as in `placement.place`. With `http` there is a front at config.http, too, and it
+    listens. Port 0 becomes a free one that the cluster keeps: `Cluster.config` has it, and a
     restarted front listens there again.
 
     Children write to `log_dir`, by default to this process's stderr; the end of the log of a failed child goes to
     stderr. Raises WrongState when a coordinator already listens there, or another process at the front's port;
-    ConfigError when there is no checkpoint, the front's TLS files are not a pair, its API keys file is not valid, or a
-    child refuses a setting; Unavailable when a child ends otherwise or `start_limit_s` passes. Cancelled: children are
-    killed at once.
+    ConfigError when there is no checkpoint, workers cannot be placed, the front's TLS files are not a pair, its API
+    keys file is not valid, or a child refuses a setting; Unavailable when a child ends otherwise or `start_limit_s`
+    passes. Cancelled: children are killed at once.
     """
-    read_config(config.worker.model)
+    experts = read_config(config.worker.model).get("n_routed_experts") or 0
+    placed = [
+        _resolved(config, settings)
+        for settings in place(config.worker, workers, roles=roles, group_size=group_size, experts=experts, gpus=gpus)
+    ]
     if await _answers(config):
         raise WrongState(
             "a coordinator is already running there",
@@ -159,25 +174,26 @@ async def running_cluster(
         )
     if http:
         await _check_front(config)
-    with _with_port(config) if http else nullcontext(config) as placed:
-        async with _running(placed, workers, roles, http, log_dir, start_limit_s) as cluster:
+    with _with_port(config) if http else nullcontext(config) as resolved:
+        async with _running(resolved, placed, http, log_dir, start_limit_s) as cluster:
             yield cluster
 
 
 @asynccontextmanager
 async def _running(
-    config: Config, workers: int, roles: Sequence[str], http: bool, log_dir: Path | None, start_limit_s: float
+    config: Config, placed: Sequence[WorkerSettings], http: bool, log_dir: Path | None, start_limit_s: float
 ) -> AsyncIterator[Cluster]:
-    cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), log_dir, roles=roles), None
+    cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), placed, log_dir), None
     try:
         await _started([cluster.coordinator], lambda: _answers(config), start_limit_s)
-        for _ in range(workers):
-            cluster.add_worker()
+        for settings in placed:
+            cluster.start_worker(settings)
         async with cluster.client("hisparse up") as client:
             await _started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
         if http:
             cluster.add_http()
             await _started(cluster.children, lambda: _listens(config), start_limit_s)
+            await _front_ready(config.http)
         kept = keep_pool(cluster.pool)
         yield cluster
     finally:
@@ -189,6 +205,13 @@ async def _running(
             if kept is not None:
                 os.close(kept)
             remove_pool(cluster.pool)
+
+
+def _resolved(config: Config, settings: WorkerSettings) -> WorkerSettings:
+    """`settings` of a worker with its defaults filled in. Raises ConfigError."""
+    own = resolve(msgspec.structs.replace(config, worker=settings), HostFacts.read())
+    check(own)
+    return own.worker
 
 
 async def _check_front(config: Config) -> None:
@@ -249,25 +272,37 @@ def _start(subcommand: str, config: Config, log_dir: Path | None) -> Child:
 
 
 async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
-    """Poll `ready`; raise Unavailable when a child ends first (ConfigError: for a setting) or `limit_s` passes."""
+    """Poll `ready`; raise Unavailable when a child ends first (ConfigError: for a setting) or `limit_s` passes.
+
+    A rank ends when it has lost a peer (EXIT_PEER_LOST), and is not to blame: the peer may be seen to end later.
+    """
     give_up_at = trio.current_time() + limit_s
+    peer_lost_at: float | None = None
     while not await ready():
-        for child in children:
-            if not child.running:
-                for line in child.tail().splitlines():
-                    _report(f"{child.name}: {line}")
-                status = await child.wait()
-                raise (ConfigError if status == EXIT_CODES[ConfigError.code] else Unavailable)(
-                    f"{exit_text(status)} during start",
-                    field="process",
-                    value=child.name,
-                    remedy="see its output above",
-                )
+        ended = [child for child in children if not child.running]
+        to_blame = [child for child in ended if await child.wait() != EXIT_PEER_LOST]
+        if ended and not to_blame:
+            peer_lost_at = trio.current_time() if peer_lost_at is None else peer_lost_at
+            to_blame = ended if trio.current_time() - peer_lost_at > PEER_END_LIMIT_S else []
+        if to_blame:
+            await _raise_ended(to_blame[0])
         if trio.current_time() > give_up_at:
             names = " ".join(child.name for child in children)
             remedy = "see their output; a large checkpoint or a slow disk may need longer"
             raise Unavailable(f"not ready after {limit_s:g} s", field="processes", value=names, remedy=remedy)
         await trio.sleep(POLL_INTERVAL_S)
+
+
+async def _raise_ended(child: Child) -> NoReturn:
+    for line in child.tail().splitlines():
+        _report(f"{child.name}: {line}")
+    status = await child.wait()
+    raise (ConfigError if status == EXIT_CODES[ConfigError.code] else Unavailable)(
+        f"{exit_text(status)} during start",
+        field="process",
+        value=child.name,
+        remedy="see its output above",
+    )
 
 
 async def _answers(config: Config) -> bool:
@@ -286,34 +321,77 @@ async def _listens(config: Config) -> bool:
     return True
 
 
+async def _front_ready(http: HttpSettings) -> None:
+    """Wait until the front serves requests, FRONT_LIMIT_S at most: from then on its answers say why it serves none."""
+    with trio.move_on_after(FRONT_LIMIT_S):
+        while not await trio.to_thread.run_sync(_is_healthy, http, abandon_on_cancel=True):  # noqa: ASYNC110
+            await trio.sleep(POLL_INTERVAL_S)
+
+
+def _is_healthy(http: HttpSettings) -> bool:
+    """Whether the front answers that it serves requests: it listens before it has reached the coordinator."""
+    if http.tls_cert_file:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the certificate may name another host
+        connection: HTTPConnection = HTTPSConnection(http.host, http.port, timeout=FRONT_LIMIT_S, context=context)
+    else:
+        connection = HTTPConnection(http.host, http.port, timeout=FRONT_LIMIT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == HTTPStatus.OK
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
 async def _registered(client: Client, cluster: Cluster) -> bool:
-    states = {row.worker: row.state for row in await client.workers()}
-    return all(states.get(name) == CONNECTED for name in cluster.workers)
+    rows = {row.worker: row for row in await client.workers()}
+    return all(name in rows and rows[name].state == CONNECTED for name in cluster.workers) and not any(
+        rows[name].ranks_missing for name in cluster.workers
+    )
 
 
 # ---------------------------------------------------------------- hisparse up
 
 
-def run_up(
-    config: Config,
-    workers: int,
-    *,
-    roles: Sequence[str] = (),
-    http: bool,
-    deadline_s: float,
-    ready_file: Path | None,
-) -> int:
+@dataclass(frozen=True)
+class UpOptions:
+    """What `hisparse up` is asked for beside settings. `group_size` None: the smallest whose ranks fit the GPUs."""
+
+    workers: int = 1
+    roles: Sequence[str] = ()
+    group_size: int | None = None
+    http: bool = False
+    deadline_s: float = 30.0
+    ready_file: Path | None = None
+
+
+def run_up(config: Config, options: UpOptions) -> int:
     """Run until a signal; returns the exit code. Raises HiSparseError when the cluster does not start."""
-    return trio.run(_up, config, workers, roles, http, deadline_s, ready_file)
+    is_asked = config.worker.device == CUDA and options.workers > 1
+    found = gpu_bytes() if is_asked else []
+    size = options.group_size or (_group_size(config, options.workers, found) if found else 1)
+    return trio.run(_up, config, replace(options, group_size=size), len(found))
 
 
-async def _up(
-    config: Config, workers: int, roles: Sequence[str], http: bool, deadline_s: float, ready_file: Path | None
-) -> int:
+def _group_size(config: Config, workers: int, gpus: Sequence[int]) -> int:
+    path, settings = config.worker.model, config.worker
+    quantization = read_quantization(read_config(path), Path(path) / "config.json")
+    dimensions = read_dimensions(path)
+    dtype = stored_dtype(dimensions) if settings.dtype == AUTO else settings.dtype
+    weights = Weights(dimensions, dtype, quantization.block if quantization else None)
+    size = choose_group_size(settings, workers, gpus[:workers], weights)
+    if size > 1:
+        _report(f"the model fits {size} GPUs together: groups of {size}")
+    return size
+
+
+async def _up(config: Config, options: UpOptions, gpus: int) -> int:
     interrupts = _Interrupts()
     async with trio.open_nursery() as nursery:
         await nursery.start(interrupts.watch, nursery.cancel_scope)
-        code = await _serve(config, workers, roles, http, deadline_s, ready_file, interrupts)
+        code = await _serve(config, options, gpus, interrupts)
         nursery.cancel_scope.cancel()
     return EXIT_INTERRUPTED if interrupts.forced else code
 
@@ -339,28 +417,32 @@ class _Interrupts:
                 everything.cancel()
 
 
-async def _serve(
-    config: Config,
-    workers: int,
-    roles: Sequence[str],
-    http: bool,
-    deadline_s: float,
-    ready_file: Path | None,
-    interrupts: _Interrupts,
-) -> int:
-    async with running_cluster(config, workers, roles=roles, http=http) as cluster:
+async def _serve(config: Config, options: UpOptions, gpus: int, interrupts: _Interrupts) -> int:
+    async with running_cluster(
+        config,
+        options.workers,
+        roles=options.roles,
+        group_size=options.group_size or 1,
+        gpus=gpus,
+        http=options.http,
+    ) as cluster:
         interrupts.is_up = True
-        _report(f"coordinator and {', '.join(cluster.workers)} are up; clients at {config.cluster.client_endpoint}")
-        if http:
+        _report(f"coordinator and {_names(cluster)} are up; clients at {config.cluster.client_endpoint}")
+        if options.http:
             _report(f"OpenAI's API at {cluster.config.http.url}/v1")
         _report("Ctrl-C drains and stops; a second one exits at once")
-        with _published(cluster, ready_file) as publish:
+        with _published(cluster, options.ready_file) as publish:
             ended = await _until_asked_or_lost(Keeper(cluster, _report, publish), interrupts.asked)
             if ended is None:
-                await _drain(cluster, deadline_s)
+                await _drain(cluster, options.deadline_s)
                 return 0
             _report("stopping")
             return 0 if ended is cluster.coordinator and await ended.wait() == 0 else EXIT_CHILD_LOST
+
+
+def _names(cluster: Cluster) -> str:
+    grouped = [f"group {group} ({', '.join(ranks)})" for group, ranks in cluster.groups.items()]
+    return ", ".join(grouped or cluster.workers)
 
 
 @contextmanager

@@ -34,6 +34,8 @@ EXIT_CODES: Final = {
 }
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
+#: Of a worker of a group: protocol.errors.EXIT_PEER_LOST, which a command's help does not import.
+EXIT_PEER_LOST: Final = 71
 EXIT_MEANINGS: Final = {
     0: "done",
     EXIT_FAILED: "it ran, and the outcome is bad: a request aborted or failed, a mismatch or a leak in the demo",
@@ -46,6 +48,7 @@ EXIT_MEANINGS: Final = {
     EXIT_CODES["config"]: "a setting was refused",
     EXIT_CODES["not_allowed"]: "permission denied: this key's role may not use the endpoint",
     EXIT_CODES["internal"]: "a defect of hisparse",
+    EXIT_PEER_LOST: "a worker has lost a peer of its group, and is not to blame",
     EXIT_INTERRUPTED: "interrupted",
 }
 

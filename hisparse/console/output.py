@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from protocol.messages import RequestRow
+
 Row = TypeVar("Row")
 #: Width of a table that is not shown on a terminal: no cell wraps, so that grep works.
 PIPED_WIDTH: Final = 240
@@ -108,6 +110,16 @@ def size_text(size_bytes: float) -> str:
 def share_text(part: float, whole: float) -> str:
     """1, 4 -> "25.0%"; a dash when `whole` is 0."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def hit_rate_text(row: RequestRow) -> str:
+    """Share of rows that swap-in found in the hot buffer; a dash for a resident request, which has all of them."""
+    return share_text(row.hits, row.hits + row.misses) if row.hot_slots else "-"
+
+
+def times_text(count: int) -> str:
+    """0 -> "never", 1 -> "once", 3 -> "3 times"."""
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def duration_text(duration_s: float) -> str:

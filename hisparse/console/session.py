@@ -57,7 +57,9 @@ def run_command(config: Config, role: str, output: str, action: Callable[[Client
 
 
 def wait_drained(config: Config, names: Collection[str], limit_s: float) -> None:
-    """Return once the workers (none named: all) are drained. Raises NotFound, or Unavailable naming those that are not.
+    """Return once the workers, or all ranks of the groups, are drained; none named: all workers.
+
+    Raises NotFound, or Unavailable naming those that are not.
 
     Waits for `limit_s` and WAIT_MARGIN_S more.
     """
@@ -67,8 +69,9 @@ def wait_drained(config: Config, names: Collection[str], limit_s: float) -> None
 async def _until_drained(client: Client, names: Collection[str], limit_s: float) -> None:
     give_up_at = trio.current_time() + limit_s
     while True:
-        states = {row.worker: row.state for row in await client.workers() if not names or row.worker in names}
-        missing = sorted(set(names) - set(states))
+        rows = [row for row in await client.workers() if not names or {row.worker, row.group} & set(names)]
+        states = {row.worker: row.state for row in rows}
+        missing = sorted(set(names) - set(states) - {row.group for row in rows})
         if missing:
             raise NotFound("no such worker", field="worker", value=" ".join(missing), remedy="see: hisparse workers")
         waiting = sorted(worker for worker, state in states.items() if state != DRAINED)

@@ -33,12 +33,14 @@ NEW_TOKENS_MIN: Final = 32  # mid-decode must last long enough to retract, resum
 class DemoOptions:
     """The size of a run. Prompt lengths spread evenly from `prompt_tokens_min` to `prompt_tokens_max`.
 
-    `streams` "": the default backend of the device. `weights`: as stored in the checkpoint, float32 or fp8.
+    `group_size` workers share one copy of the model. `streams` "": the default backend of the device. `weights`: as
+    stored in the checkpoint, float32 or fp8.
     """
 
     family: str = "glm-5"
     requests: int = 8
     workers: int = 2
+    group_size: int = 1
     new_tokens: int = CPU_NEW_TOKENS
     prompt_tokens_min: int = 2_048
     prompt_tokens_max: int = 6_000
@@ -50,6 +52,14 @@ class DemoOptions:
     def __post_init__(self) -> None:
         _at_least("requests", self.requests, REQUESTS_MIN)
         _at_least("workers", self.workers, 2)
+        _at_least("group-size", self.group_size, 1)
+        if self.workers % self.group_size:
+            raise BadInput(
+                f"{self.workers} workers cannot be divided into groups of that size",
+                field="group-size",
+                value=self.group_size,
+                remedy="use a divisor of --workers",
+            )
         _at_least("new-tokens", self.new_tokens, NEW_TOKENS_MIN)
         _at_least("prompt-tokens", self.prompt_tokens_min, round(self.topk / TOPK_SHARE_MAX))
         _at_least("prompt-tokens", self.prompt_tokens_max, self.prompt_tokens_min)

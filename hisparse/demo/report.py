@@ -49,6 +49,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     requests: int
     workers: int
+    group_size: int
     verified_tokens: int
     distinct_tokens: int
     mismatched_tokens: int
@@ -105,6 +106,7 @@ def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence
         device=options.device,
         requests=len(requests),
         workers=options.workers,
+        group_size=options.group_size,
         verified_tokens=sum(row.verified for row in rows),
         distinct_tokens=len({token for tokens in outcome.tokens.values() for token in tokens}),
         mismatched_tokens=sum(row.mismatched for row in rows),
@@ -242,6 +244,8 @@ def figure_lines(report: DemoReport) -> Mapping[str, str]:
         f"({_share(report.hot_bytes, report.full_kv_bytes)})",
         "host pages": f"{report.host_pages_before} before, {report.host_pages_peak} at peak, "
         f"{report.host_pages_after} after",
+        "workers": f"{report.workers}"
+        + (f" in {report.workers // report.group_size} groups of {report.group_size}" if report.group_size > 1 else ""),
         "moves": f"{report.retracted} retracted and resumed, {report.handed_over} handed over to another worker",
         "time": f"start {report.start_s:.0f} s, service {report.serve_s:.0f} s, oracle {report.oracle_s:.0f} s",
     }

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import trio
 
+from hisparse.cluster.gpus import gpu_bytes
+from hisparse.cluster.placement import CUDA
 from hisparse.cluster.up import running_cluster
 from hisparse.demo.compare import OracleRun
 from hisparse.demo.display import Display, stderr_console
@@ -67,10 +69,14 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
     began = trio.current_time()
     display.note(f"writing a small random checkpoint of the real {options.family} model code")
     await write_checkpoint(model, options, directory)
-    display.note(f"starting a coordinator and {options.workers} workers")
+    groups = f" in groups of {options.group_size}" if options.group_size > 1 else ""
+    display.note(f"starting a coordinator and {options.workers} workers{groups}")
+    gpus = len(gpu_bytes()) if options.device == CUDA and options.group_size > 1 else 0
     with pool_directory(options.device, directory) as pool_dir:
         config = cluster_config(options, model, directory, pool_dir)
-        async with running_cluster(config, options.workers, log_dir=directory) as cluster:
+        async with running_cluster(
+            config, options.workers, group_size=options.group_size, gpus=gpus, log_dir=directory
+        ) as cluster:
             start_s = trio.current_time() - began
             display.note(_load_text(options, requests))
             async with cluster.client("hisparse demo") as client:

@@ -139,6 +139,18 @@ def _pool(row: PoolRow) -> Text:
     )
 
 
+def _worker_state(row: WorkerRow) -> str:
+    """A cell is short: of a group the first missing rank, or the awaited worker."""
+    if row.state != "disconnected" and row.ranks_missing:
+        more = "+" if len(row.ranks_missing) > 1 else ""
+        return f"no rank {row.ranks_missing[0]}{more}"
+    return f"for {row.awaits}" if row.state != "disconnected" and row.awaits else row.state
+
+
+def _worker_style(row: WorkerRow) -> str:
+    return "yellow" if _worker_state(row) != row.state else STYLES.get(row.state, "")
+
+
 def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
     rows, rates = screen.workers(), screen.history.worker_rates()
     sample = screen.history.latest
@@ -155,7 +167,10 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
 
     columns: list[ScreenColumn[WorkerRow]] = [
         ScreenColumn("WORKER", 0, lambda row: row.worker, right=False),
-        ScreenColumn("STATE", 12, lambda row: row.state, lambda row: STYLES.get(row.state, ""), right=False),
+        ScreenColumn("STATE", 12, _worker_state, _worker_style, right=False),
+        ScreenColumn(
+            "GROUP", 8, lambda row: f"{row.group}/{row.rank}" if row.group else "-", right=False, from_width=100
+        ),
         ScreenColumn("RUN", 7, lambda row: f"{row.running}/{row.capacity.seats}"),
         ScreenColumn("HOT", 4, lambda row: _percent(_hot(row))),
         ScreenColumn("INDX", 4, lambda row: _percent(_index(row)), lambda row: _load_style(_index(row))),

@@ -17,6 +17,14 @@ HEALTH: Final = Row(
             View.NUMBER,
         ),
         Panel(
+            "Ranks of groups",
+            "Ranks of each group by state. Bad: missing above 0 for longer than a start takes: no request is placed on "
+            "any rank of that group.",
+            "none",
+            (Query("sum by (group, state) (hisparse_group_ranks)", "{{group}} {{state}}", rare=True),),
+            View.NUMBER,
+        ),
+        Panel(
             "Alerts firing",
             "Alerts of this project that fire now; docs/runbook.md has a section for each. Bad: anything but 0.",
             "none",

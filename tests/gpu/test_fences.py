@@ -28,7 +28,7 @@ DELAYS_S = {"staged": 0.02, "backed_up": 0.01, "chunk_reclaimed": 0.01, "quiesce
 )
 #: What to hold back: the producer whose memory the scenario's consumer must not touch too early.
 LATE = {name: next(iter(spec.producers)) for name, spec in FENCES.items()} | {"quiesced": "backup"}
-PLAYED = [name for name in FENCES if name != "durable"]
+PLAYED = [name for name in FENCES if name not in ("durable", "wishes_gathered")]
 
 
 def late(name: str, omit: tuple[str, ...]) -> Callable[[], CudaStreams]:
@@ -57,5 +57,6 @@ def test_a_late_producer_changes_nothing(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", PLAYED)
 def test_an_omitted_fence_gives_wrong_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(name, (), monkeypatch)  # the first launch of a kernel loads it, and waits for the device
     assert play(name, (name,), monkeypatch).wrong()
     torch.cuda.synchronize()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,9 +16,9 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-import worker.oracle  # noqa: E402
 from kernels.state import StepBatch  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
+from tests.support.oracle_rig import run_oracle  # noqa: E402
 from tests.support.runner_rig import Rig  # noqa: E402
 from worker.runners import transformers_dsa  # noqa: E402
 from worker.runners.base import StepOutputs  # noqa: E402
@@ -57,11 +54,7 @@ def library(path: Path, prompt: list[int], tokens: int, dtype: str) -> dict[str,
     """What generate() says on this card, in a process of its own."""
     prompts = [{"tokens": prompt, "max_new_tokens": tokens}]
     job = {"model": str(path), "prompts": prompts, "dtype": dtype, "device": "cuda", "ignore_eos": True}
-    done = subprocess.run(
-        [sys.executable, "-P", worker.oracle.__file__],
-        input=json.dumps(job), capture_output=True, text=True, cwd="/", check=True, timeout=200,
-    )  # fmt: skip
-    answer: dict[str, Any] = json.loads(done.stdout)
+    (answer,) = run_oracle(job)
     return answer
 
 

@@ -313,7 +313,7 @@ def test_workers_and_pools(gateway: FakeGateway) -> None:
     gateway.on(messages.ListWorkers, lambda m: [messages.WorkerRows(tag_of(m), (WORKER,))])
     gateway.on(messages.ListPools, lambda m: [messages.PoolRows(tag_of(m), (POOL,))])
     line = run("workers").stdout.strip().splitlines()[-1].split()
-    assert line[:9] == ["w0", "n", "both", "connected", "1", "7/8", "28/32", "500/512", "10"]
+    assert line[:10] == ["w0", "-", "n", "both", "connected", "1", "7/8", "28/32", "500/512", "10"]
     assert json.loads(run("workers", "-o", "json").stdout)[0]["capacity"]["page_bytes"] == 98_304
     line = run("pool").stdout.strip().splitlines()[-1].split()
     assert line == ["n", "1024", "1000", "24", "0", "0", "96.0", "KiB", "96.0", "MiB", "w0"]
@@ -348,6 +348,35 @@ def test_each_command_sends_its_message_on_its_socket(
     assert gateway.roles == [role]
     assert json.loads(run(*args, "-o", "json").stdout) == {"detail": ["first line", "second line"]}
     assert json.loads(run(*args, "-o", "jsonl").stdout.splitlines()[1]) == {"detail": "second line"}
+
+
+def test_workers_name_group_rank_and_what_a_rank_waits_for(gateway: FakeGateway) -> None:
+    rank = {"group": "g0", "rank": 1}
+    rows = (
+        row(WORKER, **rank, ranks_missing=(0,)),
+        row(WORKER, **rank, ranks_missing=(0, 2, 3, 4, 5)),
+        row(WORKER, **rank, awaits="w3"),
+    )
+    gateway.on(messages.ListWorkers, lambda m: [messages.WorkerRows(tag_of(m), rows)])
+    lines = run("workers").stdout.strip().splitlines()[-3:]
+    assert [line.split()[1] for line in lines] == ["g0/1"] * 3
+    shown = ("connected, rank 0 missing", "connected, ranks 0, 2, 3, 4, … missing", "connected, awaits w3")
+    for line, text in zip(lines, shown, strict=True):
+        assert f" {text} " in line
+
+
+def test_drain_of_a_group_waits_for_all_of_its_ranks(gateway: FakeGateway) -> None:
+    states = iter(["draining", "drained"])
+    gateway.on(messages.DrainWorkers, lambda m: [messages.Done(tag_of(m))])
+
+    def rows(m: Any) -> list[messages.GatewayMessage]:
+        first = row(WORKER, group="g0", state="drained")
+        second = row(WORKER, worker="w1", group="g0", rank=1, state=next(states))
+        return [messages.WorkerRows(tag_of(m), (first, second, row(WORKER, worker="w2")))]
+
+    gateway.on(messages.ListWorkers, rows)
+    assert run("drain", "g0", "--wait").exit_code == 0
+    assert [type(message) for message in gateway.received[1:]] == [messages.ListWorkers] * 2
 
 
 def test_drain_waits_until_the_workers_are_drained(gateway: FakeGateway) -> None:
@@ -501,3 +530,20 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
     _, stderr = child.communicate(timeout=10)
     assert child.returncode == 130
     assert b"r1 goes on; hisparse attach r1 --from 2, or hisparse abort r1" in stderr
+
+
+@pytest.mark.parametrize(
+    ("changed", "lines"),
+    [
+        ({"hot_slots": 64, "hits": 3, "misses": 1}, ("75.0% hits (3 hits, 1 misses)", "retracted twice")),
+        ({"hot_slots": 0, "hits": 4, "misses": 0, "retractions": 1}, ("- hits (4 hits, 0 misses)", "retracted once")),
+        ({"hits": 0, "misses": 0, "retractions": 0}, ("swap-in   none yet", "retracted never")),
+        ({"retractions": 5}, ("retracted 5 times",)),
+    ],
+)
+def test_a_request_is_described_in_words(changed: dict[str, object], lines: tuple[str, ...]) -> None:
+    from hisparse.cli.requests import _history_lines
+
+    row = msgspec.structs.replace(REQUEST, **({"retractions": 2} | changed))
+    text = "\n".join(_history_lines(messages.RequestDetail(1, row, ())))
+    assert all(line in text for line in lines), text

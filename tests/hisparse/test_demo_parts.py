@@ -48,6 +48,8 @@ def test_no_request_becomes_resident_and_a_managed_one_fits(requests: int, short
     [
         {"requests": 1},
         {"workers": 1},
+        {"workers": 3, "group_size": 2},
+        {"group_size": 0},
         {"new_tokens": 8},
         {"prompt_tokens_min": 2047},
         {"prompt_tokens_min": 4096, "prompt_tokens_max": 4000},
@@ -192,7 +194,7 @@ def report(**changes: object) -> DemoReport:
     base = DemoReport(
         family="glm-5", device="cpu",
         weights="float32",
-        requests=1, workers=2, verified_tokens=128, distinct_tokens=40, mismatched_tokens=0,
+        requests=1, workers=2, group_size=1, verified_tokens=128, distinct_tokens=40, mismatched_tokens=0,
         unverified_tokens=0, tie_excused=0, tie_bound=TIE_BOUND, hits=90, misses=10, hit_rate=0.9, rows_swapped=20,
         bytes_swapped=2048, retracted=1, handed_over=1, host_pages_before=0, host_pages_peak=70, host_pages_after=0,
         full_kv_bytes=1 << 20, hot_bytes=1 << 17, topk=128, hot_slots=192, start_s=1.0, serve_s=2.0, oracle_s=3.0,

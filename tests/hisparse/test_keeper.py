@@ -6,11 +6,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import trio
 
+from hisparse.cluster import keeper as keeping
 from hisparse.cluster.children import Child
+from hisparse.cluster.group_end import PEER_END_LIMIT_S, RankEnd, blamed, end_text, follow_limit_s, is_wanted
 from hisparse.cluster.keeper import (
     COORDINATOR,
     HTTP,
@@ -117,16 +120,62 @@ def test_silent_coordinator_hangs_in_the_end() -> None:
     assert watch.hung(1_000.0) == []
 
 
+def test_a_group_lives_from_when_all_of_its_ranks_are_connected() -> None:
+    """Ranks warm up before they say hello; an earlier life, and one that is missing for a while, count for nothing."""
+    watch = ChildWatch(LIMIT_S)
+    for name in ("w0", "w1"):
+        watch.began(name)
+    watch.answered([row(5)], 0.0)
+    assert watch.all_connected_at(["w0", "w1"]) is None
+    watch.answered([row(5), row(7, worker="w1")], 300.0)
+    watch.answered([row(5, "disconnected"), row(7, worker="w1")], 301.0)
+    watch.answered([row(5), row(7, worker="w1")], 302.0)
+    assert watch.all_connected_at(["w0", "w1"]) == 300.0
+    watch.began("w1")
+    watch.answered([row(5), row(7, worker="w1")], 303.0)
+    assert watch.all_connected_at(["w0", "w1"]) is None
+    watch.answered([row(5), row(8, worker="w1")], 304.0)
+    assert watch.all_connected_at(["w0", "w1"]) == 304.0
+
+
+# ---------------------------------------------------------------- the end of a group
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        ([RankEnd("w1", -9), RankEnd("w0", 71)], "group g0 ended: w1 killed by SIGKILL"),
+        ([RankEnd("w0", 71), RankEnd("w1", 70), RankEnd("w2", -9)], "group g0 ended: w1 exited with 70"),
+        ([RankEnd("w0", 0), RankEnd("w2", 71), RankEnd("w1", -11)], "group g0 ended: w1 killed by SIGSEGV"),
+        ([RankEnd("w0", 0), RankEnd("w1", 71)], "group g0 ended: it was asked to"),
+        ([RankEnd("w0", 71), RankEnd("w1", 71)], "group g0 ended: each rank has lost a peer"),
+    ],
+)
+def test_the_first_rank_that_did_not_follow_another_is_blamed(ends: list[RankEnd], text: str) -> None:
+    assert end_text("g0", ends) == text
+    assert is_wanted(ends) == ("asked" in text)
+    assert (blamed(ends) is None) == ("asked" in text or "each" in text)
+
+
+def test_a_lost_peer_may_be_one_that_hangs() -> None:
+    assert follow_limit_s(RankEnd("w0", -9), LIMIT_S) == PEER_END_LIMIT_S
+    assert follow_limit_s(RankEnd("w0", 71), LIMIT_S) == LIMIT_S + PEER_END_LIMIT_S
+    assert follow_limit_s(RankEnd("w0", 0), LIMIT_S) == float("inf")
+
+
 # ---------------------------------------------------------------- children
 
 
 class FakeCluster:
     """Children that run Python code; `codes` are for successive lives of each."""
 
-    def __init__(self, runtime_dir: object, codes: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self, runtime_dir: object, codes: Mapping[str, list[str]], groups: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
         self.config: Config = build({}, {}, {"cluster.runtime_dir": str(runtime_dir)}, HostFacts.read())
         self.codes = {name: iter(lives) for name, lives in codes.items()}
         self.by_name: dict[str, Child] = {}
+        self.groups = groups or {}
         self.lives = 0
         for name in codes:
             self.restart(name)
@@ -185,3 +234,101 @@ async def test_keeper_ends_when_the_coordinator_leaves(tmp_path: object, cluster
         last = await Keeper(cluster, lambda line: None, lambda: None).run()
     assert last is cluster.by_name[COORDINATOR]
     assert cluster.lives == 3
+
+
+#: A rank that follows its peer: it ends when the process whose id the file holds is gone.
+FOLLOW = """
+import os, sys, time
+while True:
+    try:
+        os.kill(int(open({path!r}).read() or 0) or os.getpid(), 0)
+    except ProcessLookupError:
+        sys.exit(71)
+    except (FileNotFoundError, ValueError):
+        pass
+    time.sleep(0.02)
+"""
+
+
+def leader(path: Path, end: str) -> str:
+    """A rank that writes its process id to `path`, and goes to its end a little later."""
+    return f"import os, time; open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(0.5); {end}"
+
+
+def follower(path: Path) -> str:
+    return FOLLOW.format(path=str(path))
+
+
+async def kept(cluster: FakeCluster, said: list[str]) -> Child:
+    with trio.fail_after(60):
+        return await Keeper(cluster, said.append, lambda: None).run()
+
+
+@pytest.mark.process
+async def test_a_group_is_restarted_whole_and_its_rank_to_blame_is_named(
+    tmp_path: Path, clusters: list[FakeCluster]
+) -> None:
+    lives = [tmp_path / f"life{number}" for number in range(3)]
+    codes = {
+        COORDINATOR: [SLEEP],
+        "w0": [follower(path) for path in lives],
+        "w1": [
+            leader(lives[0], "os.kill(os.getpid(), 9)"),
+            leader(lives[1], "exit(70)"),
+            leader(lives[2], "exit(0)"),
+        ],
+        "w2": ["exit(0)"],
+    }
+    cluster = FakeCluster(tmp_path, codes, {"g0": ("w0", "w1")})
+    clusters.append(cluster)
+    said: list[str] = []
+    last = await kept(cluster, said)
+    assert last in (cluster.by_name["w0"], cluster.by_name["w1"])
+    assert [line for line in said if "g0" in line] == [
+        "group g0 ended: w1 killed by SIGKILL; all of its ranks are restarted in 0.5 s",
+        "group g0 ended: w1 exited with 70; all of its ranks are restarted in 1 s",
+        "group g0 ended: it was asked to; not restarted",
+    ]
+    assert "w2 exited with 0; not restarted" in said
+    assert cluster.lives == 1 + 3 + 3 + 1
+
+
+@pytest.mark.process
+async def test_a_rank_that_does_not_follow_is_killed(
+    tmp_path: Path, clusters: list[FakeCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank of the next life starts before all of this one have ended."""
+    monkeypatch.setattr(keeping, "follow_limit_s", lambda end, hung_limit_s: 0.5 if end.status else 60.0)
+    codes = {COORDINATOR: [SLEEP], "w0": [SLEEP, "exit(0)"], "w1": ["exit(5)", "exit(0)"]}
+    cluster = FakeCluster(tmp_path, codes, {"g0": ("w0", "w1")})
+    clusters.append(cluster)
+    said: list[str] = []
+    first = cluster.by_name["w0"].process
+    await kept(cluster, said)
+    assert first.returncode == -signal.SIGKILL
+    assert said == [
+        "w0 did not end with group g0; killed",
+        "group g0 ended: w1 exited with 5; all of its ranks are restarted in 0.5 s",
+        "group g0 ended: it was asked to; not restarted",
+    ]
+
+
+@pytest.mark.process
+async def test_short_lives_of_a_group_are_counted_together(
+    tmp_path: Path, clusters: list[FakeCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rank ends it. A life in which a rank was never connected is short, however long its start took."""
+    monkeypatch.setattr(keeping, "RESTARTS_MAX", 3)
+    monkeypatch.setattr(keeping, "STABLE_S", 0.1)
+    monkeypatch.setattr(keeping, "RESTART_PAUSE_MIN_S", 0.01)
+    dies, follows = "import time; time.sleep(0.3); exit(3)", "import time; time.sleep(0.6); exit(71)"
+    codes = {COORDINATOR: [SLEEP], "w0": [dies, follows] * 2, "w1": [follows, dies] * 2}
+    cluster = FakeCluster(tmp_path, codes, {"g0": ("w0", "w1")})
+    clusters.append(cluster)
+    said: list[str] = []
+    last = await kept(cluster, said)
+    assert last is cluster.by_name["w1"]
+    assert [line.split(";")[0] for line in said] == [
+        f"group g0 ended: {name} exited with 3" for name in ("w0", "w1", "w0", "w1")
+    ]
+    assert said[-1].endswith("; given up after too many restarts")

@@ -257,6 +257,20 @@ def test_drain_applies_to_the_selected_worker(key: str, command: OperatorAction)
     assert screen.pending is None
 
 
+def test_rank_shows_its_group_and_what_it_waits_for() -> None:
+    rank = {"group": "g0", "rank": 1}
+    workers = (
+        row(WORKER, **rank, ranks_missing=(3,)),
+        row(WORKER, worker="w1", **rank, ranks_missing=(0, 3)),
+        row(WORKER, worker="w2", **rank, awaits="w0"),
+        row(WORKER, worker="w3", **rank, state="disconnected", awaits="w0"),
+    )
+    lines = "\n".join(shown(screen_of(REQUEST, workers=workers), width=120, height=40))
+    assert " g0/1 " in lines
+    for name, text in (("w0", "no rank 3"), ("w1", "no rank 0+"), ("w2", "for w0"), ("w3", "disconnected")):
+        assert f"{name} {text} " in " ".join(lines.split())
+
+
 def test_confirmed_request_stays_the_target_when_rows_move() -> None:
     screen = screen_of(*numbered(3))
     press(screen, "r")

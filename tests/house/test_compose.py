@@ -105,7 +105,7 @@ def test_settings_of_a_process_are_accepted(name: str) -> None:
         assert config.worker.name == name
         assert config.worker.served_model_name == DEFAULTS["MODEL_NAME"]
         assert {config.worker.pool_dir, config.worker.model} <= _mounts(name).keys()
-        assert config.worker.device == ("cuda" if SERVICES[name]["profiles"] == ["gpu"] else "cpu")
+        assert config.worker.device == ("cpu" if SERVICES[name]["profiles"] == ["cpu"] else "cuda")
         port = config.worker.metrics_port
     assert f":{port}/healthz" in SERVICES[name]["healthcheck"]["test"][-1]
 
@@ -221,11 +221,12 @@ def test_only_the_cpu_profile_makes_the_tiny_model() -> None:
         assert depends == (SERVICES[name]["profiles"] == ["cpu"])
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "cpu,gpu", "gpu,cpu"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "cpu,gpu", "gpu,cpu", "gpu8"])
 def test_prometheus_scrapes_exactly_the_profiles_processes(profile: str) -> None:
     started = {name for name in WORKERS if set(profile.split(",")) & set(SERVICES[name]["profiles"])}
     groups = yaml.safe_load((ROOT / "metrics" / "targets" / f"{profile}.yml").read_text())
-    assert {target for group in groups for target in group["targets"]} == {f"{name}:9400" for name in started}
+    targets = {f"{name}:{9400 + rank}" for name in started for rank in range(settings(name).worker.group_size)}
+    assert {target for group in groups for target in group["targets"]} == targets
     scraped = yaml.safe_load((ROOT / "metrics" / "prometheus.yml").read_text())["scrape_configs"]
     assert scraped[0]["static_configs"] == [{"targets": ["coordinator:9400"]}]
     assert scraped[1]["static_configs"] == [{"targets": ["http:9400"]}]
@@ -233,11 +234,58 @@ def test_prometheus_scrapes_exactly_the_profiles_processes(profile: str) -> None
 
 
 def test_a_gpu_worker_may_pin_memory_and_has_a_device() -> None:
-    worker = SERVICES["worker-gpu-0"]
-    assert worker["ulimits"]["memlock"] == -1
-    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
-    assert device["capabilities"] == ["gpu"]
-    assert worker["profiles"] == ["gpu"]
+    for name, profile, gpus in (("worker-gpu-0", "gpu", 1), ("worker-group-0", "gpu8", 8)):
+        worker = SERVICES[name]
+        assert worker["ulimits"]["memlock"] == -1
+        (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+        assert len(device["device_ids"]) == gpus == settings(name).worker.group_size
+        assert worker["profiles"] == [profile]
+
+
+#: A worker that says how it was started, and what it is told then: to end, or to stop with its group.
+SAYING: Final = """#!{python}
+import os, signal, sys, time
+names = ("NAME", "GROUP_RANK", "DEVICE", "METRICS_PORT")
+def ended(*_):
+    os.write(1, b"stopped\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, ended)
+print(*(os.environ["HISPARSE_WORKER_" + name] for name in names), flush=True)
+time.sleep(0.5 if os.environ["HISPARSE_WORKER_GROUP_RANK"] in "{dies}" else 60)
+sys.exit(5)
+"""
+
+
+def start_group(tmp_path: Path, *, dies: str, limit_s: int = 20) -> subprocess.Popen[str]:
+    """The group's own entry point, as a shell runs it here, with a worker of which the ranks in `dies` end soon."""
+    service = SERVICES["worker-group-0"]
+    (tmp_path / "hisparse").write_text(SAYING.format(python=sys.executable, dies=dies))
+    (tmp_path / "hisparse").chmod(0o755)
+    script = filled(service["command"][0]).replace("sleep 20", f"sleep {limit_s}")
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HISPARSE_WORKER_NAME": "worker-group-0"}
+    return subprocess.Popen(
+        [*service["entrypoint"], script], env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def test_each_rank_of_the_group_has_a_gpu_and_a_port(tmp_path: Path) -> None:
+    """And a stop reaches all of them, with time to withdraw their requests."""
+    with start_group(tmp_path, dies="none") as group:
+        assert group.stdout is not None
+        said = {group.stdout.readline().strip() for _ in range(8)}
+        assert said == {f"worker-group-0-{rank} {rank} cuda:{rank} {9400 + rank}" for rank in range(8)}
+        group.terminate()
+        assert [group.stdout.readline() for _ in range(8)] == ["stopped\n"] * 8
+        assert group.wait(30) == 0
+
+
+def test_a_rank_that_ends_ends_its_container(tmp_path: Path) -> None:
+    """Ranks that do not follow it are killed, since a container of which some run is not restarted."""
+    with start_group(tmp_path, dies="3", limit_s=1) as group:
+        assert group.wait(30) == -9
+    with start_group(tmp_path, dies="01234567", limit_s=60) as group:
+        assert group.wait(30) == 71
 
 
 def test_files_that_are_mounted_or_built_exist() -> None:

@@ -40,7 +40,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
     ],
     "worker": [
         {"device", "pool", "link", "weights", "oracle"},
-        {"streams"},
+        {"streams", "group"},
         {"runners"},
         {"transfer"},
         {"loop"},

@@ -33,7 +33,7 @@ ALL_PANELS: Final = pytest.mark.parametrize(
 #: The scrape interval of the test is half a second.
 WINDOW: Final = "6s"
 #: Metrics of alerts without a sample until there is trouble, or a GPU.
-SILENT: Final = re.compile(r"hisparse_(audit_differences|worker_fence)_\w+")
+SILENT: Final = re.compile(r"hisparse_(audit_differences|worker_fence|group)_\w+")
 
 
 # ---------------------------------------------------------------- the files

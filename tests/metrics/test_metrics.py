@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import socket
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 import trio
 from prometheus_client.metrics_core import Metric as Family
@@ -19,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from metrics import coordinator as coordinator_module
 from metrics.coordinator import (
+    CLUSTER_METRICS,
     CoordinatorCollector,
     CoordinatorSources,
     CoordinatorView,
@@ -276,6 +279,34 @@ def test_coordinator_metrics_share_a_view() -> None:
     }
     assert values(scraped["hisparse_retractions_total"]) == {("keep", "gpu_pressure"): 2}
     assert values(scraped["hisparse_workers"]) == {("connected",): 1, ("draining",): 1}
+
+
+def test_ranks_of_groups_are_counted_without_stale_and_gone_ones() -> None:
+    def rank(name: str, group: str, number: int, missing: tuple[int, ...] = (), state: str = "connected") -> WorkerRow:
+        about = {"worker": name, "group": group, "rank": number, "ranks_missing": missing}
+        return msgspec.structs.replace(worker_row(state), **about)
+
+    rows = (
+        rank("a", "g0", 0, (2, 3)),
+        rank("b", "g0", 1, (2, 3)),
+        rank("old", "g0", 2, (0, 1, 2, 3)),
+        rank("gone", "g0", 3, state="disconnected"),
+        rank("c", "g1", 0),
+        rank("d", "g1", 1, state="draining"),
+        rank("e", "g2", 0, state="disconnected"),
+        rank("f", "g3", 0, (0, 1), state="disconnected"),
+        worker_row("connected"),
+    )
+    view = dataclasses.replace(VIEW, workers=rows)
+    (family,) = [it for it in families(CLUSTER_METRICS, view) if it.name == "hisparse_group_ranks"]
+    assert values(family) == {
+        ("g0", "connected"): 2,
+        ("g0", "missing"): 2,
+        ("g1", "connected"): 2,
+        ("g1", "missing"): 0,
+        ("g3", "connected"): 0,
+        ("g3", "missing"): 2,
+    }
 
 
 def test_buckets_count_at_most_the_bound() -> None:

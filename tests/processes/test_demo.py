@@ -58,6 +58,14 @@ def test_demo_passes_and_cleans_up(tmp_path: Path) -> None:
     assert "retracted from" in done.stderr
 
 
+def test_demo_serves_from_one_group(tmp_path: Path) -> None:
+    done = run_demo("--workers", "2", "--group-size", "2", "--work-dir", str(tmp_path))
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["problems"]) == (0, []), done.stderr
+    assert (report["workers"], report["group_size"]) == (2, 2)
+    assert "2 workers in groups of 2" in done.stderr
+
+
 def test_demo_serves_fp8_weights_exactly(tmp_path: Path) -> None:
     """The oracle decodes the weights by code of its own; scales and blocks are ragged."""
     options = ("--family", "glm-5", "--weights", "fp8", "--requests", "4")

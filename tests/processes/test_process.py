@@ -24,7 +24,7 @@ from tests.support.fakes.listening_coordinator import FakeListeningCoordinator
 from tests.support.process_rig import Place
 from worker.pool.host_pool import MappedPool
 from worker.pool.registration import FirstTouch, Piece
-from worker.process import EXIT_CLEAN, EXIT_DEFECT, EXIT_INTERRUPTED, StartInterruptedError, interruptible
+from worker.process import EXIT_CLEAN, EXIT_INTERRUPTED, StartInterruptedError, interruptible
 from worker.runners.tiny import write_tiny_checkpoint
 
 PROMPT = list((b"The host pool is a file that outlives the workers. " * 8)[:300])

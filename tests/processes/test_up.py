@@ -190,6 +190,37 @@ def test_lost_worker_is_replaced_and_its_request_continues(
         assert up.left_behind() == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_group_is_restarted_whole_and_says_which_rank_ended_it(
+    model: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_INTERVAL_S", "0.2")
+    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", "2")
+
+    def pids() -> dict[str, int]:
+        ready = json.loads((tmp_path / "ready.json").read_text())
+        found = {worker["name"]: worker["pid"] for worker in ready["workers"]}
+        up.pids += [pid for pid in found.values() if pid not in up.pids]
+        return found
+
+    with running(model, tmp_path, "-n", "2", "--group-size", "2") as up:
+        assert up.ready["groups"] == [{"name": "g0", "workers": ["w0", "w1"]}]
+        up.until("coordinator and group g0 (w0, w1) are up")
+        before = json.loads(up.hisparse("submit", "hello", "-n", "12", "-o", "json").stdout)
+        first = pids()
+        psutil.Process(first["w1"]).send_signal(number)
+        said = up.until("all of its ranks are restarted in 0.5 s")
+        assert "group g0 ended: w1 killed by SIGKILL" in said
+        assert number is signal.SIGSTOP or "killed;" not in said
+        eventually(lambda: not set(pids().values()) & set(first.values()))
+        after = json.loads(up.hisparse("submit", "hello", "-n", "12", "-o", "json").stdout)
+        assert before["tokens"] == after["tokens"]
+        assert up.hisparse("stop").returncode == 0
+        up.process.communicate(timeout=60)
+        assert up.process.returncode == 0
+        assert up.left_behind() == []
+
+
 def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path: Path) -> None:
     """I4, I5: from the journal; the worker goes on meanwhile, and nothing is prefilled again."""
     with running(model, tmp_path) as up:
@@ -257,8 +288,11 @@ def test_impossible_settings_are_refused_before_any_start(model: Path, tmp_path:
             (model, (*front, "--tls-key", other_key), 8, f"http.tls_key_file={other_key}: is not the key of {cert}"),
             (model, (*front[:2], "--api-keys", "none"), 8, "http.api_keys_file=none: cannot be read: No such file"),
             (model, ("--http", "127.0.0.1"), 2, "'127.0.0.1' is not HOST:PORT"),
+            (model, ("-n", "4", "--group-size", "3"), 8, "group-size=3: 4 workers cannot be divided into groups"),
+            (model, ("-n", "3", "--group-size", "3"), 8, "worker.group_size=3: 32 experts cannot be divided evenly"),
+            (model, ("--set", "worker.group=g7"), 8, "worker.group=g7: groups that are started here are named here"),
             (model, ("--http", "203.0.113.1:0", "--set", "cluster.insecure=true"), 8, "http.host=203.0.113.1: cannot"),
-            (model, ("--roles", "prefill,decode"), 2, "2 roles for 1 workers"),
+            (model, ("--roles", "prefill,decode"), 8, "roles=prefill,decode: 2 for 1 workers"),
             (model, ("--ready-file", str(tmp_path / "none" / "ready")), 2, "no directory"),
         ):
             command = command_for(path, tmp_path / "run", *args)

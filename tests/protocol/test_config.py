@@ -65,6 +65,55 @@ def test_machine_dependent_defaults_are_filled_once() -> None:
     assert resolve(config, HostFacts("elsewhere", 1, 2)) == config
 
 
+def test_a_group_meets_in_the_runtime_directory() -> None:
+    """Its endpoint is resolved once, so that a rank that is told of another directory keeps it."""
+    flags: dict[str, object] = {"worker.group": "g0", "worker.group_rank": 1, "worker.group_size": 2}
+    assert built(flags=flags).worker.group_endpoint == "ipc:///tmp/hisparse-1000/group-g0.sock"
+    named = flags | {"worker.group_endpoint": "tcp://10.0.0.2:7500", "worker.group_secret_file": "/etc/secret"}
+    assert built(flags=named).worker.group_endpoint == "tcp://10.0.0.2:7500"
+    assert built().worker.group_endpoint == ""
+
+
+def _grouped(**settings: object) -> dict[str, dict[str, object]]:
+    values = {"group": "g0", "group_size": 2} | settings
+    return {"flags": {f"worker.{field}": value for field, value in values.items()}}
+
+
+@pytest.mark.parametrize(
+    ("sources", "field", "value", "remedy"),
+    [
+        (_grouped(group_size=0), "worker.group_size", "0", "1 to 1024"),
+        (_grouped(group_size=1025), "worker.group_size", "1025", "1 to 1024"),
+        (_grouped(group_rank=2), "worker.group_rank", "2", "use 0 to 1"),
+        (_grouped(group_rank=-1), "worker.group_rank", "-1", "use 0 to 1"),
+        (_grouped(group=""), "worker.group", "", "name the group"),
+        (_grouped(group="g" * 65), "worker.group", "g" * 65, "choose another"),
+        (_grouped(group="a b"), "worker.group", "a b", "choose another"),
+        (_grouped(group="../g"), "worker.group", "../g", "choose another"),
+        (_grouped(group_prompt_rounds_max=0), "worker.group_prompt_rounds_max", "0", "1 to 64"),
+        (_grouped(group_prompt_rounds_max=65), "worker.group_prompt_rounds_max", "65", "1 to 64"),
+        (_grouped(group_endpoint="udp://x:1"), "worker.group_endpoint", "udp://x:1", "tcp://HOST:PORT"),
+        (_grouped(group_endpoint="tcp://h"), "worker.group_endpoint", "tcp://h", "tcp://HOST:PORT"),
+        (_grouped(group_endpoint="tcp://h:0"), "worker.group_endpoint", "tcp://h:0", "1 to 65535"),
+        (_grouped(group_endpoint="tcp://:7500"), "worker.group_endpoint", "tcp://:7500", "tcp://HOST:PORT"),
+        (_grouped(group_endpoint="tcp://h:7500"), "worker.group_secret_file", "", "--insecure"),
+        (_grouped(group_endpoint="ipc:///" + "x" * 107), "worker.group_endpoint", None, "shorter"),
+    ],
+)
+def test_unfit_settings_of_a_group_are_refused(
+    sources: dict[str, Any], field: str, value: str | None, remedy: str
+) -> None:
+    refused = refusal(**sources)
+    assert (refused.field, remedy in refused.remedy) == (field, True)
+    assert value is None or refused.value == value
+
+
+def test_strangers_are_a_choice_on_a_network_that_is_trusted() -> None:
+    sources = _grouped(group_endpoint="tcp://h:7500")
+    assert built(flags=sources["flags"] | {"cluster.insecure": True}).worker.group_endpoint == "tcp://h:7500"
+    assert built(flags=sources["flags"] | {"worker.group_secret_file": "s"}).worker.group_secret_file == "s"
+
+
 def test_the_runtime_directory_prefers_xdg() -> None:
     facts = HostFacts("node7", 42, 1000, xdg_runtime_dir="/run/user/1000")
     assert build({}, {}, {}, facts).cluster.runtime_dir == "/run/user/1000/hisparse"
@@ -187,7 +236,8 @@ def test_a_plain_number_is_bytes(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1KiB", 1024), ("1.5 GiB", 3 << 29), ("2GB", 2_000_000_000), ("3M", 3 << 20), ("7B", 7)]
+    ("text", "size"),
+    [("1KiB", 1024), ("1.5 GiB", 3 << 29), ("2GB", 2_000_000_000), ("3M", 3 << 20), ("7b", 7), ("6Gib", 6 << 30)],
 )
 def test_sizes_with_units(text: str, size: int) -> None:
     assert parse_size(text, "f") == size
@@ -198,3 +248,12 @@ def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_size(text, "worker.host_mem")
     assert caught.value.field == "worker.host_mem"
+    assert "GB, TB" in caught.value.remedy
+    assert "auto" not in caught.value.remedy
+
+
+@pytest.mark.parametrize(("field", "takes_auto"), [("host_mem", True), ("device_mem", False), ("layer_group", False)])
+def test_auto_is_named_where_it_is_taken(field: str, takes_auto: bool) -> None:
+    with pytest.raises(ConfigError, match="not a size") as caught:
+        built(flags={f"worker.{field}": "lots"})
+    assert ("or auto" in caught.value.remedy) is takes_auto

@@ -10,6 +10,7 @@
     I7  what only asks changes nothing
     I8  every queue is within its bound; every request ends within LIVE_LIMIT_S once faults have stopped
     output  what a request says is what the oracle says
+    groups  tests.sim.group_checker
     drains  a worker drains if, and only if, the journal says so of its process, in whichever life of the coordinator
 
 I6 is about kernels, and there are none here.
@@ -34,6 +35,7 @@ from protocol import messages, units
 from protocol.arrays import unpack_int32
 from protocol.errors import InternalError
 from tests.sim.fake_worker import EPOCHS_PER_PROCESS, Run, Transfer
+from tests.sim.group_checker import GroupChecker
 from tests.sim.oracle import Truth
 from tests.sim.trace import Violation
 from worker.link.outbox import REPORTS_UNACKED_MAX
@@ -64,6 +66,7 @@ class Checker(trio.abc.Instrument):
         self.violation: BaseException | None = None
         self.expects_crashes = False
         self.checks = 0
+        self.groups = GroupChecker()
         self._cluster = cluster
         self._endings: dict[str, messages.Ended] = {}
         self._given: dict[Conversation, list[messages.Command]] = defaultdict(list)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,122 +37,54 @@ import hisparse.client.connection
 import protocol.sizing
 from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
-from coordinator.memory.changes import Change
+from coordinator.memory.changes import Change, Reserve
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.entries import RequestEntry
+from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.service import Coordinator
 from coordinator.workers.epoch_link import WorkerLink
 from coordinator.workers.processes import Process
+from coordinator.workers.worker_epoch import WorkerEpoch
+from coordinator.workers.worker_link import WorkerLinks
 from metrics.state import LinkCounters
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import HiSparseError
-from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, WorkerCapacity
-from protocol.settings import NO_JOURNAL, ClusterSettings, Config, CoordinatorSettings
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
+from protocol.settings import NO_JOURNAL, ClusterSettings, Config
+from tests.sim.alarms import sleep_until
 from tests.sim.checker import Checker, Readers
 from tests.sim.fake_journal import FakeDisk, FakeStore
-from tests.sim.fake_worker import EPOCHS_PER_PROCESS, FakeExecutor, FakePool
+from tests.sim.fake_worker import CHUNK_TOKENS, EPOCHS_PER_PROCESS, FakeExecutor, FakePool
+from tests.sim.groups import RankRounds, SimGroup
 from tests.sim.links import FakeDealer, Latch, Network
 from tests.sim.oracle import MODEL, Truth
+from tests.sim.shape import PAGE_TOKENS, Shape
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
 from worker.link.link import Link, LinkPace
 from worker.link.link_state import Action, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 
-#: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
-PAGE_TOKENS: Final = 8
 #: Modules that know how long a page is.
 PAGED: Final = ("coordinator.", "protocol.", "tests.sim.fake_worker")
 #: Exit of a process shows on its pidfd within this time.
 EXIT_SEEN_S: Final = 0.02
 #: The parent starts what died after a pause of this length.
 RESTART_S: Final = (0.1, 2.0)
-
-SETTINGS: Final = CoordinatorSettings(
-    live_requests_max=64,
-    queue_max=32,
-    ended_keep_max=64,
-    connections_max=16,
-    flush_interval_ms=5.0,
-    heartbeat_interval_s=0.25,
-    heartbeat_limit_s=1.5,
-    command_ack_limit_s=0.5,
-    grant_ahead_tokens=PAGE_TOKENS,
-    audit_interval_s=0.5,
-    metrics_port=-1,
-    journal="/sim/journal",
-)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a seed's cluster looks like: workers by name with their nodes, the memory of each, and the roles of those
-    that do not do everything."""
-
-    workers: dict[str, str]
-    capacity: WorkerCapacity
-    settings: CoordinatorSettings
-    roles: dict[str, str] = field(default_factory=dict)
-    is_roomy: bool = False
-
-    def capacity_of(self, worker: str) -> WorkerCapacity:
-        return msgspec.structs.replace(self.capacity, role=self.roles.get(worker, messages.BOTH))
-
-    @property
-    def pairs(self) -> bool:
-        """Whether one worker can prefill for another."""
-        return any(
-            self.capacity_of(one).prefills and self.capacity_of(other).decodes and one != other
-            for one in self.workers
-            for other in self.workers
-        )
-
-    @classmethod
-    def draw(cls, rng: random.Random, *, roomy: bool) -> Shape:
-        """`roomy`: with memory for all requests at once, so that none waits for another."""
-        if roomy:
-            roles = rng.choice(({}, {"w0": messages.PREFILL, "w1": messages.DECODE}))
-            nodes = {"w0": "n0", "w1": rng.choice(("n0", "n1"))}
-            return cls(nodes, _capacity(12, 100, 100, 60, 200), SETTINGS, roles, is_roomy=True)
-        nodes = rng.choice((["n0"], ["n0", "n0"], ["n0", "n0"], ["n0", "n1"], ["n0", "n0", "n1"]))
-        capacity = _capacity(
-            rng.randint(2, 4), rng.randint(6, 14), rng.randint(9, 16), rng.randint(4, 8), rng.randint(9, 24)
-        )
-        settings = msgspec.structs.replace(
-            SETTINGS,
-            grant_ahead_tokens=rng.choice((3, PAGE_TOKENS, 2 * PAGE_TOKENS)),
-            journal=rng.choices((SETTINGS.journal, NO_JOURNAL), (4, 1))[0],
-        )
-        names = {f"w{i}": node for i, node in enumerate(nodes)}
-        return cls(names, capacity, settings, _draw_roles(rng, nodes))
-
-
-def _draw_roles(rng: random.Random, nodes: list[str]) -> dict[str, str]:
-    """In half of the clusters with several workers, what each of the two outermost is for: of one node, or of two."""
-    if len(nodes) < 2 or rng.random() < 0.5:
-        return {}
-    first = rng.choice((messages.PREFILL, messages.PREFILL, messages.BOTH))
-    last = f"w{len(nodes) - 1}"
-    return {"w0": first, last: rng.choice((messages.DECODE, messages.DECODE, messages.BOTH))}
-
-
-def _capacity(seats: int, hot_chunks: int, index_pages: int, slab_pages: int, host_pages: int) -> WorkerCapacity:
-    return WorkerCapacity(
-        seats=seats,
-        hot_chunks=hot_chunks,
-        index_pages=index_pages,
-        slab_pages=slab_pages,
-        host_pages=host_pages,
-        page_bytes=1024,
-        hot_size_classes=(PAGE_TOKENS, 2 * PAGE_TOKENS),
-        tail_slots=8,
-        overshoot_tokens=1,
-        pool_path="/sim",
-    )
-
+#: A rank says hello within this time of its start, or is late.
+HELLO_S: Final = (0.0, 0.5)
+LATE_ODDS: Final = 0.25
+LATE_S: Final = (0.5, 3.0)
+#: A rank ends within END_S of its group's first death, or lingers. One that was stopped ends within NOTICE_S of being
+#: continued. The parent kills those that have not ended within PARENT_LIMIT_S, but for the one that lingers.
+END_S: Final = (0.0, 2.0)
+LINGER_ODDS: Final = 0.5
+LINGER_S: Final = (1.0, 5.0)
+NOTICE_S: Final = (0.0, 1.0)
+PARENT_LIMIT_S: Final = 2.5
 
 # ---------------------------------------------------------------- processes
 
@@ -181,10 +114,12 @@ class TappedLinkState(LinkState):
 
 
 class WorkerProcess:
-    """One life of one worker."""
+    """One life of one worker; as a rank, in one life of its `group`."""
 
-    def __init__(self, cluster: Cluster, name: str, node: str, pid: int) -> None:
-        self.name, self.node, self.pid = name, node, pid
+    def __init__(self, cluster: Cluster, name: str, node: str, pid: int, group: SimGroup | None = None) -> None:
+        self.name, self.node, self.pid, self.group = name, node, pid, group
+        rank = group.names.index(name) if group else 0
+        self._hello_at = trio.current_time() + _draw_hello(group.rng) if group else None
         self.latch = Latch()
         self.exited = trio.Event()
         checker = cluster.checker
@@ -193,7 +128,8 @@ class WorkerProcess:
         )
         self.address = f"{name}/{pid}"
         receiver = cluster.wire.receiver(self.address, cluster.pools[node])
-        identity = WorkerIdentity(name, node, pid, MODEL, capacity, receiver=self.address.encode())
+        member = group.member(rank) if group else None
+        identity = WorkerIdentity(name, node, pid, MODEL, capacity, receiver=self.address.encode(), member=member)
         self.outbox = TappedOutbox(pid * EPOCHS_PER_PROCESS, lambda report: checker.made(name, report))
         self.state = TappedLinkState(identity, self.outbox, LinkCounters())
         self.state.on_command = lambda epoch, command: checker.obeyed(name, epoch, self.state.incarnation, command)
@@ -207,6 +143,8 @@ class WorkerProcess:
             lambda request_id: self.die_of(request_id) if request_id in cluster.poison else None,
             cluster.wire,
             receiver,
+            RankRounds(group, rank, CHUNK_TOKENS) if group else None,
+            lambda: self.end("has lost a peer"),
         )
         self._cluster = cluster
         self._scope = trio.CancelScope()
@@ -214,6 +152,8 @@ class WorkerProcess:
         self._link = Link(self.state, self.executor, self._connect, pace=pace)
 
     async def _connect(self) -> FakeDealer:
+        if self._hello_at is not None:
+            await sleep_until(self._hello_at)
         await self.latch.passed()
         return self._cluster.network.connect("worker", self.name, self.pid, self.latch)
 
@@ -238,8 +178,16 @@ class WorkerProcess:
 
     def die_of(self, request_id: str) -> None:
         """The executor fails, and the process ends with it."""
-        self._cluster.trace.note(self.name, "dies of", request_id)
+        self.end("dies of", request_id)
+
+    def end(self, *why: str) -> None:
+        """The process ends by itself."""
+        self._cluster.trace.note(self.name, *why)
         self.kill()
+
+
+def _draw_hello(rng: random.Random) -> float:
+    return rng.uniform(*(LATE_S if rng.random() < LATE_ODDS else HELLO_S))
 
 
 class CoordinatorLife:
@@ -292,7 +240,7 @@ class CoordinatorLife:
 
     @property
     def is_draining(self) -> bool:
-        return self._scheduler is not None and any(it.drain for it in self._scheduler._placement_table.workers.values())
+        return any(it.drain for it in self.workers().values())
 
     # ------------------------------------------------------------ for the checker
 
@@ -302,6 +250,9 @@ class CoordinatorLife:
 
     def entries(self) -> list[RequestEntry]:
         return list(self.scheduler._placement_table.entries.values()) if self._scheduler else []
+
+    def workers(self) -> dict[str, WorkerEntry]:
+        return self._scheduler._placement_table.workers if self._scheduler else {}
 
     def truth_of(self, request_index: int) -> Truth | None:
         live = self.scheduler._requests.by_index.get(request_index)
@@ -321,8 +272,7 @@ class CoordinatorLife:
 
     def drains(self) -> list[tuple[str, int, bool]]:
         """Workers that have joined this life, their epochs, and whether they drain."""
-        workers = self._scheduler._placement_table.workers.values() if self._scheduler else ()
-        return [(it.name, it.epoch, it.drain is not None) for it in workers if not it.awaited]
+        return [(it.name, it.epoch, it.drain is not None) for it in self.workers().values() if not it.awaited]
 
     @property
     def is_committed(self) -> bool:
@@ -382,7 +332,8 @@ class Cluster:
         self.checker = Checker(self)
         self.scope = trio.CancelScope()
         self.is_over = False
-        self._workers: dict[str, WorkerProcess] = {}
+        self._workers: dict[int, WorkerProcess] = {}
+        self._group_lives = Counter[str]()
         self._exits: dict[int, trio.Event] = {}
         self._pids = 1000
         self.deaths = 0
@@ -396,8 +347,12 @@ class Cluster:
         for node in sorted(set(self.shape.workers.values())):
             self.boot(node)
         self.start_coordinator()
+        ranks = {name for names in self.shape.groups.values() for name in names}
         for name in self.shape.workers:
-            self.start_worker(name)
+            if name not in ranks:
+                self.start_worker(name)
+        for group in self.shape.groups:
+            self.start_group(group)
 
     def abandon(self) -> None:
         """The checker has seen enough."""
@@ -413,10 +368,19 @@ class Cluster:
         rng = random.Random(f"{self.seed} pool {self._boots}")
         self.pools[node] = FakePool(self._boots, self.shape.capacity.host_pages, rng)
 
-    def start_worker(self, name: str) -> None:
+    def start_group(self, name: str) -> None:
+        """The ranks of a group that have met, in a new life of it."""
+        self._group_lives[name] += 1
+        incarnation = self._group_lives[name]
+        rng = random.Random(f"{self.seed} group {name} {incarnation}")
+        group = SimGroup(name, incarnation, self.shape.groups[name], rng)
+        for worker in group.names:
+            self.start_worker(worker, group)
+
+    def start_worker(self, name: str, group: SimGroup | None = None) -> None:
         self._pids += 1
-        process = WorkerProcess(self, name, self.shape.workers[name], self._pids)
-        self._workers[name] = process
+        process = WorkerProcess(self, name, self.shape.workers[name], self._pids, group)
+        self._workers[process.pid] = process
         self._exits[process.pid] = process.exited
         self.trace.note(name, "starts", process.pid)
         self._nursery.start_soon(self._live, process, name=name)
@@ -427,18 +391,55 @@ class Cluster:
         if self.is_over:
             return
         process.latch.open()
-        self.deaths += 1
         self.trace.note(process.name, "exits", process.pid)
         self.pools[process.node].end_process(process.pid)
         self.wire.end_process(process.address)
-        del self._workers[process.name]
+        del self._workers[process.pid]
+        if process.group is None:
+            self.deaths += 1
+        elif not process.group.is_ending:
+            self.deaths += 1
+            process.group.is_ending = True
+            self._nursery.start_soon(self._end_group, process.group)
         await trio.sleep(self.rng.uniform(0.0, EXIT_SEEN_S))
         process.exited.set()
-        await trio.sleep(self.rng.uniform(*RESTART_S))
-        self.start_worker(process.name)
+        if process.group is None:
+            await trio.sleep(self.rng.uniform(*RESTART_S))
+            self.start_worker(process.name)
 
-    def worker(self, name: str) -> WorkerProcess | None:
-        return self._workers.get(name)
+    async def _end_group(self, group: SimGroup) -> None:
+        """A rank is dead: the others end, each in its time, and a new life begins. One may linger, stopped at times."""
+        left, rng = [process for process in self.processes() if process.group is group], group.rng
+        lingering = rng.choice(left) if left and rng.random() < LINGER_ODDS else None
+        for process in left:
+            self._nursery.start_soon(self._end_rank, process, rng.uniform(*(END_S, LINGER_S)[process is lingering]))
+        if lingering is not None and rng.random() < 0.5:
+            self._nursery.start_soon(self._stop_for, lingering, rng.uniform(*LINGER_S))
+        with trio.move_on_after(PARENT_LIMIT_S):
+            for process in left:
+                if process is not lingering:
+                    await process.exited.wait()
+        for process in left:
+            if process is not lingering:
+                process.kill()
+                await process.exited.wait()
+        await trio.sleep(rng.uniform(*RESTART_S))
+        self.start_group(group.group)
+
+    async def _end_rank(self, process: WorkerProcess, after_s: float) -> None:
+        await trio.sleep(after_s)
+        if not process.latch.is_open:
+            await process.latch.passed()
+            await trio.sleep(self.rng.uniform(*NOTICE_S))
+        process.end("has lost a peer")
+
+    async def _stop_for(self, process: WorkerProcess, seconds: float) -> None:
+        process.latch.shut()
+        await trio.sleep(seconds)
+        process.latch.open()
+
+    def process(self, pid: int) -> WorkerProcess | None:
+        return self._workers.get(pid)
 
     def processes(self) -> list[WorkerProcess]:
         return list(self._workers.values())
@@ -493,16 +494,43 @@ class Cluster:
 # ---------------------------------------------------------------- the machine
 
 
+def _tapped_for_groups(cluster: Cluster) -> Iterator[tuple[type, str, Callable[..., None]]]:
+    """What shows the group checker who joins, who beats and who is declared down."""
+    groups, put_down, heartbeat = cluster.checker.groups, WorkerLinks._put_down, WorkerEpoch.heartbeat
+
+    def tapped_put_down(links: WorkerLinks, link: WorkerLink, *, reason: str, **how: bool) -> None:
+        if not link.is_down:
+            groups.put_down(link, reason, cluster.shape.settings.heartbeat_limit_s)
+        put_down(links, link, reason=reason, **how)
+
+    def tapped_heartbeat(epoch: WorkerEpoch, beat: messages.Heartbeat, now: float) -> None:
+        groups.beat(epoch, beat)
+        heartbeat(epoch, beat, now)
+
+    def tapped(join: Callable[[PlacementTable, WorkerEntry], None]) -> Callable[[PlacementTable, WorkerEntry], None]:
+        def joins(table: PlacementTable, worker: WorkerEntry) -> None:
+            join(table, worker)
+            if cluster.coordinator is not None:
+                groups.joined(cluster.coordinator, worker)
+
+        return joins
+
+    yield WorkerLinks, "_put_down", tapped_put_down
+    yield WorkerEpoch, "heartbeat", tapped_heartbeat
+    yield PlacementTable, "add_worker", tapped(PlacementTable.add_worker)
+    yield PlacementTable, "worker_back", tapped(PlacementTable.worker_back)
+
+
 @contextmanager
 def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
     """Replace what the real code takes from the machine; the order of tasks is drawn from the seed."""
     random.seed(f"{cluster.seed} code")  # pauses before reconnecting
     trio._core._run._r.seed(f"{cluster.seed} tasks")
-    worker_links, apply = coordinator.workers.worker_link.WorkerLinks, coordinator.memory.changes.apply
-    queue, apply_report = worker_links.queue, worker_links._apply
+    apply, queue, apply_report = coordinator.memory.changes.apply, WorkerLinks.queue, WorkerLinks._apply
+    groups = cluster.checker.groups
 
     def tapped_queue(
-        links: coordinator.workers.worker_link.WorkerLinks,
+        links: WorkerLinks,
         link: WorkerLink,
         command: messages.Command,
     ) -> None:
@@ -511,7 +539,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         queue(links, link, command)
 
     def tapped_report(
-        links: coordinator.workers.worker_link.WorkerLinks,
+        links: WorkerLinks,
         link: WorkerLink,
         report: messages.Report,
     ) -> None:
@@ -519,6 +547,8 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         apply_report(links, link, report)
 
     def tapped_apply(ledger: Ledger, change: Change) -> Int32Array:
+        if isinstance(change, Reserve) and cluster.coordinator is not None:
+            groups.placed(cluster.coordinator, change)
         cluster.trace.note("ledger", "changes", change)
         cluster.checker.ledger_changes += 1
         return apply(ledger, change)
@@ -540,8 +570,9 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         (coordinator.workers.worker_link, "wait_exit", cluster.wait_exit),
         (coordinator.workers.worker_link, "process_of", lambda pid: Process(pid, pid, "sim")),
         (coordinator.workers.worker_link, "has_ended", lambda process: cluster.has_exited(process.id)),
-        (worker_links, "queue", tapped_queue),
-        (worker_links, "_apply", tapped_report),
+        (WorkerLinks, "queue", tapped_queue),
+        (WorkerLinks, "_apply", tapped_report),
+        *_tapped_for_groups(cluster),
         (coordinator.memory.host_pool, "apply", tapped_apply),
     )
     pages = [

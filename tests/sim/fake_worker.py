@@ -8,6 +8,7 @@ real worker.loop.output. What is modelled is the device:
     prefill   rows of the prompt are known at once; their pages are written one by one, in any order
     step      reads *every* row of the context from host memory, but those whose write is not observed, and draws a
               token (tests.sim.oracle); its row is written a little later
+    round     of a rank of a group (tests.sim.groups): what it launches is done once all ranks have launched it
     write     lands at a moment of its own, whether or not the process that started it still runs: a stopped process
               goes on writing, a killed one has landed what it had begun or has not
 
@@ -53,11 +54,13 @@ from protocol.messages import (
 from protocol.text import ByteTokenizer
 from protocol.units import PAGE_TOKENS, pages_for
 from tests.sim.alarms import Alarm, sleep, sleep_until
+from tests.sim.groups import RankRounds, next_chunks
 from tests.sim.links import Latch
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
 from worker.device.inventory import FreeDeviceMemory, take_inventory
+from worker.group.agreement import RoundKind, Wish
 from worker.link.outbox import Outbox
 from worker.loop.output import Output
 from worker.transfer.handover import Incoming, Outgoing
@@ -68,6 +71,8 @@ CHUNK_S: Final = (0.01, 0.05)
 LOAD_S: Final = (0.0, 0.05)
 WRITE_S: Final = (0.0, 0.15)
 CHUNK_TOKENS: Final = 16
+#: Seconds of a round that gathers wishes alone.
+WISHES_S: Final = 0.005
 #: A process numbers its epochs from a multiple of this on, and begins fewer than these.
 EPOCHS_PER_PROCESS: Final = 1_000
 #: How long an idle executor sleeps.
@@ -167,6 +172,7 @@ class Run:
     ready_at: float = 0.0
     started: bool = False
     resize: Resize | None = None
+    has_rows: bool = False  # of its prompt
     has_first_token: bool = False
     last_token: int = -1
     in_steps: int = 0
@@ -247,6 +253,7 @@ class Step:
     """Launched: a request, the row it writes, and the token it takes (None: the one drawn last) of each."""
 
     places: list[tuple[Run, int, int | None]]
+    round: int = -1  # of the group
 
 
 # ---------------------------------------------------------------- the loop
@@ -266,6 +273,8 @@ class FakeExecutor:
         on_decode: Callable[[str], None],
         wire: Wire,
         receiver: FakeReceiver,
+        rounds: RankRounds | None = None,
+        on_peer_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self.transfers: dict[int, Transfer] = {}
         self._wire = wire
@@ -285,6 +294,12 @@ class FakeExecutor:
         self._prompts: deque[Run] = deque()
         self._steps: deque[Step] = deque()
         self._hung_until = 0.0
+        self._rounds = rounds
+        self._on_peer_lost = on_peer_lost
+        self._chunks: deque[tuple[int, Run, int]] = deque()  # of rounds that have not run, and their ends
+        self._steps_ahead = 0  # that may be launched and not read before the next round
+        if rounds is not None:
+            rounds.group.on_news.append(lambda: self._alarm.set(trio.current_time()))
 
     def submit(self, command: Command) -> None:
         self._commands.append(command)
@@ -301,8 +316,9 @@ class FakeExecutor:
     async def _pause(self, busy_s: float) -> None:
         """The turn took `busy_s`; with nothing to do, wait for a command, for a write to land, or a while."""
         if not busy_s:
-            idle_until = trio.current_time() + IDLE_S
-            await self._alarm.sleep_until(min([idle_until, *(run.wakes_at for run in self.runs.values())]))
+            is_waiting = self._rounds is not None and self._rounds.awaited is not None  # and looks at no request
+            due = [run.wakes_at for run in self.runs.values() if not is_waiting]
+            await self._alarm.sleep_until(min([trio.current_time() + IDLE_S, *due]))
         else:
             await sleep(busy_s)
         if self._hung_until > trio.current_time():
@@ -312,16 +328,60 @@ class FakeExecutor:
     def _turn(self) -> float:
         """One turn of the loop; the seconds that the device takes for what it launched."""
         self.counters.beats += 1
+        if self._rounds is not None and self._waits_for_peers(self._rounds):
+            return 0.0
         while self._commands:
             self._apply(self._commands.popleft())
         self._pool.settle()
         self._turn_transfers()
         for run in list(self.runs.values()):
             self._observe(run)
+        if self._rounds is not None:
+            return self._take_round(self._rounds)
         busy_s = self._launch_chunk() + self._launch_step()
         while len(self._steps) > (LOOKAHEAD if busy_s else 0):
             self._read(self._steps.popleft())
         return busy_s
+
+    # ---------------------------------------------------------------- rounds of a group
+
+    def _waits_for_peers(self, rounds: RankRounds) -> bool:
+        """Read what has run. Whether more must have run before the loop goes on: it stands still until then."""
+        while self._chunks and rounds.has_run(self._chunks[0][0]):
+            number, run, prefilled = self._chunks.popleft()
+            rounds.group.check_ran(number)
+            run.in_steps -= 1
+            self._end_chunk(run, prefilled)
+        waits = rounds.awaited is not None and rounds.waits_for(rounds.awaited)
+        while not waits and len(self._steps) > self._steps_ahead:
+            waits = rounds.waits_for(self._steps[0].round)
+            if not waits:
+                rounds.group.check_ran(self._steps[0].round)
+                self._read(self._steps.popleft())
+        self.counters.awaits = rounds.awaits
+        if rounds.has_lost_a_peer:
+            self._on_peer_lost()
+        return waits
+
+    def _take_round(self, rounds: RankRounds) -> float:
+        """Take part in the next round of the group, if there is one, with what is here for it."""
+        this = rounds.next(has_work=bool(self._prompts or self._rows_wished()))
+        if this is None:
+            self._park_starved()
+            self._steps_ahead = 0
+            return 0.0
+        busy_s = WISHES_S
+        if this.kind is RoundKind.PROMPT:
+            busy_s = self._launch_chunk(this.number)
+        elif this.kind is RoundKind.DECODE:
+            busy_s = self._launch_step(this.number, this.size)
+        prompts = [(run.prefilled, len(run.prompt)) for run in self._prompts]
+        rounds.launch(this, Wish(self._rows_wished(), next_chunks(prompts, CHUNK_TOKENS)))
+        self._steps_ahead = LOOKAHEAD if this.kind is RoundKind.DECODE else 0
+        return busy_s or self._rng.uniform(*STEP_S)
+
+    def _rows_wished(self) -> int:
+        return sum(run.status == "running" and run.position < run.rows_max for run in self.runs.values())
 
     # ---------------------------------------------------------------- commands
 
@@ -380,6 +440,7 @@ class FakeExecutor:
             position=durable or len(prompt),
             durable_rows=durable,
             prefilled=len(prompt) if durable else 0,
+            has_rows=bool(durable),
             ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
         )
         self.runs[admit.placement] = run
@@ -413,7 +474,7 @@ class FakeExecutor:
                 run.sending.turn()
 
     def _send(self, run: Run, sending: Sending) -> None:
-        if run.status == "leaving" or run.prefilled < len(run.prompt):
+        if run.status == "leaving" or not run.has_rows:
             return
         staged = len(run.prompt)
         for first, write in run.writes:
@@ -512,7 +573,7 @@ class FakeExecutor:
             self._reports.add_event(Started(run.placement))
 
     def _release(self, run: Run) -> None:
-        rows = run.position if run.prefilled == len(run.prompt) else 0
+        rows = run.position if run.has_rows else 0
         del self.runs[run.placement]
         durable, first_token = run.left_behind(rows)
         warm_start = run.admit.request_id.encode() if durable else b""
@@ -523,39 +584,55 @@ class FakeExecutor:
 
     # ---------------------------------------------------------------- launches
 
-    def _launch_chunk(self) -> float:
+    def _launch_chunk(self, number: int | None = None) -> float:
+        """Launch the next chunk, as part of round `number` of the group."""
         if not self._prompts:
             return 0.0
         run = self._prompts[0]
         run.prefilled = min(run.prefilled + CHUNK_TOKENS, len(run.prompt))
         if run.prefilled == len(run.prompt):
             self._prompts.popleft()
-            run.status, run.has_first_token = "staging", True
-            rows = prompt_rows(run.prompt)
-            for place in range(pages_for(len(rows))):
-                first = place * PAGE_TOKENS
-                write = self._pool.write(self._process, run.pages[place], 0, rows[first : first + PAGE_TOKENS])
-                run.writes.append((first, write))
+        if number is None:
+            self._end_chunk(run, run.prefilled)
+        else:
+            run.in_steps += 1
+            self._chunks.append((number, run, run.prefilled))
         return self._rng.uniform(*CHUNK_S)
 
-    def _launch_step(self) -> float:
+    def _end_chunk(self, run: Run, prefilled: int) -> None:
+        """The chunk that ends at `prefilled` is done. After a prompt's last one its rows are being written."""
+        if prefilled < len(run.prompt):
+            return
+        run.has_rows = True
+        if run.status != "leaving":
+            run.status, run.has_first_token = "staging", True
+        rows = prompt_rows(run.prompt)
+        for place in range(pages_for(len(rows))):
+            first = place * PAGE_TOKENS
+            write = self._pool.write(self._process, run.pages[place], 0, rows[first : first + PAGE_TOKENS])
+            run.writes.append((first, write))
+
+    def _launch_step(self, number: int = -1, size: int | None = None) -> float:
+        """Launch a step of at most `size` requests, as part of round `number` of the group."""
         places: list[tuple[Run, int, int | None]] = []
+        self._park_starved()
         for run in self.runs.values():
-            if run.status != "running":
-                continue
-            if run.position < run.rows_max:
+            if run.status == "running" and run.position < run.rows_max and len(places) != size:
                 places.append((run, run.position, run.input_token()))
                 run.position += 1
                 run.in_steps += 1
-            elif run.is_starved:
+        if not places:
+            return 0.0
+        self._steps.append(Step(places, number))
+        self.counters.steps += 1
+        return self._rng.uniform(*STEP_S)
+
+    def _park_starved(self) -> None:
+        for run in self.runs.values():
+            if run.status == "running" and run.is_starved:
                 run.status = "parked"
                 self._report_durable(run)
                 self._reports.add_event(Parked(run.placement))
-        if not places:
-            return 0.0
-        self._steps.append(Step(places))
-        self.counters.steps += 1
-        return self._rng.uniform(*STEP_S)
 
     # ---------------------------------------------------------------- results
 

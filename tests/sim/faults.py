@@ -245,7 +245,7 @@ class Faults:
     def _ghost(self) -> str | None:
         """Commands of an earlier coordinator come on the connection with the present one, numbered to fit."""
         connection = self._connection("worker")
-        process = self._cluster.worker(connection.owner) if connection is not None else None
+        process = self._cluster.process(connection.process) if connection is not None else None
         if connection is None or connection.dealer is None or process is None:
             return None
         said = self._cluster.network.said.get(connection.owner, {})
@@ -310,7 +310,7 @@ class Faults:
         return f"{request_id} to {hot_slots}"
 
     def _drain(self) -> str | None:
-        name = self._rng.choice(sorted(self._cluster.shape.workers))
+        name = self._rng.choice(sorted(self._cluster.shape.workers) + sorted(self._cluster.shape.groups))
         handover, deadline_s = self._rng.random() < 0.5, self._rng.uniform(0.0, 2.0)
         self._order(lambda client: client.drain([name], handover=handover, deadline_s=deadline_s))
         return f"{name}{' handover' if handover else ''} within {deadline_s:.2f} s"

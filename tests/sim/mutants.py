@@ -23,7 +23,7 @@ from coordinator.scheduling import dispatch, events, placement_table, scheduler
 from coordinator.scheduling.lifecycle import EventKind, Resolve
 from coordinator.scheduling.request import Request
 from coordinator.scheduling.request_state import _HANDLERS, RequestState
-from coordinator.scheduling.turns import Turns
+from coordinator.scheduling.turns import OwnerTurns
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
 from coordinator.workers.worker_link import WorkerLinks
@@ -403,14 +403,14 @@ def forget_drains_with_the_coordinator() -> Plan:
 @plant
 def forget_turns_with_the_coordinator() -> Plan:
     """A new life orders new requests by arrival alone: the journal has the ranks of the others."""
-    recover, next_turn = placement_table.PlacementTable.recover, Turns.next
+    recover, next_turn = placement_table.PlacementTable.recover, OwnerTurns.next
 
     def recover_without(self: placement_table.PlacementTable, *about: Any) -> Any:
         self._turns.is_mutant = True  # type: ignore[attr-defined]
         return recover(self, *about)
 
     yield placement_table.PlacementTable, "recover", recover_without
-    yield Turns, "next", lambda self, *about: 0 if hasattr(self, "is_mutant") else next_turn(self, *about)
+    yield OwnerTurns, "next", lambda self, *about: 0 if hasattr(self, "is_mutant") else next_turn(self, *about)
 
 
 @plant

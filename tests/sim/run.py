@@ -14,8 +14,9 @@ from tests.sim import workload as workloads
 from tests.sim.alarms import ALARMS, Alarms
 from tests.sim.checker import LIVE_LIMIT_S
 from tests.sim.clients import Workload
-from tests.sim.cluster import Cluster, Shape, on_simulated_machine
+from tests.sim.cluster import Cluster, on_simulated_machine
 from tests.sim.faults import Faults
+from tests.sim.shape import Shape
 from tests.sim.trace import Trace, Violation
 
 #: Pauses between looks at whether everything is over.

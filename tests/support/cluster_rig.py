@@ -75,15 +75,23 @@ def crash_config(model: Path, runtime_dir: Path, host_mem: str = "24MiB") -> Con
 
 @asynccontextmanager
 async def cluster_of_two(
-    config: Config, log_dir: Path, *, kept: bool = False, roles: Sequence[str] = ("both", "both")
+    config: Config,
+    log_dir: Path,
+    *,
+    kept: bool = False,
+    roles: Sequence[str] = ("both", "both"),
+    group_size: int = 1,
 ) -> AsyncIterator[tuple[Cluster, Client, list[str]]]:
-    """One worker for each of `roles`. `kept`: what dies is restarted, what hangs is killed. Gives what was said of it.
+    """One worker for each of `roles`, in groups of `group_size`. `kept`: what dies is restarted, what hangs is killed.
+    Gives what was said of it.
 
     Raises AssertionError when an audit found a difference.
     """
     said: list[str] = []
     async with (
-        running_cluster(config, len(roles), roles=roles, log_dir=log_dir) as cluster,
+        running_cluster(
+            config, len(roles), roles=roles[::group_size], group_size=group_size, log_dir=log_dir
+        ) as cluster,
         open_client(
             config.cluster.admin_endpoint, role="admin", name="test", reconnect_limit_s=RECONNECT_LIMIT_S
         ) as client,

@@ -227,6 +227,11 @@ WRONG_COUNT: Final = Trouble(
 HANG: Final = Trouble(
     "HiSparseWorkerHangs", "a decode loop that stands still", "max(hisparse_worker_executor_silent_seconds)"
 )
+LONE_RANK: Final = Trouble(
+    "HiSparseGroupIncomplete",
+    "a worker that says that it is one of two ranks",
+    'sum(hisparse_group_ranks{state="missing"})',
+)
 SLOW_DISK: Final = Trouble(
     "HiSparseJournalSlow",
     f"a disk that takes {SLOW_S} s for a write",
@@ -302,6 +307,17 @@ async def wrong_count(path: Path) -> list[Sighting]:
     return it.sightings
 
 
+async def lone_rank(path: Path) -> list[Sighting]:
+    async with scene(path, defects={"worker": "lone-rank"}) as it, AsyncExitStack() as stack:
+
+        async def join() -> None:
+            it.place.trigger.touch()
+            await stack.enter_async_context(it.place.worker("--name", "w1"))
+
+        await it.cause(join, LONE_RANK)
+    return it.sightings
+
+
 async def hang(path: Path) -> list[Sighting]:
     async with scene(path, defects={"worker": "hang"}) as it:
         await it.cause(shown(it.place), HANG)
@@ -347,6 +363,7 @@ SCENES: Final[tuple[tuple[Play, tuple[Trouble, ...]], ...]] = (
     (front, (HTTP_SLOW, HTTP_DOWN)),
     (storm, (STORM,)),
     (wrong_count, (WRONG_COUNT,)),
+    (lone_rank, (LONE_RANK,)),
     (hang, (HANG,)),
     (slow_disk, (SLOW_DISK,)),
     (full_disk, (FULL_DISK,)),

@@ -16,7 +16,6 @@ import json
 import math
 import random
 import re
-import shutil
 import ssl
 import sys
 import tempfile
@@ -34,7 +33,16 @@ import trio
 from coordinator.scheduling.events import Handle
 from protocol import logs, messages
 from tests.hisparse.test_http_tls import write_pair
-from tests.support.fuzz_rig import CLIENT_INTERVAL_S, SETTLE_S, UNDISTURBED_S, Target, client_verdict, process, until
+from tests.support.fuzz_rig import (
+    CLIENT_INTERVAL_S,
+    SETTLE_S,
+    UNDISTURBED_S,
+    Target,
+    client_verdict,
+    conclude,
+    process,
+    until,
+)
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile_http import attack
 from tests.support.http_rig import TEMPLATE
@@ -265,11 +273,7 @@ def main() -> int:
     print(f"seed {given.seed}", flush=True)
     place = Path(tempfile.mkdtemp(prefix="hisparse-fuzz-"))
     wrong = fuzz(given.seed, given.requests, given.rate, place)
-    if wrong:
-        print(*wrong, f"logs: {place}", sep="\n")
-        return 1
-    shutil.rmtree(place)
-    return 0
+    return conclude(wrong, place)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -113,3 +114,12 @@ def client_verdict(log: Path, began: float, ended: float) -> list[str]:
     if calm and storm_p99 > max(P99_GROWTH_MAX * quiet_p99, P99_FLOOR_S):
         wrong.append(f"p99 of the client grew {storm_p99 / quiet_p99:.1f} x")
     return wrong
+
+
+def conclude(wrong: Sequence[str], place: Path) -> int:
+    """Exit status of a run over the directory `place`: prints what is wrong, and keeps the logs only then."""
+    if wrong:
+        print(*wrong, f"logs: {place}", sep="\n")
+        return 1
+    shutil.rmtree(place)
+    return 0

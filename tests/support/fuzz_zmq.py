@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import shutil
 import sys
 import tempfile
 import time
@@ -28,7 +27,16 @@ import trio
 
 from hisparse.client.client import Client, open_client
 from protocol.errors import HiSparseError
-from tests.support.fuzz_rig import CLIENT_INTERVAL_S, SETTLE_S, UNDISTURBED_S, Target, client_verdict, process, until
+from tests.support.fuzz_rig import (
+    CLIENT_INTERVAL_S,
+    SETTLE_S,
+    UNDISTURBED_S,
+    Target,
+    client_verdict,
+    conclude,
+    process,
+    until,
+)
 from tests.support.hostile_zmq import ROLES, attack
 from tests.support.zmtp_peer import GREETING, READY
 
@@ -190,11 +198,7 @@ def main() -> int:
     print(f"seed {given.seed}", flush=True)
     place = Path(tempfile.mkdtemp(prefix="hisparse-fuzz-"))
     wrong = fuzz(given.seed, given.messages, given.rate, place)
-    if wrong:
-        print(*wrong, f"logs: {place}", sep="\n")
-        return 1
-    shutil.rmtree(place)
-    return 0
+    return conclude(wrong, place)
 
 
 if __name__ == "__main__":

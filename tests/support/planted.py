@@ -5,6 +5,7 @@ file named by PLANTED_WHILE exists. For drills: what an alert waits for is cause
     full-disk    no write of the journal succeeds
     hang         the decode loop of a worker does not turn
     lost-seat    a worker has one free seat less than the ledger says
+    lone-rank    a worker says that it is one of two ranks of a group
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 PLANTED_WHILE: Final = "PLANTED_WHILE"
 SLOW_S: Final = 0.3
@@ -70,11 +73,26 @@ def lost_seat() -> None:
     Seats.free = lambda seats: free(seats)._replace(seats=free(seats).seats - shows())  # type: ignore[method-assign,assignment]
 
 
+def lone_rank() -> None:
+    from protocol.messages import GroupMember
+    from worker.link import link_state
+
+    module: Any = link_state
+    made = module.WorkerHello
+
+    def hello(*arguments: Any, **options: Any) -> Any:
+        said = made(*arguments, **options)
+        return msgspec.structs.replace(said, member=GroupMember("g0", 0, 2, 1)) if shows() else said
+
+    module.WorkerHello = hello
+
+
 DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "slow-disk": slow_disk,
     "full-disk": full_disk,
     "hang": hang,
     "lost-seat": lost_seat,
+    "lone-rank": lone_rank,
 }
 
 if __name__ == "__main__":

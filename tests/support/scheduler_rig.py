@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 import trio.testing
 
@@ -126,9 +127,12 @@ class SchedulerRig:
 
     # ---------------------------------------------------------------- workers
 
-    async def add_worker(self, name: str, node: str = "n0", **counts: int) -> FakeLink:
+    async def add_worker(
+        self, name: str, node: str = "n0", *, member: messages.GroupMember | None = None, **counts: int
+    ) -> FakeLink:
         self.epochs += 1
         link = FakeLink(self, name, node, self.epochs, self.epochs, **counts)
+        link.hello = msgspec.structs.replace(link.hello, member=member)
         await self.scheduler.worker_up(link.hello, link)
         self.links[name] = link
         return link

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import socket
 import statistics
 import sys
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.support.fuzz_http import FUZZ_KEY, Site, site
-from tests.support.fuzz_rig import p99, process
+from tests.support.fuzz_rig import conclude, p99, process
 
 RATIO_MAX: Final = 3.0
 PHASE_S: Final = 8.0
@@ -174,11 +173,7 @@ def main() -> int:
     place = Path(tempfile.mkdtemp(prefix="hisparse-keys-"))
     with site(place) as at:
         wrong = measure(at, given.only or list(ATTACKS), given.rounds)
-    if wrong:
-        print(*wrong, f"logs: {place}", sep="\n")
-        return 1
-    shutil.rmtree(place)
-    return 0
+    return conclude(wrong, place)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from protocol.text import make_tokenizer
 from tests.support.fakes.coordinator import FakeCoordinator
 from tests.support.fakes.hash_runner import FakeRunner
 from worker.device.sizing import size_worker
+from worker.group.group import Group
 from worker.loop.batch import Status
 from worker.loop.decode import Decoder, StepTokens
 from worker.loop.executor import Executor
@@ -52,8 +53,10 @@ class Rig:
         host: torch.Tensor | None = None,
         ahead_tokens: int = 8,
         keep_logits: bool = False,
+        group: Group | None = None,
     ) -> None:
-        self.runner = runner = runner or FakeRunner()
+        self.runner: Runner = runner or FakeRunner()
+        runner = self.runner
         self.streams = streams or make_streams("inline")
         device = "cuda" if isinstance(self.streams, CudaStreams) else "cpu"
         self.settings = settings = msgspec.structs.replace(settings, device=device)
@@ -71,6 +74,7 @@ class Rig:
             make_tokenizer("bytes"),
             self.coordinator,
             keep_logits=keep_logits,
+            group=group,
         )
         self.coordinator.submit = self.executor.submit
         self.logits: Logits = {}

@@ -34,3 +34,8 @@ def cuda_device(name: str) -> torch.device:
             remedy=f"use cuda:0 to cuda:{torch.cuda.device_count() - 1}",
         )
     return torch.device("cuda", index)
+
+
+def whole_device_bytes() -> list[int]:
+    """Bytes of each CUDA device here, used ones too. Takes no memory on them."""
+    return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]

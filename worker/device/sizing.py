@@ -81,7 +81,7 @@ class Sizing:
 def size_worker(
     settings: WorkerSettings, geometry: Geometry, info: ModelInfo, pool_path: str = "", free_device_bytes: int = 0
 ) -> Sizing:
-    """Cut the memory of one worker. `free_device_bytes` is a GPU's, 0 on the CPU.
+    """Cut the memory of one worker. `free_device_bytes` is a GPU's, 0 on the CPU; of a rank, less its exchange.
 
     Raises ConfigError naming the setting when the device has less, or when not even one request would fit.
     """
@@ -126,16 +126,29 @@ def size_worker(
     )
 
 
-def require_weights_fit(weights: Mapping[str, int], device_bytes: int, field: str, value: object) -> int:
-    """Bytes of a device that weights, given by dtype, leave. Raises ConfigError with the sum when they leave none."""
-    needed = sum(weights.values())
+def require_weights_fit(
+    weights: Mapping[str, int],
+    device_bytes: int,
+    field: str,
+    value: object,
+    *,
+    exchange_bytes: int = 0,
+    remedy: str = "use a checkpoint in FP8, a smaller model, or a GPU with more memory",
+) -> int:
+    """Bytes of a device that weights, given by dtype, and the exchange of a group leave.
+
+    Raises ConfigError with the sum when they leave none.
+    """
+    needed = sum(weights.values()) + exchange_bytes
     if needed >= device_bytes:
         parts = " + ".join(f"{size / 1e9:.1f} GB {name}" for name, size in weights.items())
+        exchange = f" and the exchange {exchange_bytes / 1e9:.1f} GB" if exchange_bytes else ""
         raise ConfigError(
-            f"the weights take {needed / 1e9:.1f} GB ({parts}) of {device_bytes / 1e9:.1f} GB, and KV needs some",
+            f"the weights take {sum(weights.values()) / 1e9:.1f} GB ({parts}){exchange} of {device_bytes / 1e9:.1f} "
+            "GB, and KV needs some",
             field=field,
             value=value,
-            remedy="use a checkpoint in FP8, a smaller model, or a GPU with more memory",
+            remedy=remedy,
         )
     return device_bytes - needed
 

@@ -48,6 +48,7 @@ from protocol.messages import (
     Commands,
     CoordinatorMessage,
     Grant,
+    GroupMember,
     Heartbeat,
     ModelInfo,
     Receive,
@@ -101,6 +102,7 @@ class WorkerIdentity:
     model: ModelInfo
     capacity: WorkerCapacity
     receiver: bytes = b""
+    member: GroupMember | None = None
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class LinkState:
             inventory=self.outbox.inventory(),
             report_first=self.outbox.first_number,
             receiver=me.receiver,
+            member=me.member,
         )
 
     # ---------------------------------------------------------------- messages
@@ -364,6 +367,7 @@ class LinkState:
             steps=executor.steps,
             step_us=executor.step_us,
             leaving=self.stopping,
+            awaits=executor.awaits,
         )
         return [Send(beat)]
 

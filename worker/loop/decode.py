@@ -166,9 +166,17 @@ class Decoder:
                 with self._timing():
                     bucket.timed_replay = self._streams.capture(partial(self._launch_runner, bucket))
 
-    def launch(self, requests: list[RunningRequest], now_s: float, *, count: bool = False) -> None:
-        """Launch one step of `requests`, each of which has memory for its next row, and advance their positions."""
-        bucket = next(bucket for bucket in self._buckets if bucket.rows >= len(requests))
+    @property
+    def batch_sizes(self) -> list[int]:
+        """What batches are padded to, ascending."""
+        return [bucket.rows for bucket in self._buckets]
+
+    def launch(self, requests: list[RunningRequest], now_s: float, *, count: bool = False, rows: int = 0) -> None:
+        """Launch one step of `requests`, each of which has memory for its next row, and advance their positions.
+
+        It is padded to `rows` at least.
+        """
+        bucket = next(bucket for bucket in self._buckets if bucket.rows >= max(rows, len(requests)))
         positions = [request.position for request in requests]
         compute = self._streams.compute
         self._upload(bucket, requests, positions)

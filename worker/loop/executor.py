@@ -28,7 +28,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Concatenate, Final, ParamSpec
+from typing import Concatenate, Final, ParamSpec, cast
 
 from torch import Tensor
 
@@ -44,15 +44,18 @@ from protocol.text import Tokenizer
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.inventory import take_inventory
 from worker.device.sizing import Sizing
+from worker.group.agreement import Agreement, RoundKind, Wish, chunk_sizes
+from worker.group.group import Group
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
 from worker.loop.output import Output
 from worker.loop.prefill import Prefill
 from worker.loop.reporting import Reporter, Reports
+from worker.loop.rounds import Rounds, next_chunks
 from worker.loop.seats import Seats, allocate_state, check_admit, held_back
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
-from worker.runners.base import Runner, SamplerState, StepOutputs
+from worker.runners.base import GroupRunner, Runner, SamplerState, StepOutputs
 from worker.streams import Streams
 from worker.transfer.handover import Outgoing
 from worker.transfer.layer_groups import LayerGroups
@@ -64,6 +67,8 @@ COMMANDS_MAX: Final = 1_048_576
 IDLE_S: Final = 0.05
 #: How long it sleeps when only fences are outstanding.
 POLL_S: Final = 0.0005
+#: How long a rank that is to stop takes part in rounds of other ranks.
+ROUNDS_LIMIT_S: Final = 3.0
 #: Between two counts of hits and misses.
 COUNTERS_INTERVAL_S: Final = 1.0
 
@@ -90,11 +95,13 @@ class Executor:
         keep_logits: bool = False,
         timed_every: int = TIMED_EVERY,
         transfers: Transfers | None = None,
+        group: Group | None = None,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
-        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` are
-        closed by the caller."""
+        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` and `group`
+        are closed by the caller. A `group` wants a GroupRunner; all ranks build their executors at the same time."""
         streams.adopt_thread()
+        streams.waits_for_peers = group is not None
         self.counters = counters or WorkerCounters()
         self.counters.fence_waits = streams.waits
         self.transfers = transfers or Transfers()
@@ -120,6 +127,7 @@ class Executor:
         g = runner.geometry
         warm_start = TopkBuffers(g, self.state.rows.device)
         self._groups = LayerGroups.of(g, parse_size(settings.layer_group, "worker.layer_group"))
+        self._chunk_tokens = settings.prefill_chunk_tokens
         self._prefill = Prefill(
             *parts,
             chunk_tokens=settings.prefill_chunk_tokens,
@@ -138,7 +146,8 @@ class Executor:
         self._waiting: dict[int, RunningRequest] = {}  # whose fences are polled
         self._commands: deque[Command] = deque()
         self._news = threading.Condition()
-        self._stopped = False
+        self._stopped, self._end_at = False, 0.0
+        self._rounds = self._agree(group, settings) if group is not None else None
         self.scratch_bytes = self._warm_up(settings) if self.state.rows.is_cuda else 0
         self._read_at = self._counted_at = clock()
 
@@ -147,6 +156,17 @@ class Executor:
         before = free_device_bytes(settings.device)
         self._decoder.warm_up(graphs=settings.graphs)
         return before - free_device_bytes(settings.device)
+
+    def _agree(self, group: Group, settings: WorkerSettings) -> Rounds:
+        agreement = Agreement(
+            lag=settings.lookahead_steps + 1,
+            batch_sizes=self._decoder.batch_sizes,
+            chunk_sizes=chunk_sizes(settings.prefill_chunk_tokens, deterministic=settings.deterministic),
+            prompt_rounds_max=settings.group_prompt_rounds_max,
+        )
+        group.control.on_wake = self.wake
+        group.control.counters = self.counters
+        return Rounds(group, agreement, self._streams.compute, self.state.rows.device)
 
     # ---------------------------------------------------------------- any thread
 
@@ -166,6 +186,8 @@ class Executor:
     def stop(self) -> None:
         """Let `run` return after its present turn. Requests still held lose nothing but this process."""
         with self._news:
+            if not self._stopped:
+                self._end_at = self._clock() + ROUNDS_LIMIT_S
             self._stopped = True
             self._news.notify()
 
@@ -174,20 +196,62 @@ class Executor:
     def run(self) -> None:
         """Turn until `stop`. What it raises is fatal to the process."""
         self._streams.adopt_thread()
-        while not self._stopped:
+        while not self._may_end():
             if not self.turn():
                 self._sleep()
         self._streams.close()
+
+    def _may_end(self) -> bool:
+        """A rank of a group goes on until the group sleeps: until then the others need it for their rounds."""
+        if not self._stopped:
+            return False
+        return self._rounds is None or self._rounds.settled or self._clock() >= self._end_at
 
     def turn(self) -> bool:
         """One turn of the loop; whether it did anything besides polling in vain."""
         self.counters.beat()
         busy = self._apply_commands()
         busy |= self._poll()
-        busy |= self._launch_prompt()
-        launched = self._launch_step()
-        busy |= self._read(self._lookahead if launched else 0)
-        return busy or launched
+        return busy | (self._take_turn() if self._rounds is None else self._take_round(self._rounds))
+
+    def _take_turn(self) -> bool:
+        """Launch a chunk and a step, and read the steps beyond the lookahead; whether there was any."""
+        busy = self._launch_prompt()
+        ready = self._ready()
+        if ready:
+            self._launch_step(ready)
+        busy |= self._read(self._lookahead if ready else 0)
+        return busy or bool(ready)
+
+    def _take_round(self, rounds: Rounds) -> bool:
+        """Take part in the next round of the group, with what this rank has for it; whether there was one."""
+        ready = self._ready()
+        this = rounds.next(has_work=bool(ready or self._prompts))
+        if this is None:
+            return self._read(0)
+        rounds.begin(this)
+        if this.kind is RoundKind.PROMPT:
+            self._launch_prompt_round(this.size)
+        elif this.kind is RoundKind.DECODE:
+            self._launch_step(ready[: this.size], this.size)
+        rounds.end(this, self._wish())
+        self._read(self._lookahead if this.kind is RoundKind.DECODE else 0)
+        return True
+
+    def _launch_prompt_round(self, size: int) -> None:
+        """The next chunk, if it is not larger than the round, or padding. A failure is the group's."""
+        runner = cast(GroupRunner, self._runner)
+        runner.begin_prompt_round(size)
+        request = self._prompts[0] if self._prompts else None
+        if request is not None and min(self._chunk_tokens, request.prompt_tokens - request.prefilled) <= size:
+            self._launch_chunk(request)
+        else:
+            runner.launch_padding(self._streams)
+
+    def _wish(self) -> Wish:
+        rows = sum(request.position < request.rows_max for request in self._running)
+        prompts = [(request.prefilled, request.prompt_tokens) for request in self._prompts]
+        return Wish(rows, next_chunks(prompts, self._chunk_tokens, self._lookahead + 1))
 
     @property
     def idle(self) -> bool:
@@ -198,6 +262,7 @@ class Executor:
             and not self._waiting
             and not self._running
             and self._decoder.settled
+            and (self._rounds is None or self._rounds.settled)
         )
 
     def held(self) -> tuple[RunningRequest, ...]:
@@ -467,8 +532,8 @@ class Executor:
             request.status = Status.STAGING
             request.fences = (self._swap.staged(),)
 
-    def _launch_step(self) -> bool:
-        """One step of every running request that has memory for its next row; others park."""
+    def _ready(self) -> list[RunningRequest]:
+        """Running requests that have memory for their next row; others park."""
         ready: list[RunningRequest] = []
         starved: list[RunningRequest] = []
         for request in self._running:
@@ -478,15 +543,16 @@ class Executor:
                 starved.append(request)
         for request in starved:
             self._park(request)
-        if not ready:
-            return False
+        return ready
+
+    def _launch_step(self, ready: list[RunningRequest], rows: int = 0) -> None:
+        """One step of `ready`, padded to `rows` at least."""
         self._seats.flush()
         now = self._clock()
         count = now - self._counted_at >= COUNTERS_INTERVAL_S
         if count:
             self._counted_at = now
-        self._decoder.launch(ready, now, count=count)
-        return True
+        self._decoder.launch(ready, now, count=count, rows=rows)
 
     def _read(self, keep: int) -> bool:
         """Read the oldest steps in flight, all but `keep`; whether there were any."""

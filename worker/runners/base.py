@@ -157,3 +157,15 @@ class Runner(Protocol):
         reused: steps of one runner must run in launch order on `compute`, as they do on any stream.
         """
         ...
+
+
+class GroupRunner(Runner, Protocol):
+    """The runner of a rank, which holds a share of the model's experts: all ranks launch the same rounds."""
+
+    def begin_prompt_round(self, rows: int) -> None:
+        """What is launched next belongs to a prompt round, in which each rank's part is padded to `rows`."""
+        ...
+
+    def launch_padding(self, streams: Streams) -> None:
+        """Take part on `compute` in the prompt round without a prompt."""
+        ...

@@ -19,7 +19,7 @@ from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.small_files import read_json_object
 from protocol.tokenizer_files import read_tokenizer
-from worker.runners.dimensions import VOCAB_MAX, check_dimensions
+from worker.weights.dimensions import VOCAB_MAX, check_dimensions
 from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 from worker.weights.shards import Shards

@@ -14,17 +14,32 @@ DeepSeek-V3.2. torch has a grouped kernel for bfloat16 on compute capability 9 a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from worker.group.exchange import Exchange
+from worker.weights.layout import ExpertShare
 from worker.weights.modules import BlockExperts
 
 BATCHED: Final = "batched_mm"
 GROUPED: Final = "grouped_mm"
 GROUPED_SINCE: Final = (9, 10)  # major compute capability with a grouped kernel
+
+
+@dataclass(frozen=True)
+class Over:
+    """Where the experts of a mixture are: this rank holds `share`, and `exchange` reaches the others. `rows` is the
+    size of the round; `real` bool[B] tells rows of a decode batch from padding."""
+
+    exchange: Exchange
+    share: ExpertShare
+    rows: int
+    real: Tensor | None = None
 
 
 def experts_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -35,12 +50,52 @@ def experts_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     return (GROUPED, GROUPED) if has_kernel else (BATCHED, BATCHED)
 
 
-def mixture(moe: Any, hidden: Tensor, experts: str) -> Tensor:
-    """Output [N, S, hidden] of a mixture of experts: the library's module, or one with `BlockExperts` in it."""
+def mixture(moe: Any, hidden: Tensor, experts: str, over: Over | None = None) -> Tensor:
+    """Output [N, S, hidden] of a mixture of experts: the library's module, or one with `BlockExperts` in it.
+
+    `over` the ranks of a group, if `moe` holds a share of the experts.
+    """
     _, weights, chosen = moe.gate(hidden)
     shared: Tensor = moe.shared_experts(hidden)
-    if isinstance(moe.experts, BlockExperts):
-        own: Tensor = moe.experts(hidden.view(-1, hidden.shape[-1]), chosen, weights)
-        return own.view(hidden.shape) + shared
+    rows = hidden.view(-1, hidden.shape[-1])
+    if over is None:
+        return _experts(moe.experts, experts, rows, chosen, weights).view(hidden.shape) + shared
+    if over.real is not None:
+        chosen = chosen.masked_fill(~over.real.unsqueeze(1), -1)
+    compute = partial(_share, moe.experts, experts, over.share)
+    return over.exchange.mix(rows, chosen, weights, over.rows, compute).view(hidden.shape) + shared
+
+
+def padding(moe: Any, hidden: int, dtype: torch.dtype, experts: str, over: Over) -> None:
+    """Take part in a mixture over the ranks of a group without a row."""
+    device, choices = moe.gate.weight.device, moe.gate.top_k
+    rows, weights = (torch.empty(0, width, dtype=dtype, device=device) for width in (hidden, choices))
+    chosen = torch.empty(0, choices, dtype=torch.int32, device=device)
+    over.exchange.mix(rows, chosen, weights, over.rows, partial(_share, moe.experts, experts, over.share))
+
+
+def hold_share(model: Any, share: ExpertShare) -> None:
+    """Tell the library's modules that a choice beyond their last expert is another rank's, and adds nothing."""
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
+            module.num_experts, module._is_expert_parallel = share.count, True
+
+
+def _experts(module: Any, experts: str, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    if isinstance(module, BlockExperts):
+        output: Tensor = module(rows, chosen, weights)
+        return output
     forward: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[experts]
-    return forward(moe.experts, hidden.view(-1, hidden.shape[-1]), chosen, weights).view(hidden.shape) + shared
+    return forward(module, rows, chosen, weights)
+
+
+def _share(module: Any, experts: str, share: ExpertShare, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Output [T, hidden] of the experts of `share` alone, for choices int64[T, k] among all, -1 for none.
+
+    The library's batched_mm has a fixed shape: there another rank's choice costs a product with weight 0.
+    """
+    if isinstance(module, BlockExperts):
+        return _experts(module, experts, rows, chosen, weights)
+    own = chosen - share.first
+    absent = (own < 0) | (own >= share.count)
+    return _experts(module, experts, rows, own.masked_fill(absent, share.count), weights.masked_fill(absent, 0))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
@@ -36,9 +37,11 @@ from kernels.pointwise import gate
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
 from kernels.state import DeviceState
 from protocol.units import pages_for
+from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
-from worker.runners.experts import experts_for, mixture
+from worker.runners.experts import Over, experts_for, hold_share, mixture, padding
 from worker.runners.invariance import not_apart, remedies, rows_apart
+from worker.weights.layout import ExpertShare
 from worker.weights.model import held_bytes
 
 #: The rotary function of each family's indexer, by its name in the library's module. Attention interleaves in both.
@@ -69,9 +72,21 @@ class Layer:
 class Layers:
     """The layers of `model` in order, and what comes before and after them. N x S tokens; decode has S = 1."""
 
-    def __init__(self, model: Any, geometry: Geometry, *, deterministic: bool) -> None:
-        """`deterministic`: rows of a decode batch are padded so that they are kept apart."""
+    def __init__(
+        self,
+        model: Any,
+        geometry: Geometry,
+        *,
+        deterministic: bool,
+        exchange: Exchange | None = None,
+        share: ExpertShare | None = None,
+    ) -> None:
+        """`deterministic`: rows of a decode batch are padded so that they are kept apart. `exchange` reaches the ranks
+        that hold the other experts, where `model` holds the `share` alone."""
         self.model = model
+        self._exchange, self._share = exchange, share
+        if exchange is not None and share is not None:
+            hold_share(model, share)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         config = model.config
@@ -114,11 +129,29 @@ class Layers:
         index = mla.project_index(indexer, self._index_rope, normed, projected.residual, *angles, self._rotation)
         return replace(index, queries=index.queries.to(self.index_dtype))
 
-    def finish(self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str) -> Tensor:
-        """Output projection, residuals and MLP: the hidden states [N, S, hidden] after the layer."""
+    def finish(
+        self,
+        layer: Layer,
+        hidden: Tensor,
+        attended: Tensor,
+        experts: str,
+        *,
+        rows: int = 0,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        """Output projection, residuals and MLP: the hidden states [N, S, hidden] after the layer.
+
+        In a group, `rows` is the size of the prompt round; `real` bool[B] tells rows of a decode batch from padding.
+        """
         norm = layer.module.post_attention_layernorm
         hidden, normed = mla.add_normed(norm, hidden, layer.attention.o_proj(attended))
-        return hidden + self._mlp(layer.module.mlp, normed, experts)
+        return hidden + self._mlp(layer.module.mlp, normed, experts, rows, real)
+
+    def pad(self, layer: Layer, rows: int) -> None:
+        """Take part in the MLP of `layer`, in a prompt round of `rows`, without a prompt."""
+        if self._exchange is not None and hasattr(layer.module.mlp, "experts"):
+            over = self._over(self._exchange, rows)
+            padding(layer.module.mlp, self.model.config.hidden_size, self.dtype, self.prompt_experts, over)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[B, vocab] of hidden states [B, 1, hidden]."""
@@ -155,23 +188,46 @@ class Layers:
     @torch.inference_mode()
     def require_rows_apart(self, rows: int) -> None:
         """Check one layer of each kind with batches of `rows`. Raises ConfigError with what was found to help."""
-        if not self._are_rows_apart(rows):
-            raise not_apart(remedies(self._are_rows_apart, rows, uses_threads=self.device.type == "cpu"))
+        with self._alone():
+            if not self._are_rows_apart(rows):
+                raise not_apart(remedies(self._are_rows_apart, rows, uses_threads=self.device.type == "cpu"))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within it no rank is waited for: this one stands for all, with rows in the place of each."""
+        if self._exchange is None:
+            yield
+            return
+        collectives = self._exchange.collectives
+        self._exchange.collectives = Alike(collectives.rank, collectives.size)
+        try:
+            yield
+        finally:
+            self._exchange.collectives = collectives
 
     def _are_rows_apart(self, rows: int) -> bool:
+        if self._exchange is not None and rows > self._exchange.rows_max:
+            return False  # a batch that is tried as a remedy, and has no room in an exchange
         kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._layers}
         hidden = self.model.config.hidden_size
         random_rows = partial(torch.randn, rows, 1, hidden, dtype=self.dtype, device=self.device)
         state = self._state_of_rows(rows)
         return all(rows_apart(partial(self._dense, layer, state), random_rows) for layer in kinds.values())
 
-    def _mlp(self, mlp: mla.Module, hidden: Tensor, experts: str) -> Tensor:
+    def _mlp(self, mlp: mla.Module, hidden: Tensor, experts: str, round_rows: int, real: Tensor | None) -> Tensor:
         rows = len(hidden)
-        surplus = -rows % self._row_multiple if experts == self.decode_experts else 0
+        surplus = -rows % self._row_multiple if not round_rows and experts == self.decode_experts else 0
         if surplus:
             hidden = F.pad(hidden, (0, 0, 0, 0, 0, surplus))
-        output: Tensor = mixture(mlp, hidden, experts) if hasattr(mlp, "experts") else self._dense_mlp(mlp, hidden)
-        return output[:rows]
+            real = None if real is None else F.pad(real, (0, surplus))
+        if not hasattr(mlp, "experts"):
+            return self._dense_mlp(mlp, hidden)[:rows]
+        over = None if self._exchange is None else self._over(self._exchange, round_rows or len(hidden), real)
+        return mixture(mlp, hidden, experts, over)[:rows]
+
+    def _over(self, exchange: Exchange, rows: int, real: Tensor | None = None) -> Over:
+        assert self._share is not None
+        return Over(exchange, self._share, rows, real)
 
     def _dense_mlp(self, mlp: mla.Module, hidden: Tensor) -> Tensor:
         if hidden.is_cuda and self.model.config.hidden_act == "silu":

@@ -42,6 +42,8 @@ FAMILIES: Final = ("deepseek-v3.2", "glm-5")
 
 BYTES: Final = 256
 BOS, EOS, PAD = 256, 257, 258
+#: Routed experts of a layer.
+EXPERTS: Final = 32
 VOCAB: Final = 264
 PRINTABLE: Final = (10, *range(32, 127))
 
@@ -78,6 +80,7 @@ def write_tiny_checkpoint(
     context_max_tokens: int = 16_384,
     fp8: bool = False,
     powers_of_two: bool = False,
+    experts: int = EXPERTS,
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors, 9 MB in float32. Raises ConfigError.
 
@@ -89,7 +92,7 @@ def write_tiny_checkpoint(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    config = tiny_config(family, index_topk, context_max_tokens, **(RAGGED if fp8 else {}))
+    config = tiny_config(family, index_topk, context_max_tokens, n_routed_experts=experts, **(RAGGED if fp8 else {}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     _shape(model, torch.Generator().manual_seed(seed))
     if fp8:
@@ -117,7 +120,7 @@ def tiny_config(family: str, index_topk: int, context_max_tokens: int, **widths:
         "first_k_dense_replace": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "n_routed_experts": 32,
+        "n_routed_experts": EXPERTS,
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,
         "n_group": 1,
@@ -143,7 +146,7 @@ def tiny_config(family: str, index_topk: int, context_max_tokens: int, **widths:
 
 
 class _Weights:
-    """See worker/weights/writing.py: `Source`. The weights of a model, as the published layout names them."""
+    """See worker/weights/writing.py: `TensorSource`. The weights of a model, as the published layout names them."""
 
     def __init__(self, model: Any, *, powers_of_two: bool) -> None:
         self._state: dict[str, Tensor] = model.state_dict()

@@ -39,13 +39,14 @@ from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
+from worker.group.exchange import Collectives, Exchange
 from worker.runners import attention as mla
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
 from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
-from worker.runners.layers import Angles, Layer, Layers
+from worker.runners.layers import Angles, Layer, Layers, row_multiple
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import sample
-from worker.weights.layout import weights_bytes
+from worker.weights.layout import ExpertShare, exchange_bytes, weights_bytes
 from worker.weights.model import load_model
 from worker.weights.modules import prepare_products
 from worker.weights.quantization import read_quantization
@@ -71,6 +72,7 @@ class _RunnerScratch:
     """What flows from one operation of a decode step to the next, for one batch size."""
 
     hidden: Tensor  # [B, 1, hidden]
+    real: Tensor  # bool[B]
     angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
     latents: Tensor  # [B, H, r]
@@ -88,6 +90,7 @@ class _Chunk:
     hidden: Tensor  # [1, S, hidden]
     angles: Angles  # [1, S, d]
     projected: mla.Projected | None = None
+    round_rows: int = 0
     selection: Tensor | None = None  # of the anchor layer before (prompt.py)
     warm_start: Tensor | None = None  # int32[G, k]
 
@@ -104,22 +107,28 @@ class TransformersRunner:
         deterministic_rows: int = 0,
         gathered_prefill: bool | None = None,
         after_index_topk: AfterIndexTopk | None = None,
+        share: ExpertShare | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """`deterministic_rows` > 0: every batch has that many rows, and rows are kept apart. Raises ConfigError.
 
         `gathered_prefill` chooses the form of prefill, by default the device's; `after_index_topk` sees, and may
-        replace, what the indexer selected in decode steps.
+        replace, what the indexer selected in decode steps. A `model` with the routed experts of `share` alone needs the
+        `exchange` with the ranks that hold the others.
         """
         self.info = info
         self.geometry = geometry
         self.dtype: torch.dtype = model.dtype
         self.after_index_topk = after_index_topk
-        self._layers = layers = Layers(model, geometry, deterministic=deterministic_rows > 0)
+        self._layers = layers = Layers(
+            model, geometry, deterministic=deterministic_rows > 0, exchange=exchange, share=share
+        )
         gathered = layers.device.type == "cuda" if gathered_prefill is None else gathered_prefill
         self._prompt: PromptAttention = (
             Gathered(geometry.topk) if gathered else Expanded(layers.rows, layers.keys, self.dtype, geometry.topk)
         )
         self._gathered = gathered
+        self._round_rows = 0  # of the prompt round of the group
         self._scratch: dict[int, _RunnerScratch] = {}
         self._prepared: DeviceState | None = None
         if deterministic_rows:
@@ -136,21 +145,31 @@ class TransformersRunner:
         deterministic_rows: int = 0,
         keeps_fp8: bool | None = None,
         quantizes_rows: bool = False,
+        collectives: Collectives | None = None,
+        rows_max: int = 0,
     ) -> TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served.
 
         `keeps_fp8`: weights stored in FP8 stay so in device memory, by default on a GPU; else they are decoded.
-        `quantizes_rows`: FP8 products quantize their activations too (worker.matmul = "w8a8").
+        `quantizes_rows`: FP8 products quantize their activations too (worker.matmul = "w8a8"). `collectives` of a
+        group, of which this rank holds a share of the experts; `rows_max` is its largest round.
         """
         config = read_config(path)
         torch_dtype = _torch_dtype(dtype, config)
         keeps = torch.device(device).type == "cuda" if keeps_fp8 is None else keeps_fp8
         quantization = read_quantization(config, Path(path) / "config.json")
         with library_refusals(path, FIELD):
+            share = _share_of(path, collectives)
             if torch.device(device).type == "cuda":
-                block = quantization.block if quantization else None
-                needed = weights_bytes(AutoConfig.from_pretrained(path), _dtype_name(torch_dtype), block, on_gpu=True)
-                require_weights_fit(needed, free_device_bytes(device), "worker.device", device)
+                block, about = quantization.block if quantization else None, AutoConfig.from_pretrained(path)
+                name, ranks = _dtype_name(torch_dtype), collectives.size if collectives is not None else 1
+                require_weights_fit(
+                    weights_bytes(about, name, block, on_gpu=True, experts=share),
+                    free_device_bytes(device),
+                    "worker.device",
+                    device,
+                    exchange_bytes=exchange_bytes(about, name, ranks, rows_max, deterministic=deterministic_rows > 0),
+                )
             model = load_model(
                 path,
                 quantization,
@@ -158,9 +177,23 @@ class TransformersRunner:
                 device=device,
                 keeps_fp8=keeps,
                 quantizes_rows=quantizes_rows,
+                experts=share,
             )
         geometry = geometry_of(model.config, _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype)
-        runner = cls(model, describe_model(path, model.config), geometry, deterministic_rows=deterministic_rows)
+        exchange = None
+        if collectives is not None:
+            exchange = Exchange(
+                collectives,
+                hidden=model.config.hidden_size,
+                choices=model.config.num_experts_per_tok,
+                rows_max=_round_rows(model.config, rows_max, deterministic=deterministic_rows > 0),
+                dtype=torch_dtype,
+                device=model.device,
+                deterministic=deterministic_rows > 0,
+            )
+            log.info("exchange", extra=fields(ranks=collectives.size, bytes=exchange.bytes))
+        info = describe_model(path, model.config)
+        runner = cls(model, info, geometry, deterministic_rows=deterministic_rows, share=share, exchange=exchange)
         runner.release_unused()
         log.info(
             "weights held", extra=fields(**{f"{name}_bytes": size for name, size in runner.weights_bytes().items()})
@@ -189,7 +222,8 @@ class TransformersRunner:
     ) -> None:
         """Two operations per layer on `compute`; a layer is written after its first one."""
         compute, empty = streams.compute, torch.empty(0)
-        chunk = _Chunk(seat, start, empty, (empty, empty), warm_start=outputs.warm_start if outputs else None)
+        chunk = _Chunk(seat, start, empty, (empty, empty), round_rows=self._round_rows)
+        chunk.warm_start = outputs.warm_start if outputs else None
         compute.launch(f"prefill {start}", partial(self._embed_prompt, chunk, tokens))
         for layer in self._layers:
             compute.launch(f"prefill project {layer.number}", partial(self._project_prompt, chunk, state, layer))
@@ -197,6 +231,14 @@ class TransformersRunner:
             compute.launch(f"prefill attend {layer.number}", partial(self._attend_prompt, chunk, state, layer))
         if outputs is not None:
             compute.launch("first token", partial(self._first_token, chunk, sampler, start + len(tokens), outputs))
+
+    def begin_prompt_round(self, rows: int) -> None:
+        self._round_rows = rows
+
+    def launch_padding(self, streams: Streams) -> None:
+        """One operation per layer on `compute`."""
+        for layer in self._layers:
+            streams.compute.launch(f"prefill pad {layer.number}", partial(self._pad, layer, self._round_rows))
 
     def launch_decode(
         self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
@@ -244,7 +286,12 @@ class TransformersRunner:
         assert chunk.projected is not None
         assert chunk.selection is not None
         attended = self._prompt.attend(state, layer, chunk.seat, chunk.projected, chunk.selection)
-        chunk.hidden = self._layers.finish(layer, chunk.hidden, attended, self._layers.prompt_experts)
+        experts, rows = self._layers.prompt_experts, chunk.round_rows
+        chunk.hidden = self._layers.finish(layer, chunk.hidden, attended, experts, rows=rows)
+
+    @torch.inference_mode()
+    def _pad(self, layer: Layer, round_rows: int) -> None:
+        self._layers.pad(layer, round_rows)
 
     @torch.inference_mode()
     def _first_token(self, chunk: _Chunk, sampler: SamplerState, position: int, outputs: StepOutputs) -> None:
@@ -258,8 +305,9 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def _embed(self, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch) -> None:
+        scratch.real = real_rows(batch)
         drawn = sampler.last_token[batch.seats.long().clamp(min=0)]
-        tokens = torch.where(batch.inputs >= 0, batch.inputs, drawn).masked_fill(~real_rows(batch), 0)
+        tokens = torch.where(batch.inputs >= 0, batch.inputs, drawn).masked_fill(~scratch.real, 0)
         positions = (batch.lengths.long() - 1).clamp(min=0)
         scratch.hidden, scratch.angles = self._layers.embed(tokens.long().unsqueeze(1), positions.unsqueeze(1))
 
@@ -291,7 +339,8 @@ class TransformersRunner:
         scaling = layer.attention.scaling
         attend_rows(state, layer.number, scratch.queries, scratch.out_rows, scaling, scratch.latents)
         attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
-        scratch.hidden = self._layers.finish(layer, scratch.hidden, attended, self._layers.decode_experts)
+        experts, real = self._layers.decode_experts, scratch.real
+        scratch.hidden = self._layers.finish(layer, scratch.hidden, attended, experts, real=real)
 
     @torch.inference_mode()
     def _sample(self, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs) -> None:
@@ -331,6 +380,7 @@ class TransformersRunner:
             shape = (rows, self._layers.model.config.num_attention_heads, self._layers.rows.scaled)
             self._scratch[rows] = _RunnerScratch(
                 hidden=empty,
+                real=empty,
                 angles=(empty, empty),
                 queries=empty,
                 latents=torch.empty(shape, dtype=self.dtype, device=device),
@@ -341,8 +391,8 @@ class TransformersRunner:
         return self._scratch[rows]
 
 
-def load_runner(settings: WorkerSettings) -> TransformersRunner:
-    """The runner a worker's settings ask for. Raises ConfigError."""
+def load_runner(settings: WorkerSettings, collectives: Collectives | None = None) -> TransformersRunner:
+    """The runner a worker's settings ask for; a rank's with the `collectives` of its group. Raises ConfigError."""
     return TransformersRunner.load(
         settings.model,
         device=settings.device,
@@ -350,7 +400,21 @@ def load_runner(settings: WorkerSettings) -> TransformersRunner:
         kv_dtype=settings.kv_dtype,
         deterministic_rows=settings.seats if settings.deterministic else 0,
         quantizes_rows=settings.matmul == W8A8,
+        collectives=collectives,
+        rows_max=max(settings.seats, settings.prefill_chunk_tokens),
     )
+
+
+def _share_of(path: str | Path, collectives: Collectives | None) -> ExpertShare | None:
+    if collectives is None:
+        return None
+    return ExpertShare.of(collectives.rank, collectives.size, AutoConfig.from_pretrained(path).n_routed_experts)
+
+
+def _round_rows(config: Any, rows: int, *, deterministic: bool) -> int:
+    """Rows of the largest round, with those that keep rows apart."""
+    multiple = row_multiple(config) if deterministic else 1
+    return -(-rows // multiple) * multiple
 
 
 def _launch_replay(

@@ -67,6 +67,7 @@ FENCES: Final[dict[str, FenceSpec]] = {
     "prefetched": _spec("swap", "compute", "a shared-index layer gathers rows that replay copied", "inside capture"),
     "chunk_reclaimed": _spec("compute", "load", "rows are loaded into chunks that launched steps still read"),
     "sampled": _spec("compute", "host", "the host reads the tokens of a step"),
+    "wishes_gathered": _spec("compute", "host", "the host reads what the ranks of a group wish to run next"),
     "quiesced": _spec("compute stage backup load", "host", "memory of a request that left goes to another owner"),
 }
 
@@ -106,7 +107,8 @@ class Stream(ABC):
 class Streams(ABC):
     """The streams of one executor. `waits` is what its fences cost, where that can be measured.
 
-    `layer_spent`, while it is set, is told by layer how long the swap-ins take that are launched.
+    `layer_spent`, while it is set, is told by layer how long the swap-ins take that are launched. `waits_for_peers`:
+    what is launched waits for other processes, which may take any time.
     """
 
     compute: Stream
@@ -118,6 +120,7 @@ class Streams(ABC):
     def __init__(self) -> None:
         self.waits = FenceWaits()
         self.layer_spent: Callable[[int, float], None] | None = None
+        self.waits_for_peers = False
 
     @property
     def all(self) -> tuple[Stream, ...]:

@@ -20,6 +20,8 @@ from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
 from protocol.errors import ConfigError
+from protocol.messages import GROUP_SIZE_MAX
+from worker.weights.dimensions import BOUNDS
 
 SCALE_SUFFIX: Final = "_scale_inv"
 #: Weights that FP8 repositories convert: the products of attention, of its indexer, and of MLPs.
@@ -34,11 +36,11 @@ DIMENSIONS: Final = (
     *("num_attention_heads", "n_shared_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank"),
     *("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "index_n_heads"),
 )
-#: Layers, experts and sizes that a configuration may state. Larger values are errors, and would exhaust memory here.
-DIMENSION_MAX: Final = 1 << 20
-LAYERS_MAX: Final = 1_024
-EXPERTS_MAX: Final = 16_384
 BYTES: Final = {"float32": 4, "bfloat16": 2}
+#: Of one choice of an expert in an exchange: its number, int32, and its weight, float32.
+CHOICE_BYTES: Final = 8
+#: Rows of an exchange begin at multiples of this many bytes.
+EXCHANGED_ROW_ALIGNMENT: Final = 16
 
 
 class TensorSpec(NamedTuple):
@@ -48,10 +50,6 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     converts: bool = False
     keeps_float32: bool = False
-
-    @property
-    def is_expert(self) -> bool:
-        return EXPERT.match(self.name) is not None
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,33 @@ class ExpertShare:
 
     def __contains__(self, expert: object) -> bool:
         return isinstance(expert, int) and self.first <= expert < self.first + self.count
+
+    @classmethod
+    def of(cls, rank: int, size: int, total: int) -> ExpertShare:
+        """The share of rank `rank` of `size`, which hold equal parts of `total` experts, in the order of ranks.
+
+        Raises ConfigError, with the sizes that are possible, unless the experts can be divided evenly.
+        """
+        if size < 1 or total % size:
+            raise ConfigError(
+                f"{total} experts cannot be divided evenly among that many ranks",
+                field="worker.group_size",
+                value=size,
+                remedy=f"use one of {', '.join(map(str, group_sizes(total)))}",
+            )
+        if not 0 <= rank < size:
+            raise ConfigError(
+                f"not a rank of a group of {size}",
+                field="worker.group_rank",
+                value=rank,
+                remedy=f"use 0 to {size - 1}",
+            )
+        return cls(rank * (total // size), total // size)
+
+
+def group_sizes(total: int) -> list[int]:
+    """Sizes of groups whose ranks hold equal parts of `total` experts, ascending."""
+    return [size for size in range(1, min(total, GROUP_SIZE_MAX) + 1) if total % size == 0]
 
 
 def tensors_of(config: Any, experts: ExpertShare | None = None) -> Iterator[TensorSpec]:
@@ -107,7 +132,8 @@ def weights_bytes(
     """Bytes of the weights as one process holds them, by dtype: `float8_e4m3fn`, `dtype`, `float32`.
 
     `block`: the repository's blocks, None where it is not quantized. On a GPU converted weights stay FP8; on a CPU they
-    are decoded at load. The two halves of kv_b_proj are held in `dtype`, on a CPU beside the weight itself.
+    are decoded at load. The two halves of kv_b_proj are held in `dtype`, on a CPU beside the weight itself. `experts`:
+    the share of a rank, by default all.
     """
     held = {"float8_e4m3fn": 0, dtype: 0, "float32": 0}
     for it in tensors_of(config, experts):
@@ -121,6 +147,26 @@ def weights_bytes(
         else:
             held[dtype] += BYTES[dtype] * count * (2 if halves and not on_gpu else 1)
     return {name: size for name, size in held.items() if size}
+
+
+def exchange_bytes(config: Any, dtype: str, group_size: int, rows: int, *, deterministic: bool = False) -> int:
+    """Bytes of the buffers in which the ranks of a group exchange rows, on each rank, for at most `rows` rows of each.
+
+    They hold a rank's rows and those of all ranks, with their choices of experts, and twice the partial sums: those
+    that a rank has computed and those that it is given. Sums are float32 in deterministic mode, else of `dtype`. A
+    group of one rank exchanges nothing.
+    """
+    if group_size == 1:
+        return 0
+    _require_dimensions(config, ("hidden_size", "num_experts_per_tok"))
+    sum_bytes = BYTES["float32"] if deterministic else BYTES[dtype]
+    row_bytes = exchanged_row_bytes(config.hidden_size * BYTES[dtype], config.num_experts_per_tok)
+    return int(rows * ((group_size + 1) * row_bytes + 2 * group_size * config.hidden_size * sum_bytes))
+
+
+def exchanged_row_bytes(values_bytes: int, choices: int) -> int:
+    """Bytes of one row of an exchange: a hidden state of `values_bytes`, `choices` choices, and padding."""
+    return ceil((values_bytes + choices * CHOICE_BYTES) / EXCHANGED_ROW_ALIGNMENT) * EXCHANGED_ROW_ALIGNMENT
 
 
 def _layer(config: Any, number: int, experts: ExpertShare) -> Iterator[TensorSpec]:
@@ -175,13 +221,12 @@ def _product(prefix: str, rows: int, columns: int, has_bias: bool = False) -> It
         yield TensorSpec(f"{prefix}.bias", (rows,))
 
 
-def _require_dimensions(config: Any) -> None:
-    for name in DIMENSIONS:
-        value = getattr(config, name, None)
-        limit = {"num_hidden_layers": LAYERS_MAX, "n_routed_experts": EXPERTS_MAX}.get(name, DIMENSION_MAX)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+def _require_dimensions(config: Any, names: tuple[str, ...] = DIMENSIONS) -> None:
+    for name in names:
+        value, (least, most) = getattr(config, name, None), BOUNDS[name]
+        if type(value) is not int or not least <= value <= most:
             raise ConfigError(
-                f"must be a whole number from 1 to {limit}",
+                f"must be a whole number from {least} to {most}",
                 field=f"config.json {name}",
                 value=value,
                 remedy="use the config.json of the whole model",

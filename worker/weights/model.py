@@ -9,7 +9,7 @@ for kv_b_proj: its halves are used in absorbed form, in the model's dtype.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
 from worker.weights.matching import Match, match
 from worker.weights.modules import BlockExperts, BlockLinear, empty_blocks, share_scratch
 from worker.weights.quantization import Quantization
-from worker.weights.reading import Read, Reporter, read_all, read_scales
+from worker.weights.reading import LoadProgress, Read, read_all, read_scales
 from worker.weights.shards import Shards
 
 PROGRESS_INTERVAL_S: Final = 5.0
@@ -45,8 +45,10 @@ def load_model(
     """The library's causal language model of a checkpoint directory, in `dtype`, without gradients.
 
     `keeps_fp8`: weights stored in FP8 stay so; else they are decoded. `quantizes_rows`: see modules.py. `experts`:
-    those to hold, by default all; a share needs `keeps_fp8` or an exchange that knows of it. Raises ConfigError for
-    files that do not make this model, before memory is taken. Host memory beyond the tensors is bounded (reading.py).
+    those to read and hold, by default all. Of a share the library's modules of experts have stacks and `num_experts`
+    of that many, BlockExperts `first` and `total`; which rank has a token's expert is the caller's affair. Raises
+    ConfigError for files that do not make this model, before memory is taken. Host memory beyond the tensors is
+    bounded (reading.py).
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,12 +59,18 @@ def load_model(
         matches = match(config, shards, quantization, experts)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        target = _Target(model, torch.device(device), dtype, keeps_fp8=keeps_fp8, experts=experts)
-        target.quantizes_rows = quantizes_rows
+        target = _Modules(
+            model,
+            torch.device(device),
+            dtype,
+            keeps_fp8=keeps_fp8,
+            quantizes_rows=quantizes_rows,
+            experts=experts,
+        )
         total = sum(shards.tensors[name].bytes for it in matches for name in (it.spec.name, it.scale) if name)
         began = time.monotonic()
         _say_begun(path, shards, total)
-        read_all(shards, list(target.reads(shards, matches)), Reporter(_say_progress(total), PROGRESS_INTERVAL_S))
+        read_all(shards, list(target.reads(shards, matches)), LoadProgress(_say_progress(total), PROGRESS_INTERVAL_S))
         took_s = time.monotonic() - began
     share_scratch(model)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
@@ -70,7 +78,7 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-class _Target:
+class _Modules:
     """Gives the modules of `model` their memory, as tensors come to be read."""
 
     def __init__(
@@ -80,14 +88,15 @@ class _Target:
         dtype: torch.dtype,
         *,
         keeps_fp8: bool,
+        quantizes_rows: bool,
         experts: ExpertShare | None,
     ) -> None:
-        self._model, self._device, self._dtype, self._keeps_fp8 = model, device, dtype, keeps_fp8
+        self._model, self._device, self._dtype = model, device, dtype
+        self._keeps_fp8, self._quantizes_rows = keeps_fp8, quantizes_rows
         config: Any = model.config
         self._share = experts or ExpertShare(0, config.n_routed_experts)
         self._blocks: dict[str, BlockExperts] = {}
         self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
-        self.quantizes_rows = False
 
     def reads(self, shards: Shards, matches: list[Match]) -> Iterator[Read]:
         kept = {it.spec.name for it in matches if it.scale and self._keeps_fp8 and not it.spec.name.endswith(KV_B)}
@@ -115,7 +124,7 @@ class _Target:
     def _linear(self, spec: TensorSpec) -> BlockFp8:
         weight = empty_blocks(spec.shape, self._device)
         parent, _, name = spec.name.removesuffix(".weight").rpartition(".")
-        setattr(self._model.get_submodule(parent), name, BlockLinear(weight, quantizes_rows=self.quantizes_rows))
+        setattr(self._model.get_submodule(parent), name, BlockLinear(weight, quantizes_rows=self._quantizes_rows))
         return weight
 
     def _expert(self, prefix: str, number: str, projection: str) -> Tensor:
@@ -127,6 +136,7 @@ class _Target:
                 for stack in (module.gate_up_proj, module.down_proj)
             ]
             module.gate_up_proj, module.down_proj = (nn.Parameter(it, requires_grad=False) for it in pair)
+            module.num_experts = self._share.count
             self._stacks[prefix] = (pair[0], pair[1])
         gate_up, down = (stack[int(number) - self._share.first] for stack in self._stacks[prefix])
         inner = gate_up.shape[0] // 2
@@ -139,7 +149,7 @@ class _Target:
             shapes = ((count, inner, hidden), (count, inner, hidden), (count, hidden, inner))
             gate, up, down = (empty_blocks(shape, self._device) for shape in shapes)
             total = config.n_routed_experts
-            blocks = BlockExperts(gate, up, down, self._share.first, total, quantizes_rows=self.quantizes_rows)
+            blocks = BlockExperts(gate, up, down, self._share.first, total, quantizes_rows=self._quantizes_rows)
             parent, _, name = prefix.rpartition(".")
             setattr(self._model.get_submodule(parent), name, blocks)
             self._blocks[prefix] = blocks
@@ -173,7 +183,7 @@ def _say_begun(path: str | Path, shards: Shards, total: int) -> None:
     log.info("loading weights", extra=fields(path=str(path), shards=len(shards.files), bytes=total))
 
 
-def _say_progress(total: int) -> Any:
+def _say_progress(total: int) -> Callable[[int, float], None]:
     def say(read_bytes: int, bytes_per_s: float) -> None:
         left_s = (total - read_bytes) / max(1.0, bytes_per_s)
         log.info(

@@ -31,7 +31,7 @@ from worker.weights.shards import Shards
 
 PIECE_BYTES: Final = 16 * 1024 * 1024
 READERS_MAX: Final = 8
-#: Of float32, which decoding makes of a piece in FP8: values, scales and their product.
+#: Of temporaries for each value that is decoded at a time, at most a piece: index, decoded value, scaled value.
 DECODED_BYTES: Final = 3 * 4
 #: Bytes on the host beyond the destinations.
 STAGING_BYTES_MAX: Final = 1 << 31
@@ -62,7 +62,7 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class _ReadPiece:
     read: Read
     first_row: int
     rows: int
@@ -108,7 +108,7 @@ class _Run:
         self._read_bytes = 0
         self.stopped = False
 
-    def read_pieces(self, queue: Iterable[_Piece]) -> None:
+    def read_pieces(self, queue: Iterable[_ReadPiece]) -> None:
         staging = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
         pieces = iter(queue)
         while not self.stopped:
@@ -118,7 +118,7 @@ class _Run:
                 return
             self._count(self._read(piece, staging))
 
-    def _read(self, piece: _Piece, staging: Tensor) -> int:
+    def _read(self, piece: _ReadPiece, staging: Tensor) -> int:
         tensor = self._shards.tensors[piece.read.name].tensor
         destination = _rows_of(piece.read.destination, piece)
         stored, row_bytes = DTYPES[tensor.dtype], _row_bytes(tensor.shape, tensor.dtype)
@@ -146,7 +146,7 @@ class _Run:
                 self._progress(self._read_bytes)
 
 
-class Reporter:
+class LoadProgress:
     """A `Progress` that calls `say` with bytes read and bytes per second, every `interval_s` seconds."""
 
     def __init__(self, say: Callable[[int, float], None], interval_s: float) -> None:
@@ -160,20 +160,20 @@ class Reporter:
             self._say(read_bytes, read_bytes / (now - self._began))
 
 
-def _pieces(shards: Shards, read: Read) -> Iterable[_Piece]:
+def _pieces(shards: Shards, read: Read) -> Iterable[_ReadPiece]:
     tensor = shards.tensors[read.name].tensor
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
     at_once = max(1, PIECE_BYTES // max(1, _row_bytes(tensor.shape, tensor.dtype)))
     if read.scales is not None:
         at_once = max(BLOCK, at_once // BLOCK * BLOCK)
-    return [_Piece(read, first, min(at_once, rows - first)) for first in range(0, rows, at_once)]
+    return [_ReadPiece(read, first, min(at_once, rows - first)) for first in range(0, rows, at_once)]
 
 
 def _row_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return ELEMENT_BYTES[dtype] * prod(shape[1:] if len(shape) > 1 else shape)
 
 
-def _rows_of(tensor: Tensor, piece: _Piece) -> Tensor:
+def _rows_of(tensor: Tensor, piece: _ReadPiece) -> Tensor:
     return tensor[piece.first_row : piece.first_row + piece.rows] if tensor.dim() > 1 else tensor
 
 

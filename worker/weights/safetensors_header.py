@@ -40,7 +40,7 @@ ELEMENT_BYTES: Final = {
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
     data_offsets: tuple[_Size, _Size]
@@ -81,7 +81,7 @@ def parse_header(file: str, header: bytes, file_bytes: int) -> dict[str, StoredT
     return ordered
 
 
-def _entries(file: str, header: bytes) -> dict[str, _Entry]:
+def _entries(file: str, header: bytes) -> dict[str, _HeaderEntry]:
     try:
         table = msgspec.json.decode(header, type=dict[str, Any])
     except RecursionError as error:
@@ -90,7 +90,7 @@ def _entries(file: str, header: bytes) -> dict[str, _Entry]:
         raise _refusal(file, f"the header is not a JSON object: {_shown(error)}") from error
     table.pop(METADATA, None)
     try:
-        return msgspec.convert(table, dict[str, _Entry])
+        return msgspec.convert(table, dict[str, _HeaderEntry])
     except msgspec.ValidationError as error:
         name = next(name for name, entry in table.items() if not _is_entry(entry))
         raise _refusal(file, f"tensor {_shown(name)}: {_shown(error)}; found {_shown(table[name])}") from error
@@ -98,13 +98,13 @@ def _entries(file: str, header: bytes) -> dict[str, _Entry]:
 
 def _is_entry(value: object) -> bool:
     try:
-        msgspec.convert(value, _Entry)
+        msgspec.convert(value, _HeaderEntry)
     except msgspec.ValidationError:
         return False
     return True
 
 
-def _tensor(file: str, name: str, entry: _Entry, start: int) -> StoredTensor:
+def _tensor(file: str, name: str, entry: _HeaderEntry, start: int) -> StoredTensor:
     begin, end = entry.data_offsets
     where = f"tensor {_shown(name)}"
     if entry.dtype not in ELEMENT_BYTES:

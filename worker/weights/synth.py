@@ -82,7 +82,7 @@ def published_config(family: str, *, layers: int = 0, experts: int = 0) -> Any:
 
 
 class _Random:
-    """See worker/weights/writing.py: `Source`. Each piece is drawn from its name and place."""
+    """See worker/weights/writing.py: `TensorSource`. Each piece is drawn from its name and place."""
 
     def __init__(self, seed: int, *, powers_of_two: bool) -> None:
         self._seed, self._powers_of_two = seed, powers_of_two

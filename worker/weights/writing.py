@@ -36,7 +36,7 @@ QUANTIZATION: Final[dict[str, Any]] = {
 }
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where values come from, by rows `first` to `first + count - 1`; a tensor of one dimension is one row."""
 
     def plain(self, spec: TensorSpec, first: int, count: int) -> Tensor:
@@ -52,7 +52,7 @@ class Source(Protocol):
         ...
 
 
-class _Entry(NamedTuple):
+class _ShardEntry(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ def write_repository(
     path: Path,
     config: Mapping[str, Any],
     specs: Iterable[TensorSpec],
-    source: Source,
+    source: TensorSource,
     *,
     fp8: bool,
     dtype: torch.dtype = torch.bfloat16,
@@ -111,18 +111,18 @@ def write_repository(
     return total
 
 
-def _entries(specs: Iterable[TensorSpec], fp8: bool, stored: str) -> Iterator[_Entry]:
+def _entries(specs: Iterable[TensorSpec], fp8: bool, stored: str) -> Iterator[_ShardEntry]:
     for spec in specs:
         if fp8 and spec.converts:
-            yield _Entry(spec.name, VALUES_DTYPE, spec.shape, spec)
-            yield _Entry(spec.name + SCALE_SUFFIX, "F32", scale_shape(spec.shape, (BLOCK, BLOCK)), spec)
+            yield _ShardEntry(spec.name, VALUES_DTYPE, spec.shape, spec)
+            yield _ShardEntry(spec.name + SCALE_SUFFIX, "F32", scale_shape(spec.shape, (BLOCK, BLOCK)), spec)
         else:
-            yield _Entry(spec.name, "F32" if spec.keeps_float32 else stored, spec.shape, spec)
+            yield _ShardEntry(spec.name, "F32" if spec.keeps_float32 else stored, spec.shape, spec)
 
 
-def _shards(entries: Iterable[_Entry], shard_bytes: int) -> Iterator[list[_Entry]]:
+def _shards(entries: Iterable[_ShardEntry], shard_bytes: int) -> Iterator[list[_ShardEntry]]:
     """A weight's values and scales may lie in two shards, as in published repositories."""
-    shard: list[_Entry] = []
+    shard: list[_ShardEntry] = []
     for entry in entries:
         if shard and sum(it.bytes for it in shard) + entry.bytes > shard_bytes:
             yield shard
@@ -131,7 +131,7 @@ def _shards(entries: Iterable[_Entry], shard_bytes: int) -> Iterator[list[_Entry
     yield shard
 
 
-def _write_shard(file: Path, entries: list[_Entry], source: Source) -> None:
+def _write_shard(file: Path, entries: list[_ShardEntry], source: TensorSource) -> None:
     header, at = dict[str, Any](), 0
     for it in entries:
         header[it.name] = {"dtype": it.dtype, "shape": list(it.shape), "data_offsets": [at, at + it.bytes]}
@@ -146,7 +146,7 @@ def _write_shard(file: Path, entries: list[_Entry], source: Source) -> None:
                 out.write(array.reshape(-1))
 
 
-def _pieces(entry: _Entry, source: Source) -> Iterator[Tensor]:
+def _pieces(entry: _ShardEntry, source: TensorSource) -> Iterator[Tensor]:
     spec = entry.spec
     rows = spec.shape[0] if len(spec.shape) > 1 else 1
     at_once = max(BLOCK, PIECE_VALUES // (prod(spec.shape) // rows) // BLOCK * BLOCK)

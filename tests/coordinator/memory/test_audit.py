@@ -23,7 +23,7 @@ from protocol.errors import ProtocolError
 from protocol.inventory import PAGES_MAX, UNCHECKED, InventoryRow, digest_of, unpack_rows
 from protocol.messages import AuditedRow, DifferenceRow
 from protocol.sizing import Memory
-from tests.sim import cluster
+from tests.sim import shape
 from tests.sim.run import simulate
 from tests.support.fakes.fake_cluster import capacity
 from tests.support.scheduler_rig import SETTINGS, FakeLink, SchedulerRig, open_rig
@@ -407,8 +407,8 @@ async def test_operator_audit_names_silent_workers(autojump_clock: MockClock) ->
 @pytest.mark.sim
 def test_audit_reports_nothing_in_the_simulated_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills, restarts, cut links, journals that lose their end, pools that vanish: ledger and workers agree."""
-    often = msgspec.structs.replace(cluster.SETTINGS, audit_interval_s=0.5)
-    monkeypatch.setattr(cluster, "SETTINGS", often)
+    often = msgspec.structs.replace(shape.SETTINGS, audit_interval_s=0.5)
+    monkeypatch.setattr(shape, "SETTINGS", often)
     found: list[Difference] = []
     heard: list[int] = []
 

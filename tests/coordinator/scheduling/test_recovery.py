@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -24,7 +25,9 @@ from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
 from protocol import messages
 from protocol.arrays import pack_int32
-from protocol.errors import Unavailable, WrongState
+from protocol.errors import ConfigError, Unavailable, WrongState
+from protocol.inventory import pack_rows
+from protocol.messages import GroupMember
 from tests.support.fakes.fake_cluster import FakePort
 from tests.support.fakes.fake_worker import FakePool
 from tests.support.fakes.journal import FakeStore
@@ -369,3 +372,79 @@ async def test_unwritten_poison_verdict_is_given_again(autojump_clock: trio.test
     async with Life.over([records[:ended]]) as life:
         assert life.states() == {"poison!": "FAILED"}
         assert "the last was w0" in life.scheduler.describe("poison!")[0].reason
+
+
+# ---------------------------------------------------------------- groups
+
+
+def rank(number: int) -> GroupMember:
+    return GroupMember("g0", number, 2, 7)
+
+
+async def back(life: Life, link: FakeLink, member: GroupMember | None) -> None:
+    """The idle worker of an earlier life says hello."""
+    inventory = pack_rows(())
+    await life.scheduler.worker_back(msgspec.structs.replace(link.hello, member=member, inventory=inventory))
+
+
+async def test_group_is_complete_again_once_all_ranks_are_back(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        links = [await life.add_worker(f"w{number}", member=rank(number)) for number in range(2)]
+        await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        rows = {row.worker: row for row in life.scheduler.worker_rows()}
+        assert {(row.group, row.rank, row.ranks_missing) for row in rows.values()} == {
+            ("g0", 0, (0, 1)),
+            ("g0", 1, (0, 1)),
+        }
+        await life.submit("r!", max_tokens=20)
+        await back(life, links[0], rank(0))
+        await life.settle()
+        row = life.scheduler.describe("r!")[0]
+        assert row.state == "QUEUED"
+        assert row.reason == "no worker takes requests: 1 awaited after a restart (w1), group g0 waits for rank 1"
+        await back(life, links[1], rank(1))
+        await life.settle()
+        assert life.states() == {"r!": "PREFILLING"}
+
+
+async def test_rank_is_not_adopted_as_another(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        link = await life.add_worker("w0", member=rank(0))
+        await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        with pytest.raises(WrongState, match="this epoch is over"):
+            await back(life, link, rank(1))
+        with pytest.raises(WrongState, match="this epoch is over"):
+            await back(life, link, None)
+
+
+async def test_stale_rank_is_known_after_a_restart(autojump_clock: trio.testing.MockClock) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0", member=rank(0))
+        await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        with pytest.raises(ConfigError, match="incarnation 7 of group g0 has replaced it"):
+            await life.add_worker("w1", member=msgspec.structs.replace(rank(1), incarnation=6))
+
+
+async def test_deaths_of_one_group_on_both_sides_of_a_restart_are_one_strike(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with Life.over() as life:
+        for number in range(2):
+            await life.add_worker(f"w{number}", member=rank(number))
+        for request_id in ("a!", "b!"):
+            await life.submit(request_id, max_tokens=200)
+        await life.settle()
+        life.scheduler.worker_down("w0", 1, True, died=True)
+        await life.settle()
+        assert [entry.strikes for entry in life.scheduler._placement_table.entries.values()] == [1, 1]
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        life.scheduler.worker_down("w1", 2, True, died=True)
+        await life.settle()
+        assert [entry.strikes for entry in life.scheduler._placement_table.entries.values()] == [1, 1]

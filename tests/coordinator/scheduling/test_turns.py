@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coordinator.journal.records import Rank, RequestFacts
 from coordinator.scheduling.lifecycle import State
-from coordinator.scheduling.turns import Owner, Turns
+from coordinator.scheduling.turns import Owner, OwnerTurns
 from tests.coordinator.scheduling.test_policy import LONG, cluster, is_running, run_until
 from tests.support.facts import make_facts
 from tests.support.fakes.fake_cluster import FakeCluster
@@ -23,7 +23,7 @@ from tests.support.fakes.fake_cluster import FakeCluster
 class Arrivals:
     """Requests that arrive, in no placement table."""
 
-    turns: Turns = field(default_factory=Turns)
+    turns: OwnerTurns = field(default_factory=OwnerTurns)
     live: dict[str, RequestFacts] = field(default_factory=dict)
     arrivals: int = 0
 
@@ -215,7 +215,7 @@ def test_recovered_requests_keep_their_turns() -> None:
     """Turns are part of the rank, which the journal holds; those that come after a crash see the same owners."""
     it = arrivals("a1", "a2", "a3", "b1")
     it.end("a1")
-    after = Turns()
+    after = OwnerTurns()
     for facts in reversed(it.live.values()):
         after.add(facts)
     owners: list[Owner] = [("", "a"), ("", "b"), ("", "c"), ("user", "a")]
@@ -235,5 +235,5 @@ def test_recovered_requests_keep_their_turns() -> None:
 )
 def test_ignored_turns_are_noticed(shown: Callable[[], None]) -> None:
     """A planted bug: requests of one priority go by arrival alone."""
-    with patch.object(Turns, "next", lambda *_: 0), pytest.raises(AssertionError):
+    with patch.object(OwnerTurns, "next", lambda *_: 0), pytest.raises(AssertionError):
         shown()

@@ -193,3 +193,12 @@ def test_wrong_pieces_are_refused(chunk: TokenizerChunk) -> None:
     with pytest.raises(ProtocolError):
         store.take("w0", JSON_MODEL, chunk)
     assert store.wants(JSON_MODEL)
+
+
+def test_wait_for_a_rank_is_told_and_does_not_end_the_rank_that_waits(epoch: WorkerEpoch) -> None:
+    for second in range(1, 9):
+        epoch.heartbeat(msgspec.structs.replace(beat(second), awaits="w3"), float(second))
+        assert epoch.failing(float(second), 2.0) == ""
+    assert epoch.stats(8.0).awaits == "w3"
+    epoch.heartbeat(beat(9), 9.0)
+    assert epoch.stats(9.0).awaits == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,7 @@ import trio
 import trio.testing
 
 from coordinator.journal.journal import Journal, NoJournal
+from coordinator.journal.records import Record, WorkerJoined
 from coordinator.listener.router import RouterSocket
 from coordinator.scheduling.events import WorkerPort
 from coordinator.tokens.token_log import TokenLog
@@ -51,6 +53,7 @@ class FakeLinkScheduler:
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
         self.deaths: list[str] = []
+        self.leavers: list[str] = []
         self.ports: dict[str, WorkerPort] = {}
         self.refuse_with: HiSparseError | None = None
         self.break_on_event = False
@@ -71,9 +74,12 @@ class FakeLinkScheduler:
         self.told.append(("up", hello.worker, hello.epoch))
         self.ports[hello.worker] = port
 
-    def worker_down(self, worker: str, epoch: int, proved_exit: bool, died: bool = False) -> None:
+    def worker_down(
+        self, worker: str, epoch: int, proved_exit: bool, died: bool = False, is_leaving: bool = False
+    ) -> None:
         assert proved_exit or not died
         self.deaths += [worker] if died else []
+        self.leavers += [worker] if is_leaving else []
         self.told.append(("down", worker, epoch, proved_exit))
 
     def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None:
@@ -586,6 +592,30 @@ async def test_leaving_worker_is_given_nothing(rig: Rig) -> None:
     await worker.report()
     await worker.hear()
     assert rig.scheduler.told == [("up", "w0", 1), ("drain", "w0", False, 0.0)], "once"
+    worker.close()
+
+
+async def test_end_of_a_leaving_worker_is_told_as_such(rig: Rig) -> None:
+    workers = [await rig.joined("w0"), await rig.joined("w1")]
+    await workers[0].say(messages.Heartbeat(1, 0, 1, 10, 250.0, leaving=True))
+    await rig.told("drain", "w0", False, 0.0)
+    for name in ("w0", "w1"):
+        rig.links._prove(rig.links._by_name[name], died=True)
+    assert rig.scheduler.deaths == ["w0", "w1"]
+    assert rig.scheduler.leavers == ["w0"]
+    for worker in workers:
+        worker.close()
+
+
+async def test_rank_is_journalled_with_its_process(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[Record] = []
+    monkeypatch.setattr(rig.journal, "append", records.extend)
+    member = messages.GroupMember("g0", 1, 2, 7)
+    worker = await rig.worker()
+    await worker.say(hello(member=member))
+    assert isinstance(await worker.hear(), WorkerWelcome)
+    joined = [record for record in records if isinstance(record, WorkerJoined)]
+    assert [(it.worker, it.process, it.member) for it in joined] == [("w0", os.getpid(), member)]
     worker.close()
 
 

@@ -105,7 +105,15 @@ class FakeCluster:
 
     # ---------------------------------------------------------------- workers
 
-    def add_worker(self, name: str, node: str, role: str = messages.BOTH, **counts: int) -> None:
+    def add_worker(
+        self,
+        name: str,
+        node: str,
+        role: str = messages.BOTH,
+        *,
+        member: messages.GroupMember | None = None,
+        **counts: int,
+    ) -> None:
         self.epochs[name] = self.epochs.get(name, 0) + 1
         epoch, size = self.epochs[name], capacity(role, host_pages=self.ledgers[node].pages_total, **counts)
         uplink: deque[object] = deque()
@@ -113,22 +121,23 @@ class FakeCluster:
             name, node, epoch, size, self.pools[node], uplink.append, lambda *said: uplink.append(said), self.rng
         )
         self.workers[name], self.ports[name], self.uplinks[name] = fake, FakePort(), uplink
-        worker = WorkerEntry(name, node, epoch, size, MODEL, self.ports[name])
+        worker = WorkerEntry(name, node, epoch, size, MODEL, self.ports[name], member=member)
         self.take(self.dispatch.worker_up(worker))
 
-    def lose_worker(self, name: str, *, proved: bool) -> None:
-        """Its link is cut; unless `proved`, the process works on what it has."""
+    def lose_worker(self, name: str, *, proved: bool, is_leaving: bool = False) -> None:
+        """Its link is cut; unless `proved`, the process works on what it has. `is_leaving`: it had said that it
+        ends."""
         fake = self.workers.pop(name)
         self.ports.pop(name)
         self.uplinks.pop(name)
         fake.emit, fake.report = _cut_link, _cut_link
         if not proved:
             self.zombies.append(fake)
-        for entry in self.dispatch.placement_table.on(name):
+        table = self.dispatch.placement_table
+        worker = table.workers[name]
+        for entry in [entry for it in table.beside(worker) for entry in table.on(it.name)]:
             entry.generated = len(self.live[entry.request_index].tokens)
-        self.take(
-            self.dispatch.worker_down(self.dispatch.placement_table.workers[name], proved_exit=proved, died=proved)
-        )
+        self.take(self.dispatch.worker_down(worker, proved_exit=proved, died=proved, is_leaving=is_leaving))
 
     def prove_exit(self, zombie: FakeWorker) -> None:
         self.zombies.remove(zombie)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,11 +32,14 @@ from protocol.units import managed_chunks, pages_for
 from tests import ROOT
 from worker.device.capacity import MemoryPlan, plan
 from worker.device.sizing import DEVICE_SHARE, Sizing, size_worker
+from worker.group.exchange import Alike, Exchange
 from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
+from worker.weights.layout import ExpertShare, exchange_bytes, group_sizes, weights_bytes
 from worker.weights.model import load_model
 from worker.weights.quantization import Quantization
+from worker.weights.shares import fitting_group_size, rank_bytes
 from worker.weights.synth import published_config
 
 FP8_ROW, FP8_KEY, BF16_ROW, BF16_KEY = 656, 132, 1152, 256
@@ -342,6 +346,83 @@ def test_weights_beyond_the_gpu_are_refused_with_the_sum(tmp_path: Path) -> None
     assert "the weights take 675.1 GB (668.9 GB float8_e4m3fn + 6.0 GB bfloat16 + 0.2 GB float32) of 141.0 GB" in (
         " ".join(refused.output.split())
     )
+
+
+def test_a_refusal_names_the_size_of_a_group_that_fits(tmp_path: Path) -> None:
+    config = published(tmp_path, "deepseek-v3.2")
+    for gpu_mem, remedy in (("141GB", "(--group-size 8 fits; or use"), ("15GB", "(use a checkpoint in FP8")):
+        refused = CliRunner().invoke(main, ["size", "--config", str(config), *WHOLE, "--gpu-mem", gpu_mem])
+        assert refused.exit_code == 8
+        assert remedy in " ".join(refused.output.split())
+
+
+def test_eight_gpus_of_141_gb_hold_671_billion_parameters(tmp_path: Path) -> None:
+    """An eighth of the experts, all else whole, and the buffers of the exchange; the pool is shared by the group."""
+    config = published(tmp_path, "deepseek-v3.2")
+    found = json.loads(size(config, *WHOLE, "--gpu-mem", "141GB", "--group-size", "8", "--json"))
+    assert (found["group_size"], found["workers"]) == (8, 8)
+    model = published_config("deepseek-v3.2")
+    share = weights_bytes(model, "bfloat16", (128, 128), on_gpu=True, experts=ExpertShare(0, 32))
+    assert found["weights_bytes_by_dtype"] == dict(share)
+    rows, hidden, choices = SEATS_MAX, 7168, 8
+    exchange = rows * (9 * (2 * hidden + 8 * choices) + 8 * 2 * 2 * hidden)
+    assert found["exchange_bytes_per_gpu"] == exchange_bytes(model, "bfloat16", 8, rows) == exchange
+    left = parse_size("141GB", "") - found["weights_bytes_per_gpu"] - exchange
+    assert found["settings"]["device_mem"] == str(int(left * DEVICE_SHARE))
+    assert 30e9 < left < 60e9
+    assert found["recommended"]["batch"] > 10
+    few = json.loads(size(config, *WHOLE, "--gpu-mem", "141GB", "--group-size", "8", "--seats", "8", "--json"))
+    assert few["exchange_bytes_per_gpu"] == exchange // 2, "of a prompt chunk of 512 rows"
+    text = " ".join(size(config, *WHOLE, "--gpu-mem", "141GB", "--group-size", "8").split())
+    assert "Weights on each GPU of a group of 8:" in text
+    assert "Buffers for the exchange of rows: 350.6 MiB." in text
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choices", [2, 3])
+def test_buffers_of_the_exchange_are_those_that_a_rank_has(
+    deterministic: bool, dtype: torch.dtype, choices: int
+) -> None:
+    exchange = Exchange(
+        Alike(0, 3), hidden=36, choices=choices, rows_max=10, dtype=dtype, device="cpu", deterministic=deterministic
+    )
+    config = SimpleNamespace(hidden_size=36, num_experts_per_tok=choices)
+    name = str(dtype).removeprefix("torch.")
+    assert exchange_bytes(config, name, 3, 10, deterministic=deterministic) == exchange.bytes
+
+
+def test_deterministic_sums_are_exchanged_in_float32() -> None:
+    config = published_config("deepseek-v3.2")
+    kept, exact = (exchange_bytes(config, "bfloat16", 4, 100, deterministic=it) for it in (False, True))
+    assert exact - kept == 2 * 4 * 100 * 7168 * 2
+    assert exchange_bytes(config, "bfloat16", 1, 100) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (("--group-size", "3"), 8, "256 experts cannot be divided evenly among that many ranks (use one of 1, 2, 4"),
+        (("--group-size", "8", "--workers", "3"), 2, "neither whole groups of 8, nor an equal part of one"),
+    ],
+)
+def test_an_unfit_group_is_refused(tmp_path: Path, args: tuple[str, ...], code: int, text: str) -> None:
+    config = published(tmp_path, "deepseek-v3.2")
+    for mem in ("--gpu-mem", "--device-mem"):
+        refused = CliRunner().invoke(main, ["size", "--config", str(config), *WHOLE, mem, "141GB", *args])
+        assert refused.exit_code == code
+        assert text in re.sub(r"[\s│]+", " ", refused.output)
+
+
+def test_the_group_size_is_the_first_that_fits() -> None:
+    config, block = published_config("deepseek-v3.2"), (128, 128)
+    sizes = group_sizes(config.n_routed_experts)
+    held = {size: rank_bytes(config, "bfloat16", block, size, 512).total for size in sizes}
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    for wanted in (1, 8):
+        found = fitting_group_size(config, "bfloat16", block, sizes, 512, held[wanted] + 1)
+        assert found == wanted
+    assert fitting_group_size(config, "bfloat16", block, [1, 2, 4, 8], 512, held[8]) == 0
 
 
 @pytest.mark.parametrize("mem", [(), ("--gpu-mem", "141GB", "--device-mem", "30GB")])

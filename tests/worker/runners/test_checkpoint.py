@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import ConfigError
 from worker.runners.checkpoint import read_config
-from worker.runners.dimensions import BOUNDS, check_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
+from worker.weights.dimensions import BOUNDS, check_dimensions
 from worker.weights.shards import INDEX, Shards
 
 pytestmark = pytest.mark.timeout(60)

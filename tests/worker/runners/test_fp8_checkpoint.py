@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import worker.oracle
+from tests.support.oracle_rig import run_oracle
 from tests.support.runner_rig import Rig
 from worker.runners import transformers_dsa
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
@@ -35,11 +32,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def generate(path: Path, prompt: list[int], tokens: int, dtype: str) -> dict[str, Any]:
     job = {"model": str(path), "prompts": [{"tokens": prompt, "max_new_tokens": tokens}], "dtype": dtype}
-    done = subprocess.run(
-        [sys.executable, "-P", worker.oracle.__file__],
-        input=json.dumps(job), capture_output=True, text=True, cwd="/", check=True, timeout=200,
-    )  # fmt: skip
-    answer: dict[str, Any] = json.loads(done.stdout)
+    (answer,) = run_oracle(job)
     return answer
 
 

@@ -20,6 +20,7 @@ import worker.oracle
 from protocol.errors import ConfigError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
+from tests.support.oracle_rig import run_oracle
 from tests.support.runner_rig import Rig
 from worker.runners import layers, transformers_dsa
 from worker.runners.checkpoint import geometry_of
@@ -102,15 +103,6 @@ def greedy(rig: Rig, seat: int, prompt: Sequence[int], hot_slots: int, tokens: i
         drawn.append(token)
         seen.append(logits[0])
     return drawn, torch.stack(seen)
-
-
-def run_oracle(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """worker/oracle.py as a program; it must not see this project even by accident."""
-    done = subprocess.run(
-        [sys.executable, "-P", worker.oracle.__file__],
-        input=json.dumps(job), capture_output=True, text=True, cwd="/", check=True, timeout=200,
-    )  # fmt: skip
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 # ---------------------------------------------------------------- against generate()

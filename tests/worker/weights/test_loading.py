@@ -122,6 +122,81 @@ def test_a_share_reads_its_experts_alone(quantized: Path) -> None:
         assert torch.equal(part.state_dict()[f"{name}.{stack}"], whole.state_dict()[f"{name}.{stack}"][8:12])
 
 
+def _scale_or(name: str) -> str:
+    return name.removesuffix("_scale_inv")
+
+
+@pytest.mark.parametrize("stored", ["plain", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keeps_fp8", [False, True])
+def test_a_rank_reads_and_holds_the_bytes_of_its_share(
+    plain: dict[str, Path],
+    quantized: Path,
+    stored: str,
+    dtype: torch.dtype,
+    keeps_fp8: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No byte of another rank's expert is read, and none is held, in whatever form the weights are kept."""
+    path = plain["glm-5"] if stored == "plain" else quantized
+    size, rank = 4, 2
+    total = json.loads((path / "config.json").read_text())["n_routed_experts"]
+    share = ExpertShare.of(rank, size, total)
+    read: dict[str, int] = {}
+    read_into = Shards.read_into
+
+    def counting(self: Shards, name: str, offset: int, out: memoryview) -> None:
+        read[name] = read.get(name, 0) + out.nbytes
+        read_into(self, name, offset, out)
+
+    monkeypatch.setattr(Shards, "read_into", counting)
+    model = load(path, dtype=dtype, keeps_fp8=keeps_fp8, experts=share)
+
+    of_experts = [it for name in read if (it := EXPERT.match(_scale_or(name)))]
+    assert {int(it[2]) for it in of_experts} == set(range(share.first, share.first + share.count))
+    with Shards.open(path) as shards:
+        needed = {
+            name: located.tensor.end - located.tensor.begin
+            for name, located in shards.tensors.items()
+            if not (it := EXPERT.match(_scale_or(name))) or int(it[2]) in share
+        }
+    assert read == needed
+
+    block = (128, 128) if stored == "fp8" else None
+    kind = str(dtype).removeprefix("torch.")
+    wanted = dict(weights_bytes(model.config, kind, block, on_gpu=keeps_fp8, experts=share))
+    if not keeps_fp8:  # the absorbed halves of kv_b_proj are made later
+        config = model.config
+        heads = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
+        wanted[kind] -= config.num_hidden_layers * heads * config.kv_lora_rank * dtype.itemsize
+    assert held_bytes(model) == wanted
+    modules = [it for name, it in model.named_modules() if name.endswith("mlp.experts")]
+    assert modules
+    for module in modules:
+        if isinstance(module, BlockExperts):
+            assert (module.first, module.total, len(module.down.values)) == (share.first, total, share.count)
+        else:
+            assert {len(it) for it in module.parameters()} == {module.num_experts} == {share.count}
+
+
+@pytest.mark.parametrize(("rank", "first"), [(0, 0), (3, 24)])
+def test_shares_follow_the_order_of_ranks(rank: int, first: int) -> None:
+    assert ExpertShare.of(rank, 4, 32) == ExpertShare(first, 8)
+
+
+@pytest.mark.parametrize("size", [0, 3, 64])
+def test_a_size_that_experts_do_not_divide_is_refused_with_those_that_do(size: int) -> None:
+    with pytest.raises(ConfigError, match=r"32 experts.*1, 2, 4, 8, 16, 32") as refused:
+        ExpertShare.of(0, size, 32)
+    assert (refused.value.field, refused.value.value) == ("worker.group_size", str(size))
+
+
+def test_a_rank_outside_its_group_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use 0 to 3") as refused:
+        ExpertShare.of(4, 4, 32)
+    assert refused.value.field == "worker.group_rank"
+
+
 def test_experts_outside_the_share_may_be_absent(copied: Path) -> None:
     """Files of other ranks' experts need not be on this machine, as long as the index does not name them."""
     index = json.loads((copied / INDEX).read_text())

@@ -1,0 +1,95 @@
+"""The start of a cluster: which child is to blame when it fails, and that none is left when it never completes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from hisparse.cluster import up
+from hisparse.cluster.children import Child, stop_children
+from hisparse.cluster.up import running_cluster
+from hisparse.console import options
+from protocol.config import HostFacts, build
+from protocol.errors import EXIT_PEER_LOST, ConfigError, Unavailable
+from protocol.settings import Config
+from worker.runners.tiny import write_tiny_checkpoint
+
+pytestmark = pytest.mark.process
+
+SLEEP = "import time; time.sleep(60)"
+
+
+async def never() -> bool:
+    return False
+
+
+@asynccontextmanager
+async def children(*codes: str) -> AsyncIterator[list[Child]]:
+    """Children that run Python code, named w0, w1, ..."""
+    started = [Child.start(f"w{i}", [sys.executable, "-c", code], os.environ) for i, code in enumerate(codes)]
+    try:
+        yield started
+    finally:
+        await stop_children(started, 0)
+        for child in started:
+            child.close()
+
+
+@pytest.mark.parametrize(
+    ("codes", "error", "name"),
+    [
+        (("exit(71)", "import time; time.sleep(0.8); exit(8)"), ConfigError, "w1"),
+        (("exit(71)", "import time; time.sleep(0.8); exit(70)"), Unavailable, "w1"),
+        (("import time; time.sleep(0.8); exit(71)", "exit(8)"), ConfigError, "w1"),
+    ],
+)
+async def test_a_rank_that_has_lost_a_peer_is_not_blamed(codes: tuple[str, ...], error: type, name: str) -> None:
+    async with children(*codes) as started:
+        with trio.fail_after(30), pytest.raises(error) as refused:
+            await up._started(started, never, 20.0)
+    assert refused.value.value == name
+
+
+def test_the_listed_exit_code_of_a_rank_that_lost_a_peer_is_that_of_workers() -> None:
+    assert options.EXIT_PEER_LOST == EXIT_PEER_LOST
+
+
+async def test_ranks_that_all_lost_a_peer_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "PEER_END_LIMIT_S", 0.5)
+    async with children("exit(71)", SLEEP) as started:
+        with trio.fail_after(30), pytest.raises(Unavailable, match="exited with 71"):
+            await up._started(started, never, 20.0)
+
+
+async def test_a_group_that_never_completes_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks wait for one that never comes; the start ends at its limit."""
+    write_tiny_checkpoint(tmp_path / "model")
+    flags = {"cluster.runtime_dir": str(tmp_path), "worker.model": str(tmp_path / "model")}
+    start, started = up._start, []
+
+    def start_waiting(subcommand: str, config: Config, log_dir: Path | None) -> Child:
+        if subcommand != "worker":
+            child = start(subcommand, config, log_dir)
+        else:
+            child = Child.start(config.worker.name, [sys.executable, "-c", SLEEP], os.environ)
+        started.append(child)
+        return child
+
+    monkeypatch.setattr(up, "_start", start_waiting)
+    with trio.fail_after(90), pytest.raises(Unavailable, match="not ready after 10 s") as refused:
+        async with running_cluster(
+            build({}, {}, flags, HostFacts.read()), 4, group_size=2, log_dir=tmp_path, start_limit_s=10.0
+        ):
+            raise AssertionError("no rank has registered")
+    assert "w0 w1 w2 w3" in refused.value.value
+    assert len(started) == 5
+    assert not any(child.running for child in started)
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".pool")] == []

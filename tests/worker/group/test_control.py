@@ -1,0 +1,157 @@
+"""Two ranks of one process: they meet, wake each other and blame the one that is awaited, never one that waits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from metrics.state import WorkerCounters
+from protocol.errors import EXIT_PEER_LOST, ConfigError
+from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
+from worker.group.control import Control
+
+LIMIT_S = 20.0
+
+
+def config_of(directory: Path, rank: int, heartbeat_limit_s: float = 5.0) -> Config:
+    return Config(
+        cluster=ClusterSettings(runtime_dir=str(directory)),
+        coordinator=CoordinatorSettings(heartbeat_limit_s=heartbeat_limit_s),
+        worker=WorkerSettings(
+            name=f"w{rank}",
+            group="g0",
+            group_rank=rank,
+            group_size=2,
+            group_endpoint=f"ipc://{directory}/group-g0.sock",
+        ),
+    )
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Names of control threads and the code with which each would have ended its process."""
+    found: list[tuple[str, int]] = []
+
+    def exit_thread(code: int) -> None:
+        found.append((threading.current_thread().name, code))
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", exit_thread)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    return found
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Control, Control]]:
+    tmp_path.chmod(0o700)
+    yield (pair := meet(tmp_path))
+    for control in pair:
+        control.is_done = lambda: True
+        control.close()
+
+
+def meet(directory: Path, heartbeat_limit_s: float = 5.0) -> tuple[Control, Control]:
+    pair = (
+        Control(config_of(directory, 0, heartbeat_limit_s), {}),
+        Control(config_of(directory, 1, heartbeat_limit_s), {}),
+    )
+    pair[1]._thread.name = "rank 1"
+    other = threading.Thread(target=pair[1].join)
+    other.start()
+    pair[0].join()
+    other.join(LIMIT_S)
+    return pair
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_ranks_meet_under_one_incarnation_and_share_a_store(pair: tuple[Control, Control]) -> None:
+    zero, one = pair
+    assert zero.incarnation == one.incarnation > 1_600_000_000_000
+    assert [member.worker for member in one.members] == ["w0", "w1"]
+    threading.Timer(0.2, lambda: zero.set("address", b"here")).start()
+    assert one.get("address") == b"here"
+
+
+def test_a_wake_reaches_all_ranks(pair: tuple[Control, Control]) -> None:
+    woken = threading.Event()
+    pair[0].on_wake = woken.set
+    pair[1].wake(7)
+    assert woken.wait(LIMIT_S)
+    until(lambda: pair[1].woken_at == pair[0].woken_at == 7)
+
+
+def test_a_rank_that_leaves_ends_the_other_unless_that_needs_no_peer(
+    pair: tuple[Control, Control], exits: list[tuple[str, int]]
+) -> None:
+    zero, one = pair
+    zero.is_done = lambda: True
+    one.leave()
+    until(lambda: zero._lost is not None)
+    time.sleep(1.0)
+    assert exits == []
+    zero.is_done = lambda: False
+    until(lambda: exits == [("group", EXIT_PEER_LOST)])
+
+
+def test_the_awaited_rank_is_named_and_the_loop_that_waits_goes_on_beating(pair: tuple[Control, Control]) -> None:
+    zero, one = pair
+    zero.counters, one.counters = WorkerCounters(), WorkerCounters()
+    zero.progress.launched = one.progress.launched = 5
+    zero.progress.entered, one.progress.entered = 9, 8
+    zero.progress.waits_since = time.monotonic() - 2.0
+    until(lambda: zero.counters is not None and zero.counters.awaits == "w1")
+    until(lambda: zero.counters is not None and zero.counters.beats > 3)
+    assert (one.counters.beats, one.counters.awaits) == (0, "")
+    one.progress.entered = 9
+    zero.progress.end_wait()
+    until(lambda: zero.counters is not None and zero.counters.awaits == "")
+
+
+def test_a_rank_without_progress_is_lost_after_two_heartbeat_limits(
+    tmp_path: Path, exits: list[tuple[str, int]]
+) -> None:
+    tmp_path.chmod(0o700)
+    zero, one = meet(tmp_path, heartbeat_limit_s=0.75)
+    for control in (zero, one):
+        control.progress.turns, control.progress.launched = True, 5
+    zero.progress.entered, one.progress.entered = 9, 8
+    zero.progress.waits_since = began = time.monotonic()
+    until(lambda: exits == [("group", EXIT_PEER_LOST)])
+    assert time.monotonic() - began > 1.5
+    assert zero._lost is not None
+    assert "no progress" in zero._lost[1]
+    one.is_done = lambda: True
+    one.close()
+
+
+def test_a_connection_of_a_stranger_that_breaks_loses_no_rank(
+    pair: tuple[Control, Control], exits: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    for _ in range(5):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(tmp_path / "group-g0.sock"))
+            stranger.send(os.urandom(64))
+        time.sleep(0.3)
+    assert all(control._lost is None for control in pair)
+    assert exits == []
+
+
+def test_a_second_rank_0_is_refused(pair: tuple[Control, Control], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another process listens there"):
+        Control(config_of(tmp_path, 0), {}).join()

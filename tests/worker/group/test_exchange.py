@@ -1,0 +1,147 @@
+"""A mixture over ranks is the mixture of one process, whatever place its rows and experts have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker.group import exchange as exchange_module
+from worker.group.exchange import Alike, Exchange
+from worker.weights.layout import ExpertShare
+
+HIDDEN, CHOICES, EXPERTS = 24, 3, 12
+
+
+@dataclass
+class ThreadCollectives:
+    """Ranks that are threads of this process."""
+
+    rank: int
+    size: int
+    parts: list[Tensor]
+    barrier: threading.Barrier
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        self._share(own)
+        output.copy_(torch.cat(self.parts).view_as(output))
+        self.barrier.wait()
+
+    def all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        self._share(parts)
+        output.copy_(torch.stack([part[self.rank] for part in self.parts]))
+        self.barrier.wait()
+
+    def _share(self, own: Tensor) -> None:
+        self.parts[self.rank] = own
+        self.barrier.wait()
+
+
+WEIGHTS = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
+
+
+def experts_of(share: ExpertShare, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Rows one by one, in float32: a result depends on its row alone."""
+
+    def compute(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for row, (ids, scales) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+            parts = [
+                scale * (WEIGHTS[expert] @ hidden[row].float())
+                for expert, scale in zip(ids, scales, strict=True)
+                if expert in share
+            ]
+            out[row] = sum(parts, torch.zeros(HIDDEN)).to(dtype)
+        return out
+
+    return compute
+
+
+def rows_of(count: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, HIDDEN, generator=generator).to(dtype)
+    chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOICES] for _ in range(count)] or [
+        torch.zeros(CHOICES, dtype=torch.long)
+    ])[:count]  # fmt: skip
+    return hidden, chosen, torch.rand(count, CHOICES, generator=generator)
+
+
+def mixed(
+    counts: list[int], rows: int, dtype: torch.dtype, *, deterministic: bool, seeds: list[int] | None = None
+) -> list[Tensor]:
+    size = len(counts)
+    parts, barrier = [torch.empty(0)] * size, threading.Barrier(size)
+    found: list[Tensor] = [torch.empty(0)] * size
+
+    def run(rank: int) -> None:
+        collectives = ThreadCollectives(rank, size, parts, barrier)
+        exchange = Exchange(
+            collectives,
+            hidden=HIDDEN,
+            choices=CHOICES,
+            rows_max=rows + 3,
+            dtype=dtype,
+            device="cpu",
+            deterministic=deterministic,
+        )
+        share = ExpertShare.of(rank, size, EXPERTS)
+        for _ in range(2):  # the second round finds the first one's bytes in its buffers
+            given = rows_of(counts[rank], (seeds or list(range(size)))[rank], dtype)
+            found[rank] = exchange.mix(*given, rows, experts_of(share, dtype))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[4], [4, 0], [1, 4, 2], [0, 0, 4, 4]])
+def test_rows_get_the_sum_over_all_experts(counts: list[int], dtype: torch.dtype) -> None:
+    whole = experts_of(ExpertShare(0, EXPERTS), torch.float32)
+    for deterministic in (False, True):
+        for rank, output in enumerate(mixed(counts, 5, dtype, deterministic=deterministic)):
+            hidden, chosen, weights = rows_of(counts[rank], rank, dtype)
+            assert output.dtype == dtype
+            assert output.shape == (counts[rank], HIDDEN)
+            tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+            torch.testing.assert_close(output.float(), whole(hidden.float(), chosen, weights), rtol=0, atol=tolerance)
+
+
+def test_bits_depend_on_neither_the_rank_nor_the_rows_of_other_ranks() -> None:
+    alone = mixed([3, 0, 0], 5, torch.bfloat16, deterministic=True, seeds=[9, 1, 2])[0]
+    beside = mixed([5, 2, 3], 5, torch.bfloat16, deterministic=True, seeds=[4, 5, 9])[2]
+    assert torch.equal(alone, beside)
+
+
+@pytest.mark.parametrize("piece_rows", [1, 5, 7, 10, 15, 4_096])
+def test_pieces_cover_all_rows_once(piece_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = mixed([5, 2, 3], 5, torch.float32, deterministic=False)
+    monkeypatch.setattr(exchange_module, "PIECE_ROWS", piece_rows)
+    for output, whole in zip(mixed([5, 2, 3], 5, torch.float32, deterministic=False), expected, strict=True):
+        assert torch.equal(output, whole)
+
+
+def test_padding_chose_no_expert_and_the_worst_routing_fits() -> None:
+    """All rows of all ranks to one rank's experts, and every other place of a round is expert -1."""
+    seen: list[Tensor] = []
+    exchange = Exchange(
+        Alike(0, 2), hidden=8, choices=2, rows_max=4, dtype=torch.float32, device="cpu", deterministic=False
+    )
+
+    def experts(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        seen.append(chosen.clone())
+        return hidden * weights.sum(1, keepdim=True)
+
+    for count in (4, 1):
+        exchange.mix(torch.ones(count, 8), torch.zeros(count, 2, dtype=torch.long), torch.ones(count, 2), 4, experts)
+    assert (seen[0] == 0).all()
+    assert seen[1][:, 0].tolist() == [0, -1, -1, -1, 0, -1, -1, -1]
+    assert exchange.bytes == sum(t.numel() * t.element_size() for t in vars(exchange).values() if torch.is_tensor(t))

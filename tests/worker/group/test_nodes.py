@@ -1,0 +1,170 @@
+"""A group over two nodes: network namespaces with an address each, and process numbers of their own, so that only
+connections tell of a death."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from protocol.errors import EXIT_PEER_LOST, ConfigError, NotAllowed
+from protocol.settings import ClusterSettings, Config, WorkerSettings
+from tests.support.group_rig import Ask, GroupRig, settings_of
+from tests.support.netns_rig import Namespace, namespaces, why_not
+from tests.worker.group.test_ranks import SETTINGS, asks_of, spread, wrong
+from worker.group.control import Control
+from worker.group.messages import Join, encode
+from worker.runners.tiny import write_tiny_checkpoint
+
+pytestmark = [pytest.mark.group, pytest.mark.process]
+PORT = 29_500
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, "glm-5", index_topk=32, context_max_tokens=1_024)
+    return path
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return write_secret(tmp_path / "secret")
+
+
+def write_secret(path: Path) -> Path:
+    path.write_text(secrets.token_hex(32))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Namespace]]:
+    if why_not():
+        pytest.skip(why_not())
+    with namespaces(2) as found:
+        yield found
+
+
+def rig_of(
+    checkpoint: Path, directory: Path, nodes: list[Namespace], secret: Path, requests: int
+) -> tuple[GroupRig, list[list[Ask]]]:
+    settings = msgspec.structs.replace(SETTINGS, group_secret_file=str(secret))
+    asks = spread(asks_of(requests, seed=31), 4)
+    endpoint = f"tcp://{nodes[0].address}:{PORT}"
+    configs = [settings_of(checkpoint, directory, 4, rank, settings, endpoint) for rank in range(4)]
+    alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    prefix = [[*nodes[rank // 2].prefix, *alone] for rank in range(4)]
+    return GroupRig(checkpoint, directory, asks, settings, configs=configs, prefix=prefix), asks
+
+
+def test_two_nodes_of_two_ranks_decode_as_generate(
+    checkpoint: Path, nodes: list[Namespace], secret: Path, tmp_path: Path
+) -> None:
+    rig, asks = rig_of(checkpoint, tmp_path, nodes, secret, 12)
+    try:
+        assert not wrong(checkpoint, asks, rig.drawn())
+    finally:
+        rig.close()
+
+
+def test_ranks_on_both_nodes_end_soon_after_a_rank_was_killed(
+    checkpoint: Path, nodes: list[Namespace], secret: Path, tmp_path: Path
+) -> None:
+    rig, _ = rig_of(checkpoint, tmp_path, nodes, secret, 4)
+    try:
+        for rank in range(4):
+            rig.line(rank)  # all have drawn their tokens, and sleep
+        rig.ranks[3].send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        assert [child.wait(10) for child in rig.ranks[:3]] == [EXIT_PEER_LOST] * 3
+        print(f"ended {time.monotonic() - began:.2f} s after the death of a rank on another node")
+    finally:
+        rig.close()
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def config_of(secret: str, port: int, *, insecure: bool = False) -> Config:
+    worker = WorkerSettings(
+        name="w0", group="g0", group_size=2, group_endpoint=f"tcp://127.0.0.1:{port}", group_secret_file=secret
+    )
+    return Config(cluster=ClusterSettings(insecure=insecure), worker=worker)
+
+
+def free_port() -> int:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+        return probe.bind_to_random_port("tcp://127.0.0.1")
+
+
+def rank_one(config: Config) -> subprocess.Popen[str]:
+    program = (
+        "import sys, msgspec; from protocol.settings import Config; from worker.group.control import Control;"
+        "control = Control(msgspec.json.decode(sys.argv[1], type=Config), {}); control.join(); control.leave()"
+    )
+    worker = msgspec.structs.replace(config.worker, name="w1", group_rank=1)
+    text = msgspec.json.encode(msgspec.structs.replace(config, worker=worker)).decode()
+    return subprocess.Popen([sys.executable, "-c", program, text], stdout=subprocess.PIPE, text=True)
+
+
+def test_only_ranks_that_know_the_secret_join(secret: Path, tmp_path: Path) -> None:
+    port = free_port()
+    control = Control(config_of(str(secret), port), {})
+    control._thread.start()
+    stranger = rank_one(config_of(str(write_secret(tmp_path / "other")), port))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+        plain.linger = 0
+        plain.connect(f"tcp://127.0.0.1:{port}")
+        plain.send(encode(Join("1", "g0", 1, 2, "w1", 1, "", {})))
+        assert not plain.poll(3_000)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            stranger.wait(3)
+        assert control.members == ()
+        assert rank_one(config_of(str(secret), port)).wait(30) == 0
+        assert [member.worker for member in control.members] == ["w0", "w1"]
+    finally:
+        stranger.kill()
+        control.leave()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "error", "said"),
+    [
+        ("x" * 64, 0o644, NotAllowed, "mode 0644"),
+        ("short", 0o600, ConfigError, "has 5 characters"),
+        (None, 0, ConfigError, "worker.group_secret_file"),
+    ],
+)
+def test_an_unfit_secret_is_refused(
+    text: str | None, mode: int, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "secret"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    with pytest.raises(error, match=said):
+        Control(config_of(str(path), 1), {})
+
+
+def test_tcp_without_a_secret_is_refused_unless_insecure() -> None:
+    with pytest.raises(ConfigError, match="a group over tcp needs a secret"):
+        Control(config_of("", 1), {})
+    Control(config_of("", 1, insecure=True), {})
+
+
+def test_a_port_in_use_is_refused_by_name() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(ConfigError, match=rf"another process listens there .*{port}|worker.group_endpoint"):
+            Control(config_of("", port, insecure=True), {}).join()

@@ -1,0 +1,166 @@
+"""Ranks as processes over gloo: whatever a rank has to do beside others, tokens are the model library's own, and in
+deterministic mode bits are the same on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+
+import worker.oracle
+from protocol.settings import WorkerSettings
+from tests.support.group_rig import Ask, Drawn, GroupRig
+from tests.support.oracle_rig import run_oracle
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+
+pytestmark = [pytest.mark.group, pytest.mark.process]
+
+TOPK = 32
+#: Requests of a group. The number of a whole demonstration is 64.
+REQUESTS = int(os.environ.get("GROUP_REQUESTS", "8"))
+TEXT = Path(worker.oracle.__file__).read_bytes()
+SETTINGS = WorkerSettings(
+    seats=4,
+    hot_size_classes=(64, 128, 256),
+    tail_slots=3,
+    prefill_chunk_tokens=64,
+    context_max_tokens=512,
+    slab_tokens=512,
+    host_mem="32MiB",
+    device_mem="32MiB",
+    dtype="float32",
+)
+#: Where generate()'s two best logits are closer, either token is right (fp32, logits of order 5).
+TIE_BOUND = 1e-3
+
+
+#: What weights are stored in, by family and number of ranks.
+STORED = {
+    **{("deepseek-v3.2", 1): "float32", ("deepseek-v3.2", 2): "fp8", ("deepseek-v3.2", 3): "bfloat16"},
+    **{("glm-5", 1): "fp8", ("glm-5", 2): "bfloat16", ("glm-5", 4): "fp8"},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """By family and what weights are stored in; 24 experts split over 1, 2, 3 and 4 ranks."""
+
+    @cache
+    def make(family: str, stored: str = "float32") -> Path:
+        path = tmp_path_factory.mktemp("model")
+        about: dict[str, Any] = {"index_topk": TOPK, "context_max_tokens": 1_024, "experts": 24}
+        write_tiny_checkpoint(path, family, fp8=stored == "fp8", **about)
+        if stored == "bfloat16":
+            _round_weights(path)
+        return path
+
+    return make
+
+
+def _round_weights(path: Path) -> None:
+    """Store the weights in bfloat16, except the router's correction, which the library keeps in float32."""
+    file = path / "model.safetensors"
+    weights = {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+        for name, tensor in load_file(file).items()
+    }
+    save_file(weights, file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+
+
+def asks_of(count: int, seed: int, tokens: tuple[int, int] = (4, 16)) -> list[Ask]:
+    """Mixed requests: short and long prompts, some resized, some retracted and resumed."""
+    chance = random.Random(seed)
+    asks = []
+    for number in range(count):
+        start, length = chance.randrange(3_000), chance.choice((10, 60, 64, 130, 300))
+        drawn = chance.randint(*tokens)
+        how = chance.choice(("", "", "resize", "keep", "drop"))
+        moves = [(chance.randint(1, drawn - 1), how, chance.choice((0, 64, 128)))] if how else []
+        asks.append(Ask(number, list(TEXT[start : start + length]), drawn, chance.choice((0, 64, 128)), moves=moves))
+    return asks
+
+
+def run(
+    checkpoint: Path, directory: Path, asks: list[list[Ask]], settings: WorkerSettings, *, keep_logits: bool = False
+) -> list[Drawn]:
+    directory.mkdir(mode=0o700)
+    rig = GroupRig(checkpoint, directory, asks, settings, keep_logits=keep_logits)
+    try:
+        return rig.drawn()
+    finally:
+        rig.close()
+
+
+def wrong(checkpoint: Path, asks: list[list[Ask]], drawn: list[Drawn], dtype: str = "float32") -> list[int]:
+    """Requests whose tokens are not generate()'s, up to a tie."""
+    flat = sorted((ask for own in asks for ask in own), key=lambda ask: ask.number)
+    tokens = {int(number): ids for rank in drawn for number, ids in rank.tokens.items()}
+    assert tokens.keys() == {ask.number for ask in flat}
+    job = {
+        "model": str(checkpoint),
+        "prompts": [{"tokens": ask.prompt, "max_new_tokens": ask.tokens} for ask in flat],
+        "ignore_eos": True,
+        "dtype": dtype,
+        "prefill_chunk": SETTINGS.prefill_chunk_tokens,
+    }
+    return [
+        ask.number
+        for ask, answer in zip(flat, run_oracle(job), strict=True)
+        if not agrees(tokens[ask.number], answer["tokens"], answer["gaps"])
+    ]
+
+
+def agrees(ours: list[int], theirs: list[int], gaps: list[float]) -> bool:
+    place = next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+    return place is None or gaps[place] < TIE_BOUND
+
+
+def spread(asks: list[Ask], size: int, first: int = 0) -> list[list[Ask]]:
+    ranks: list[list[Ask]] = [[] for _ in range(size)]
+    for place, ask in enumerate(asks):
+        ranks[(first + place) % size].append(ask)
+    return ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_requests_get_the_tokens_of_generate(
+    family: str, size: int, checkpoints: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """With resizes, and retractions with pages kept and dropped, from weights stored in each dtype, in float32."""
+    checkpoint = checkpoints(family, STORED.get((family, size), "float32"))
+    asks = spread(asks_of(REQUESTS, seed=size), size)
+    drawn = run(checkpoint, tmp_path / "run", asks, SETTINGS)
+    assert not wrong(checkpoint, asks, drawn)
+
+
+def test_prompts_on_one_rank_alone_leave_the_others_idle(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    asks = [[], asks_of(8, seed=5), []]
+    drawn = run(checkpoints("deepseek-v3.2"), tmp_path / "run", asks, SETTINGS)
+    assert not wrong(checkpoints("deepseek-v3.2"), asks, drawn)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_bits_are_the_same_on_every_rank(size: int, checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    """Deterministic: the same requests on other ranks, in other company."""
+    settings = msgspec.structs.replace(SETTINGS, deterministic=True)
+    checkpoint, logits = checkpoints("deepseek-v3.2"), []
+    for first in (0, 1):
+        asks = spread(asks_of(6, seed=9), size, first)
+        if first:
+            asks[0] += [Ask(100 + it, list(TEXT[it : it + 90]), 12) for it in range(3)]
+        drawn = run(checkpoint, tmp_path / f"run {first}", asks, settings, keep_logits=True)
+        logits.append({place: bits for rank in drawn for place, bits in rank.logits.items()})
+    shared = logits[0].keys() & logits[1].keys()
+    assert shared == logits[0].keys()
+    assert {place for place in shared if logits[0][place] != logits[1][place]} == set()

@@ -1,0 +1,98 @@
+"""The decode loop's side of a group: wishes are read when they were gathered, and not before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from worker.group.agreement import Agreement, Round, RoundKind, Wish
+from worker.group.control import Progress
+from worker.loop.rounds import Rounds, next_chunks
+from worker.streams import Streams, make_streams
+
+SEEDS = range(20)
+
+
+@dataclass
+class EchoingPeer:
+    """A second rank, as collectives: it wishes what this rank wishes, with one row more."""
+
+    rank: int = 0
+    size: int = 2
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        both = output.view(2, -1)
+        both[0], both[1] = own, own
+        both[1, 0] += 1
+
+    def all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class FakeControl:
+    progress: Progress = field(default_factory=Progress)
+    woken_at: int = -1
+    wakes: list[int] = field(default_factory=list)
+
+    def wake(self, number: int) -> None:
+        self.wakes.append(number)
+
+
+def rounds_on(streams: Streams, lag: int = 2) -> tuple[Rounds, FakeControl]:
+    agreement = Agreement(lag=lag, batch_sizes=[1, 2, 64], chunk_sizes=[8], prompt_rounds_max=1)
+    control = FakeControl()
+    group: Any = SimpleNamespace(size=2, control=control, collectives=EchoingPeer())
+    return Rounds(group, agreement, streams.compute, "cpu"), control
+
+
+def sizes(streams: Streams) -> list[int]:
+    """Sizes of the decode rounds while this rank wishes 1, 2, ... rows: what it wished two rounds before, and one more,
+    padded."""
+    rounds, _ = rounds_on(streams)
+    found = []
+    for number in range(30):
+        this = rounds.next(has_work=True)
+        assert this is not None
+        rounds.begin(this)
+        rounds.end(this, Wish(rows=number + 1))
+        found.append(this.size)
+    streams.close()
+    return found
+
+
+def test_a_round_follows_the_wishes_of_two_rounds_before() -> None:
+    assert sizes(make_streams("inline")) == [0, 2, 2, 64, *[64] * 26]
+    for seed in SEEDS:
+        assert sizes(make_streams("simulated", seed)) == sizes(make_streams("inline"))
+
+
+@pytest.mark.mutation
+def test_an_omitted_fence_lets_wishes_be_read_too_early() -> None:
+    mutants = [make_streams("simulated", seed, "seeded", ("wishes_gathered",)) for seed in SEEDS]
+    assert any(sizes(streams) != sizes(make_streams("inline")) for streams in mutants)
+
+
+def test_a_sleeping_group_is_woken_once_by_work_and_follows_the_wakes_of_others() -> None:
+    rounds, control = rounds_on(make_streams("inline"))
+    assert rounds.next(has_work=False) is None
+    assert rounds.settled
+    first = Round(0, RoundKind.WISHES, 0)
+    assert rounds.next(has_work=True) == rounds.next(has_work=True) == first
+    assert control.wakes == [0]
+    control.woken_at = 0
+    assert rounds.next(has_work=False) == first
+    rounds.begin(first)
+    rounds.end(first, Wish())
+    assert control.progress.launched == 0
+    assert not rounds.settled
+
+
+def test_next_chunks_go_through_prompts_in_order() -> None:
+    assert next_chunks([(0, 20), (8, 10)], 8, 5) == (8, 8, 4, 2)
+    assert next_chunks([(16, 20), (0, 40)], 8, 2) == (4, 8)
+    assert next_chunks([(20, 20)], 8, 2) == ()

@@ -1,0 +1,1 @@
+"""Ranks that hold one copy of a model and step together."""

@@ -1,0 +1,174 @@
+"""What ranks exchange in a round: rows for the experts of a mixture, partial sums back, and wishes.
+
+A mixture of experts of a group (after GShard's dispatch and combine, with all-gather in place of routing):
+
+    gate            on a rank's own rows: the experts that they chose, and weights
+    all-gather      rows and choices of all ranks, each padded to the size of the round; padding chose expert -1
+    experts         this rank's experts for all rows: a partial sum for each row
+    all-to-all      each rank gets the partial sums of its own rows from every rank
+    sum             locally, in the order of ranks, in float32
+
+So the order of additions depends on neither the collective library nor on where a row lies. No shape depends on data,
+nothing is read by the host, and the worst routing (all rows to one rank) fits: buffers hold all rows of all ranks.
+Experts work through the gathered rows in pieces of at most PIECE_ROWS rows (deterministic: the rows of one rank), which
+bounds their scratch memory.
+
+Rows and choices travel as one byte array: one collective instead of three.
+
+Rejected: all-reduce and reduce-scatter (gloo adds in an order that depends on place and size); sending each row only
+to the ranks of its choices (shapes from data, a host read in each layer, buffers of the same size).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from worker.group.control import Progress
+from worker.weights.layout import CHOICE_BYTES, exchanged_row_bytes
+
+#: Rows that experts compute at once.
+PIECE_ROWS: Final = 4_096
+
+#: Output [T, h] of this rank's experts for rows [T, h], choices int64[T, k] and weights float32[T, k].
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Collectives(Protocol):
+    """Between `size` ranks, of which this is `rank`. Called in the same order with the same shapes on each."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        """output [size * n, ...] = `own` [n, ...] of each rank, in the order of ranks."""
+        ...
+
+    def all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        """output[r] = parts[rank] of rank r, for [size, n, ...]."""
+        ...
+
+
+class Exchange:
+    """The mixtures of a model over `collectives`. Operations on `compute`, one round after the other."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        *,
+        hidden: int,
+        choices: int,
+        rows_max: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        deterministic: bool,
+    ) -> None:
+        """`rows_max`: the largest round. Partial sums travel in `dtype`, deterministic ones in float32."""
+        self.collectives = collectives
+        self._hidden, self._choices, self._dtype = hidden, choices, dtype
+        self.rows_max = rows_max
+        self._deterministic = deterministic
+        self._row_bytes = exchanged_row_bytes(hidden * dtype.itemsize, choices)
+        size, partial = collectives.size, torch.float32 if deterministic else dtype
+        self._own = torch.zeros(rows_max, self._row_bytes, dtype=torch.uint8, device=device)
+        self._all = torch.zeros(size * rows_max, self._row_bytes, dtype=torch.uint8, device=device)
+        self._partials = torch.zeros(size * rows_max, hidden, dtype=partial, device=device)
+        self._returned = torch.zeros(size * rows_max, hidden, dtype=partial, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        held = (self._own, self._all, self._partials, self._returned)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def mix(self, hidden: Tensor, chosen: Tensor, weights: Tensor, rows: int, experts: Experts) -> Tensor:
+        """Sum [n, h] over the choices of `hidden` [n, h], n <= rows: `chosen` int[n, k], -1 for none; weights [n, k].
+
+        `rows` is the size of the round, equal on all ranks.
+        """
+        count = len(hidden)
+        own_hidden, own_chosen, own_weights = self._parts(self._own[:rows])
+        own_hidden[:count], own_chosen[:count], own_weights[:count] = hidden, chosen, weights
+        own_chosen[count:] = -1
+        size = self.collectives.size
+        everything = self._all[: size * rows]
+        self.collectives.all_gather(everything, self._own[:rows])
+        partials = self._partials[: size * rows]
+        for piece in self._pieces(rows):
+            part_hidden, part_chosen, part_weights = self._parts(everything[piece])
+            partials[piece] = experts(part_hidden.contiguous(), part_chosen.long(), part_weights.contiguous())
+        returned = self._returned[: size * rows].view(size, rows, self._hidden)
+        self.collectives.all_to_all(returned, partials.view(size, rows, self._hidden))
+        total = returned[0, :count].float()
+        for part in returned[1:, :count]:
+            total = total + part
+        return total.to(self._dtype)
+
+    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, choices int32 and weights float32 of byte rows, as views."""
+        values = self._hidden * self._dtype.itemsize
+        ids, end = values + 4 * self._choices, values + CHOICE_BYTES * self._choices
+        return (
+            rows[:, :values].view(self._dtype),
+            rows[:, values:ids].view(torch.int32),
+            rows[:, ids:end].view(torch.float32),
+        )
+
+    def _pieces(self, rows: int) -> Iterator[slice]:
+        size = self.collectives.size
+        at_once = rows if self._deterministic else min(size * rows, max(rows, PIECE_ROWS // rows * rows))
+        return (slice(start, min(start + at_once, size * rows)) for start in range(0, size * rows, at_once))
+
+
+class Alike:
+    """Collectives of one process that stands for all ranks, each with the same rows: to check this rank's share."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        output.view(self.size, -1).copy_(own.reshape(1, -1).expand(self.size, -1))
+
+    def all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        output.copy_(parts[self.rank : self.rank + 1].expand_as(output))
+
+
+class ProcessGroupCollectives:
+    """Over a backend of torch.distributed. On a CPU a call returns when all ranks came; it counts in `progress`."""
+
+    def __init__(self, group: Any, rank: int, size: int, progress: Progress, explain: Callable[[], bool]) -> None:
+        """`group` is a Backend. `explain`: whether a lost rank explains a failed call, after a wait; the process then
+        ends by itself."""
+        self.rank, self.size = rank, size
+        self._group, self._progress, self._explain = group, progress, explain
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        with self._entered():
+            self._group._allgather_base(output.view(-1), own.reshape(-1)).wait()
+
+    def all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        with self._entered():
+            self._group.alltoall_base(output.view(-1), parts.reshape(-1), [], []).wait()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        self._progress.entered += 1
+        self._progress.begin_wait()
+        try:
+            yield
+        except RuntimeError:
+            if self._explain():
+                _never()
+            raise
+        finally:
+            self._progress.end_wait()
+
+
+def _never() -> None:
+    """Wait for the end of the process, which the control thread brings about."""
+    threading.Event().wait()

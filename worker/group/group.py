@@ -1,0 +1,96 @@
+"""One rank's part in its group, from the first meeting to the last round."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from protocol.errors import ConfigError
+from protocol.messages import GroupMember
+from protocol.settings import Config, WorkerSettings
+from worker.group.control import Control
+from worker.group.exchange import ProcessGroupCollectives
+from worker.group.store import ControlStore
+
+#: Of collectives: they never decide that a rank is lost (control.py).
+NO_TIMEOUT: Final = timedelta(days=3_650)
+#: Settings of a worker that must be equal on all ranks: rounds, graphs and results depend on them.
+SHARED: Final = (
+    *("group_prompt_rounds_max", "dtype", "kv_dtype", "matmul", "graphs", "seats", "prefill_chunk_tokens"),
+    *("context_max_tokens", "lookahead_steps", "deterministic", "role"),
+)
+
+
+def shared_values(settings: WorkerSettings, fingerprint: str) -> dict[str, str]:
+    """What must be equal on all ranks, by the name of its setting. `fingerprint` of the checkpoint."""
+    device = settings.device.partition(":")[0]
+    values = {f"worker.{name}": str(getattr(settings, name)) for name in SHARED}
+    return {"worker.model": fingerprint, "worker.device": device} | values
+
+
+class Group:
+    """A rank that has met the others. `close` when this process ends, or `leave` when it holds nothing."""
+
+    def __init__(self, control: Control, settings: WorkerSettings) -> None:
+        """Sets the collectives up, which waits for all ranks."""
+        self.control = control
+        self.rank, self.size = settings.group_rank, settings.group_size
+        self.member = GroupMember(settings.group, self.rank, self.size, control.incarnation)
+        self._store = ControlStore(control)  # kept: the library calls it as long as the group lives
+        self.process_group = _process_group(settings, self._store)
+        self.collectives = ProcessGroupCollectives(
+            self.process_group, self.rank, self.size, control.progress, control.explain
+        )
+
+    @classmethod
+    def join(cls, config: Config, fingerprint: str) -> Group:
+        """Meet the other ranks. Waits for them. Raises ConfigError when rank 0 turns this one away, NotAllowed."""
+        control = Control(config, shared_values(config.worker, fingerprint))
+        try:
+            control.join()
+        except BaseException:
+            control.close()
+            raise
+        return cls(control, config.worker)
+
+    def leave(self) -> None:
+        """This process holds no request and ends."""
+        self.control.leave()
+
+    def close(self) -> None:
+        self.control.close()
+
+
+def _process_group(settings: WorkerSettings, store: ControlStore) -> Any:
+    rank, size = settings.group_rank, settings.group_size
+    options: Any
+    if settings.device == "cpu":
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(settings.group_endpoint))]
+        options._timeout = NO_TIMEOUT
+        return dist.ProcessGroupGloo(store, rank, size, options)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = NO_TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _address(endpoint: str) -> str:
+    """The address of this machine that other ranks reach: loopback for a path, else that of the route to rank 0."""
+    if endpoint.startswith("ipc://"):
+        return "127.0.0.1"
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of a datagram socket: finds the route and sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"no route to it: {error.strerror}",
+            field="worker.group_endpoint",
+            value=endpoint,
+            remedy="name the address of the machine of rank 0",
+        ) from error
