@@ -17,6 +17,7 @@ import trio
 
 from kernels.layout import Geometry
 from protocol.arrays import pack_int32
+from protocol.errors import EXIT_DEFECT
 from protocol.messages import Admit, Finished, Refused, Released, Sampling, Started
 from protocol.units import pages_for
 from tests import ROOT

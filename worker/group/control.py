@@ -105,8 +105,10 @@ class Control:
     """`join` from the thread that starts the process, which then owns it; all else from any thread."""
 
     def __init__(self, config: Config, shared: dict[str, str]) -> None:
-        """`shared`: values that must be equal on all ranks, by the name of their setting. Raises ConfigError and NotAllowed
-        for a secret that is unfit."""
+        """`shared`: values that must be equal on all ranks, by the name of their setting.
+
+        Raises ConfigError and NotAllowed for a secret that is unfit.
+        """
         settings = config.worker
         self.progress = Progress()
         self.members: tuple[Member, ...] = ()

@@ -12,8 +12,8 @@ from worker.group.control import Control
 class ControlStore(Store):
     """Keys are set or appended to, and are kept by rank 0. Waits have no timeout: a lost rank ends the process.
 
-    What gloo and NCCL ask for is here; `add`, `delete_key` and `num_keys` raise as in the base class. NCCL's monitor asks
-    once a second with `check` for a key of its timeouts, which this project does not use.
+    What gloo and NCCL ask for is here; `add`, `delete_key` and `num_keys` raise as in the base class. NCCL's monitor
+    asks once a second with `check` for a key of its timeouts, which this project does not use.
     """
 
     def __init__(self, control: Control) -> None:
