@@ -33,7 +33,7 @@ def config_of(directory: Path, rank: int, heartbeat_limit_s: float = 5.0) -> Con
     )
 
 
-class Ended(BaseException):
+class Ended(SystemExit):
     """In place of the end of the process."""
 
 
