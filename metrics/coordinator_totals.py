@@ -56,6 +56,20 @@ COORDINATOR_METRICS: Final[tuple[Metric[CoordinatorCounters], ...]] = (
         lambda it: it.prompt_tokens,
     ),
     counter(
+        "hisparse_prefix_tokens_total",
+        "tokens",
+        "Prompt tokens whose rows were reused, at admission.",
+        "How much prefill does prefix reuse save?",
+        lambda it: it.prefix_tokens,
+    ),
+    counter(
+        "hisparse_prefix_pages_evicted_total",
+        "pages",
+        "Cached host pages evicted to make room.",
+        "Is the host pool too small for what could be reused?",
+        lambda it: it.prefix_pages_evicted,
+    ),
+    counter(
         "hisparse_tokens_total",
         "tokens",
         "Tokens received from workers.",

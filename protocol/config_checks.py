@@ -25,6 +25,7 @@ STREAM_BACKENDS: Final = ("inline", "simulated", "cuda")
 DTYPES: Final = ("auto", "float32", "bfloat16")
 TRANSFER_ENGINES: Final = ("", "shared", "nixl", "mooncake")
 KV_DTYPES: Final = (*DTYPES, "fp8")
+PREFIX_REUSE: Final = ("off", "own", "all")
 WEIGHT_ONLY: Final = "weight_only"
 MATMULS: Final = (WEIGHT_ONLY, "w8a8")
 #: sun_path of a Unix socket holds 108 bytes, its terminating zero included (unix(7)).
@@ -120,6 +121,7 @@ def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[Settin
 
 
 def _coordinator(coordinator: CoordinatorSettings) -> Iterator[SettingCheck]:
+    yield _one_of("coordinator.prefix_reuse", coordinator.prefix_reuse, PREFIX_REUSE)
     for field in (
         *("live_requests_max", "queue_max", "connections_max", "connections_per_key_max"),
         *("messages_burst", "grant_ahead_tokens"),

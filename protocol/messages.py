@@ -103,6 +103,7 @@ class ModelInfo(Part, frozen=True):
 
     `fingerprint` is a hash of config and weights index; it must be equal for all workers. `tokenizer_kind` is "bytes"
     (ids 0..255 are bytes) or "json" (a `tokenizer.json` of `tokenizer_hash`, fetched through the coordinator).
+    Prefixes are reused in multiples of `prefix_unit_tokens`; `reuses_generated`: those with decoded rows, too.
     """
 
     fingerprint: str
@@ -115,6 +116,8 @@ class ModelInfo(Part, frozen=True):
     tokenizer_kind: str
     tokenizer_hash: str
     chat_template: str = ""
+    prefix_unit_tokens: int = 64
+    reuses_generated: bool = True
 
 
 class WorkerCapacity(Part, frozen=True):
@@ -168,6 +171,7 @@ class Submit(Message, frozen=True, tag="submit"):
     With `subscribe` the connection receives Delivery and Ended of the request, under the handle given in Accepted.
     `prefill_mode` is one of PREFILL_MODES. `tenant` is on whose behalf the connection's user asks, "" for its own:
     requests of one priority take turns by user and tenant. It counts from users who may name tenants (HTTP fronts).
+    Only requests of one `cache_salt` reuse each other's prefixes.
     """
 
     tag: int
@@ -178,6 +182,7 @@ class Submit(Message, frozen=True, tag="submit"):
     subscribe: bool = True
     prefill_mode: str = AUTO
     tenant: str = ""
+    cache_salt: str = ""
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -390,7 +395,7 @@ class Ended(Message, frozen=True, tag="ended"):
     """The end of a subscribed request, after its last token. `outcome` is FINISHED, ABORTED or FAILED.
 
     `tail_text` is the text between the last token and a stop string that starts inside a token; the client appends it
-    to the decoded text.
+    to the decoded text. `prefix_tokens` of the prompt were reused, not computed.
     """
 
     handle: int
@@ -399,6 +404,7 @@ class Ended(Message, frozen=True, tag="ended"):
     reason: str
     generated_tokens: int
     tail_text: str = ""
+    prefix_tokens: int = 0
 
 
 class RequestRow(Part, frozen=True):
@@ -459,7 +465,8 @@ class WorkerRow(Part, frozen=True):
 
 
 class PoolRow(Part, frozen=True):
-    """The host pool of a node, in pages; `reservations` counts the requests that hold pages."""
+    """The host pool of a node, in pages; `reservations` counts the requests that hold pages. `cached` pages are
+    held by no request, and are free once they are evicted."""
 
     node: str
     host_pages: int
@@ -470,6 +477,7 @@ class PoolRow(Part, frozen=True):
     page_bytes: int
     reservations: int
     workers: tuple[str, ...]
+    cached: int = 0
 
 
 class AuditedRow(Part, frozen=True):
@@ -573,6 +581,9 @@ class Admit(Part, frozen=True, tag="admit"):
 
     `warm_start`, if any, comes from the Released of the placement that wrote the rows: positions to begin a managed hot
     buffer with. It is a hint: an unreadable one is counted, and the request starts cold.
+
+    `prefix_tokens`, whole pages and less than the prompt, only with `durable_tokens` 0: the first host pages hold those
+    rows and index keys already. They are shared with other requests, and never written. Prefill begins behind them.
     """
 
     placement: int
@@ -591,6 +602,7 @@ class Admit(Part, frozen=True, tag="admit"):
     transfer_id: int = 0
     destination: bytes = b""
     warm_start: bytes = b""
+    prefix_tokens: int = 0
 
 
 class Receive(Part, frozen=True, tag="receive"):

@@ -34,7 +34,7 @@ def parts_of(node: str, ledger: Ledger) -> Iterator[NodePart]:
     )
     quarantines = [(key, tuple(pages)) for key, pages in ledger._quarantines.items()]
     holdings = [(it.placement, it.budget, it.gpu, tuple(it.pages)) for it in ledger._holdings.values()]
-    return _parts(node, ledger.pages_total, free, budgets, quarantines, holdings)
+    return _parts(node, ledger.pages_total, free, ledger.cached_pages(), budgets, quarantines, holdings)
 
 
 _Frozen = tuple[int, GpuBudget | None, Memory, tuple[Int32Array, ...]]
@@ -44,6 +44,7 @@ def _parts(
     node: str,
     pages_total: int,
     free: Int32Array,
+    cached: Int32Array,
     budgets: tuple[BudgetImage, ...],
     quarantines: list[tuple[EpochKey, tuple[Int32Array, ...]]],
     holdings: list[_Frozen],
@@ -52,6 +53,8 @@ def _parts(
     yield NodePart(node, pages_total, b"", budgets, (), guarded)
     for start in range(0, free.size, PART_PAGES):
         yield NodePart(node, pages_total, free[start : start + PART_PAGES].tobytes(), (), (), ())
+    for start in range(0, cached.size, PART_PAGES):
+        yield NodePart(node, pages_total, b"", (), (), (), cached[start : start + PART_PAGES].tobytes())
     images: list[HoldingImage] = []
     for holding in holdings:
         images.append(_holding_image(holding))
@@ -84,6 +87,11 @@ def ledger_from(parts: Sequence[NodePart]) -> Ledger:
             pages = unpack_int32(data, "pages").copy()
             ledger._quarantines[key] = [pages]
             ledger._refcounts[pages] += 1
+        cached = unpack_int32(part.cached, "cached")
+        ledger._is_cached[cached] = True
+        ledger._refcounts[cached] += 1
+        ledger.pages_cached += cached.size
+    ledger.pages_idle = int(np.count_nonzero(ledger._is_cached & (ledger._refcounts == 1)))
     return ledger
 
 

@@ -266,7 +266,8 @@ class SummaryEnded(JournalEntry, frozen=True, tag="summary_ended"):
 class NodePart(JournalEntry, frozen=True, tag="node_part"):
     """Part of a ledger as of the last SummaryBegun. All parts of a node, concatenated in order, are the ledger.
 
-    `free` is the stack of free pages; holdings are by placement, budgets and quarantines by epoch. Pages are int32.
+    `free` is the stack of free pages; holdings are by placement, budgets and quarantines by epoch. Pages are
+    int32, those of `cached` too.
     """
 
     node: str
@@ -275,6 +276,7 @@ class NodePart(JournalEntry, frozen=True, tag="node_part"):
     budgets: tuple[BudgetImage, ...]
     holdings: tuple[HoldingImage, ...]
     quarantines: tuple[tuple[EpochKey, bytes], ...]
+    cached: bytes = b""
 
 
 class BudgetImage(msgspec.Struct, frozen=True, array_like=True):

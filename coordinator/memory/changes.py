@@ -7,7 +7,7 @@ from typing import TypeAlias, assert_never
 import msgspec
 
 from coordinator.memory.ledger import NO_PAGES, Ledger
-from protocol.arrays import Int32Array
+from protocol.arrays import Int32Array, unpack_int32
 from protocol.messages import WorkerCapacity
 from protocol.sizing import Memory
 
@@ -38,6 +38,11 @@ class Reserve(LedgerChange, frozen=True, tag="reserve"):
     worker: str
     want: Memory
     take_over: int | None = None
+    share: bytes = b""  # cached pages, int32, with which the list begins
+
+    @property
+    def shared(self) -> Int32Array:
+        return unpack_int32(self.share, "share")
 
 
 class Extend(LedgerChange, frozen=True, tag="extend"):
@@ -59,17 +64,32 @@ class Release(LedgerChange, frozen=True, tag="release"):
     placement: int
 
 
-Change: TypeAlias = AddWorker | LoseWorker | ProveExit | Reserve | Extend | Shrink | Keep | Release
+class Cache(LedgerChange, frozen=True, tag="cache"):
+    """`pages` is int32. Of what is in them, the prefix index knows, which is not written down."""
+
+    pages: bytes
+
+
+class Evict(LedgerChange, frozen=True, tag="evict"):
+    pages: bytes
+
+
+Change: TypeAlias = AddWorker | LoseWorker | ProveExit | Reserve | Extend | Shrink | Keep | Release | Cache | Evict
 
 #: Changes that give memory away: no command follows from one before it is committed (I4).
-GIVING: tuple[type[LedgerChange], ...] = (Reserve, Extend)
+GIVING = (Reserve, Extend)
+
+
+def pages_taken(change: Reserve | Extend) -> int:
+    """Free host pages that it takes."""
+    return (change.want if isinstance(change, Reserve) else change.more).host_pages
 
 
 def apply(ledger: Ledger, change: Change) -> Int32Array:
     """Carry one change out; returns the page ids that it gave out, if any. Raises as the ledger's methods do."""
     match change:
         case Reserve(placement, worker, want, take_over):
-            return ledger.reserve(placement, worker, want, take_over=take_over)
+            return ledger.reserve(placement, worker, want, take_over=take_over, share=change.shared)
         case Extend(placement, more):
             return ledger.extend(placement, more)
         case Shrink(placement, less):
@@ -84,6 +104,10 @@ def apply(ledger: Ledger, change: Change) -> Int32Array:
             ledger.lose_worker(worker, epoch, proved_exit=proved_exit)
         case ProveExit(worker, epoch):
             ledger.prove_exit(worker, epoch)
+        case Cache(pages):
+            ledger.cache(unpack_int32(pages, "pages"))
+        case Evict(pages):
+            ledger.evict(unpack_int32(pages, "pages"))
         case _:
             assert_never(change)
     return NO_PAGES

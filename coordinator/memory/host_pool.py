@@ -4,6 +4,9 @@ A transaction is applied in one step of one actor, so a reservation over host pa
 slab is all or nothing (I7). It is appended to the journal in that very step, with the records that must become true
 together with it; the reply has the commit, before which no command may be sent that gives memory (I4). A change that
 does not fit is a defect, since only the Scheduler asks and it plans over these very accounts: it ends the process.
+
+Idle cached pages count as free. When a change takes more pages than are free, some are evicted just before it, and the
+eviction is written down before it like any change. Pages that the same transaction shares are spared.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import msgspec
 
 from coordinator.actor import Actor, Reply
-from coordinator.memory.changes import Change, apply
+from coordinator.memory.changes import GIVING, Change, Evict, Reserve, apply, pages_taken
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.page_ages import PageAges
+from coordinator.memory.prefix_index import PrefixIndex
 from metrics.state import Buckets
 from protocol.arrays import Int32Array
 
@@ -45,21 +49,26 @@ class Transact(msgspec.Struct, Generic[RecordT, CommitT], frozen=True):
 
 
 class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
-    """`ledger` may be read by any actor between turns; only this one changes it. `append(node, changes, notes)` writes
-    to the journal and returns the commit. `lifetimes` observes how long pages were held, by `clock`."""
+    """`ledger` may be read by any actor between turns; only this one changes it. The Scheduler adds to `prefixes`, and
+    this actor evicts from it. `append(node, changes, notes)` writes to the journal and returns the commit. `lifetimes`
+    observes how long pages were held, by `clock`; `evicted` is called with each number of pages evicted."""
 
     def __init__(
         self,
         node: str,
         ledger: Ledger,
+        prefixes: PrefixIndex,
         append: Callable[[str, Sequence[Change], Sequence[RecordT]], CommitT],
         *,
         lifetimes: Buckets,
         clock: Callable[[], float],
+        evicted: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__(f"host pool of {node}", mailbox_max=MAILBOX_MAX, batch_max=MAILBOX_MAX)
         self.node = node
         self.ledger = ledger
+        self._prefixes = prefixes
+        self._evicted = evicted
         self._append = append
         self._lifetimes = lifetimes
         self._clock = clock
@@ -71,9 +80,28 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
 
     async def handle(self, batch: list[Transact[RecordT, CommitT]]) -> None:
         for transact in batch:
-            given = [self._apply(change) for change in transact.changes]
-            commit = self._append(self.node, transact.changes, transact.notes)
+            spared = frozenset(
+                page for it in transact.changes if isinstance(it, Reserve) for page in it.shared.tolist()
+            )
+            given: list[Int32Array] = []
+            applied: list[Change] = []
+            for change in transact.changes:
+                if isinstance(change, GIVING) and (eviction := self._make_room(pages_taken(change), spared)):
+                    self._apply(eviction)
+                    applied.append(eviction)
+                given.append(self._apply(change))
+                applied.append(change)
+            commit = self._append(self.node, applied, transact.notes)
             transact.reply.set(Applied(given, commit))
+
+    def _make_room(self, pages: int, spared: frozenset[int]) -> Evict | None:
+        """What to evict so that `pages` are free."""
+        missing = pages - self.ledger.pages_free
+        if missing <= 0:
+            return None
+        evicted = self._prefixes.evict(missing, self.ledger.is_idle, spared)
+        self._evicted(evicted.size)
+        return Evict(evicted.tobytes())
 
     def _apply(self, change: Change) -> Int32Array:
         free_before = self.ledger.pages_free

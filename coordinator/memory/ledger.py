@@ -2,10 +2,12 @@
 
 Who holds what:
 
-    host page    is free, or has holders: placements, and quarantines of lost epochs. Its refcount is the number of
-                 holders (I1); it is free again when the last one lets go. A quarantine is a holder like any other, so
-                 a page can be shared by a successor and still be out of reach of all other placements until the
-                 lost process is proved gone (I2).
+    host page    is free, or has holders: placements, quarantines of lost epochs, and the cache. Its refcount is the
+                 number of holders (I1); it is free again when the last one lets go. A quarantine is a holder like any
+                 other, so a page can be shared by a successor and still be out of reach of all other placements until
+                 the lost process is proved gone (I2).
+    cached page  is full of durable rows, which never change (I3), and is in the prefix index. When only the cache holds
+                 it, it is *idle*: it counts as free, and is evicted before it is given out.
     GPU budget   of one epoch of one worker: seats, hot chunks, index pages, slab pages. Which chunk is the worker's
                  business. Counts return only on the worker's word (Staged, Resized, Released) or with the epoch's end.
     placement    one holding: a page list in order of position, one seat and GPU counts of one budget; or, *kept*, a
@@ -26,6 +28,7 @@ from functools import reduce
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import astuple, replace
 
 from protocol.arrays import Int32Array
@@ -80,11 +83,13 @@ class Holding:
 
 
 class PageCounts(NamedTuple):
-    """Every page of the pool in one of three states; `shared` of the owned ones have several owners (I1)."""
+    """Every page of the pool in one of four states (I1): `cached` ones are held by the cache alone. `shared` of the
+    owned ones have several owners."""
 
     free: int
     owned: int
     quarantined: int
+    cached: int
     shared: int
 
 
@@ -96,6 +101,9 @@ class Ledger:
         self._free = np.arange(pages_total - 1, -1, -1, dtype=np.int32)  # a stack: the first `pages_free` entries
         self.pages_free = pages_total
         self._refcounts = np.zeros(pages_total, dtype=np.int32)
+        self._is_cached = np.zeros(pages_total, dtype=np.bool_)
+        self.pages_cached = 0
+        self.pages_idle = 0
         self._holdings: dict[int, Holding] = {}
         self._budgets: dict[EpochKey, GpuBudget] = {}
         self._live: dict[str, GpuBudget] = {}
@@ -111,8 +119,13 @@ class Ledger:
         return budget
 
     def free(self, worker: str) -> Memory:
-        """What a request could be given on `worker` now. Raises WrongState as `budget`."""
-        return replace(self.budget(worker).free, host_pages=self.pages_free)
+        """What a request could be given on `worker` now, idle pages among it. Raises WrongState as `budget`."""
+        return replace(self.budget(worker).free, host_pages=self.pages_available)
+
+    @property
+    def pages_available(self) -> int:
+        """Free pages, and idle ones, which are free once they are evicted."""
+        return self.pages_free + self.pages_idle
 
     def has_live(self, worker: str) -> bool:
         return worker in self._live
@@ -151,12 +164,18 @@ class Ledger:
         """Departed placements whose pages are kept."""
         return {it.placement for it in self._holdings.values() if it.budget is None}
 
-    def freeable(self, placement: int) -> int:
-        """How many pages its release would free: those that no quarantine and no other placement holds too."""
-        holding = self._holding(placement)
-        if not self._quarantines:
-            return holding.page_count
-        return int(np.count_nonzero(self._refcounts[holding.all_pages()] == 1))
+    def freeing(self) -> Freeing:
+        """To compute what the end of a set of placements would free."""
+        return Freeing(self)
+
+    def cached_pages(self) -> Int32Array:
+        """Ids of all cached pages, ascending. O(pool)."""
+        return np.flatnonzero(self._is_cached).astype(np.int32)
+
+    def is_idle(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
+        """Whether only the cache holds each."""
+        idle: npt.NDArray[np.bool_] = self._is_cached[pages] & (self._refcounts[pages] == 1)
+        return idle
 
     def moved(self, free_before: int) -> tuple[Int32Array, Int32Array]:
         """Pages taken and pages freed since `pages_free` was `free_before`, by one change: it does one of both."""
@@ -176,9 +195,10 @@ class Ledger:
         for arrays in self._quarantines.values():
             for pages in arrays:
                 owners[pages] -= 1
+        owners -= self._is_cached
         owned = int(np.count_nonzero(owners))
-        quarantined = self.pages_total - self.pages_free - owned
-        return PageCounts(self.pages_free, owned, quarantined, int(np.count_nonzero(owners > 1)))
+        quarantined = self.pages_total - self.pages_available - owned
+        return PageCounts(self.pages_free, owned, quarantined, self.pages_idle, int(np.count_nonzero(owners > 1)))
 
     def shortfall(self, worker: str, want: Memory) -> tuple[str, ...]:
         """What is missing now for `want`, one phrase for each kind of memory; empty: it fits."""
@@ -234,14 +254,15 @@ class Ledger:
         """Give `placement` one seat and `want` on `worker`; returns its whole page list, int32 [pages].
 
         The list starts with the pages kept under the departed placement `take_over`, or with `share`, pages that
-        others hold and whose rows never change; `want.host_pages` fresh ones follow. Raises CapacityError when
-        anything is short: then nothing changed.
+        others hold, the cache among them, and whose rows never change; `want.host_pages` fresh ones follow. Raises
+        CapacityError when anything is short: then nothing changed. Idle pages have to be evicted before.
         """
         want = replace(want, seats=1)
         self._check_fits(placement, worker, want)
         self._check_new(placement, take_over, share)
         budget = self._live[worker]
         kept = [] if take_over is None else self._holdings.pop(take_over).pages
+        self.pages_idle -= int(np.count_nonzero(self.is_idle(share)))
         self._refcounts[share] += 1
         pages = [array for array in (*kept, share.copy(), self._take(want.host_pages)) if array.size]
         count = sum(array.size for array in pages)
@@ -287,6 +308,23 @@ class Ledger:
         self._quarantine(budget, all_pages)
         return 0
 
+    def cache(self, pages: Int32Array) -> None:
+        """Make the cache a holder of `pages`, distinct ones that others hold, full of durable rows."""
+        if np.unique(pages).size != pages.size or self._is_cached[pages].any() or not self._refcounts[pages].all():
+            raise InternalError("pages to be cached must be distinct, held, and not cached before")
+        self._refcounts[pages] += 1
+        self._is_cached[pages] = True
+        self.pages_cached += pages.size
+
+    def evict(self, pages: Int32Array) -> int:
+        """The cache lets go of `pages`, distinct ones; returns pages freed: those that were idle."""
+        if np.unique(pages).size != pages.size or not self._is_cached[pages].all():
+            raise InternalError("pages to be evicted must be distinct, and cached")
+        self.pages_idle -= int(np.count_nonzero(self.is_idle(pages)))
+        self._is_cached[pages] = False
+        self.pages_cached -= pages.size
+        return self._let_go(pages)
+
     def release(self, placement: int) -> int:
         """Give back everything; returns pages freed. Those of an epoch lost without proof are quarantined (I2)."""
         holding = self._holding(placement)
@@ -306,13 +344,15 @@ class Ledger:
         pages that one holding has twice, in one pass: about 60 ms for 10,000 holdings and a million pages."""
         arrays = [pages for it in self._holdings.values() for pages in it.pages]
         arrays += [pages for many in self._quarantines.values() for pages in many]
-        holders = np.bincount(np.concatenate([NO_PAGES, *arrays]), minlength=self.pages_total)
+        holders = np.bincount(np.concatenate([NO_PAGES, *arrays]), minlength=self.pages_total) + self._is_cached
         if wrong := np.flatnonzero(holders != self._refcounts).tolist():
             return f"refcounts of {len(wrong)} pages are not their holders' number, the first is page {wrong[0]}"
         if self._refcounts[self._free[: self.pages_free]].any():
             return "a free page has a holder"
         if self.pages_free + np.count_nonzero(holders) != self.pages_total:
             return f"{self.pages_free} free pages and those held are not {self.pages_total}"
+        if self.pages_idle != np.count_nonzero(self._is_cached & (holders == 1)):
+            return f"{self.pages_idle} pages are counted as held by the cache alone, and are not"
         return self._find_budget_mismatch()
 
     def _find_budget_mismatch(self) -> str:
@@ -342,6 +382,9 @@ class Ledger:
         for arrays in self._quarantines.values():
             for pages in arrays:
                 expected[pages] += 1
+        expected += self._is_cached
+        _demand(self.pages_cached == np.count_nonzero(self._is_cached), "cached pages are counted")
+        _demand(self.pages_idle == np.count_nonzero(self._is_cached & (expected == 1)), "idle pages are counted")
         _demand(np.array_equal(expected, self._refcounts), "I1: refcounts equal holders")
         free = self._free[: self.pages_free]
         _demand(np.unique(free).size == free.size, "I1: a free page is free once")
@@ -377,7 +420,7 @@ class Ledger:
         return holding, holding.budget
 
     def _check_fits(self, placement: int, worker: str, want: Memory) -> None:
-        if not self.free(worker).covers(want):
+        if not self.free(worker).covers(want) or want.host_pages > self.pages_free:
             missing = "; ".join(self.shortfall(worker, want))
             raise CapacityError(missing, field="placement", value=placement, remedy="retry later")
 
@@ -402,7 +445,9 @@ class Ledger:
     def _let_go(self, pages: Int32Array) -> int:
         """Remove one holder of each page; returns how many became free."""
         self._refcounts[pages] -= 1
-        freed = pages[self._refcounts[pages] == 0]
+        left = self._refcounts[pages]
+        self.pages_idle += int(np.count_nonzero(self._is_cached[pages] & (left == 1)))
+        freed = pages[left == 0]
         self._free[self.pages_free : self.pages_free + freed.size] = freed
         self.pages_free += freed.size
         return int(freed.size)
@@ -425,6 +470,44 @@ class Ledger:
     def _forget_if_empty(self, budget: GpuBudget) -> None:
         if budget.lost and not budget.holders:
             del self._budgets[budget.key]
+
+
+class Freeing:
+    """What the end of a set of placements would make available: two that share a page free nothing alone, and the page
+    together. Of a ledger as it is now, which must not change meanwhile."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._remaining: Int32Array | None = None  # holders but the cache, once any page may have several
+
+    def copy(self) -> Freeing:
+        """The same set, to be added to apart."""
+        copy = Freeing(self._ledger)
+        copy._remaining = None if self._remaining is None else self._remaining.copy()
+        return copy
+
+    def add(self, placement: int) -> int:
+        """Add one that is not in the set yet; returns how many pages more would be available."""
+        holding = self._ledger._holding(placement)
+        if not (self._ledger._quarantines or self._ledger.pages_cached):
+            return holding.page_count
+        pages, remaining = holding.all_pages(), self._holders()
+        remaining[pages] -= 1
+        return int(np.count_nonzero(remaining[pages] == 0))
+
+    def count_unheld(self, pages: Int32Array) -> int:
+        """How many of these, which are cached, nothing but the cache holds once the set has ended."""
+        return int(np.count_nonzero(self._holders()[pages] == 0)) if pages.size else 0
+
+    def hold(self, pages: Int32Array) -> None:
+        """A placement that is not in the ledger yet is to hold these, which are cached."""
+        if pages.size:
+            self._holders()[pages] += 1
+
+    def _holders(self) -> Int32Array:
+        if self._remaining is None:
+            self._remaining = self._ledger._refcounts - self._ledger._is_cached
+        return self._remaining
 
 
 def _of_gpu(memory: Memory) -> Memory:

@@ -12,18 +12,23 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+import trio
+
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
+from coordinator.memory.prefix_index import Chain, Digest
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.prefix_reuse import DIGESTS_AT_ONCE, PrefixReuse
 from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import ProtocolError, Unavailable
 from protocol.messages import NO_HOT_BUFFER
+from protocol.units import PAGE_TOKENS
 
 #: A worker may not leave less room than this in a Request's mailbox.
 FLOOD_MARGIN: Final = 64
@@ -61,6 +66,7 @@ class SchedulerApi(Actor[Message]):
     _auditor: Auditor
     _clock: Callable[[], float]
     _journal: Journal
+    _prefix_reuse: PrefixReuse
 
     @property
     @abstractmethod
@@ -88,7 +94,21 @@ class SchedulerApi(Actor[Message]):
         journal cannot be written. Cancelled: it may have been accepted; submit it again under its id.
         """
         check_writes(self._journal)
-        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user))
+        chain = await self._chain_of(submit, user)
+        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user, chain))
+
+    async def _chain_of(self, submit: messages.Submit, user: str) -> Chain | None:
+        """Digests of its prompt, a few at a time, so that a long prompt delays no other task."""
+        model, reuse = self._registry.model, self._prefix_reuse
+        if model is None or not reuse.is_on or len(submit.prompt) < 4 * PAGE_TOKENS:
+            return None
+        root = reuse.root(model, user, submit.tenant, submit.cache_salt)
+        digests: tuple[Digest, ...] = ()
+        for part in reuse.digests(root, submit.prompt):
+            digests += part
+            if len(part) == DIGESTS_AT_ONCE:
+                await trio.lowlevel.checkpoint()
+        return Chain(root, digests)
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""

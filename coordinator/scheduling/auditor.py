@@ -179,7 +179,7 @@ class Auditor:
         for node, ledger in self._ledgers.items():
             self._rounds.hear_node(node, check_node(ledger, self._awaited(node)))
             found = self._rounds.confirmed_of(node)
-            owned = ledger.pages_total - ledger.pages_free
+            owned = ledger.pages_total - ledger.pages_available
             audited.append(AuditedRow(node, 0, True, ledger.holdings_count, owned, len(found)))
             differences += [self._row(node, difference) for difference in found]
         return tuple(audited), tuple(differences)

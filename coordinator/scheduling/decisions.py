@@ -7,9 +7,12 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from coordinator.memory.ledger import NO_PAGES
 from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN
 from protocol.sizing import HotSize, Memory
+from protocol.units import PAGE_TOKENS
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -23,7 +26,7 @@ class Transfer(msgspec.Struct, frozen=True):
 class AdmitDecision(msgspec.Struct, frozen=True):
     """`memory.host_pages` are fresh; those kept under the departed placement `take_over` come first, and `first_token`
     with them. `decoder` names the worker for which a prompt is prefilled on another; on another node its rows go there
-    by `transfer_id`."""
+    by `transfer_id`. With `share`, cached pages, the list begins: they hold the rows of its first `prefix_tokens`."""
 
     entry: RequestEntry
     worker: WorkerEntry
@@ -35,6 +38,11 @@ class AdmitDecision(msgspec.Struct, frozen=True):
     first_token: int = NO_TOKEN
     decoder: str = ""
     transfer: Transfer | None = None
+    share: Int32Array = NO_PAGES
+
+    @property
+    def prefix_tokens(self) -> int:
+        return int(self.share.size) * PAGE_TOKENS
 
 
 class GrowDecision(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ event names its placement, and one of a placement that has departed changes noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -49,6 +49,7 @@ from coordinator.scheduling.groups import life_of
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.policy import Policy
+from coordinator.scheduling.prefix_reuse import OFF, PrefixReuse
 from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
 from protocol.sizing import Memory
@@ -76,9 +77,12 @@ TRANSFER_PAUSE_S: Final = 0.5
 class Dispatch:
     """`ledgers`, by node, are read for planning; they change only through the steps returned here."""
 
-    def __init__(self, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
+    def __init__(
+        self, ledgers: Mapping[str, Ledger], ahead_tokens: int, prefix_reuse: PrefixReuse | None = None
+    ) -> None:
         self.placement_table = PlacementTable()
-        self.policy = Policy(self.placement_table, ledgers, ahead_tokens)
+        self.prefix_reuse = prefix_reuse or PrefixReuse(OFF)
+        self.policy = Policy(self.placement_table, ledgers, ahead_tokens, self.prefix_reuse)
         self.dirty = False
         self._now = 0.0  # of the last plan
 
@@ -92,9 +96,10 @@ class Dispatch:
         match event.stage:
             case Stage.STAGED:
                 slab_pages, entry.slab_pages = entry.slab_pages, 0
+                cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node])
                 if entry.prefills_only:
                     self.placement_table.leave(entry, frees_pages=False)
-                return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(slab_pages=slab_pages))))
+                return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(slab_pages=slab_pages))), *cached)
             case Stage.STARTED:
                 self.placement_table.start(entry)
             case Stage.PARKED:
@@ -112,12 +117,18 @@ class Dispatch:
             return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(hot_chunks=freed))))
         return NOTHING
 
-    def departed(self, event: PlacementEnded, generated: int) -> Effects:
-        """The placement is over: keep its rows, or release everything."""
+    def departed(self, event: PlacementEnded, generated: int, tokens: Callable[[], bytes] = bytes) -> Effects:
+        """The placement is over: keep its rows, or release everything. Full pages of rows stay in the cache either
+        way. `tokens`: its prompt and its output, int32."""
         entry = self._current(event.request_index, event.placement)
         if entry is None:
             return NOTHING
         self.dirty = True
+        ledger = self.policy.ledgers[entry.node]
+        cached = self.prefix_reuse.keep_rows(entry, ledger, event.cacheable_tokens, generated, tokens)
+        return Effects(cached).plus(self._departed(entry, event, generated))
+
+    def _departed(self, entry: RequestEntry, event: PlacementEnded, generated: int) -> Effects:
         if transfer_id := self.placement_table.transfer_of(entry):
             return self._departed_sender(entry, transfer_id, event, generated)
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
@@ -376,13 +387,15 @@ class Dispatch:
         """The ledger change of a decision; None: it has none, or only later, on the worker's word."""
         match decision:
             case decisions.AdmitDecision(
-                entry, worker, placement, take_over, durable_tokens, memory, _, _, decoder, transfer
+                entry, worker, placement, take_over, durable_tokens, memory, _, _, decoder, transfer, share
             ):
                 key, transfer_id = (worker.node, worker.name, worker.epoch), transfer.transfer_id if transfer else 0
                 placed = journal.RequestPlaced(
                     entry.request_index, placement, *key, durable_tokens, bool(decoder), transfer_id
                 )
-                return LedgerStep(worker.node, Reserve(placement, worker.name, memory, take_over), placed)
+                return LedgerStep(
+                    worker.node, Reserve(placement, worker.name, memory, take_over, share.tobytes()), placed
+                )
             case decisions.GrowDecision(entry, more):
                 return LedgerStep(entry.node, Extend(entry.placement, more))
             case decisions.ResizeDecision(entry, _, more) if more:

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Final
 
 from coordinator.journal.records import Rank, RequestFacts, RequestOrdered
+from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling.events import WorkerPort
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, GroupMember, ModelInfo, WorkerCapacity
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
@@ -51,6 +52,7 @@ class RequestEntry:
     worker: str = ""
     node: str = ""
     pages: int = 0  # host pages held; index pages too while on a worker
+    chain: Chain | None = None  # None: it reuses nothing, and nothing of it is reused
     slab_pages: int = 0
     hot: HotSize = NO_HOT_SIZE
     resizing: HotSize | None = None

@@ -27,6 +27,7 @@ from protocol.arrays import Int32Array
 if TYPE_CHECKING:
     from coordinator.actor import Reply
     from coordinator.journal.records import RequestOrdered
+    from coordinator.memory.prefix_index import Chain
     from coordinator.scheduling.effects import LedgerStep, WorkerSend
 
 
@@ -61,7 +62,7 @@ class WorkerPort(Protocol):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED."""
+    """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED. `prefix_tokens` of its prompt were reused."""
 
     request_index: int
     request_id: str
@@ -69,6 +70,7 @@ class Ending(msgspec.Struct, frozen=True):
     reason: str
     generated_tokens: int
     tail_text: str = ""
+    prefix_tokens: int = 0
 
 
 class Listener(Protocol):
@@ -98,12 +100,14 @@ class RequestCommand(Enum):
 
 
 class SubmitAsk(msgspec.Struct, frozen=True):
-    """`owner` is for the record; `user` is whose key was shown, and whom the request belongs to."""
+    """`owner` is for the record; `user` is whose key was shown, and whom the request belongs to. `chain`: digests of the
+    prompt's pages."""
 
     submit: messages.Submit
     owner: str
     reply: Reply[Handle]
     user: str = ""
+    chain: Chain | None = None
 
 
 class CommandAsk(msgspec.Struct, frozen=True):
@@ -229,7 +233,7 @@ class HotBufferResized(msgspec.Struct, frozen=True):
 class PlacementEnded(msgspec.Struct, frozen=True):
     """The placement is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
     the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
-    if any, is what they will be asked for first."""
+    if any, is what they will be asked for first. Rows below `cacheable_tokens` are durable and right, kept or not."""
 
     request_index: int
     placement: int
@@ -237,6 +241,7 @@ class PlacementEnded(msgspec.Struct, frozen=True):
     final: bool
     first_token: int = messages.NO_TOKEN
     warm_start: bytes = b""
+    cacheable_tokens: int = 0
 
 
 class RequestClosed(msgspec.Struct, frozen=True):

@@ -8,15 +8,16 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from coordinator.memory.ledger import Ledger
+from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from protocol.arrays import Int32Array
 from protocol.sizing import HotSize, Memory
 
 
 class PlacementAsk(NamedTuple):
     """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not
     its own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
-    prefills; the host pages are in that."""
+    prefills; the host pages are in that. `share`: cached pages of the node, with which its prompt begins."""
 
     worker: WorkerEntry
     pages: int
@@ -24,6 +25,7 @@ class PlacementAsk(NamedTuple):
     need: Memory
     spare_chunks: int = 0
     decoder: PlacementAsk | None = None
+    share: Int32Array = NO_PAGES
 
     @property
     def parts(self) -> tuple[PlacementAsk, ...]:

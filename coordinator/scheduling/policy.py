@@ -46,13 +46,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
 from coordinator.journal.records import Rank
-from coordinator.memory.ledger import Ledger
+from coordinator.memory.ledger import NO_PAGES, Freeing, Ledger
 from coordinator.scheduling.decisions import (
     DISPLACING,
     AdmitDecision,
@@ -67,7 +67,9 @@ from coordinator.scheduling.decisions import (
 from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.preemption import Preemption, find_preemption, is_pinned, next_lower
+from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, is_pinned, next_lower
+from coordinator.scheduling.prefix_reuse import PrefixReuse
+from protocol.arrays import Int32Array
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import (
     NO_HOT_SIZE,
@@ -115,10 +117,18 @@ class Policy:
     """Plans over one placement table. `ledgers`, by node, are read, never changed; `ahead_tokens` are granted ahead of
     need."""
 
-    def __init__(self, placement_table: PlacementTable, ledgers: Mapping[str, Ledger], ahead_tokens: int) -> None:
+    def __init__(
+        self,
+        placement_table: PlacementTable,
+        ledgers: Mapping[str, Ledger],
+        ahead_tokens: int,
+        prefix_reuse: PrefixReuse,
+    ) -> None:
         self.placement_table = placement_table
         self.ledgers = ledgers
         self.ahead_tokens = ahead_tokens
+        self.prefix_reuse = prefix_reuse
+        self.matches: dict[int, tuple[str, int, Int32Array]] = {}  # of requests: a node, its index's version, the match
         self.outcome = NO_PLAN_OUTCOME  # of the last plan
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
@@ -154,9 +164,34 @@ class _Plan:
         self.promised = Counter(it.decoder for it in self.placement_table.promised.values())  # requests, by worker
         self.has_prefillers = any(not worker.decodes for worker in self.takers)
         self.free = FreeMemory(policy.ledgers, policy.placement_table.workers.values())
+        self.prefix_reuse, self.matches = policy.prefix_reuse, policy.matches
+        self._held_after: dict[str, Freeing] = {}
 
-    def frees(self, entry: RequestEntry) -> int:
-        return self.ledgers[entry.node].freeable(entry.placement)
+    def freeing(self, node: str, share: Int32Array = NO_PAGES) -> Callable[[], Frees]:
+        """Sets of requests on `node` that end after the decisions so far, while `share` is held."""
+
+        def begin() -> Frees:
+            freeing = self.held_after(node).copy()
+            freeing.hold(share)
+            return lambda entry: freeing.add(entry.placement)
+
+        return begin
+
+    def held_after(self, node: str) -> Freeing:
+        """Who holds the pages of `node` once the decisions so far are carried out."""
+        if node not in self._held_after:
+            self._held_after[node] = self.ledgers[node].freeing()
+        return self._held_after[node]
+
+    def match(self, entry: RequestEntry, node: str) -> Int32Array:
+        """Cached pages with which its prompt can begin on `node`: not all of it, since its last token is computed."""
+        if entry.chain is None or not self.prefix_reuse.is_on:
+            return NO_PAGES
+        known, version = self.matches.get(entry.request_index), self.prefix_reuse.version(node)
+        if known is None or known[:2] != (node, version):
+            known = (node, version, self.prefix_reuse.match(entry, node))
+            self.matches[entry.request_index] = known
+        return known[2]
 
     # ---------------------------------------------------------------- demands, by rank
 
@@ -193,7 +228,8 @@ class _Plan:
         if made is not None and self._fits(made):
             self._admit(entry, made)
             return True
-        self.refused[entry.request_index] = Refusal(asks, bool(all_asks) and not asks, made is not None)
+        told = [ask._replace(need=self.need_of(ask)) for ask in asks]
+        self.refused[entry.request_index] = Refusal(told, bool(all_asks) and not asks, made is not None)
         for ask in all_asks:
             self.blocked.setdefault(ask.worker.node, entry)
         return False
@@ -226,8 +262,17 @@ class _Plan:
                 shapes[key] = self._shape(entry, worker, part)
             if shape := shapes[key]:
                 ask = PlacementAsk(worker, *shape)
+                if part == BOTH and (matched := self.match(entry, worker.node)).size:
+                    need = replace(ask.need, host_pages=ask.need.host_pages - matched.size)
+                    ask = ask._replace(need=need, share=matched)
                 asks.append(self._with_margin(entry, ask) if entry.displaced and part != PREFILL else ask)
         return asks
+
+    def need_of(self, ask: PlacementAsk) -> Memory:
+        """What it takes from what is free now: of the cached pages that it shares, those that nothing else holds."""
+        if not ask.share.size:
+            return ask.need
+        return ask.need.plus(Memory(self.held_after(ask.worker.node).count_unheld(ask.share)))
 
     def _pairs(self, entry: RequestEntry) -> list[PlacementAsk]:
         """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
@@ -260,7 +305,7 @@ class _Plan:
         return _Shape(pages, hot_sizes, memory if part != DECODE else replace(memory, slab_pages=0))
 
     def _fits(self, ask: PlacementAsk) -> bool:
-        fits = self.free.on(ask.worker).covers(ask.need)
+        fits = self.free.on(ask.worker).covers(self.need_of(ask))
         return fits and (ask.decoder is None or self._fits(ask.decoder))
 
     def _promise(self, entry: RequestEntry) -> None:
@@ -308,18 +353,32 @@ class _Plan:
         chunks = self.free.on(worker).hot_chunks - ask.spare_chunks
         hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
         memory = first_memory(entry.length, ask.pages, entry.pages, hot_size)
+        memory = replace(memory, host_pages=memory.host_pages - ask.share.size)
+        taken = memory.plus(Memory(self.held_after(worker.node).count_unheld(ask.share)))
+        self.held_after(worker.node).hold(ask.share)
         take_over, durable_tokens = (entry.placement, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
         transfer = self._open_transfer(entry, ask)
         placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
-        self.free.take(worker, memory)
+        self.free.take(worker, taken)
+        self.matches.pop(entry.request_index, None)
         if ask.decoder:
             promised = replace(ask.decoder.need, host_pages=transfer.pages if transfer else 0)
             self.free.promise(ask.decoder.worker, promised)
             self.promised[decoder] += 1
         self.decisions.append(
             AdmitDecision(
-                entry, worker, placement, take_over, durable_tokens, memory, hot_size, first_token, decoder, transfer
+                entry,
+                worker,
+                placement,
+                take_over,
+                durable_tokens,
+                memory,
+                hot_size,
+                first_token,
+                decoder,
+                transfer,
+                ask.share,
             )
         )
 
@@ -398,7 +457,14 @@ class _Plan:
         remedies: list[Preemption] = []
         for part in ask.parts:
             free = self.free.on(part.worker)
-            remedy = find_preemption(self.placement_table, part.worker, free, part.need, entry, self.frees)
+            remedy = find_preemption(
+                self.placement_table,
+                part.worker,
+                free,
+                self.need_of(part),
+                entry,
+                self.freeing(part.worker.node, part.share),
+            )
             if remedy is None:
                 return []
             remedies.append(remedy)
@@ -414,11 +480,12 @@ class _Plan:
             self._retract(victim, True, Cause.GPU_MEMORY, f"GPU memory goes to {whom}")
         for shrunk, hot_size in remedy.shrink:
             self._resize(shrunk, worker, hot_size)
-        if not self.free.on(worker).covers(ask.need):
-            self.free.claim(worker, remedy.will_be_free.minus(ask.need))
+        need = self.need_of(ask)
+        if not self.free.on(worker).covers(need):
+            self.free.claim(worker, remedy.will_be_free.minus(need))
 
     def _demote(self, entry: RequestEntry, reason: str) -> None:
-        self.free.add_host_pages(entry.node, self.frees(entry))
+        self.free.add_host_pages(entry.node, self.held_after(entry.node).add(entry.placement))
         self.decisions.append(DemoteDecision(entry, entry.node, entry.placement, reason))
         self.placement_table.demote(entry)
 
@@ -459,7 +526,7 @@ class _Plan:
         for ask in self._asks_of(entry, DECODE):
             target = ask.worker
             free = self.free.on(target)
-            remedy = find_preemption(self.placement_table, target, free, ask.need, entry, self.frees)
+            remedy = find_preemption(self.placement_table, target, free, ask.need, entry, self.freeing(target.node))
             if remedy is not None and not any(remedy.cost[:3]):
                 self.free.claim(target, remedy.will_be_free.minus(ask.need))
                 self._retract(entry, True, Cause.HANDOVER, f"{worker.name} drains: to {target.name}")

@@ -5,7 +5,7 @@ retracted in vain. The order in which room is made, and why, is told in coordina
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from typing import TypeAlias
@@ -35,12 +35,14 @@ class Preemption:
         return len(self.drop), len(self.retract), len(self.demote), len(self.shrink)
 
 
-#: How many host pages the end of a request's placement would free: fewer than it holds when a quarantine has them too.
+#: Adds the end of a request's placement to a set; returns how many host pages more the set would free with it: fewer
+#: than it holds when a quarantine, or a request outside the set, holds them too.
 Frees: TypeAlias = Callable[[RequestEntry], int]
 
 
-def all_pages(entry: RequestEntry) -> int:
-    return entry.pages
+def all_pages() -> Frees:
+    """Of an empty set, where no page has two holders."""
+    return lambda entry: entry.pages
 
 
 def find_preemption(
@@ -49,25 +51,38 @@ def find_preemption(
     free: Memory,
     need: Memory,
     asker: RequestEntry,
-    frees: Frees = all_pages,
+    freeing: Callable[[], Frees] = all_pages,
 ) -> Preemption | None:
     """How `worker`, with `free` now, can come to cover `need` of `asker`; None: not by any right that it has.
 
-    The remedy may be empty: then what is on its way suffices, and waiting is all there is to do.
+    The remedy may be empty: then what is on its way suffices, and waiting is all there is to do. `freeing` begins a
+    set of requests that end.
     """
     if need.seats > free.seats + len(worker.leaving) and not (worker.ranks and worker.ranks[-1] > asker.rank):
         return None  # the common case of a full worker, told without looking at the requests on it
     lower = [entry for entry in _lower(placement_table, worker, asker) if not entry.prefills_only]
     lower.sort(key=RANK_OF, reverse=True)
-    remedy = Preemption(worker, free.plus(_being_freed(placement_table, worker, frees)))
+    going = _going(placement_table, worker)
+    remedy = Preemption(worker, free.plus(_being_freed(placement_table, worker, _freed(going, freeing))))
     victims = _relieve_gpu(placement_table, remedy, need, lower, asker)
-    if victims is None or not _relieve_host(placement_table, remedy, need, victims, asker, frees):
+    if victims is None or not _relieve_host(placement_table, remedy, need, victims, going, asker, freeing):
         return None
     remedy.retract = [victim for victim in victims if victim not in remedy.drop]
     return remedy
 
 
-def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, frees: Frees) -> Memory:
+def _going(placement_table: PlacementTable, worker: WorkerEntry) -> list[RequestEntry]:
+    """Requests that leave workers of the node and keep no pages."""
+    node = placement_table.of_node(worker.node)
+    return [entry for other in node for entry in other.leaving.values() if entry.frees_pages]
+
+
+def _freed(entries: Sequence[RequestEntry], freeing: Callable[[], Frees]) -> int:
+    """Host pages that the end of them all frees."""
+    return sum(map(freeing(), entries))
+
+
+def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_pages: int) -> Memory:
     """What leaving requests hold, shrinking ones give back, and starting ones will: their slab pages, or all of it when
     they are there for their prompt alone."""
     leaving = list(worker.leaving.values())
@@ -80,12 +95,7 @@ def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, frees: Fr
         hot_chunks=sum(entry.chunks for entry in leaving) + shrinking + later,
         index_pages=sum(entry.pages for entry in (*leaving, *passing)),
         slab_pages=sum(entry.slab_pages for entry in (*leaving, *starting)),
-        host_pages=sum(
-            frees(entry)
-            for other in placement_table.of_node(worker.node)
-            for entry in other.leaving.values()
-            if entry.frees_pages
-        ),
+        host_pages=host_pages,
     )
 
 
@@ -156,28 +166,45 @@ def _relieve_host(
     remedy: Preemption,
     need: Memory,
     victims: list[RequestEntry],
+    going: list[RequestEntry],
     asker: RequestEntry,
-    frees: Frees,
+    freeing: Callable[[], Frees],
 ) -> bool:
-    """Choose kept requests to demote, then victims to drop, worst first; False: not enough."""
+    """Choose kept requests to demote, then victims to drop, worst first; False: not enough. What they free is computed
+    for the set of them all, with those `going`."""
     missing = need.host_pages - remedy.will_be_free.host_pages
     if missing <= 0:
         return True
+    frees, total = freeing(), missing
+    for entry in going:
+        frees(entry)
     node = remedy.worker.node
     will_be_kept = [e for w in placement_table.of_node(node) for e in w.leaving.values() if not e.frees_pages]
-    missing -= sum(frees(entry) for entry in will_be_kept if _may_demote(entry, asker))
+    soon = [entry for entry in will_be_kept if _may_demote(entry, asker)]
+    missing -= sum(map(frees, soon))
     kept = [e for e in placement_table.kept.values() if e.node == node and not e.transfer_id and _may_demote(e, asker)]
     kept.sort(key=lambda entry: (entry.rank > asker.rank, entry.rank), reverse=True)
     others = [e for w in placement_table.of_node(node) for e in _lower(placement_table, w, asker) if e not in victims]
     others.sort(key=RANK_OF, reverse=True)
+    doubtful: list[tuple[list[RequestEntry], RequestEntry]] = []
     for entries, chosen in ((kept, remedy.demote), (victims, remedy.drop), (others, remedy.drop)):
         for entry in entries:
             if missing <= 0:
                 break
             chosen.append(entry)
-            missing -= frees(entry)
+            gained = frees(entry)
+            missing -= gained
+            if not gained:
+                doubtful.append((chosen, entry))
+    if missing > 0:
+        return False
+    enough = total + _freed(going, freeing)
+    for chosen, entry in doubtful:  # what it shares may still be held by a request outside the set
+        others = [it for it in (*going, *soon, *remedy.demote, *remedy.drop) if it is not entry]
+        if _freed(others, freeing) >= enough:
+            chosen.remove(entry)
     remedy.will_be_free = replace(remedy.will_be_free, host_pages=need.host_pages - missing)
-    return missing <= 0
+    return True
 
 
 def _may_demote(entry: RequestEntry, asker: RequestEntry) -> bool:

@@ -98,6 +98,8 @@ class RequestState:
         self.kept_tokens = 0
         self.prefills_only = False  # this placement, or the last one: its worker does not decode it
         self.retractions = 0
+        self.admissions = 0
+        self.prefix_tokens = 0  # of its prompt, reused when it was first admitted
         # what the worker has yet to say in this placement; said twice, it is heard once
         self.staging = False
         self.parked = False
@@ -301,8 +303,15 @@ class RequestState:
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.facts.prompt_tokens else 0
         first_token = first_token if self.kept_tokens else messages.NO_TOKEN
         warm_start = warm_start if self.kept_tokens else b""
+        is_right = not (target is OUTCOME and self.outcome is State.FAILED)
         departed = PlacementEnded(
-            self.facts.request_index, self.placement, self.kept_tokens, target is OUTCOME, first_token, warm_start
+            self.facts.request_index,
+            self.placement,
+            self.kept_tokens,
+            target is OUTCOME,
+            first_token,
+            warm_start,
+            durable if is_right else 0,
         )
         self.placement, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
@@ -325,6 +334,9 @@ class RequestState:
         self.placement, self.worker, self.keep = event.command.placement, event.worker, True
         self.staging, self.parked, self.resize = not self.kept_tokens, False, None
         self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
+        if not self.admissions:
+            self.prefix_tokens = event.command.prefix_tokens
+        self.admissions += 1
         self._move(target, now, EventKind.ADMITTED, event.reason)
         self.kept_tokens = 0
         return [event.command]
@@ -387,7 +399,7 @@ class RequestState:
     def _end(self, kind: EventKind, rows: Rows, now: float) -> list[Action]:
         self._move(OUTCOME, now, kind, self.verdict)
         about = self.facts.request_index, self.facts.request_id
-        ending = Ending(*about, self.state, self.verdict, rows.generated, self.tail_text)
+        ending = Ending(*about, self.state, self.verdict, rows.generated, self.tail_text, self.prefix_tokens)
         return [ending, RequestClosed(self.facts.request_index)]
 
     def _progressed(self, stage: Stage) -> PlacementProgressed:

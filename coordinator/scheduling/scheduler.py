@@ -31,6 +31,7 @@ from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
+from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, endings_of, restore
 from coordinator.scheduling.request_state import describe_size
@@ -122,7 +123,8 @@ class Scheduler(SchedulerApi):
         self._wall_offset_s = wall_offset_s
         self._pools: dict[str, HostPool[Record, Commit]] = {}
         self._ledgers: Mapping[str, Ledger] = self._journal.state.ledgers
-        self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens)
+        self._prefix_reuse = PrefixReuse(settings.prefix_reuse)
+        self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse)
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
         self._requests = RequestTable(token_log, settings, wall_offset_s, self._dispatch)
@@ -162,10 +164,11 @@ class Scheduler(SchedulerApi):
         )
         first = restore(journal_state, place, ports)
         self._submissions.ids_made = journal_state.arrivals
+        freed = self._prefix_reuse.begin_empty(self._ledgers)
         for live in self._requests.live.values():
             if live.entry.placement and live.entry.worker in self._placement_table.workers and live.state.placement:
                 self._begin_admission(live.entry, self._token_log.durable(live.entry.request_index))
-        self.tell(events.Recovered(first.steps, first.tells, first.sends))
+        self.tell(events.Recovered((*freed, *first.steps), first.tells, first.sends))
         for ending in endings_of(journal_state):
             self._listener.recovered(ending)
 
@@ -238,7 +241,7 @@ class Scheduler(SchedulerApi):
                 turn.take(self._dispatch.resized(message))
             case events.PlacementEnded():
                 self._requests.end_placement(message.placement)
-                turn.take(self._dispatch.departed(message, self._token_log.length(message.request_index)))
+                turn.take(self._departed(message))
                 self._warm_starts.keep(message.request_index, message.warm_start)
             case events.RequestClosed():
                 self._warm_starts.take(message.request_index)
@@ -269,6 +272,14 @@ class Scheduler(SchedulerApi):
                     self._answer(message, now, turn)
                 except HiSparseError as error:
                     message.reply.fail(error)
+
+    def _departed(self, event: events.PlacementEnded) -> Effects:
+        request_index = event.request_index
+
+        def tokens() -> bytes:
+            return self._requests.by_index[request_index].prompt + self._token_log.tokens(request_index, 0)
+
+        return self._dispatch.departed(event, self._token_log.length(request_index), tokens)
 
     def _answer(
         self,
@@ -313,7 +324,9 @@ class Scheduler(SchedulerApi):
                 ask.reply.set(self._begin_stop(ask, now))
             case events.WorkerUp():
                 is_changing = any(step.node == ask.hello.node for step in turn.steps)
-                turn.take(self._dispatch.worker_up(self._registry.join(ask.hello, ask.port, is_changing=is_changing)))
+                worker = self._registry.join(ask.hello, ask.port, is_changing=is_changing)
+                self._prefix_reuse.serve(worker.model)
+                turn.take(self._dispatch.worker_up(worker))
                 turn.joined.append(ask.reply)
             case events.WorkerBack():
                 turn.take(self._worker_back(ask.hello))
@@ -350,11 +363,16 @@ class Scheduler(SchedulerApi):
         self._pools[node] = HostPool(
             node,
             self._ledgers[node],
+            self._prefix_reuse.open(node),
             self._journal.append_changes,
             lifetimes=self._counters.host_page_s,
             clock=self._clock,
+            evicted=self._count_evicted,
         )
         self._supervisor.start(self._pools[node], Level.HOST_POOL)
+
+    def _count_evicted(self, pages: int) -> None:
+        self._counters.prefix_pages_evicted += pages
 
     def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn) -> None:
         if isinstance(message, events.WorkerExited):
@@ -449,6 +467,9 @@ class Scheduler(SchedulerApi):
         live = self._requests.by_index[entry.request_index]
         self._requests.begin_placement(live, decision.placement, worker.epoch)
         self._begin_admission(entry, decision.durable_tokens)
+        if not decision.durable_tokens:
+            self._prefix_reuse.use(entry, worker.node, decision.share.size)
+            self._counters.prefix_tokens += decision.prefix_tokens
         warm_start = self._warm_starts.take(entry.request_index)
         command = messages.Admit(
             placement=decision.placement,
@@ -464,11 +485,13 @@ class Scheduler(SchedulerApi):
             hot_slots=hot_size.hot_slots,
             hot_chunks=hot_size.hot_chunks,
             first_token=decision.first_token,
+            prefix_tokens=decision.prefix_tokens,
             transfer_id=decision.transfer.transfer_id if decision.transfer else 0,
             destination=decision.transfer.worker.receiver if decision.transfer else b"",
             warm_start=warm_start if decision.durable_tokens else b"",
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
+        reason += f"; {decision.prefix_tokens} tokens of the prompt reused" if decision.prefix_tokens else ""
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
         return AddressedOrder(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
 

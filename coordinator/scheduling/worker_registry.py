@@ -175,6 +175,7 @@ class WorkerRegistry:
             owned=counts.owned,
             shared=counts.shared,
             quarantined=counts.quarantined,
+            cached=counts.cached,
             page_bytes=self._pools[node].page_bytes,
             reservations=ledger.holdings_count,
             workers=tuple(worker.name for worker in self._placement_table.of_node(node)),

@@ -60,7 +60,7 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
 @output_option
 @with_config()
 def pool(config: Config, interval_s: float | None, output: str) -> None:
-    """List host pools: pages free, owned, shared and quarantined."""
+    """List host pools: pages free, cached for reuse, owned, shared and quarantined."""
     from hisparse.console.output import Column, size_text
     from protocol.messages import PoolRow
 
@@ -70,6 +70,7 @@ def pool(config: Config, interval_s: float | None, output: str) -> None:
         Column("FREE", lambda row: str(row.free), True),
         Column("OWNED", lambda row: str(row.owned), True),
         Column("SHARED", lambda row: str(row.shared), True),
+        Column("CACHED", lambda row: str(row.cached), True),
         Column("QUARANTINED", lambda row: str(row.quarantined), True),
         Column("PAGE", lambda row: size_text(row.page_bytes), True),
         Column("SIZE", lambda row: size_text(row.page_bytes * row.host_pages), True),
