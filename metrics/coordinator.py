@@ -82,7 +82,7 @@ class CoordinatorSources:
 
 
 def _host_pages(pools: Sequence[PoolRow]) -> dict[tuple[str, str], float]:
-    states = ("free", "owned", "shared", "quarantined")
+    states = ("free", "cached", "owned", "shared", "quarantined")
     return {(pool.node, state): getattr(pool, state) for pool in pools for state in states}
 
 

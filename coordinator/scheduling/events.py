@@ -62,7 +62,8 @@ class WorkerPort(Protocol):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED. `prefix_tokens` of its prompt were reused."""
+    """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED. `prefix_tokens` of its prompt were
+    reused."""
 
     request_index: int
     request_id: str
@@ -100,8 +101,8 @@ class RequestCommand(Enum):
 
 
 class SubmitAsk(msgspec.Struct, frozen=True):
-    """`owner` is for the record; `user` is whose key was shown, and whom the request belongs to. `chain`: digests of the
-    prompt's pages."""
+    """`owner` is for the record; `user` is whose key was shown, and whom the request belongs to. `chain`: digests of
+    the prompt's pages."""
 
     submit: messages.Submit
     owner: str

@@ -127,7 +127,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
     async def _write_end(self, ending: Ending) -> None:
         """Its tokens go into the journal before it, or with it (I5)."""
         at_s = self._clock() + self._wall_offset_s
-        _, _, outcome, reason, generated_tokens, tail_text = msgspec.structs.astuple(ending)
+        _, _, outcome, reason, generated_tokens, tail_text, _ = msgspec.structs.astuple(ending)
         ended = RequestEnded(self.state.facts.request_index, outcome, reason, generated_tokens, tail_text, at_s)
         await self._journal.append([ended]).wait()
 
