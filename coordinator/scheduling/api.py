@@ -17,6 +17,7 @@ from coordinator.journal.journal import Journal, check_writes
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
+from coordinator.scheduling.pending import unserved
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.worker_registry import WorkerRegistry
@@ -34,6 +35,7 @@ Message: TypeAlias = (
     | events.ForgetAsk
     | events.DrainAsk
     | events.ReleaseAsk
+    | events.ForgetWorkersAsk
     | events.StopAsk
     | events.WorkerUp
     | events.WorkerBack
@@ -78,6 +80,11 @@ class SchedulerApi(Actor[Message]):
         except Unavailable as error:
             return error.message
         return "the coordinator is stopping" if self.stopping else ""
+
+    def unserved(self) -> str:
+        """Why any new request would wait now, since no worker takes it; "" when one does."""
+        reason = unserved(tuple(self._placement_table.workers.values()))
+        return reason.text if reason else ""
 
     async def submit(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
         """Validate, queue and acknowledge a request. Refused in full or accepted in full.
@@ -133,6 +140,11 @@ class SchedulerApi(Actor[Message]):
         check_writes(self._journal)
         return await self.ask(lambda reply: events.ReleaseAsk(workers, owner, reply))
 
+    async def forget_workers(self, workers: tuple[str, ...]) -> tuple[str, ...]:
+        """List these disconnected workers no longer, all or none. Raises NotFound, and WrongState for one that is
+        connected or awaited, or whose lost process may still write host pages."""
+        return await self.ask(lambda reply: events.ForgetWorkersAsk(workers, reply))
+
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
         return await self.ask(lambda reply: events.StopAsk(deadline_s, owner, reply))
@@ -157,7 +169,7 @@ class SchedulerApi(Actor[Message]):
 
     def worker_rows(self) -> list[messages.WorkerRow]:
         """Workers that are connected, then those that are gone, as they were last."""
-        return self._registry.worker_rows()
+        return self._registry.worker_rows(self._clock())
 
     def pool_rows(self) -> list[messages.PoolRow]:
         return self._registry.pool_rows()
