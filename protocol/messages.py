@@ -345,8 +345,8 @@ AdminMessage: TypeAlias = (
 class Welcome(Message, frozen=True, tag="welcome"):
     """Answer to Hello. `model` is None until the first worker has registered.
 
-    `refusal`: why every new request would be refused now; empty: they are not. `unserved`: why every new request would
-    wait now, whatever is free: no worker takes it. Empty: one does.
+    `refusal`: why every new request would be refused now; empty: it would not be. `unserved`: why no worker would take
+    a new request now, although memory is free; empty: a worker would.
     """
 
     protocol: int

@@ -259,7 +259,7 @@ class PendingReasons:
 
 
 def unserved(workers: Sequence[WorkerEntry]) -> PendingReason | None:
-    """Why none of all `workers` would take a request that is submitted now, whatever it needs; None: one would."""
+    """Why none of all `workers` would take a request that is submitted now; None: one would."""
     takers = [it for it in workers if it.takes]
     if not takers:
         return _no_takers(workers)

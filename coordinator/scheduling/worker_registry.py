@@ -270,7 +270,10 @@ class WorkerRegistry:
             others, remedy = "the other workers'", "use another coordinator"
         else:
             count = len(self._placement_table.entries)
-            others, remedy = f"that of {count} unfinished requests,", "abort those requests, or use another coordinator"
+            others, remedy = (
+                f"that of unfinished requests ({count}),",
+                "abort those requests, or use another coordinator",
+            )
         raise ConfigError(
             f"its model {hello.model.name} ({hello.model.fingerprint[:12]}, context {hello.model.context_max_tokens}) "
             f"differs from {others} {model.name} ({model.fingerprint[:12]}, context {model.context_max_tokens})",

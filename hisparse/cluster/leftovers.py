@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import trio
@@ -26,15 +27,17 @@ POLL_INTERVAL_S: Final = 0.05
 async def check_leftovers(client: Client, config: Config, fingerprint: str, *, abort: bool) -> str:
     """Whether workers with the checkpoint of `fingerprint` may join a coordinator that has just started.
 
-    Unfinished requests of another model keep them out. Raises ConfigError that says so; with `abort` these requests are
+    Unfinished requests of another model, or of this one under another name, keep them out. Raises ConfigError that says so; with `abort` these requests are
     aborted, and the result is a line that says so.
     """
     model = (await client.welcome()).model
     names = await _unfinished(client)
-    if model is None or not names or model.fingerprint == fingerprint:
+    same_weights = model is not None and model.fingerprint == fingerprint
+    name = config.worker.served_model_name or Path(config.worker.model).resolve().name
+    if model is None or not names or (same_weights and model.name == name):
         return ""
     if not abort:
-        raise refusal(config, model, names)
+        raise _refusal(config, model, names, same_weights=same_weights)
     await client.abort(names)
     with trio.move_on_after(ABORT_LIMIT_S):
         while await _unfinished(client):  # noqa: ASYNC110 - the coordinator tells no end that is not subscribed to
@@ -48,7 +51,8 @@ async def check_leftovers(client: Client, config: Config, fingerprint: str, *, a
     )
 
 
-def refusal(config: Config, model: ModelInfo, names: Sequence[str]) -> ConfigError:
+def _refusal(config: Config, model: ModelInfo, names: Sequence[str], *, same_weights: bool) -> ConfigError:
+    serve = f"--served-model-name {model.name}" if same_weights else f"--model with the checkpoint of {model.name}"
     journal = config.coordinator.journal
     elsewhere = "--runtime-dir" if journal == default_journal(config.cluster.runtime_dir) else "--journal"
     verb = "is" if len(names) == 1 else "are"
@@ -56,8 +60,8 @@ def refusal(config: Config, model: ModelInfo, names: Sequence[str]) -> ConfigErr
         f"{_count(names)} of another model, {model.name}, {verb} in the journal {journal}",
         field="worker.model",
         value=config.worker.model,
-        remedy=f"to serve them: --model with the checkpoint of {model.name}; to abort them: the same command with "
-        f"--abort-unfinished; to keep them for later: the same command with another {elsewhere}",
+        remedy=f"to serve them: {serve}; to abort them: the same command with --abort-unfinished; "
+        f"to keep them for later: the same command with another {elsewhere}",
     )
 
 

@@ -169,7 +169,7 @@ class LinkState:
         self._heard_at = 0.0
         self._asked_at = -REPLAY_ASK_INTERVAL_S
         self._name_limit_s = name_limit_s
-        self._name_taken_at: float | None = None  # since when it is refused for its name
+        self._name_taken: tuple[float, float] | None = None  # first and latest refusal in a row because of the name
 
     # ---------------------------------------------------------------- connection
 
@@ -263,7 +263,7 @@ class LinkState:
             self.outbox.ack(message.report_ack)
             self.incarnation = message.incarnation
             self.phase = LinkPhase.WELCOMED
-            self._name_taken_at = None
+            self._name_taken = None
             self._heard_at = now
             self.counters.welcomed = 1
             self.counters.welcomes += 1
@@ -293,11 +293,12 @@ class LinkState:
 
     def _refusal(self, message: Refused, now: float) -> Iterator[Action]:
         is_stray = message.code == ProtocolError.code and self.phase is LinkPhase.WELCOMED  # a fresh hello settles it
+        is_passing = message.code in PASSING_REFUSALS
         if message.code == NameTaken.code:
-            self._name_taken_at = now if self._name_taken_at is None else self._name_taken_at
-            is_passing = now - self._name_taken_at <= self._name_limit_s
-        else:
-            is_passing = message.code in PASSING_REFUSALS
+            first, latest = self._name_taken or (now, now)
+            first = first if now - latest <= self._name_limit_s else now  # the coordinator was away meanwhile
+            self._name_taken = first, now
+            is_passing = now - first <= self._name_limit_s
         if is_passing or is_stray:
             yield Drop("refused", message.message)
         elif message.code in EPOCH_REFUSALS:

@@ -29,7 +29,7 @@ class FakeScheduler:
         self.never_answers = False
         self.refuses_all = ""
         self.serves_none = ""
-        self.waits: dict[str, tuple[str, str]] = {}  # by request id: kind and text
+        self.all_wait = ("", "")  # kind and text of what all requests wait for
         self.on_stop: Callable[[], None] = lambda: None
         self.served: messages.ModelInfo | None = MODEL
         self._numbers = 0
@@ -159,7 +159,7 @@ class FakeScheduler:
 
     def _row(self, request_id: str) -> messages.RequestRow:
         tokens = self.log.length(self.request_indices[request_id])
-        kind, text = self.waits.get(request_id, ("", ""))
+        kind, text = self.all_wait
         return messages.RequestRow(
             *(request_id, "QUEUED" if kind else "RUNNING", 0, "w", 3, tokens, 9, 0, 1, 0, 1, 0, 0, 0, 0.0, False, text),
             waits_for=kind,
