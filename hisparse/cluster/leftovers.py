@@ -27,14 +27,13 @@ POLL_INTERVAL_S: Final = 0.05
 async def check_leftovers(client: Client, config: Config, fingerprint: str, *, abort: bool) -> str:
     """Whether workers with the checkpoint of `fingerprint` may join a coordinator that has just started.
 
-    Unfinished requests of another model, or of this one under another name, keep them out. Raises ConfigError that says so; with `abort` these requests are
-    aborted, and the result is a line that says so.
+    Unfinished requests of another model, or of this one under another name, keep them out. Raises ConfigError that says
+    so; with `abort` these requests are aborted, and the result is a line that says so.
     """
     model = (await client.welcome()).model
     names = await _unfinished(client)
     same_weights = model is not None and model.fingerprint == fingerprint
-    name = config.worker.served_model_name or Path(config.worker.model).resolve().name
-    if model is None or not names or (same_weights and model.name == name):
+    if model is None or not names or (same_weights and model.name == _served_name(config)):
         return ""
     if not abort:
         raise _refusal(config, model, names, same_weights=same_weights)
@@ -71,6 +70,10 @@ def left_text(config: Config) -> str:
     if journal == NO_JOURNAL:
         return "requests that have not ended are lost: there is no journal"
     return f"requests that have not ended are in the journal {journal} and resume at the next start"
+
+
+def _served_name(config: Config) -> str:
+    return config.worker.served_model_name or Path(config.worker.model).resolve().name
 
 
 async def _unfinished(client: Client) -> list[str]:

@@ -102,7 +102,7 @@ class CoordinatorLink:
         """Asks at most once per HEALTH_INTERVAL_S, however many want to know: they need no key, and what the front asks
         too often the coordinator does not hear."""
         async with self._asking:
-            if trio.current_time() >= self._asked_at + HEALTH_INTERVAL_S:
+            if not self.connected or trio.current_time() >= self._asked_at + HEALTH_INTERVAL_S:
                 self._unready, self._unserved = await self._ask()
                 self._asked_at = trio.current_time()
 
