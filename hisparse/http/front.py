@@ -221,13 +221,13 @@ class Front:
 
     async def _until_served(self, outputs: Sequence[FollowedOutput]) -> None:
         """Until an output has begun, or a worker takes requests: from then on a stream may be silent."""
-        while not any(it.begun for it in outputs) and await self._unserved(outputs):  # noqa: ASYNC110 - it is asked
+        while not any(it.begun for it in outputs) and await self._link.unserved():  # noqa: ASYNC110 - it is asked
             await trio.sleep(UNSERVED_POLL_S)
 
     async def _bounded(self, outputs: Sequence[FollowedOutput], step: Callable[[], Awaitable[None]]) -> None:
         """Await `step`. Raises Unavailable once no worker could have taken an output for `http.worker_wait_s`."""
+        refusals: list[Unavailable] = []
         async with trio.open_nursery() as nursery:
-            refusals: list[Unavailable] = []
 
             async def watch() -> None:
                 refusals.append(await self._refusal(outputs))
@@ -235,24 +235,26 @@ class Front:
 
             nursery.start_soon(watch)
             await step()
+            refusals.clear()
             nursery.cancel_scope.cancel()
         if refusals:
             raise refusals[0]
 
     async def _refusal(self, outputs: Sequence[FollowedOutput]) -> Unavailable:
+        """Of the request whose first output that has not begun could be taken by no worker, for long enough. What that
+        output itself waits for is asked last: on a worker that drains it waits for nothing."""
         limit_s, since = self._settings.worker_wait_s, math.inf
         while True:
-            reason, now = await self._unserved(outputs), trio.current_time()
+            reason, now = await self._link.unserved(), trio.current_time()
             since = min(since, now) if reason else math.inf
-            if now >= since + limit_s:
-                waited = f"no worker can take the request, for {limit_s:g} s"
-                return Unavailable(f"{waited}: {reason}", remedy="retry later")
-            await trio.sleep(min(UNSERVED_POLL_S, since + limit_s - now))
-
-    async def _unserved(self, outputs: Sequence[FollowedOutput]) -> str:
-        """What the first output that has not begun waits for, if no connected worker can end that wait; else ""."""
-        waiting = next((it for it in outputs if not it.begun), None)
-        return await self._link.waits_unserved(waiting.choice.request_id) if waiting else ""
+            waiting = next((it for it in outputs if not it.begun), None)
+            if now >= since + limit_s and waiting:
+                if why := await self._link.waits_unserved(waiting.choice.request_id):
+                    text = f"no worker can take the request, for {limit_s:g} s: {why}"
+                    return Unavailable(text, remedy="retry later")
+                since = now
+            left_s = since + limit_s - now
+            await trio.sleep(left_s if 0 < left_s < UNSERVED_POLL_S else UNSERVED_POLL_S)
 
     async def _receive(
         self, exchange: Exchange, owner: str, place: ExitStack, read: Callable[[bytearray], Ask | HiSparseError]

@@ -116,9 +116,8 @@ class CoordinatorLink:
         return f"the coordinator does not answer within {HEALTH_LIMIT_S:g} s", ""
 
     async def waits_unserved(self, request_id: str) -> str:
-        """What a request waits for, if no connected worker can end that wait; else ""."""
-        if not await self.unserved():
-            return ""
+        """What a request waits for, if no connected worker can end that wait; else "", or when the coordinator does not
+        say."""
         with trio.move_on_after(HEALTH_LIMIT_S):
             try:
                 row = (await self.client.request(request_id)).row

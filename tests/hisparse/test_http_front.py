@@ -267,8 +267,12 @@ async def test_request_is_answered_when_a_worker_comes_in_time(
     assert (peer.status, unserved.aborted()) == (200, [])
 
 
-async def test_request_on_a_draining_worker_is_not_given_up(unserved: FrontRig) -> None:
+@pytest.mark.parametrize("wait_s", [0.0, 0.1])
+async def test_request_on_a_draining_worker_is_not_given_up(
+    unserved: FrontRig, wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """New requests are not served, and this one is."""
+    monkeypatch.setattr(unserved.front, "_settings", HttpSettings(worker_wait_s=wait_s))
     unserved.gateway.scheduler.all_wait = ("", "")
     peer = await unserved.complete({"prompt": "abc"}, x_request_id="r")
     (name,) = await unserved.submitted(1)
