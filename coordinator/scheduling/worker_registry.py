@@ -267,16 +267,13 @@ class WorkerRegistry:
         ):
             return
         if self._placement_table.workers:
-            others, remedy = "the other workers'", "use another coordinator"
+            differs, remedy = "differs from the other workers'", "use another coordinator"
         else:
-            count = len(self._placement_table.entries)
-            others, remedy = (
-                f"that of unfinished requests ({count}),",
-                "abort those requests, or use another coordinator",
-            )
+            differs = f"differs from that of unfinished requests ({len(self._placement_table.entries)}),"
+            remedy = "abort those requests, or use another coordinator"
         raise ConfigError(
             f"its model {hello.model.name} ({hello.model.fingerprint[:12]}, context {hello.model.context_max_tokens}) "
-            f"differs from {others} {model.name} ({model.fingerprint[:12]}, context {model.context_max_tokens})",
+            f"{differs} {model.name} ({model.fingerprint[:12]}, context {model.context_max_tokens})",
             field="model",
             value=hello.worker,
             remedy=f"serve the same checkpoint with the same settings, or {remedy}",

@@ -54,9 +54,9 @@ def _refusal(config: Config, model: ModelInfo, names: Sequence[str], *, same_wei
     serve = f"--served-model-name {model.name}" if same_weights else f"--model with the checkpoint of {model.name}"
     journal = config.coordinator.journal
     elsewhere = "--runtime-dir" if journal == default_journal(config.cluster.runtime_dir) else "--journal"
-    verb = "is" if len(names) == 1 else "are"
+    are = "is" if len(names) == 1 else "are"
     return ConfigError(
-        f"{_count(names)} of another model, {model.name}, {verb} in the journal {journal}",
+        f"{_count(names)} of another model, {model.name}, {are} in the journal {journal}",
         field="worker.model",
         value=config.worker.model,
         remedy=f"to serve them: {serve}; to abort them: the same command with --abort-unfinished; "
