@@ -342,6 +342,7 @@ class Coordinator:
             connections=self.deliveries.connections.count_by_role(),
             stopping=scheduler.stopping,
             journal_failing=scheduler.journal_failing,
+            unready=scheduler.refusal() or scheduler.unserved(),
         )
 
 

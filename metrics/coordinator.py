@@ -22,7 +22,7 @@ from metrics.families import Metric, families, gauge
 from metrics.process import PROCESS_METRICS, process_statistics
 from metrics.state import CoordinatorCounters
 from protocol.errors import Unavailable
-from protocol.messages import PoolRow, WorkerRow
+from protocol.messages import NOT_SEEN, PoolRow, WorkerRow
 
 #: Longest that a healthy trio loop takes to run a callback; a turn of it is bounded by batches of messages.
 LOOP_LIMIT_S: Final = 5.0
@@ -33,7 +33,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class CoordinatorView:
     """What is true now: taken in one piece, in the trio loop. `requests` counts live ones by state; `journal_failing`
-    says why new work is refused."""
+    says why new work is refused; `unready`, why a request submitted now would not be served."""
 
     requests: Mapping[str, int]
     held: int
@@ -42,6 +42,7 @@ class CoordinatorView:
     connections: Mapping[str, int]
     stopping: bool
     journal_failing: str = ""
+    unready: str = ""
 
 
 def ask_loop(token: trio.lowlevel.TrioToken, look: Callable[[], T]) -> T:
@@ -152,9 +153,9 @@ CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
     gauge(
         "hisparse_worker_link_age_seconds",
         "seconds",
-        "Time since the worker was last heard.",
+        "Time since the worker was last heard; of those that this coordinator has heard.",
         "Is a worker gone?",
-        lambda it: {row.worker: row.link_age_s for row in it.workers},
+        lambda it: {row.worker: row.link_age_s for row in it.workers if row.link_age_s != NOT_SEEN},
         labels="worker",
     ),
     gauge(
@@ -199,14 +200,9 @@ def coordinator_health(sources: CoordinatorSources) -> Health:
 
 
 def coordinator_readiness(sources: CoordinatorSources) -> Health:
-    """Ready: healthy, not stopping, able to write its journal, and at least one worker takes requests."""
+    """Ready: healthy, and a request submitted now would be taken by a worker. The HTTP front's /health is the same."""
     try:
         view = sources.view()
     except Unavailable as error:
         return Health(False, f"loop: {error.message}")
-    if view.stopping:
-        return Health(False, "stopping")
-    if view.journal_failing:
-        return Health(False, f"journal: {view.journal_failing}")
-    connected = sum(row.state == "connected" for row in view.workers)
-    return Health(connected > 0, f"workers: {connected} connected")
+    return Health(not view.unready, view.unready or "requests are served")

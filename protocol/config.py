@@ -125,7 +125,7 @@ def resolve(config: Config, facts: HostFacts) -> Config:
             worker_endpoint=cluster.worker_endpoint or f"ipc://{runtime_dir}/worker.sock",
         ),
         coordinator=msgspec.structs.replace(
-            config.coordinator, journal=config.coordinator.journal or f"{runtime_dir}/journal.sqlite"
+            config.coordinator, journal=config.coordinator.journal or default_journal(runtime_dir)
         ),
         worker=msgspec.structs.replace(
             worker,
@@ -136,6 +136,10 @@ def resolve(config: Config, facts: HostFacts) -> Config:
             group_endpoint=worker.group_endpoint or _group_endpoint(worker.group, runtime_dir),
         ),
     )
+
+
+def default_journal(runtime_dir: str) -> str:
+    return f"{runtime_dir}/journal.sqlite"
 
 
 def _tmpfs_dir(runtime_dir: str) -> str:

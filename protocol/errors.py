@@ -10,6 +10,7 @@
     ├── CapacityError                  load: it does not fit, now (`retry`) or ever
     ├── ProtocolError                  peer: a message that is unreadable, out of order, of a wrong version or role
     ├── Unavailable                    service or network: gone, draining, closed; try again later
+    │   └── NameTaken                  to a worker: another process has its name, or had it until a moment ago
     └── InternalError                  a defect of HiSparse: an invariant does not hold
 
 `code` is stable and crosses the wire in Failure. The exit codes of the CLI derive from it (hisparse.cli).
@@ -88,6 +89,12 @@ class Unavailable(HiSparseError):
     """The peer is gone, draining or closed; the same call may succeed later."""
 
     code = "unavailable"
+
+
+class NameTaken(Unavailable):
+    """Another process has this worker's name. It passes when that process is found to be gone."""
+
+    code = "name_taken"
 
 
 class InternalError(HiSparseError):

@@ -66,6 +66,8 @@ PREFILL_MODES: Final = (AUTO, STAGED, DIRECT)
 NO_HOT_BUFFER: Final = -1
 #: No first token is held back: none was drawn, or it was reported.
 NO_TOKEN: Final = -1
+#: `WorkerRow.link_age_s` of a worker that this coordinator has not heard.
+NOT_SEEN: Final = -1.0
 
 assert TOKENIZER_CHUNK_BYTES < WORKER_MESSAGE_BYTES_MAX  # a chunk must fit a message
 assert CLIENT_MESSAGE_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # an Admit carries any prompt that a client may send
@@ -293,6 +295,14 @@ class ReleaseQuarantine(Message, frozen=True, tag="release_quarantine"):
     workers: tuple[str, ...]
 
 
+class ForgetWorkers(Message, frozen=True, tag="forget_workers"):
+    """List these disconnected workers no longer. Refused for a worker that is connected or awaited, and while a
+    quarantine holds host pages that its lost process may still write."""
+
+    tag: int
+    workers: tuple[str, ...]
+
+
 class ReloadKeys(Message, frozen=True, tag="reload_keys"):
     """Read the list of allowed keys again. Done says what was read; Failure, that the old list holds, and why."""
 
@@ -328,6 +338,7 @@ AdminMessage: TypeAlias = (
     | UndrainWorkers
     | AuditWorkers
     | ReleaseQuarantine
+    | ForgetWorkers
     | ReloadKeys
     | StopCoordinator
 )
@@ -339,7 +350,8 @@ AdminMessage: TypeAlias = (
 class Welcome(Message, frozen=True, tag="welcome"):
     """Answer to Hello. `model` is None until the first worker has registered.
 
-    `refusal`: why every new request would be refused now; empty: they are not.
+    `refusal`: why every new request would be refused now; empty: it would not be. `unserved`: why no worker would take
+    a new request now, although memory is free; empty: a worker would.
     """
 
     protocol: int
@@ -347,6 +359,12 @@ class Welcome(Message, frozen=True, tag="welcome"):
     version: str
     model: ModelInfo | None = None
     refusal: str = ""
+    unserved: str = ""
+
+    @property
+    def unready(self) -> str:
+        """Why a new request would not be served now; empty: it would be."""
+        return self.refusal or self.unserved
 
 
 class Failure(Message, frozen=True, tag="failure"):
@@ -408,7 +426,11 @@ class Ended(Message, frozen=True, tag="ended"):
 
 
 class RequestRow(Part, frozen=True):
-    """State of one request. `worker` is empty while it has none. `reason` is why it is in `state`."""
+    """State of one request. `worker` is empty while it has none.
+
+    `reason` is why it is in `state`. `waits_for` is the kind of what it waits for (coordinator/scheduling/pending.py),
+    and `reason` says then what that is; empty: it waits for nothing.
+    """
 
     request_id: str
     state: str
@@ -427,6 +449,7 @@ class RequestRow(Part, frozen=True):
     age_s: float
     held: bool
     reason: str
+    waits_for: str = ""
 
 
 class HistoryLine(Part, frozen=True):
@@ -439,7 +462,11 @@ class HistoryLine(Part, frozen=True):
 
 
 class WorkerRow(Part, frozen=True):
-    """A worker with its capacity and what of it is free. Counters are of its `epoch`."""
+    """A worker with its capacity and what of it is free. Counters are of its `epoch`.
+
+    `link_age_s`: seconds since the coordinator heard it last, or NOT_SEEN. `exit_proved`: it is disconnected, and its
+    process is proved gone.
+    """
 
     worker: str
     node: str
@@ -462,6 +489,7 @@ class WorkerRow(Part, frozen=True):
     rank: int = 0
     ranks_missing: tuple[int, ...] = ()  # of its group: without them no request is placed on any of its ranks
     awaits: str = ""  # worker that its decode loop waits for
+    exit_proved: bool = False
 
 
 class PoolRow(Part, frozen=True):

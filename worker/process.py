@@ -46,7 +46,7 @@ from worker.device.gpu_memory import cuda_device, free_device_bytes
 from worker.device.sizing import Sizing, size_worker
 from worker.group.group import Group
 from worker.link.link import Link, LinkPace, connect_to
-from worker.link.link_state import LinkState, WorkerIdentity
+from worker.link.link_state import NAME_LIMITS, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 from worker.loop.executor import Executor
 from worker.pool.start import open_pool, size_pool
@@ -236,7 +236,7 @@ def _link(
 ) -> Link:
     endpoint = config.cluster.worker_endpoint
     return Link(
-        LinkState(identity, outbox, counters),
+        LinkState(identity, outbox, counters, NAME_LIMITS * config.coordinator.heartbeat_limit_s),
         executor,
         connect_to(endpoint, lambda: access(config.cluster, "worker", endpoint)),
         pace=LinkPace(config.worker.report_interval_ms / 1e3, config.coordinator.heartbeat_interval_s),

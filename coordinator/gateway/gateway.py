@@ -173,7 +173,8 @@ class Gateway:
 
     def _welcome(self) -> messages.Welcome:
         it = self._scheduler
-        return messages.Welcome(PROTOCOL_VERSION, self._incarnation, self._version, it.model(), it.refusal())
+        about = self._incarnation, self._version, it.model(), it.refusal(), it.unserved()
+        return messages.Welcome(PROTOCOL_VERSION, *about)
 
     def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
         """Answer a message that could not be read or has no connection. A full socket drops the answer.
@@ -295,6 +296,7 @@ def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
         ),
         messages.UndrainWorkers: lambda peer, m: it.undrain(m.workers, peer.owner),
         messages.ReleaseQuarantine: lambda peer, m: it.release_quarantine(m.workers, peer.owner),
+        messages.ForgetWorkers: lambda _, m: it.forget_workers(m.workers),
         messages.StopCoordinator: lambda peer, m: it.stop(m.deadline_s, peer.owner),
     }
 

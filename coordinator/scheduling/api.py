@@ -20,6 +20,7 @@ from coordinator.memory.prefix_index import Chain, Digest
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
+from coordinator.scheduling.pending import unserved
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.prefix_reuse import DIGESTS_AT_ONCE, PrefixReuse
 from coordinator.scheduling.request_table import RequestTable
@@ -39,6 +40,7 @@ Message: TypeAlias = (
     | events.ForgetAsk
     | events.DrainAsk
     | events.ReleaseAsk
+    | events.ForgetWorkersAsk
     | events.StopAsk
     | events.WorkerUp
     | events.WorkerBack
@@ -84,6 +86,11 @@ class SchedulerApi(Actor[Message]):
         except Unavailable as error:
             return error.message
         return "the coordinator is stopping" if self.stopping else ""
+
+    def unserved(self) -> str:
+        """Why any new request would wait now, since no worker takes it; "" when one does."""
+        reason = unserved(tuple(self._placement_table.workers.values()))
+        return reason.text if reason else ""
 
     async def submit(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
         """Validate, queue and acknowledge a request. Refused in full or accepted in full.
@@ -153,6 +160,11 @@ class SchedulerApi(Actor[Message]):
         check_writes(self._journal)
         return await self.ask(lambda reply: events.ReleaseAsk(workers, owner, reply))
 
+    async def forget_workers(self, workers: tuple[str, ...]) -> tuple[str, ...]:
+        """List these disconnected workers no longer, all or none. Raises NotFound, and WrongState for one that is
+        connected or awaited, or whose lost process may still write host pages."""
+        return await self.ask(lambda reply: events.ForgetWorkersAsk(workers, reply))
+
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
         return await self.ask(lambda reply: events.StopAsk(deadline_s, owner, reply))
@@ -177,7 +189,7 @@ class SchedulerApi(Actor[Message]):
 
     def worker_rows(self) -> list[messages.WorkerRow]:
         """Workers that are connected, then those that are gone, as they were last."""
-        return self._registry.worker_rows()
+        return self._registry.worker_rows(self._clock())
 
     def pool_rows(self) -> list[messages.PoolRow]:
         return self._registry.pool_rows()

@@ -152,6 +152,13 @@ class ReleaseAsk(msgspec.Struct, frozen=True):
     reply: Reply[tuple[str, ...]]
 
 
+class ForgetWorkersAsk(msgspec.Struct, frozen=True):
+    """List these disconnected workers no longer."""
+
+    workers: tuple[str, ...]
+    reply: Reply[tuple[str, ...]]
+
+
 class StopAsk(msgspec.Struct, frozen=True):
     deadline_s: float
     owner: str

@@ -2,7 +2,8 @@
 
 `PendingReasons.explain` is the one owner of that text: rows of listings and lines of histories come from it. It decides
 nothing: it reads what the last plan left behind (`free_memory.PlanOutcome`), the placement table and the ledgers, when
-it is asked.
+it is asked. `unserved` says the same of a request that may be submitted now: it is the rule by which the coordinator
+and the HTTP front are ready.
 
     HELD        an operator holds it
     TRANSFER    its rows are on their way to where it will be decoded
@@ -78,6 +79,19 @@ _MEMORY: Final = tuple(
         PendingKind.INDEX_PAGES,
         PendingKind.SLAB_PAGES,
     )
+)
+
+
+#: Waits that no connected worker can end.
+UNSERVED: Final = frozenset(
+    {
+        PendingKind.NO_WORKER,
+        PendingKind.RECONNECT,
+        PendingKind.DRAINING,
+        PendingKind.GROUP,
+        PendingKind.ROLE,
+        PendingKind.TOO_LARGE,
+    }
 )
 
 
@@ -213,11 +227,8 @@ class PendingReasons:
         where = f" of node {entry.node}, where its {entry.kept_tokens} rows are kept," if entry.pages else ""
         workers = [it for it in self._placement_table.workers.values() if not entry.pages or it.node == entry.node]
         takers = [it for it in workers if it.takes]
-        if not workers:
-            return PendingReason(PendingKind.NO_WORKER, f"no worker{where} is connected")
         if not takers:
-            kind = _kind_of_absence(workers)
-            return PendingReason(kind, f"no worker{where} takes requests: {_absent(workers)}")
+            return _no_takers(workers, where)
         was_considered = entry.request_index in self._policy.outcome.refused  # else others ahead blocked its nodes
         unable = _unable(entry, takers) if was_considered else None
         if unable is not None:
@@ -232,7 +243,7 @@ class PendingReasons:
         ]
         ahead = min(blockers, key=lambda it: it.rank, default=None)
         if ahead is None and entry.request_index in self._policy.outcome.refused:
-            return PendingReason(PendingKind.ROLE, "no worker that takes requests can hand its prompt to another")
+            return PendingReason(PendingKind.ROLE, _NO_HANDING)
         if ahead is None or ahead is entry:
             return PendingReason(PendingKind.TURN, "the Scheduler's next turn considers it")
         count = bisect_left(self._placement_table.waiting, entry.rank)
@@ -245,6 +256,28 @@ class PendingReasons:
             text = f"{self._request_id(ahead.request_index)}: {self.explain(ahead, now).text}"
             self._last = outcome, now, ahead.request_index, text
         return self._last[3]
+
+
+def unserved(workers: Sequence[WorkerEntry]) -> PendingReason | None:
+    """Why none of all `workers` would take a request that is submitted now; None: one would."""
+    takers = [it for it in workers if it.takes]
+    if not takers:
+        return _no_takers(workers)
+    if any(it.capacity.role == BOTH for it in takers):
+        return None
+    for part in (PREFILL, DECODE):
+        if not any(it.capacity.role == part for it in takers):
+            others = [it for it in workers if not it.takes]
+            return PendingReason(PendingKind.ROLE, _no_part(part) + (f"; {_absent(others)}" if others else ""))
+    if any(one.hands_to(other) for one in takers if not one.decodes for other in takers if other.decodes):
+        return None
+    return PendingReason(PendingKind.ROLE, _NO_HANDING)
+
+
+def _no_takers(workers: Sequence[WorkerEntry], where: str = "") -> PendingReason:
+    if not workers:
+        return PendingReason(PendingKind.NO_WORKER, f"no worker{where} is connected")
+    return PendingReason(_kind_of_absence(workers), f"no worker{where} takes requests: {_absent(workers)}")
 
 
 def _lack(short: list[_Need]) -> tuple[int, float]:
@@ -285,13 +318,18 @@ def _unable(entry: RequestEntry, takers: Sequence[WorkerEntry]) -> PendingReason
 
 
 _PARTS: Final = {BOTH: "prefills and decodes", PREFILL: "prefills", DECODE: "decodes"}
+_NO_HANDING: Final = "no worker that takes requests can hand its prompt to another"
+
+
+def _no_part(part: str) -> str:
+    return f"no worker that takes requests {_PARTS[part]}"
 
 
 def _lacking(entry: RequestEntry, takers: Sequence[WorkerEntry], part: str) -> PendingReason | None:
     """Why none of them could do `part`, by the one that lacks least; None: one could."""
     able = [it for it in takers if it.capacity.role in (part, BOTH)]
     if not able:
-        return PendingReason(PendingKind.ROLE, f"no worker that takes requests {_PARTS[part]}")
+        return PendingReason(PendingKind.ROLE, _no_part(part))
     unlike = {id(it.capacity): it for it in reversed(able)}.values()  # most workers of a group share one capacity
     misfits = min((misfit(entry.length, it.capacity, it.name, part) for it in unlike), key=len)
     return PendingReason(PendingKind.TOO_LARGE, "; ".join(misfits)) if misfits else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from coordinator.journal.records import RequestFacts, digest_of
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.lifecycle import WAITING, State
-from coordinator.scheduling.pending import PendingReasons
+from coordinator.scheduling.pending import PendingReason, PendingReasons
 from coordinator.scheduling.request_state import RequestState
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
@@ -200,7 +200,7 @@ class RequestTable:
 
     def row(self, live: LiveRequest, now: float) -> RequestRow:
         facts, state, entry, request_index = live.facts, live.state, live.entry, live.facts.request_index
-        swaps = _add(live.swaps_before, live.swaps)
+        swaps, pending = _add(live.swaps_before, live.swaps), self._pending(live, now)
         return RequestRow(
             request_id=facts.request_id,
             state=state.state,
@@ -218,15 +218,17 @@ class RequestTable:
             retractions=state.retractions,
             age_s=now + self._wall_offset_s - facts.at_s,
             held=state.held,
-            reason=self._reason(live, now),
+            reason=pending.text if pending else state.reason,
+            waits_for=pending.kind if pending else "",
         )
 
-    def _reason(self, live: LiveRequest, now: float) -> str:
-        """Of a request that waits: for what, as of now; else that of the last line of its history that has one."""
+    def _pending(self, live: LiveRequest, now: float) -> PendingReason | None:
+        """For what it waits, as of now; None: for nothing, and the last line of its history that has a reason says why
+        it is in its state."""
         state, entry = live.state, live.entry
         if state.state in WAITING or (state.state is State.TRANSFERRING and entry.transfer_id):
-            return self.pending.explain(entry, now).text
-        return state.reason
+            return self.pending.explain(entry, now)
+        return None
 
     def _request_id(self, request_index: int) -> str:
         return self.by_index[request_index].facts.request_id

@@ -252,7 +252,7 @@ class Scheduler(SchedulerApi):
             case events.Starving():
                 self._starving(message)
             case events.WorkerDown() | events.WorkerExited():
-                self._worker_gone(message, turn)
+                self._worker_gone(message, turn, now)
             case events.InventoryTaken():
                 turn.take(self._auditor.hear(message, now))
             case events.Recovered(steps, tells, sends):
@@ -263,6 +263,7 @@ class Scheduler(SchedulerApi):
                 | events.ForgetAsk()
                 | events.DrainAsk()
                 | events.ReleaseAsk()
+                | events.ForgetWorkersAsk()
                 | events.StopAsk()
                 | events.WorkerUp()
                 | events.WorkerBack()
@@ -288,6 +289,7 @@ class Scheduler(SchedulerApi):
         | events.ForgetAsk
         | events.DrainAsk
         | events.ReleaseAsk
+        | events.ForgetWorkersAsk
         | events.StopAsk
         | events.WorkerUp
         | events.WorkerBack
@@ -320,8 +322,13 @@ class Scheduler(SchedulerApi):
                     turn.take(each)
                 turn.released.append((ask.reply, lines))
                 log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner))
-            case events.StopAsk():
-                ask.reply.set(self._begin_stop(ask, now))
+            case events.StopAsk() | events.ForgetWorkersAsk():
+                lines = (
+                    self._begin_stop(ask, now)
+                    if isinstance(ask, events.StopAsk)
+                    else self._registry.forget(ask.workers)
+                )
+                ask.reply.set(lines)
             case events.WorkerUp():
                 is_changing = any(step.node == ask.hello.node for step in turn.steps)
                 worker = self._registry.join(ask.hello, ask.port, is_changing=is_changing)
@@ -374,14 +381,15 @@ class Scheduler(SchedulerApi):
     def _count_evicted(self, pages: int) -> None:
         self._counters.prefix_pages_evicted += pages
 
-    def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn) -> None:
+    def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn, now: float) -> None:
         if isinstance(message, events.WorkerExited):
+            self._registry.note_exit(message.worker, message.epoch)
             self._refresh(self._dispatch.beside_lost((message.worker, message.epoch)))
             turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
             return
         worker = self._placement_table.workers.get(message.worker)
         if worker is not None and worker.epoch == message.epoch:
-            self._registry.leave(worker)
+            self._registry.leave(worker, now, exit_proved=message.proved_exit)
             for it in self._placement_table.beside(worker):
                 self._refresh(self._placement_table.on(it.name))
             turn.take(

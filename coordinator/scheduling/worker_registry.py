@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -20,8 +20,18 @@ from coordinator.scheduling.events import WorkerPort
 from coordinator.scheduling.groups import check_member, ranks_of
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.validation import check_name
-from protocol.errors import ConfigError, NotFound, ProtocolError, Unavailable, WrongState
-from protocol.messages import ROLES, GroupMember, ModelInfo, PoolRow, WorkerCapacity, WorkerHello, WorkerRow
+from protocol.errors import BadInput, ConfigError, NotFound, ProtocolError, Unavailable, WrongState
+from protocol.messages import (
+    NAME_CHARS_MAX,
+    NOT_SEEN,
+    ROLES,
+    GroupMember,
+    ModelInfo,
+    PoolRow,
+    WorkerCapacity,
+    WorkerHello,
+    WorkerRow,
+)
 from protocol.units import CONTEXT_MAX_TOKENS
 
 #: Workers that are gone are listed until there are this many.
@@ -36,6 +46,17 @@ HOST_PAGES_MAX: Final = 1 << 24
 GPU_COUNT_MAX: Final = 1 << 30
 
 
+class _GoneWorker(NamedTuple):
+    """A disconnected worker: its row as of the time when it left."""
+
+    row: WorkerRow
+    left_at: float
+
+    def row_at(self, now: float) -> WorkerRow:
+        age_s = self.row.link_age_s
+        return msgspec.structs.replace(self.row, link_age_s=age_s if age_s == NOT_SEEN else age_s + now - self.left_at)
+
+
 class WorkerRegistry:
     """`open_pool(hello)` starts the HostPool of a worker's node with an empty ledger; `ledgers` has them by node."""
 
@@ -48,7 +69,7 @@ class WorkerRegistry:
         self._pools: dict[str, WorkerCapacity] = {}
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._incarnations: OrderedDict[str, int] = OrderedDict()  # latest of each group
-        self._gone: OrderedDict[str, WorkerRow] = OrderedDict()
+        self._gone: OrderedDict[str, _GoneWorker] = OrderedDict()
         self.model: ModelInfo | None = None
 
     # ---------------------------------------------------------------- joining and leaving
@@ -96,15 +117,52 @@ class WorkerRegistry:
             self._epochs[it.worker] = max(it.epoch, self._epochs.get(it.worker, -1))
             self._note_member(it.member)
 
-    def leave(self, worker: WorkerEntry) -> None:
+    def leave(self, worker: WorkerEntry, now: float, *, exit_proved: bool) -> None:
         """Remember how it was last."""
         if not self._ledgers[worker.node].has_live(worker.name):
             return  # it went before it was there
-        self._gone[worker.name] = msgspec.structs.replace(
-            self._row(worker), state="disconnected", running=0, ranks_missing=(), awaits=""
+        row = msgspec.structs.replace(
+            self._row(worker), state="disconnected", running=0, ranks_missing=(), awaits="", exit_proved=exit_proved
         )
+        self._gone[worker.name] = _GoneWorker(row, now)
         if len(self._gone) > GONE_MAX:
             self._gone.popitem(last=False)
+
+    def note_exit(self, name: str, epoch: int) -> None:
+        """The process of an epoch that has left is proved gone."""
+        gone = self._gone.get(name)
+        if gone is not None and gone.row.epoch == epoch:
+            self._gone[name] = gone._replace(row=msgspec.structs.replace(gone.row, exit_proved=True))
+
+    def forget(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """List these disconnected workers no longer, all or none; one line per worker. The name of a group stands for
+        its disconnected ranks. Raises BadInput, NotFound, WrongState."""
+        if not names:
+            raise BadInput("no worker is named", field="worker", value="", remedy="name at least one worker")
+        chosen = dict.fromkeys(it for name in names for it in self._forgettable(name))
+        for name in chosen:
+            del self._gone[name]
+        return tuple(f"{name}: forgotten" for name in chosen)
+
+    def _forgettable(self, name: str) -> list[str]:
+        workers = self._placement_table.workers
+        ranks = [workers[name]] if name in workers else ranks_of(name, workers.values())
+        if ranks:
+            state = "is awaited after a restart of the coordinator" if ranks[0].awaited else "is connected"
+            remedy = "stop its process, and wait until it is listed as disconnected"
+            raise WrongState(state, field="worker", value=ranks[0].name, remedy=remedy)
+        found = [name] if name in self._gone else [it for it, gone in self._gone.items() if gone.row.group == name]
+        if not found:
+            raise _no_worker(name)
+        for it in found:
+            if epochs := sorted({epoch for ledger in self._ledgers.values() for epoch in ledger.unproved(it)}):
+                raise WrongState(
+                    f"its lost epochs {epochs} have host pages in quarantine, and no exit is proved",
+                    field="worker",
+                    value=it,
+                    remedy=f"make sure that its process is gone, then: hisparse release-quarantine {it} --i-am-sure",
+                )
+        return found
 
     def find(self, names: tuple[str, ...]) -> list[WorkerEntry]:
         """Connected workers by name, all of them for no name; the name of a group stands for its ranks.
@@ -115,12 +173,10 @@ class WorkerRegistry:
         found: dict[str, WorkerEntry] = {} if names else dict(workers)
         for name in names:
             ranks = [workers[name]] if name in workers else ranks_of(name, workers.values())
-            if not ranks and (name in self._gone or any(row.group == name for row in self._gone.values())):
+            if not ranks and (name in self._gone or any(it.row.group == name for it in self._gone.values())):
                 raise WrongState("is disconnected", field="worker", value=name, remedy="wait until it is back")
             if not ranks:
-                raise NotFound(
-                    "no worker or group of this name", field="worker", value=name[:128], remedy="list workers"
-                )
+                raise _no_worker(name)
             found |= {it.name: it for it in ranks}
         return list(found.values())
 
@@ -132,14 +188,14 @@ class WorkerRegistry:
             seen[id(worker.capacity)] = times = seen.get(id(worker.capacity), 0) + 1
             if times <= 2:
                 connected.append((worker.name, worker.capacity))
-        return connected or [(row.worker, row.capacity) for row in self._gone.values()]
+        return connected or [(name, gone.row.capacity) for name, gone in self._gone.items()]
 
     # ---------------------------------------------------------------- rows
 
-    def worker_rows(self) -> list[WorkerRow]:
+    def worker_rows(self, now: float) -> list[WorkerRow]:
         """Connected workers, then those that are gone, as they were last."""
         there = [it for it in self._placement_table.workers.values() if self._ledgers[it.node].has_live(it.name)]
-        return [self._row(worker) for worker in there] + [*self._gone.values()]
+        return [self._row(worker) for worker in there] + [gone.row_at(now) for gone in self._gone.values()]
 
     def pool_rows(self) -> list[PoolRow]:
         return [self._pool_row(node, ledger) for node, ledger in self._ledgers.items()]
@@ -211,12 +267,17 @@ class WorkerRegistry:
             or not (self._placement_table.workers or self._placement_table.entries)
         ):
             return
+        if self._placement_table.workers:
+            differs, remedy = "differs from the other workers'", "use another coordinator"
+        else:
+            differs = f"differs from that of unfinished requests ({len(self._placement_table.entries)}),"
+            remedy = "abort those requests, or use another coordinator"
         raise ConfigError(
             f"its model {hello.model.name} ({hello.model.fingerprint[:12]}, context {hello.model.context_max_tokens}) "
-            f"differs from its group's {model.name} ({model.fingerprint[:12]}, context {model.context_max_tokens})",
+            f"{differs} {model.name} ({model.fingerprint[:12]}, context {model.context_max_tokens})",
             field="model",
             value=hello.worker,
-            remedy="serve the same checkpoint with the same settings, or use another coordinator",
+            remedy=f"serve the same checkpoint with the same settings, or {remedy}",
         )
 
     def _check_pool(self, hello: WorkerHello) -> None:
@@ -248,6 +309,12 @@ class WorkerRegistry:
                 value=hello.worker,
                 remedy="stop them, or wait until they are declared down",
             )
+
+
+def _no_worker(name: str) -> NotFound:
+    return NotFound(
+        "no worker or group of this name", field="worker", value=name[:NAME_CHARS_MAX], remedy="list workers"
+    )
 
 
 def _is_another_file(known: WorkerCapacity, ours: WorkerCapacity) -> bool:

@@ -9,7 +9,7 @@ import trio
 from coordinator.scheduling.events import LinkStats
 from coordinator.workers.processes import Process
 from coordinator.workers.worker_epoch import WorkerEpoch
-from protocol.messages import Command, WorkerHello
+from protocol.messages import NOT_SEEN, Command, WorkerHello
 
 
 class WorkerLink:
@@ -53,4 +53,5 @@ class WorkerLink:
         self._queue(self, command)
 
     def stats(self) -> LinkStats:
-        return self.state.stats(trio.current_time())
+        stats = self.state.stats(trio.current_time())
+        return stats._replace(link_age_s=NOT_SEEN) if self.is_awaited else stats

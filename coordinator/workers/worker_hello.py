@@ -5,13 +5,13 @@
                                  awaited             ADOPT: the worker ran on while the coordinator was down; its
                                                      inventory gives its progress, the numbers continue
                                  down                WrongState: an epoch that was declared down stays down
-                                 another process     Unavailable: a second process uses the name
+                                 another process     NameTaken: a second process uses the name
     another, which has applied   any                 SEND_AWAY under a higher incarnation: the worker withdraws all
     commands or sent reports                         requests and returns; otherwise WrongState, with the same result
     another, new                 none, down          JOIN
                                  the same process    SUCCEED: JOIN, and proof that the earlier epoch is quiesced, since
                                                      a worker begins a new epoch only without requests
-                                 another process     Unavailable
+                                 another process     NameTaken
 
 Process 0 is not attested: it equals no process and proves nothing.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from protocol.errors import BadInput, ProtocolError, Unavailable, WrongState
+from protocol.errors import BadInput, NameTaken, ProtocolError, Unavailable, WrongState
 from protocol.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, WorkerHello
 
 
@@ -43,7 +43,8 @@ class KnownWorker(NamedTuple):
 
 
 def judge(hello: WorkerHello, process: int, known: KnownWorker | None, incarnation: int) -> Course:
-    """The course of `hello`. Raises the refusal: ProtocolError, BadInput (final), Unavailable (for now), WrongState."""
+    """The course of `hello`. Raises the refusal: ProtocolError, BadInput (final), Unavailable, NameTaken (for now),
+    WrongState."""
     _check(hello, incarnation)
     if known is not None and known.epoch == hello.epoch:
         if known.is_down:
@@ -81,9 +82,9 @@ def _check(hello: WorkerHello, incarnation: int) -> None:
         )
 
 
-def _taken(hello: WorkerHello, known: KnownWorker) -> Unavailable:
+def _taken(hello: WorkerHello, known: KnownWorker) -> NameTaken:
     holder = f"process {known.process}" if known.process else "another process"
-    return Unavailable(
+    return NameTaken(
         f"{holder} has this name",
         field="worker",
         value=hello.worker,

@@ -37,7 +37,7 @@ def _root() -> RootGroup:
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
         *(top.top, workers.workers, workers.pool, workers.drain, workers.undrain, workers.audit),
-        *(workers.release_quarantine, workers.stop, journal.journal, keys.keys, reload.reload),
+        *(workers.release_quarantine, workers.forget, workers.stop, journal.journal, keys.keys, reload.reload),
     ):
         root.add_command(command)
     return root

@@ -21,7 +21,11 @@ LOG_SETTINGS: Final = (
     Setting("--log-format", "cluster.log_format", "logfmt or json."),
 )
 COORDINATOR_SETTINGS: Final = (
-    Setting("--journal", "coordinator.journal", "File of the journal; none: a crash loses all requests."),
+    Setting(
+        "--journal",
+        "coordinator.journal",
+        "File of the journal; default: journal.sqlite in the runtime directory. none: a crash loses all requests.",
+    ),
 )
 WORKER_SETTINGS: Final = (
     Setting("--model", "worker.model", "Checkpoint directory: config.json and safetensors."),
@@ -170,6 +174,9 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
     callback=_address,
     help="Serve OpenAI's API there, too; port 0: any free port, printed at start.",
 )
+@click.option(
+    "--abort-unfinished", is_flag=True, help="Abort unfinished requests of another model that are in the journal."
+)
 @with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *FRONT_SETTINGS, *LOG_SETTINGS)
 def up(
     config: Config,
@@ -179,11 +186,13 @@ def up(
     deadline: float,
     ready_file: Path | None,
     http: tuple[str, int] | None,
+    abort_unfinished: bool,
 ) -> int:
     """Run a coordinator and N workers on this machine, sharing one host pool.
 
     A process that exits is restarted, until it has exited too often within a short time; a hung one is killed first.
-    Ctrl-C drains, then stops; a second Ctrl-C exits at once. The host pool is removed at the end. With --group-size
+    Ctrl-C drains, then stops; a second Ctrl-C exits at once. Requests that have not ended are in the journal and resume
+    at the next start. The host pool is removed at the end. With --group-size
     each so many workers form a group, which holds one copy of the model and is restarted whole.
     """
     from hisparse.cluster.up import UpOptions, run_up
@@ -193,7 +202,7 @@ def up(
         raise click.BadParameter(f"no directory {ready_file.parent}", param_hint="--ready-file")
     if http is not None:
         config = listening_at(config, *http)
-    options = UpOptions(workers, roles, group_size, http is not None, deadline, ready_file)
+    options = UpOptions(workers, roles, group_size, http is not None, abort_unfinished, deadline, ready_file)
     return run_up(config, options)
 
 

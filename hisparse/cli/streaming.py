@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import trio
+
+from coordinator.scheduling.lifecycle import TERMINAL
 from hisparse.client.client import Client, run_client
 from hisparse.client.token_stream import TokenStream
 from hisparse.client.tokenizer_cache import fetch_tokenizer
 from hisparse.console.options import EXIT_FAILED, EXIT_INTERRUPTED
 from hisparse.console.output import note, write_json, write_line
-from protocol.errors import BadInput, InternalError
-from protocol.messages import Ended, Sampling
+from protocol.arrays import Int32Array
+from protocol.errors import BadInput, HiSparseError, InternalError, Unavailable
+from protocol.messages import Ended, RequestRow, Sampling
 from protocol.text import Tokenizer
 from protocol.transport.keys import Insecure, PeerKey
 
 FINISHED: Final = "FINISHED"
+#: When no token has come for this long, a person is told what the request waits for. An answer may take as long.
+SILENCE_S: Final = 2.0
 
 
 @dataclass
@@ -25,7 +31,8 @@ class Follow:
     """How an output is shown, and its stream.
 
     `output` is table (text as it arrives), json (one object at the end) or jsonl (one object per arrival and one at the
-    end). `raw` shows token ids instead of text.
+    end). `raw` shows token ids instead of text. `timeout_s`: seconds until the request must have ended; None: no limit.
+    `tells_waits`: what it waits for goes to stderr.
     """
 
     endpoint: str
@@ -33,24 +40,47 @@ class Follow:
     raw: bool = False
     role: str = "client"
     key: PeerKey | Insecure | None = None
+    timeout_s: float | None = None
+    tells_waits: bool = False
     stream: TokenStream | None = None
+    _told: str = field(default="", init=False)  # kind of the wait that was told last
 
     def run(self, action: Callable[[Client], Awaitable[int]]) -> int:
         """Run `action` on a connection; returns its exit code. After Ctrl-C, prints how to attach again."""
         try:
-            return run_client(self.endpoint, action, role=self.role, name="hisparse", key=self.key)
+            timed = action if self.timeout_s is None else lambda client: self._timed(client, action)
+            return run_client(self.endpoint, timed, role=self.role, name="hisparse", key=self.key)
         except KeyboardInterrupt:
             if self.stream is not None:
                 name = self.stream.request_id
                 note(f"\n{name} goes on; hisparse attach {name} --from {self.stream.offset}, or hisparse abort {name}")
             return EXIT_INTERRUPTED
 
-    async def show(self, stream: TokenStream, tokenizer: Tokenizer | None) -> int:
+    async def _timed(self, client: Client, action: Callable[[Client], Awaitable[int]]) -> int:
+        """Raises Unavailable past `timeout_s`; the request goes on."""
+        assert self.timeout_s is not None
+        with trio.move_on_after(self.timeout_s):
+            return await action(client)
+        limit = f"after {self.timeout_s:g} s"
+        if self.stream is None:
+            raise Unavailable(
+                f"no answer {limit}", field="--timeout", value=self.timeout_s, remedy="see: hisparse requests"
+            )
+        name, row = self.stream.request_id, await _row_of(client, self.stream.request_id)
+        state = "" if row is None or row.state in TERMINAL else f", it {_wait_text(row) or f'is {row.state}'}"
+        raise Unavailable(
+            f"not ended {limit}{state}",
+            field="request_id",
+            value=name,
+            remedy=f"it goes on: hisparse attach {name} --from {self.stream.offset}, or hisparse abort {name}",
+        )
+
+    async def show(self, client: Client, stream: TokenStream, tokenizer: Tokenizer | None) -> int:
         """Print the output until the request ends; returns 0 when it finished, 1 when it was aborted or failed."""
         self.stream = stream
         sink = _make_sink(self.output, tokenizer, stream.request_id)
         start = stream.offset
-        async for tokens in stream:
+        while (tokens := await self._next(client, stream)) is not None:
             sink.push(start, [int(token) for token in tokens])
             start = stream.offset
         if stream.ended is None:
@@ -60,6 +90,40 @@ class Follow:
             note(f"{stream.request_id} {stream.ended.outcome}: {stream.ended.reason}")
             return EXIT_FAILED
         return 0
+
+    async def _next(self, client: Client, stream: TokenStream) -> Int32Array | None:
+        """The next tokens, None after the last."""
+        while True:
+            with trio.move_on_after(SILENCE_S):
+                tokens = await anext(stream, None)
+                self._told = ""
+                return tokens
+            if self.tells_waits:
+                await self._tell_wait(client, stream)
+
+    async def _tell_wait(self, client: Client, stream: TokenStream) -> None:
+        """Say what the request waits for, once for each kind of wait."""
+        row = await _row_of(client, stream.request_id)
+        if not stream.unfinished:
+            return
+        kind, text = (row.waits_for, _wait_text(row)) if row else ("answer", "waits: the coordinator does not answer")
+        if kind != self._told and text:
+            note(f"{stream.request_id} {text}")
+        self._told = kind
+
+
+async def _row_of(client: Client, request_id: str) -> RequestRow | None:
+    """None: the coordinator does not answer, or does not know the request."""
+    with trio.move_on_after(SILENCE_S):
+        try:
+            return (await client.request(request_id)).row
+        except HiSparseError:
+            return None
+    return None
+
+
+def _wait_text(row: RequestRow) -> str:
+    return f"waits: {row.reason}" if row.waits_for else ""
 
 
 def submit_and_follow(
@@ -86,7 +150,7 @@ def submit_and_follow(
             write_line(accepted) if follow.output == "table" else write_json({"request_id": accepted})
             return 0
         stream = await client.submit(ids, sampling, request_id=request_id, priority=priority, prefill_mode=prefill_mode)
-        return await follow.show(stream, tokenizer)
+        return await follow.show(client, stream, tokenizer)
 
     return follow.run(action)
 
@@ -96,7 +160,7 @@ def attach_and_follow(follow: Follow, request_id: str, offset: int) -> int:
 
     async def action(client: Client) -> int:
         tokenizer = None if follow.raw else await fetch_tokenizer(client)
-        return await follow.show(await client.attach(request_id, offset), tokenizer)
+        return await follow.show(client, await client.attach(request_id, offset), tokenizer)
 
     return follow.run(action)
 

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from protocol.settings import Config
 
 
+timeout_option = click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Leave with exit code 6 when the request has not ended by then; the request goes on.",
+)
+
+
 @click.command(short_help="Complete a prompt and stream the text.")
 @click.argument("prompt", required=False)
 @click.option("-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Prompt from a file.")
@@ -42,6 +51,7 @@ if TYPE_CHECKING:
 @click.option("--id", "request_id", default="", metavar="ID", help="Id of the request; default: made by the service.")
 @click.option("--tokens", "raw", is_flag=True, help="Prompt and output are token ids, separated by blanks or commas.")
 @click.option("--detach", is_flag=True, help="Print the request's id and exit.")
+@timeout_option
 @output_option
 @with_config()
 def submit(
@@ -54,18 +64,20 @@ def submit(
     prefill_mode: str,
     raw: bool,
     detach: bool,
+    timeout_s: float | None,
     **sampling: Any,
 ) -> int:
     """Complete PROMPT (or --file, or stdin) and stream the text.
 
-    Ctrl-C leaves the request running; `hisparse attach` shows the rest, `hisparse abort` ends it.
+    Ctrl-C leaves the request running; `hisparse attach` shows the rest, `hisparse abort` ends it. On a terminal, stderr
+    says after 2 s what the request waits for.
     """
     from hisparse.cli.streaming import submit_and_follow
     from protocol.messages import Sampling
 
     text = _prompt_text(prompt, file)
     return submit_and_follow(
-        _follow(config, output, raw=raw),
+        _follow(config, output, timeout_s, raw=raw),
         [_token(word) for word in read_words([text])] if raw else text,
         Sampling(**sampling),
         request_id=request_id,
@@ -87,21 +99,23 @@ def submit(
     help="First new token to show.",
 )
 @click.option("--tokens", "raw", is_flag=True, help="Show token ids.")
+@timeout_option
 @output_option
 @with_config()
-def attach(config: Config, request_id: str, offset: int, raw: bool, output: str) -> int:
+def attach(config: Config, request_id: str, offset: int, raw: bool, timeout_s: float | None, output: str) -> int:
     """Stream the output of a request that runs or has lately ended."""
     from hisparse.cli.streaming import attach_and_follow
 
-    return attach_and_follow(_follow(config, output, raw=raw), request_id, offset)
+    return attach_and_follow(_follow(config, output, timeout_s, raw=raw), request_id, offset)
 
 
-def _follow(config: Config, output: str, *, raw: bool) -> Follow:
+def _follow(config: Config, output: str, timeout_s: float | None, *, raw: bool) -> Follow:
     from hisparse.cli.streaming import Follow
     from hisparse.console.session import endpoint_for
 
     role, endpoint, key = endpoint_for(config, "client")
-    return Follow(endpoint, output, raw=raw, role=role, key=key)
+    tells_waits = sys.stderr.isatty()
+    return Follow(endpoint, output, raw=raw, role=role, key=key, timeout_s=timeout_s, tells_waits=tells_waits)
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:

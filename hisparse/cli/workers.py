@@ -34,7 +34,7 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
     """
     from hisparse.console.groups import state_text
     from hisparse.console.output import Column, share_text
-    from protocol.messages import WorkerRow
+    from protocol.messages import NOT_SEEN, WorkerRow
 
     columns: list[Column[WorkerRow]] = [
         Column("WORKER", lambda row: row.worker),
@@ -50,7 +50,7 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
         Column("STEP MS", lambda row: f"{row.step_us / 1000:.2f}", True),
         Column("HIT RATE", lambda row: share_text(row.hits, row.hits + row.misses), True),
         Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True),
-        Column("LAST SEEN S", lambda row: f"{row.link_age_s:.1f}", True),
+        Column("LAST SEEN S", lambda row: "-" if row.link_age_s == NOT_SEEN else f"{row.link_age_s:.1f}", True),
     ]
     list_rows(config, lambda client: client.workers(), columns, output, interval_s)
 
@@ -177,6 +177,21 @@ def release_quarantine(config: Config, output: str, names: tuple[str, ...], is_s
     if not is_sure:
         raise click.UsageError("check the machine, then pass --i-am-sure", click.get_current_context())
     run_command(config, "admin", output, lambda client: client.release_quarantine(names))
+
+
+@click.command(short_help="List disconnected workers no longer.")
+@click.argument("names", nargs=-1, required=True, metavar="WORKER|GROUP...")
+@output_option
+@with_config()
+def forget(config: Config, output: str, names: tuple[str, ...]) -> None:
+    """List disconnected workers no longer: all of the names, or none when one cannot be forgotten.
+
+    Refused while a worker is connected, and while its process may still write host pages. A worker that comes back is
+    listed again. `hisparse up` forgets the workers that it has given up.
+    """
+    from hisparse.console.session import run_command
+
+    run_command(config, "admin", output, lambda client: client.forget(names))
 
 
 @click.command(short_help="Drain the coordinator, then exit.")

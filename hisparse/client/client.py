@@ -215,6 +215,10 @@ class Client:
         """Vouch that the processes of these workers' lost epochs are gone: see messages.ReleaseQuarantine."""
         return await self._do(lambda tag: messages.ReleaseQuarantine(tag, ids(workers)))
 
+    async def forget(self, workers: Sequence[str]) -> tuple[str, ...]:
+        """List these disconnected workers, or those of these groups, no longer: see messages.ForgetWorkers."""
+        return await self._do(lambda tag: messages.ForgetWorkers(tag, ids(workers)))
+
     async def audit(self) -> messages.AuditRows:
         """Compare the memory of all workers with the ledgers, now and twice."""
         return await self._call(messages.AuditWorkers, messages.AuditRows)

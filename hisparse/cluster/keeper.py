@@ -10,6 +10,7 @@
     group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
               killed when they do not; then all start together, after one pause. Restarts are counted per group, and
               its life begins when all of its ranks are connected: they warm up for long before that
+    forgotten a worker that is not restarted, or that an earlier start had, is listed no longer once its exit is proved
     over      the coordinator has exited or was given up, or all workers have
 
 A kill loses nothing: rows are in the host pool, which this process holds open for later workers, and acknowledged
@@ -33,7 +34,7 @@ from coordinator.scheduling.poison import POISON_STRIKES
 from hisparse.client.client import Client, open_client
 from hisparse.cluster.children import Child, exit_text
 from hisparse.cluster.group_end import RankEnd, blamed, end_text, follow_limit_s, is_wanted
-from protocol.errors import HiSparseError
+from protocol.errors import HiSparseError, NotFound, WrongState
 from protocol.messages import WorkerRow
 from protocol.settings import Config
 from protocol.transport.keys import access
@@ -168,6 +169,7 @@ class Keeper:
         self._changed = changed
         self._watch = ChildWatch(HUNG_LIMITS * cluster.config.coordinator.heartbeat_limit_s)
         self._left = set(cluster.by_name)
+        self._not_forgotten: set[str] = set()
         self._last = cluster.by_name[COORDINATOR]
         self._scope = trio.CancelScope()
 
@@ -278,10 +280,21 @@ class Keeper:
     async def _ask_on(self, client: Client, scope: trio.CancelScope) -> None:
         """Ask for the workers in intervals; `scope` cancels it when an answer is overdue."""
         while True:
-            self._watch.answered(await client.workers(), trio.current_time())
+            rows = await client.workers()
+            self._watch.answered(rows, trio.current_time())
             self._kill_hung()
+            await self._forget_gone(client, rows)
             await trio.sleep(WATCH_INTERVAL_S)
             scope.deadline = trio.current_time() + self._watch.limit_s
+
+    async def _forget_gone(self, client: Client, rows: Iterable[WorkerRow]) -> None:
+        """Have the workers forgotten whose processes are proved gone, and which this cluster does not start again."""
+        for row in rows:
+            if row.exit_proved and row.worker not in self._left | self._not_forgotten:
+                try:
+                    await client.forget([row.worker])
+                except (NotFound, WrongState):  # back already, or pages of an earlier epoch are quarantined
+                    self._not_forgotten.add(row.worker)
 
     def _kill_hung(self) -> None:
         for name in self._watch.hung(trio.current_time()):

@@ -39,6 +39,7 @@ from hisparse.cluster.children import Child, child_environ, exit_text, stop_chil
 from hisparse.cluster.gpus import gpu_bytes
 from hisparse.cluster.group_end import PEER_END_LIMIT_S
 from hisparse.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
+from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.api_keys import read_keys
@@ -49,7 +50,7 @@ from protocol.config_checks import check
 from protocol.errors import EXIT_PEER_LOST, ConfigError, HiSparseError, Unavailable, WrongState
 from protocol.settings import Config, HttpSettings, WorkerSettings
 from worker.pool.file import keep_pool, remove_pool
-from worker.runners.checkpoint import read_config, read_dimensions, stored_dtype
+from worker.runners.checkpoint import fingerprint, read_config, read_dimensions, stored_dtype
 from worker.weights.quantization import read_quantization
 
 #: Longest start, which imports torch and may load a checkpoint of some gigabytes from a slow disk.
@@ -145,6 +146,7 @@ async def running_cluster(
     group_size: int = 1,
     gpus: int = 0,
     http: bool = False,
+    abort_unfinished: bool = False,
     log_dir: Path | None = None,
     start_limit_s: float = START_LIMIT_S,
 ) -> AsyncIterator[Cluster]:
@@ -152,7 +154,8 @@ async def running_cluster(
 
     `roles`, `group_size` and `gpus` as in `placement.place`. With `http` there is a front at config.http, too, and it
     listens. Port 0 becomes a free one that the cluster keeps: `Cluster.config` has it, and a
-    restarted front listens there again.
+    restarted front listens there again. `abort_unfinished`: abort requests of another model that an earlier start left
+    in the journal; without it they refuse the start.
 
     Children write to `log_dir`, by default to this process's stderr; the end of the log of a failed child goes to
     stderr. Raises WrongState when a coordinator already listens there, or another process at the front's port;
@@ -175,20 +178,30 @@ async def running_cluster(
     if http:
         await _check_front(config)
     with _with_port(config) if http else nullcontext(config) as resolved:
-        async with _running(resolved, placed, http, log_dir, start_limit_s) as cluster:
+        async with _running(
+            resolved, placed, http=http, abort=abort_unfinished, log_dir=log_dir, start_limit_s=start_limit_s
+        ) as cluster:
             yield cluster
 
 
 @asynccontextmanager
 async def _running(
-    config: Config, placed: Sequence[WorkerSettings], http: bool, log_dir: Path | None, start_limit_s: float
+    config: Config,
+    placed: Sequence[WorkerSettings],
+    *,
+    http: bool,
+    abort: bool,
+    log_dir: Path | None,
+    start_limit_s: float,
 ) -> AsyncIterator[Cluster]:
     cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), placed, log_dir), None
     try:
         await _started([cluster.coordinator], lambda: _answers(config), start_limit_s)
-        for settings in placed:
-            cluster.start_worker(settings)
         async with cluster.client("hisparse up") as client:
+            if aborted := await check_leftovers(client, config, fingerprint(config.worker.model), abort=abort):
+                _report(aborted)
+            for settings in placed:
+                cluster.start_worker(settings)
             await _started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
         if http:
             cluster.add_http()
@@ -363,6 +376,7 @@ class UpOptions:
     roles: Sequence[str] = ()
     group_size: int | None = None
     http: bool = False
+    abort_unfinished: bool = False
     deadline_s: float = 30.0
     ready_file: Path | None = None
 
@@ -393,6 +407,8 @@ async def _up(config: Config, options: UpOptions, gpus: int) -> int:
         await nursery.start(interrupts.watch, nursery.cancel_scope)
         code = await _serve(config, options, gpus, interrupts)
         nursery.cancel_scope.cancel()
+    if interrupts.forced and interrupts.is_up:
+        _report(f"stopped at once; {left_text(config)}")
     return EXIT_INTERRUPTED if interrupts.forced else code
 
 
@@ -425,6 +441,7 @@ async def _serve(config: Config, options: UpOptions, gpus: int, interrupts: _Int
         group_size=options.group_size or 1,
         gpus=gpus,
         http=options.http,
+        abort_unfinished=options.abort_unfinished,
     ) as cluster:
         interrupts.is_up = True
         _report(f"coordinator and {_names(cluster)} are up; clients at {config.cluster.client_endpoint}")
@@ -480,7 +497,7 @@ async def _until_asked_or_lost(keeper: Keeper, asked: trio.Event) -> Child | Non
 
 async def _drain(cluster: Cluster, deadline_s: float) -> None:
     """Drain the coordinator; returns when it has exited, after the deadline, or when it does not answer."""
-    _report(f"draining for up to {deadline_s:g} s")
+    _report(f"draining for up to {deadline_s:g} s; then {left_text(cluster.config)}")
     try:
         async with cluster.client("hisparse up") as client:
             for line in await client.stop(deadline_s):

@@ -43,7 +43,7 @@ EXIT_MEANINGS: Final = {
     EXIT_CODES["not_found"]: "no such request or worker",
     EXIT_CODES["wrong_state"]: "right command, wrong moment",
     EXIT_CODES["capacity"]: "does not fit, now or ever (the message says which)",
-    EXIT_CODES["unavailable"]: "no coordinator answers, or it is draining",
+    EXIT_CODES["unavailable"]: "no coordinator answers, or it is draining; the time of --timeout has passed",
     EXIT_CODES["protocol"]: "the peer speaks another protocol",
     EXIT_CODES["config"]: "a setting was refused",
     EXIT_CODES["not_allowed"]: "permission denied: this key's role may not use the endpoint",
@@ -152,7 +152,11 @@ class Setting(NamedTuple):
 
 
 EVERYWHERE: Final = (
-    Setting("--runtime-dir", "cluster.runtime_dir", "Directory of sockets and host pool."),
+    Setting(
+        "--runtime-dir",
+        "cluster.runtime_dir",
+        "Directory of sockets, journal, host pool; default: $XDG_RUNTIME_DIR/hisparse, or /tmp/hisparse-UID.",
+    ),
     Setting("--keys-dir", "cluster.keys_dir", "Directory of key files, for tcp:// endpoints."),
     Setting("--insecure", "cluster.insecure", "tcp:// without keys.", is_flag=True),
     Setting("--as", "cluster.speak_as", "client, or admin, who sees the requests of all users."),

@@ -1,6 +1,6 @@
 """The application: paths, keys, limits; completions from ask to answer.
 
-    GET  /health               200 while work would be taken, else 503 and why; no key needed
+    GET  /health               200 while a request would be served, else 503 and why; no key needed
     GET  /metrics              what the exporter has, for load generators, which look for it beside the API
     GET  /v1/models[/ID]       the served model
     POST /v1/completions       text
@@ -13,6 +13,7 @@ and is not counted.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from hisparse.http.shares import Shares
 from hisparse.http.turns import Turns
 from hisparse.http.wire import RequestHead
 from metrics.state import HttpCounters
-from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound
+from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound, Unavailable
 from protocol.logs import fields, logger
 from protocol.messages import NAME_CHARS_MAX
 from protocol.settings import HttpSettings
@@ -53,6 +54,8 @@ READERS_PER_KEY: Final = 2
 PATH_CHARS_MAX: Final = 100
 #: How long a stream may be silent.
 KEEPALIVE_S: Final = 15.0
+#: How often to look whether a worker could take a request.
+UNSERVED_POLL_S: Final = 1.0
 
 log = logger("http")
 
@@ -156,7 +159,7 @@ class Front:
         return methods[method]
 
     async def _health(self, exchange: Exchange, _: KeyOwner) -> None:
-        reason = await self._link.refusal()
+        reason = await self._link.unready()
         await exchange.answer(503 if reason else 200, msgspec.json.encode({"status": reason or "ok"}))
 
     async def _metrics(self, exchange: Exchange, _: KeyOwner) -> None:
@@ -207,12 +210,51 @@ class Front:
                 await output.accepted()
             transcripts = [Transcript(served.tokenizer.detokenizer()) for _ in outputs]
             answer = Answer(ask, int(time.time()))
+            begun = partial(self._until_served, outputs) if ask.stream else partial(_all_finished, outputs)
+            await self._bounded(outputs, begun)
             how = _stream if ask.stream else _whole
             await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id})
         self._counters.answer_s.observe(trio.current_time() - began)
         tokens = sum(transcript.tokens for transcript in transcripts)
         told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
         log.info("answered", extra=told)
+
+    async def _until_served(self, outputs: Sequence[FollowedOutput]) -> None:
+        """Until an output has begun, or a worker takes requests: from then on a stream may be silent."""
+        while not any(it.begun for it in outputs) and await self._link.unserved():  # noqa: ASYNC110 - it is asked
+            await trio.sleep(UNSERVED_POLL_S)
+
+    async def _bounded(self, outputs: Sequence[FollowedOutput], step: Callable[[], Awaitable[None]]) -> None:
+        """Await `step`. Raises Unavailable once no worker could have taken an output for `http.worker_wait_s`."""
+        refusals: list[Unavailable] = []
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                refusals.append(await self._refusal(outputs))
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            await step()
+            refusals.clear()
+            nursery.cancel_scope.cancel()
+        if refusals:
+            raise refusals[0]
+
+    async def _refusal(self, outputs: Sequence[FollowedOutput]) -> Unavailable:
+        """Of the request whose first output that has not begun could be taken by no worker, for long enough. What that
+        output itself waits for is asked last: on a worker that drains it waits for nothing."""
+        limit_s, since = self._settings.worker_wait_s, math.inf
+        while True:
+            reason, now = await self._link.unserved(), trio.current_time()
+            since = min(since, now) if reason else math.inf
+            waiting = next((it for it in outputs if not it.begun), None)
+            if now >= since + limit_s and waiting:
+                if why := await self._link.waits_unserved(waiting.choice.request_id):
+                    text = f"no worker can take the request, for {limit_s:g} s: {why}"
+                    return Unavailable(text, remedy="retry later")
+                since = now
+            left_s = since + limit_s - now
+            await trio.sleep(left_s if 0 < left_s < UNSERVED_POLL_S else UNSERVED_POLL_S)
 
     async def _receive(
         self, exchange: Exchange, owner: str, place: ExitStack, read: Callable[[bytearray], Ask | HiSparseError]
@@ -276,6 +318,13 @@ def _check_id(chosen: str) -> None:
     if len(chosen) > ID_CHARS_MAX:
         text = f"longer than {ID_CHARS_MAX} characters"
         raise BadInput(text, field="x-request-id", value=f"{len(chosen)} characters", remedy="choose a shorter one")
+
+
+async def _all_finished(outputs: Sequence[FollowedOutput]) -> None:
+    """Wait until all outputs are whole, or one of them goes wrong."""
+    for output in outputs:
+        if not await output.finished():
+            return
 
 
 async def _whole(

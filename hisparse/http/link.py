@@ -14,6 +14,7 @@ from typing import Final
 
 import trio
 
+from coordinator.scheduling.pending import UNSERVED
 from hisparse.client.client import Client
 from hisparse.client.tokenizer_cache import fetch_tokenizer
 from hisparse.http.asks import Served
@@ -44,7 +45,8 @@ class CoordinatorLink:
         self._fetching = trio.Lock()
         self._asking = trio.Lock()
         self._asked_at = -math.inf
-        self._refusal = ""
+        self._unready = ""
+        self._unserved = ""
 
     @property
     def client(self) -> Client:
@@ -86,20 +88,40 @@ class CoordinatorLink:
                 self._served = Served(model, self._served.tokenizer)
             return self._served
 
-    async def refusal(self) -> str:
-        """Why the coordinator would take no work, "" when it would. Asked at most once per HEALTH_INTERVAL_S, however
-        many want to know: they need no key, and what the front asks too often the coordinator does not hear."""
-        async with self._asking:
-            if trio.current_time() >= self._asked_at + HEALTH_INTERVAL_S:
-                self._refusal = await self._ask()
-                self._asked_at = trio.current_time()
-            return self._refusal
+    async def unready(self) -> str:
+        """Why a request would not be served now, "" when it would be: the rule of the coordinator's /readyz."""
+        await self._look()
+        return self._unready
 
-    async def _ask(self) -> str:
+    async def unserved(self) -> str:
+        """Why no worker would take a request now, "" when one would, or when the coordinator does not say."""
+        await self._look()
+        return self._unserved
+
+    async def _look(self) -> None:
+        """Asks at most once per HEALTH_INTERVAL_S, however many want to know: they need no key, and what the front asks
+        too often the coordinator does not hear."""
+        async with self._asking:
+            if not self.connected or trio.current_time() >= self._asked_at + HEALTH_INTERVAL_S:
+                self._unready, self._unserved = await self._ask()
+                self._asked_at = trio.current_time()
+
+    async def _ask(self) -> tuple[str, str]:
         with trio.move_on_after(HEALTH_LIMIT_S):
             try:
                 welcome = await self.client.welcome()
             except HiSparseError as error:
-                return error.message
-            return welcome.refusal or ("" if welcome.model else "no worker has registered yet")
-        return f"the coordinator does not answer within {HEALTH_LIMIT_S:g} s"
+                return error.message, ""
+            return welcome.unready, welcome.unserved
+        return f"the coordinator does not answer within {HEALTH_LIMIT_S:g} s", ""
+
+    async def waits_unserved(self, request_id: str) -> str:
+        """What a request waits for, if no connected worker can end that wait; else "", or when the coordinator does not
+        say."""
+        with trio.move_on_after(HEALTH_LIMIT_S):
+            try:
+                row = (await self.client.request(request_id)).row
+            except HiSparseError:
+                return ""
+            return row.reason if row.waits_for in UNSERVED else ""
+        return ""

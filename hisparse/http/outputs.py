@@ -86,6 +86,16 @@ class FollowedOutput:
             else:
                 return
 
+    async def finished(self) -> bool:
+        """Wait until nothing more will come; whether it is whole then."""
+        await self.until(lambda: self._over)
+        return self._ended is not None and self._ended.outcome == "FINISHED"
+
+    @property
+    def begun(self) -> bool:
+        """Whether a token has come, or its end."""
+        return self._has_more(0)
+
     def _has_more(self, at: int) -> bool:
         return len(self.chunks) > at or self._over
 

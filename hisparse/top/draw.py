@@ -23,7 +23,7 @@ from rich.text import Text
 
 from hisparse.console.output import duration_text, hot_text, size_text
 from hisparse.top.screen import ENDED, ORDERS, STATES, Mode, Screen
-from protocol.messages import PoolRow, RequestDetail, RequestRow, WorkerRow
+from protocol.messages import NOT_SEEN, PoolRow, RequestDetail, RequestRow, WorkerRow
 
 WIDTH_MIN: Final = 60
 HEIGHT_MIN: Final = 12
@@ -184,7 +184,7 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
         ScreenColumn("ACK MS", 6, lambda row: f"{row.command_ack_ms:.1f}", from_width=100),
         ScreenColumn("ROLE", 7, lambda row: row.capacity.role, right=False, from_width=100),
         ScreenColumn("NODE", 16, lambda row: row.node, right=False, from_width=120),
-        ScreenColumn("SEEN", 5, lambda row: duration_text(row.link_age_s)),
+        ScreenColumn("SEEN", 5, lambda row: "-" if row.link_age_s == NOT_SEEN else duration_text(row.link_age_s)),
     ]
     selected = screen.selected(of_workers=True) if screen.focus_workers else ""
     return _table(rows, columns, lambda row: row.worker, selected, width, rows_max)

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from hisparse.cli import main
+from hisparse.cli import main, streaming
+from hisparse.cli.streaming import Follow, attach_and_follow
 from hisparse.console.options import EXIT_CODES, EXIT_MEANINGS, Setting, with_config
 from hisparse.console.output import duration_text, hot_text, share_text, size_text
 from protocol import messages
 from protocol.arrays import pack_int32, unpack_int32
-from protocol.errors import BY_CODE
+from protocol.errors import BY_CODE, Unavailable
 from protocol.settings import Config
 from tests import ROOT
 from tests.support.fakes.gateway import FakeGateway, tag_of
@@ -44,6 +45,7 @@ WORKER = messages.WorkerRow(
     index_pages_free=500, slab_pages_free=128, seats_free=7, steps=10, step_us=2500.0, hits=30, misses=10,
     link_age_s=0.1, command_ack_ms=1.5,
 )  # fmt: skip
+UNSEEN = msgspec.structs.replace(WORKER, state="disconnected", link_age_s=messages.NOT_SEEN)
 POOL = messages.PoolRow("n", 1024, 1000, 24, 0, 0, 98_304, 1, ("w0",))
 
 
@@ -315,6 +317,8 @@ def test_workers_and_pools(gateway: FakeGateway) -> None:
     line = run("workers").stdout.strip().splitlines()[-1].split()
     assert line[:10] == ["w0", "-", "n", "both", "connected", "1", "7/8", "28/32", "500/512", "10"]
     assert json.loads(run("workers", "-o", "json").stdout)[0]["capacity"]["page_bytes"] == 98_304
+    gateway.on(messages.ListWorkers, lambda m: [messages.WorkerRows(tag_of(m), (UNSEEN,))])
+    assert run("workers").stdout.split()[-1] == "-"
     line = run("pool").stdout.strip().splitlines()[-1].split()
     assert line == ["n", "1024", "1000", "24", "0", "0", "96.0", "KiB", "96.0", "MiB", "w0"]
 
@@ -335,6 +339,7 @@ def test_workers_and_pools(gateway: FakeGateway) -> None:
         (["drain", "w0", "--handover"], messages.DrainWorkers(1, ("w0",), True, 300.0), "admin"),
         (["drain", "--all", "--deadline", "5"], messages.DrainWorkers(1, (), False, 5.0), "admin"),
         (["undrain", "w0"], messages.UndrainWorkers(1, ("w0",)), "admin"),
+        (["forget", "w0", "g1"], messages.ForgetWorkers(1, ("w0", "g1")), "admin"),
         (["stop", "--deadline", "7"], messages.StopCoordinator(1, 7.0), "admin"),
     ],
 )
@@ -505,6 +510,75 @@ def test_a_tokenizer_is_fetched_once_and_kept(gateway: FakeGateway) -> None:
         assert run("submit", "hello world").stdout.split() == ["world", "hello"]
     kinds = [type(message).__name__ for message in gateway.received]
     assert kinds == ["FetchTokenizer", "Submit", "Submit"]
+
+
+# ---------------------------------------------------------------- waiting
+
+WAITS = row(REQUEST, state="QUEUED", waits_for="no_worker", reason="no worker is connected")
+
+
+def serve_waiting(gateway: FakeGateway, kind: type, *rows: messages.RequestRow) -> None:
+    """Accept; the request is described by `rows` in turn, and by the last one from then on."""
+    left = list(rows)
+    gateway.on(kind, lambda m: [messages.Accepted(tag_of(m), "r1", 3)])
+    details = (
+        messages.RequestDetail(0, it, ()) for it in iter(lambda: left.pop(0) if len(left) > 1 else left[0], None)
+    )
+    gateway.on(messages.DescribeRequest, lambda m: [row(next(details), tag=tag_of(m))])
+
+
+def follow_waiting(gateway: FakeGateway, **options: Any) -> Follow:
+    return Follow(gateway.client_endpoint, "table", raw=True, tells_waits=True, **options)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SILENCE_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_a_request_waits_for_is_told_once_for_each_kind(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seats = row(WAITS, waits_for="seats", reason="needs 1 seat, w0 has 0 of 1 free")
+    running = row(REQUEST, reason="on w0")
+    serve_waiting(gateway, messages.Attach, WAITS, WAITS, seats, seats, running, WAITS)
+    with pytest.raises(Unavailable):
+        attach_and_follow(follow_waiting(gateway, timeout_s=1.0), "r1", 0)
+    assert capsys.readouterr().err.splitlines() == [
+        "r1 waits: no worker is connected",
+        "r1 waits: needs 1 seat, w0 has 0 of 1 free",
+        "r1 waits: no worker is connected",
+    ]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_a_request_waits_for_is_not_told_to_a_pipe(gateway: FakeGateway) -> None:
+    serve_waiting(gateway, messages.Submit, WAITS)
+    result = run("submit", "x", "--timeout", "0.3")
+    assert "r1 waits" not in result.stderr.replace("it waits", "")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "kind"), [(["submit", "x"], messages.Submit), (["attach", "r1", "--from", "4"], messages.Attach)]
+)
+@pytest.mark.usefixtures("impatient")
+def test_timeout_leaves_the_request_and_says_how_to_attach(gateway: FakeGateway, args: list[str], kind: type) -> None:
+    serve_waiting(gateway, kind, WAITS)
+    result = run(*args, "--timeout", "0.2")
+    offset = 4 if "attach" in args else 0
+    assert result.exit_code == EXIT_CODES["unavailable"]
+    assert result.stderr == (
+        "hisparse: request_id=r1: not ended after 0.2 s, it waits: no worker is connected "
+        f"(it goes on: hisparse attach r1 --from {offset}, or hisparse abort r1)\n"
+    )
+    assert not any(isinstance(it, messages.AbortRequests) for it in gateway.received)
+
+
+def test_timeout_tells_the_state_of_a_request_that_does_not_wait(gateway: FakeGateway) -> None:
+    serve_waiting(gateway, messages.Submit, REQUEST)
+    assert "not ended after 0.2 s, it is RUNNING" in run("submit", "x", "--timeout", "0.2").stderr
 
 
 # ---------------------------------------------------------------- interruption

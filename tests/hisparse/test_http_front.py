@@ -182,10 +182,10 @@ async def test_missing_coordinator_is_answered_with_503(rig: FrontRig) -> None:
 async def test_health_reports_missing_workers(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     healthy = rig.open("GET", "/health")
     assert (await healthy.answer(), healthy.status) == ({"status": "ok"}, 200)
-    rig.gateway.scheduler.served = None
+    rig.gateway.scheduler.serves_none = "no worker is connected"
     monkeypatch.setattr(link, "HEALTH_INTERVAL_S", 0.0)
     peer = rig.open("GET", "/health")
-    assert (await peer.answer(), peer.status) == ({"status": "no worker has registered yet"}, 503)
+    assert (await peer.answer(), peer.status) == ({"status": "no worker is connected"}, 503)
 
 
 async def test_health_reports_why_new_work_is_refused(rig: FrontRig) -> None:
@@ -218,6 +218,69 @@ async def test_health_checks_share_a_coordinator_query(rig: FrontRig, monkeypatc
     peers = [rig.open("GET", "/health") for _ in range(20)]
     assert [(await peer.answer())["status"] for peer in peers] == ["ok"] * 20
     assert len(asked) == 1
+
+
+# ---------------------------------------------------------------- no worker
+
+NO_WORKER = ("no_worker", "no worker is connected")
+
+
+@pytest.fixture
+async def unserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FrontRig]:
+    """No worker is connected, and all requests wait for one."""
+    monkeypatch.setattr(link, "HEALTH_INTERVAL_S", 0.0)
+    monkeypatch.setattr(front, "UNSERVED_POLL_S", 0.01)
+    async with front_rig(tmp_path, HttpSettings(worker_wait_s=0.1, reattach_grace_s=0.0)) as rig:
+        rig.gateway.scheduler.serves_none = NO_WORKER[1]
+        rig.gateway.scheduler.all_wait = NO_WORKER
+        yield rig
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "samples"])
+async def test_request_that_no_worker_can_take_gets_503_and_is_aborted(
+    unserved: FrontRig, body: dict[str, Any]
+) -> None:
+    peer = await unserved.complete({"prompt": "abc", **body}, x_request_id="r")
+    answer = await peer.answer()
+    assert (peer.status, peer.headers["retry-after"], answer["error"]["code"]) == (503, "1", "unavailable")
+    assert "no worker can take the request, for 0.1 s: no worker is connected" in answer["error"]["message"]
+    count = body.get("n", 1)
+    names = await unserved.submitted(count)
+    await until(lambda: sorted(unserved.aborted()) == sorted(names))
+    assert len(names) == count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_request_is_answered_when_a_worker_comes_in_time(
+    unserved: FrontRig, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unserved.front, "_settings", HttpSettings(worker_wait_s=30.0))
+    peer = await unserved.complete({"prompt": "abc", "stream": stream}, x_request_id="r")
+    (name,) = await unserved.submitted(1)
+    await trio.sleep(0.05)
+    assert peer.status == 0, "a stream does not begin before it can be served"
+    unserved.gateway.scheduler.serves_none, unserved.gateway.scheduler.all_wait = "", ("", "")
+    unserved.speak(name, "x")
+    unserved.gateway.scheduler.finish(name)
+    with trio.fail_after(10):
+        await peer.complete.wait()
+    assert (peer.status, unserved.aborted()) == (200, [])
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.1])
+async def test_request_on_a_draining_worker_is_not_given_up(
+    unserved: FrontRig, wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New requests are not served, and this one is."""
+    monkeypatch.setattr(unserved.front, "_settings", HttpSettings(worker_wait_s=wait_s))
+    unserved.gateway.scheduler.all_wait = ("", "")
+    peer = await unserved.complete({"prompt": "abc"}, x_request_id="r")
+    (name,) = await unserved.submitted(1)
+    await trio.sleep(0.3)
+    unserved.speak(name, "x")
+    unserved.gateway.scheduler.finish(name)
+    await peer.answer()
+    assert peer.status == 200
 
 
 # ---------------------------------------------------------------- leaving
@@ -564,6 +627,7 @@ async def test_without_a_key_only_health_is_served(tmp_path: Path) -> None:
         ({"http.port": -1}, "http.port"),
         ({"http.requests_max": 0}, "http.requests_max"),
         ({"http.reattach_grace_s": -1}, "http.reattach_grace_s"),
+        ({"http.worker_wait_s": -1}, "http.worker_wait_s"),
         ({"http.metrics_port": -2}, "http.metrics_port"),
     ],
 )

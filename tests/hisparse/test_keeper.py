@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -25,6 +27,7 @@ from hisparse.cluster.keeper import (
     Restarts,
 )
 from protocol.config import HostFacts, build
+from protocol.errors import WrongState
 from protocol.messages import WorkerRow
 from protocol.settings import Config
 from tests.support.fakes.worker import CAPACITY
@@ -32,8 +35,9 @@ from tests.support.fakes.worker import CAPACITY
 LIMIT_S = 10.0
 
 
-def row(epoch: int, state: str = "connected", worker: str = "w0") -> WorkerRow:
-    return WorkerRow(worker, "n0", state, epoch, 0, CAPACITY, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0)
+def row(epoch: int, state: str = "connected", worker: str = "w0", *, exit_proved: bool = False) -> WorkerRow:
+    counts = 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0
+    return WorkerRow(worker, "n0", state, epoch, 0, CAPACITY, *counts, exit_proved=exit_proved)
 
 
 # ---------------------------------------------------------------- restarts
@@ -136,6 +140,48 @@ def test_a_group_lives_from_when_all_of_its_ranks_are_connected() -> None:
     assert watch.all_connected_at(["w0", "w1"]) is None
     watch.answered([row(5), row(8, worker="w1")], 304.0)
     assert watch.all_connected_at(["w0", "w1"]) == 304.0
+
+
+# ---------------------------------------------------------------- forgetting
+
+
+class FakeAdmin:
+    """A client whose coordinator has pages of `quarantined` in quarantine."""
+
+    def __init__(self, quarantined: str) -> None:
+        self.asked: list[str] = []
+        self._quarantined = quarantined
+
+    async def forget(self, workers: Sequence[str]) -> tuple[str, ...]:
+        self.asked += workers
+        if self._quarantined in workers:
+            raise WrongState("has pages in quarantine", field="worker", value=self._quarantined)
+        return ()
+
+
+@dataclass
+class FakeKept:
+    config: Config
+    by_name: Mapping[str, Child]
+    groups: Mapping[str, tuple[str, ...]]
+
+    def restart(self, name: str) -> Child:
+        raise AssertionError(f"{name} is not restarted here")
+
+
+async def test_workers_that_are_not_wanted_are_forgotten_once_their_exit_is_proved() -> None:
+    """w9 and w8 are of an earlier start. w0 is to be restarted."""
+    config = build({}, {}, {"cluster.runtime_dir": "/tmp/none"}, HostFacts.read())
+    children: Any = dict.fromkeys((COORDINATOR, "w0", "w1"))
+    keeper, admin = Keeper(FakeKept(config, children, {}), lambda line: None, lambda: None), FakeAdmin("w8")
+    client: Any = admin
+    silent = row(1, "disconnected", worker="w7")
+    rows = [row(1, worker=it, state="disconnected", exit_proved=True) for it in ("w0", "w1", "w8", "w9")]
+    keeper._let_go("w1", children["w1"])
+    for _ in range(2):
+        await keeper._forget_gone(client, [*rows, silent])
+        rows = [it for it in rows if it.worker in ("w0", "w8")]  # the others are listed no longer
+    assert admin.asked == ["w1", "w8", "w9"], "one that is refused is asked for once"
 
 
 # ---------------------------------------------------------------- the end of a group

@@ -331,6 +331,11 @@ def test_80_by_24_shows_the_main_figures() -> None:
     assert any(line.startswith(">r29") for line in shown(screen)), "the selected row is always in view"
 
 
+def test_worker_that_was_never_heard_has_no_age() -> None:
+    lines = shown(screen_of(workers=(row(WORKER, state="disconnected", link_age_s=messages.NOT_SEEN),)))
+    assert lines[3].split()[-1] == "-"
+
+
 @pytest.mark.parametrize(
     ("size_bytes", "text"), [(0, "0"), (999, "999"), (1234, "1.2k"), (12_345_678, "12M"), (55.6e9, "56G"), (2e12, "2T")]
 )

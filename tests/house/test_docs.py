@@ -166,6 +166,7 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("http.md", f"up to {bodies.N_MAX} samples; {bodies.CHOICES_MAX} over all prompts"),
         ("http.md", f"by a comment every {front.KEEPALIVE_S:g} s"),
         ("http.md", f"`http.reattach_grace_s` ({HttpSettings().reattach_grace_s:g} s)"),
+        ("http.md", f"`http.worker_wait_s` ({HttpSettings().worker_wait_s:g} s)"),
         ("http.md", f"past {link.RECONNECT_LIMIT_S:g} s they end with an error"),
         ("http.md", f"at least {api_keys.KEY_CHARS_MIN} characters each"),
         ("http.md", f"`http.requests_max`, {HttpSettings().requests_max} |"),

@@ -44,6 +44,7 @@ from metrics.state import (
     WorkerCounters,
 )
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
+from protocol import messages
 from protocol.errors import ConfigError, Unavailable
 from protocol.messages import PoolRow, WorkerCapacity, WorkerRow
 from tests import ROOT
@@ -363,7 +364,7 @@ async def test_coordinator_view_is_read_in_its_loop() -> None:
 
     sources = coordinator_sources(lambda: ask_loop(token, look))
     assert (await trio.to_thread.run_sync(coordinator_health, sources)).ok
-    assert (await trio.to_thread.run_sync(coordinator_readiness, sources)) == Health(True, "workers: 1 connected")
+    assert (await trio.to_thread.run_sync(coordinator_readiness, sources)) == Health(True, "requests are served")
 
 
 async def test_stalled_loop_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,20 +389,23 @@ def test_ended_loop_is_unhealthy() -> None:
         ask_loop(token, lambda: VIEW)
 
 
-@pytest.mark.parametrize(
-    ("workers", "stopping", "ready"),
-    [
-        ((worker_row("connected"),), False, True),
-        ((worker_row("drained"),), False, False),
-        ((), False, False),
-        ((worker_row("connected"),), True, False),
-    ],
-)
-def test_coordinator_is_ready_with_an_accepting_worker(
-    workers: tuple[WorkerRow, ...], stopping: bool, ready: bool
-) -> None:
-    view = CoordinatorView({}, 0, (), workers, {}, stopping)
-    assert coordinator_readiness(coordinator_sources(lambda: view)).ok == ready
+@pytest.mark.parametrize("reason", ["", "no worker is connected"])
+def test_coordinator_is_ready_while_a_new_request_would_be_served(reason: str) -> None:
+    view = CoordinatorView({}, 0, (), (), {}, stopping=False, unready=reason)
+    expected = Health(not reason, reason or "requests are served")
+    assert coordinator_readiness(coordinator_sources(lambda: view)) == expected
+
+
+def test_age_of_a_link_that_was_never_heard_is_not_exported() -> None:
+    rows = tuple(msgspec.structs.replace(worker_row("disconnected"), worker=it, link_age_s=age) for it, age in AGES)
+    sources = coordinator_sources(lambda: CoordinatorView({}, 0, (), rows, {}, stopping=False))
+    with served(CoordinatorCollector(sources)) as exporter:
+        ages = [line for line in get(exporter, "/metrics")[1].splitlines() if line.startswith(LINK_AGE)]
+    assert ages == [LINK_AGE + '{worker="w1"} 2.5']
+
+
+AGES = (("w0", messages.NOT_SEEN), ("w1", 2.5))
+LINK_AGE = "hisparse_worker_link_age_seconds"
 
 
 # ---------------------------------------------------------------- the server
@@ -460,8 +464,8 @@ def test_idle_peers_hold_a_bounded_number_of_threads() -> None:
 
 
 def test_coordinator_with_a_failing_journal_is_not_ready() -> None:
-    failing = CoordinatorView({}, 0, (), (worker_row("connected"),), {}, False, journal_failing="disk full")
+    failing = CoordinatorView({}, 0, (), (), {}, False, journal_failing="disk full", unready="disk full")
     sources = coordinator_sources(lambda: failing)
-    assert coordinator_readiness(sources) == Health(False, "journal: disk full")
+    assert coordinator_readiness(sources) == Health(False, "disk full")
     with served(CoordinatorCollector(sources)) as exporter:
         assert "hisparse_journal_failing 1.0" in get(exporter, "/metrics")[1]

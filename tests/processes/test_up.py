@@ -129,7 +129,27 @@ def test_second_ctrl_c_exits_at_once(model: Path, tmp_path: Path) -> None:
         assert up.process.poll() is None  # the request may go on until the deadline
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(10) == 130
+        left = f"requests that have not ended are in the journal {tmp_path}/journal.sqlite and resume at the next start"
+        assert f"stopped at once; {left}" in up.until("stopped at once")
         assert up.left_behind() == []
+
+
+def test_unfinished_requests_of_another_model_refuse_the_start_until_aborted(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "--deadline", "0") as up:
+        name = up.submit_endless()
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(30) == 0
+    write_tiny_checkpoint(tmp_path / "other", index_topk=64, context_max_tokens=2048)
+    command = command_for(tmp_path / "other", tmp_path)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 8
+    last = refused.stderr.splitlines()[-1]
+    assert f"1 unfinished request ({name}) of another model, {model.name}, is in the journal" in last
+    assert "--abort-unfinished" in last
+    with running(tmp_path / "other", tmp_path, "--abort-unfinished") as up:
+        assert f"aborted 1 unfinished request ({name})" in up.until("are up")
+        assert up.hisparse("submit", "hello", "-n", "3").returncode == 0
+        assert json.loads(up.hisparse("request", name, "-o", "json").stdout)["request"]["state"] == "ABORTED"
 
 
 def test_stop_deadline_ends_unfinished_requests(model: Path, tmp_path: Path) -> None:

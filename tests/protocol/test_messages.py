@@ -42,6 +42,7 @@ TAGS = {
     "faulted",
     "fetch_tokenizer",
     "finished",
+    "forget_workers",
     "grant",
     "heartbeat",
     "hello",

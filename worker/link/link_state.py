@@ -37,6 +37,7 @@ from protocol.errors import (
     ConfigError,
     HiSparseError,
     InternalError,
+    NameTaken,
     ProtocolError,
     Unavailable,
     WrongState,
@@ -76,6 +77,9 @@ PROBE_S: Final = 2.0
 SILENCE_LIMIT_S: Final = 8.0
 #: The same gap is asked for at most this often.
 REPLAY_ASK_INTERVAL_S: Final = 0.25
+#: A name that another process had is free after one heartbeat limit of the coordinator, if that process is gone. A
+#: worker whose name is refused for this many of them gives up.
+NAME_LIMITS: Final = 3
 
 assert PROBE_S + REPORT_ACK_LIMIT_S < SILENCE_LIMIT_S  # a lost probe is sent again before the link is given up
 
@@ -150,7 +154,10 @@ Action: TypeAlias = Send | Apply | SendTokenizer | StopAsked | Drop | GiveUp
 class LinkState:
     """One per worker process, across all its connections and epochs. All times are seconds of one monotonic clock."""
 
-    def __init__(self, identity: WorkerIdentity, outbox: Outbox, counters: LinkCounters) -> None:
+    def __init__(
+        self, identity: WorkerIdentity, outbox: Outbox, counters: LinkCounters, name_limit_s: float = float("inf")
+    ) -> None:
+        """`name_limit_s`: for how long the name may be refused because another process has it."""
         self.identity = identity
         self.outbox = outbox
         self.counters = counters
@@ -161,6 +168,8 @@ class LinkState:
         self._next_incarnation = 0
         self._heard_at = 0.0
         self._asked_at = -REPLAY_ASK_INTERVAL_S
+        self._name_limit_s = name_limit_s
+        self._name_taken: tuple[float, float] | None = None  # first and latest refusal in a row because of the name
 
     # ---------------------------------------------------------------- connection
 
@@ -225,7 +234,7 @@ class LinkState:
             case WorkerWelcome() if self.phase is LinkPhase.GREETED:
                 yield from self._welcome(message, now)
             case Refused() if self.phase is not LinkPhase.EMPTYING:
-                yield from self._refusal(message)
+                yield from self._refusal(message, now)
             case Commands() if self._obeyed(message.incarnation):
                 yield from self._commands(message, now)
             case ReportAck() if self._obeyed(message.incarnation):
@@ -254,6 +263,7 @@ class LinkState:
             self.outbox.ack(message.report_ack)
             self.incarnation = message.incarnation
             self.phase = LinkPhase.WELCOMED
+            self._name_taken = None
             self._heard_at = now
             self.counters.welcomed = 1
             self.counters.welcomes += 1
@@ -281,16 +291,26 @@ class LinkState:
     def _withdraw_held(self) -> list[Action]:
         return [Apply(Withdraw(placement)) for placement in self.outbox.held()]
 
-    def _refusal(self, message: Refused) -> Iterator[Action]:
+    def _refusal(self, message: Refused, now: float) -> Iterator[Action]:
         is_stray = message.code == ProtocolError.code and self.phase is LinkPhase.WELCOMED  # a fresh hello settles it
-        if message.code in PASSING_REFUSALS or is_stray:
+        is_passing = message.code in PASSING_REFUSALS
+        if message.code == NameTaken.code:
+            first, latest = self._name_taken or (now, now)
+            first = first if now - latest <= self._name_limit_s else now  # the coordinator was away meanwhile
+            self._name_taken = first, now
+            is_passing = now - first <= self._name_limit_s
+        if is_passing or is_stray:
             yield Drop("refused", message.message)
         elif message.code in EPOCH_REFUSALS:
             yield from self._empty_out(self.incarnation, message.message)
         else:
-            yield GiveUp(
-                ConfigError(message.message, field="coordinator refuses", value=message.code, remedy=message.remedy)
-            )
+            yield GiveUp(self._refused_for_good(message))
+
+    def _refused_for_good(self, message: Refused) -> ConfigError:
+        if message.code == NameTaken.code:
+            text = f"{message.message}, and still does after {self._name_limit_s:g} s"
+            return ConfigError(text, field="worker.name", value=self.identity.worker, remedy=message.remedy)
+        return ConfigError(message.message, field="coordinator refuses", value=message.code, remedy=message.remedy)
 
     def _commands(self, message: Commands, now: float) -> Iterator[Action]:
         expected = self.command_ack + 1

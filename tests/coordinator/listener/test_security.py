@@ -194,7 +194,14 @@ async def test_requests_belong_to_the_user_of_the_key(tmp_path: Path) -> None:
 
 async def test_client_may_not_send_operator_commands(tmp_path: Path) -> None:
     async with guarded(tmp_path) as it, it.client("bob") as bob:
-        for command in (bob.retract(["x"]), bob.drain(), bob.stop(), bob.release_quarantine(["w0"]), bob.audit()):
+        for command in (
+            bob.retract(["x"]),
+            bob.drain(),
+            bob.stop(),
+            bob.release_quarantine(["w0"]),
+            bob.forget(["w0"]),
+            bob.audit(),
+        ):
             with trio.fail_after(SOON_S), pytest.raises(HiSparseError):
                 await command
 

@@ -8,8 +8,8 @@ from trio.testing import MockClock
 
 from coordinator.scheduling.dispatch import TRANSFER_PAUSE_S
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
-from coordinator.scheduling.pending import NOTES_MAX, PendingKind, PendingReason, PendingReasons
-from protocol.messages import DECODE, DIRECT, PREFILL
+from coordinator.scheduling.pending import NOTES_MAX, UNSERVED, PendingKind, PendingReason, PendingReasons, unserved
+from protocol.messages import BOTH, DECODE, DIRECT, PREFILL
 from tests.coordinator.scheduling.test_inbound_transfers import SLOT, Desk
 from tests.support.fakes.fake_cluster import FakeCluster
 from tests.support.scheduler_rig import open_rig
@@ -160,6 +160,47 @@ def test_request_that_fits_an_absent_worker_only_says_so() -> None:
     fake.lose_worker("w0", proved=True)
     fake.submit(7, 100, 60)
     assert explained(fake, 7) == (PendingKind.TOO_LARGE, "needs 2 slab pages, w1 has 1")
+
+
+ROLES = {
+    "none": ((), "no worker is connected"),
+    "both": ((BOTH,), None),
+    "decode only": ((DECODE,), "no worker that takes requests prefills"),
+    "prefill only": ((PREFILL,), "no worker that takes requests decodes"),
+    "a pair": ((PREFILL, DECODE), None),
+}
+
+
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_new_request_is_served_by_workers_of_all_roles_it_needs(roles: str) -> None:
+    present, text = ROLES[roles]
+    fake = cluster(0)
+    for number, role in enumerate(present):
+        fake.add_worker(f"w{number}", "n0", role, **PLENTY)
+    reason = unserved(list(fake.dispatch.placement_table.workers.values()))
+    assert (reason.text if reason else None) == text
+    fake.submit(7, 100, 60)
+    fake.settle()
+    kind = fake.pending.explain(fake.entry(7), fake.now).kind
+    assert (kind in UNSERVED) == bool(text), "the rule and the reason of a request agree"
+
+
+def test_a_new_request_is_not_served_by_workers_that_take_none() -> None:
+    fake = cluster(2)
+    workers = list(fake.dispatch.placement_table.workers.values())
+    fake.dispatch.drain(workers[0], WorkerDrain(1e9, False))
+    assert unserved(workers) is None
+    workers[1].awaited = True
+    expected = "no worker takes requests: 1 draining (w0), 1 awaited after a restart (w1)"
+    assert unserved(workers) == (PendingKind.DRAINING, expected)
+
+
+def test_a_new_request_is_not_served_by_a_pair_without_a_path() -> None:
+    fake = cluster(0)
+    fake.add_worker("p0", "n0", PREFILL, **PLENTY)
+    fake.add_worker("d0", "n1", DECODE, **PLENTY)
+    expected = "no worker that takes requests can hand its prompt to another"
+    assert unserved(list(fake.dispatch.placement_table.workers.values())) == (PendingKind.ROLE, expected)
 
 
 # ---------------------------------------------------------------- others, operators, transfers

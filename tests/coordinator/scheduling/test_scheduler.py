@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -301,7 +302,7 @@ async def test_worker_with_another_model_or_pool_is_refused() -> None:
             return messages.WorkerCapacity(**({n: getattr(size, n) for n in size.__struct_fields__} | changes))
 
         other = messages.ModelInfo("else", "other", 8192, 1000, 4, 128, (0,), "bytes", "")
-        with pytest.raises(ConfigError, match="differs from its group's tiny"):
+        with pytest.raises(ConfigError, match="differs from the other workers' tiny"):
             await join(model=other)
         with pytest.raises(ConfigError, match="host pool"):
             await join(capacity=resized(host_pages=32))
@@ -319,6 +320,87 @@ async def test_worker_with_another_model_or_pool_is_refused() -> None:
         assert [row.state for row in rig.scheduler.worker_rows()] == ["disconnected"]
         await join(model=other, capacity=resized(host_pages=32))
         assert rig.scheduler.model() == other, "nothing depended on the first one"
+
+
+async def test_worker_of_another_model_than_unfinished_requests_is_refused() -> None:
+    async with open_rig() as rig:
+        link = await rig.add_worker("w0")
+        await rig.submit("left")
+        rig.lose_worker("w0", proved=True)
+        other = messages.ModelInfo("else", "other", 8192, 1000, 4, 128, (0,), "bytes", "")
+        hello = msgspec.structs.replace(link.hello, model=other, epoch=9)
+        with pytest.raises(
+            ConfigError, match=r"differs from that of unfinished requests \(1\), tiny .*abort those requests"
+        ):
+            await rig.scheduler.worker_up(hello, link)
+
+
+async def test_disconnected_worker_is_listed_until_it_is_forgotten(autojump_clock: MockClock) -> None:
+    async with open_rig() as rig:
+        for name in ("w0", "w1"):
+            await rig.add_worker(name)
+        with pytest.raises(WrongState, match=r"worker=w0: is connected \(stop its process"):
+            await rig.scheduler.forget_workers(("w0",))
+        rig.lose_worker("w0", proved=True)
+        await rig.settle()
+        before = rig.scheduler.worker_rows()[1]
+        assert (before.worker, before.state, before.exit_proved) == ("w0", "disconnected", True)
+        await trio.sleep(10.0)
+        assert rig.scheduler.worker_rows()[1].link_age_s == before.link_age_s + 10.0, "it is not heard any more"
+        for names in (("w0", "w1"), ("w0", "other")):
+            with pytest.raises((WrongState, NotFound)):
+                await rig.scheduler.forget_workers(names)
+        assert [row.worker for row in rig.scheduler.worker_rows()] == ["w1", "w0"], "all or none"
+        assert await rig.scheduler.forget_workers(("w0", "w0")) == ("w0: forgotten",)
+        assert [row.worker for row in rig.scheduler.worker_rows()] == ["w1"]
+        with pytest.raises(NotFound, match="worker=w0: no worker or group of this name"):
+            await rig.scheduler.forget_workers(("w0",))
+        with pytest.raises(BadInput, match="name at least one worker"):
+            await rig.scheduler.forget_workers(())
+        await rig.add_worker("w0")
+        assert {row.worker for row in rig.scheduler.worker_rows()} == {"w0", "w1"}
+
+
+async def test_worker_that_may_still_write_pages_is_not_forgotten(autojump_clock: MockClock) -> None:
+    async with open_rig() as rig:
+        await rig.add_worker("w0")
+        await rig.submit("r!", 100, 1_000)
+        await rig.run_until("r!", "RUNNING")
+        rig.lose_worker("w0", proved=False)
+        await rig.settle()
+        assert not rig.scheduler.worker_rows()[0].exit_proved
+        with pytest.raises(WrongState, match=r"epochs \[1\] .*release-quarantine w0 --i-am-sure"):
+            await rig.scheduler.forget_workers(("w0",))
+        await rig.scheduler.release_quarantine(("w0",), "test")  # the remedy
+        assert await rig.scheduler.forget_workers(("w0",)) == ("w0: forgotten",)
+
+
+async def test_disconnected_ranks_are_forgotten_by_their_group() -> None:
+    async with open_rig() as rig:
+        for rank in (0, 1):
+            await rig.add_worker(f"w{rank}", member=messages.GroupMember("g0", rank, 2, 1))
+        with pytest.raises(WrongState, match="is connected"):
+            await rig.scheduler.forget_workers(("g0",))
+        for rank in (0, 1):
+            rig.lose_worker(f"w{rank}", proved=True)
+        assert await rig.scheduler.forget_workers(("g0",)) == ("w0: forgotten", "w1: forgotten")
+        assert rig.scheduler.worker_rows() == []
+
+
+async def test_request_without_a_worker_says_so_in_its_row_and_history(autojump_clock: MockClock) -> None:
+    async with open_rig() as rig:
+        assert rig.scheduler.unserved() == "no worker is connected"
+        await rig.add_worker("w0")
+        assert rig.scheduler.unserved() == ""
+        rig.lose_worker("w0", proved=True)
+        await rig.submit("r")
+        await trio.sleep(1.0)
+        row, history = rig.scheduler.describe("r")
+        assert (row.waits_for, row.reason) == ("no_worker", "no worker is connected")
+        assert [(line.event, line.reason) for line in history][1:] == [("waits", "no worker is connected")]
+        await rig.add_worker("w0")
+        await rig.run_until("r", "RUNNING")
+        assert rig.scheduler.describe("r")[0].waits_for == ""
 
 
 @pytest.mark.parametrize("proved", [True, False], ids=["exit proved", "silent"])

@@ -11,7 +11,7 @@ from coordinator.workers.tokenizer_store import CHUNKS_MAX, TokenizerStore
 from coordinator.workers.worker_epoch import REPLAY_ASK_INTERVAL_S, Arrival, WorkerEpoch
 from coordinator.workers.worker_hello import Course, KnownWorker, judge
 from metrics.state import COMMAND_BOUNDS_S, Buckets
-from protocol.errors import BadInput, HiSparseError, ProtocolError, Unavailable, WrongState
+from protocol.errors import BadInput, HiSparseError, NameTaken, ProtocolError, Unavailable, WrongState
 from protocol.inventory import InventoryRow, pack_rows
 from protocol.messages import Heartbeat, Report, TokenizerChunk, Withdraw
 from tests.support.fakes.scheduler import MODEL
@@ -131,7 +131,7 @@ def test_hello_outcomes(
 
 
 def test_without_attestation_every_process_differs() -> None:
-    with pytest.raises(Unavailable, match="another process has this name"):
+    with pytest.raises(NameTaken, match="another process has this name"):
         judge(hello(epoch=2), 0, KnownWorker(1, 0, is_down=False), INCARNATION)
     assert judge(hello(epoch=2), 0, KnownWorker(1, 0, is_down=True), INCARNATION) is Course.JOIN
     assert judge(hello(), 0, KnownWorker(1, 0, is_down=False), INCARNATION) is Course.CONTINUE

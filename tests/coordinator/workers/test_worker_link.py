@@ -517,7 +517,7 @@ async def test_second_process_cannot_take_a_living_workers_name(tmp_path: Path) 
         impostor = await rig.worker(epoch=5)
         for epoch in (1, 5):
             await impostor.say(hello(epoch=epoch))
-            assert (await refusal(impostor)).code == "unavailable"
+            assert (await refusal(impostor)).code == "name_taken"
         process.kill()
         process.wait()
         await rig.told("down", "w0", 1, True)

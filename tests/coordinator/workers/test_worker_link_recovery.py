@@ -18,7 +18,7 @@ from coordinator.scheduling.events import WorkerPort
 from coordinator.workers.processes import process_of
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow, pack_rows
-from protocol.messages import PROTOCOL_VERSION, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
+from protocol.messages import NOT_SEEN, PROTOCOL_VERSION, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
 from tests.coordinator.workers.test_worker_link import IMPATIENT, INCARNATION, Rig
 from tests.support.fakes.journal import FakeStore
 from tests.support.fakes.scheduler import MODEL
@@ -60,11 +60,13 @@ async def test_journalled_epoch_continues_its_numbers(rig: Rig) -> None:
     port.send(Withdraw(99))  # waits for the hello
     async with trio.open_nursery() as nursery:
         await start(rig, nursery)
+        assert port.stats().link_age_s == NOT_SEEN
         worker = await rig.worker()
         await worker.say(hello(**PAST, inventory=pack_rows([InventoryRow(3, request_index=request_index)])))
         assert await worker.hear() == WorkerWelcome(
             PROTOCOL_VERSION, INCARNATION, 6, want_tokenizer=False, adopted=True
         )
+        assert port.stats().link_age_s >= 0
         assert await worker.hear() == Commands(INCARNATION, 6, (Withdraw(99),))
         await worker.report(progress(RequestEntry(request_index, 3, 0, [4, 5], 10)), number=7, command_ack=6)
         assert await worker.hear() == ReportAck(INCARNATION, 7)

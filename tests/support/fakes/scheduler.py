@@ -28,6 +28,8 @@ class FakeScheduler:
         self.refuse_with: HiSparseError | None = None
         self.never_answers = False
         self.refuses_all = ""
+        self.serves_none = ""
+        self.all_wait = ("", "")  # kind and text of what all requests wait for
         self.on_stop: Callable[[], None] = lambda: None
         self.served: messages.ModelInfo | None = MODEL
         self._numbers = 0
@@ -99,6 +101,10 @@ class FakeScheduler:
         self._record("release_quarantine", workers)
         return workers
 
+    async def forget_workers(self, workers: tuple[str, ...]) -> tuple[str, ...]:
+        self._record("forget_workers", workers)
+        return workers
+
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         self._record("stop", deadline_s)
         self.on_stop()
@@ -120,6 +126,9 @@ class FakeScheduler:
 
     def refusal(self) -> str:
         return self.refuses_all
+
+    def unserved(self) -> str:
+        return self.serves_none
 
     def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
         return [self._row(request_id) for request_id in self.request_indices][:limit]
@@ -150,6 +159,8 @@ class FakeScheduler:
 
     def _row(self, request_id: str) -> messages.RequestRow:
         tokens = self.log.length(self.request_indices[request_id])
+        kind, text = self.all_wait
         return messages.RequestRow(
-            request_id, "RUNNING", 0, "w", 3, tokens, 9, 0, 1, 0, 1, 0, 0, 0, 0.0, held=False, reason=""
+            *(request_id, "QUEUED" if kind else "RUNNING", 0, "w", 3, tokens, 9, 0, 1, 0, 1, 0, 0, 0, 0.0, False, text),
+            waits_for=kind,
         )

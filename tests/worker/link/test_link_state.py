@@ -75,8 +75,8 @@ def admit(placement: int, generated: list[int] | None = None) -> Admit:
     return Admit(placement, 0, f"r{placement}", b"", pack_int32(generated or []), 0, Sampling(8), b"", 1, 1, 0, 1)
 
 
-def make() -> LinkState:
-    return LinkState(WorkerIdentity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=10), LinkCounters())
+def make(name_limit_s: float = float("inf")) -> LinkState:
+    return LinkState(WorkerIdentity("w", "n", 1, MODEL, CAPACITY), Outbox(epoch=10), LinkCounters(), name_limit_s)
 
 
 def welcomed(incarnation: int = 1) -> LinkState:
@@ -299,6 +299,35 @@ def test_refusals_are_final_unless_transient() -> None:
     for code in ("unavailable", "capacity"):
         (action,) = state.received(Refused(code, "not now"), 0.0)
         assert isinstance(action, Drop)
+
+
+def test_a_name_that_stays_taken_is_given_up() -> None:
+    """A holder that is gone is found out within a heartbeat limit; one that lives keeps the name."""
+    state, taken = make(name_limit_s=15.0), Refused("name_taken", "process 7 has this name", "stop it")
+    for now in (0.0, 8.0, 15.0):
+        assert state.may_connect()
+        state.connected(now)
+        assert state.received(taken, now) == [Drop("refused", "process 7 has this name")]
+        state.disconnected()
+    state.connected(16.0)
+    (action,) = state.received(taken, 16.0)
+    assert isinstance(action, GiveUp)
+    expected = "worker.name=w: process 7 has this name, and still does after 15 s (stop it)"
+    assert (str(action.error), action.error.code) == (expected, "config")
+
+
+def test_a_name_that_was_free_in_between_may_be_taken_again() -> None:
+    state, taken = make(name_limit_s=15.0), Refused("name_taken", "process 7 has this name")
+    state.connected(0.0)
+    state.received(taken, 0.0)
+    state.disconnected()
+    state.connected(1.0)
+    state.received(WorkerWelcome(PROTOCOL_VERSION, 1, 0, want_tokenizer=False), 1.0)
+    state.disconnected()
+    for now in (60.0, 120.0):  # and nothing was heard for long
+        state.connected(now)
+        assert state.received(taken, now) == [Drop("refused", "process 7 has this name")]
+        state.disconnected()
 
 
 def test_unknown_connection_is_reopened() -> None:
