@@ -49,9 +49,7 @@ class CoordinatorSettings(Settings, frozen=True):
     command_ack_limit_s: float = 2.0  # commands not acknowledged in this time are replayed
     grant_ahead_tokens: int = 128
     stop_deadline_s: float = 30.0  # after SIGTERM or SIGINT, running requests may go on this long
-    prefix_reuse: str = (
-        "own"  # prompts begin with cached pages of the same owner (own), of any (all), or of none (off)
-    )
+    prefix_reuse: str = "off"  # prompts begin with cached pages of requests of the same owner (own), or any (all)
     audit_interval_s: float = 10.0  # each worker's memory is compared with the ledger this often; 0: on command only
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # 0: any free port, printed at start; -1: off
