@@ -2,6 +2,7 @@
 
     GET  /health               200 while work would be taken, else 503 and why; no key needed
     GET  /metrics              what the exporter has, for load generators, which look for it beside the API
+    GET  /version              of hisparse
     GET  /v1/models[/ID]       the served model
     POST /v1/completions       text
     POST /v1/chat/completions  text, of a conversation
@@ -43,6 +44,7 @@ from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound
 from protocol.logs import fields, logger
 from protocol.messages import NAME_CHARS_MAX
 from protocol.settings import HttpSettings
+from protocol.version import our_version
 
 #: Longest id of a client's choice, so that its owner and the numbers of its samples still fit.
 ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999") - len(".") - OWNER_CHARS
@@ -91,6 +93,7 @@ class Front:
         self._routes: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/metrics": {"GET": self._metrics},
+            "/version": {"GET": self._version},
             "/v1/models": {"GET": self._models},
             "/v1/completions": {"POST": partial(self._complete, kind=CompletionBody)},
             "/v1/chat/completions": {"POST": partial(self._complete, kind=ChatBody)},
@@ -162,6 +165,9 @@ class Front:
     async def _metrics(self, exchange: Exchange, _: KeyOwner) -> None:
         page = await trio.to_thread.run_sync(self._scrape, limiter=self._scrape_threads)
         await exchange.answer(200, page, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def _version(self, exchange: Exchange, _: KeyOwner) -> None:
+        await exchange.answer(200, msgspec.json.encode({"version": our_version()}))
 
     async def _models(self, exchange: Exchange, _: KeyOwner) -> None:
         model = await self._link.client.model()

@@ -24,6 +24,7 @@ from protocol.config import HostFacts, build
 from protocol.errors import CapacityError, ConfigError
 from protocol.settings import HttpSettings
 from protocol.transport.keys import make_keys
+from protocol.version import our_version
 from tests.metrics.test_metrics import scrape, values
 from tests.support.http_rig import KEY, TEMPLATE, FrontRig, front_rig
 
@@ -537,6 +538,10 @@ async def test_paths_and_methods(rig: FrontRig, method: str, path: str, status: 
 async def test_models_are_listed(rig: FrontRig) -> None:
     (card,) = (await rig.open("GET", "/v1/models").answer())["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 4096)
+
+
+async def test_version_is_that_of_the_distribution(rig: FrontRig) -> None:
+    assert await rig.open("GET", "/version").answer() == {"version": our_version()}
 
 
 async def test_without_a_key_only_health_is_served(tmp_path: Path) -> None:
