@@ -67,10 +67,21 @@ def load(
     `path` defaults to `$HISPARSE_CONFIG`; without either, no file is read. `flags` maps "section.field" to a value;
     None means that the flag was not given. Raises ConfigError.
     """
+    return load_with_origins(path, flags=flags, environ=environ)[0]
+
+
+def load_with_origins(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[Config, dict[str, str]]:
+    """As `load`, with `origins`."""
     environ = os.environ if environ is None else environ
     path = path or environ.get(CONFIG_VARIABLE) or None
     table = read_table(Path(path)) if path else {}
-    return build(table, environ, flags or {}, HostFacts.read(), file_name=str(path))
+    config = build(table, environ, flags or {}, HostFacts.read(), file_name=str(path))
+    return config, origins(table, environ, flags or {}, file_name=str(path))
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -83,6 +94,17 @@ def read_table(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"not TOML: {error}", field="config", value=path, remedy="correct the file") from error
+
+
+def origins(
+    table: Mapping[str, Any],
+    environ: Mapping[str, str],
+    flags: Mapping[str, object],
+    *,
+    file_name: str = "",
+) -> dict[str, str]:
+    """Where each setting that any source sets comes from, by "section.field". Pure. Raises ConfigError."""
+    return {f"{section}.{field}": origin for section, field, _, origin in _all_values(table, environ, flags, file_name)}
 
 
 def build(

@@ -11,7 +11,21 @@ from __future__ import annotations
 
 import click
 
-from hisparse.cli import demo, journal, keys, model, reload, requests, serve, size, submit, top, workers
+from hisparse.cli import (
+    completion,
+    config,
+    demo,
+    journal,
+    keys,
+    model,
+    reload,
+    requests,
+    serve,
+    size,
+    submit,
+    top,
+    workers,
+)
 from hisparse.console.options import RootGroup, exit_code_lines, show_version
 
 
@@ -38,6 +52,7 @@ def _root() -> RootGroup:
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
         *(top.top, workers.workers, workers.pool, workers.drain, workers.undrain, workers.audit),
         *(workers.release_quarantine, workers.forget, workers.stop, journal.journal, keys.keys, reload.reload),
+        *(config.config, completion.completion),
     ):
         root.add_command(command)
     return root

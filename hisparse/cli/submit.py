@@ -28,7 +28,9 @@ timeout_option = click.option(
 @click.command(short_help="Complete a prompt and stream the text.")
 @click.argument("prompt", required=False)
 @click.option("-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Prompt from a file.")
-@click.option("-n", "--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="New tokens at most.")
+@click.option(
+    "-n", "--max-tokens", default=256, show_default=True, type=click.IntRange(1, 2**31 - 1), help="New tokens at most."
+)
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option(
     "--top-p",
@@ -37,10 +39,12 @@ timeout_option = click.option(
     type=click.FloatRange(0, 1, min_open=True),
     help="Draw from the smallest set of this probability.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the random numbers.")
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Seed of the random numbers."
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
-@click.option("--priority", default=0, show_default=True, help="Higher goes first.")
+@click.option("--priority", default=0, show_default=True, type=click.IntRange(-1_000, 1_000), help="Higher goes first.")
 @click.option(
     "--prefill-mode",
     default="auto",

@@ -163,8 +163,11 @@ EVERYWHERE: Final = (
 )
 
 
-def with_config(*settings: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command `--config`, `--runtime-dir`, `--set` and a flag per setting; it receives the resolved `config`."""
+def with_config(*settings: Setting, origins: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command `--config`, `--runtime-dir`, `--set` and a flag per setting; it receives the resolved `config`.
+
+    With `origins` it also receives where each setting comes from, by "section.field".
+    """
     chosen = (*EVERYWHERE, *settings)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +175,10 @@ def with_config(*settings: Setting) -> Callable[[Callable[..., Any]], Callable[.
         def wrapper(*args: Any, config_path: str | None, assignments: Sequence[tuple[str, str]], **kwargs: Any) -> Any:
             given = {setting.name: kwargs.pop(setting.parameter) for setting in chosen}
             flags = dict(assignments) | {name: value for name, value in given.items() if value is not None}
-            return function(*args, config=load_config(config_path, flags), **kwargs)
+            from protocol.config import load_with_origins
+
+            config, found = load_with_origins(config_path, flags=flags)
+            return function(*args, config=config, **({"origins": found} if origins else {}), **kwargs)
 
         command: Callable[..., Any] = wrapper
         for setting in reversed(chosen):

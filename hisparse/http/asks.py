@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from coordinator.scheduling.validation import check_length, check_orders, check_priority
+from coordinator.scheduling.validation import check_orders, check_priority
 from hisparse.http.bodies import CHOICES_MAX, Body, ChatBody, CompletionBody, StreamOptions, read_field
+from hisparse.http.errors import ContextExceeded
 from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, NotFound
@@ -95,7 +96,7 @@ def ask_of(
     `scope` keeps an id that a client chose apart from those of other owners at the coordinator. `priority_max` is the
     limit of the client's key.
     """
-    check_priority(body.priority, priority_max, "http.api_keys_file")
+    check_priority(body.priority, priority_max, "the file of API keys")
     _check_model(body, served.model)
     if isinstance(body, ChatBody):
         prompts = [_chat_prompt(body, served, render)]
@@ -130,7 +131,8 @@ def _choices(
     samples = _first(body.n, 1)
     total = samples * len(prompts)
     if total > CHOICES_MAX:
-        raise BadInput(f"more than {CHOICES_MAX} samples", field="n", value=total, remedy="send several requests")
+        text = f"{samples} samples of {len(prompts)} prompts make {total}, and {CHOICES_MAX} are accepted"
+        raise BadInput(text, field="n", value=samples, remedy=f"use {CHOICES_MAX // len(prompts)} or less")
     stop = read_field(body, "stop", str | list[str])  # type: ignore[arg-type]  # a union is no type
     digests = [hashlib.sha256(prompt.tobytes()).digest() for prompt in prompts]
     for index in range(total):
@@ -144,9 +146,36 @@ def _choices(
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             ignore_eos=body.ignore_eos,
         )
-        check_orders(sampling, body.priority)
-        check_length(prompts[which].size, sampling.max_tokens, model)
+        _check_orders(sampling, body)
+        _check_length(prompts[which].size, sampling.max_tokens, body, model)
         yield SampleAsk(request_id, prompts[which], sampling, body.priority, digests[which])
+
+
+def _limit_field(body: Body) -> str:
+    """What the client called the bound of new tokens."""
+    return "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
+
+
+def _check_orders(sampling: Sampling, body: Body) -> None:
+    """By the coordinator's rules, named as the client named its fields."""
+    try:
+        check_orders(sampling, body.priority)
+    except BadInput as error:
+        field = _limit_field(body) if error.field == "max_tokens" else error.field
+        raise BadInput(error.message, field=field, value=error.value, remedy=error.remedy) from error
+
+
+def _check_length(prompt_tokens: int, max_tokens: int, body: Body, model: ModelInfo) -> None:
+    """Raises ContextExceeded with a remedy that works."""
+    room = model.context_max_tokens - prompt_tokens
+    if max_tokens <= room:
+        return
+    limit, prompt = _limit_field(body), "messages" if isinstance(body, ChatBody) else "prompt"
+    text = f"the context of {model.name} holds {model.context_max_tokens} tokens, the prompt has {prompt_tokens}"
+    if room < 1:
+        raise ContextExceeded(text, field=prompt, remedy="shorten it")
+    remedy = f"lower {limit} to {room}, or shorten {prompt}"
+    raise ContextExceeded(f"{text}, and {limit} is {max_tokens}", field=prompt, remedy=remedy)
 
 
 def _seed(seed: int | None, sample: int, request_id: str) -> int:
@@ -164,15 +193,15 @@ def _chat_prompt(body: ChatBody, served: Served, render: Render) -> Int32Array:
             "the served model has no chat template",
             field="messages",
             value=f"{len(body.messages)} messages",
-            remedy="use /v1/completions, or add chat_template.jinja to the checkpoint",
+            remedy="use POST /v1/completions",
         )
     if len(body.messages) > model.context_max_tokens:
         text = f"more than the {model.context_max_tokens} tokens of the context"
-        raise BadInput(text, field="messages", value=f"{len(body.messages)} messages", remedy="send fewer")
+        raise ContextExceeded(text, field="messages", value=f"{len(body.messages)} messages", remedy="send fewer")
     variables = read_field(body, "chat_template_kwargs", dict[str, Any]) or {}
     spoken = [{"role": message.role, "content": message.text} for message in body.messages]
     text = render(model.chat_template, spoken, variables, text_bytes_max(tokenizer, model))
-    return text_ids(text, tokenizer, model, special=False)
+    return text_ids(text, tokenizer, model, special=False, field="messages")
 
 
 def _first(value: Any, default: Any) -> Any:

@@ -16,10 +16,11 @@ be.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from hisparse.http.decoding import UNDECODABLE, path_of, undecodable
 from protocol.errors import BadInput
 
 #: Samples of one prompt; prompts of one body; samples of all its prompts together.
@@ -30,10 +31,11 @@ CHOICES_MAX: Final = 128
 #: JSON of a field that is no prompt and no message.
 FIELD_BYTES_MAX: Final = 64 * 1024
 
-#: What fits the wire; the coordinator says what fits the model.
-Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
-Rank = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-Samples = Annotated[int, msgspec.Meta(ge=1, le=N_MAX)]
+#: Fields that say nothing about the output.
+IGNORED: Final = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+)
 
 #: The values of unsupported fields that change nothing, beside null.
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
@@ -91,17 +93,17 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What both have in common. None, or absent, is the default of docs/http.md."""
 
     model: str | None = None
-    max_tokens: Count | None = None
+    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: Samples | None = None
+    n: int | None = None
     seed: int | None = None
     stop: msgspec.Raw = NULL  # str | list[str]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     # Not of OpenAI.
-    priority: Rank = 0
+    priority: int = 0
     ignore_eos: bool = False
 
     # Ignored.
@@ -138,7 +140,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     """`chat_template_kwargs` are further variables of the model's template, as vLLM has them."""
 
     messages: list[ChatMessage]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: int | None = None
     chat_template_kwargs: msgspec.Raw = NULL  # dict[str, Any]
 
     audio: msgspec.Raw = NULL
@@ -165,18 +167,36 @@ def read_body(data: bytes | bytearray, kind: type[B]) -> B:
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        remedy = "send one JSON object in UTF-8"
-        raise BadInput(f"not JSON: {error}", field="body", value=f"{len(data)} bytes", remedy=remedy) from error
+        raise _invalid(error, kind) from error
+    except UNDECODABLE as error:
+        raise undecodable(error) from error
     _check(body)
     return body
 
 
-def _invalid(text: str) -> BadInput:
-    """From the decoder's words: "... unknown field `x`", "... missing required field `x`", "... - at `$.x`"."""
-    named = re.search(r"field `(\w+)`", text) or re.search(r"`\$\.(\w+)", text)
-    return BadInput(text, field=named[1] if named else "body", remedy="docs/http.md lists what is accepted")
+#: The objects within a body, by their path without indices.
+_OBJECTS: Final[dict[str, type[msgspec.Struct]]] = {
+    "stream_options": StreamOptions,
+    "messages": ChatMessage,
+    "messages.content": TextPart,
+}
+
+
+def _invalid(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> BadInput:
+    path = re.sub(r"\[\d+\]", "", path_of(error))
+    outer, _, name = path.rpartition(".")
+    hints = get_type_hints(_OBJECTS.get(outer, kind))
+    return undecodable(error, known=_OBJECTS.get(path, kind).__struct_fields__, choices=get_args(hints.get(name)))
+
+
+def parameters(kind: type[CompletionBody] | type[ChatBody]) -> dict[str, Any]:
+    """The names of all fields, and the values of the unsupported ones that are accepted beside null."""
+    fields = kind.__struct_fields__
+    return {
+        "served": [it for it in fields if it not in NEUTRAL and it not in IGNORED],
+        "ignored": [it for it in fields if it in IGNORED],
+        "accepted_at_these_values_only": {it: list(NEUTRAL[it]) for it in fields if it in NEUTRAL},
+    }
 
 
 def read_field(body: Body, field: str, kind: type[T]) -> T | None:
@@ -188,8 +208,8 @@ def read_field(body: Body, field: str, kind: type[T]) -> T | None:
         raise BadInput(text, field=field, value=f"{size} bytes", remedy=f"shorten {field}, or leave it out")
     try:
         value: T | None = msgspec.json.decode(raw, type=kind | None)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInput(str(error), field=field, remedy="docs/http.md lists what is accepted") from error
+    except UNDECODABLE as error:
+        raise undecodable(error, field) from error
     return value
 
 
@@ -198,8 +218,10 @@ def _check(body: CompletionBody | ChatBody) -> None:
         value = read_field(body, field, Any)
         if value is not None and not any(value == it and type(value) is type(it) for it in neutral):
             raise BadInput("is not supported", field=field, value=str(value)[:80], remedy=f"leave {field} out")
+    if body.n is not None and not 1 <= body.n <= N_MAX:
+        raise BadInput(f"must be 1 to {N_MAX}", field="n", value=body.n, remedy="choose a value in that range")
     if body.stream_options is not None and not body.stream:
-        raise BadInput("is for streams", field="stream_options", value="", remedy="set stream, or leave it out")
+        raise BadInput("is for streams", field="stream_options", remedy="set stream to true, or leave it out")
     if isinstance(body, ChatBody):
         _check_chat(body)
 

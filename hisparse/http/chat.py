@@ -20,10 +20,15 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from hisparse.http.errors import ContextExceeded
 from protocol.errors import BadInput
 
 #: Compiled templates kept: one model is served at a time.
 TEMPLATES_MAX: Final = 2
+
+
+class TemplateRefusal(jinja2.TemplateError):
+    """A template says in its author's words why it takes no such messages."""
 
 
 def render(
@@ -44,16 +49,23 @@ def render(
             left -= len(piece)
             if left < 0:
                 break
-    except Exception as error:  # a template may do anything with messages that it did not expect
+    except TemplateRefusal as error:
         raise refused(f"the model's chat template refuses them: {error}", len(messages)) from error
+    except Exception as error:  # a template may do anything with messages that it did not expect
+        raise refused("the model's chat template cannot render them", len(messages)) from error
     if left < 0:
-        raise refused(f"become more than {bytes_max} characters, and no more fit the context", len(messages))
+        text = f"become more than {bytes_max} characters, and no more fit the context"
+        raise ContextExceeded(text, field="messages", value=_count(len(messages)), remedy="send fewer or shorter ones")
     return "".join(pieces)
 
 
 def refused(why: str, messages: int) -> BadInput:
     remedy = "order roles as the template wants them, send fewer or shorter ones, or use /v1/completions"
-    return BadInput(why, field="messages", value=f"{messages} messages", remedy=remedy)
+    return BadInput(why, field="messages", value=_count(messages), remedy=remedy)
+
+
+def _count(messages: int) -> str:
+    return f"{messages} message{'' if messages == 1 else 's'}"
 
 
 @lru_cache(TEMPLATES_MAX)
@@ -70,4 +82,4 @@ def _to_json(value: object, indent: int | None = None) -> str:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise TemplateRefusal(message)

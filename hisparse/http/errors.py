@@ -2,7 +2,8 @@
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
-`code` is that of protocol.errors, `param` the field. What no repetition can help says so in `x-should-retry`, which
+`code` is that of protocol.errors, or OpenAI's for a prompt that is too long. `param` is what the client sent, as a JSON
+path; it is null where the client is not the cause. What no repetition can help says so in `x-should-retry`, which
 the openai package heeds; it would repeat any 409, 429 or 5xx otherwise.
 """
 
@@ -18,9 +19,10 @@ from protocol.messages import Ended
 #: Seconds after which a client may come again.
 RETRY_AFTER_S: Final = 1
 
-#: By code of protocol.errors. A capacity error about the prompt itself is permanent, see `status_of`.
+#: By code.
 STATUSES: Final = {
     "bad_input": 400,
+    "context_length_exceeded": 400,
     "malformed": 400,
     "upgrade": 400,
     "unauthorized": 401,
@@ -41,6 +43,12 @@ STATUSES: Final = {
     "version": 505,
 }
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ContextExceeded(BadInput):
+    """Prompt and output fit no context, or no worker of this cluster even when it is empty."""
+
+    code = "context_length_exceeded"
 
 
 class Unauthorized(BadInput):
@@ -109,20 +117,47 @@ def ending_error(ended: Ended) -> HiSparseError:
     return kind(f"{ended.outcome.lower()}: {ended.reason}", field="request_id", value=ended.request_id)
 
 
+#: What clients call the fields of the coordinator.
+_PARAMS: Final = {"request_id": "x-request-id"}
+#: What is said of an error that is neither the client's nor a matter of load: its own text is for the log.
+_OURS: Final = {
+    "config": "the server is set up wrongly, and its log says how",
+    "internal": "the server has a defect, and its log says more",
+    "protocol": "the server and its coordinator do not understand each other, and its log says more",
+}
+_REMEDIES: Final = {"capacity": "retry later", "unavailable": "retry later"}
+
+
+def param_of(error: HiSparseError) -> str:
+    """What the client sent and can change; "" for causes that lie with the server."""
+    if error.code in _OURS or error.code in _REMEDIES or error.code == "failed":
+        return ""
+    return _PARAMS.get(error.field, error.field)
+
+
+def message_of(error: HiSparseError) -> str:
+    """In sentences, for a client of HTTP: no names of settings and no commands of the operator."""
+    if error.code in _OURS:
+        return f"{_OURS[error.code].capitalize()}."
+    param = param_of(error)
+    where = f"{param}: " if param else ""
+    got = f" (got {error.value})" if param and error.value and isinstance(error, BadInput) else ""
+    remedy = _REMEDIES.get(error.code, error.remedy)
+    advice = f" {remedy[0].upper()}{remedy[1:]}{'' if remedy.endswith('?') else '.'}" if remedy else ""
+    return f"{where}{error.message}{got}.{advice}"
+
+
 def status_of(error: HiSparseError) -> int:
-    if error.code == "capacity" and error.field == "prompt":  # it would not fit an empty cluster either
-        return STATUSES["bad_input"]
     return STATUSES.get(error.code, STATUSES["internal"])
 
 
 def error_body(error: HiSparseError) -> bytes:
     """OpenAI's error object, as JSON."""
     fallback = "server_error" if status_of(error) >= 500 else "invalid_request_error"
-    where = f"{error.field}: " if error.field and not error.value else ""
     content = {
-        "message": where + str(error).removeprefix(f"{error.field}=: "),
+        "message": message_of(error),
         "type": _TYPES.get(status_of(error), fallback),
-        "param": error.field or None,
+        "param": param_of(error) or None,
         "code": error.code,
     }
     return msgspec.json.encode({"error": content})

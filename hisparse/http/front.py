@@ -2,7 +2,9 @@
 
     GET  /health               200 while a request would be served, else 503 and why; no key needed
     GET  /metrics              what the exporter has, for load generators, which look for it beside the API
+    GET  /version              of hisparse
     GET  /v1/models[/ID]       the served model
+    GET  /v1/parameters        the fields of a body
     POST /v1/completions       text
     POST /v1/chat/completions  text, of a conversation
 
@@ -29,8 +31,8 @@ from coordinator.scheduling.validation import check_name
 from hisparse.http.answers import KEEPALIVE, Answer, Transcript, failure_event, model_card
 from hisparse.http.api_keys import NO_OWNER, OWNER_CHARS, ApiKeys, KeyOwner
 from hisparse.http.asks import Ask, ask_of
-from hisparse.http.bodies import ChatBody, CompletionBody, read_body
-from hisparse.http.errors import MethodRefused, Unauthorized
+from hisparse.http.bodies import ChatBody, CompletionBody, parameters, read_body
+from hisparse.http.errors import ContextExceeded, MethodRefused, Unauthorized
 from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, Exchange
 from hisparse.http.large_bodies import LargeBodies
 from hisparse.http.link import CoordinatorLink
@@ -44,6 +46,7 @@ from protocol.errors import BadInput, CapacityError, HiSparseError, NotFound, Un
 from protocol.logs import fields, logger
 from protocol.messages import NAME_CHARS_MAX
 from protocol.settings import HttpSettings
+from protocol.version import our_version
 
 #: Longest id of a client's choice, so that its owner and the numbers of its samples still fit.
 ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999") - len(".") - OWNER_CHARS
@@ -94,7 +97,9 @@ class Front:
         self._routes: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/metrics": {"GET": self._metrics},
+            "/version": {"GET": self._version},
             "/v1/models": {"GET": self._models},
+            "/v1/parameters": {"GET": self._parameters},
             "/v1/completions": {"POST": partial(self._complete, kind=CompletionBody)},
             "/v1/chat/completions": {"POST": partial(self._complete, kind=ChatBody)},
         }
@@ -166,6 +171,14 @@ class Front:
         page = await trio.to_thread.run_sync(self._scrape, limiter=self._scrape_threads)
         await exchange.answer(200, page, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
+    async def _version(self, exchange: Exchange, _: KeyOwner) -> None:
+        await exchange.answer(200, msgspec.json.encode({"version": our_version()}))
+
+    async def _parameters(self, exchange: Exchange, _: KeyOwner) -> None:
+        completions, chats = parameters(CompletionBody), parameters(ChatBody)
+        told = {"/v1/completions": completions, "/v1/chat/completions": chats}
+        await exchange.answer(200, msgspec.json.encode(told))
+
     async def _models(self, exchange: Exchange, _: KeyOwner) -> None:
         model = await self._link.client.model()
         cards = {"object": "list", "data": [model_card(model, self._created)]}
@@ -207,7 +220,7 @@ class Front:
             outputs = [stack.enter_context(self._outputs.following(it, owner, grace_s)) for it in ask.choices]
             ask = ask.without_prompts()
             for output in outputs:
-                await output.accepted()
+                await _accepted(output, kind)
             transcripts = [Transcript(served.tokenizer.detokenizer()) for _ in outputs]
             answer = Answer(ask, int(time.time()))
             begun = partial(self._until_served, outputs) if ask.stream else partial(_all_finished, outputs)
@@ -311,6 +324,17 @@ def _read(
         return ask_of_body(body)
     except HiSparseError as error:
         return error.with_traceback(None)
+
+
+async def _accepted(output: FollowedOutput, kind: type[CompletionBody] | type[ChatBody]) -> None:
+    """What would not fit an empty cluster either is the prompt's fault, not that of load."""
+    try:
+        await output.accepted()
+    except CapacityError as error:
+        if error.field != "prompt":
+            raise
+        field = "messages" if kind is ChatBody else "prompt"
+        raise ContextExceeded(error.message, field=field, remedy="shorten it, or ask for fewer tokens") from error
 
 
 def _check_id(chosen: str) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from hisparse.http.bodies import ChatBody, CompletionBody, read_body
 from hisparse.http.children import Buffer, Children, serve
+from hisparse.http.errors import ContextExceeded
 from hisparse.http.process import share_fairly
 from hisparse.http.prompts import prompts_of
 from protocol.errors import BadInput
@@ -44,6 +45,7 @@ class CheckReply(msgspec.Struct, frozen=True, array_like=True):
     field: str = ""
     value: str = ""
     remedy: str = ""
+    is_too_long: bool = False
 
 
 class LargeBodies:
@@ -67,7 +69,8 @@ class LargeBodies:
             raise BadInput(text, field="body", value=f"{len(data)} bytes", remedy="send a smaller one")
         refusal = msgspec.msgpack.decode(reply, type=CheckReply)
         if refusal.message:
-            raise BadInput(refusal.message, field=refusal.field, value=refusal.value, remedy=refusal.remedy)
+            kind_of_error = ContextExceeded if refusal.is_too_long else BadInput
+            raise kind_of_error(refusal.message, field=refusal.field, value=refusal.value, remedy=refusal.remedy)
 
     def close(self) -> None:
         """While nothing is checked."""
@@ -96,7 +99,8 @@ def _checked(request: bytes, data: bytes) -> bytes:
             for _ in prompts_of(read_body(data, CompletionBody).prompt, Bounds(asked.token_bytes_max), asked.model):
                 pass
     except BadInput as error:
-        return msgspec.msgpack.encode(CheckReply(error.message, error.field, str(error.value), error.remedy))
+        is_too_long = isinstance(error, ContextExceeded)
+        return msgspec.msgpack.encode(CheckReply(error.message, error.field, error.value, error.remedy, is_too_long))
     return msgspec.msgpack.encode(CheckReply())
 
 

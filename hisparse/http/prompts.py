@@ -23,6 +23,8 @@ import msgspec
 import numpy as np
 
 from hisparse.http.bodies import PROMPTS_MAX
+from hisparse.http.decoding import UNDECODABLE, undecodable
+from hisparse.http.errors import ContextExceeded
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput
 from protocol.messages import ModelInfo
@@ -47,46 +49,50 @@ def prompts_of(prompt: msgspec.Raw, tokenizer: Tokenizer, model: ModelInfo) -> I
     inner = data[1:].lstrip()[:1] if data.startswith(b"[") else b""
     if data.startswith(b'"'):
         if len(data) > JSON_PER_BYTE_MAX * text_bytes_max(tokenizer, model) + 2:
-            raise _too_long(f"{len(data)} bytes of JSON", "", model)
+            raise _too_long("prompt", f"{len(data)} bytes of JSON", "", model)
         yield text_ids(_decoded(data, str), tokenizer, model)
     elif inner == b'"':
         _check_count(1 + sum(1 for _ in _BETWEEN_TEXTS.finditer(data)))
-        for text in _decoded(data, list[str]):
-            yield text_ids(text, tokenizer, model)
+        for index, text in enumerate(_decoded(data, list[str])):
+            yield text_ids(text, tokenizer, model, field=f"prompt[{index}]")
     elif inner == b"[":
-        for row in _rows(data):
-            yield _ids(row, model)
+        for index, row in enumerate(_rows(data)):
+            yield _ids(row, model, f"prompt[{index}]")
+    elif data.startswith(b"["):
+        yield _ids(data, model, "prompt")
     else:
-        yield _ids(data, model)
+        raise _odd("is neither a string nor an array", "prompt")
 
 
-def text_ids(text: str, tokenizer: Tokenizer, model: ModelInfo, *, special: bool = True) -> Int32Array:
-    """Raises BadInput for a text that is empty, or longer than the context."""
+def text_ids(
+    text: str, tokenizer: Tokenizer, model: ModelInfo, *, special: bool = True, field: str = "prompt"
+) -> Int32Array:
+    """Raises BadInput naming `field` for a text that is empty, or longer than the context."""
     most = text_bytes_max(tokenizer, model)
     size = len(text.encode(errors="surrogatepass"))
     if size > most:
-        raise _too_long(f"{size} bytes", f"no text of more than {most} bytes fits", model)
+        raise _too_long(field, f"{size} bytes", f"no text of more than {most} bytes fits", model)
     piece = model.context_max_tokens * PIECE_BYTES_PER_TOKEN
     if size > piece:
-        _count(text, piece, tokenizer, model)
+        _count(text, piece, tokenizer, model, field)
     try:
         ids = tokenizer.encode(text, special=special)
     except UnicodeEncodeError as error:
-        raise _odd(str(error)) from error
-    return _checked(ids, model)
+        raise BadInput("holds half of a surrogate pair", field=field, remedy="send whole characters") from error
+    return _checked(ids, model, field)
 
 
 def text_bytes_max(tokenizer: Tokenizer, model: ModelInfo) -> int:
     return model.context_max_tokens * tokenizer.token_bytes_max
 
 
-def _count(text: str, piece_bytes: int, tokenizer: Tokenizer, model: ModelInfo) -> None:
+def _count(text: str, piece_bytes: int, tokenizer: Tokenizer, model: ModelInfo, field: str) -> None:
     """Raises BadInput as soon as the pieces so far have more tokens than the context."""
     tokens, chars = 0, max(1, piece_bytes // 4)  # of four bytes at most
     for at in range(0, len(text), chars):
         tokens += max(0, len(tokenizer.encode(text[at : at + chars], special=False)) - CUT_TOKENS_MAX)
         if tokens > model.context_max_tokens:
-            raise _too_long(f"{len(text)} characters", f"the first {at + chars} exceed it", model)
+            raise _too_long(field, f"{len(text)} characters", f"the first {at + chars} exceed it", model)
 
 
 def _rows(data: bytes) -> Iterator[bytes]:
@@ -97,34 +103,34 @@ def _rows(data: bytes) -> Iterator[bytes]:
     between = [data[start:stop] for start, stop in zip([0, *ends], [*(at for at, _ in rows), len(data)], strict=True)]
     outer = b"0".join(between)
     if outer.count(b",") >= PROMPTS_MAX or _decoded(outer, list[int]) != [0] * len(rows):
-        raise _odd(outer[:VALUE_CHARS_MAX].decode(errors="replace"))
+        raise _odd("mixes arrays of token ids with other values", "prompt")
     for start, stop in rows:
         yield data[start:stop]
 
 
-def _ids(data: bytes, model: ModelInfo) -> Int32Array:
+def _ids(data: bytes, model: ModelInfo, field: str) -> Int32Array:
     """From the JSON of a flat list."""
     commas = data.count(b",")
     if commas >= model.context_max_tokens:
-        raise _too_long(f"{commas + 1} tokens", "", model)
-    return _checked(_decoded(data, list[int]), model)
+        raise _too_long(field, f"{commas + 1} tokens", "", model)
+    return _checked(_decoded(data, list[int], field), model, field)
 
 
-def _decoded(data: bytes, kind: Any) -> Any:
+def _decoded(data: bytes, kind: Any, field: str = "prompt") -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _odd(str(error)) from error
+    except UNDECODABLE as error:
+        raise undecodable(error, field) from error
 
 
-def _checked(ids: list[int], model: ModelInfo) -> Int32Array:
+def _checked(ids: list[int], model: ModelInfo, field: str) -> Int32Array:
     if not ids:
-        raise BadInput("is empty", field="prompt", value="0 tokens", remedy="give at least one token")
+        raise BadInput("is empty", field=field, remedy="give at least one token")
     low, high = min(ids), max(ids)
     if low < 0 or high >= model.vocab_size:
         raise BadInput(
-            f"token ids of {model.name} are 0..{model.vocab_size - 1}",
-            field="prompt",
+            f"token ids of {model.name} are 0 to {model.vocab_size - 1}",
+            field=field,
             value=str(low if low < 0 else high)[:VALUE_CHARS_MAX],
             remedy="use the tokenizer of the served model",
         )
@@ -137,15 +143,11 @@ def _check_count(prompts: int) -> None:
         raise BadInput(text, field="prompt", value=prompts, remedy="send several requests")
 
 
-def _odd(why: str) -> BadInput:
-    return BadInput(
-        "is no prompt, or part of one",
-        field="prompt",
-        value=why[:VALUE_CHARS_MAX],
-        remedy="send a text, a list of texts, token ids, or lists of token ids",
-    )
+def _odd(why: str, field: str) -> BadInput:
+    remedy = "send a string, an array of strings, an array of token ids, or an array of such arrays"
+    return BadInput(why, field=field, remedy=remedy)
 
 
-def _too_long(size: str, why: str, model: ModelInfo) -> BadInput:
+def _too_long(field: str, size: str, why: str, model: ModelInfo) -> ContextExceeded:
     text = f"the context of {model.name} holds {model.context_max_tokens} tokens" + (f": {why}" if why else "")
-    return BadInput(text, field="prompt", value=size, remedy="shorten the prompt")
+    return ContextExceeded(text, field=field, value=size, remedy="shorten it")

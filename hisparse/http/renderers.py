@@ -15,6 +15,7 @@ import msgspec
 
 from hisparse.http.chat import refused, render
 from hisparse.http.children import Children, serve
+from hisparse.http.errors import ContextExceeded
 from protocol.errors import BadInput
 
 #: For one conversation: to render it, and address space for it.
@@ -35,7 +36,8 @@ class RenderReply(msgspec.Struct, frozen=True, array_like=True):
     """`refusal` is empty when `text` is the prompt."""
 
     text: str
-    refusal: str
+    refusal: str = ""
+    is_too_long: bool = False
 
 
 class Renderers:
@@ -54,6 +56,8 @@ class Renderers:
             text = f"the model's chat template takes more than {self._children.limits} for them"
             raise refused(text, len(messages))
         answer = msgspec.msgpack.decode(reply, type=RenderReply)
+        if answer.is_too_long:
+            raise ContextExceeded(answer.refusal, field="messages", remedy="send fewer or shorter ones")
         if answer.refusal:
             raise refused(answer.refusal, len(messages))
         return answer.text
@@ -71,10 +75,11 @@ def _rendered(data: bytes) -> bytes:
     try:
         text = render(request.template, request.messages, request.variables, request.bytes_max, _strftime_now)
         text.encode()
-    except (BadInput, UnicodeEncodeError) as error:
-        refusal = error.message if isinstance(error, BadInput) else str(error)
-        return msgspec.msgpack.encode(RenderReply("", refusal))
-    return msgspec.msgpack.encode(RenderReply(text, ""))
+    except BadInput as error:
+        return msgspec.msgpack.encode(RenderReply("", error.message, isinstance(error, ContextExceeded)))
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(RenderReply("", "hold half of a surrogate pair"))
+    return msgspec.msgpack.encode(RenderReply(text))
 
 
 def _strftime_now(form: str) -> str:

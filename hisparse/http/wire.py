@@ -121,7 +121,11 @@ class Wire:
         except (h11.RemoteProtocolError, ValueError) as error:  # ValueError: a length of 5,000 digits
             if getattr(error, "error_status_hint", 0) == STATUSES[HeadersTooLarge.code]:
                 raise _too_large() from error
-            raise Malformed(f"not HTTP/1.1: {error}", field="request", remedy="speak HTTP/1.1") from error
+            raise Malformed(
+                "is not valid HTTP/1.1",
+                field="request",
+                remedy="check the request line, the Host header and the length of the body",
+            ) from error
 
     # ------------------------------------------------------------ what goes
 

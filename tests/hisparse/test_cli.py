@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -16,13 +17,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from coordinator.scheduling.validation import SEED_MAX
 from hisparse.cli import main, streaming
 from hisparse.cli.streaming import Follow, attach_and_follow
 from hisparse.console.options import EXIT_CODES, EXIT_MEANINGS, Setting, with_config
 from hisparse.console.output import duration_text, hot_text, share_text, size_text
 from protocol import messages
 from protocol.arrays import pack_int32, unpack_int32
+from protocol.config import SECTIONS
 from protocol.errors import BY_CODE, Unavailable
+from protocol.messages import PRIORITY_MAX
 from protocol.settings import Config
 from tests import ROOT
 from tests.support.fakes.gateway import FakeGateway, tag_of
@@ -175,8 +179,9 @@ def test_checkpoint_is_overwritten_only_on_demand(tmp_path: Path, monkeypatch: p
     [
         (["--tokens", "1 2147483648"], "prompt=2147483648: a token id does not fit int32"),
         (["--tokens", f"1 {10**30}"], "prompt=2 values: expected a list of int32 token ids"),
-        (["a", "--seed", str(10**30)], f"seed={10**30}: cannot be sent"),
-        (["a", "--priority", str(-(10**30))], f"priority=-{10**30}: cannot be sent"),
+        (["a", "--seed", str(10**30)], f"'--seed': {10**30} is not in the range 0<=x<={SEED_MAX}"),
+        (["a", "--priority", "-1001"], f"'--priority': -1001 is not in the range -{PRIORITY_MAX}<=x<={PRIORITY_MAX}"),
+        (["a", "--max-tokens", str(2**31)], f"'-n' / '--max-tokens': {2**31} is not in the range 1<=x<={2**31 - 1}"),
         (["a", "--stop", "x\udcff"], r"stop=('x\udcff',): cannot be sent"),
         (["a", "--id", "x\udcff"], r"request_id='x\udcff': cannot be sent"),
     ],
@@ -621,3 +626,45 @@ def test_a_request_is_described_in_words(changed: dict[str, object], lines: tupl
     row = msgspec.structs.replace(REQUEST, **({"retractions": 2} | changed))
     text = "\n".join(_history_lines(messages.RequestDetail(1, row, ())))
     assert all(line in text for line in lines), text
+
+
+# ---------------------------------------------------------------- settings and completion
+
+
+def test_config_show_names_the_origin_of_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And reads no file of keys."""
+    file = tmp_path / "hisparse.toml"
+    file.write_text('[worker]\nseats = 3\nhot_size_classes = [64, 128]\n[http]\napi_keys_file = "/nowhere/keys"\n')
+    monkeypatch.setenv("HISPARSE_WORKER_THREADS", "5")
+    args = ["config", "show", "--config", str(file), "--set", "http.port=1", "--insecure"]
+    shown = run(*args, "-o", "json")
+    assert shown.exit_code == 0, shown.stderr
+    rows = {row["setting"]: (row["value"], row["origin"]) for row in json.loads(shown.stdout)}
+    known = {f"{section}.{field}" for section, kind in SECTIONS.items() for field in kind.__struct_fields__}
+    assert rows.keys() == known
+    assert rows["worker.seats"] == (3, str(file))
+    assert rows["worker.threads"] == (5, "HISPARSE_WORKER_THREADS")
+    assert rows["http.port"] == (1, "the command line")
+    assert rows["cluster.insecure"] == (True, "the command line")
+    assert rows["worker.dtype"] == ("auto", "default")
+    assert rows["http.api_keys_file"] == ("/nowhere/keys", str(file))
+    table = run(*args).stdout
+    assert re.search(r"worker\.hot_size_classes +64,128 +" + re.escape(str(file)), table)
+    assert re.search(r"cluster\.insecure +true +the command line", table)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script_asks_the_command_that_it_completes(shell: str) -> None:
+    script = run("completion", shell).stdout
+    assert f"_HISPARSE_COMPLETE={shell}_complete" in script
+
+
+def test_completion_lists_commands_and_options() -> None:
+    def completed(words: str, at: int) -> list[str]:
+        environ = {"_HISPARSE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+        found = CliRunner().invoke(main, [], prog_name="hisparse", env=environ, standalone_mode=True)
+        return [line.partition(",")[2] for line in found.stdout.splitlines()]
+
+    assert completed("hisparse comp", 1) == ["completion"]
+    assert completed("hisparse completion ", 2) == ["bash", "zsh", "fish"]
+    assert "--max-tokens" in completed("hisparse submit --max", 2)

@@ -24,6 +24,7 @@ from protocol.config import HostFacts, build
 from protocol.errors import CapacityError, ConfigError
 from protocol.settings import HttpSettings
 from protocol.transport.keys import make_keys
+from protocol.version import our_version
 from tests.metrics.test_metrics import scrape, values
 from tests.support.http_rig import KEY, TEMPLATE, FrontRig, front_rig
 
@@ -130,7 +131,7 @@ async def test_silent_stream_sends_keepalives(rig: FrontRig, monkeypatch: pytest
 async def test_coordinator_refusal_is_answered_even_to_a_stream(rig: FrontRig) -> None:
     rig.gateway.scheduler.refuse_with = CapacityError("queue full", field="queue_max", value=1)
     peer = await rig.complete({"prompt": "abc", "stream": True})
-    assert error_of(await peer.answer()) == ("capacity", "queue_max")
+    assert error_of(await peer.answer()) == ("capacity", None)
     assert (peer.status, peer.headers["retry-after"]) == (429, "1")
 
 
@@ -149,7 +150,7 @@ async def test_an_output_that_does_not_finish_is_an_error(rig: FrontRig, outcome
     for name in await rig.submitted(2):
         rig.speak(name, "a")
         rig.gateway.scheduler.finish(name, outcome)
-    assert error_of(await whole.answer()) == (code, "request_id")
+    assert error_of(await whole.answer()) == (code, "x-request-id" if code == "aborted" else None)
     assert (whole.status, whole.headers["x-should-retry"]) == (status, "false")
     *_, last = await streamed.events()
     assert (error_of(last)[0], streamed.status) == (code, 200)
@@ -364,7 +365,7 @@ async def test_id_in_use_refuses_another_body(rig: FrontRig) -> None:
     first = await rig.complete({"prompt": "abc"}, x_request_id="mine")
     await rig.submitted(1)
     other = await rig.complete({"prompt": "abd"}, x_request_id="mine")
-    assert error_of(await other.answer()) == ("wrong_state", "request_id")
+    assert error_of(await other.answer()) == ("wrong_state", "x-request-id")
     rig.gateway.scheduler.finish("mine")
     assert (await first.answer())["id"] == "mine"
 
@@ -383,7 +384,7 @@ async def test_requests_past_the_limit_get_retry_after(rig: FrontRig) -> None:
     held = [await rig.complete({"prompt": "abc"}) for _ in range(3)]
     names = await rig.submitted(3)
     late = await rig.complete({"prompt": "abc"})
-    assert error_of(await late.answer()) == ("capacity", "http.requests_max")
+    assert error_of(await late.answer()) == ("capacity", None)
     assert late.status == 429
     for name in names:
         rig.gateway.scheduler.finish(name)
@@ -414,12 +415,12 @@ async def test_key_below_its_share_gets_a_place_when_full(tmp_path: Path) -> Non
             await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {KEY}")
         await rig.submitted(4)
         late = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {KEY}")
-        assert error_of(await late.answer()) == ("capacity", "http.requests_max")
+        assert error_of(await late.answer()) == ("capacity", None)
         for _ in range(2):
             await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
         await rig.submitted(6)
         late = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
-        assert error_of(await late.answer()) == ("capacity", "http.requests_max")
+        assert error_of(await late.answer()) == ("capacity", None)
 
 
 async def test_priority_above_the_limit_of_a_key_is_refused(tmp_path: Path) -> None:
@@ -430,8 +431,9 @@ async def test_priority_above_the_limit_of_a_key_is_refused(tmp_path: Path) -> N
             answer = await peer.answer()
             assert (peer.status, *error_of(answer)) == (400, "bad_input", "priority")
             message = answer["error"]["message"]
-            assert message.startswith(f"priority={priority}: the limit of this key is {limit} (ask for {limit} or less")
-            assert "http.api_keys_file" in message
+            assert message.startswith(
+                f"priority: the limit of this key is {limit} (got {priority}). Ask for {limit} or less"
+            )
         assert rig.gateway.scheduler.commands == []
         taken = [(KEY, 0), (KEY, -7), (OTHER_KEY, 10)]
         for count, (key, priority) in enumerate(taken, start=1):
@@ -495,7 +497,8 @@ async def test_request_beyond_the_context_is_not_sent(rig: FrontRig) -> None:
         {"prompt": "abc", "temperature": 101},
     ):
         peer = await rig.complete(body)
-        assert error_of(await peer.answer())[0] == "bad_input"
+        is_long = len(body["prompt"]) > 4_096 or "max_tokens" in body
+        assert error_of(await peer.answer())[0] == ("context_length_exceeded" if is_long else "bad_input")
     assert rig.gateway.scheduler.commands == []
 
 
@@ -506,7 +509,7 @@ async def test_refused_body_frees_its_bytes_at_once(rig: FrontRig) -> None:
     try:
         for refused in range(8):
             peer = await rig.complete(body)
-            assert error_of(await peer.answer()) == ("bad_input", "prompt")
+            assert error_of(await peer.answer()) == ("context_length_exceeded", "prompt")
             del peer
             if refused == 1:
                 before = psutil.Process().memory_info().rss
@@ -533,7 +536,7 @@ async def test_total_body_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.
         await slow.say(bytes(800), more=True)
         await trio.testing.wait_all_tasks_blocked()
         peer = await rig.complete(bytes(300))
-        assert error_of(await peer.answer()) == ("capacity", "body")
+        assert error_of(await peer.answer()) == ("capacity", None)
         await slow.leave()
         await until(lambda: rig.counters.disconnects == 1)
         again = await rig.complete(bytes(900))
@@ -600,6 +603,10 @@ async def test_paths_and_methods(rig: FrontRig, method: str, path: str, status: 
 async def test_models_are_listed(rig: FrontRig) -> None:
     (card,) = (await rig.open("GET", "/v1/models").answer())["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 4096)
+
+
+async def test_version_is_that_of_the_distribution(rig: FrontRig) -> None:
+    assert await rig.open("GET", "/version").answer() == {"version": our_version()}
 
 
 async def test_without_a_key_only_health_is_served(tmp_path: Path) -> None:

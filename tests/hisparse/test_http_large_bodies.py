@@ -39,11 +39,11 @@ def refusal(bodies: LargeBodies, data: bytes, kind: type[CompletionBody] | type[
     ("body", "field", "text"),
     [
         ({"prompt": [1] * MANY}, "prompt", "holds 4096 tokens"),
-        ({"prompt": [[1] * 5_000] * 100}, "prompt", "holds 4096 tokens"),
+        ({"prompt": [[1] * 5_000] * 100}, "prompt[0]", "holds 4096 tokens"),
         ({"prompt": "x" * 2 * MANY}, "prompt", "holds 4096 tokens"),
-        ({"prompt": ["x" * 20_000] * 20}, "prompt", "no text of more than 16384 bytes fits"),
-        ({"prompt": [300] * 100, "metadata": "x" * 2 * MANY}, "prompt", "token ids of fake are 0..255"),
-        ({"prompt": "x", "metadatum": "x" * 2 * MANY}, "metadatum", "unknown field"),
+        ({"prompt": ["x" * 20_000] * 20}, "prompt[0]", "no text of more than 16384 bytes fits"),
+        ({"prompt": [300] * 100, "metadata": "x" * 2 * MANY}, "prompt", "token ids of fake are 0 to 255"),
+        ({"prompt": "x", "metadatum": "x" * 2 * MANY}, "metadatum", "is no known parameter"),
     ],
 )
 def test_large_body_is_refused_by_field(bodies: LargeBodies, body: dict[str, Any], field: str, text: str) -> None:
@@ -90,7 +90,7 @@ async def test_front_does_not_decode_a_large_body_that_cannot_fit(
     async with front_rig(tmp_path) as rig:
         for body in ({"prompt": [1] * 2_000_000, "n": 16}, {"prompt": "x" * 15_000_000}):
             peer = await rig.complete(body)
-            assert (await peer.answer())["error"]["code"] == "bad_input"
+            assert (await peer.answer())["error"]["code"] == "context_length_exceeded"
         assert (read, rig.gateway.scheduler.commands) == ([], [])
         await rig.complete({"prompt": "abc"})
         await rig.submitted(1)

@@ -218,7 +218,7 @@ def test_the_model_is_listed(site: Site) -> None:
     [
         ({"model": MODEL, "prompt": ""}, openai.BadRequestError, "bad_input"),
         ({"model": MODEL, "prompt": "x", "logprobs": 2}, openai.BadRequestError, "bad_input"),
-        ({"model": MODEL, "prompt": "x", "max_tokens": 100_000}, openai.BadRequestError, "bad_input"),
+        ({"model": MODEL, "prompt": "x", "max_tokens": 100_000}, openai.BadRequestError, "context_length_exceeded"),
         ({"model": MODEL, "prompt": "x", "temperature": -1}, openai.BadRequestError, "bad_input"),
         ({"model": "other", "prompt": "x"}, openai.NotFoundError, "not_found"),
     ],

@@ -1,0 +1,58 @@
+"""`hisparse config`: what is set, and where it was set."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hisparse.console.options import output_option, with_config
+
+if TYPE_CHECKING:
+    from protocol.settings import Config
+
+
+@click.group(short_help="Show settings and their origin.")
+def config() -> None:
+    """Settings of every process: defaults, one TOML file, environment variables and options, the later before the
+    earlier."""
+
+
+@config.command(short_help="Print all settings.")
+@output_option
+@with_config(origins=True)
+def show(config: Config, origins: dict[str, str], output: str) -> int:
+    """Print the value of each setting, as a process that is started here would use it, and its origin.
+
+    The origin is the path of the file, the name of the environment variable, the command line, or default. Keys and
+    secrets are never shown: settings name their files, which are not read.
+    """
+    import msgspec
+
+    from hisparse.console.output import Column, emit
+    from protocol.config import SECTIONS
+
+    class SettingRow(msgspec.Struct):
+        setting: str
+        value: object
+        origin: str
+
+    rows = [
+        SettingRow(f"{section}.{field}", value, origins.get(f"{section}.{field}", "default"))
+        for section in SECTIONS
+        for field, value in msgspec.structs.asdict(getattr(config, section)).items()
+    ]
+    columns: list[Column[SettingRow]] = [
+        Column("SETTING", lambda row: row.setting),
+        Column("VALUE", lambda row: _text(row.value)),
+        Column("ORIGIN", lambda row: row.origin),
+    ]
+    emit(rows, columns, output)
+    return 0
+
+
+def _text(value: object) -> str:
+    """As `--set` takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

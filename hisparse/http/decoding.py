@@ -1,0 +1,78 @@
+"""What the JSON decoder refuses, in the words of the API: a JSON path, what was expected, what came, the remedy. Pure.
+
+The decoder's own text goes to no client: it names types of Python, and changes with the library.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from protocol.errors import BadInput
+
+#: What a decoder may raise about bytes that a client chose.
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+_AT: Final = re.compile(r"at `\$([^`]*)`$")
+_EXPECTED: Final = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
+_WORDS: Final = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+_TYPES: Final = {"float": "a number that is no integer", "bool": "a boolean"}
+
+
+def undecodable(error: Exception, root: str = "", known: Iterable[str] = (), choices: Iterable[str] = ()) -> BadInput:
+    """A decoder's refusal of `root`, a field; "" is the whole body. `known` are fields, `choices` values, that would
+    have been accepted where the decoder stopped."""
+    if not isinstance(error, msgspec.ValidationError):
+        return BadInput(_malformed(error), field=root or "body", remedy="send one JSON object in UTF-8")
+    text = str(error)
+    at = path_of(error, root)
+    if named := re.match(r"Object contains unknown field `(.*?)`(?: - at|$)", text):
+        return BadInput("is no known parameter", field=_join(at, named[1]), remedy=nearest(named[1], known))
+    if named := re.match(r"Object missing required field `(.*?)`", text):
+        return BadInput("is missing", field=_join(at, named[1]), remedy="add it")
+    field = at or "body"
+    if named := re.match(r"Invalid enum value '(.*)'", text):
+        remedy = f"use one of {', '.join(choices)}"
+        return BadInput("is none of the accepted values", field=field, value=named[1][:80], remedy=remedy)
+    if types := _EXPECTED.match(text):
+        wanted = [_WORDS.get(it, it) for it in types[1].split(" | ") if it != "null"]
+        came = _TYPES.get(types[2]) or _WORDS.get(types[2], types[2])
+        return BadInput(f"expected {' or '.join(wanted)}, not {came}", field=field, remedy="change its type")
+    return BadInput("is a number that is too large to be read", field=field, remedy="use a smaller number")
+
+
+def path_of(error: Exception, root: str = "") -> str:
+    """Where the decoder stopped, as `messages[0].content`."""
+    at = _AT.search(str(error))
+    inner = at[1] if at else ""
+    return root + inner if root else inner.removeprefix(".")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else "leave it out; GET /v1/parameters lists what is accepted"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _malformed(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "is not UTF-8"
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    at = re.search(r"\(byte (\d+)\)", str(error))
+    return f"is not JSON from byte {at[1]} on" if at else "is not JSON, or ends too early"

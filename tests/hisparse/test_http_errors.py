@@ -1,0 +1,215 @@
+"""Errors of the HTTP front as its clients read them: one table of requests; remedies that name a value are tried."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import pytest
+import trio
+
+from protocol.errors import CapacityError, HiSparseError, InternalError, ProtocolError, Unavailable
+from tests.support.http_rig import KEY, TEMPLATE, Peer, front_rig
+
+COMPLETIONS: Final = "/v1/completions"
+CHATS: Final = "/v1/chat/completions"
+
+
+class Case(NamedTuple):
+    """`body` to `path` gets `status`, `code`, `param` and `text` in its message; `remedied` is then accepted."""
+
+    path: str
+    body: Any
+    status: int
+    code: str
+    param: str | None
+    text: str
+    remedied: Any = None
+
+
+def said(**changes: Any) -> dict[str, Any]:
+    return {"prompt": "x", **changes}
+
+
+def spoken(*messages: Any, **changes: Any) -> dict[str, Any]:
+    return {"messages": list(messages or ({"role": "user", "content": "x"},)), **changes}
+
+
+BAD: Final = "bad_input"
+LONG: Final = "context_length_exceeded"
+X: Final = {"role": "user", "content": "x"}
+CASES: Final = {
+    "no JSON": Case(COMPLETIONS, b'{"prompt": x}', 400, BAD, "body", "body: is not JSON from byte 11 on."),
+    "cut JSON": Case(COMPLETIONS, b'{"prompt"', 400, BAD, "body", "body: is not JSON, or ends too early."),
+    "array": Case(COMPLETIONS, [], 400, BAD, "body", "body: expected an object, not an array."),
+    "no prompt": Case(COMPLETIONS, {}, 400, BAD, "prompt", "prompt: is missing. Add it.", said()),
+    "typo": Case(
+        COMPLETIONS, said(temprature=1), 400, BAD, "temprature", "Did you mean temperature?", said(temperature=1)
+    ),
+    "unknown": Case(COMPLETIONS, said(zzz=1), 400, BAD, "zzz", "Leave it out; GET /v1/parameters lists", said()),
+    "type": Case(COMPLETIONS, said(temperature="hot"), 400, BAD, "temperature", "expected a number, not a string."),
+    "fraction": Case(
+        COMPLETIONS, said(n=1.5), 400, BAD, "n", "n: expected an integer, not a number that is no integer."
+    ),
+    "long number": Case(COMPLETIONS, b'{"prompt":"x","seed":' + b"1" * 5_000 + b"}", 400, BAD, "seed", "too large"),
+    "n": Case(COMPLETIONS, said(n=17), 400, BAD, "n", "n: must be 1 to 16 (got 17).", said(n=16)),
+    "choices": Case(
+        COMPLETIONS, said(prompt=["x"] * 50, n=3), 400, BAD, "n", "Use 2 or less.", said(prompt=["x"], n=2)
+    ),
+    "max_tokens": Case(COMPLETIONS, said(max_tokens=0), 400, BAD, "max_tokens", "(got 0)", said(max_tokens=1)),
+    "temperature": Case(COMPLETIONS, said(temperature=101), 400, BAD, "temperature", "0.0 to 100.0 (got 101"),
+    "stop": Case(COMPLETIONS, said(stop=["a", 1]), 400, BAD, "stop[1]", "stop[1]: expected a string, not an integer."),
+    "option": Case(
+        COMPLETIONS,
+        said(stream=True, stream_options={"include_use": True}),
+        400,
+        BAD,
+        "stream_options.include_use",
+        "Did you mean include_usage?",
+    ),
+    "no stream": Case(
+        COMPLETIONS,
+        said(stream_options={}),
+        400,
+        BAD,
+        "stream_options",
+        "Set stream to true",
+        said(stream_options={}, stream=True),
+    ),
+    "unsupported": Case(
+        COMPLETIONS, said(echo=True), 400, BAD, "echo", "is not supported (got True). Leave echo out.", said()
+    ),
+    "priority": Case(
+        COMPLETIONS, said(priority=1_001), 400, BAD, "priority", "must be -1000 to 1000", said(priority=1_000)
+    ),
+    "model": Case(
+        COMPLETIONS, said(model="gpt"), 404, "not_found", "model", "(got gpt). Use fake.", said(model="fake")
+    ),
+    "prompt": Case(COMPLETIONS, {"prompt": 5}, 400, BAD, "prompt", "prompt: is neither a string nor an array."),
+    "token": Case(COMPLETIONS, {"prompt": [1, "a"]}, 400, BAD, "prompt[1]", "expected an integer, not a string."),
+    "row": Case(
+        COMPLETIONS, {"prompt": [[1], [999]]}, 400, BAD, "prompt[1]", "are 0 to 255 (got 999)", {"prompt": [255]}
+    ),
+    "empty": Case(COMPLETIONS, {"prompt": ""}, 400, BAD, "prompt", "Give at least one token."),
+    "long": Case(COMPLETIONS, {"prompt": [1] * 5_000}, 400, LONG, "prompt", "(got 5000 tokens). Shorten it."),
+    "long output": Case(
+        COMPLETIONS, said(max_tokens=4_096), 400, LONG, "prompt", "Lower max_tokens to 4095,", said(max_tokens=4_095)
+    ),
+    "long chat": Case(
+        CHATS, spoken(max_completion_tokens=5_000), 400, LONG, "messages", "Lower max_completion_tokens to "
+    ),
+    "chat limit": Case(CHATS, spoken(max_completion_tokens=0), 400, BAD, "max_completion_tokens", "(got 0)"),
+    "no messages": Case(CHATS, {"messages": []}, 400, BAD, "messages", "Give at least one message.", spoken()),
+    "role": Case(
+        CHATS,
+        spoken(X, {"role": "tool", "content": "x"}),
+        400,
+        BAD,
+        "messages[1].role",
+        "(got tool). Use one of system, developer, user, assistant.",
+        spoken(X, {"role": "assistant", "content": "x"}),
+    ),
+    "content": Case(
+        CHATS,
+        spoken({"role": "user", "content": None}),
+        400,
+        BAD,
+        "messages[0].content",
+        "expected a string or an array, not null.",
+    ),
+    "contents": Case(
+        CHATS, spoken({"role": "user", "contents": "x"}), 400, BAD, "messages[0].contents", "Did you mean content?"
+    ),
+    "part": Case(
+        CHATS,
+        spoken({"role": "user", "content": [{"type": "image_url", "text": ""}]}),
+        400,
+        BAD,
+        "messages[0].content[0].type",
+        "(got image_url). Use one of text.",
+    ),
+    "template": Case(
+        CHATS, spoken({"role": "developer", "content": "x"}), 400, BAD, "messages", "refuses them: no developers here"
+    ),
+    "path": Case("/v1/completion", {}, 404, "not_found", "path", "no such path"),
+    "method": Case("/v1/models", {}, 405, "method", "method", "Use GET."),
+}
+
+#: What no client of HTTP can act on: libraries, settings, commands, documents of the repository.
+FOREIGN: Final = re.compile(r"`|msgspec|jinja|h11|Expected|hisparse |docs/|\.py\b|http\.[a-z]|coordinator\.[a-z]|=.*: ")
+
+
+def error_in(peer: Peer) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(peer.body)["error"]
+    assert content.keys() == {"message", "type", "param", "code"}
+    assert FOREIGN.search(content["message"]) is None, content["message"]
+    return content
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_refusal_is_in_words_of_http_and_its_remedy_works(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    async with front_rig(tmp_path) as rig:
+        scheduler = rig.gateway.scheduler
+        assert scheduler.served is not None
+        scheduler.served = msgspec.structs.replace(
+            scheduler.served, chat_template="{% set bos_token = '' %}" + TEMPLATE
+        )
+        await rig.link.client.welcome()
+        peer = await rig.post(case.path, case.body)
+        await peer.answer()
+        error = error_in(peer)
+        assert (peer.status, error["code"], error["param"]) == (case.status, case.code, case.param), error
+        assert case.text in error["message"]
+        assert scheduler.request_indices == {}
+        if case.remedied is not None:
+            await rig.post(case.path, case.remedied)
+            assert await rig.submitted(1)
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "code", "param", "text"),
+    [
+        (CapacityError("9 requests waiting already", field="coordinator.queue_max", value=9, remedy="raise it"),
+         429, "capacity", None, "9 requests waiting already. Retry later."),
+        (CapacityError("no worker has 9 host pages", field="prompt", value="1 tokens"),
+         400, LONG, "prompt", "prompt: no worker has 9 host pages. Shorten it"),
+        (Unavailable("no worker has registered yet", remedy="start one with: hisparse worker --model PATH"),
+         503, "unavailable", None, "no worker has registered yet. Retry later."),
+        (InternalError("KeyError: `x`"), 500, "internal", None, "The server has a defect"),
+        (ProtocolError("msgspec said no"), 502, "protocol", None, "do not understand each other"),
+    ],
+)  # fmt: skip
+async def test_error_of_the_coordinator_names_no_setting_and_no_command(
+    tmp_path: Path, raised: HiSparseError, status: int, code: str, param: str | None, text: str
+) -> None:
+    async with front_rig(tmp_path) as rig:
+        rig.gateway.scheduler.refuse_with = raised
+        peer = await rig.complete({"prompt": "x"})
+        await peer.answer()
+        error = error_in(peer)
+        assert (peer.status, error["code"], error["param"]) == (status, code, param)
+        assert text in error["message"]
+
+
+async def test_missing_key_is_told_how_to_send_one(tmp_path: Path) -> None:
+    async with front_rig(tmp_path, keys=(KEY,)) as rig:
+        peer = rig.open("GET", "/v1/models")
+        await peer.answer()
+        assert (peer.status, error_in(peer)["code"], error_in(peer)["param"]) == (401, "unauthorized", "authorization")
+        again = rig.open("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"})
+        await again.answer()
+        assert again.status == 200
+
+
+async def test_parameters_lists_each_field_of_a_body_once(tmp_path: Path) -> None:
+    async with front_rig(tmp_path) as rig:
+        with trio.fail_after(10):
+            told = await rig.open("GET", "/v1/parameters").answer()
+    assert told.keys() == {COMPLETIONS, CHATS}
+    assert "temperature" in told[COMPLETIONS]["served"]
+    assert "user" in told[CHATS]["ignored"]
+    assert told[CHATS]["accepted_at_these_values_only"]["tool_choice"] == ["none"]
