@@ -74,7 +74,7 @@ def test_shared_pages_return_with_their_last_holder() -> None:
     donor = accounts.reserve(1, "w0", Memory(host_pages=6))
     taker = accounts.reserve(2, "w0", Memory(host_pages=3), share=donor[:4])
     assert list(taker[:4]) == list(donor[:4])
-    assert accounts.count_pages() == (POOL_PAGES - 9, 9, 0, 4)
+    assert accounts.count_pages() == (POOL_PAGES - 9, 9, 0, 0, 4)
     assert accounts.release(1) == 2
     accounts.check_invariants()
     assert accounts.release(2) == 7
@@ -97,7 +97,7 @@ def test_pages_of_a_lost_epoch_stay_quarantined_until_exit() -> None:
     accounts.reserve(1, "w0", Memory(host_pages=30))
     accounts.lose_worker("w0", 1, proved_exit=False)
     assert accounts.release(1) == 0
-    assert accounts.count_pages() == (10, 0, 30, 0)
+    assert accounts.count_pages() == (10, 0, 30, 0, 0)
     accounts.add_worker("w0", 2, capacity())
     with pytest.raises(CapacityError, match="needs 11 host pages, the pool has 10 free"):
         accounts.reserve(2, "w0", Memory(host_pages=11))
@@ -123,9 +123,9 @@ def test_shared_page_stays_quarantined_after_other_holder_left() -> None:
     accounts.reserve(2, "w1", Memory(host_pages=1), share=pages[:3])
     accounts.lose_worker("w0", 1, proved_exit=False)
     accounts.release(1)
-    assert accounts.count_pages() == (POOL_PAGES - 6, 4, 2, 0)
+    assert accounts.count_pages() == (POOL_PAGES - 6, 4, 2, 0, 0)
     assert accounts.release(2) == 1
-    assert accounts.count_pages() == (POOL_PAGES - 5, 0, 5, 0)
+    assert accounts.count_pages() == (POOL_PAGES - 5, 0, 5, 0, 0)
     accounts.check_invariants()
 
 
@@ -136,7 +136,7 @@ def test_successor_shares_full_pages_of_an_unproved_process() -> None:
         pages = accounts.reserve(1, "w0", Memory(host_pages=9))
         accounts.lose_worker("w0", 1, proved_exit=False)
         assert accounts.keep(1, 6) == 0
-        assert accounts.count_pages() == (POOL_PAGES - 9, 6, 3, 0)
+        assert accounts.count_pages() == (POOL_PAGES - 9, 6, 3, 0, 0)
         accounts.add_worker("w0", 2, capacity())
         again = accounts.reserve(2, "w0", Memory(host_pages=3), take_over=1)
         assert list(again[:6]) == list(pages[:6])
@@ -206,6 +206,60 @@ def test_lost_epoch_cannot_return() -> None:
         accounts.add_worker("w0", 1, capacity())
 
 
+def test_cached_pages_outlive_their_request_and_count_as_free() -> None:
+    accounts = ledger()
+    pages = accounts.reserve(1, "w0", Memory(host_pages=6))
+    accounts.cache(pages[:4])
+    assert accounts.release(1) == 2
+    assert accounts.count_pages() == (POOL_PAGES - 4, 0, 0, 4, 0)
+    assert accounts.free("w0").host_pages == POOL_PAGES
+    shared = accounts.reserve(2, "w0", Memory(host_pages=1), share=pages[:3])
+    assert shared[:3].tolist() == pages[:3].tolist()
+    assert accounts.count_pages() == (POOL_PAGES - 5, 4, 0, 1, 0)
+    assert accounts.evict(pages[:4]) == 1  # three are held by the request
+    assert accounts.release(2) == 4
+    accounts.check_invariants()
+
+
+def test_idle_pages_are_given_out_only_once_they_are_evicted() -> None:
+    """I2: what is cached may be matched until then."""
+    accounts = ledger()
+    pages = accounts.reserve(1, "w0", Memory(host_pages=POOL_PAGES))
+    accounts.cache(pages)
+    accounts.release(1)
+    with pytest.raises(CapacityError):
+        accounts.reserve(2, "w0", Memory(host_pages=1))
+    accounts.evict(pages[:1])
+    assert accounts.reserve(2, "w0", Memory(host_pages=1)).tolist() == pages[:1].tolist()
+
+
+def test_only_held_pages_are_cached_and_only_cached_ones_evicted() -> None:
+    accounts = ledger()
+    pages = accounts.reserve(1, "w0", Memory(host_pages=2))
+    for unfit in (accounts._free[:1], pages[[0, 0]]):
+        with pytest.raises(InternalError):
+            accounts.cache(unfit)
+    accounts.cache(pages[:1])
+    for change, unfit in ((accounts.cache, pages[:1]), (accounts.evict, pages[1:])):
+        with pytest.raises(InternalError):
+            change(unfit)
+    accounts.check_invariants()
+
+
+def test_two_sharers_free_nothing_alone_and_everything_together() -> None:
+    accounts = ledger()
+    pages = accounts.reserve(1, "w0", Memory(host_pages=5))
+    accounts.cache(pages[:4])
+    accounts.reserve(2, "w0", Memory(host_pages=2), share=pages[:4])
+    assert (accounts.freeing().add(1), accounts.freeing().add(2)) == (1, 2)
+    both = accounts.freeing()
+    assert [both.add(1), both.add(2)] == [1, 6]
+    held = accounts.freeing()
+    held.hold(pages[:2])
+    assert [held.add(1), held.add(2)] == [1, 4]
+    assert held.count_unheld(pages[:4]) == 2
+
+
 WORKERS = st.sampled_from(["w0", "w1"])
 SMALL = st.integers(0, 9)
 MEMORY = st.builds(Memory, st.integers(0, 16), SMALL, SMALL, st.integers(0, 4), st.just(0))
@@ -230,10 +284,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.gpu: dict[int, Memory] = {}
         self.lost: dict[tuple[str, int], bool] = {}  # key -> proved
         self.quarantine: dict[tuple[str, int], list[set[int]]] = {}
+        self.cached: set[int] = set()
+
+    def held(self) -> set[int]:
+        return set().union(*self.pages.values(), *(s for sets in self.quarantine.values() for s in sets))
 
     def free(self) -> set[int]:
-        held = set().union(*self.pages.values(), *(s for sets in self.quarantine.values() for s in sets))
-        return set(range(POOL_PAGES)) - held
+        return set(range(POOL_PAGES)) - self.held() - self.cached
 
     def fits(self, worker: str, want: Memory, seat: bool) -> bool:
         key = (worker, self.epochs[worker])
@@ -289,6 +346,36 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(target=active, worker=WORKERS, want=MEMORY, donor=active, count=st.integers(1, 8))
     def share(self, worker: str, want: Memory, donor: int, count: int) -> object:
         return self._reserve(worker, want, None, self.pages.get(donor, [])[:count])
+
+    @rule(worker=WORKERS, want=MEMORY, data=st.data())
+    def share_cached(self, worker: str, want: Memory, data: st.DataObject) -> None:
+        if self.cached:
+            share = data.draw(st.lists(st.sampled_from(sorted(self.cached)), unique=True, max_size=6))
+            self._reserve(worker, want, None, share)
+
+    @rule(donor=active, count=st.integers(1, 8))
+    def cache(self, donor: int, count: int) -> None:
+        pages = [page for page in self.pages.get(donor, [])[:count] if page not in self.cached]
+        self.ledger.cache(np.array(pages, dtype=np.int32))
+        self.cached |= set(pages)
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        if self.cached:
+            pages = data.draw(st.sets(st.sampled_from(sorted(self.cached))))
+            before = self.free()
+            self.cached -= pages
+            assert self.ledger.evict(np.array(sorted(pages), dtype=np.int32)) == len(self.free() - before)
+
+    @rule(data=st.data())
+    def freeing(self, data: st.DataObject) -> None:
+        """What a set of placements frees is what none outside it holds."""
+        if self.pages:
+            ending = data.draw(st.lists(st.sampled_from(sorted(self.pages)), unique=True))
+            quarantined = set().union(*(s for sets in self.quarantine.values() for s in sets))
+            kept = set().union(*(self.pages[it] for it in self.pages if it not in ending)) | quarantined
+            freeing = self.ledger.freeing()
+            assert sum(map(freeing.add, ending)) == len(set().union(*(self.pages[it] for it in ending)) - kept)
 
     def _reserve(self, worker: str, want: Memory, old: int | None, share: list[int]) -> object:
         placement, self.next_admission = self.next_admission, self.next_admission + 1
@@ -386,7 +473,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.holdings_count == len(self.pages)
         owned = set().union(*self.pages.values())
         quarantined = set().union(*(s for sets in self.quarantine.values() for s in sets)) - owned
-        assert self.ledger.count_pages()[:3] == (len(self.free()), len(owned), len(quarantined))
+        idle = self.cached - owned - quarantined
+        assert self.ledger.count_pages()[:4] == (len(self.free()), len(owned), len(quarantined), len(idle))
+        assert self.ledger.cached_pages().tolist() == sorted(self.cached)
         for placement, pages in self.pages.items():
             assert self.ledger.pages_of(placement).tolist() == pages
 

@@ -30,6 +30,8 @@ from protocol import messages
 from protocol.errors import InternalError, WrongState
 from tests.support.facts import make_facts, make_ordered, resume, retract
 
+from protocol.units import PAGE_TOKENS
+
 PROMPT = 100
 
 
@@ -99,7 +101,7 @@ def test_rows_are_kept_only_if_decode_can_continue(generated: int, durable: int,
     history.run()
     history.rows = Rows(generated, durable)
     assert history.tell(retract(True, False, "GPU pressure")) == [messages.Withdraw(1)]
-    assert history.tell(messages.Released(1, durable)) == [PlacementEnded(3, 1, kept, False)]
+    assert history.tell(messages.Released(1, durable)) == [PlacementEnded(3, 1, kept, False, cacheable_tokens=durable)]
     assert history.request.state == (State.RETRACTED if kept else State.QUEUED)
     history.tell(admit(2, kept))
     assert history.request.state == (State.READY if kept else State.PREFILLING)
@@ -117,7 +119,9 @@ def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, fi
     assert history.tell(messages.Staged(1, 1.0, 1.0)) == [PlacementProgressed(3, 1, Stage.STAGED)]
     assert history.request.state is State.TRANSFERRING
     history.rows = Rows(generated, PROMPT)
-    assert history.tell(messages.Released(1, PROMPT, first_token)) == [PlacementEnded(3, 1, kept, False, first_token)]
+    assert history.tell(messages.Released(1, PROMPT, first_token)) == [
+        PlacementEnded(3, 1, kept, False, first_token, cacheable_tokens=PROMPT)
+    ]
     assert history.request.state == (State.PREFILLED if kept else State.QUEUED)
     assert history.request.retractions == 0
     if kept:
@@ -215,7 +219,9 @@ def test_lost_worker_leaves_durable_rows(proved: bool, durable: int, kept: int, 
     history = History()
     history.run()
     history.rows = Rows(60, durable)
-    assert history.tell(WorkerLost(1, proved, "no heartbeat for 5 s")) == [PlacementEnded(3, 1, kept, False)]
+    assert history.tell(WorkerLost(1, proved, "no heartbeat for 5 s")) == [
+        PlacementEnded(3, 1, kept, False, cacheable_tokens=durable if proved else durable // PAGE_TOKENS * PAGE_TOKENS)
+    ]
     assert history.request.state is state
     assert history.tell(messages.Released(1, 106)) == []
 

@@ -1,0 +1,169 @@
+"""The prefix index against a model that keeps every cached page with the tokens before it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from coordinator.memory.prefix_index import PrefixIndex, extend_chain, root_of
+from protocol.errors import InternalError
+from protocol.units import PAGE_TOKENS
+
+KEY = b"k" * 32
+ROOT = root_of(KEY, "model", "owner")
+
+
+def tokens_of(*pages: int) -> bytes:
+    """Prompt of full pages; page i has PAGE_TOKENS times its number."""
+    return np.repeat(np.array(pages, dtype=np.int32), PAGE_TOKENS).tobytes()
+
+
+def chain_of(*pages: int, root: bytes = ROOT) -> tuple[bytes, ...]:
+    return tuple(extend_chain(KEY, root, tokens_of(*pages)))
+
+
+def ids(*pages: int) -> np.ndarray:
+    return np.array(pages, dtype=np.int32)
+
+
+def test_digest_of_a_page_depends_on_all_before_it() -> None:
+    assert chain_of(1, 2)[1] != chain_of(3, 2)[1]
+    assert chain_of(1, 2)[:1] == chain_of(1)
+    assert len(set(chain_of(1, 1, 1))) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        root_of(KEY, "model", "another"),
+        root_of(KEY, "another", "owner"),
+        root_of(b"K" * 32, "model", "owner"),
+        root_of(KEY, "mode", "lowner"),
+        root_of(KEY, "model", "owner", ""),
+    ],
+)
+def test_roots_of_other_owners_models_keys_and_salts_differ(other: bytes) -> None:
+    assert other != ROOT
+    assert not set(chain_of(1, 2)) & set(chain_of(1, 2, root=other))
+
+
+def test_partial_pages_have_no_digest() -> None:
+    assert len(tuple(extend_chain(KEY, ROOT, tokens_of(1) + tokens_of(2)[:-4]))) == 1
+
+
+def test_longest_known_beginning_is_matched() -> None:
+    index = PrefixIndex()
+    assert index.add(ROOT, chain_of(1, 2, 3), ids(10, 11, 12)).tolist() == [10, 11, 12]
+    assert index.add(ROOT, chain_of(1, 2, 4), ids(20, 21, 22)).tolist() == [22]
+    assert index.match(chain_of(1, 2, 4, 5)).tolist() == [10, 11, 22]
+    assert index.match(chain_of(2)).size == 0
+    index.check_invariants(ids(10, 11, 12, 22))
+
+
+def test_a_page_cannot_hold_two_prefixes() -> None:
+    index = PrefixIndex()
+    index.add(ROOT, chain_of(1), ids(10))
+    with pytest.raises(InternalError, match="two digests"):
+        index.add(ROOT, chain_of(2), ids(10))
+
+
+def test_least_recently_used_leaves_go_first() -> None:
+    index = PrefixIndex()
+    index.add(ROOT, chain_of(1, 2, 3), ids(10, 11, 12))
+    index.add(ROOT, chain_of(1, 4), ids(10, 13))
+    index.touch(chain_of(1, 2))
+    everything_idle = np.vectorize(lambda _: True)
+    assert [index.evict(1, everything_idle).tolist() for _ in range(4)] == [[12], [13], [11], [10]]
+
+
+def test_held_and_spared_pages_stay_while_others_suffice() -> None:
+    index = PrefixIndex()
+    index.add(ROOT, chain_of(1, 2), ids(10, 11))
+    index.add(ROOT, chain_of(3, 4), ids(12, 13))
+    index.add(ROOT, chain_of(5), ids(14))
+    is_idle = np.vectorize(lambda page: page not in (12, 13), otypes=[bool])
+    assert index.evict(9, is_idle, frozenset({14})).tolist() == [11, 10]
+    index.check_invariants(ids(12, 13, 14))
+
+
+def test_an_idle_page_below_which_others_are_held_goes_last_and_with_them() -> None:
+    """A request that computed a known page again holds its own copy, and the pages behind it are indexed."""
+    index = PrefixIndex()
+    index.add(ROOT, chain_of(1, 2), ids(10, 11))
+    index.add(ROOT, chain_of(3), ids(12))
+    is_idle = np.vectorize(lambda page: page != 11, otypes=[bool])
+    assert index.evict(1, is_idle).tolist() == [12]
+    assert sorted(index.evict(1, is_idle).tolist()) == [10, 11]
+    assert index.match(chain_of(1, 2)).size == 0
+    index.check_invariants(ids())
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """The model: cached prefixes as tuples of pages' contents, with their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.known: dict[tuple[int, ...], int] = {}
+        self.next_page = 0
+        self.held: set[int] = set()
+
+    @rule(contents=st.lists(st.integers(0, 2), min_size=1, max_size=4))
+    def add(self, contents: list[int]) -> None:
+        pages = list(range(self.next_page, self.next_page + len(contents)))
+        self.next_page += len(contents)
+        prefixes = [tuple(contents[: n + 1]) for n in range(len(contents))]
+        fresh = [page for prefix, page in zip(prefixes, pages, strict=True) if prefix not in self.known]
+        assert self.index.add(ROOT, chain_of(*contents), ids(*pages)).tolist() == fresh
+        for prefix, page in zip(prefixes, pages, strict=True):
+            self.known.setdefault(prefix, page)
+
+    @rule(contents=st.lists(st.integers(0, 2), max_size=5))
+    def match(self, contents: list[int]) -> None:
+        expected = []
+        for n in range(len(contents)):
+            if tuple(contents[: n + 1]) not in self.known:
+                break
+            expected.append(self.known[tuple(contents[: n + 1])])
+        version = self.index.version
+        assert self.index.match(chain_of(*contents)).tolist() == expected
+        assert self.index.version == version
+        self.index.touch(chain_of(*contents)[: len(expected)])
+
+    @rule(seed=st.integers(0, 999))
+    def hold(self, seed: int) -> None:
+        pages = sorted(self.known.values())
+        self.held = set(random.Random(seed).sample(pages, len(pages) // 2))
+
+    @rule(count=st.integers(0, 6), seed=st.integers(0, 999))
+    def evict(self, count: int, seed: int) -> None:
+        idle = {page for page in self.known.values() if page not in self.held}
+        spared = frozenset(page for page in idle if random.Random(seed + page).random() < 0.2)
+        # what is spared is shared from the first page on
+        spared = frozenset(
+            page
+            for prefix, page in self.known.items()
+            if any(other in spared and longer[: len(prefix)] == prefix for longer, other in self.known.items())
+        )
+        before = self.index.version
+        evicted = self.index.evict(
+            count, lambda pages: np.array([it not in self.held for it in pages.tolist()]), spared
+        )
+        gone = set(evicted.tolist())
+        assert not gone & spared
+        assert len(gone & idle) >= min(count, len(idle - spared))
+        assert (self.index.version != before) == bool(gone)
+        self.known = {prefix: page for prefix, page in self.known.items() if page not in gone}
+        for prefix in self.known:
+            assert len(prefix) == 1 or prefix[:-1] in self.known, "a page that no chain leads to"
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.index.check_invariants(ids(*self.known.values()))
+
+
+TestIndexMachine = IndexMachine.TestCase
