@@ -31,8 +31,6 @@ from protocol.units import PAGE_TOKENS
 Digest: TypeAlias = bytes
 DIGEST_BYTES: Final = 16
 KEY_BYTES: Final = 32
-#: Bytes of the tokens of a page, int32.
-PAGE_BYTES: Final = 4 * PAGE_TOKENS
 
 NO_PAGES: Final[Int32Array] = np.zeros(0, dtype=np.int32)
 
@@ -51,10 +49,10 @@ def root_of(key: bytes, *parts: str) -> Digest:
 
 def extend_chain(key: bytes, parent: Digest, tokens: bytes) -> Iterator[Digest]:
     """Digests of the full pages of `tokens`, int32, that follow the page of `parent`."""
-    for start in range(0, len(tokens) - PAGE_BYTES + 1, PAGE_BYTES):
-        parent = blake2b(
-            parent + tokens[start : start + PAGE_BYTES], digest_size=DIGEST_BYTES, key=key, person=b"page"
-        ).digest()
+    size = 4 * PAGE_TOKENS
+    for start in range(0, len(tokens) - size + 1, size):
+        data = parent + tokens[start : start + size]
+        parent = blake2b(data, digest_size=DIGEST_BYTES, key=key, person=b"page").digest()
         yield parent
 
 

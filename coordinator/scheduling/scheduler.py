@@ -164,6 +164,8 @@ class Scheduler(SchedulerApi):
         )
         first = restore(journal_state, place, ports)
         self._submissions.ids_made = journal_state.arrivals
+        if self._registry.model is not None:
+            self._prefix_reuse.serve(self._registry.model)
         freed = self._prefix_reuse.begin_empty(self._ledgers)
         for live in self._requests.live.values():
             if live.entry.placement and live.entry.worker in self._placement_table.workers and live.state.placement:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -341,10 +342,12 @@ class Checker(trio.abc.Instrument):
         life = self._cluster.coordinator
         assert life is not None
         for node, ledger in life.ledgers.items():
-            if ledger.pages_free != ledger.pages_total:
+            index = life.scheduler._prefix_reuse.by_node[node]
+            _as_invariant("I1", partial(index.check_invariants, ledger.cached_pages()))
+            if ledger.pages_available != ledger.pages_total:
                 raise Violation(
                     "I1",
-                    f"{ledger.pages_total - ledger.pages_free} pages of {node} never came back: "
+                    f"{ledger.pages_total - ledger.pages_available} pages of {node} never came back: "
                     f"{ledger.holdings_count} holdings, quarantined by {ledger.quarantines}",
                 )
         for process in self._cluster.processes():
@@ -353,12 +356,15 @@ class Checker(trio.abc.Instrument):
 
 
 def _may_share(one: Run | Transfer, other: Run | Transfer, place: int) -> bool:
-    """A request goes on while a process that had it is not proved gone: on pages that were full before it began."""
-    if isinstance(one, Transfer) or isinstance(other, Transfer):
+    """A request goes on while a process that had it is not proved gone, and prompts may begin with the same cached
+    pages: one of the two began when the page was full, and the rows in it are of the same tokens."""
+    if isinstance(one, Transfer) or isinstance(other, Transfer) or one.pages[place] != other.pages[place]:
         return False
-    durable = max(one.admit.durable_tokens, other.admit.durable_tokens)
-    is_same = one.admit.request_id == other.admit.request_id and one.pages[place] == other.pages[place]
-    return is_same and (place + 1) * units.PAGE_TOKENS <= durable
+    end = (place + 1) * units.PAGE_TOKENS
+    full = max(max(it.admit.durable_tokens, it.admit.prefix_tokens) for it in (one, other))
+    is_same = one.admit.request_id == other.admit.request_id
+    is_prefix = end <= min(len(one.prompt), len(other.prompt)) and np.array_equal(one.prompt[:end], other.prompt[:end])
+    return end <= full and (is_same or is_prefix)
 
 
 def _process_of(epoch: int) -> int:

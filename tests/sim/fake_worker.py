@@ -427,6 +427,7 @@ class FakeExecutor:
             )
         if admit.warm_start not in (b"", admit.request_id.encode() if durable else b""):
             raise Violation("I3", f"placement {admit.placement} begins with the top-k of {admit.warm_start!r}")
+        self._check_prefix(admit, prompt)
         run = Run(
             admit=admit,
             prompt=prompt,
@@ -439,7 +440,7 @@ class FakeExecutor:
             status="loading" if durable else "prefilling",
             position=durable or len(prompt),
             durable_rows=durable,
-            prefilled=len(prompt) if durable else 0,
+            prefilled=len(prompt) if durable else admit.prefix_tokens,
             has_rows=bool(durable),
             ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
         )
@@ -448,6 +449,15 @@ class FakeExecutor:
             run.sending = self._wire.begin(Outgoing(admit.transfer_id, len(prompt)), admit.destination)
         if not durable:
             self._prompts.append(run)
+
+    def _check_prefix(self, admit: Admit, prompt: Int32Array) -> None:
+        """What it is told not to compute is there already, and is what it would compute."""
+        prefix = admit.prefix_tokens
+        if prefix % PAGE_TOKENS or not 0 <= prefix < len(prompt) or (prefix and admit.durable_tokens):
+            raise Violation("I3", f"placement {admit.placement} of {len(prompt)} tokens shares {prefix}")
+        pages = unpack_int32(admit.host_pages, "host_pages").tolist()
+        if not np.array_equal(self._pool.read(pages, prefix), prompt_rows(prompt)[:prefix]):
+            raise Violation("I3", f"placement {admit.placement} shares {prefix} rows that are not those of its prompt")
 
     def _receive(self, command: Receive) -> None:
         self._admit_once(command.placement)
@@ -607,7 +617,7 @@ class FakeExecutor:
         if run.status != "leaving":
             run.status, run.has_first_token = "staging", True
         rows = prompt_rows(run.prompt)
-        for place in range(pages_for(len(rows))):
+        for place in range(run.admit.prefix_tokens // PAGE_TOKENS, pages_for(len(rows))):
             first = place * PAGE_TOKENS
             write = self._pool.write(self._process, run.pages[place], 0, rows[first : first + PAGE_TOKENS])
             run.writes.append((first, write))

@@ -20,13 +20,19 @@ import numpy.typing as npt
 
 from protocol.arrays import Int32Array
 from protocol.messages import AUTO, ModelInfo, Sampling
+from tests.sim.shape import PAGE_TOKENS
 
 Rows = npt.NDArray[np.uint64]
 
 CONTEXT_MAX_TOKENS: Final = 1024
 #: Ids 0..255 are bytes; 32..126 is all that this model says, and the end.
 EOS: Final = 256
-MODEL: Final = ModelInfo("f" * 64, "page", CONTEXT_MAX_TOKENS, EOS + 1, 1, 64, (EOS,), "bytes", "")
+#: Decoded rows depend on more than their token and position, so that prefill cannot make them: they are not reused.
+MODEL: Final = ModelInfo(
+    *("f" * 64, "page", CONTEXT_MAX_TOKENS, EOS + 1, 1, 64, (EOS,), "bytes", ""),
+    prefix_unit_tokens=PAGE_TOKENS,
+    reuses_generated=False,
+)
 
 _MASK: Final = 2**64 - 1
 _A: Final = 0x9E3779B97F4A7C15

@@ -32,6 +32,7 @@ SETTINGS: Final = CoordinatorSettings(
     audit_interval_s=0.5,
     metrics_port=-1,
     journal="/sim/journal",
+    prefix_reuse="all",
 )
 
 

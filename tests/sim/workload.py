@@ -18,12 +18,16 @@ CLIENTS: Final = (2, 3)
 #: Requests come within this many seconds.
 SPREAD_S: Final = 4.0
 TRIES_MAX: Final = 50
+#: Tokens of beginnings that several prompts of a seed have, and how many prompts have one of them.
+PREFIXES_TOKENS: Final = (8, 16, 24)
+PREFIX_ODDS: Final = 0.7
 
 
 def draw(cluster: Cluster) -> Workload:
     """Clients and their requests; every request fits the cluster alone."""
     rng = random.Random(f"{cluster.seed} workload")
-    truths = [_draw_request(cluster, rng, f"r{i}") for i in range(rng.randint(*REQUESTS))]
+    prefixes = [_draw_tokens(rng, tokens) for tokens in PREFIXES_TOKENS]
+    truths = [_draw_request(cluster, rng, f"r{i}", prefixes) for i in range(rng.randint(*REQUESTS))]
     cluster.truths = {truth.request_id: truth for truth in truths}
     clients = [
         SimClient(cluster, f"c{i}", [], random.Random(f"{cluster.seed} client {i}"))
@@ -43,9 +47,17 @@ def _draw_way(cluster: Cluster, rng: random.Random) -> str:
     return rng.choice(ways)
 
 
-def _draw_request(cluster: Cluster, rng: random.Random, request_id: str) -> Truth:
+def _draw_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randint(32, 126) for _ in range(count)]
+
+
+def _draw_request(cluster: Cluster, rng: random.Random, request_id: str, prefixes: list[list[int]]) -> Truth:
+    """With a prompt of its own, or one that begins as others do."""
     for _ in range(TRIES_MAX):
-        prompt = np.array([rng.randint(32, 126) for _ in range(rng.choice((1, 5, 8, 9, 14, 25)))], np.int32)
+        tokens = _draw_tokens(rng, rng.choice((1, 5, 8, 9, 14, 25)))
+        if rng.random() < PREFIX_ODDS:
+            tokens = rng.choice(prefixes) + tokens[: rng.choice((0, 1, 9))]
+        prompt = np.array(tokens, np.int32)
         sampling = Sampling(
             rng.choice((1, 7, 8, 16, 24, 33)),
             stop=tuple("".join(chr(rng.randint(32, 126)) for _ in range(2)) for _ in range(rng.choice((0, 0, 3)))),
