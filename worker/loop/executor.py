@@ -520,12 +520,17 @@ class Executor:
     # ---------------------------------------------------------------- launches
 
     def _launch_prompt(self) -> bool:
-        if not self._prompts:
+        """Launch the next chunk. One that begins behind a shared prefix waits on the host until that is loaded, while
+        other requests decode: a step behind it on the stream would wait, too."""
+        if not self._prompts or (self._running and not all(fence.done() for fence in self._prompts[0].fences)):
             return False
         self._contain(self._launch_chunk, self._prompts[0])
         return True
 
     def _launch_chunk(self, request: RunningRequest) -> None:
+        for fence in request.fences:  # of a shared prefix
+            self._streams.compute.wait(fence)
+        request.fences = ()
         is_last = self._prefill.launch_chunk(request)
         if is_last:
             self._prompts.popleft()

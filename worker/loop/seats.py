@@ -98,6 +98,14 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
     _check_pages(unpack_int32(admit.host_pages, "host_pages").tolist(), admit.index_pages, rows, sizing)
     if not durable and not pages_for(tokens) <= admit.slab_pages <= sizing.max_slab_pages:
         raise BadInput(f"the prompt needs {pages_for(tokens)}", field="slab_pages", value=admit.slab_pages)
+    prefix = admit.prefix_tokens
+    if prefix and (durable or not 0 < prefix < tokens or prefix % info.prefix_unit_tokens):
+        raise BadInput(
+            f"a prompt of {tokens} tokens that is prefilled shares less than all of it, in multiples of "
+            f"{info.prefix_unit_tokens}",
+            field="prefix_tokens",
+            value=prefix,
+        )
     if admit.hot_slots != NO_HOT_BUFFER:
         check_hot_size(admit.hot_slots, admit.hot_chunks, rows, sizing)
     elif durable or admit.hot_chunks:
@@ -184,7 +192,7 @@ class Seats:
             status=Status.LOADING if resumes else Status.PREFILLING,
             position=admit.durable_tokens or len(prompt),
             durable_rows=admit.durable_tokens,
-            prefilled=len(prompt) if resumes else 0,
+            prefilled=len(prompt) if resumes else admit.prefix_tokens,
         )
         self.swap_counts.open(request.seat)
         self._write_tables(request)
@@ -195,6 +203,9 @@ class Seats:
         )
         if resumes:
             self._resume(request, admit.warm_start)
+        elif admit.prefix_tokens:
+            self._swap.load_keys(memory.index_pages, host_pages, admit.prefix_tokens)  # rows follow on the same stream
+            request.fences = (self._swap.load_rows(memory.slab, host_pages, admit.prefix_tokens),)
         return request
 
     def free_slab(self, request: RunningRequest) -> None:

@@ -15,12 +15,14 @@ Rows and index keys are kept in a format of kernels/row_format.py (worker.kv_dty
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoConfig
@@ -37,6 +39,7 @@ from protocol.errors import ConfigError
 from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
+from protocol.units import PAGE_TOKENS
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
 from worker.group.exchange import Collectives, Exchange
@@ -393,7 +396,7 @@ class TransformersRunner:
 
 def load_runner(settings: WorkerSettings, collectives: Collectives | None = None) -> TransformersRunner:
     """The runner a worker's settings ask for; a rank's with the `collectives` of its group. Raises ConfigError."""
-    return TransformersRunner.load(
+    runner = TransformersRunner.load(
         settings.model,
         device=settings.device,
         dtype=settings.dtype,
@@ -403,6 +406,10 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         collectives=collectives,
         rows_max=max(settings.seats, settings.prefill_chunk_tokens),
     )
+    if settings.deterministic:  # a prefix is made of whole chunks, so that the rest is computed in the same ones
+        unit = math.lcm(settings.prefill_chunk_tokens, PAGE_TOKENS)
+        runner.info = msgspec.structs.replace(runner.info, prefix_unit_tokens=unit, reuses_generated=False)
+    return runner
 
 
 def _share_of(path: str | Path, collectives: Collectives | None) -> ExpertShare | None:

@@ -28,9 +28,8 @@ from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAIT
 from coordinator.scheduling.request_state import HISTORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
 from protocol import messages
 from protocol.errors import InternalError, WrongState
-from tests.support.facts import make_facts, make_ordered, resume, retract
-
 from protocol.units import PAGE_TOKENS
+from tests.support.facts import make_facts, make_ordered, resume, retract
 
 PROMPT = 100
 

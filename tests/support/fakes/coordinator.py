@@ -62,6 +62,7 @@ class Life:
     durable: int = 0
     first_token: int = NO_TOKEN
     warm_start: bytes = b""
+    prefix_tokens: int = 0  # `host_pages` begins with pages that hold them
     host_pages: list[int] = field(default_factory=list)
     placement: int = 0  # 0: not on the worker
     hot_slots: int = 0
@@ -275,6 +276,7 @@ class FakeCoordinator:
             hot_chunks=life.hot_chunks,
             first_token=NO_TOKEN if life.tokens else life.first_token,
             warm_start=life.warm_start if life.durable else b"",
+            prefix_tokens=0 if life.durable else life.prefix_tokens,
         )
 
     def adopt(self, other: FakeCoordinator) -> None:

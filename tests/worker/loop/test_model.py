@@ -134,6 +134,30 @@ def test_hot_sizes_change_no_token_or_bit(checkpoint: Path, sizes: tuple[int, ..
     assert all(torch.equal(logits[step], resident(checkpoint)[1][step]) for step in logits)
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("hot_slots", [0, 64])
+def test_shared_prefix_changes_no_bit(checkpoint: Path, chunks: int, hot_slots: int) -> None:
+    """A prompt of 500 tokens in chunks of 128 begins with host pages that another request has filled."""
+    rig, lives = start(checkpoint)
+    donor, life = lives[2], rig.coordinator.create(3, 1, NEW_TOKENS, seed=lives[2].sampling.seed)
+    assert rig.coordinator.admit(donor, 64)
+    shared = donor.host_pages[: 2 * chunks]
+    rig.run()
+    logits = {step: values.clone() for step, values in rig.logits.items()}
+    rig.logits.clear()
+    for page in shared:
+        rig.coordinator.host_pages.remove(page)
+    life.prompt, life.host_pages, life.prefix_tokens = donor.prompt, list(shared), 128 * chunks
+    before = rig.host[shared].clone()
+    assert rig.coordinator.admit(life, hot_slots)
+    rig.run()
+    rig.check_end()
+    assert life.tokens == donor.tokens == resident(checkpoint)[0][2]
+    assert rig.logits.keys() == logits.keys()
+    assert all(torch.equal(rig.logits[step], logits[step]) for step in logits)
+    assert torch.equal(rig.host[shared], before)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_tokens_ignore_streams_and_operators(checkpoint: Path, seed: int) -> None:
     tokens, logits = run_moved_about(checkpoint, make_streams("simulated", seed))
