@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.config_checks import check
+from protocol.config_checks import PORT_MAX, check
 from protocol.errors import ConfigError
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, HttpSettings, Settings, WorkerSettings
 
@@ -176,6 +176,28 @@ def _group_endpoint(group: str, runtime_dir: str) -> str:
 
 def _default_runtime_dir(facts: HostFacts) -> str:
     return f"{facts.xdg_runtime_dir}/hisparse" if facts.xdg_runtime_dir else f"/tmp/hisparse-{facts.uid}"
+
+
+def with_metrics_ports(config: Config, port: int, workers: int) -> Config:
+    """`config` of a cluster whose processes serve metrics from `port` on: coordinator, workers in order, front.
+
+    `hisparse.cluster.placement` counts on from the port of the first worker. Raises ConfigError past the last port.
+    """
+    last = port + workers + 1
+    if last > PORT_MAX:
+        raise ConfigError(
+            f"{workers + 2} ports from there on end at {last}",
+            field="--metrics-port",
+            value=port,
+            remedy=f"choose one up to {PORT_MAX - workers - 1}",
+        )
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        coordinator=replace(config.coordinator, metrics_port=port),
+        worker=replace(config.worker, metrics_port=port + 1),
+        http=replace(config.http, metrics_port=last),
+    )
 
 
 def listening_at(config: Config, host: str, port: int) -> Config:

@@ -177,6 +177,12 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--abort-unfinished", is_flag=True, help="Abort unfinished requests of another model that are in the journal."
 )
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Serve metrics at PORT (coordinator), PORT+1 on (workers), then the front; default: any free ports.",
+)
 @with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *FRONT_SETTINGS, *LOG_SETTINGS)
 def up(
     config: Config,
@@ -187,6 +193,7 @@ def up(
     ready_file: Path | None,
     http: tuple[str, int] | None,
     abort_unfinished: bool,
+    metrics_port: int | None,
 ) -> int:
     """Run a coordinator and N workers on this machine, sharing one host pool.
 
@@ -196,12 +203,14 @@ def up(
     each so many workers form a group, which holds one copy of the model and is restarted whole.
     """
     from hisparse.cluster.up import UpOptions, run_up
-    from protocol.config import listening_at
+    from protocol.config import listening_at, with_metrics_ports
 
     if ready_file is not None and not ready_file.parent.is_dir():
         raise click.BadParameter(f"no directory {ready_file.parent}", param_hint="--ready-file")
     if http is not None:
         config = listening_at(config, *http)
+    if metrics_port is not None:
+        config = with_metrics_ports(config, metrics_port, workers)
     options = UpOptions(workers, roles, group_size, http is not None, abort_unfinished, deadline, ready_file)
     return run_up(config, options)
 

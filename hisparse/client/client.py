@@ -1,6 +1,6 @@
 """The Python client: every command of the service, and token streams that survive a lost connection.
 
-Inside trio.run:
+Inside asyncio.run or trio.run:
 
     async with open_client(endpoint) as client:
         stream = await client.submit(prompt_ids, Sampling(max_tokens=100))
@@ -8,7 +8,7 @@ Inside trio.run:
             ...
         print(stream.ended.outcome)
 
-or, from code without trio, one action per connection:
+or, from code without either, one action per connection:
 
     rows = run_client(endpoint, lambda client: client.requests())
 
@@ -19,16 +19,17 @@ commands need a connection to the admin endpoint with role "admin".
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
-from hisparse.client.connection import Connection
-from hisparse.client.replies import M, expect, ids
-from hisparse.client.token_stream import TokenStream
+from hisparse.client.asyncio_connection import AsyncioConnection, connected_in_thread, in_asyncio
+from hisparse.client.connection import Connection, connected
+from hisparse.client.replies import M, Reply, expect, ids
+from hisparse.client.token_stream import News, TokenStream, TrioNews
 from protocol import messages
 from protocol.arrays import pack_tokens
 from protocol.errors import Unavailable, WrongState
@@ -42,14 +43,14 @@ T = TypeVar("T")
 
 
 class Client:
-    """Made by `open_client`. Any number of tasks of one trio run may call it at once.
+    """Made by `open_client`. Any number of tasks of one trio run, or of one asyncio loop, may call it at once.
 
     Every call may raise, besides the errors it names: ConnectionLost when the connection is lost before the reply,
     Unavailable once reconnecting has failed for `reconnect_limit_s`, BadInput for a value that cannot be sent. When a
     call is cancelled, its command may still be carried out; the client remains usable.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection | AsyncioConnection) -> None:
         self._connection = connection
 
     @property
@@ -88,12 +89,10 @@ class Client:
         unknown then.
         """
         packed = pack_tokens(prompt)
-        return await self._connection.submit_retrying(
-            request_id,
-            lambda: self._subscribe(
-                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, prefill_mode, tenant),
-                start=0,
-            ),
+        return await self._subscribe(
+            lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, prefill_mode, tenant),
+            start=0,
+            repeatable=bool(request_id),
         )
 
     async def submit_detached(
@@ -107,12 +106,10 @@ class Client:
     ) -> str:
         """As `submit`, without subscribing; returns the request's id."""
         packed = pack_tokens(prompt)
-        accepted = await self._connection.submit_retrying(
-            request_id,
-            lambda: self._call(
-                lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, prefill_mode),
-                messages.Accepted,
-            ),
+        accepted = await self._call(
+            lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, prefill_mode),
+            messages.Accepted,
+            repeatable=bool(request_id),
         )
         return accepted.request_id
 
@@ -122,9 +119,12 @@ class Client:
 
     async def detach(self, stream: TokenStream) -> None:
         """Unsubscribe; the request goes on. The stream's iteration ends after the tokens that have arrived."""
-        await self._call(lambda tag: messages.Detach(tag, stream.request_id), messages.Done)
-        self._connection.forget(stream)
-        stream.end(None)
+
+        def forget(reply: Reply) -> None:
+            expect(reply, messages.Done)
+            self._connection.forget(stream)
+
+        await self._connection.exchange(lambda tag: messages.Detach(tag, stream.request_id), forget)
 
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         """Abort all or none. Raises NotFound or WrongState."""
@@ -236,12 +236,18 @@ class Client:
     async def _do(self, make: Callable[[int], messages.AdminMessage]) -> tuple[str, ...]:
         return (await self._call(make, messages.Done)).detail
 
-    async def _subscribe(self, make: Callable[[int], messages.AdminMessage], start: int) -> TokenStream:
+    async def _subscribe(
+        self, make: Callable[[int], messages.AdminMessage], start: int, *, repeatable: bool = False
+    ) -> TokenStream:
         """The stream is made as the Accepted is read, so that it gets the Delivery right behind the Accepted."""
-        return await self._connection.exchange(make, lambda reply: self._connection.adopt(reply, start))
+        return await self._connection.exchange(
+            make, lambda reply: self._connection.adopt(reply, start), repeatable=repeatable
+        )
 
-    async def _call(self, make: Callable[[int], messages.AdminMessage], expected: type[M]) -> M:
-        return await self._connection.exchange(make, lambda reply: expect(reply, expected))
+    async def _call(
+        self, make: Callable[[int], messages.AdminMessage], expected: type[M], *, repeatable: bool = False
+    ) -> M:
+        return await self._connection.exchange(make, lambda reply: expect(reply, expected), repeatable=repeatable)
 
 
 @asynccontextmanager
@@ -253,35 +259,29 @@ async def open_client(
     reconnect_limit_s: float = RECONNECT_LIMIT_S,
     key: PeerKey | Insecure | None = None,
 ) -> AsyncIterator[Client]:
-    """A connected Client, for code that runs under trio; closed on leaving. Other code calls `run_client`.
+    """A connected Client, inside trio or asyncio; closed on leaving. Code without either calls `run_client`.
 
     `endpoint`: `ipc://PATH` or `tcp://HOST:PORT`. `role` "admin" needs the admin endpoint. `name` is shown to
     operators. `reconnect_limit_s` 0: a lost connection is final. `key`: None over ipc; over tcp a key of
     `read_peer_key`, or Insecure().
 
     Raises Unavailable when no coordinator answers, NotAllowed when the key is not allowed there, WrongState outside
-    trio. An exception of the block is raised as it is, not in a group. Cancelled: the connection is closed; submitted
+    both. An exception of the block is raised as it is, not in a group. Cancelled: the connection is closed; submitted
     requests go on.
     """
-    if not trio.lowlevel.in_trio_task():
-        remedy = "call run_client, or run the caller with trio.run"
-        raise WrongState("opened outside trio", field="client", value=endpoint, remedy=remedy)
-    connection = Connection(endpoint, role, name, reconnect_limit_s, key)
-    await connection.connect()
-    failure: Exception | None = None
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(connection.run)
-            try:
-                yield Client(connection)
-            except Exception as error:
-                failure = error
-            finally:
-                nursery.cancel_scope.cancel()
-    finally:
-        connection.close()
-    if failure is not None:
-        raise failure
+
+    def connect(make_news: Callable[[], News]) -> AbstractAsyncContextManager[Connection]:
+        return connected(Connection(endpoint, role, name, reconnect_limit_s, key, make_news))
+
+    if trio.lowlevel.in_trio_task():
+        async with connect(TrioNews) as connection:
+            yield Client(connection)
+    elif in_asyncio():
+        async with connected_in_thread(connect) as threaded:
+            yield Client(threaded)
+    else:
+        remedy = "call hisparse.run_client(ENDPOINT, ACTION), or run the caller with asyncio.run or trio.run"
+        raise WrongState("opened outside asyncio and trio", field="client", value=endpoint, remedy=remedy)
 
 
 def run_client(
@@ -294,9 +294,12 @@ def run_client(
 ) -> T:
     """Connect, await `action(client)`, disconnect: the client for code without trio. Returns the action's result.
 
-    Arguments are those of `open_client`. Raises the errors of `open_client` and of the action; RuntimeError inside a
-    trio run. Ctrl-C raises KeyboardInterrupt, after the action's cleanup.
+    Arguments are those of `open_client`. `action` runs under trio. Raises the errors of `open_client` and of the
+    action; WrongState inside asyncio or trio. Ctrl-C raises KeyboardInterrupt, after the action's cleanup.
     """
+    if trio.lowlevel.in_trio_run() or in_asyncio():
+        remedy = "async with hisparse.open_client(ENDPOINT) as client"
+        raise WrongState("run_client called inside asyncio or trio", field="client", value=endpoint, remedy=remedy)
 
     async def session() -> T:
         async with open_client(endpoint, role=role, name=name, key=key) as client:

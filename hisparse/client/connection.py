@@ -12,14 +12,14 @@ was carried out, and the caller decides whether to repeat it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeVar
 
 import trio
 
 from hisparse.client.replies import Call, Reply, decode, encode, error_of, expect, reply_of
-from hisparse.client.token_stream import TokenStream
+from hisparse.client.token_stream import News, TokenStream, TrioNews
 from protocol import messages
 from protocol.arrays import unpack_int32
 from protocol.errors import CapacityError, HiSparseError, Unavailable
@@ -41,15 +41,25 @@ class ConnectionLost(Unavailable):
 
 
 class Connection:
-    """For any number of tasks of one trio run at once, while `run` runs. `welcome` is the gateway's latest Welcome."""
+    """For any number of tasks of one trio run at once, while `run` runs. `welcome` is the gateway's latest Welcome.
+
+    `make_news`: what a reader of a stream waits for, one for each stream.
+    """
 
     def __init__(
-        self, endpoint: str, role: str, name: str, reconnect_limit_s: float, key: PeerKey | Insecure | None
+        self,
+        endpoint: str,
+        role: str,
+        name: str,
+        reconnect_limit_s: float,
+        key: PeerKey | Insecure | None,
+        make_news: Callable[[], News] = TrioNews,
     ) -> None:
         self.endpoint = endpoint
         self.reconnects = 0
         self.welcome: messages.Welcome | None = None
         self._key = key
+        self._make_news = make_news
         self._hello = messages.Hello(PROTOCOL_VERSION, role, name)
         self._reconnect_limit_s = reconnect_limit_s
         self._dealer: DealerSocket | None = None
@@ -64,21 +74,23 @@ class Connection:
 
     # ------------------------------------------------------------ for the client
 
-    async def submit_retrying(self, request_id: str, submit: Callable[[], Awaitable[T]]) -> T:
-        """Call `submit`; after ConnectionLost again, if there is a `request_id`, which makes it safe to repeat."""
+    async def exchange(
+        self, make: Callable[[int], messages.AdminMessage], read: Callable[[Reply], T], *, repeatable: bool = False
+    ) -> T:
+        """Send `make(tag)` and return `read(reply)`, which is called as soon as the reply arrives.
+
+        `repeatable`: after ConnectionLost send it again, once there is a connection. Raises the error in the reply, or
+        as `encode` does. Cancelled: the command may still be carried out.
+        """
         while True:
             try:
-                return await submit()
+                return await self._exchange_once(make, read)
             except ConnectionLost:
-                if not request_id or self._lost is not None:
+                if not repeatable or self._lost is not None:
                     raise
             await trio.sleep(RECONNECT_PAUSE_MIN_S)  # the receiving task may read frames before it sees the loss
 
-    async def exchange(self, make: Callable[[int], messages.AdminMessage], read: Callable[[Reply], T]) -> T:
-        """Send `make(tag)` and return `read(reply)`, which is called as soon as the reply arrives.
-
-        Raises the error in the reply, or as `encode` does. Cancelled: the command may still be carried out.
-        """
+    async def _exchange_once(self, make: Callable[[int], messages.AdminMessage], read: Callable[[Reply], T]) -> T:
         self._tag += 1
         tag = self._tag
         message = encode(make(tag), self._hello.role)
@@ -120,13 +132,14 @@ class Connection:
         Call it as `read` of `exchange`, so that it gets the Delivery right behind the reply.
         """
         accepted = expect(reply, messages.Accepted)
-        stream = TokenStream(accepted.request_id, start)
+        stream = TokenStream(accepted.request_id, start, self._make_news())
         self._streams[accepted.handle] = stream
         return stream
 
     def forget(self, stream: TokenStream) -> None:
-        """Stop deliveries to `stream`."""
+        """Stop deliveries to `stream`; it ends after the tokens that have arrived."""
         self._streams = {handle: other for handle, other in self._streams.items() if other is not stream}
+        stream.end(None)
 
     async def greet(self) -> messages.Welcome:
         """Send another Hello, for the current Welcome: the coordinator's version and incarnation, and its model."""
@@ -232,9 +245,11 @@ class Connection:
             take(error)
 
     def close(self) -> None:
-        """Close for good; `run` must not be running."""
-        self._lost = self._lost or Unavailable("the client was closed", field="endpoint", value=self.endpoint)
-        self._disconnect()
+        """Close for good; `run` must not be running. Calls and streams that still wait raise Unavailable."""
+        if self._lost is None:
+            error = Unavailable("the client was closed", field="endpoint", value=self.endpoint)
+            streams = [*self._streams.values(), *self._attaching.values()]
+            self._give_up(error, [stream for stream in streams if stream.unfinished])
 
     def _disconnect(self) -> None:
         if self._dealer is not None:
@@ -281,3 +296,26 @@ class Connection:
             if stream is not None:
                 stream.deliver(start, tokens[at : at + count])
             at += count
+
+
+@asynccontextmanager
+async def connected(connection: Connection) -> AsyncIterator[Connection]:
+    """`connection`, connected and receiving inside the block; closed afterwards.
+
+    Raises as `Connection.connect`. An exception of the block is raised as it is, not in a group.
+    """
+    await connection.connect()
+    failure: Exception | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.run)
+            try:
+                yield connection
+            except Exception as error:
+                failure = error
+            finally:
+                nursery.cancel_scope.cancel()
+    finally:
+        connection.close()
+    if failure is not None:
+        raise failure

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Protocol
+
 import numpy as np
 import trio
 
@@ -10,21 +13,49 @@ from protocol.errors import HiSparseError, ProtocolError
 from protocol.messages import Ended
 
 
+class News(Protocol):
+    """What the reader of a stream waits for. `set` is called where tokens arrive, `pause` and `wait` where it reads."""
+
+    def set(self) -> None: ...
+
+    async def pause(self) -> None:
+        """Let other tasks run, and be cancelled."""
+
+    async def wait(self) -> None:
+        """Wait until `set` was called since the last `wait` returned."""
+
+
+class TrioNews:
+    def __init__(self) -> None:
+        self._event = trio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def pause(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+        self._event = trio.Event()
+
+
 class TokenStream:
     """The output of one request from generated position `start` on. One reader; made by Client.submit and attach.
 
-    `offset` is the position of the next chunk. `ended` is the request's Ended, once the iteration is over.
+    `offset` is the position of the next chunk. `ended` is the request's Ended, once the iteration is over. The reader
+    may run in another thread than the connection: chunks pass through a deque, and the end is set behind the last one.
     """
 
-    def __init__(self, request_id: str, start: int) -> None:
+    def __init__(self, request_id: str, start: int, news: News) -> None:
         self.request_id = request_id
         self.offset = start
         self.ended: Ended | None = None
         self._received = start
-        self._chunks: list[Int32Array] = []
+        self._chunks: deque[Int32Array] = deque()
         self._failure: HiSparseError | None = None
         self._is_over = False
-        self._news = trio.Event()
+        self._news = news
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -34,15 +65,16 @@ class TokenStream:
 
         Raises Unavailable (the coordinator did not come back) or NotFound (it no longer knows the request).
         """
-        await trio.lowlevel.checkpoint()
-        while not self._chunks:
-            if self._failure is not None:
-                raise self._failure
-            if self._is_over:
+        await self._news.pause()
+        while True:
+            failure, is_over = self._failure, self._is_over  # read before the chunks, which arrive first
+            if chunks := [self._chunks.popleft() for _ in range(len(self._chunks))]:
+                break
+            if failure is not None:
+                raise failure
+            if is_over:
                 raise StopAsyncIteration
             await self._news.wait()
-        chunks, self._chunks = self._chunks, []
-        self._news = trio.Event()
         tokens = np.concatenate(chunks)
         self.offset += len(tokens)
         return tokens

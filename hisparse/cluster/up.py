@@ -120,8 +120,19 @@ class Cluster:
         """An admin client of this cluster."""
         return open_admin(self.config, name)
 
+    @property
+    def metrics(self) -> dict[str, str]:
+        """URL of the metrics of each process with a port of its own choice, by its name."""
+        ports = {
+            COORDINATOR: (self.config.coordinator.metrics_host, self.config.coordinator.metrics_port),
+            **{it.name: (it.metrics_host, it.metrics_port) for it in self.placed},
+        }
+        if self.http is not None:
+            ports[HTTP] = (self.config.http.metrics_host, self.config.http.metrics_port)
+        return {name: f"http://{host}:{port}/metrics" for name, (host, port) in ports.items() if port > 0}
+
     def describe(self) -> dict[str, object]:
-        """Endpoints, pids and the pool's path: the content of `--ready-file`."""
+        """Endpoints, pids, URLs of metrics and the pool's path: the content of `--ready-file`."""
         settings = self.config.cluster
         front = {"http": {"pid": self.http.pid, "url": self.config.http.url}} if self.http is not None else {}
         return {
@@ -133,6 +144,7 @@ class Cluster:
             "workers": [{"name": name, "pid": child.pid} for name, child in self.workers.items()],
             "groups": [{"name": group, "workers": ranks} for group, ranks in self.groups.items()],
             "pool": str(self.pool),
+            "metrics": self.metrics,
             **front,
         }
 
@@ -447,6 +459,8 @@ async def _serve(config: Config, options: UpOptions, gpus: int, interrupts: _Int
         _report(f"coordinator and {_names(cluster)} are up; clients at {config.cluster.client_endpoint}")
         if options.http:
             _report(f"OpenAI's API at {cluster.config.http.url}/v1")
+        for name, url in cluster.metrics.items():
+            _report(f"metrics of {name} at {url}")
         _report("Ctrl-C drains and stops; a second one exits at once")
         with _published(cluster, options.ready_file) as publish:
             ended = await _until_asked_or_lost(Keeper(cluster, _report, publish), interrupts.asked)

@@ -236,7 +236,7 @@ FRONT: Final = Row(
             quantiles("hisparse_http_answer_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Left",
+            "Clients that left before their answer",
             "Clients per second that left before their answer, and requests aborted after their last client left. Bad: "
             "a steady rate: clients give up.",
             "cps",

@@ -148,7 +148,7 @@ OUTPUT: Final = Row(
             View.STACK,
         ),
         Panel(
-            "Coming and going",
+            "Requests taken in, released, faulted",
             "Requests per second taken in, released and faulted; times a request parked or its hot buffer was resized. "
             "Bad: faulted above 0; parked or resized several times per request.",
             "cps",
@@ -302,7 +302,7 @@ TRANSFERS: Final = Row(
             (Query(rate("hisparse_transfer_bytes_total"), "{{instance}} {{end}}", rare=True),),
         ),
         Panel(
-            "Open",
+            "Open transfers",
             "Transfers under way, and bytes written and not yet verified. Bad: transfers that stay open at no bytes.",
             "none",
             (
@@ -311,7 +311,7 @@ TRANSFERS: Final = Row(
             ),
         ),
         Panel(
-            "In vain",
+            "Failed transfers",
             "Per second: units whose checksum did not fit, transfers ended early, senders shut out. "
             "Bad: checksums at all.",
             "cps",

@@ -104,11 +104,13 @@ class TestCluster:
 
     @pytest.mark.parametrize("document", ["README.md", "docs/api.md"])
     def test_shown_programs_run(self, up: Up, tmp_path: Path, document: str) -> None:
-        (program,) = (block for block in blocks(document) if ENDPOINT in block)
-        (tmp_path / "shown.py").write_text(program.replace(ENDPOINT, endpoint(up, "client")))
-        done = python(tmp_path / "shown.py")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout
+        programs = [block for block in blocks(document) if ENDPOINT in block]
+        assert programs
+        for program in programs:
+            (tmp_path / "shown.py").write_text(program.replace(ENDPOINT, endpoint(up, "client")))
+            done = python(tmp_path / "shown.py")
+            assert (done.returncode, done.stderr) == (0, "")
+            assert done.stdout
 
 
 def test_swap_in() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import trio.testing
 
 from hisparse import Client, TokenStream, open_client, run_client
 from hisparse.client.connection import Connection, ConnectionLost
+from hisparse.client.token_stream import TrioNews
 from protocol.arrays import pack_int32
 from protocol.errors import BadInput, HiSparseError, NotAllowed, NotFound, ProtocolError, Unavailable, WrongState
 from protocol.messages import Ended, Sampling, Submit
@@ -40,13 +40,27 @@ def test_run_client_without_a_coordinator_is_unavailable(tmp_path: Path) -> None
         run_client(endpoint_in(tmp_path), ask)
 
 
-def test_open_client_outside_trio_names_run_client() -> None:
+def test_open_client_outside_asyncio_and_trio_names_run_client() -> None:
     async def ask() -> None:
         async with open_client("ipc:///nowhere"):
             pass
 
-    with pytest.raises(WrongState, match=r"outside trio \(call run_client"):
-        asyncio.run(ask())
+    with pytest.raises(WrongState, match=r"outside asyncio and trio \(call hisparse\.run_client\(ENDPOINT, ACTION\)"):
+        ask().send(None)
+
+
+async def test_run_client_inside_trio_names_open_client() -> None:
+    with pytest.raises(WrongState, match=r"inside asyncio or trio \(async with hisparse\.open_client\(ENDPOINT\)"):
+        run_client("ipc:///nowhere", Client.pools)
+
+
+async def test_a_closed_client_ends_its_streams(rig: GatewayRig) -> None:
+    async with open_client(rig.client_socket.endpoint) as client:
+        stream = await client.submit([1], SAMPLING, request_id="a")
+        rig.speak("a", [4])
+        assert list(await anext(stream)) == [4]
+    with trio.fail_after(5), pytest.raises(Unavailable, match="the client was closed"):
+        await anext(stream)
 
 
 async def test_errors_leave_the_block_unwrapped(rig: GatewayRig) -> None:
@@ -214,7 +228,7 @@ async def test_calls_in_flight_report_a_lost_connection(rig: GatewayRig) -> None
 
 
 def test_stream_drops_known_tokens_and_refuses_gaps() -> None:
-    stream = TokenStream("a", 5)
+    stream = TokenStream("a", 5, TrioNews())
     stream.deliver(5, np.array([50, 60], np.int32))
     stream.deliver(6, np.array([61, 70], np.int32))
     stream.deliver(5, np.array([51], np.int32))

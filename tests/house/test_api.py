@@ -51,4 +51,4 @@ def test_shown_python_compiles_with_public_imports(document: str) -> None:
 
 def test_code_is_shown() -> None:
     assert len(blocks("README.md")) == 1
-    assert len(blocks("docs/api.md")) == 2
+    assert len(blocks("docs/api.md")) == 3

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from coordinator.service import STOP_MARGIN_S
+from hisparse.cluster.placement import place
 from hisparse.http.listener import STOP_DEADLINE_S
-from protocol.config import HostFacts, build, load
+from protocol.config import HostFacts, build, load, with_metrics_ports
 from protocol.settings import Config
 from protocol.transport.keys import ALLOWED_FILE, ROLES, SERVER_FILE, read_allowed, read_peer_key
 from tests import ROOT
@@ -365,3 +366,19 @@ def test_unread_setting_is_refused() -> None:
     """The check above can fail: an unknown variable of our prefix is refused."""
     with pytest.raises(Exception, match="HISPARSE_WORKER_SEATZ"):
         load(environ={"HISPARSE_WORKER_SEATZ": "8"})
+
+
+def test_prometheus_beside_up_scrapes_the_ports_that_its_comment_names() -> None:
+    path = ROOT / "metrics" / "prometheus-up.yml"
+    named = re.search(r"-n (\d+) .*--metrics-port (\d+)", path.read_text())
+    assert named is not None
+    workers, port = map(int, named.groups())
+    config = with_metrics_ports(build({}, {}, {}, HostFacts("host", 1, 1)), port, workers)
+    ports = [it.metrics_port for it in place(config.worker, workers)]
+    expected = {
+        "hisparse-coordinator": [config.coordinator.metrics_port],
+        "hisparse-worker": ports,
+        "hisparse-http": [config.http.metrics_port],
+    }
+    scraped = {it["job_name"]: it["static_configs"][0] for it in yaml.safe_load(path.read_text())["scrape_configs"]}
+    assert scraped == {job: {"targets": [f"127.0.0.1:{it}" for it in ports]} for job, ports in expected.items()}

@@ -395,3 +395,8 @@ def test_each_known_bug_names_tests_that_mention_it() -> None:
             assert said is not None, f"row {number}: {path} has no {test}"
             assert any(reference in said for reference in references), f"row {number}: {path}::{test}"
     assert len(re.findall(r"\.py::", text)) == sum(len(re.findall(r"`tests/[\w/]+\.py::\w+`", row[2])) for row in rows)
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda it: it.name)
+def test_pictures_load_nothing_from_elsewhere(picture: Path) -> None:
+    assert re.findall(r"(?:url\([\"']?|href=[\"']|src=[\"'])(?!#)[^)\"']*|@import[^;]*", picture.read_text()) == []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.byte_sizes import parse_size
-from protocol.config import HostFacts, build, load, resolve, to_environ
+from protocol.config import HostFacts, build, load, resolve, to_environ, with_metrics_ports
 from protocol.errors import ConfigError
 from protocol.settings import Config
 
@@ -257,3 +257,12 @@ def test_auto_is_named_where_it_is_taken(field: str, takes_auto: bool) -> None:
     with pytest.raises(ConfigError, match="not a size") as caught:
         built(flags={f"worker.{field}": "lots"})
     assert ("or auto" in caught.value.remedy) is takes_auto
+
+
+def test_metrics_ports_of_a_cluster_follow_each_other() -> None:
+    config = with_metrics_ports(build({}, {}, {}, FACTS), 9400, 2)
+    assert (config.coordinator.metrics_port, config.worker.metrics_port, config.http.metrics_port) == (9400, 9401, 9403)
+    last = with_metrics_ports(config, 65_532, 2)
+    assert last.http.metrics_port == 65_535
+    with pytest.raises(ConfigError, match=r"--metrics-port=65533: 4 ports from there on .* \(choose one up to 65532\)"):
+        with_metrics_ports(config, 65_533, 2)
