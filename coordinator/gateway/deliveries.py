@@ -175,4 +175,5 @@ def _ended(handle: int, ending: Ending) -> messages.Ended:
         reason=ending.reason,
         generated_tokens=ending.generated_tokens,
         tail_text=ending.tail_text,
+        prefix_tokens=ending.prefix_tokens,
     )

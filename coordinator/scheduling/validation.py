@@ -36,6 +36,7 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
     """The prompt's token ids. Raises BadInput, or ProtocolError for bytes that are no int32 array."""
     check_name("request_id", submit.request_id, empty=True)
     check_name("tenant", submit.tenant, empty=True)
+    check_salt(submit.cache_salt)
     prompt = unpack_int32(submit.prompt, "prompt")
     if not prompt.size:
         raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")
@@ -50,6 +51,17 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
         )
     check_length(prompt.size, submit.sampling.max_tokens, model)
     return prompt
+
+
+def check_salt(cache_salt: str) -> None:
+    """Raises BadInput for one that is too long."""
+    if len(cache_salt) > NAME_CHARS_MAX:
+        raise BadInput(
+            f"a salt has {NAME_CHARS_MAX} characters at most",
+            field="cache_salt",
+            value=f"{len(cache_salt)} characters",
+            remedy="shorten it, or send a digest of it",
+        )
 
 
 def check_orders(sampling: Sampling, priority: int) -> None:

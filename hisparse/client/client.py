@@ -76,13 +76,15 @@ class Client:
         priority: int = 0,
         prefill_mode: str = messages.AUTO,
         tenant: str = "",
+        cache_salt: str = "",
     ) -> TokenStream:
         """Submit `prompt` and subscribe; returns once the request is in the journal.
 
         `prompt`: token ids of the served model, a sequence or an integer array [n]. With a `request_id` the submission
         is repeated after a loss of the connection; without one, ConnectionLost is raised. `priority`: -1000 to 1000,
         higher goes first; a key has a limit. `prefill_mode`: one of messages.PREFILL_MODES. `tenant`: on whose behalf a
-        front asks; requests of one priority take turns by tenant.
+        front asks; requests of one priority take turns by tenant. Where the coordinator reuses prefixes, only requests
+        of one `cache_salt`, 128 characters at most, reuse each other's; `TokenStream.ended` says how much was reused.
 
         Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is full),
         Unavailable or ConnectionLost. Cancelled: the request may have been submitted; without a `request_id` its id is
@@ -90,7 +92,9 @@ class Client:
         """
         packed = pack_tokens(prompt)
         return await self._subscribe(
-            lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, True, prefill_mode, tenant),
+            lambda tag: messages.Submit(
+                tag, packed, sampling, request_id, priority, True, prefill_mode, tenant, cache_salt
+            ),
             start=0,
             repeatable=bool(request_id),
         )

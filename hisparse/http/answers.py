@@ -32,6 +32,7 @@ class Transcript:
         self._detokenizer = detokenizer
         self.tokens = 0
         self.finish_reason = ""
+        self.prefix_tokens = 0
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that is decided now and was not before."""
@@ -41,6 +42,7 @@ class Transcript:
     def end(self, ended: Ended) -> str:
         """The rest of the text; `finish_reason` and `tokens` are final after it."""
         self.tokens = ended.generated_tokens
+        self.prefix_tokens = ended.prefix_tokens
         self.finish_reason = LENGTH if ended.reason == LENGTH else "stop"
         return self._detokenizer.finish() + ended.tail_text
 
@@ -108,9 +110,20 @@ class Answer:
             return {"text": text}
         return {"delta": {"content": text} if text else {}}
 
-    def _usage(self, transcripts: Sequence[Transcript]) -> dict[str, int]:
+    def _usage(self, transcripts: Sequence[Transcript]) -> dict[str, Any]:
         prompt, completion = self._ask.prompt_tokens, sum(it.tokens for it in transcripts)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens(transcripts)},
+        }
+
+    def _cached_tokens(self, transcripts: Sequence[Transcript]) -> int:
+        """Of each prompt, which counts once, those that its first sample reused."""
+        digests = [choice.prompt_digest for choice in self._ask.choices]
+        firsts = (index for index, digest in enumerate(digests) if not index or digests[index - 1] != digest)
+        return sum(transcripts[index].prefix_tokens for index in firsts if index < len(transcripts))
 
 
 def failure_event(error: HiSparseError) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coordinator.scheduling.validation import check_orders, check_priority
+from coordinator.scheduling.validation import check_orders, check_priority, check_salt
 from hisparse.http.bodies import CHOICES_MAX, Body, ChatBody, CompletionBody, StreamOptions, read_field
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
@@ -44,10 +44,11 @@ class SampleAsk:
     sampling: Sampling
     priority: int
     prompt_digest: bytes
+    cache_salt: str = ""
 
     @property
-    def fingerprint(self) -> tuple[bytes, Sampling, int]:
-        return self.prompt_digest, self.sampling, self.priority
+    def fingerprint(self) -> tuple[bytes, Sampling, int, str]:
+        return self.prompt_digest, self.sampling, self.priority, self.cache_salt
 
     def same_as(self, other: SampleAsk) -> bool:
         return self.fingerprint == other.fingerprint
@@ -97,6 +98,7 @@ def ask_of(
     limit of the client's key.
     """
     check_priority(body.priority, priority_max, "the file of API keys")
+    check_salt(body.cache_salt)
     _check_model(body, served.model)
     if isinstance(body, ChatBody):
         prompts = [_chat_prompt(body, served, render)]
@@ -148,7 +150,7 @@ def _choices(
         )
         _check_orders(sampling, body)
         _check_length(prompts[which].size, sampling.max_tokens, body, model)
-        yield SampleAsk(request_id, prompts[which], sampling, body.priority, digests[which])
+        yield SampleAsk(request_id, prompts[which], sampling, body.priority, digests[which], body.cache_salt)
 
 
 def _limit_field(body: Body) -> str:

@@ -104,6 +104,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     # Not of OpenAI.
     priority: int = 0
+    cache_salt: str = ""
     ignore_eos: bool = False
 
     # Ignored.

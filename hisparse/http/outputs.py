@@ -214,7 +214,12 @@ class FollowedOutputs:
             it = output.choice
             await self._pace.spend(cost_of(it.prompt.nbytes))
             stream = await client.submit(
-                it.prompt, it.sampling, request_id=it.request_id, priority=it.priority, tenant=output.owner
+                it.prompt,
+                it.sampling,
+                request_id=it.request_id,
+                priority=it.priority,
+                tenant=output.owner,
+                cache_salt=it.cache_salt,
             )
             output.accept()
         return stream

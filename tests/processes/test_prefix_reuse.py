@@ -1,0 +1,116 @@
+"""Conversations on real processes: each turn reuses what the turns before have computed, and says what it would say
+without. `hisparse` against the library's generate() over the whole text."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from hisparse.client.client import Client, open_client
+from protocol.messages import Ended, Sampling
+from protocol.settings import Config
+from tests.support.cluster_rig import RECONNECT_LIMIT_S, cluster_of_two, crash_config, write_model
+from tests.support.oracle_rig import run_oracle
+
+pytestmark = pytest.mark.process
+
+TURNS = 3
+NEW_TOKENS = 40
+SAID_TOKENS = 90
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def reusing(model: Path, runtime_dir: Path, mode: str = "own") -> Config:
+    config = crash_config(model, runtime_dir)
+    return msgspec.structs.replace(config, coordinator=msgspec.structs.replace(config.coordinator, prefix_reuse=mode))
+
+
+async def say(
+    client: Client, prompt: list[int], *, salt: str = "", tokens: int = NEW_TOKENS
+) -> tuple[list[int], Ended]:
+    stream = await client.submit(
+        prompt, Sampling(max_tokens=tokens, ignore_eos=True), request_id=f"t{len(prompt)}-{salt}", cache_salt=salt
+    )
+    output = [token async for part in stream for token in part.tolist()]
+    assert stream.ended is not None
+    return output, stream.ended
+
+
+def said_by(person: int, turn: int) -> list[int]:
+    return [(7 * turn + 3 * place + 31 * person) % 250 for place in range(SAID_TOKENS)]
+
+
+async def converse(client: Client, person: int) -> list[tuple[list[int], list[int], int]]:
+    """Prompt, output and reused tokens of each turn."""
+    turns, text = [], said_by(person, 0)
+    for turn in range(TURNS):
+        output, ended = await say(client, text, salt=f"p{person}")
+        turns.append((text, output, ended.prefix_tokens))
+        text = [*text, *output, *said_by(person, turn + 1)]
+    return turns
+
+
+def check_against_the_library(model: Path, turns: list[tuple[list[int], list[int], int]]) -> None:
+    prompts = [{"tokens": prompt, "max_new_tokens": NEW_TOKENS} for prompt, _, _ in turns]
+    answers = run_oracle({"model": str(model), "prompts": prompts, "ignore_eos": True})
+    for (_, output, _), answer in zip(turns, answers, strict=True):
+        for token, theirs, gap in zip(output, answer["tokens"], answer["gaps"], strict=True):
+            if token != theirs:
+                assert gap < 1e-3
+                break
+
+
+async def test_turns_reuse_all_full_pages_and_say_what_the_library_says(model: Path, tmp_path: Path) -> None:
+    config = reusing(model, tmp_path)
+    with trio.fail_after(150):
+        async with cluster_of_two(config, tmp_path) as (_, client, _):
+            turns = await converse(client, 1)
+            # what decoding left durable: all rows but that of the last token
+            assert [reused for _, _, reused in turns] == [0] + [
+                (len(prompt) + NEW_TOKENS - 1) // 64 * 64 for prompt, _, _ in turns[:-1]
+            ]
+            again, ended = await say(client, turns[-1][0], salt="p1 again")
+            assert (again, ended.prefix_tokens) == (turns[-1][1], 0), "another salt reuses nothing"
+            (pool,) = await client.pools()
+            assert pool.cached > 0
+            assert pool.free + pool.cached == pool.host_pages
+    check_against_the_library(model, turns)
+
+
+async def test_reuse_survives_workers_and_is_empty_after_the_coordinator(model: Path, tmp_path: Path) -> None:
+    """Both workers are killed between two turns, then the coordinator."""
+    config = reusing(model, tmp_path)
+    with trio.fail_after(200):
+        async with cluster_of_two(config, tmp_path, kept=True) as (cluster, client, _):
+            prompt = said_by(2, 0) + said_by(2, 1)
+            first, _ = await say(client, prompt)
+            for name in cluster.workers:
+                cluster.child(name).signal(signal.SIGKILL)
+            text = [*prompt, *first, 5, 6, 7]
+            second, ended = await say(client, text)
+            assert ended.prefix_tokens == (len(prompt) + NEW_TOKENS - 1) // 64 * 64
+            cluster.child("coordinator").signal(signal.SIGKILL)
+            async with open_client(config.cluster.client_endpoint, reconnect_limit_s=RECONNECT_LIMIT_S) as other:
+                third, ended = await say(other, text, salt="")
+                assert ended.prefix_tokens in (0, len(text) // 64 * 64)
+                assert third[: len(second)] == second
+                (pool,) = await client.pools()
+                assert pool.free + pool.cached == pool.host_pages
+    check_against_the_library(model, [(text, second, 0)])
+
+
+async def test_nothing_is_reused_when_it_is_off(model: Path, tmp_path: Path) -> None:
+    with trio.fail_after(100):
+        async with cluster_of_two(reusing(model, tmp_path, "off"), tmp_path) as (_, client, _):
+            turns = await converse(client, 3)
+            assert [reused for _, _, reused in turns] == [0] * TURNS
+            (pool,) = await client.pools()
+            assert (pool.cached, pool.free) == (0, pool.host_pages)
