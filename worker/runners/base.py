@@ -144,6 +144,7 @@ class Runner(Protocol):
 
         `layer_written` is called between launches, as early as may be: its caller's copies of a layer overlap with what
         is launched after it, which never changes rows of that layer again.
+        What is launched before reads no row of that layer below `start`, only index keys: rows may still be loading.
         """
         ...
 
