@@ -188,8 +188,8 @@ class Seats:
         self.swap_counts = SwapCounts(swap.counters.swap, capacity.seats, state.tail_slots)
         self._tables = SeatTables(streams.compute, state)
         self._free = deque(range(capacity.seats))
-        groups, device = state.geometry.groups, state.rows.device
-        self._final_counts = host_tensor(2, capacity.seats, groups, dtype=torch.int64, device=device)
+        index_groups, device = state.geometry.groups, state.rows.device
+        self._final_counts = host_tensor(2, capacity.seats, index_groups, dtype=torch.int64, device=device)
 
     def open(self, admit: Admit, output: Output) -> RunningRequest:
         """Seat a placement that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
