@@ -36,11 +36,18 @@ def copy_rows_to_host(
 
 
 def copy_rows_to_device(
-    state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
+    state: DeviceState,
+    device_row: Tensor,
+    index_row: Tensor | None,
+    host_page: Tensor,
+    host_offset: Tensor,
+    layers: range | None = None,
 ) -> None:
     """The reverse of copy_rows_to_host; same arguments. Device places must differ."""
     check_places(state, device_row, index_row, host_page, host_offset)
-    backend(state, __name__).copy_rows_to_device(state, device_row, index_row, host_page, host_offset)
+    layers = range(state.geometry.layers) if layers is None else layers
+    _check_layers(state, layers, with_keys=index_row is not None)
+    backend(state, __name__).copy_rows_to_device(state, device_row, index_row, host_page, host_offset, layers)
 
 
 def copy_keys_to_device(state: DeviceState, index_row: Tensor, host_page: Tensor, host_offset: Tensor) -> None:

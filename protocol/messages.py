@@ -601,6 +601,10 @@ class Admit(Part, frozen=True, tag="admit"):
     pages already hold that many rows (at least the prompt's): reload index keys, and rows as far as that pays.
     `host_pages` are int32 ids in order of position. Counts are totals of this placement, not increments.
 
+    `prefix_tokens`, with `durable_tokens` 0: whole pages, shorter than the prompt, whose rows and index keys are in the
+    first host pages already, shared with other requests. They are read and never written. The worker loads them and
+    prefills from there on; `slab_pages` is still for the whole prompt. Not together with `transfer_id`.
+
     `hot_slots` NO_HOT_BUFFER: compute and stage the prompt, draw the first token, and leave, with Staged and then
     Released. `first_token` was drawn in an earlier placement and held back; it is forced like those of `generated`.
 

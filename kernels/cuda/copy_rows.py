@@ -25,10 +25,14 @@ def copy_rows_to_host(
 
 
 def copy_rows_to_device(
-    state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
+    state: DeviceState,
+    device_row: Tensor,
+    index_row: Tensor | None,
+    host_page: Tensor,
+    host_offset: Tensor,
+    layers: range,
 ) -> None:
     """As kernels.copy_rows.copy_rows_to_device."""
-    layers = range(state.geometry.layers)
     _launch(state, device_row, index_row, host_page, host_offset, layers, to_host=False)
 
 

@@ -29,15 +29,22 @@ def copy_rows_to_host(
 
 
 def copy_rows_to_device(
-    state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
+    state: DeviceState,
+    device_row: Tensor,
+    index_row: Tensor | None,
+    host_page: Tensor,
+    host_offset: Tensor,
+    layers: range,
 ) -> None:
     """See kernels.copy_rows."""
     places = _places(state, device_row, index_row, host_page, host_offset)
     if places is None:
         return
     rows, keys, pages, offsets = places
+    chosen = slice(layers.start, layers.stop)
+    ids, rows = state.layer_ids[chosen], rows[chosen]
     for host, device in zip(state.host_row_words, state.row_words, strict=True):
-        device[state.layer_ids, rows] = host[pages, state.layer_ids, offsets]
+        device[ids, rows] = host[pages, ids, offsets]
     if keys is not None:
         state.key_words[state.group_ids, keys] = state.host_key_words[pages, state.group_ids, offsets]
 

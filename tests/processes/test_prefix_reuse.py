@@ -3,6 +3,7 @@ without. `hisparse` against the library's generate() over the whole text."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -92,12 +93,12 @@ async def test_reuse_survives_workers_and_is_empty_after_the_coordinator(model: 
         async with cluster_of_two(config, tmp_path, kept=True) as (cluster, client, _):
             prompt = said_by(2, 0) + said_by(2, 1)
             first, _ = await say(client, prompt)
-            for name in cluster.workers:
-                cluster.child(name).signal(signal.SIGKILL)
+            for child in cluster.workers.values():
+                os.kill(child.pid, signal.SIGKILL)
             text = [*prompt, *first, 5, 6, 7]
             second, ended = await say(client, text)
             assert ended.prefix_tokens == (len(prompt) + NEW_TOKENS - 1) // 64 * 64
-            cluster.child("coordinator").signal(signal.SIGKILL)
+            os.kill(cluster.coordinator.pid, signal.SIGKILL)
             async with open_client(config.cluster.client_endpoint, reconnect_limit_s=RECONNECT_LIMIT_S) as other:
                 third, ended = await say(other, text, salt="")
                 assert ended.prefix_tokens in (0, len(text) // 64 * 64)

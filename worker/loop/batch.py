@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from protocol.arrays import Int32Array
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Resize
@@ -24,6 +25,9 @@ from worker.device.hot_buffer import HotBuffer
 from worker.loop.output import Output
 from worker.streams import Fence
 from worker.transfer.handover import Outgoing
+
+#: In `prefix_loads`: the place of what comes before every layer.
+INDEX_KEYS: Final = -1
 
 
 class Status(Enum):
@@ -66,8 +70,9 @@ class RunningRequest:
 
     `position` is the row that the next step writes, `rows_max` the first that no step may write. `outgoing` are its
     pages for another node, `staged_marks` the fences after which a layer group of rows below a length may be sent.
-    `fences` are what the status waits for, `first_token` the one after which prefill's token can be read. `since_s` is
-    when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
+    `fences` are what the status waits for, `first_token` the one after which prefill's token can be read.
+    `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the chunk).
+    `since_s` is when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
     """
 
     placement: int
@@ -83,6 +88,7 @@ class RunningRequest:
     rows_max: int = 0
     started: bool = False
     fences: Sequence[Fence] = ()
+    prefix_loads: dict[int, Fence] = field(default_factory=dict)
     first_token: Fence | None = None
     resize: Resize | None = None
     outgoing: Outgoing | None = None

@@ -55,7 +55,7 @@ from worker.loop.rounds import Rounds, next_chunks
 from worker.loop.seats import Seats, allocate_state, check_admit, held_back
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
-from worker.runners.base import GroupRunner, Runner, SamplerState, StepOutputs
+from worker.runners.base import GroupRunner, Runner, SamplerState, StepOutputs, prefix_unit_tokens
 from worker.streams import Streams
 from worker.transfer.handover import Outgoing
 from worker.transfer.layer_groups import LayerGroups
@@ -128,6 +128,7 @@ class Executor:
         warm_start = TopkBuffers(g, self.state.rows.device)
         self._groups = LayerGroups.of(g, parse_size(settings.layer_group, "worker.layer_group"))
         self._chunk_tokens = settings.prefill_chunk_tokens
+        self._prefix_unit = prefix_unit_tokens(settings)
         self._prefill = Prefill(
             *parts,
             chunk_tokens=settings.prefill_chunk_tokens,
@@ -138,7 +139,7 @@ class Executor:
             ),
             warm_start=warm_start,
         )
-        self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing, warm_start)
+        self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing, warm_start, self._groups)
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         self._prompts: deque[RunningRequest] = deque()
@@ -226,7 +227,7 @@ class Executor:
     def _take_round(self, rounds: Rounds) -> bool:
         """Take part in the next round of the group, with what this rank has for it; whether there was one."""
         ready = self._ready()
-        this = rounds.next(has_work=bool(ready or self._prompts))
+        this = rounds.next(has_work=bool(ready or self._launchable()))
         if this is None:
             return self._read(0)
         rounds.begin(this)
@@ -242,7 +243,7 @@ class Executor:
         """The next chunk, if it is not larger than the round, or padding. A failure is the group's."""
         runner = cast(GroupRunner, self._runner)
         runner.begin_prompt_round(size)
-        request = self._prompts[0] if self._prompts else None
+        request = next(iter(self._launchable()), None)
         if request is not None and min(self._chunk_tokens, request.prompt_tokens - request.prefilled) <= size:
             self._launch_chunk(request)
         else:
@@ -250,7 +251,7 @@ class Executor:
 
     def _wish(self) -> Wish:
         rows = sum(request.position < request.rows_max for request in self._running)
-        prompts = [(request.prefilled, request.prompt_tokens) for request in self._prompts]
+        prompts = [(request.prefilled, request.prompt_tokens) for request in self._launchable()]
         return Wish(rows, next_chunks(prompts, self._chunk_tokens, self._lookahead + 1))
 
     @property
@@ -372,7 +373,7 @@ class Executor:
         if admit.placement in self._requests:
             raise InternalError("admitted twice", field="placement", value=admit.placement)
         try:
-            check_admit(admit, self._sizing, self._runner.info)
+            check_admit(admit, self._sizing, self._runner.info, self._prefix_unit)
             output = self._output(admit)
             if output.finished:  # by a token that was delivered in an earlier placement
                 self._report.already_complete(admit, output)
@@ -458,6 +459,8 @@ class Executor:
             return self._poll_leaving(request)
         if request.outgoing is not None and self._poll_outgoing(request, request.outgoing):
             return True
+        if request.prefix_loads and all(fence.done() for fence in request.prefix_loads.values()):
+            request.prefix_loads.clear()
         if request.first_token is not None and request.first_token.done():
             self._contain(self._take_first_token, request)
             return True
@@ -520,20 +523,21 @@ class Executor:
     # ---------------------------------------------------------------- launches
 
     def _launch_prompt(self) -> bool:
-        """Launch the next chunk. One that begins behind a shared prefix waits on the host until that is loaded, while
-        other requests decode: a step behind it on the stream would wait, too."""
-        if not self._prompts or (self._running and not all(fence.done() for fence in self._prompts[0].fences)):
+        prompts = self._launchable()
+        if not prompts:
             return False
-        self._contain(self._launch_chunk, self._prompts[0])
+        self._contain(self._launch_chunk, prompts[0])
         return True
 
+    def _launchable(self) -> list[RunningRequest]:
+        """Prompts in order, without those whose prefix a batch, or other ranks, would wait for."""
+        is_waited_for = bool(self._running) or self._rounds is not None
+        return [request for request in self._prompts if not (is_waited_for and request.prefix_loads)]
+
     def _launch_chunk(self, request: RunningRequest) -> None:
-        for fence in request.fences:  # of a shared prefix
-            self._streams.compute.wait(fence)
-        request.fences = ()
         is_last = self._prefill.launch_chunk(request)
         if is_last:
-            self._prompts.popleft()
+            self._prompts.remove(request)
             request.status = Status.STAGING
             request.fences = (self._swap.staged(),)
 

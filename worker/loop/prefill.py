@@ -2,7 +2,9 @@
 host memory.
 
 The slab is chunks of the hot arena, held by the request from admission until `staged`. Chunks of a fixed size from
-position 0, whatever else runs, so that a prompt's rows do not depend on its neighbours.
+position 0, or from the end of a shared prefix, whatever else runs, so that a prompt's rows do not depend on its
+neighbours. A prefix is being loaded into the slab and the index pages since admission. The chunk waits for what it
+reads: for the index keys as a whole, for rows before the layers of a layer group attend.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.state import DeviceState
-from worker.loop.batch import RunningRequest
+from worker.loop.batch import INDEX_KEYS, RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring, host_tensor
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
@@ -62,7 +64,8 @@ class Prefill:
         stop = min(start + len(self._tokens), request.prompt_tokens)
         last = stop == request.prompt_tokens
         tokens, outputs = self._upload(request, start, stop), self._outputs if last else None
-        written = partial(self._stage, request, start, stop)
+        self._await_prefix(request, INDEX_KEYS)
+        written = partial(self._written, request, start, stop)
         self._runner.launch_prefill_chunk(
             self._streams, self._state, self._sampler, request.seat, tokens, start, outputs, written
         )
@@ -77,6 +80,16 @@ class Prefill:
     def first_token(self, seat: int) -> int:
         """What prefill drew for `seat`; read it once the request's `first_token` fence is complete."""
         return int(self._first_tokens[seat])
+
+    def _written(self, request: RunningRequest, start: int, stop: int, layer: int) -> None:
+        """`layer` of start..stop-1 is written, and attends next. Staging does not wait for the prefix."""
+        self._stage(request, start, stop, layer)
+        self._await_prefix(request, layer)
+
+    def _await_prefix(self, request: RunningRequest, layer: int) -> None:
+        fence = request.prefix_loads.pop(layer, None)
+        if fence is not None:
+            self._streams.compute.wait(fence)
 
     def _stage(self, request: RunningRequest, start: int, stop: int, layer: int) -> None:
         """`layer` of start..stop-1 is written: stage its group, if that is whole now."""

@@ -4,8 +4,9 @@ A request holds one seat, index pages one to one with its host pages, and chunks
 hot buffer afterwards. Methods launch what the device must do and change the host's state at once, which is exact;
 the device's tables follow on `compute`.
 
-    open        D = 0: slab chunks. D > 0 (resume): hot chunks, set up and loaded behind `request.fences`; rows too when
-                the buffer can hold them all, else those of the last top-k: unknown, a managed one starts cold
+    open        D = 0: slab chunks; a shared prefix is loaded into them behind `request.prefix_loads`. D > 0 (resume):
+                hot chunks, set up and loaded behind `request.fences`; rows too when the buffer can hold them all, else
+                those of the last top-k: unknown, a managed one starts cold
     free_slab   the staged slab of a prompt that will be decoded elsewhere
     take_over   the staged slab becomes the hot buffer, what does not fit is free
     grant       more pages, and chunks while resident
@@ -34,12 +35,12 @@ from protocol.errors import BadInput, CapacityError, InternalError
 from protocol.logs import fields, logger
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Admit, Grant, ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.units import pages_for
+from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.arena import Arena
 from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
 from worker.device.inventory import FreeDeviceMemory
 from worker.device.sizing import Sizing
-from worker.loop.batch import RunningRequest, SeatMemory, Status
+from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
 from worker.loop.inputs import SeatTables, host_tensor
 from worker.loop.output import Output
@@ -48,6 +49,7 @@ from worker.loop.swap_counts import Int64s, SwapCounts
 from worker.loop.warm_start import TopkBuffers, unpack
 from worker.runners.base import Runner, SamplerState
 from worker.streams import Fence, Streams
+from worker.transfer.layer_groups import LayerGroups
 
 log = logger("worker.loop.seats")
 
@@ -72,8 +74,9 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
     return state
 
 
-def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
-    """BadInput, naming the field, when this worker can never carry `admit` out."""
+def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo, prefix_unit: int = PAGE_TOKENS) -> None:
+    """BadInput, naming the field, when this worker can never carry `admit` out. A shared prefix is a multiple of
+    `prefix_unit` tokens."""
     prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated")
     if len(generated) and held_back(admit):
         raise BadInput("held back behind tokens that were said", field="first_token", value=admit.first_token)
@@ -94,22 +97,42 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo) -> None:
         raise BadInput(
             f"a resume builds on {tokens} to {tokens + known - 1} rows", field="durable_tokens", value=durable
         )
+    _check_prefix(admit, tokens, prefix_unit)
     rows = max(tokens, durable)
     _check_pages(unpack_int32(admit.host_pages, "host_pages").tolist(), admit.index_pages, rows, sizing)
     if not durable and not pages_for(tokens) <= admit.slab_pages <= sizing.max_slab_pages:
         raise BadInput(f"the prompt needs {pages_for(tokens)}", field="slab_pages", value=admit.slab_pages)
-    prefix = admit.prefix_tokens
-    if prefix and (durable or not 0 < prefix < tokens or prefix % info.prefix_unit_tokens):
-        raise BadInput(
-            f"a prompt of {tokens} tokens that is prefilled shares less than all of it, in multiples of "
-            f"{info.prefix_unit_tokens}",
-            field="prefix_tokens",
-            value=prefix,
-        )
     if admit.hot_slots != NO_HOT_BUFFER:
         check_hot_size(admit.hot_slots, admit.hot_chunks, rows, sizing)
     elif durable or admit.hot_chunks:
         raise BadInput("a stay for the prompt alone has no rows before it and no chunks", field="hot_slots", value=-1)
+
+
+def _check_prefix(admit: Admit, tokens: int, unit: int) -> None:
+    prefix = admit.prefix_tokens
+    if not prefix:
+        return
+    if admit.durable_tokens:
+        raise BadInput(
+            f"the placement resumes from {admit.durable_tokens} durable tokens",
+            field="prefix_tokens",
+            value=prefix,
+            remedy="send either prefix_tokens or durable_tokens",
+        )
+    if admit.transfer_id:
+        raise BadInput(
+            f"rows of a shared prefix are not sent in transfer {admit.transfer_id}",
+            field="prefix_tokens",
+            value=prefix,
+            remedy="send prefix_tokens 0 with a transfer",
+        )
+    if not 0 < prefix < tokens or prefix % unit:
+        raise BadInput(
+            f"must be a multiple of {unit} below the prompt's {tokens} tokens",
+            field="prefix_tokens",
+            value=prefix,
+            remedy=f"send at most {(tokens - 1) // unit * unit}",
+        )
 
 
 def held_back(admit: Admit) -> tuple[int, ...]:
@@ -149,6 +172,7 @@ class Seats:
         decoder: Decoder,
         sizing: Sizing,
         warm_start: TopkBuffers,
+        groups: LayerGroups,
     ) -> None:
         capacity = sizing.capacity
         self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
@@ -160,11 +184,12 @@ class Seats:
         self._swap = swap
         self._decoder = decoder
         self._warm_starts = warm_start
+        self._groups = groups
         self.swap_counts = SwapCounts(swap.counters.swap, capacity.seats, state.tail_slots)
         self._tables = SeatTables(streams.compute, state)
         self._free = deque(range(capacity.seats))
-        groups, device = state.geometry.groups, state.rows.device
-        self._final_counts = host_tensor(2, capacity.seats, groups, dtype=torch.int64, device=device)
+        index_groups, device = state.geometry.groups, state.rows.device
+        self._final_counts = host_tensor(2, capacity.seats, index_groups, dtype=torch.int64, device=device)
 
     def open(self, admit: Admit, output: Output) -> RunningRequest:
         """Seat a placement that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
@@ -191,7 +216,7 @@ class Seats:
             memory=memory,
             status=Status.LOADING if resumes else Status.PREFILLING,
             position=admit.durable_tokens or len(prompt),
-            durable_rows=admit.durable_tokens,
+            durable_rows=admit.durable_tokens or admit.prefix_tokens,
             prefilled=len(prompt) if resumes else admit.prefix_tokens,
         )
         self.swap_counts.open(request.seat)
@@ -204,8 +229,7 @@ class Seats:
         if resumes:
             self._resume(request, admit.warm_start)
         elif admit.prefix_tokens:
-            self._swap.load_keys(memory.index_pages, host_pages, admit.prefix_tokens)  # rows follow on the same stream
-            request.fences = (self._swap.load_rows(memory.slab, host_pages, admit.prefix_tokens),)
+            self._load_prefix(request)
         return request
 
     def free_slab(self, request: RunningRequest) -> None:
@@ -320,6 +344,14 @@ class Seats:
         keys = self._swap.load_keys(memory.index_pages, memory.host_pages, rows)
         request.fences = (keys, self._load_rows(request)) if loads else (keys, *self._load_topk(request, warm_start))
         request.note_memory()
+
+    def _load_prefix(self, request: RunningRequest) -> None:
+        """Load what was prefilled by others, index keys first: a layer selects before it attends."""
+        memory, tokens = request.memory, request.prefilled
+        loads = {INDEX_KEYS: self._swap.load_keys(memory.index_pages, memory.host_pages, tokens)}
+        for layers in self._groups.all:
+            loads[layers.start] = self._swap.load_rows(memory.slab, memory.host_pages, tokens, layers)
+        request.prefix_loads = loads
 
     def _load_topk(self, request: RunningRequest, packed: bytes) -> tuple[Fence, ...]:
         """Begin with what was selected last, where that is known; a hint that cannot be read is counted."""

@@ -4,9 +4,10 @@
 |-----------|---------|----------------------------|------------------------------------------|--------------------|
 | stage     | stage   | prefill_written            | prompt rows and index keys, slab to host | staged, when asked |
 | backup    | backup  | row_written                | a step's new rows and keys to host       | backed_up, durable |
-| load_keys | load    |                            | index keys of a resumed context, to pages| index_loaded       |
+| load_keys | load    |                            | index keys of a context or shared prefix | index_loaded       |
 | reclaim   | load    | chunk_reclaimed            | nothing: chunks of a resized buffer      |                    |
-| load_rows | load    |                            | rows of a resident context, to chunks    | preloaded          |
+| load_rows | load    |                            | rows of a resident context, to chunks;   | preloaded          |
+|           |         |                            | of a shared prefix, to slab pages        |                    |
 | load_topk | load    |                            | rows that a first step will ask for      | preloaded          |
 | set_up    | compute | backed_up of the last step | nothing: slot tables of a changed buffer |                    |
 
@@ -107,13 +108,18 @@ class Swap:
         """Chunks that steps launched so far may still read are about to have other rows loaded into them."""
         self._streams.load.wait(self._streams.compute.record("chunk_reclaimed"))
 
-    def load_rows(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
-        """Load rows of positions 0..tokens-1 into `chunks`, which no launched step reads, except reclaimed ones."""
+    def load_rows(
+        self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int, layers: range | None = None
+    ) -> Fence:
+        """Load rows of positions 0..tokens-1 of `layers` (of every one) into `chunks`, which no launched step reads,
+        except reclaimed ones."""
+        g = self._state.geometry
+        layers = range(g.layers) if layers is None else layers
         for first, last in _pieces(0, tokens):
             places = self._places(first, last, host_pages, chunks)
-            work = self._streams.timed(partial(self._load_rows, places), self.counters.preloading.spent)
+            work = self._streams.timed(partial(self._load_rows, places, layers), self.counters.preloading.spent)
             self._streams.load.launch(f"load rows {first}", work)
-        self.counters.preloaded_bytes += tokens * self._row_bytes
+        self.counters.preloaded_bytes += tokens * len(layers) * g.row_bytes
         return self._streams.load.record("preloaded")
 
     def load_topk(self, seat: int, buffer: HotBuffer, host_pages: Sequence[int], tokens: Sequence[Int32Array]) -> Fence:
@@ -168,9 +174,9 @@ class Swap:
         pages, offsets, keys = self._upload(places)
         copy_keys_to_device(self._state, keys, pages, offsets)
 
-    def _load_rows(self, places: Tensor) -> None:
+    def _load_rows(self, places: Tensor, layers: range) -> None:
         pages, offsets, rows = self._upload(places)
-        copy_rows_to_device(self._state, self._in_all_groups(rows), None, pages, offsets)
+        copy_rows_to_device(self._state, self._in_all_groups(rows), None, pages, offsets, layers)
 
     def _hold(self, seat: int, hot_slots: int, held: Tensor) -> None:
         groups, slots, tokens = self._upload(held)

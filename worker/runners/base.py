@@ -21,6 +21,7 @@ compute nor replay the same launches under a simulated or captured stream.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -29,6 +30,8 @@ import torch
 
 from kernels.layout import Geometry
 from protocol.messages import ModelInfo
+from protocol.settings import WorkerSettings
+from protocol.units import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from kernels.state import DeviceState, StepBatch
@@ -36,6 +39,12 @@ if TYPE_CHECKING:
 
 #: Told of each layer of a prompt chunk, in order, once the operations that write its rows and index keys were launched.
 LayerWritten: TypeAlias = Callable[[int], None]
+
+
+def prefix_unit_tokens(settings: WorkerSettings) -> int:
+    """A shared prefix of a prompt has a multiple of so many tokens. In deterministic mode it has whole chunks, so that
+    the rest is computed in the same chunks as without."""
+    return math.lcm(settings.prefill_chunk_tokens, PAGE_TOKENS) if settings.deterministic else PAGE_TOKENS
 
 
 def no_listener(layer: int) -> None:
@@ -144,6 +153,7 @@ class Runner(Protocol):
 
         `layer_written` is called between launches, as early as may be: its caller's copies of a layer overlap with what
         is launched after it, which never changes rows of that layer again.
+        What is launched before reads no row of that layer below `start`, only index keys: rows may still be loading.
         """
         ...
 

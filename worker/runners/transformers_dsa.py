@@ -15,7 +15,6 @@ Rows and index keys are kept in a format of kernels/row_format.py (worker.kv_dty
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,12 +38,11 @@ from protocol.errors import ConfigError
 from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.units import PAGE_TOKENS
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
 from worker.group.exchange import Collectives, Exchange
 from worker.runners import attention as mla
-from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
+from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener, prefix_unit_tokens
 from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
 from worker.runners.layers import Angles, Layer, Layers, row_multiple
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
@@ -406,9 +404,10 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         collectives=collectives,
         rows_max=max(settings.seats, settings.prefill_chunk_tokens),
     )
-    if settings.deterministic:  # a prefix is made of whole chunks, so that the rest is computed in the same ones
-        unit = math.lcm(settings.prefill_chunk_tokens, PAGE_TOKENS)
-        runner.info = msgspec.structs.replace(runner.info, prefix_unit_tokens=unit, reuses_generated=False)
+    unit = prefix_unit_tokens(settings)
+    runner.info = msgspec.structs.replace(
+        runner.info, prefix_unit_tokens=unit, reuses_generated=not settings.deterministic
+    )
     return runner
 
 

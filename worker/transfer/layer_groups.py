@@ -55,6 +55,11 @@ class LayerGroups:
     def layers(self, group: int) -> range:
         return range(self.ends[group - 1] if group else 0, self.ends[group])
 
+    @property
+    def all(self) -> list[range]:
+        """The layers of each group."""
+        return [self.layers(group) for group in range(self.count)]
+
     def ending_with(self, layer: int) -> int | None:
         """The group that is whole once `layer` is written."""
         return self.ends.index(layer + 1) if layer + 1 in self.ends else None

@@ -32,7 +32,7 @@ from protocol.messages import (
     Staged,
     Withdraw,
 )
-from protocol.units import managed_chunks, pages_for
+from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from tests.support.fakes.hash_runner import expected_tokens
 from worker.device.sizing import Sizing
 
@@ -62,8 +62,8 @@ class Life:
     durable: int = 0
     first_token: int = NO_TOKEN
     warm_start: bytes = b""
-    prefix_tokens: int = 0  # `host_pages` begins with pages that hold them
     host_pages: list[int] = field(default_factory=list)
+    shared: tuple[int, ...] = ()  # host pages of another request that hold the first rows of the prompt
     placement: int = 0  # 0: not on the worker
     hot_slots: int = 0
     hot_chunks: int = 0
@@ -121,6 +121,8 @@ class FakeCoordinator:
     def admit(self, life: Life, hot_slots: int) -> bool:
         """Reserve everything and send the Admit; False, holding nothing, when something is short."""
         rows = max(life.durable, len(life.prompt))
+        if not life.host_pages:
+            life.host_pages = list(life.shared)
         pages = max(len(life.host_pages), min(pages_for(rows + self.ahead_tokens), pages_for(life.rows_wanted)))
         new_pages = pages - len(life.host_pages)
         slab = 0 if life.durable else pages_for(len(life.prompt))
@@ -131,6 +133,8 @@ class FakeCoordinator:
             or min(self.hot_chunks - chunks, self.index_pages - pages, self.slab_pages - slab) < 0
         )
         if short:
+            if not life.durable:
+                life.host_pages = []
             return False
         self.seats -= 1
         self.hot_chunks -= chunks
@@ -253,7 +257,7 @@ class FakeCoordinator:
         if life.leaving == "abort" and not life.outcome:
             life.outcome = "aborted"
         if life.outcome or life.leaving == "drop" or not life.durable:
-            self.host_pages.extend(life.host_pages)
+            self.host_pages.extend(life.host_pages[len(life.shared) :])
             life.host_pages, life.durable = [], 0
 
     def _free_slab(self, life: Life) -> None:
@@ -276,7 +280,7 @@ class FakeCoordinator:
             hot_chunks=life.hot_chunks,
             first_token=NO_TOKEN if life.tokens else life.first_token,
             warm_start=life.warm_start if life.durable else b"",
-            prefix_tokens=0 if life.durable else life.prefix_tokens,
+            prefix_tokens=0 if life.durable else len(life.shared) * PAGE_TOKENS,
         )
 
     def adopt(self, other: FakeCoordinator) -> None:

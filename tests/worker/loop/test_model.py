@@ -147,10 +147,11 @@ def test_shared_prefix_changes_no_bit(checkpoint: Path, chunks: int, hot_slots: 
     rig.logits.clear()
     for page in shared:
         rig.coordinator.host_pages.remove(page)
-    life.prompt, life.host_pages, life.prefix_tokens = donor.prompt, list(shared), 128 * chunks
+    life.prompt, life.shared = donor.prompt, tuple(shared)
     before = rig.host[shared].clone()
     assert rig.coordinator.admit(life, hot_slots)
     rig.run()
+    rig.coordinator.host_pages.extend(shared)
     rig.check_end()
     assert life.tokens == donor.tokens == resident(checkpoint)[0][2]
     assert rig.logits.keys() == logits.keys()

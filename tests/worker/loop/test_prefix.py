@@ -1,124 +1,158 @@
-"""Prompts that begin with host pages of another request: loaded, not computed, and never written."""
+"""A request whose prompt's first pages lie in host memory: shared with others, read, and never written."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 import torch
 
-from protocol.messages import Faulted, Released
+from protocol.arrays import pack_int32
+from protocol.messages import NO_HOT_BUFFER, Admit, Faulted, Released
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
 from tests.support.worker_rig import SETTINGS, Rig
-from worker.streams import make_streams
+from worker.loop.swap import Swap
+from worker.streams import Streams, make_streams
 
-PROMPT_TOKENS = 200
-NUMBER = 1
-
-
-def after_a_donor(rig: Rig) -> list[int]:
-    """Host pages of a request that ended: they still hold its rows, and no request has them."""
-    donor = rig.coordinator.create(NUMBER, PROMPT_TOKENS, 4)
-    assert rig.coordinator.admit(donor, 64)
-    pages = list(donor.host_pages)
-    rig.run()
-    return pages
+PROMPT = 250
+PAGES = 3
+SEEDS = range(40)
 
 
-def sharing(rig: Rig, pages: list[int], prefix_tokens: int, max_tokens: int = 12) -> Life:
-    """A request with the donor's prompt, and the first pages of `pages`."""
-    shared = pages[: prefix_tokens // 64]
-    for page in shared:
-        rig.coordinator.host_pages.remove(page)
-    life = rig.coordinator.create(NUMBER, PROMPT_TOKENS, max_tokens)
-    life.host_pages, life.prefix_tokens = list(shared), prefix_tokens
-    return life
+class Pair:
+    """One worker, a donor that left its prompt in host memory, and a sharer of its first pages."""
+
+    def __init__(self, streams: Streams, pages: int, groups: Sequence[int] = SHARED) -> None:
+        self.rig = Rig(streams, runner=FakeRunner(groups))
+        coordinator = self.rig.coordinator
+        self.donor = coordinator.create(1, PROMPT, 8, seed=1)
+        assert coordinator.admit(self.donor, NO_HOT_BUFFER)
+        self.rig.run()
+        self.pages = torch.tensor(self.donor.host_pages[:pages], dtype=torch.long)
+        self.before = self.rig.host[self.pages].clone()
+        self.sharer = coordinator.create(1, PROMPT, 8, seed=1)
+        self.sharer.shared = tuple(self.donor.host_pages[:pages])
+
+    def end(self) -> None:
+        """The shared pages are as they were; what both held is free again."""
+        assert torch.equal(self.rig.host[self.pages], self.before)
+        coordinator = self.rig.coordinator
+        coordinator.host_pages.extend(self.donor.host_pages)
+        self.donor.host_pages = []
+        self.rig.check_end()
 
 
-@pytest.mark.parametrize("hot_slots", [0, 64, 192])
-@pytest.mark.parametrize("prefix_tokens", [64, 128, 192])
-def test_tokens_are_those_of_a_whole_prefill(prefix_tokens: int, hot_slots: int) -> None:
-    rig = Rig()
-    pages = after_a_donor(rig)
-    staged, loaded = rig.executor.counters.staged_bytes, rig.executor.counters.preloaded_bytes
-    life = sharing(rig, pages, prefix_tokens)
-    before = rig.host[pages[: prefix_tokens // 64]].clone()
-    assert rig.coordinator.admit(life, hot_slots)
-    rig.run()
-    assert not rig.wrong()
-    assert torch.equal(rig.host[pages[: prefix_tokens // 64]], before)
-    geometry = rig.runner.geometry
-    row_bytes = geometry.layers * geometry.row_bytes + geometry.groups * geometry.index_row_bytes
-    assert rig.executor.counters.preloaded_bytes - loaded >= prefix_tokens * row_bytes
-    assert rig.executor.counters.staged_bytes - staged == (PROMPT_TOKENS - prefix_tokens) * row_bytes
-    rig.check_end()
+def run(seed: int, pages: int, hot_slots: int, order: str = "seeded", omit: tuple[str, ...] = ()) -> Pair:
+    pair = Pair(make_streams("simulated", seed, order, omit), pages, (SHARED, SEPARATE)[seed % 2])  # type: ignore[arg-type]
+    assert pair.rig.coordinator.admit(pair.sharer, hot_slots)
+    pair.rig.run()
+    return pair
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_tokens_do_not_depend_on_the_order_of_streams(seed: int) -> None:
-    """Another request decodes meanwhile, and one prefills behind it."""
-    rig = Rig(make_streams("simulated", seed), runner=FakeRunner((SHARED, SEPARATE)[seed % 2]))
-    pages = after_a_donor(rig)
-    other = rig.coordinator.create(2, 90, 30, seed=2)
-    assert rig.coordinator.admit(other, 64)
-    rig.run_until(lambda: len(other.tokens) >= 2)
-    assert rig.coordinator.admit(sharing(rig, pages, 128), (0, 64)[seed // 2 % 2])
-    assert rig.coordinator.admit(rig.coordinator.create(3, 70, 6, seed=3), 0)
-    rig.run()
-    assert not rig.wrong()
-    rig.check_end()
+@pytest.mark.parametrize("pages", range(PAGES + 1))
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tokens_with_a_shared_prefix_are_the_oracles(seed: int, pages: int) -> None:
+    pair = run(seed, pages, (0, 64)[seed % 2])
+    assert not pair.rig.wrong()
+    assert pair.sharer.outcome == "length"
+    pair.end()
 
 
-def test_a_missing_fence_behind_the_loads_gives_wrong_tokens() -> None:
-    def is_wrong(seed: int) -> bool:
-        rig = Rig(make_streams("simulated", seed, "seeded", ("preloaded",)), runner=FakeRunner(SEPARATE))
-        pages = after_a_donor(rig)
-        assert rig.coordinator.admit(sharing(rig, pages, 128), 64)
-        rig.run()
-        return bool(rig.wrong())
+def test_rows_of_the_prefix_are_not_staged_again() -> None:
+    staged = []
+    for pages in (0, PAGES):
+        pair = run(0, pages, 64)
+        staged.append(pair.rig.executor.counters.staged_bytes)
+    geometry = pair.rig.runner.geometry
+    assert staged[0] - staged[1] == PAGES * geometry.page_bytes
 
-    assert any(is_wrong(seed) for seed in range(60))
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("fence", ["index_loaded", "preloaded"])
+def test_prefill_without_its_fence_is_caught(fence: str) -> None:
+    assert not run(0, PAGES, 64, "plain", (fence,)).rig.wrong()
+    assert any(run(seed, PAGES, 64, "seeded", (fence,)).rig.wrong() for seed in range(80))
+
+
+@pytest.mark.mutation
+def test_written_shared_pages_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging that begins at 0 writes what the slab holds of the prefix, here before it was loaded."""
+    stage = Swap.stage
+
+    def from_the_start(swap: Swap, slab: list[int], index: list[int], host: list[int], _: int, *rest: object) -> None:
+        stage(swap, slab, index, host, 0, *rest)  # type: ignore[arg-type]
+
+    def is_caught(seed: int) -> bool:
+        pair = Pair(make_streams("simulated", seed), PAGES)
+        with monkeypatch.context() as patch:
+            patch.setattr(Swap, "stage", from_the_start)
+            assert pair.rig.coordinator.admit(pair.sharer, 64)
+            pair.rig.run()
+        return not torch.equal(pair.rig.host[pair.pages], pair.before)
+
+    assert any(is_caught(seed) for seed in SEEDS)
 
 
 @pytest.mark.parametrize("leaving", ["keep", "drop", "abort"])
-@pytest.mark.parametrize("turns", [0, 1, 3])
-@pytest.mark.parametrize("seed", range(4))
-def test_withdrawn_while_the_prefix_is_loaded(leaving: str, turns: int, seed: int) -> None:
-    rig = Rig(make_streams("simulated", seed))
-    pages = after_a_donor(rig)
-    life = sharing(rig, pages, 192)
-    before = rig.host[pages[:3]].clone()
-    assert rig.coordinator.admit(life, 64)
-    rig.turn(turns)
-    rig.coordinator.withdraw(life, leaving)
-    rig.run_until(lambda: not life.placement)
-    assert torch.equal(rig.host[pages[:3]], before)
+@pytest.mark.parametrize("seed", range(8))
+def test_request_leaves_while_its_prefix_is_loaded(seed: int, leaving: str) -> None:
+    pair = Pair(make_streams("simulated", seed), PAGES)
+    coordinator = pair.rig.coordinator
+    assert coordinator.admit(pair.sharer, 64)
+    pair.rig.turn()
+    coordinator.withdraw(pair.sharer, leaving)
+    pair.rig.run()
     if leaving != "abort":
-        life.prefix_tokens = 0
-        assert rig.coordinator.admit(life, 64)
+        assert coordinator.admit(pair.sharer, 64)
+        pair.rig.run()
+        assert pair.sharer.outcome == "length"
+    assert not pair.rig.wrong()
+    pair.end()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_batch_goes_on_while_a_prefix_is_loaded(seed: int) -> None:
+    pair = Pair(make_streams("simulated", seed), PAGES)
+    coordinator = pair.rig.coordinator
+    other = coordinator.create(2, 70, 30)
+    assert coordinator.admit(other, 64)
+    pair.rig.run_until(lambda: len(other.tokens) >= 2)
+    assert coordinator.admit(pair.sharer, 64)
+    pair.rig.run()
+    assert not pair.rig.wrong()
+    pair.end()
+
+
+BAD = {
+    "beyond the prompt": {"prefix_tokens": 256},
+    "the whole prompt": {"prefix_tokens": 128, "prompt": 128},
+    "no whole page": {"prefix_tokens": 32},
+    "negative": {"prefix_tokens": -64},
+    "with durable rows": {"prefix_tokens": 64, "durable_tokens": PROMPT, "generated": pack_int32([1])},
+    "with a transfer": {"prefix_tokens": 64, "transfer_id": 5},
+    "no whole chunk in deterministic mode": {"prefix_tokens": 64, "chunk": 128},
+}
+
+
+@pytest.mark.parametrize("changes", BAD.values(), ids=BAD)
+def test_bad_prefix_is_refused_by_name(changes: dict[str, object]) -> None:
+    changes = dict(changes)
+    chunk, prompt = changes.pop("chunk", 0), changes.pop("prompt", PROMPT)
+    more = {"deterministic": True, "prefill_chunk_tokens": chunk} if chunk else {}
+    rig = Rig(settings=msgspec.structs.replace(SETTINGS, **more))
+    life = Life(1, (1,) * int(str(prompt)), rig.coordinator.create(1, PROMPT, 8).sampling)
+    life.host_pages, life.placement = [0, 1, 2, 3], 7
+    life.index_pages = life.slab_pages = 4
+    life.hot_slots, life.hot_chunks = 64, 2
+    command: Admit = msgspec.structs.replace(rig.coordinator._admit_command(life), **changes)
+    events: list[object] = []
+    rig.coordinator.add_event = events.append  # type: ignore[method-assign, assignment]
+    rig.executor.submit(command)
     rig.run()
-    assert not rig.wrong()
-    rig.check_end()
-
-
-@pytest.mark.parametrize("prefix_tokens", [-64, 63, 256, 1 << 40])
-def test_unfit_prefix_is_refused_and_nothing_is_held(prefix_tokens: int) -> None:
-    rig = Rig()
-    life = rig.coordinator.create(NUMBER, PROMPT_TOKENS, 4)
-    life.prefix_tokens = prefix_tokens
-    assert rig.coordinator.admit(life, 64)
-    rig.run()
-    said = [event for event in rig.coordinator.events if isinstance(event, Faulted | Released)]
-    assert isinstance(said[0], Faulted)
-    assert f"prefix_tokens={prefix_tokens}" in said[0].message
-    rig.check_end()
-
-
-def test_whole_chunks_alone_are_shared_where_chunks_are_fixed() -> None:
-    rig = Rig(settings=msgspec.structs.replace(SETTINGS, prefill_chunk_tokens=128))
-    rig.runner.info = msgspec.structs.replace(rig.runner.info, prefix_unit_tokens=128)
-    life = rig.coordinator.create(NUMBER, PROMPT_TOKENS, 4)
-    life.prefix_tokens = 64
-    assert rig.coordinator.admit(life, 64)
-    rig.run()
-    assert "in multiples of 128" in life.outcome
+    faulted, released = events
+    assert isinstance(faulted, Faulted)
+    assert "prefix_tokens" in faulted.message
+    assert released == Released(7, 0)
+    rig.executor.check_invariants()
