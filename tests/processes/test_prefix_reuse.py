@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import trio
 
-from hisparse.client.client import Client, open_client
+from hisparse.client.client import Client
 from protocol.messages import Ended, Sampling
 from protocol.settings import Config
-from tests.support.cluster_rig import RECONNECT_LIMIT_S, cluster_of_two, crash_config, write_model
+from tests.support.cluster_rig import cluster_of_two, crash_config, write_model
 from tests.support.oracle_rig import run_oracle
 
 pytestmark = pytest.mark.process
@@ -29,17 +29,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def reusing(model: Path, runtime_dir: Path, mode: str = "own") -> Config:
+def reusing(model: Path, runtime_dir: Path, mode: str = "own", *, deterministic: bool = False) -> Config:
     config = crash_config(model, runtime_dir)
-    return msgspec.structs.replace(config, coordinator=msgspec.structs.replace(config.coordinator, prefix_reuse=mode))
-
-
-async def say(
-    client: Client, prompt: list[int], *, salt: str = "", tokens: int = NEW_TOKENS
-) -> tuple[list[int], Ended]:
-    stream = await client.submit(
-        prompt, Sampling(max_tokens=tokens, ignore_eos=True), request_id=f"t{len(prompt)}-{salt}", cache_salt=salt
+    return msgspec.structs.replace(
+        config,
+        coordinator=msgspec.structs.replace(config.coordinator, prefix_reuse=mode),
+        worker=msgspec.structs.replace(config.worker, deterministic=deterministic, prefill_chunk_tokens=128),
     )
+
+
+async def say(client: Client, name: str, prompt: list[int], salt: str = "") -> tuple[list[int], Ended]:
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
+    stream = await client.submit(prompt, sampling, request_id=name, cache_salt=salt)
     output = [token async for part in stream for token in part.tolist()]
     assert stream.ended is not None
     return output, stream.ended
@@ -53,7 +54,7 @@ async def converse(client: Client, person: int) -> list[tuple[list[int], list[in
     """Prompt, output and reused tokens of each turn."""
     turns, text = [], said_by(person, 0)
     for turn in range(TURNS):
-        output, ended = await say(client, text, salt=f"p{person}")
+        output, ended = await say(client, f"p{person}-{turn}", text, f"p{person}")
         turns.append((text, output, ended.prefix_tokens))
         text = [*text, *output, *said_by(person, turn + 1)]
     return turns
@@ -78,12 +79,28 @@ async def test_turns_reuse_all_full_pages_and_say_what_the_library_says(model: P
             assert [reused for _, _, reused in turns] == [0] + [
                 (len(prompt) + NEW_TOKENS - 1) // 64 * 64 for prompt, _, _ in turns[:-1]
             ]
-            again, ended = await say(client, turns[-1][0], salt="p1 again")
+            again, ended = await say(client, "again", turns[-1][0], "another")
             assert (again, ended.prefix_tokens) == (turns[-1][1], 0), "another salt reuses nothing"
             (pool,) = await client.pools()
             assert pool.cached > 0
             assert pool.free + pool.cached == pool.host_pages
     check_against_the_library(model, turns)
+
+
+async def test_deterministic_mode_reuses_whole_chunks_of_prompts_and_gives_the_same_tokens(
+    model: Path, tmp_path: Path
+) -> None:
+    said: list[list[list[int]]] = []
+    for mode in ("own", "off"):
+        (tmp_path / mode).mkdir(mode=0o700)
+        config = reusing(model, tmp_path / mode, mode, deterministic=True)
+        with trio.fail_after(100):
+            async with cluster_of_two(config, tmp_path / mode) as (_, client, _):
+                turns = await converse(client, 4)
+        expected = [0] + [len(prompt) // 128 * 128 for prompt, _, _ in turns[:-1]]
+        assert [reused for _, _, reused in turns] == (expected if mode == "own" else [0] * TURNS)
+        said.append([output for _, output, _ in turns])
+    assert said[0] == said[1]
 
 
 async def test_reuse_survives_workers_and_is_empty_after_the_coordinator(model: Path, tmp_path: Path) -> None:
@@ -92,19 +109,19 @@ async def test_reuse_survives_workers_and_is_empty_after_the_coordinator(model: 
     with trio.fail_after(200):
         async with cluster_of_two(config, tmp_path, kept=True) as (cluster, client, _):
             prompt = said_by(2, 0) + said_by(2, 1)
-            first, _ = await say(client, prompt)
+            first, _ = await say(client, "first", prompt)
             for child in cluster.workers.values():
                 os.kill(child.pid, signal.SIGKILL)
             text = [*prompt, *first, 5, 6, 7]
-            second, ended = await say(client, text)
+            second, ended = await say(client, "second", text)
             assert ended.prefix_tokens == (len(prompt) + NEW_TOKENS - 1) // 64 * 64
             os.kill(cluster.coordinator.pid, signal.SIGKILL)
-            async with open_client(config.cluster.client_endpoint, reconnect_limit_s=RECONNECT_LIMIT_S) as other:
-                third, ended = await say(other, text, salt="")
-                assert ended.prefix_tokens in (0, len(text) // 64 * 64)
-                assert third[: len(second)] == second
-                (pool,) = await client.pools()
-                assert pool.free + pool.cached == pool.host_pages
+            third, ended = await say(client, "third", text)
+            assert (third, ended.prefix_tokens) == (second, 0), "digests are not written down"
+            fourth, ended = await say(client, "fourth", text)
+            assert (fourth, ended.prefix_tokens) == (second, len(text) // 64 * 64)
+            (pool,) = await client.pools()
+            assert pool.free + pool.cached == pool.host_pages
     check_against_the_library(model, [(text, second, 0)])
 
 
