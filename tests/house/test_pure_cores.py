@@ -22,6 +22,7 @@ PURE = [
     "coordinator/memory/changes",
     "coordinator/memory/ledger",
     "coordinator/memory/page_ages",
+    "coordinator/memory/prefix_index",
     "coordinator/scheduling/commands",
     "coordinator/scheduling/decisions",
     "coordinator/scheduling/dispatch",

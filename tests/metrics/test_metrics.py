@@ -274,6 +274,7 @@ def test_coordinator_metrics_share_a_view() -> None:
     assert values(scraped["hisparse_requests"]) == {("RUNNING",): 3, ("QUEUED",): 1}
     assert values(scraped["hisparse_host_pages"]) == {
         ("n", "free"): 60,
+        ("n", "cached"): 0,
         ("n", "owned"): 30,
         ("n", "shared"): 4,
         ("n", "quarantined"): 6,
