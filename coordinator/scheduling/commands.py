@@ -12,7 +12,7 @@ from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestTable
 from protocol.errors import BadInput, CapacityError, NotFound, WrongState
 from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER, WorkerCapacity
-from protocol.sizing import RESIDENT, can_force
+from protocol.sizing import RESIDENT, Length, can_force
 
 #: Requests named in one command.
 IDS_MAX: Final = 20_000
@@ -25,7 +25,7 @@ def carry_out(
     lives = find(ask, requests)
     if ask.command is RequestCommand.RESIZE:
         for live in lives:
-            _check_size(ask.hot_slots, live, capacities)
+            check_size(ask.hot_slots, live.facts.request_id, live.entry.length, capacities)
     effects = [_apply(ask, live, dispatch) for live in lives]
     return effects, tuple(f"{live.facts.request_id}: {_promise(ask, live)}" for live in lives)
 
@@ -96,21 +96,24 @@ def _promise(ask: CommandAsk, live: LiveRequest) -> str:
             return f"{describe_size(ask.hot_slots)} as soon as chunks are free"
 
 
-def _check_size(hot_slots: int, live: LiveRequest, capacities: Sequence[tuple[str, WorkerCapacity]]) -> None:
+def check_size(
+    hot_slots: int, request_id: str, length: Length, capacities: Sequence[tuple[str, WorkerCapacity]]
+) -> None:
+    """Raise BadInput for a size that no worker offers, CapacityError for one that no worker could give this request."""
     capacities = [(worker, capacity) for worker, capacity in capacities if capacity.decodes]
-    classes = sorted({request_indices for _, capacity in capacities for request_indices in capacity.hot_size_classes})
+    classes = sorted({slots for _, capacity in capacities for slots in capacity.hot_size_classes})
     if hot_slots not in (NO_HOT_BUFFER, RESIDENT, *classes):
         raise BadInput(
             "no such hot size",
             field="hot_slots",
             value=hot_slots,
-            remedy=f"choose {RESIDENT} (resident), {NO_HOT_BUFFER} (auto) or one of {', '.join(map(str, classes))}",
+            remedy=f"choose resident, auto, or a size of the workers: {', '.join(map(str, classes))}",
         )
-    if hot_slots == NO_HOT_BUFFER or any(can_force(hot_slots, live.entry.length, it) for _, it in capacities):
+    if hot_slots == NO_HOT_BUFFER or any(can_force(hot_slots, length, it) for _, it in capacities):
         return
     chunks = max((capacity.hot_chunks for _, capacity in capacities), default=0)
     raise CapacityError(
-        f"{live.facts.request_id} may not fit {chunks} hot chunks with that size at its longest",
+        f"{request_id} may not fit {chunks} hot chunks with that size at its longest",
         field="hot_slots",
         value=hot_slots,
         remedy="choose a smaller size",

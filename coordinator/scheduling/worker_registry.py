@@ -293,7 +293,7 @@ class WorkerRegistry:
         if ours != theirs and in_use:
             raise ConfigError(
                 f"its host pool (pages, page bytes, path) is {ours}, that of node {hello.node} is {theirs}",
-                field="host_mem",
+                field="worker",
                 value=hello.worker,
                 remedy="give all workers of a node the same host_mem, pool_dir and model",
             )

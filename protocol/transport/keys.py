@@ -122,7 +122,7 @@ def read_server_key(directory: Path) -> ServerKey:
 def read_peer_key(directory: Path, role: str) -> PeerKey:
     """The key in `directory`/ROLE.key. Raises ConfigError when it is missing, open to others, or of another role."""
     path = directory / f"{role}.key"
-    table = _read_table(path)
+    table = _read_table(path, remedy=_ask_for(role, path))
     if table.get("role") != role:
         raise ConfigError(
             f"not a key of role {role}",
@@ -171,16 +171,24 @@ def read_limit(right: str, where: str) -> int:
     return int(found[1])
 
 
-def _read_table(path: Path) -> dict[str, object]:
+def _ask_for(role: str, path: Path) -> str:
+    """How a peer gets a key that a running coordinator accepts: new keys of a server would not be."""
+    return (
+        f"where the keys of the coordinator are, run: hisparse keys add {role} NAME --keys-dir DIRECTORY; "
+        f"copy the file to {path}, then run there: hisparse reload coordinator"
+    )
+
+
+def _read_table(path: Path, *, remedy: str = _MAKE) -> dict[str, object]:
     try:
-        return tomllib.loads(_read(path, secret=True))
+        return tomllib.loads(_read(path, secret=True, remedy=remedy))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not a key file: {error}", field="key file", value=path, remedy=_MAKE) from error
+        raise ConfigError(f"not a key file: {error}", field="key file", value=path, remedy=remedy) from error
 
 
-def _read(path: Path, *, secret: bool) -> str:
+def _read(path: Path, *, secret: bool, remedy: str = _MAKE) -> str:
     """Check and read one open file, so that no other process can exchange it between check and read."""
-    with open_regular(path, "key file", remedy=_MAKE) as file:
+    with open_regular(path, "key file", remedy=remedy) as file:
         _check_private(os.fstat(file.fileno()), path, secret=secret)
         data = file.read(FILE_BYTES_MAX + 1)
     if len(data) > FILE_BYTES_MAX:

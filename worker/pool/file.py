@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Final
 
 from kernels.layout import Geometry
+from protocol.byte_sizes import AUTO
 from protocol.errors import ConfigError, Unavailable
 from protocol.units import PAGE_TOKENS
 
@@ -361,10 +362,17 @@ def _check(path: Path, found: Header, wanted: Header) -> None:
         ("geometry and model", found.digest[:16], wanted.digest[:16]),
     )
     for name, theirs, ours in rows:
+        if ours != theirs and name == "pages":
+            raise ConfigError(
+                f"the pool at {path} is in use and has {found.pages * found.page_bytes} bytes",
+                field="worker.host_mem",
+                value=wanted.pages * wanted.page_bytes,
+                remedy=f"set it to {found.pages * found.page_bytes}, or to {AUTO}: workers of a node share a pool",
+            )
         if ours != theirs:
             raise ConfigError(
-                f"the pool at {path} is in use and has {name} {theirs}, this worker {ours}",
-                field="worker.host_mem" if name == "pages" else "worker.model",
-                value=ours,
-                remedy="start every worker of a node with the same model and host_mem",
+                f"the pool {path.name} is in use and has {name} {theirs}, this worker {ours}",
+                field="worker.pool_dir",
+                value=path.parent,
+                remedy="start every worker of a node with the same model and kv_dtype, or set another worker.node",
             )

@@ -74,7 +74,8 @@ def resolve_host_mem(settings: WorkerSettings, memory: Room, file_system: Room, 
         return min(wanted, file_system.free_bytes)
     wanted = parse_size(settings.host_mem, "worker.host_mem")
     for room in (memory, file_system):
-        if wanted <= room.free_bytes + have_bytes:
+        most = room.free_bytes + have_bytes
+        if wanted <= most:
             continue
         what = f"the host pool would take {wanted // MIB} MiB, {room.arithmetic}"
         if room.firm:
@@ -82,7 +83,7 @@ def resolve_host_mem(settings: WorkerSettings, memory: Room, file_system: Room, 
                 what,
                 field="worker.host_mem",
                 value=settings.host_mem,
-                remedy=f"set it to {room.free_bytes // MIB} MiB or less, or raise that limit",
+                remedy=(f"set it to {most // MIB}MiB or less, or " if most >= MIB else "") + "raise that limit",
             )
         log.warning("%s: obeyed, since that figure may grow", what)
     return wanted

@@ -141,9 +141,7 @@ def _no_room(code: int) -> CapacityError:
     full = code in (errno.EFAULT, errno.ENOMEM, errno.ENOSPC)
     reason = "no room left on the file system, or in memory" if full else os.strerror(code)
     return CapacityError(
-        f"the host pool could not be touched: {reason}",
-        field="worker.host_mem",
-        value=errno.errorcode.get(code, code),
+        f"the host pool could not be touched: {reason} ({errno.errorcode.get(code, code)})",
         remedy="lower worker.host_mem or free space in worker.pool_dir",
     )
 

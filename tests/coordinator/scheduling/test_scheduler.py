@@ -174,7 +174,7 @@ async def test_commands_are_checked_before_any_takes_effect(autojump_clock: Mock
             await rig.scheduler.abort(("a!", "b"), "test")
         with pytest.raises(NotFound, match="request_id=absent"):
             await rig.scheduler.retract(("a!", "absent"), "test", keep=True, hold=True)
-        with pytest.raises(BadInput, match=r"choose 0 .resident., -1 .auto. or one of 128, 256"):
+        with pytest.raises(BadInput, match=r"choose resident, auto, or a size of the workers: 128, 256"):
             await rig.scheduler.resize(("a!",), "test", hot_slots=200)
         with pytest.raises(CapacityError, match="may not fit 14 hot chunks"):
             await rig.scheduler.resize(("a!",), "test", hot_slots=0)

@@ -70,7 +70,7 @@ def test_oversized_pool_is_refused_with_arithmetic(firm_is_memory: bool) -> None
     tight = Room(1 << 30, "the limit of /job is 3072 MiB, 2048 MiB of it in use", firm=True)
     rooms = (tight, PLENTY) if firm_is_memory else (PLENTY, tight)
     settings = WorkerSettings(host_mem="2GiB")
-    with pytest.raises(ConfigError, match=r"host_mem=2GiB.*take 2048 MiB, the limit .* 2048 MiB .*set it to 1024 MiB"):
+    with pytest.raises(ConfigError, match=r"host_mem=2GiB.*take 2048 MiB, the limit .* 2048 MiB .*set it to 1024MiB"):
         resolve_host_mem(settings, *rooms)
     assert resolve_host_mem(settings, *rooms, have_bytes=1 << 30) == 2 << 30  # it is there already, by half
 
