@@ -34,6 +34,7 @@ from hisparse.http.api_keys import NO_OWNER, OWNER_CHARS, ApiKeys, KeyOwner
 from hisparse.http.asks import Ask, ask_of
 from hisparse.http.bodies import ChatBody, CompletionBody, parameters, read_body
 from hisparse.http.cors import Cors
+from hisparse.http.decoding import nearest
 from hisparse.http.errors import ContextExceeded, MethodRefused, Unauthorized
 from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, Exchange
 from hisparse.http.large_bodies import LargeBodies
@@ -161,13 +162,14 @@ class Front:
         model_id = path.removeprefix("/v1/models/")
         methods = self._routes.get(path) or ({"GET": partial(self._model, name=model_id)} if model_id != path else None)
         if methods is None:
-            raise NotFound(
-                "no such path", field="path", value=path[:PATH_CHARS_MAX], remedy=f"known: {', '.join(self._routes)}"
-            )
+            told = path[:PATH_CHARS_MAX]
+            remedy = nearest(told, self._routes, f"known: {', '.join(self._routes)}")
+            raise NotFound("no such path", field="path", value=told, remedy=remedy)
         method = "GET" if exchange.method == "HEAD" else exchange.method  # the connection leaves the body out
         if method not in methods:
-            allowed = ", ".join(methods)
-            raise MethodRefused(f"takes {allowed}", field="method", value=method, remedy=f"use {allowed}")
+            text = ", ".join(methods)
+            allowed = [it for known in methods for it in ((known, "HEAD") if known == "GET" else (known,))]
+            raise MethodRefused(f"takes {text}", value=method, remedy=f"use {text}", allowed=allowed)
         return methods[method]
 
     async def _health(self, exchange: Exchange, _: KeyOwner) -> None:

@@ -80,7 +80,15 @@ CASES: Final = {
         said(stream_options={}, stream=True),
     ),
     "unsupported": Case(
-        COMPLETIONS, said(echo=True), 400, BAD, "echo", "is not supported (got True). Leave echo out.", said()
+        COMPLETIONS, said(echo=True), 400, BAD, "echo", "is not supported (got true). Leave echo out.", said()
+    ),
+    "unsupported object": Case(
+        COMPLETIONS,
+        said(logit_bias={"1": None, "2": "a"}),
+        400,
+        BAD,
+        "logit_bias",
+        'is not supported (got {"1":null,"2":"a"}). Leave logit_bias out.',
     ),
     "priority": Case(
         COMPLETIONS, said(priority=1_001), 400, BAD, "priority", "must be -1000 to 1000", said(priority=1_000)
@@ -134,7 +142,13 @@ CASES: Final = {
     "template": Case(
         CHATS, spoken({"role": "developer", "content": "x"}), 400, BAD, "messages", "refuses them: no developers here"
     ),
-    "path": Case("/v1/completion", {}, 404, "not_found", "path", "no such path"),
+    "typo in a path": Case(
+        "/v1/completion", {}, 404, "not_found", "path", "(got /v1/completion). Did you mean /v1/completions?"
+    ),
+    "path without version": Case(
+        "/chat/completions", {}, 404, "not_found", "path", "Did you mean /v1/chat/completions?"
+    ),
+    "path": Case("/", {}, 404, "not_found", "path", "path: no such path (got /). Known: /health, "),
     "method": Case("/v1/models", {}, 405, "method", "method", "Use GET."),
 }
 
