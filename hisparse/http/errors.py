@@ -132,12 +132,15 @@ _OURS: Final = {
     "internal": "the server has a defect, and its log says more",
     "protocol": "the server and its coordinator do not understand each other, and its log says more",
 }
-_REMEDIES: Final = {"capacity": "retry later", "unavailable": "retry later"}
+#: Errors of load, which no change of the request mends.
+_LOAD: Final = ("capacity", "unavailable")
+#: In place of the coordinator's remedies, which name calls of its own protocol and work of the operator.
+_REMEDIES: Final = dict.fromkeys(_LOAD, "retry later") | {"wrong_state": "choose another"}
 
 
 def param_of(error: HiSparseError) -> str:
     """What the client sent and can change; "" for causes that lie with the server."""
-    if error.code in _OURS or error.code in _REMEDIES or error.code == "failed":
+    if error.code in _OURS or error.code in _LOAD or error.code == "failed":
         return ""
     return _PARAMS.get(error.field, error.field)
 
