@@ -7,6 +7,7 @@ are part of the worker's sizing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from math import inf
@@ -15,7 +16,14 @@ from typing import Final, NamedTuple
 from protocol.byte_sizes import AUTO, parse_size
 from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX, NAME_CHARS_MAX, ROLES
-from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
+from protocol.settings import (
+    ANY_ORIGIN,
+    ClusterSettings,
+    Config,
+    CoordinatorSettings,
+    HttpSettings,
+    WorkerSettings,
+)
 from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -36,6 +44,13 @@ SEATS_MAX: Final = 1_024
 GROUP_NAME_CHARS_MAX: Final = 64
 #: Prompt rounds between two decode rounds of a group: each delays all decoding requests of all ranks.
 GROUP_PROMPT_ROUNDS_MAX: Final = 64
+#: Of a web page: ASCII, as a browser sends it. A host is a name, an IPv4 address, or an IPv6 address in brackets.
+_ORIGIN: Final = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?",
+    re.ASCII,
+)
+#: Ports that browsers leave out.
+DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 #: heartbeat_limit_s must span at least this many heartbeats: one that is late or lost ends no connection.
 HEARTBEATS_PER_LIMIT_MIN: Final = 3
@@ -305,11 +320,42 @@ def _http(config: Config) -> Iterator[SettingCheck]:
         "a certificate needs its key, and a key its certificate",
         "set both http.tls_cert_file and http.tls_key_file",
     )
+    yield from _cors(http)
     yield _between("http.port", http.port, 0, PORT_MAX)
     yield _at_least("http.requests_max", http.requests_max, 1)
     yield _at_least("http.worker_wait_s", http.worker_wait_s, 0)
     yield _at_least("http.reattach_grace_s", http.reattach_grace_s, 0)
     yield _port("http.metrics_port", http.metrics_port)
+
+
+def _cors(http: HttpSettings) -> Iterator[SettingCheck]:
+    field = "http.cors_origins"
+    origins = http.origins
+    for origin in origins:
+        if origin != ANY_ORIGIN:
+            yield _origin(field, origin)
+    yield SettingCheck(
+        origins == (ANY_ORIGIN,) or ANY_ORIGIN not in origins,
+        field,
+        http.cors_origins,
+        f"{ANY_ORIGIN} allows all origins, so the others say nothing",
+        f"write {ANY_ORIGIN} alone, or leave it out",
+    )
+
+
+def _origin(field: str, origin: str) -> SettingCheck:
+    """Browsers send an origin in one form, and it is compared letter by letter."""
+    found = _ORIGIN.fullmatch(origin.lower())
+    if found is None or not _is_port(found["port"]):
+        form = "write SCHEME://HOST or SCHEME://HOST:PORT without a path, such as https://app.example.com"
+        return SettingCheck(False, field, origin, "not an origin", form)
+    scheme, host, port = found["scheme"], found["host"], found["port"]
+    sent = f"{scheme}://{host}" + (f":{int(port)}" if port and int(port) != DEFAULT_PORTS.get(scheme) else "")
+    return SettingCheck(origin == sent, field, origin, "browsers send this origin in another form", f"write {sent}")
+
+
+def _is_port(text: str | None) -> bool:
+    return text is None or 0 < int(text) <= PORT_MAX
 
 
 def _one_of(field: str, value: str, known: tuple[str, ...]) -> SettingCheck:

@@ -12,6 +12,8 @@ import msgspec
 
 #: Value of `journal` for a coordinator without a journal.
 NO_JOURNAL: Final = "none"
+#: Value of `cors_origins` that stands for all origins.
+ANY_ORIGIN: Final = "*"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,11 +108,17 @@ class HttpSettings(Settings, frozen=True):
     api_keys_file: str = ""  # one key a line; without the file, any client that reaches the port is served
     tls_cert_file: str = ""  # certificate chain, PEM; with tls_key_file, the port speaks HTTPS instead of HTTP
     tls_key_file: str = ""  # private key, PEM; other users may not have access to the file
+    cors_origins: str = ""  # origins of web pages that may read answers, comma-separated, or *; empty: none
     requests_max: int = 256  # requests served at the same time; further ones get 429
     worker_wait_s: float = 30.0  # while no worker can take it, a request waits this long; then it gets 503
     reattach_grace_s: float = 10.0  # a request of the client's own id outlives its connection this long
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # 0: any free port, printed at start; -1: off
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Of `cors_origins`."""
+        return tuple(it.strip() for it in self.cors_origins.split(",")) if self.cors_origins.strip() else ()
 
     @property
     def url(self) -> str:

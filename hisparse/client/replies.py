@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Generic, TypeAlias, TypeVar, get_args
+from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args
 
 import msgspec
 import outcome
 import trio
 
+from coordinator.scheduling.validation import SEED_MAX
 from protocol import messages
 from protocol.errors import BY_CODE, BadInput, HiSparseError, InternalError, NotAllowed, ProtocolError
-from protocol.messages import GatewayMessage
+from protocol.messages import PRIORITY_MAX, GatewayMessage
 from protocol.transport.frames import read_frame
 
 T = TypeVar("T")
@@ -22,6 +23,9 @@ M = TypeVar("M", bound=messages.Message)
 CLIENT_MESSAGES: Final = get_args(messages.ClientMessage)
 #: Errors of encoding or checking a message whose values the wire does not carry.
 UNFIT: Final = (OverflowError, UnicodeEncodeError, TypeError, msgspec.ValidationError)
+#: The integers of each field, and those of any field that the wire carries.
+RANGES: Final = {"priority": (-PRIORITY_MAX, PRIORITY_MAX), "seed": (0, SEED_MAX)}
+WIRE_RANGE: Final = (-(2**63), 2**64 - 1)
 #: The reply to a call: a message, or the error that a Failure carried.
 Reply: TypeAlias = GatewayMessage | HiSparseError
 
@@ -56,23 +60,34 @@ def encode(message: messages.AdminMessage, role: str) -> bytes:
         data = messages.encode(message)
         messages.decode_admin(data)
     except UNFIT as error:
-        name, value = next(_unfit(message), ("message", message))
-        raise BadInput(
-            f"cannot be sent: {error}", field=name, value=ascii(value), remedy="correct the value"
-        ) from error
+        raise next(_unfit(message), InternalError(f"{type(message).__name__} cannot be encoded")) from error
     return data
 
 
-def _unfit(message: msgspec.Struct) -> Iterator[tuple[str, object]]:
+def _unfit(message: msgspec.Struct) -> Iterator[BadInput]:
+    """A refusal of each field whose value the wire does not carry."""
     for field in msgspec.structs.fields(message):
         value = getattr(message, field.name)
-        if isinstance(value, msgspec.Struct):
+        if isinstance(value, msgspec.Struct) and type(value) is field.type:
             yield from _unfit(value)
             continue
         try:
             msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=field.type)
-        except UNFIT:
-            yield field.name, value
+        except UNFIT as error:
+            yield _refusal(field.name, field.type, value, error)
+
+
+def _refusal(field: str, kind: Any, value: object, error: Exception) -> BadInput:
+    """The encoder's own text is not told: it names positions on the wire, and changes with the library."""
+    if isinstance(error, OverflowError):
+        low, high = RANGES.get(field, WIRE_RANGE)
+        text, remedy = f"must be {low} to {high}", "choose a value in that range"
+    elif isinstance(error, UnicodeEncodeError):
+        text, remedy = "holds half of a surrogate pair, which UTF-8 cannot encode", "give whole characters"
+    else:
+        expected = kind.__name__ if isinstance(kind, type) else str(kind)
+        text, remedy = f"must be of the type {expected}", "give a value of that type"
+    return BadInput(text, field=field, value=ascii(value), remedy=remedy)
 
 
 def ids(values: Sequence[str]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 
 from hisparse.http.decoding import UNDECODABLE, path_of, undecodable
+from hisparse.http.errors import VALUE_CHARS_MAX
 from protocol.errors import BadInput
 
 #: Samples of one prompt; prompts of one body; samples of all its prompts together.
@@ -218,7 +219,8 @@ def _check(body: CompletionBody | ChatBody) -> None:
     for field, neutral in NEUTRAL.items():
         value = read_field(body, field, Any)
         if value is not None and not any(value == it and type(value) is type(it) for it in neutral):
-            raise BadInput("is not supported", field=field, value=str(value)[:80], remedy=f"leave {field} out")
+            told = msgspec.json.encode(value).decode()[:VALUE_CHARS_MAX]
+            raise BadInput("is not supported", field=field, value=told, remedy=f"leave {field} out")
     if body.n is not None and not 1 <= body.n <= N_MAX:
         raise BadInput(f"must be 1 to {N_MAX}", field="n", value=body.n, remedy="choose a value in that range")
     if body.stream_options is not None and not body.stream:

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from hisparse.http.errors import VALUE_CHARS_MAX
 from protocol.errors import BadInput
 
 #: What a decoder may raise about bytes that a client chose.
@@ -39,13 +40,14 @@ def undecodable(error: Exception, root: str = "", known: Iterable[str] = (), cho
     text = str(error)
     at = path_of(error, root)
     if named := re.match(r"Object contains unknown field `(.*?)`(?: - at|$)", text):
-        return BadInput("is no known parameter", field=_join(at, named[1]), remedy=nearest(named[1], known))
+        remedy = nearest(named[1], known, "leave it out; GET /v1/parameters lists what is accepted")
+        return BadInput("is no known parameter", field=_join(at, named[1]), remedy=remedy)
     if named := re.match(r"Object missing required field `(.*?)`", text):
         return BadInput("is missing", field=_join(at, named[1]), remedy="add it")
     field = at or "body"
     if named := re.match(r"Invalid enum value '(.*)'", text):
         remedy = f"use one of {', '.join(choices)}"
-        return BadInput("is none of the accepted values", field=field, value=named[1][:80], remedy=remedy)
+        return BadInput("is none of the accepted values", field=field, value=named[1][:VALUE_CHARS_MAX], remedy=remedy)
     if types := _EXPECTED.match(text):
         wanted = [_WORDS.get(it, it) for it in types[1].split(" | ") if it != "null"]
         came = _TYPES.get(types[2]) or _WORDS.get(types[2], types[2])
@@ -60,9 +62,10 @@ def path_of(error: Exception, root: str = "") -> str:
     return root + inner if root else inner.removeprefix(".")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The remedy for an unknown name; `otherwise` where no known one is like it."""
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]}?" if close else "leave it out; GET /v1/parameters lists what is accepted"
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def _join(path: str, name: str) -> str:

@@ -9,6 +9,7 @@ the openai package heeds; it would repeat any 409, 429 or 5xx otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -18,6 +19,8 @@ from protocol.messages import Ended
 
 #: Seconds after which a client may come again.
 RETRY_AFTER_S: Final = 1
+#: Of a refused value, in its refusal.
+VALUE_CHARS_MAX: Final = 80
 
 #: By code.
 STATUSES: Final = {
@@ -58,9 +61,13 @@ class Unauthorized(BadInput):
 
 
 class MethodRefused(BadInput):
-    """The path exists, for other methods."""
+    """The path exists, for the methods `allowed`."""
 
     code = "method"
+
+    def __init__(self, message: str, *, value: str, remedy: str, allowed: Sequence[str] = ()) -> None:
+        super().__init__(message, field="method", value=value, remedy=remedy)
+        self.allowed = tuple(allowed)
 
 
 class TooLarge(BadInput):
@@ -125,12 +132,15 @@ _OURS: Final = {
     "internal": "the server has a defect, and its log says more",
     "protocol": "the server and its coordinator do not understand each other, and its log says more",
 }
-_REMEDIES: Final = {"capacity": "retry later", "unavailable": "retry later"}
+#: Errors of load, which no change of the request mends.
+_LOAD: Final = ("capacity", "unavailable")
+#: In place of the coordinator's remedies, which name calls of its own protocol and work of the operator.
+_REMEDIES: Final = dict.fromkeys(_LOAD, "retry later") | {"wrong_state": "choose another"}
 
 
 def param_of(error: HiSparseError) -> str:
     """What the client sent and can change; "" for causes that lie with the server."""
-    if error.code in _OURS or error.code in _REMEDIES or error.code == "failed":
+    if error.code in _OURS or error.code in _LOAD or error.code == "failed":
         return ""
     return _PARAMS.get(error.field, error.field)
 
@@ -165,6 +175,8 @@ def error_body(error: HiSparseError) -> bytes:
 
 def error_headers(error: HiSparseError) -> dict[str, str]:
     status = status_of(error)
+    if isinstance(error, MethodRefused):
+        return {"allow": ", ".join(error.allowed)}
     if status in (429, 503):
         return {"retry-after": str(RETRY_AFTER_S)}
     if status == 401:

@@ -28,6 +28,8 @@ BODY_LIMIT_S: Final = 60.0
 JSON: Final = "application/json"
 SSE: Final = "text/event-stream"
 
+NO_HEADERS: Final[Mapping[str, str]] = {}
+
 assert BODY_BYTES_MAX < BODIES_BYTES_MAX
 
 
@@ -62,7 +64,10 @@ class Channel(Protocol):
 class Exchange:
     """`status` is 0 until the answer begins. `leaving` is cancelled when the client goes before the answer is whole."""
 
-    def __init__(self, head: RequestHead, channel: Channel, budget: Shares) -> None:
+    def __init__(
+        self, head: RequestHead, channel: Channel, budget: Shares, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
+        """`headers` are part of every answer."""
         self.method = head.method
         self.path = head.path
         self.header = head.header
@@ -72,6 +77,7 @@ class Exchange:
         self._head = head
         self._channel = channel
         self._budget = budget
+        self._headers = headers
         self._received = trio.Event()
         self._answered = False
         if not head.has_body:
@@ -131,6 +137,11 @@ class Exchange:
         await self._start(status, own | dict(headers or {}))
         await self._finish(body)
 
+    async def answer_without_body(self, headers: Mapping[str, str]) -> None:
+        """204, which has no length either."""
+        await self._start(204, headers)
+        await self._finish(b"")
+
     async def refuse(self, error: HiSparseError, headers: Mapping[str, str] | None = None) -> None:
         await self.answer(status_of(error), error_body(error), error_headers(error) | dict(headers or {}))
 
@@ -151,7 +162,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
-        await self._channel.start(status, headers)
+        await self._channel.start(status, {**headers, **self._headers})
 
     async def _finish(self, body: bytes) -> None:
         if body:

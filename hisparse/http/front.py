@@ -7,6 +7,7 @@
     GET  /v1/parameters        the fields of a body
     POST /v1/completions       text
     POST /v1/chat/completions  text, of a conversation
+    OPTIONS                    preflights of browsers, where `http.cors_origins` allows their origin; no key needed
 
 Whatever is refused is answered with OpenAI's error object and counted. A client that disconnects gets no answer
 and is not counted.
@@ -32,6 +33,8 @@ from hisparse.http.answers import KEEPALIVE, Answer, Transcript, failure_event, 
 from hisparse.http.api_keys import NO_OWNER, OWNER_CHARS, ApiKeys, KeyOwner
 from hisparse.http.asks import Ask, ask_of
 from hisparse.http.bodies import ChatBody, CompletionBody, parameters, read_body
+from hisparse.http.cors import Cors
+from hisparse.http.decoding import nearest
 from hisparse.http.errors import ContextExceeded, MethodRefused, Unauthorized
 from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, Exchange
 from hisparse.http.large_bodies import LargeBodies
@@ -85,6 +88,7 @@ class Front:
         self._link = link
         self._outputs = outputs
         self._counters = counters
+        self._cors = Cors(settings.origins)
         self._budget = Shares(BODIES_BYTES_MAX)
         self._arriving = Shares(settings.requests_max)
         self._places = Shares(settings.requests_max)
@@ -111,11 +115,15 @@ class Front:
 
     async def serve(self, head: RequestHead, channel: Channel) -> None:
         """Answer one request. Raises nothing that a client can bring about."""
-        exchange = Exchange(head, channel, self._budget)
+        exchange = Exchange(head, channel, self._budget, self._cors.headers(head.header("origin")))
+        preflight = self._cors.preflight(head)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(exchange.watch)
             with exchange.leaving:
-                await self._answer(exchange)
+                if preflight is None:
+                    await self._answer(exchange)
+                else:  # before the keys: a browser sends none with it
+                    await exchange.answer_without_body(preflight)
             nursery.cancel_scope.cancel()
         route = self._route_name(exchange.path)
         if exchange.disconnected:
@@ -154,13 +162,14 @@ class Front:
         model_id = path.removeprefix("/v1/models/")
         methods = self._routes.get(path) or ({"GET": partial(self._model, name=model_id)} if model_id != path else None)
         if methods is None:
-            raise NotFound(
-                "no such path", field="path", value=path[:PATH_CHARS_MAX], remedy=f"known: {', '.join(self._routes)}"
-            )
+            told = path[:PATH_CHARS_MAX]
+            remedy = nearest(told, self._routes, f"known: {', '.join(self._routes)}")
+            raise NotFound("no such path", field="path", value=told, remedy=remedy)
         method = "GET" if exchange.method == "HEAD" else exchange.method  # the connection leaves the body out
         if method not in methods:
-            allowed = ", ".join(methods)
-            raise MethodRefused(f"takes {allowed}", field="method", value=method, remedy=f"use {allowed}")
+            text = ", ".join(methods)
+            allowed = [it for known in methods for it in ((known, "HEAD") if known == "GET" else (known,))]
+            raise MethodRefused(f"takes {text}", value=method, remedy=f"use {text}", allowed=allowed)
         return methods[method]
 
     async def _health(self, exchange: Exchange, _: KeyOwner) -> None:

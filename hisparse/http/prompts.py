@@ -24,7 +24,7 @@ import numpy as np
 
 from hisparse.http.bodies import PROMPTS_MAX
 from hisparse.http.decoding import UNDECODABLE, undecodable
-from hisparse.http.errors import ContextExceeded
+from hisparse.http.errors import VALUE_CHARS_MAX, ContextExceeded
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput
 from protocol.messages import ModelInfo
@@ -35,8 +35,6 @@ JSON_PER_BYTE_MAX: Final = 6
 #: Of a text, tokenized at once while tokens are counted.
 PIECE_BYTES_PER_TOKEN: Final = 8
 CUT_TOKENS_MAX: Final = 16
-#: Of a refused value, in its refusal.
-VALUE_CHARS_MAX: Final = 80
 
 _ROW: Final = re.compile(rb"\[([^\[\]]*)\]")
 _BETWEEN_TEXTS: Final = re.compile(rb'"\s*,\s*"')

@@ -28,7 +28,15 @@ from urllib.parse import unquote
 
 import h11
 
-from hisparse.http.errors import STATUSES, HeadersTooLarge, Malformed, MethodRefused, UpgradeRefused, VersionRefused
+from hisparse.http.errors import (
+    STATUSES,
+    VALUE_CHARS_MAX,
+    HeadersTooLarge,
+    Malformed,
+    MethodRefused,
+    UpgradeRefused,
+    VersionRefused,
+)
 
 #: A request line and its headers.
 HEADER_BYTES_MAX: Final = 32 * 1024
@@ -177,12 +185,11 @@ def _check(request: h11.Request) -> None:
             "only HTTP/1.1 is spoken here", field="version", value=request.http_version.decode(), remedy="use HTTP/1.1"
         )
     if request.method == b"CONNECT":
-        raise MethodRefused("this is no proxy", field="method", value="CONNECT", remedy="ask for a path of this server")
+        raise MethodRefused("this is no proxy", value="CONNECT", remedy="ask for a path of this server")
     if b"upgrade" in names:
-        value = next(value for name, value in request.headers if name == b"upgrade")
-        raise UpgradeRefused(
-            "connections stay HTTP/1.1", field="upgrade", value=value.decode("latin-1")[:80], remedy="leave Upgrade out"
-        )
+        value = next(value for name, value in request.headers if name == b"upgrade").decode("latin-1")
+        told = value[:VALUE_CHARS_MAX]
+        raise UpgradeRefused("connections stay HTTP/1.1", field="upgrade", value=told, remedy="leave Upgrade out")
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
         text = "beside Content-Length" if b"content-length" in names else "in HTTP/1.0"
         raise Malformed(f"not {text}", field="transfer-encoding", remedy="say the length in one way")

@@ -224,6 +224,7 @@ async def test_foreign_protocol_ends_a_single_connection(rig: Rig, case: str) ->
         answer = await rig.send(data + CLOSE)
         assert (status_of(answer), len(re.findall(rb"HTTP/1.1 \d", answer))) == (status, 1)
         assert b"connection: close" in answer.lower()
+        assert (b"\r\nallow: \r\n" in answer.lower()) == (status == 405), "no method is allowed"
         await other.send_all(GET)
         assert b"200" in await other.receive_some()
     await rig.until(lambda: rig.ends().get("refused") == 1)

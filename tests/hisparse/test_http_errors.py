@@ -11,7 +11,19 @@ import msgspec
 import pytest
 import trio
 
-from protocol.errors import CapacityError, HiSparseError, InternalError, ProtocolError, Unavailable
+from hisparse.http import exchange, front
+from hisparse.http.errors import error_body, status_of
+from hisparse.http.wire import HEADER_BYTES_MAX, Wire
+from protocol.errors import (
+    BadInput,
+    CapacityError,
+    HiSparseError,
+    InternalError,
+    ProtocolError,
+    Unavailable,
+    WrongState,
+)
+from protocol.settings import HttpSettings
 from tests.support.http_rig import KEY, TEMPLATE, Peer, front_rig
 
 COMPLETIONS: Final = "/v1/completions"
@@ -80,7 +92,15 @@ CASES: Final = {
         said(stream_options={}, stream=True),
     ),
     "unsupported": Case(
-        COMPLETIONS, said(echo=True), 400, BAD, "echo", "is not supported (got True). Leave echo out.", said()
+        COMPLETIONS, said(echo=True), 400, BAD, "echo", "is not supported (got true). Leave echo out.", said()
+    ),
+    "unsupported object": Case(
+        COMPLETIONS,
+        said(logit_bias={"1": None, "2": "a"}),
+        400,
+        BAD,
+        "logit_bias",
+        'is not supported (got {"1":null,"2":"a"}). Leave logit_bias out.',
     ),
     "priority": Case(
         COMPLETIONS, said(priority=1_001), 400, BAD, "priority", "must be -1000 to 1000", said(priority=1_000)
@@ -134,16 +154,24 @@ CASES: Final = {
     "template": Case(
         CHATS, spoken({"role": "developer", "content": "x"}), 400, BAD, "messages", "refuses them: no developers here"
     ),
-    "path": Case("/v1/completion", {}, 404, "not_found", "path", "no such path"),
+    "typo in a path": Case(
+        "/v1/completion", {}, 404, "not_found", "path", "(got /v1/completion). Did you mean /v1/completions?"
+    ),
+    "path without version": Case(
+        "/chat/completions", {}, 404, "not_found", "path", "Did you mean /v1/chat/completions?"
+    ),
+    "path": Case("/", {}, 404, "not_found", "path", "path: no such path (got /). Known: /health, "),
     "method": Case("/v1/models", {}, 405, "method", "method", "Use GET."),
 }
 
 #: What no client of HTTP can act on: libraries, settings, commands, documents of the repository.
-FOREIGN: Final = re.compile(r"`|msgspec|jinja|h11|Expected|hisparse |docs/|\.py\b|http\.[a-z]|coordinator\.[a-z]|=.*: ")
+FOREIGN: Final = re.compile(
+    r"`|msgspec|jinja|h11|Expected|hisparse |docs/|\.py\b|http\.[a-z]|coordinator\.[a-z]|=.*: |\battach\b"
+)
 
 
-def error_in(peer: Peer) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(peer.body)["error"]
+def error_in(body: bytes) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(body)["error"]
     assert content.keys() == {"message", "type", "param", "code"}
     assert FOREIGN.search(content["message"]) is None, content["message"]
     return content
@@ -161,7 +189,7 @@ async def test_refusal_is_in_words_of_http_and_its_remedy_works(tmp_path: Path, 
         await rig.link.client.welcome()
         peer = await rig.post(case.path, case.body)
         await peer.answer()
-        error = error_in(peer)
+        error = error_in(peer.body)
         assert (peer.status, error["code"], error["param"]) == (case.status, case.code, case.param), error
         assert case.text in error["message"]
         assert scheduler.request_indices == {}
@@ -179,6 +207,8 @@ async def test_refusal_is_in_words_of_http_and_its_remedy_works(tmp_path: Path, 
          400, LONG, "prompt", "prompt: no worker has 9 host pages. Shorten it"),
         (Unavailable("no worker has registered yet", remedy="start one with: hisparse worker --model PATH"),
          503, "unavailable", None, "no worker has registered yet. Retry later."),
+        (WrongState("is in use by another request", field="request_id", value="a", remedy="attach to it"),
+         409, "wrong_state", "x-request-id", "x-request-id: is in use by another request. Choose another."),
         (InternalError("KeyError: `x`"), 500, "internal", None, "The server has a defect"),
         (ProtocolError("msgspec said no"), 502, "protocol", None, "do not understand each other"),
     ],
@@ -190,7 +220,7 @@ async def test_error_of_the_coordinator_names_no_setting_and_no_command(
         rig.gateway.scheduler.refuse_with = raised
         peer = await rig.complete({"prompt": "x"})
         await peer.answer()
-        error = error_in(peer)
+        error = error_in(peer.body)
         assert (peer.status, error["code"], error["param"]) == (status, code, param)
         assert text in error["message"]
 
@@ -199,10 +229,134 @@ async def test_missing_key_is_told_how_to_send_one(tmp_path: Path) -> None:
     async with front_rig(tmp_path, keys=(KEY,)) as rig:
         peer = rig.open("GET", "/v1/models")
         await peer.answer()
-        assert (peer.status, error_in(peer)["code"], error_in(peer)["param"]) == (401, "unauthorized", "authorization")
+        assert (peer.status, error_in(peer.body)["code"], error_in(peer.body)["param"]) == (
+            401,
+            "unauthorized",
+            "authorization",
+        )
         again = rig.open("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"})
         await again.answer()
         assert again.status == 200
+
+
+# ---------------------------------------------------------------- limits, ids, the protocol
+
+
+async def refused(peer: Peer) -> tuple[int, str, str | None, str]:
+    await peer.answer()
+    error = error_in(peer.body)
+    return peer.status, error["code"], error["param"], error["message"]
+
+
+async def test_body_past_its_limits_is_told_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with front_rig(tmp_path) as rig:
+        text = f"body: more than {exchange.BODY_BYTES_MAX} bytes. Send a smaller one."
+        large = rig.open("POST", COMPLETIONS, {"content-length": str(exchange.BODY_BYTES_MAX + 1)})
+        assert await refused(large) == (413, "too_large", "body", text)
+        monkeypatch.setattr(exchange, "BODY_LIMIT_S", 0.05)
+        slow = rig.open("POST", COMPLETIONS)
+        await slow.say(b"{", more=True)
+        text = "body: not there after 0.05 s. Send it faster."
+        assert await refused(slow) == (408, "too_slow", "body", text)
+
+
+async def test_load_names_no_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "BODIES_BYTES_MAX", 100)
+    async with front_rig(tmp_path, HttpSettings(requests_max=1)) as rig:
+        (status, code, param, message) = await refused(await rig.complete(b" " * 200))
+        assert (status, code, param) == (429, "capacity", None)
+        assert message.startswith("bodies of all requests exceed ")
+        assert message.endswith("this key has its share of them. Retry later.")
+        await rig.complete(said())
+        await rig.submitted(1)
+        text = "1 requests are being answered, and this key has its share of them. Retry later."
+        assert await refused(await rig.complete(said())) == (429, "capacity", None, text)
+
+
+async def test_id_in_use_is_told_to_choose_another(tmp_path: Path) -> None:
+    async with front_rig(tmp_path) as rig:
+        await rig.complete(said(), x_request_id="mine")
+        await rig.submitted(1)
+        text = "x-request-id: is in use by another request. Choose another."
+        other = {"prompt": "other"}
+        taken = await rig.complete(other, x_request_id="mine")
+        assert await refused(taken) == (409, "wrong_state", "x-request-id", text)
+        await rig.complete(other, x_request_id="another")
+        assert await rig.submitted(2)
+
+
+@pytest.mark.parametrize(("outcome", "status", "param"), [("ABORTED", 409, "x-request-id"), ("FAILED", 500, None)])
+async def test_output_that_did_not_finish_says_so(tmp_path: Path, outcome: str, status: int, param: str | None) -> None:
+    async with front_rig(tmp_path) as rig:
+        peer = await rig.complete(said())
+        (name,) = await rig.submitted(1)
+        rig.gateway.scheduler.finish(name, outcome)
+        told = await refused(peer)
+    assert told[:3] == (status, outcome.lower(), param)
+    assert f"{outcome.lower()}: " in told[3]
+
+
+ASKED: Final = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n%s\r\n"
+
+
+class WireCase(NamedTuple):
+    """`data` gets the others from the connection itself, before the front; `remedied` is then a request."""
+
+    data: bytes
+    status: int
+    code: str
+    param: str
+    text: str
+    remedied: bytes = ASKED % b""
+
+
+WIRE_CASES: Final = {
+    "another version": WireCase(
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "version", "version", "only HTTP/1.1 is spoken here (got 2.0). Use"
+    ),
+    "upgrade": WireCase(
+        ASKED % b"Connection: Upgrade\r\nUpgrade: websocket\r\n",
+        *(400, "upgrade", "upgrade"),
+        "upgrade: connections stay HTTP/1.1 (got websocket). Leave Upgrade out.",
+    ),
+    "headers": WireCase(
+        ASKED % (b"Padding: " + b"p" * HEADER_BYTES_MAX + b"\r\n"),
+        *(431, "headers_too_large", "headers"),
+        f"headers: more than {HEADER_BYTES_MAX} bytes. Send smaller ones.",
+    ),
+    "unfinished headers": WireCase(
+        b"GET /" + b"p" * (HEADER_BYTES_MAX + 1), 431, "headers_too_large", "headers", "Send smaller ones."
+    ),
+    "connect": WireCase(
+        ASKED.replace(b"GET", b"CONNECT") % b"", 405, "method", "method", "this is no proxy (got CONNECT). Ask for"
+    ),
+    "two lengths": WireCase(
+        ASKED % b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        *(400, "malformed", "transfer-encoding"),
+        "not beside Content-Length. Say the length in one way.",
+        ASKED % b"Transfer-Encoding: chunked\r\n",
+    ),
+    "no host": WireCase(
+        b"GET / HTTP/1.1\r\n\r\n", 400, "malformed", "request", "is not valid HTTP/1.1. Check the request line"
+    ),
+    "endless length": WireCase(
+        ASKED % (b"Content-Length: " + b"9" * 5_000 + b"\r\n"), 400, "malformed", "request", "length of the body."
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WIRE_CASES)
+def test_refusal_of_the_protocol_is_in_the_same_words(name: str) -> None:
+    case, wire = WIRE_CASES[name], Wire()
+    wire.feed(case.data)
+    with pytest.raises(BadInput) as caught:
+        wire.next_head()
+    error = error_in(error_body(caught.value))
+    assert (status_of(caught.value), error["code"], error["param"]) == (case.status, case.code, case.param), error
+    assert case.text in error["message"]
+    again = Wire()
+    again.feed(case.remedied)
+    assert again.next_head() is not None
 
 
 async def test_parameters_lists_each_field_of_a_body_once(tmp_path: Path) -> None:

@@ -600,6 +600,26 @@ async def test_paths_and_methods(rig: FrontRig, method: str, path: str, status: 
     assert peer.status == status
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("DELETE", "/v1/models/fake", "GET, HEAD"),
+        ("OPTIONS", "/health", "GET, HEAD"),
+        ("CONNECT", "/health", "GET, HEAD"),
+    ],
+)
+async def test_refused_method_is_told_the_allowed_ones(rig: FrontRig, method: str, path: str, allowed: str) -> None:
+    peer = rig.open(method, path)
+    await peer.answer()
+    assert (peer.status, peer.headers["allow"]) == (405, allowed)
+    known = rig.open(allowed.rsplit(", ", maxsplit=1)[-1], path)
+    await known.say(b"{}")
+    with trio.fail_after(10):
+        await known.complete.wait()
+    assert known.status != 405
+
+
 async def test_models_are_listed(rig: FrontRig) -> None:
     (card,) = (await rig.open("GET", "/v1/models").answer())["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 4096)

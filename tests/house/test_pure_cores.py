@@ -58,6 +58,7 @@ PURE = [
     "hisparse/http/asks",
     "hisparse/http/bodies",
     "hisparse/http/chat",
+    "hisparse/http/cors",
     "hisparse/http/decoding",
     "hisparse/http/errors",
     "hisparse/http/wire",
