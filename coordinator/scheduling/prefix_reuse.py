@@ -12,7 +12,6 @@ reused, and nothing that decode steps have written, so that outputs are the same
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,7 +19,7 @@ from typing import Final
 
 from coordinator.memory.changes import Cache, Evict
 from coordinator.memory.ledger import NO_PAGES, Ledger
-from coordinator.memory.prefix_index import KEY_BYTES, Digest, PrefixIndex, extend_chain, root_of
+from coordinator.memory.prefix_index import Digest, PrefixIndex, extend_chain, root_of
 from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import RequestEntry
 from protocol.arrays import Int32Array
@@ -36,10 +35,11 @@ ALL: Final = "all"
 
 @dataclass(slots=True)
 class PrefixReuse:
-    """The indexes of all nodes, and the rule. `unit_tokens` and `with_generated` are those of the served model."""
+    """The indexes of all nodes, and the rule. `key` is drawn at each start. `unit_tokens` and
+    `with_generated` are those of the served model."""
 
     mode: str
-    key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES))
+    key: bytes = b""
     by_node: dict[str, PrefixIndex] = field(default_factory=dict)
     unit_tokens: int = PAGE_TOKENS
     with_generated: bool = True

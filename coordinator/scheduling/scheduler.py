@@ -11,6 +11,7 @@ never cross. A command on several requests is checked for all of them before any
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,6 +24,7 @@ from coordinator.journal.records import PoolOpened, Record, RequestDeparted, Wor
 from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import Applied, HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
+from coordinator.memory.prefix_index import KEY_BYTES
 from coordinator.scheduling import decisions, events
 from coordinator.scheduling.api import Message, SchedulerApi
 from coordinator.scheduling.auditor import Auditor
@@ -123,7 +125,7 @@ class Scheduler(SchedulerApi):
         self._wall_offset_s = wall_offset_s
         self._pools: dict[str, HostPool[Record, Commit]] = {}
         self._ledgers: Mapping[str, Ledger] = self._journal.state.ledgers
-        self._prefix_reuse = PrefixReuse(settings.prefix_reuse)
+        self._prefix_reuse = PrefixReuse(settings.prefix_reuse, secrets.token_bytes(KEY_BYTES))
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse)
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)

@@ -325,7 +325,7 @@ def test_workers_and_pools(gateway: FakeGateway) -> None:
     gateway.on(messages.ListWorkers, lambda m: [messages.WorkerRows(tag_of(m), (UNSEEN,))])
     assert run("workers").stdout.split()[-1] == "-"
     line = run("pool").stdout.strip().splitlines()[-1].split()
-    assert line == ["n", "1024", "1000", "24", "0", "0", "96.0", "KiB", "96.0", "MiB", "w0"]
+    assert line == ["n", "1024", "1000", "24", "0", "0", "0", "96.0", "KiB", "96.0", "MiB", "w0"]
 
 
 # ---------------------------------------------------------------- telling

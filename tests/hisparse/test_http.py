@@ -490,7 +490,12 @@ def test_the_objects_of_a_completion() -> None:
     for transcript, count in zip(transcripts, (3, 4), strict=True):
         transcript.end(ended(count))
     head = {"id": "a", "object": "text_completion", "created": 9, "model": "tiny"}
-    usage = {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
+    usage = {
+        "prompt_tokens": 2,
+        "completion_tokens": 7,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert json.loads(answer.whole(["A", "B"], transcripts)) == head | {
         "choices": [
             {"index": 0, "text": "A", "logprobs": None, "finish_reason": "length"},

@@ -66,7 +66,12 @@ async def test_completion_without_stream(rig: FrontRig) -> None:
     answer = await peer.answer()
     assert (peer.status, peer.headers["x-request-id"]) == (200, name)
     assert answer["choices"][0]["text"] == "hé!"
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert rig.aborted() == []
     await until(lambda: len(rig.outputs) == 0)
 

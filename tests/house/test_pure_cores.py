@@ -35,6 +35,7 @@ PURE = [
     "coordinator/scheduling/pending",
     "coordinator/scheduling/policy",
     "coordinator/scheduling/preemption",
+    "coordinator/scheduling/prefix_reuse",
     "coordinator/scheduling/reconciliation",
     "coordinator/scheduling/recovery",
     "coordinator/scheduling/request_state",
