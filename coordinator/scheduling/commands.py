@@ -89,11 +89,20 @@ def _promise(ask: CommandAsk, live: LiveRequest) -> str:
         case RequestCommand.RETRACT:
             return f"retracted, rows {'kept' if ask.keep else 'dropped'}{', held until resumed' if ask.hold else ''}"
         case RequestCommand.RESUME:
-            return "waits for memory"
+            return _resumed(live)
         case RequestCommand.RESIZE if ask.hot_slots == NO_HOT_BUFFER:
             return "hot buffer sized by policy"
         case RequestCommand.RESIZE:
             return f"{describe_size(ask.hot_slots)} as soon as chunks are free"
+
+
+def _resumed(live: LiveRequest) -> str:
+    """What becomes of a request that is held no longer; its rows are known once it has left its worker."""
+    if live.state.placement:
+        return "held no longer, runs again once it has left its worker and memory is free"
+    if rows := live.entry.kept_tokens:
+        return f"held no longer, its {rows} rows were kept, runs as soon as memory is free"
+    return "held no longer, its prompt is prefilled again as soon as memory is free"
 
 
 def check_size(

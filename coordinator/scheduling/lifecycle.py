@@ -57,6 +57,15 @@ RESUMABLE: Final = WAITING | {State.RETRACTING}
 TERMINAL: Final = frozenset({State.FINISHED, State.ABORTED, State.FAILED})
 
 
+#: The word for a request that is RETRACTED until an operator resumes it.
+HELD: Final = "HELD"
+
+
+def state_text(state: str, held: bool) -> str:
+    """The state as people read it, in listings and refusals."""
+    return HELD if held and state == State.RETRACTED else state
+
+
 class EventKind(StrEnum):
     """Columns of the table."""
 

@@ -44,6 +44,7 @@ from coordinator.scheduling.lifecycle import (
     Resolve,
     State,
     Target,
+    state_text,
 )
 from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState
@@ -171,9 +172,8 @@ class RequestState:
         """Raise WrongState, naming id, state and remedy, when an operator may not ask for `command` now."""
         remedy = _refusal(self, command)
         if remedy is not None:
-            held = " (held)" if self.held else ""
             raise WrongState(
-                f"cannot {command.value} a request that is {self.state}{held}",
+                f"cannot {command.value} a request that is {state_text(self.state, self.held)}",
                 field="request_id",
                 value=self.facts.request_id,
                 remedy=remedy,

@@ -498,7 +498,7 @@ class Scheduler(SchedulerApi):
             self._stop = _Stop(deadline)
         self._stop.deadline = min(self._stop.deadline, deadline)
         log.info("stop", extra=fields(by=ask.owner, deadline_s=ask.deadline_s, live=len(self._requests.live)))
-        return (f"stopping: {len(self._requests.live)} requests have {self._stop.deadline - now:g} s to finish",)
+        return (_stop_promise(len(self._requests.live), self._stop.deadline - now),)
 
     async def _wind_up(self, stop: _Stop, now: float) -> None:
         """Held requests are not waited for. Past the deadline what is in the journal is left to the next
@@ -530,5 +530,21 @@ def _mode(keep: bool) -> str:
 def _drain_promise(ask: events.DrainAsk, requests: int) -> str:
     if ask.undrain:
         return "takes requests again"
-    how = "are handed over or finish in place" if ask.handover else "finish in place"
-    return f"draining, {requests} requests {how} within {ask.deadline_s:g} s"
+    if not requests:
+        return "draining, and no request is on it"
+    if ask.deadline_s == 0:
+        return f"draining, {_counted(requests)} retracted at once"
+    how = "handed over or left to finish here" if ask.handover else "left to finish here"
+    return f"draining, {_counted(requests)} {how}, retracted after {ask.deadline_s:g} s"
+
+
+def _stop_promise(requests: int, left_s: float) -> str:
+    if not requests:
+        return "stopping, and no request is left"
+    if left_s <= 0:
+        return f"stopping at once, {_counted(requests)} unfinished"
+    return f"stopping, at most {left_s:g} s for {_counted(requests)} to finish"
+
+
+def _counted(requests: int) -> str:
+    return f"{requests} request{'' if requests == 1 else 's'}"

@@ -63,6 +63,15 @@ class RootGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # by topic, as added, not by name
 
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        _point_to_common_options(cmd)
+        super().add_command(cmd, name)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section("Options of every command, after its name"):
+            formatter.write_dl(common_option_lines())
+
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
     ) -> Any:
@@ -161,6 +170,25 @@ EVERYWHERE: Final = (
     Setting("--insecure", "cluster.insecure", "tcp:// without keys.", is_flag=True),
     Setting("--as", "cluster.speak_as", "client, or admin, who sees the requests of all users."),
 )
+CONFIG_HELP: Final = "TOML file; default $HISPARSE_CONFIG."
+ASSIGNMENT: Final = "SECTION.FIELD=VALUE"
+ASSIGNMENT_HELP: Final = "Any setting; repeatable. A setting's flag, where it has one, takes precedence."
+#: Stands below the help of each command that takes the common options.
+COMMON_HINT: Final = "Options of every command, such as --runtime-dir and --config: hisparse --help"
+
+
+def common_option_lines() -> list[tuple[str, str]]:
+    """The options that `with_config` gives to every command, each with its help."""
+    lines = [("--config FILE", CONFIG_HELP), (f"--set {ASSIGNMENT}", ASSIGNMENT_HELP)]
+    return lines + [(it.flag if it.is_flag else f"{it.flag} VALUE", it.help) for it in EVERYWHERE]
+
+
+def _point_to_common_options(command: click.Command) -> None:
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            _point_to_common_options(inner)
+    elif any(parameter.name == "config_path" for parameter in command.params):
+        command.epilog = COMMON_HINT
 
 
 def with_config(*settings: Setting, origins: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -182,26 +210,27 @@ def with_config(*settings: Setting, origins: bool = False) -> Callable[[Callable
 
         command: Callable[..., Any] = wrapper
         for setting in reversed(chosen):
-            command = _setting_option(setting)(command)
+            command = _setting_option(setting, hidden=setting in EVERYWHERE)(command)
         command = click.option(
             "--set",
             "assignments",
             multiple=True,
             callback=_assignments,
-            metavar="SECTION.FIELD=VALUE",
-            help="Any setting; repeatable. A setting's flag, where it has one, takes precedence.",
+            metavar=ASSIGNMENT,
+            help=ASSIGNMENT_HELP,
+            hidden=True,
         )(command)
-        return click.option("--config", "config_path", metavar="FILE", help="TOML file; default $HISPARSE_CONFIG.")(
-            command
-        )
+        return click.option("--config", "config_path", metavar="FILE", help=CONFIG_HELP, hidden=True)(command)
 
     return decorate
 
 
-def _setting_option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _setting_option(setting: Setting, *, hidden: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     if setting.is_flag:
-        return click.option(setting.flag, setting.parameter, is_flag=True, default=None, help=setting.help)
-    return click.option(setting.flag, setting.parameter, metavar="VALUE", help=setting.help)
+        return click.option(
+            setting.flag, setting.parameter, is_flag=True, default=None, help=setting.help, hidden=hidden
+        )
+    return click.option(setting.flag, setting.parameter, metavar="VALUE", help=setting.help, hidden=hidden)
 
 
 def _assignments(

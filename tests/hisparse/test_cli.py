@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from coordinator.scheduling.validation import SEED_MAX
 from hisparse.cli import main, streaming
 from hisparse.cli.streaming import Follow, attach_and_follow
-from hisparse.console.options import EXIT_CODES, EXIT_MEANINGS, Setting, with_config
+from hisparse.console.options import COMMON_HINT, EXIT_CODES, EXIT_MEANINGS, Setting, with_config
 from hisparse.console.output import duration_text, hot_text, share_text, size_text
 from protocol import messages
 from protocol.arrays import pack_int32, unpack_int32
@@ -108,6 +108,22 @@ def test_every_command_has_help_and_every_error_an_exit_code() -> None:
     assert set(EXIT_CODES) == set(BY_CODE)
     assert len(set(EXIT_CODES.values())) == len(EXIT_CODES)
     assert set(EXIT_CODES.values()) <= set(EXIT_MEANINGS)
+
+
+COMMON = ("--config", "--set", "--runtime-dir", "--keys-dir", "--insecure", "--as")
+
+
+def test_common_options_are_in_the_help_of_hisparse_alone() -> None:
+    """A command's own options are not buried among them, and it still takes them."""
+    root = run("--help").stdout
+    for flag in COMMON:
+        assert root.count(f"  {flag} ") == 1, flag
+    for args in (["drain"], ["up"], ["keys", "add"]):
+        text = run(*args, "--help").stdout
+        assert not [flag for flag in COMMON if f"  {flag} " in text]
+        assert COMMON_HINT in " ".join(text.split())
+    assert "--deadline" in run("drain", "--help").stdout
+    assert COMMON_HINT not in run("size", "--help").stdout, "it takes none of them"
 
 
 def test_readme_lists_every_command_and_exit_code() -> None:

@@ -4,6 +4,7 @@ schedules."""
 from __future__ import annotations
 
 import random
+import re
 
 import msgspec
 import pytest
@@ -472,7 +473,7 @@ async def test_drain_hands_requests_over_through_the_pool(autojump_clock: MockCl
         await rig.run_until("r!", "RUNNING")
         await rig.add_worker("w1")
         lines = await rig.scheduler.drain(("w0",), "test", handover=True, deadline_s=100)
-        assert lines == ("w0: draining, 1 requests are handed over or finish in place within 100 s",)
+        assert lines == ("w0: draining, 1 request handed over or left to finish here, retracted after 100 s",)
         for _ in range(4):
             await rig.settle()
             rig.round()
@@ -504,6 +505,53 @@ async def test_drain_has_a_deadline_and_skips_held_requests(autojump_clock: Mock
                 await rig.scheduler.drain((), "test", handover=False, deadline_s=none)
             with pytest.raises(BadInput, match="deadline_s="):
                 await rig.scheduler.stop(none, "test")
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["keep", "drop"])
+async def test_resume_says_what_becomes_of_the_request(autojump_clock: MockClock, keep: bool) -> None:
+    async with open_rig() as rig:
+        await rig.add_worker("w0")
+        await rig.submit("r!", 100, 300)
+        await rig.run_until("r!", "RUNNING")
+        await rig.scheduler.retract(("r!",), "test", keep=keep, hold=True)
+        assert await rig.scheduler.resume(("r!",), "test") == (
+            "r!: held no longer, runs again once it has left its worker and memory is free",
+        )
+        await rig.run_until("r!", "RUNNING")
+        await rig.scheduler.retract(("r!",), "test", keep=keep, hold=True)
+        await rig.run_until("r!", "RETRACTED")
+        with pytest.raises(WrongState, match="cannot retract a request that is HELD"):
+            await rig.scheduler.retract(("r!",), "test", keep=keep, hold=True)
+        (line,) = await rig.scheduler.resume(("r!",), "test")
+        kept = r"its \d+ rows were kept, runs" if keep else "its prompt is prefilled again"
+        assert re.fullmatch(f"r!: held no longer, {kept} as soon as memory is free", line)
+
+
+@pytest.mark.parametrize(
+    ("requests", "deadline_s", "drains", "stops"),
+    [
+        (0, 0.0, "draining, and no request is on it", "stopping, and no request is left"),
+        (1, 0.0, "draining, 1 request retracted at once", "stopping at once, 1 request unfinished"),
+        (2, 0.0, "draining, 2 requests retracted at once", "stopping at once, 2 requests unfinished"),
+        (
+            2,
+            30.0,
+            "draining, 2 requests left to finish here, retracted after 30 s",
+            "stopping, at most 30 s for 2 requests to finish",
+        ),
+    ],
+)
+async def test_drain_and_stop_say_what_becomes_of_requests(
+    requests: int, deadline_s: float, drains: str, stops: str
+) -> None:
+    async with open_rig() as rig:
+        await rig.add_worker("w0")
+        for number in range(requests):
+            await rig.submit(f"r{number}", 100, 300)
+            await rig.run_until(f"r{number}", "RUNNING")
+        lines = await rig.scheduler.drain(("w0",), "test", handover=False, deadline_s=deadline_s)
+        assert lines == (f"w0: {drains}",)
+        assert await rig.scheduler.stop(deadline_s, "test") == (stops,)
 
 
 async def test_worker_is_registered_when_worker_up_returns() -> None:
