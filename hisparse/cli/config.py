@@ -29,7 +29,8 @@ def show(config: Config, origins: dict[str, str], output: str) -> int:
     """
     import msgspec
 
-    from hisparse.console.output import Column, emit
+    from hisparse.console.output import emit
+    from hisparse.console.table import Column
     from protocol.config import SECTIONS
 
     class SettingRow(msgspec.Struct):

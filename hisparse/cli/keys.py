@@ -81,7 +81,8 @@ def revoke(config: Config, role: str, name: str, keep_newest: bool) -> None:
 @with_config()
 def list_keys(config: Config, output: str) -> None:
     """List the allowed keys."""
-    from hisparse.console.output import Column, print_table, write_json
+    from hisparse.console.output import print_table, write_json
+    from hisparse.console.table import Column
     from protocol.transport.keys import AllowedKey, read_allowed
 
     allowed = read_allowed(_directory(config))

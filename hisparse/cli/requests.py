@@ -10,59 +10,99 @@ from hisparse.cli.watch import list_rows, watch_option
 from hisparse.console.options import output_option, with_config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hisparse.client.client import Client
-    from protocol.messages import RequestDetail
+    from protocol.messages import RequestDetail, RequestRow
     from protocol.settings import Config
 
-#: Accepted by --state beside the states: requests that wait for `hisparse resume`.
-HELD = "HELD"
+#: Most rows that the coordinator gives: a listing by state chooses among them.
+ROWS_ASKED = 20_000
+#: Ended requests that a table shows, so that live ones are not pushed off the screen.
+ENDED_SHOWN = 10
 
 ids_argument = click.argument("request_ids", nargs=-1, required=True, metavar="ID...")
 
 
 @click.command()
+@click.option("--live", "live_only", is_flag=True, help="Only requests that have not ended.")
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Only these, e.g. running or held; repeatable.")
 @click.option("--limit", default=1_000, show_default=True, type=click.IntRange(1), help="Most rows.")
 @watch_option
 @output_option
 @with_config()
-def requests(config: Config, states: tuple[str, ...], limit: int, interval_s: float | None, output: str) -> None:
-    """List live and recently ended requests."""
-    from hisparse.console.output import Column, duration_text, hit_rate_text, hot_text, note
-    from protocol.messages import RequestRow
+def requests(
+    config: Config, live_only: bool, states: tuple[str, ...], limit: int, interval_s: float | None, output: str
+) -> None:
+    """List live requests in rank order, then ended ones, latest first.
 
-    wanted, is_noted = _states(states), False
+    A table shows at most 10 ended requests; --state finished, or -o json, lists all that are kept. AGE is the time
+    since the submission, of an ended request until its end. HELD is RETRACTED until hisparse resume. A narrow terminal
+    shows fewer columns; -o json has all.
+    """
+    from coordinator.scheduling.lifecycle import HELD, TERMINAL, state_text
+    from hisparse.console.output import duration_text, hot_text, note, rate_text
+    from hisparse.console.rows import hit_share
+    from hisparse.console.table import Column
+
+    wanted = _states(states)
+    if live_only and (ended := sorted(wanted & TERMINAL)):
+        raise click.UsageError(f"--live lists no {ended[0].lower()} request: leave out one of --live and --state")
+    told = ""
     columns: list[Column[RequestRow]] = [
         Column("ID", lambda row: row.request_id),
-        Column("STATE", lambda row: row.state + (" held" if row.held else "")),
-        Column("PRIO", lambda row: str(row.priority), True),
+        Column("STATE", lambda row: state_text(row.state, row.held)),
+        Column("PRIO", lambda row: str(row.priority), True, goes=5),
         Column("WORKER", lambda row: row.worker or "-"),
-        Column("PROMPT", lambda row: str(row.prompt_tokens), True),
+        Column("PROMPT", lambda row: str(row.prompt_tokens), True, goes=2),
         Column("GENERATED", lambda row: f"{row.generated_tokens}/{row.max_tokens}", True),
-        Column("DURABLE", lambda row: str(row.durable_tokens), True),
-        Column("PAGES", lambda row: str(row.host_pages), True),
-        Column("HOT SLOTS", lambda row: hot_text(row.hot_slots), True),
-        Column("HIT RATE", hit_rate_text, True),
-        Column("RETRACTED", lambda row: str(row.retractions), True),
+        Column("DURABLE", lambda row: str(row.durable_tokens), True, goes=8),
+        Column("PAGES", lambda row: str(row.host_pages), True, goes=6),
+        Column("HOT SLOTS", lambda row: hot_text(row.hot_slots), True, goes=4),
+        Column("HIT RATE", lambda row: rate_text(hit_share(row)), True, goes=3),
+        Column("RETRACTED", lambda row: str(row.retractions), True, goes=7),
         Column("AGE", lambda row: duration_text(row.age_s), True),
-        Column("REASON", lambda row: row.reason),
+        Column("REASON", lambda row: row.reason, least=16, goes=1),
     ]
 
+    if live_only or (wanted and not wanted & TERMINAL):
+        ended_max = 0
+    else:
+        ended_max = ENDED_SHOWN if output == "table" and not wanted else ROWS_ASKED
+
     async def fetch(client: Client) -> list[RequestRow]:
-        nonlocal is_noted
-        reply = await client.requests(limit)
-        if reply.truncated and not is_noted:
-            note(f"only the first {limit} requests; raise --limit")
-            is_noted = True
-        return [row for row in reply.rows if not wanted or row.state in wanted or (row.held and HELD in wanted)]
+        nonlocal told
+        reply = await client.requests(ROWS_ASKED if wanted else limit)
+        rows = [it for it in reply.rows if not wanted or it.state in wanted or (it.held and HELD in wanted)]
+        shown, left_out = _shown(rows, limit, ended_max, truncated=reply.truncated)
+        if left_out and left_out != told:
+            note(left_out)
+            told = left_out
+        return shown
 
     list_rows(config, fetch, columns, output, interval_s)
 
 
+def _shown(rows: Sequence[RequestRow], limit: int, ended_max: int, *, truncated: bool) -> tuple[list[RequestRow], str]:
+    """`limit` of `rows`, at most `ended_max` of them ended, and what to say of those left out; "" when there are none.
+
+    `truncated`: the coordinator left out rows that would follow.
+    """
+    from coordinator.scheduling.lifecycle import TERMINAL
+
+    live = [row for row in rows if row.state not in TERMINAL]
+    ended = rows[len(live) :]
+    few = [*live, *ended[:ended_max]]
+    lacks_live = truncated and not ended and len(live) >= limit
+    if len(few) > limit or lacks_live or (truncated and ended_max >= limit):
+        return few[:limit], f"only the first {limit} requests; raise --limit"
+    if ended_max and (len(ended) > ended_max or truncated):
+        return few, f"only the latest {ended_max} ended requests; -o json has more"
+    return few, ""
+
+
 def _states(words: Iterable[str]) -> set[str]:
-    from coordinator.scheduling.lifecycle import State
+    from coordinator.scheduling.lifecycle import HELD, State
 
     wanted = {word.upper() for word in words}
     if unknown := sorted(wanted - {*State, HELD}):
@@ -87,19 +127,30 @@ def request(config: Config, request_id: str, output: str) -> None:
 def _history_lines(detail: RequestDetail) -> Iterator[str]:
     from datetime import datetime
 
-    from hisparse.console.output import duration_text, hit_rate_text, hot_text, times_text
+    from coordinator.scheduling.lifecycle import TERMINAL, state_text
+    from hisparse.console.output import duration_text, hot_text, times_text
 
     row = detail.row
-    yield f"{row.request_id}  {row.state}{' (held)' if row.held else ''}  {row.reason}".rstrip()
+    yield f"{row.request_id}  {state_text(row.state, row.held)}  {row.reason}".rstrip()
     yield f"  tokens    {row.prompt_tokens} prompt, {row.generated_tokens} of {row.max_tokens} generated"
     yield f"  memory    {row.host_pages} host pages, {row.durable_tokens} rows durable, {row.hot_chunks} hot chunks"
     yield f"  hot slots {hot_text(row.hot_slots)} on {row.worker or 'no worker'}"
-    found = f"{hit_rate_text(row)} hits ({row.hits} hits, {row.misses} misses)" if row.hits + row.misses else "none yet"
-    yield f"  swap-in   {found}"
-    yield f"  age       {duration_text(row.age_s)}, priority {row.priority}, retracted {times_text(row.retractions)}"
+    yield f"  swap-in   {_swaps_text(row)}"
+    age = f"{'took' if row.state in TERMINAL else 'age'}".ljust(10) + duration_text(row.age_s)
+    yield f"  {age}, priority {row.priority}, retracted {times_text(row.retractions)}"
     for line in detail.history:
         moment = datetime.fromtimestamp(line.at_s).isoformat(sep=" ", timespec="milliseconds")
         yield f"  {moment}  {line.event:<12} {line.state:<11} {line.reason}".rstrip()
+
+
+def _swaps_text(row: RequestRow) -> str:
+    from hisparse.console.output import rate_text
+    from hisparse.console.rows import hit_share
+
+    share = hit_share(row)
+    if share is not None:
+        return f"{rate_text(share)} hits ({row.hits} hits, {row.misses} misses)"
+    return "none needed: all rows are on the device" if row.hot_slots == 0 else "none yet"
 
 
 @click.command()

@@ -152,7 +152,8 @@ def _chosen(settings: WorkerSettings) -> dict[str, object]:
 
 
 def _print(plan: MemoryPlan, model: str, kind: str, held: RankBytes | None, group_size: int) -> None:
-    from hisparse.console.output import Column, print_table, size_text, write_line
+    from hisparse.console.output import print_table, size_text, write_line
+    from hisparse.console.table import Column
 
     for line in _lines(plan, model, kind):
         write_line(line)

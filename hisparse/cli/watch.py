@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from hisparse.client.client import Client
-    from hisparse.console.output import Column
+    from hisparse.console.table import Column
     from protocol.settings import Config
 
 Row = TypeVar("Row")
@@ -93,11 +93,11 @@ class ListingWatch(ExitStack, Generic[Row]):
         return self
 
     def show(self, rows: Sequence[Row]) -> None:
-        from hisparse.console.output import make_table, plain, print_table, write_json, write_line
+        from hisparse.console.output import plain, print_table, write_json, write_line
 
         self._why_lost = ""
         if self._live is not None:
-            self._live.update(make_table(rows, self._columns), refresh=True)
+            self._draw(self._live, rows)
         elif self._output == "table":
             print_table(rows, self._columns)
             write_line("")
@@ -107,6 +107,14 @@ class ListingWatch(ExitStack, Generic[Row]):
             for row in self._changed([plain(row) for row in rows]):
                 write_json(row)
         sys.stdout.flush()
+
+    def _draw(self, live: Live, rows: Sequence[Row]) -> None:
+        from rich.text import Text
+
+        from hisparse.console.table import table_lines
+
+        lines = table_lines(rows, self._columns, live.console.width)
+        live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
 
     def lost(self, why: str) -> None:
         """No coordinator answers; prints each reason once."""

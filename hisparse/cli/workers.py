@@ -30,26 +30,27 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
     """List workers: state, running requests, free memory, step time, hit rate.
 
     GROUP is the name of a group and the worker's rank in it. While a rank is missing, no request is placed on the
-    others.
+    others. HOT FREE counts hot chunks, INDEX FREE index pages. A narrow terminal shows fewer columns; -o json has all.
     """
-    from hisparse.console.groups import state_text
-    from hisparse.console.output import Column, share_text
+    from hisparse.console.output import share_text
+    from hisparse.console.rows import worker_state_text
+    from hisparse.console.table import Column
     from protocol.messages import NOT_SEEN, WorkerRow
 
     columns: list[Column[WorkerRow]] = [
         Column("WORKER", lambda row: row.worker),
-        Column("GROUP", lambda row: f"{row.group}/{row.rank}" if row.group else "-"),
-        Column("NODE", lambda row: row.node),
-        Column("ROLE", lambda row: row.capacity.role),
-        Column("STATE", state_text),
+        Column("GROUP", lambda row: f"{row.group}/{row.rank}" if row.group else "-", goes=4),
+        Column("NODE", lambda row: row.node, goes=6),
+        Column("ROLE", lambda row: row.capacity.role, goes=7),
+        Column("STATE", worker_state_text, least=24),
         Column("RUNNING", lambda row: str(row.running), True),
         Column("SEATS FREE", lambda row: f"{row.seats_free}/{row.capacity.seats}", True),
-        Column("HOT CHUNKS FREE", lambda row: f"{row.hot_chunks_free}/{row.capacity.hot_chunks}", True),
-        Column("INDEX PAGES FREE", lambda row: f"{row.index_pages_free}/{row.capacity.index_pages}", True),
-        Column("STEPS", lambda row: str(row.steps), True),
-        Column("STEP MS", lambda row: f"{row.step_us / 1000:.2f}", True),
-        Column("HIT RATE", lambda row: share_text(row.hits, row.hits + row.misses), True),
-        Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True),
+        Column("HOT FREE", lambda row: f"{row.hot_chunks_free}/{row.capacity.hot_chunks}", True, goes=3),
+        Column("INDEX FREE", lambda row: f"{row.index_pages_free}/{row.capacity.index_pages}", True, goes=5),
+        Column("STEPS", lambda row: str(row.steps), True, goes=8),
+        Column("STEP MS", lambda row: f"{row.step_us / 1000:.2f}", True, goes=1),
+        Column("HIT RATE", lambda row: share_text(row.hits, row.hits + row.misses), True, goes=2),
+        Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True, goes=9),
         Column("LAST SEEN S", lambda row: "-" if row.link_age_s == NOT_SEEN else f"{row.link_age_s:.1f}", True),
     ]
     list_rows(config, lambda client: client.workers(), columns, output, interval_s)
@@ -61,7 +62,8 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
 @with_config()
 def pool(config: Config, interval_s: float | None, output: str) -> None:
     """List host pools: pages free, owned, shared and quarantined."""
-    from hisparse.console.output import Column, size_text
+    from hisparse.console.output import size_text
+    from hisparse.console.table import Column
     from protocol.messages import PoolRow
 
     columns: list[Column[PoolRow]] = [
@@ -71,9 +73,9 @@ def pool(config: Config, interval_s: float | None, output: str) -> None:
         Column("OWNED", lambda row: str(row.owned), True),
         Column("SHARED", lambda row: str(row.shared), True),
         Column("QUARANTINED", lambda row: str(row.quarantined), True),
-        Column("PAGE", lambda row: size_text(row.page_bytes), True),
-        Column("SIZE", lambda row: size_text(row.page_bytes * row.host_pages), True),
-        Column("WORKERS", lambda row: " ".join(row.workers)),
+        Column("PAGE", lambda row: size_text(row.page_bytes), True, goes=3),
+        Column("SIZE", lambda row: size_text(row.page_bytes * row.host_pages), True, goes=1),
+        Column("WORKERS", lambda row: " ".join(row.workers), goes=2, least=12),
     ]
     list_rows(config, lambda client: client.pools(), columns, output, interval_s)
 
@@ -128,8 +130,9 @@ def audit(config: Config, output: str) -> int:
     if only one side still holds the memory.
     """
     from hisparse.console.options import EXIT_FAILED
-    from hisparse.console.output import Column, emit_one, print_table
+    from hisparse.console.output import emit_one, print_table, write_line
     from hisparse.console.session import call
+    from hisparse.console.table import Column
     from protocol.messages import AuditedRow, DifferenceRow
 
     found = call(config, "admin", lambda client: client.audit())
@@ -155,6 +158,7 @@ def audit(config: Config, output: str) -> int:
         ]
         print_table(found.audited, audited)
         if found.differences:
+            write_line("")
             print_table(found.differences, differences)
     return EXIT_FAILED if found.differences or not all(row.answered for row in found.audited) else 0
 

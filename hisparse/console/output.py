@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-    from protocol.messages import RequestRow
+    from hisparse.console.table import Column
 
 Row = TypeVar("Row")
-#: Width of a table that is not shown on a terminal: no cell wraps, so that grep works.
+#: Width of what rich draws where there is no terminal.
 PIPED_WIDTH: Final = 240
-
-
-class Column(NamedTuple, Generic[Row]):
-    """One column: its header, the text of a row's cell, and whether it is aligned right (`numeric`)."""
-
-    header: str
-    cell: Callable[[Row], str]
-    numeric: bool = False
 
 
 def emit(rows: Sequence[Row], columns: Sequence[Column[Row]], output: str) -> None:
@@ -79,20 +71,12 @@ def console() -> Console:
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> None:
-    console().print(make_table(rows, columns))
+    """Print as a table that fits the terminal; elsewhere all columns are whole, so that grep works."""
+    from hisparse.console.table import table_lines
 
-
-def make_table(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.header, justify="right" if column.numeric else "left")
-    for row in rows:
-        table.add_row(*(Text(column.cell(row)) for column in columns))
-    return table
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in table_lines(rows, columns, width):
+        write_line(line)
 
 
 # ---------------------------------------------------------------- cells
@@ -112,9 +96,9 @@ def share_text(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
-def hit_rate_text(row: RequestRow) -> str:
-    """Share of rows that swap-in found in the hot buffer; a dash for a resident request, which has all of them."""
-    return share_text(row.hits, row.hits + row.misses) if row.hot_slots else "-"
+def rate_text(share: float | None) -> str:
+    """0.25 -> "25.0%"; None -> a dash."""
+    return "-" if share is None else f"{100 * share:.1f}%"
 
 
 def times_text(count: int) -> str:

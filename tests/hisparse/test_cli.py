@@ -241,23 +241,69 @@ def test_a_defect_shows_its_traceback_and_exits_with_70(monkeypatch: pytest.Monk
 def test_requests_in_every_format(gateway: FakeGateway) -> None:
     queued = row(REQUEST, request_id="r2", state="QUEUED", worker="", hot_slots=-1, hits=0, misses=0)
     rows = (REQUEST, queued, row(REQUEST, request_id="r3", state="RETRACTED", held=True))
-    gateway.on(messages.ListRequests, lambda m: [messages.RequestRows(tag_of(m), rows, truncated=True)])
-    table = run("requests", "--limit", "2")
-    assert gateway.received == [messages.ListRequests(1, 2)]
-    header, _, first, second, third = table.stdout.strip().splitlines()
+    gateway.on(messages.ListRequests, lambda m: [messages.RequestRows(tag_of(m), rows)])
+    table = run("requests", "--limit", "3")
+    assert gateway.received == [messages.ListRequests(1, 3)]
+    header, first, second, third = table.stdout.splitlines()
     assert header.split()[:3] == ["ID", "STATE", "PRIO"]
     assert first.split()[:7] == ["r1", "RUNNING", "0", "w0", "100", "5/64", "104"]
     assert "75.0%" in first
     assert "1m15s" in first
     assert second.split()[:4] == ["r2", "QUEUED", "0", "-"]
-    assert third.split()[:3] == ["r3", "RETRACTED", "held"]
-    assert table.stderr == "only the first 2 requests; raise --limit\n"
+    assert third.split()[:3] == ["r3", "HELD", "0"]
     as_json = json.loads(run("requests", "-o", "json").stdout)
     assert as_json[0] == msgspec.structs.asdict(REQUEST)
     lines = run("requests", "-o", "jsonl", "--state", "queued").stdout.splitlines()
     assert [json.loads(line)["request_id"] for line in lines] == ["r2"]
     lines = run("requests", "-o", "jsonl", "--state", "held").stdout.splitlines()
     assert [json.loads(line)["request_id"] for line in lines] == ["r3"]
+
+
+def serve_many(gateway: FakeGateway, live: int, ended: int) -> None:
+    """As the coordinator does: live requests, then ended ones, as many as were asked for."""
+    rows = [row(REQUEST, request_id=f"r{number}") for number in range(live)]
+    rows += [row(REQUEST, request_id=f"e{number}", state="FINISHED") for number in range(ended)]
+
+    def answer(m: Any) -> list[messages.GatewayMessage]:
+        return [messages.RequestRows(tag_of(m), tuple(rows[: m.limit]), truncated=len(rows) > m.limit)]
+
+    gateway.on(messages.ListRequests, answer)
+
+
+FEW_ENDED = "only the latest 10 ended requests; -o json has more\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "live", "ended", "shown", "stderr"),
+    [
+        ([], 3, 10, 13, ""),
+        ([], 3, 11, 13, FEW_ENDED),
+        ([], 3, 2_000, 13, FEW_ENDED),
+        (["--live"], 3, 2_000, 3, ""),
+        (["--live", "--limit", "2"], 3, 4, 2, "only the first 2 requests; raise --limit\n"),
+        (["--limit", "2"], 3, 4, 2, "only the first 2 requests; raise --limit\n"),
+        (["--limit", "5"], 3, 4, 5, "only the first 5 requests; raise --limit\n"),
+        (["--state", "finished", "--limit", "4"], 9, 4, 4, ""),
+        (["--state", "finished", "--limit", "4"], 9, 5, 4, "only the first 4 requests; raise --limit\n"),
+        (["--state", "running"], 5, 40, 5, ""),
+        (["-o", "jsonl"], 3, 40, 43, ""),
+        (["-o", "jsonl", "--limit", "10"], 3, 40, 10, "only the first 10 requests; raise --limit\n"),
+        (["-o", "jsonl", "--live"], 3, 40, 3, ""),
+    ],
+)
+def test_ended_requests_do_not_bury_live_ones(
+    gateway: FakeGateway, args: list[str], live: int, ended: int, shown: int, stderr: str
+) -> None:
+    serve_many(gateway, live, ended)
+    result = run("requests", *args)
+    lines = result.stdout.splitlines()
+    assert (len(lines) - (0 if "jsonl" in args else 1), result.stderr) == (shown, stderr)
+
+
+def test_live_and_an_ended_state_exclude_each_other() -> None:
+    result = run("requests", "--live", "--state", "failed")
+    assert result.exit_code == EXIT_CODES["bad_input"]
+    assert "--live lists no failed request: leave out one of --live and --state" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -631,9 +677,15 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
     ("changed", "lines"),
     [
         ({"hot_slots": 64, "hits": 3, "misses": 1}, ("75.0% hits (3 hits, 1 misses)", "retracted twice")),
-        ({"hot_slots": 0, "hits": 4, "misses": 0, "retractions": 1}, ("- hits (4 hits, 0 misses)", "retracted once")),
+        (
+            {"hot_slots": 0, "hits": 4, "misses": 0, "retractions": 1},
+            ("swap-in   none needed: all rows are on the device", "retracted once"),
+        ),
         ({"hits": 0, "misses": 0, "retractions": 0}, ("swap-in   none yet", "retracted never")),
-        ({"retractions": 5}, ("retracted 5 times",)),
+        ({"retractions": 5}, ("retracted 5 times", "age       1m15s")),
+        ({"state": "RETRACTED", "held": True}, ("r1  HELD",)),
+        ({"state": "RETRACTING", "held": True}, ("r1  RETRACTING",)),
+        ({"state": "FINISHED", "hot_slots": -1}, ("r1  FINISHED", "took      1m15s")),
     ],
 )
 def test_a_request_is_described_in_words(changed: dict[str, object], lines: tuple[str, ...]) -> None:

@@ -51,6 +51,8 @@ PURE = [
     "coordinator/workers/worker_epoch",
     "coordinator/workers/worker_hello",
     "hisparse/cluster/placement",
+    "hisparse/console/rows",
+    "hisparse/console/table",
     "hisparse/demo/compare",
     "hisparse/demo/plan",
     "hisparse/http/answers",
