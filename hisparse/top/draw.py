@@ -8,20 +8,23 @@
 
 Text is ASCII except for names, so that it looks the same in any locale. Control characters are replaced, because names
 and reasons come from other users. The selected row is also marked by a character, for terminals without reverse video.
-Columns that do not fit a narrow terminal are left out.
+Columns that do not fit a narrow terminal are left out, the least important first; names are cut in their middle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from textwrap import wrap
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
+from rich.cells import cell_len
 from rich.text import Text
 
+from coordinator.scheduling.lifecycle import HELD, state_text
 from hisparse.console.output import duration_text, hot_text, size_text
+from hisparse.console.rows import hit_share
+from hisparse.console.table import Column, clean, fit_cell, lay_out
 from hisparse.top.screen import ENDED, ORDERS, STATES, Mode, Screen
 from protocol.messages import NOT_SEEN, PoolRow, RequestDetail, RequestRow, WorkerRow
 
@@ -47,10 +50,15 @@ HELP: Final = (
     "/   find: part of an id, a state, a worker, held    q       quit",
     "",
     "r R a d D ask first: y confirms, any other key cancels.",
-    "Workers: TOK/S, HIT, H2D/S (bytes of swap-in) over 5 s. Requests: HIT since submission.",
+    "Workers: TOK/S, HIT, H2D/S (bytes of swap-in) over 5 s. HOT, INDX, HOST: shares in use.",
+    "Requests: HIT since submission, a dash for a resident one. AGE of an ended one: until its end.",
+    "HELD: a retracted request that waits for R.",
 )
 
-HELD: Final = "HELD"
+MARK: Final = ">"
+RUNNING: Final = "RUNNING"
+#: Hit rate of a worker below which it is highlighted.
+HIT_LOW: Final = 0.5
 STYLES: Final = {
     **{"connected": "green", "draining": "yellow", "drained": "cyan", "disconnected": "bold red"},
     **{
@@ -64,18 +72,6 @@ STYLES: Final = {
 }
 
 Row = TypeVar("Row")
-
-
-@dataclass(frozen=True)
-class ScreenColumn(Generic[Row]):
-    """`width` in cells; 0: the remaining width. Left out on a terminal narrower than `from_width`."""
-
-    title: str
-    width: int
-    cell: Callable[[Row], str]
-    style: Callable[[Row], str] = lambda _: ""
-    right: bool = True
-    from_width: int = 0
 
 
 def draw(screen: Screen, width: int, height: int, now: float) -> list[Text]:
@@ -122,21 +118,21 @@ def _head(screen: Screen, width: int, now: float) -> Text:
 def _pools(screen: Screen, width: int) -> list[Text]:
     sample = screen.history.latest
     pools = sample.pools if sample else ()
-    lines = [_fit(_pool(row), width) for row in pools[:POOLS_MAX]]
+    lines = [_fit(_pool(row, width), width) for row in pools[:POOLS_MAX]]
     return lines + ([Text(f" and {len(pools) - POOLS_MAX} nodes more")] if len(pools) > POOLS_MAX else [])
 
 
-def _pool(row: PoolRow) -> Text:
+def _pool(row: PoolRow, width: int) -> Text:
+    """The bar has what the numbers leave of the width."""
     used = 1 - row.free / row.host_pages if row.host_pages else 0.0
-    filled = round(BAR_CELLS * used)
-    return Text.assemble(
-        f" {clean(row.node)[:16]} host ",
-        ("#" * filled, _load_style(used) or "green"),
-        "." * (BAR_CELLS - filled),
-        f" {_percent(used)} of {size_text(row.host_pages * row.page_bytes)}",
-        f"  free {row.free} owned {row.owned} shared {row.shared}",
-        (f" quarantined {row.quarantined}", "bold yellow") if row.quarantined else "",
-    )
+    name = f" {_node(row.node)} host "
+    amounts = f" {_percent(used)} of {size_text(row.host_pages * row.page_bytes)}"
+    pages = f"  pages: {row.free} free, {row.owned} owned, {row.shared} shared"
+    quarantined = f", {row.quarantined} quarantined" if row.quarantined else ""
+    cells = max(0, min(BAR_CELLS, width - cell_len(name + amounts + pages + quarantined)))
+    filled = round(cells * used)
+    bar = ("#" * filled, _load_style(used) or "green")
+    return Text.assemble(name, bar, "." * (cells - filled), amounts, pages, (quarantined, "bold yellow"))
 
 
 def _worker_state(row: WorkerRow) -> str:
@@ -165,26 +161,27 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
     def hits(row: WorkerRow) -> float | None:
         return rates[row.worker].hit_share if row.worker in rates else None
 
-    columns: list[ScreenColumn[WorkerRow]] = [
-        ScreenColumn("WORKER", 0, lambda row: row.worker, right=False),
-        ScreenColumn("STATE", 12, _worker_state, _worker_style, right=False),
-        ScreenColumn(
-            "GROUP", 8, lambda row: f"{row.group}/{row.rank}" if row.group else "-", right=False, from_width=100
+    def full(row: WorkerRow) -> float:
+        return host.get(row.node, 0)
+
+    columns: list[Column[WorkerRow]] = [
+        Column("WORKER", lambda row: row.worker, least=8, steady=8, cuts_middle=True),
+        Column("STATE", _worker_state, least=12, steady=12, style=_worker_style),
+        Column("GROUP", lambda row: f"{row.group}/{row.rank}" if row.group else "-", goes=9, least=8, steady=8),
+        Column("RUN", lambda row: f"{row.running}/{row.capacity.seats}", True, steady=7),
+        Column("HOT", lambda row: _percent(_hot(row)), True, goes=5, steady=4),
+        Column(
+            "INDX", lambda row: _percent(_index(row)), True, 6, steady=4, style=lambda row: _load_style(_index(row))
         ),
-        ScreenColumn("RUN", 7, lambda row: f"{row.running}/{row.capacity.seats}"),
-        ScreenColumn("HOT", 4, lambda row: _percent(_hot(row))),
-        ScreenColumn("INDX", 4, lambda row: _percent(_index(row)), lambda row: _load_style(_index(row))),
-        ScreenColumn(
-            "HOST", 4, lambda row: _percent(host.get(row.node, 0)), lambda row: _load_style(host.get(row.node, 0))
-        ),
-        ScreenColumn("STEP MS", 7, lambda row: f"{row.step_us / 1000:.1f}"),
-        ScreenColumn("TOK/S", 6, speed),
-        ScreenColumn("HIT", 4, lambda row: _hit(hits(row)), lambda row: "yellow" if (hits(row) or 1) < 0.5 else ""),
-        ScreenColumn("H2D/S", 5, swapped),
-        ScreenColumn("ACK MS", 6, lambda row: f"{row.command_ack_ms:.1f}", from_width=100),
-        ScreenColumn("ROLE", 7, lambda row: row.capacity.role, right=False, from_width=100),
-        ScreenColumn("NODE", 16, lambda row: row.node, right=False, from_width=120),
-        ScreenColumn("SEEN", 5, lambda row: "-" if row.link_age_s == NOT_SEEN else duration_text(row.link_age_s)),
+        Column("HOST", lambda row: _percent(full(row)), True, 4, 0, 4, style=lambda row: _load_style(full(row))),
+        Column("STEP MS", lambda row: f"{row.step_us / 1000:.1f}", True, goes=7, steady=7),
+        Column("TOK/S", speed, True, goes=1, steady=6),
+        Column("HIT", lambda row: _hit(hits(row)), True, 3, steady=4, style=lambda row: _hit_style(hits(row))),
+        Column("H2D/S", swapped, True, goes=2, steady=6),
+        Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True, goes=10, steady=6),
+        Column("ROLE", lambda row: row.capacity.role, goes=11, steady=7),
+        Column("NODE", lambda row: row.node, goes=12, least=12, steady=12, cuts_middle=True),
+        Column("SEEN", _seen, True, goes=8, steady=5),
     ]
     selected = screen.selected(of_workers=True) if screen.focus_workers else ""
     return _table(rows, columns, lambda row: row.worker, selected, width, rows_max)
@@ -194,22 +191,23 @@ def _requests(screen: Screen, width: int, rows_max: int) -> list[Text]:
     rates = screen.history.request_rates()
 
     def speed(row: RequestRow) -> str:
-        return f"{rates[row.request_id]:.1f}" if row.request_id in rates else "-"
+        """Only of a running one: what is held or waits has no speed, and the last steps of its window are over."""
+        return f"{rates[row.request_id]:.1f}" if row.state == RUNNING and row.request_id in rates else "-"
 
-    columns: list[ScreenColumn[RequestRow]] = [
-        ScreenColumn("ID", 0, lambda row: row.request_id, right=False),
-        ScreenColumn("STATE", 12, _state_text, lambda row: STYLES.get(_state_text(row), ""), right=False),
-        ScreenColumn("PRIO", 4, lambda row: str(row.priority)),
-        ScreenColumn("WORKER", 8, lambda row: row.worker or "-", right=False),
-        ScreenColumn("PROMPT", 7, lambda row: str(row.prompt_tokens)),
-        ScreenColumn("NEW", 11, lambda row: f"{row.generated_tokens}/{row.max_tokens}"),
-        ScreenColumn("TOK/S", 5, speed),
-        ScreenColumn("HIT", 4, lambda row: _hit(row.hits / (row.hits + row.misses) if row.hits + row.misses else None)),
-        ScreenColumn("HOT", 8, lambda row: hot_text(row.hot_slots), from_width=100),
-        ScreenColumn("PAGES", 6, lambda row: str(row.host_pages), from_width=100),
-        ScreenColumn("RETR", 4, lambda row: str(row.retractions), from_width=100),
-        ScreenColumn("AGE", 6, lambda row: duration_text(row.age_s)),
-        ScreenColumn("REASON", 40, lambda row: row.reason, right=False, from_width=140),
+    columns: list[Column[RequestRow]] = [
+        Column("ID", lambda row: row.request_id, least=14, steady=14, cuts_middle=True),
+        Column("STATE", _state, steady=12, style=lambda row: STYLES.get(_state(row), "")),
+        Column("PRIO", lambda row: str(row.priority), True, goes=5, steady=4),
+        Column("WORKER", lambda row: row.worker or "-", goes=4, least=8, steady=8, cuts_middle=True),
+        Column("PROMPT", lambda row: str(row.prompt_tokens), True, goes=3, steady=7),
+        Column("NEW", lambda row: f"{row.generated_tokens}/{row.max_tokens}", True, steady=11),
+        Column("TOK/S", speed, True, goes=1, steady=5),
+        Column("HIT", lambda row: _hit(hit_share(row)), True, goes=2, steady=4),
+        Column("HOT SLOTS", lambda row: hot_text(row.hot_slots), True, goes=7, steady=9),
+        Column("PAGES", lambda row: str(row.host_pages), True, goes=8, steady=6),
+        Column("RETR", lambda row: str(row.retractions), True, goes=9, steady=4),
+        Column("AGE", lambda row: duration_text(row.age_s), True, goes=6, steady=6),
+        Column("REASON", lambda row: row.reason, goes=10, least=30, steady=40),
     ]
     selected = screen.selected(of_workers=False) if not screen.focus_workers else ""
     shown = screen.requests()
@@ -269,38 +267,32 @@ def _foot(screen: Screen, width: int) -> Text:
 
 def _table(
     rows: Sequence[Row],
-    columns: Sequence[ScreenColumn[Row]],
+    columns: Sequence[Column[Row]],
     name: Callable[[Row], str],
     selected: str,
     width: int,
     rows_max: int,
 ) -> list[Text]:
     """A header and at most `rows_max` rows around the selected one."""
-    shown = [column for column in columns if width >= column.from_width]
-    left = width - 1 - sum(column.width + 1 for column in shown if column.width)
-    widths = [column.width or left for column in shown]
     at = next((number for number, row in enumerate(rows) if name(row) == selected), 0)
     first = max(0, min(at - rows_max // 2, len(rows) - rows_max))
-    head = Text(" ").join([_cell(Text(c.title), w, c.right) for c, w in zip(shown, widths, strict=True)])
-    lines = [_fit(Text(" ") + head, width, "dim")]
-    for row in rows[first : first + rows_max]:
-        cells = [
-            _cell(Text(clean(c.cell(row)), style=c.style(row)), w, c.right) for c, w in zip(shown, widths, strict=True)
+    seen = rows[first : first + rows_max]
+    layout = lay_out(seen, columns, width - len(MARK), gap=1)
+
+    def line(mark: str, texts: Sequence[str], styles: Sequence[str]) -> Text:
+        fitted = [
+            Text(fit_cell(text, wide, right=column.numeric, middle=column.cuts_middle), style=style)
+            for column, wide, text, style in zip(layout.columns, layout.widths, texts, styles, strict=True)
         ]
+        return Text(mark) + Text(" ").join(fitted)
+
+    headers = [column.header for column in layout.columns]
+    lines = [_fit(line(" ", headers, [""] * len(headers)), width, "dim")]
+    for row, texts in zip(seen, layout.cells, strict=True):
         is_selected = name(row) == selected
-        mark = Text(">" if is_selected else " ")
-        lines.append(_fit(mark + Text(" ").join(cells), width, "reverse" if is_selected else ""))
+        styles = [column.style(row) for column in layout.columns]
+        lines.append(_fit(line(MARK if is_selected else " ", texts, styles), width, "reverse" if is_selected else ""))
     return lines
-
-
-def _cell(text: Text, width: int, right: bool) -> Text:
-    text.truncate(width, overflow="crop")
-    missing = width - text.cell_len
-    if right:
-        text.pad_left(missing)
-    else:
-        text.pad_right(missing)
-    return text
 
 
 def _fit(text: Text, width: int, style: str = "") -> Text:
@@ -311,17 +303,24 @@ def _fit(text: Text, width: int, style: str = "") -> Text:
     return text
 
 
-def clean(text: str) -> str:
-    """`text` with control characters replaced."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 # ---------------------------------------------------------------- cells
 
 
-def _state_text(row: RequestRow) -> str:
-    """The state; HELD for a retracted request that waits for an operator."""
-    return HELD if row.held and row.state == "RETRACTED" else row.state
+def _state(row: RequestRow) -> str:
+    return state_text(row.state, row.held)
+
+
+def _node(name: str) -> str:
+    """At most 16 cells of it."""
+    return fit_cell(clean(name), min(16, cell_len(clean(name))), middle=True)
+
+
+def _seen(row: WorkerRow) -> str:
+    return "-" if row.link_age_s == NOT_SEEN else duration_text(row.link_age_s)
+
+
+def _hit_style(share: float | None) -> str:
+    return "yellow" if share is not None and share < HIT_LOW else ""
 
 
 def _hot(row: WorkerRow) -> float:
@@ -341,12 +340,12 @@ def _hit(share: float | None) -> str:
 
 
 def _compact(size_bytes: float) -> str:
-    """12_300_000 -> "12M": at most 5 cells, 1000-based as link speeds are."""
-    for unit in ("", "k", "M", "G"):
+    """12_300_000 -> "12MB": at most 6 cells, 1000-based as link speeds are."""
+    for unit in ("B", "kB", "MB", "GB"):
         if size_bytes < 999.5:
-            return f"{size_bytes:.1f}{unit}" if unit and size_bytes < 10 else f"{size_bytes:.0f}{unit}"
+            return f"{size_bytes:.1f}{unit}" if unit != "B" and size_bytes < 10 else f"{size_bytes:.0f}{unit}"
         size_bytes /= 1000
-    return f"{size_bytes:.0f}T"
+    return f"{size_bytes:.0f}TB"
 
 
 def _load_style(share: float) -> str:

@@ -122,6 +122,7 @@ class Top:
             return await client.request(name)
         except NotFound as error:
             self._screen.note(str(error), trio.current_time(), bad=True)
+            self._screen.close_history()  # else each look would say so again
             return None
 
     # ---------------------------------------------------------------- typing and acting

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
+from hisparse.console.rows import hit_share
 from hisparse.top.sample import History, Sample
 from protocol.messages import RequestRow, WorkerRow
 
@@ -56,9 +57,9 @@ REQUEST_ACTIONS: Final = {"r": OperatorAction.RETRACT, "R": OperatorAction.RESUM
 WORKER_ACTIONS: Final = {"d": OperatorAction.DRAIN, "D": OperatorAction.UNDRAIN}
 
 
-def _hit_share(row: RequestRow) -> float:
-    lookups = row.hits + row.misses
-    return row.hits / lookups if lookups else 2.0  # requests without lookups come last
+def _hit_order(row: RequestRow) -> float:
+    share = hit_share(row)
+    return 2.0 if share is None else share  # requests without a rate come last
 
 
 def _state_rank(row: RequestRow) -> int:
@@ -69,7 +70,7 @@ def _state_rank(row: RequestRow) -> int:
 ORDERS: Final[dict[str, Callable[[RequestRow], float]]] = {
     "state": _state_rank,
     "tokens": lambda row: -(row.prompt_tokens + row.generated_tokens),
-    "hit rate": _hit_share,
+    "hit rate": _hit_order,
     "priority": lambda row: -row.priority,
     "age": lambda row: -row.age_s,
 }
@@ -181,7 +182,7 @@ class Screen:
 
     def _read_history(self, key: str, now: float, page_rows: int) -> OperatorAsk | None:
         if key in ("escape", "enter", "q"):
-            self.mode, self.history_id = Mode.BROWSE, ""
+            self.close_history()
         elif key in MOVES:
             sample = self.history.latest
             lines = len(sample.history.history) if sample and sample.history else 0
@@ -221,6 +222,10 @@ class Screen:
             self.note("not connected: no command can be sent", now, bad=True)
         else:
             self.pending, self.mode = OperatorAsk(command, target), Mode.CONFIRM
+
+    def close_history(self) -> None:
+        """Back to the requests, without a question that concerns the request."""
+        self.mode, self.history_id, self.pending = Mode.BROWSE, "", None
 
     def _open_history(self, now: float) -> None:
         name = self._selected[False]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.scheduling.lifecycle import TERMINAL, State
 from hisparse.top.draw import HEIGHT_MIN, WIDTH_MIN, clean, draw
 from hisparse.top.keys import SEQUENCE_BYTES_MAX, SEQUENCES, KeyDecoder
+from hisparse.top.run import Top
 from hisparse.top.sample import WINDOW_S, History, Sample
 from hisparse.top.screen import (
     ENDED,
@@ -25,6 +27,7 @@ from hisparse.top.screen import (
     Screen,
 )
 from protocol import messages
+from protocol.errors import NotFound
 
 CAPACITY = messages.WorkerCapacity(16, 100, 1000, 128, 4000, 98_304, (192,), 8, 1, "/tmp/p")
 WORKER = messages.WorkerRow(
@@ -313,6 +316,38 @@ def test_notices_expire() -> None:
     assert "r retract" in shown(screen)[-1]
 
 
+def test_history_of_a_request_that_is_gone_is_closed_with_its_question() -> None:
+    screen = screen_of(REQUEST)
+    press(screen, "enter", "a")
+    assert screen.pending is not None
+    screen.close_history()
+    assert (screen.mode, screen.history_id, screen.pending) == (Mode.BROWSE, "", None)
+
+
+class Forgetful:
+    """A client of a coordinator that has forgotten all requests."""
+
+    async def request(self, request_id: str) -> messages.RequestDetail:
+        raise NotFound("no request of this id", field="request_id", value=request_id, remedy="list requests")
+
+
+def test_request_that_was_forgotten_is_told_once_and_its_notice_expires() -> None:
+    """Else each look would tell it again, and the notice would never go."""
+    top = Top(cast(Any, None), cast(Any, None), 1.0, 10)
+    screen = top._screen
+    screen.take(sample(REQUEST))
+    press(screen, "enter")
+
+    async def look_twice() -> None:
+        assert await top._history(cast(Any, Forgetful())) is None
+        screen.tick(trio.current_time() + NOTICE_S)
+        assert await top._history(cast(Any, Forgetful())) is None
+
+    trio.run(look_twice)
+    assert screen.notice == ""
+    assert screen.mode is Mode.BROWSE
+
+
 # ---------------------------------------------------------------- drawing
 
 
@@ -320,7 +355,7 @@ def test_80_by_24_shows_the_main_figures() -> None:
     screen = screen_of(*numbered(30), workers=tuple(row(WORKER, worker=f"w{number}") for number in range(3)))
     lines = shown(screen)
     assert lines[0].startswith(f" hisparse top  {MODEL}  connected  3 of 3 workers  incarnation 3")
-    assert lines[1].startswith(" n0 host ###############..... 75% of 375.0 MiB  free 1000 owned 3000 shared 0")
+    assert lines[1] == " n0 host ##########.... 75% of 375.0 MiB  pages: 1000 free, 3000 owned, 0 shared"
     assert " ".join(lines[2].split()) == "WORKER STATE RUN HOT INDX HOST STEP MS TOK/S HIT H2D/S SEEN"
     assert lines[3].split() == ["w0", "connected", "12/16", "90%", "60%", "75%", "2.5", "-", "-", "-", "0.1s"]
     assert lines[6].startswith(" 30 requests: 30 running  by state")
@@ -331,15 +366,60 @@ def test_80_by_24_shows_the_main_figures() -> None:
     assert any(line.startswith(">r29") for line in shown(screen)), "the selected row is always in view"
 
 
+@pytest.mark.parametrize(
+    ("changed", "state", "speed"),
+    [
+        ({}, "RUNNING", "5.0"),
+        ({"state": "RETRACTED", "held": True}, "HELD", "-"),
+        ({"state": "RETRACTED"}, "RETRACTED", "-"),
+        ({"state": "QUEUED"}, "QUEUED", "-"),
+    ],
+)
+def test_only_a_running_request_has_a_speed(changed: dict[str, Any], state: str, speed: str) -> None:
+    screen = screen_of(REQUEST)
+    screen.take(sample(row(REQUEST, generated_tokens=60, **changed), at_s=2.0))
+    cells = next(line for line in shown(screen) if line.startswith(">r1")).split()
+    assert (cells[1], cells[-3]) == (state, speed)
+
+
+def test_a_resident_request_has_no_hit_rate() -> None:
+    cells = shown(screen_of(row(REQUEST, hot_slots=0, hits=90, misses=0)))[6].split()
+    assert cells[-2:] == ["-", "1m15s"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_numbers_are_whole_and_ids_distinct_at_any_width(width: int) -> None:
+    """Ids that share their first 30 characters, and a million tokens."""
+    long = [
+        row(
+            REQUEST,
+            request_id=f"tenant-7-nightly-evaluation-{number:04}",
+            worker=f"gpu-node-of-rack-{number}",
+            prompt_tokens=1_000_000,
+            generated_tokens=1_000_000,
+            max_tokens=1_000_001,
+        )
+        for number in (1, 2)
+    ]
+    lines = shown(screen_of(*long, workers=tuple(row(WORKER, worker=it.worker) for it in long)), width=width)
+    requests = [line for line in lines if "1000000/1000001" in line]
+    assert len({line[1:].split()[0] for line in requests}) == 2, lines
+    workers = {line[1:].split()[0] for line in lines if "connected " in line and "12/16" in line}
+    assert len(workers) == 2, lines
+    prompts = [header for header in lines if " PROMPT " in header]
+    assert not prompts or all(" 1000000 " in line for line in requests)
+
+
 def test_worker_that_was_never_heard_has_no_age() -> None:
     lines = shown(screen_of(workers=(row(WORKER, state="disconnected", link_age_s=messages.NOT_SEEN),)))
     assert lines[3].split()[-1] == "-"
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "text"), [(0, "0"), (999, "999"), (1234, "1.2k"), (12_345_678, "12M"), (55.6e9, "56G"), (2e12, "2T")]
+    ("size_bytes", "text"),
+    [(0, "0B"), (999, "999B"), (1234, "1.2kB"), (12_345_678, "12MB"), (55.6e9, "56GB"), (2e12, "2TB")],
 )
-def test_link_rates_fit_five_cells(size_bytes: float, text: str) -> None:
+def test_link_rates_name_their_unit(size_bytes: float, text: str) -> None:
     fleet = (row(WORKER, swapped_bytes=0),), (row(WORKER, swapped_bytes=size_bytes),)
     screen = screen_of(workers=fleet[0])
     screen.take(sample(workers=fleet[1], at_s=1.0))
