@@ -1,0 +1,77 @@
+"""Shared prefixes on a GPU: loaded on a stream of their own, computed behind, never written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests.gpu.delay import hold_back  # noqa: E402
+from tests.support.worker_rig import Rig  # noqa: E402
+from tests.worker.loop.test_model import start  # noqa: E402
+from tests.worker.loop.test_prefix import PAGES, Pair  # noqa: E402
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
+from worker.streams import make_streams  # noqa: E402
+from worker.streams.cuda import CudaStreams  # noqa: E402
+
+#: How late each load is: several steps.
+DELAY_S = 0.02
+
+
+def late_loads(omit: tuple[str, ...] = ()) -> CudaStreams:
+    streams = make_streams("cuda", omit=omit)
+    assert isinstance(streams, CudaStreams)
+    hold_back(streams._by_name["load"], DELAY_S)
+    return streams
+
+
+def shared(streams: CudaStreams, hot_slots: int) -> Pair:
+    pair = Pair(streams, PAGES)
+    assert pair.rig.coordinator.admit(pair.sharer, hot_slots)
+    pair.rig.run()
+    return pair
+
+
+@pytest.mark.parametrize("hot_slots", [0, 64])
+def test_a_late_prefix_changes_no_token(hot_slots: int) -> None:
+    pair = shared(late_loads(), hot_slots)
+    assert not pair.rig.wrong()
+    pair.end()
+
+
+@pytest.mark.mutation
+def test_a_prefix_that_is_not_waited_for_gives_wrong_tokens() -> None:
+    shared(late_loads(), 64)  # the first launch of a kernel loads it, and waits for the device
+    assert shared(late_loads(("preloaded",)), 64).rig.wrong()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shared_prefix_changes_no_bit(family: str, dtype: str, tmp_path: Path) -> None:
+    """A prompt of 500 tokens in chunks of 128, 384 of them from another request's host pages."""
+    write_tiny_checkpoint(tmp_path, family, index_topk=32, context_max_tokens=2_048)
+    rig, lives = start(tmp_path, make_streams("cuda"), dtype=dtype)
+    assert isinstance(rig, Rig)
+    donor, life = lives[2], rig.coordinator.create(3, 1, lives[2].sampling.max_tokens, seed=lives[2].sampling.seed)
+    assert rig.coordinator.admit(donor, 64)
+    pages = donor.host_pages[:6]
+    rig.run()
+    logits = {step: values.clone() for step, values in rig.logits.items()}
+    rig.logits.clear()
+    for page in pages:
+        rig.coordinator.host_pages.remove(page)
+    life.prompt, life.shared = donor.prompt, tuple(pages)
+    before = rig.host[pages].clone()
+    assert rig.coordinator.admit(life, 64)
+    rig.run()
+    rig.coordinator.host_pages.extend(pages)
+    rig.check_end()
+    assert life.tokens == donor.tokens
+    assert rig.logits.keys() == logits.keys()
+    assert all(torch.equal(rig.logits[step], logits[step]) for step in logits)
+    assert torch.equal(rig.host[pages], before)
