@@ -64,7 +64,7 @@ class Reporter:
 
     def prefilled(self, request: RunningRequest) -> None:
         self._counters.prefill_s.observe(request.prefill_s)
-        self._counters.prompt_tokens += request.prompt_tokens
+        self._counters.prompt_tokens += request.prompt_tokens - request.durable_rows  # without a shared prefix
 
     def staged(self, request: RunningRequest, stage_s: float) -> None:
         self._counters.stage_s.observe(stage_s)

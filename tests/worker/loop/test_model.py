@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -98,12 +100,12 @@ def run_moved_about(path: Path, streams: Streams) -> tuple[list[list[int]], Logi
     return [life.tokens for life in lives], rig.logits
 
 
-def library_agrees(path: Path, tokens: list[list[int]]) -> int:
+def library_agrees(path: Path, tokens: list[list[int]], prompts: Sequence[Sequence[int]] = PROMPTS) -> int:
     """How many tokens the library's generate(), in a separate process, gives too; after a tie of its two best logits
     within rounding, the rest of a request is not compared."""
     job = {
         "model": str(path),
-        "prompts": [{"tokens": list(prompt), "max_new_tokens": NEW_TOKENS} for prompt in PROMPTS],
+        "prompts": [{"tokens": list(prompt), "max_new_tokens": NEW_TOKENS} for prompt in prompts],
         "ignore_eos": True,
     }
     command = [sys.executable, "-P", worker.oracle.__file__]
@@ -169,3 +171,22 @@ def test_tokens_ignore_streams_and_operators(checkpoint: Path, seed: int) -> Non
 def test_tokens_are_those_of_the_model_library(checkpoint: Path) -> None:
     """SGLang #27258, vLLM #57019: two runs of ours could be wrong alike."""
     assert library_agrees(checkpoint, resident(checkpoint)[0]) > 2 * NEW_TOKENS
+
+
+def test_tokens_behind_generated_ones_are_those_of_the_model_library(checkpoint: Path) -> None:
+    """The next turn of a conversation: its prefix is the turn before, whose last rows decode steps wrote."""
+    rig, lives = start(checkpoint, settings=msgspec.structs.replace(SETTINGS, deterministic=False))
+    coordinator, turn = rig.coordinator, lives[0]
+    turn.prompt, turn.sampling = tuple(TEXT[:100]), msgspec.structs.replace(turn.sampling, max_tokens=40)
+    assert coordinator.admit(turn, 64)
+    pages = turn.host_pages[:2]
+    rig.run()
+    heir = coordinator.create(7, 1, NEW_TOKENS)
+    heir.prompt, heir.shared = (*turn.prompt, *turn.tokens[:28], *TEXT[3_000:3_128]), tuple(pages)
+    for page in pages:
+        coordinator.host_pages.remove(page)
+    assert coordinator.admit(heir, 64)
+    rig.run()
+    coordinator.host_pages.extend(pages)
+    rig.check_end()
+    assert library_agrees(checkpoint, [heir.tokens], [heir.prompt]) > NEW_TOKENS // 2
