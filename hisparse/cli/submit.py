@@ -29,7 +29,7 @@ timeout_option = click.option(
 @click.argument("prompt", required=False)
 @click.option("-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Prompt from a file.")
 @click.option(
-    "-n", "--max-tokens", default=256, show_default=True, type=click.IntRange(1, 2**31 - 1), help="New tokens at most."
+    "--max-tokens", default=256, show_default=True, type=click.IntRange(1, 2**31 - 1), help="New tokens at most."
 )
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option(

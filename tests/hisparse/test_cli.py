@@ -736,3 +736,23 @@ def test_completion_lists_commands_and_options() -> None:
     assert completed("hisparse comp", 1) == ["completion"]
     assert completed("hisparse completion ", 2) == ["bash", "zsh", "fish"]
     assert "--max-tokens" in completed("hisparse submit --max", 2)
+
+
+def test_short_options_mean_the_same_everywhere() -> None:
+    meanings: dict[str, set[str]] = {}
+
+    def collect(command: click.Command, context: click.Context) -> None:
+        for param in command.params:
+            longest = max(param.opts, key=len, default="")
+            for short in (option for option in param.opts if len(option) == 2):
+                meanings.setdefault(short, set()).add(longest)
+        if isinstance(command, click.Group):
+            for name in command.list_commands(context):
+                found = command.get_command(context, name)
+                assert found is not None
+                collect(found, click.Context(found, parent=context))
+
+    root = main
+    collect(root, click.Context(root))
+    assert "-o" in meanings
+    assert {short: found for short, found in meanings.items() if len(found) > 1} == {}

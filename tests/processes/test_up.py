@@ -58,7 +58,9 @@ class Up:
 
     def submit_endless(self) -> str:
         """A request that takes much longer than the test; its id once it decodes."""
-        name = self.hisparse("submit", "go on and on", "-n", "4000", "--ignore-eos", "--detach").stdout.strip()
+        name = self.hisparse(
+            "submit", "go on and on", "--max-tokens", "4000", "--ignore-eos", "--detach"
+        ).stdout.strip()
         eventually(
             lambda: json.loads(self.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"]
         )
@@ -102,13 +104,15 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, "-n", "2", "--deadline", "90") as up:
         assert [worker["name"] for worker in up.ready["workers"]] == ["w0", "w1"]
         assert Path(up.ready["pool"]).stat().st_mode & 0o777 == 0o600
-        outputs = [json.loads(up.hisparse("submit", "hello", "-n", "12", "-o", "json").stdout) for _ in range(2)]
+        outputs = [
+            json.loads(up.hisparse("submit", "hello", "--max-tokens", "12", "-o", "json").stdout) for _ in range(2)
+        ]
         assert outputs[0]["tokens"] == outputs[1]["tokens"]
         assert outputs[0]["generated_tokens"] == 12
         second = subprocess.run(command_for(model, tmp_path), capture_output=True, text=True, timeout=60, check=False)
         assert second.returncode == 4
         assert "already running there" in second.stderr
-        command = [*HISPARSE, "submit", "to be finished", "-n", "600", "--ignore-eos", "-o", "jsonl"]
+        command = [*HISPARSE, "submit", "to be finished", "--max-tokens", "600", "--ignore-eos", "-o", "jsonl"]
         follower = subprocess.Popen(
             [*command, "--runtime-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -148,7 +152,7 @@ def test_unfinished_requests_of_another_model_refuse_the_start_until_aborted(mod
     assert "--abort-unfinished" in last
     with running(tmp_path / "other", tmp_path, "--abort-unfinished") as up:
         assert f"aborted 1 unfinished request ({name})" in up.until("are up")
-        assert up.hisparse("submit", "hello", "-n", "3").returncode == 0
+        assert up.hisparse("submit", "hello", "--max-tokens", "3").returncode == 0
         assert json.loads(up.hisparse("request", name, "-o", "json").stdout)["request"]["state"] == "ABORTED"
 
 
@@ -163,7 +167,7 @@ def test_stop_deadline_ends_unfinished_requests(model: Path, tmp_path: Path) -> 
 def test_stop_command_ends_up_cleanly_after_a_worker_restart(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, "-n", "2") as up:
         psutil.Process(up.ready["workers"][0]["pid"]).kill()
-        output = json.loads(up.hisparse("submit", "hello", "-n", "4", "-o", "json").stdout)
+        output = json.loads(up.hisparse("submit", "hello", "--max-tokens", "4", "-o", "json").stdout)
         assert output["outcome"] == "FINISHED"
         assert up.hisparse("stop").returncode == 0
         _, stderr = up.process.communicate(timeout=30)
@@ -226,14 +230,14 @@ def test_group_is_restarted_whole_and_says_which_rank_ended_it(
     with running(model, tmp_path, "-n", "2", "--group-size", "2") as up:
         assert up.ready["groups"] == [{"name": "g0", "workers": ["w0", "w1"]}]
         up.until("coordinator and group g0 (w0, w1) are up")
-        before = json.loads(up.hisparse("submit", "hello", "-n", "12", "-o", "json").stdout)
+        before = json.loads(up.hisparse("submit", "hello", "--max-tokens", "12", "-o", "json").stdout)
         first = pids()
         psutil.Process(first["w1"]).send_signal(number)
         said = up.until("all of its ranks are restarted in 0.5 s")
         assert "group g0 ended: w1 killed by SIGKILL" in said
         assert number is signal.SIGSTOP or "killed;" not in said
         eventually(lambda: not set(pids().values()) & set(first.values()))
-        after = json.loads(up.hisparse("submit", "hello", "-n", "12", "-o", "json").stdout)
+        after = json.loads(up.hisparse("submit", "hello", "--max-tokens", "12", "-o", "json").stdout)
         assert before["tokens"] == after["tokens"]
         assert up.hisparse("stop").returncode == 0
         up.process.communicate(timeout=60)
