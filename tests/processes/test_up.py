@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -72,6 +72,20 @@ class Up:
         return alive + [path.name for path in self.runtime_dir.iterdir() if path.suffix in (".pool", ".json")]
 
 
+def free_ports(count: int) -> int:
+    """The first of `count` consecutive ports that no process listens at now."""
+    while True:
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = first.getsockname()[1]
+            try:
+                for place in range(1, count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port + place)))
+            except OSError:
+                continue
+            return port
+
+
 def eventually(condition: Callable[[], Any], limit_s: float = START_LIMIT_S) -> None:
     give_up_at = time.monotonic() + limit_s
     while not condition():
@@ -98,6 +112,18 @@ def running(model: Path, runtime_dir: Path, *args: str) -> Iterator[Up]:
         process.wait()
         assert process.stderr is not None
         process.stderr.close()
+
+
+def test_metrics_are_at_the_ports_that_follow_the_given_one(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path, "--metrics-port", str(port := free_ports(2))) as up:
+        names = {"coordinator": "hisparse_requests", up.ready["workers"][0]["name"]: "hisparse_worker_steps_total"}
+        assert up.ready["metrics"] == {
+            name: f"http://127.0.0.1:{port + place}/metrics" for place, name in enumerate(names)
+        }
+        for name, metric in names.items():
+            with urlopen(up.ready["metrics"][name], timeout=10) as page:
+                assert metric in page.read().decode()
+        assert f"metrics of coordinator at {up.ready['metrics']['coordinator']}" in up.until("metrics of coordinator")
 
 
 def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
