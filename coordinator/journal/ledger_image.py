@@ -91,6 +91,7 @@ def ledger_from(parts: Sequence[NodePart]) -> Ledger:
         ledger._is_cached[cached] = True
         ledger._refcounts[cached] += 1
         ledger.pages_cached += cached.size
+    ledger.pages_shared = int(np.count_nonzero(ledger._refcounts - ledger._is_cached > 1))
     ledger.pages_idle = int(np.count_nonzero(ledger._is_cached & (ledger._refcounts == 1)))
     return ledger
 

@@ -104,6 +104,7 @@ class Ledger:
         self._is_cached = np.zeros(pages_total, dtype=np.bool_)
         self.pages_cached = 0
         self.pages_idle = 0
+        self.pages_shared = 0  # with several holders beside the cache
         self._holdings: dict[int, Holding] = {}
         self._budgets: dict[EpochKey, GpuBudget] = {}
         self._live: dict[str, GpuBudget] = {}
@@ -262,8 +263,7 @@ class Ledger:
         self._check_new(placement, take_over, share)
         budget = self._live[worker]
         kept = [] if take_over is None else self._holdings.pop(take_over).pages
-        self.pages_idle -= int(np.count_nonzero(self.is_idle(share)))
-        self._refcounts[share] += 1
+        self._hold(share)
         pages = [array for array in (*kept, share.copy(), self._take(want.host_pages)) if array.size]
         count = sum(array.size for array in pages)
         self._holdings[placement] = holding = Holding(placement, budget, _of_gpu(want), count, pages)
@@ -304,7 +304,7 @@ class Ledger:
         holding.pages, holding.page_count = [all_pages[:pages].copy()], pages
         if not is_suspect:
             return self._let_go(all_pages[pages:])
-        self._refcounts[holding.pages[0]] += 1
+        self._hold(holding.pages[0])
         self._quarantine(budget, all_pages)
         return 0
 
@@ -323,7 +323,8 @@ class Ledger:
         self.pages_idle -= int(np.count_nonzero(self.is_idle(pages)))
         self._is_cached[pages] = False
         self.pages_cached -= pages.size
-        return self._let_go(pages)
+        self._refcounts[pages] -= 1
+        return self._free_unheld(pages)
 
     def release(self, placement: int) -> int:
         """Give back everything; returns pages freed. Those of an epoch lost without proof are quarantined (I2)."""
@@ -351,6 +352,8 @@ class Ledger:
             return "a free page has a holder"
         if self.pages_free + np.count_nonzero(holders) != self.pages_total:
             return f"{self.pages_free} free pages and those held are not {self.pages_total}"
+        if self.pages_shared != np.count_nonzero(holders - self._is_cached > 1):
+            return f"{self.pages_shared} pages are counted as having several holders, and have not"
         if self.pages_idle != np.count_nonzero(self._is_cached & (holders == 1)):
             return f"{self.pages_idle} pages are counted as held by the cache alone, and are not"
         return self._find_budget_mismatch()
@@ -384,6 +387,7 @@ class Ledger:
                 expected[pages] += 1
         expected += self._is_cached
         _demand(self.pages_cached == np.count_nonzero(self._is_cached), "cached pages are counted")
+        _demand(self.pages_shared == np.count_nonzero(expected - self._is_cached > 1), "shared pages are counted")
         _demand(self.pages_idle == np.count_nonzero(self._is_cached & (expected == 1)), "idle pages are counted")
         _demand(np.array_equal(expected, self._refcounts), "I1: refcounts equal holders")
         free = self._free[: self.pages_free]
@@ -442,12 +446,29 @@ class Ledger:
         self._refcounts[pages] = 1
         return pages
 
+    def _holders(self, pages: Int32Array) -> Int32Array:
+        """How many hold each of `pages`, distinct ones, beside the cache."""
+        holders: Int32Array = self._refcounts[pages] - self._is_cached[pages]
+        return holders
+
+    def _hold(self, pages: Int32Array) -> None:
+        """Add one holder, not the cache, to each of `pages`, distinct ones that are not free."""
+        holders = self._holders(pages)
+        self.pages_idle -= int(np.count_nonzero(holders == 0))
+        self.pages_shared += int(np.count_nonzero(holders == 1))
+        self._refcounts[pages] += 1
+
     def _let_go(self, pages: Int32Array) -> int:
-        """Remove one holder of each page; returns how many became free."""
+        """Remove one holder, not the cache, of each page; returns how many became free."""
         self._refcounts[pages] -= 1
-        left = self._refcounts[pages]
-        self.pages_idle += int(np.count_nonzero(self._is_cached[pages] & (left == 1)))
-        freed = pages[left == 0]
+        holders = self._holders(pages)
+        self.pages_shared -= int(np.count_nonzero(holders == 1))
+        self.pages_idle += int(np.count_nonzero(self._is_cached[pages] & (holders == 0)))
+        return self._free_unheld(pages)
+
+    def _free_unheld(self, pages: Int32Array) -> int:
+        """Give back those of `pages` that have no holder any more; returns how many."""
+        freed = pages[self._refcounts[pages] == 0]
         self._free[self.pages_free : self.pages_free + freed.size] = freed
         self.pages_free += freed.size
         return int(freed.size)
@@ -478,18 +499,21 @@ class Freeing:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._remaining: Int32Array | None = None  # holders but the cache, once any page may have several
+        self._ended: list[int] = []
+        self._remaining: Int32Array | None = None  # holders beside the cache, once that has to be known
 
     def copy(self) -> Freeing:
         """The same set, to be added to apart."""
         copy = Freeing(self._ledger)
+        copy._ended = self._ended.copy()
         copy._remaining = None if self._remaining is None else self._remaining.copy()
         return copy
 
     def add(self, placement: int) -> int:
         """Add one that is not in the set yet; returns how many pages more would be available."""
         holding = self._ledger._holding(placement)
-        if not (self._ledger._quarantines or self._ledger.pages_cached):
+        if self._remaining is None and not self._ledger.pages_shared:
+            self._ended.append(placement)
             return holding.page_count
         pages, remaining = holding.all_pages(), self._holders()
         remaining[pages] -= 1
@@ -505,8 +529,11 @@ class Freeing:
             self._holders()[pages] += 1
 
     def _holders(self) -> Int32Array:
+        """O(pool), the first time."""
         if self._remaining is None:
             self._remaining = self._ledger._refcounts - self._ledger._is_cached
+            for placement in self._ended:
+                self._remaining[self._ledger._holding(placement).all_pages()] -= 1
         return self._remaining
 
 

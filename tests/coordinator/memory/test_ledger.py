@@ -254,6 +254,9 @@ def test_two_sharers_free_nothing_alone_and_everything_together() -> None:
     assert (accounts.freeing().add(1), accounts.freeing().add(2)) == (1, 2)
     both = accounts.freeing()
     assert [both.add(1), both.add(2)] == [1, 6]
+    accounts.reserve(3, "w0", Memory(host_pages=3))
+    alone = accounts.freeing()
+    assert [alone.add(3), alone.copy().add(2), alone.count_unheld(pages[:4])] == [3, 2, 0]
     held = accounts.freeing()
     held.hold(pages[:2])
     assert [held.add(1), held.add(2)] == [1, 4]
