@@ -197,7 +197,7 @@ def test_checkpoint_is_overwritten_only_on_demand(tmp_path: Path, monkeypatch: p
         (["--tokens", f"1 {10**30}"], "prompt=2 values: expected a list of int32 token ids"),
         (["a", "--seed", str(10**30)], f"'--seed': {10**30} is not in the range 0<=x<={SEED_MAX}"),
         (["a", "--priority", "-1001"], f"'--priority': -1001 is not in the range -{PRIORITY_MAX}<=x<={PRIORITY_MAX}"),
-        (["a", "--max-tokens", str(2**31)], f"'-n' / '--max-tokens': {2**31} is not in the range 1<=x<={2**31 - 1}"),
+        (["a", "--max-tokens", str(2**31)], f"'--max-tokens': {2**31} is not in the range 1<=x<={2**31 - 1}"),
         (["a", "--stop", "x\udcff"], r"stop=('x\udcff',): holds half of a surrogate pair"),
         (["a", "--id", "x\udcff"], r"request_id='x\udcff': holds half of a surrogate pair"),
     ],
