@@ -143,7 +143,9 @@ def set_options(socket: zmq.Socket[bytes], endpoint: str, queue_messages: int, *
 
 
 def unavailable(endpoint: str, message: str) -> Unavailable:
-    return Unavailable(message, field="endpoint", value=endpoint, remedy="start the coordinator, or wait until it is back")
+    return Unavailable(
+        message, field="endpoint", value=endpoint, remedy="start the coordinator, or wait until it is back"
+    )
 
 
 def unusable(endpoint: str, error: zmq.ZMQError) -> ConfigError:
