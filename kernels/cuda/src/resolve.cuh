@@ -82,7 +82,8 @@ static_assert(MISSING == SLOT_ABSENT, "an entry of slot_of is a code");
 __device__ __forceinline__ bool is_settled(const SwapIn& p, const Entry (&entry)[ENTRIES]) {
     u32 loaded = 0;
 #pragma unroll
-    for (int j = 0; j < ENTRIES; ++j) loaded |= entry[j].code | static_cast<u32>(entry[j].host_page);
+    for (int j = 0; j < ENTRIES; ++j)
+        loaded |= entry[j].code | (RANKS < SPECULATIVE ? 0 : static_cast<u32>(entry[j].host_page));
     return (loaded & p.zero) == 0;
 }
 
