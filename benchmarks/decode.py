@@ -52,7 +52,6 @@ from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from worker.device.sizing import Sizing
 from worker.loop.executor import Executor
 from worker.loop.swap import Swap
-from worker.runners import transformers_dsa
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import Fence, make_streams
@@ -217,7 +216,7 @@ def keep_nothing(swap: Swap, plan: BackupPlan, rows: int) -> tuple[Fence, Fence]
 @contextmanager
 def plain_model() -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(patch.object(transformers_dsa, "swap_in", look_up))
+        stack.enter_context(patch("worker.runners.swapping.swap_in", look_up))
         stack.enter_context(patch("worker.loop.decode.begin_step", open_rows))
         stack.enter_context(patch.object(Swap, "backup", keep_nothing))
         yield

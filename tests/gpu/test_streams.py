@@ -206,7 +206,7 @@ def test_timed_work_in_a_graph_is_measured_at_every_replay(streams: CudaStreams)
 def forked(streams: CudaStreams, value: torch.Tensor, other: torch.Tensor) -> None:
     """Doubles `value` twice, the second time by way of `swap`, which is late."""
     streams.compute.launch("double", lambda: value.mul_(2))
-    streams.swap.wait(streams.compute.record("plan_ready"))
+    streams.swap.wait(streams.compute.record("selected"))
     streams.swap.launch("copy", lambda: (spin(0.005), other.copy_(value)))
     prefetched = streams.swap.record("prefetched")
     streams.compute.launch("beside", lambda: torch.ones(1000, device="cuda").sum())
@@ -229,7 +229,7 @@ def test_a_forked_capture_replays_in_order(streams: CudaStreams) -> None:
 
 def test_a_fork_that_does_not_rejoin_is_refused(streams: CudaStreams) -> None:
     def launch() -> None:
-        streams.swap.wait(streams.compute.record("plan_ready"))
+        streams.swap.wait(streams.compute.record("selected"))
         streams.swap.launch("copy", lambda: spin(0.001))
         streams.compute.wait(streams.swap.record("prefetched"))
         streams.swap.launch("more", lambda: spin(0.001))
@@ -261,7 +261,7 @@ def test_a_fence_does_not_cross_the_edge_of_a_capture(streams: CudaStreams) -> N
 
     def launch() -> None:
         streams.compute.launch("spin", lambda: spin(0.001))
-        inside.append(streams.compute.record("plan_ready"))
+        inside.append(streams.compute.record("selected"))
 
     streams.capture(launch)
     with pytest.raises(FenceError, match="recorded inside capture 2 and is waited for outside"):

@@ -49,7 +49,6 @@ class Projected:
     query_rope: Tensor  # [N, H, S, d], rotated
     latent: Tensor  # [N, S, r]
     key_rope: Tensor  # [N, S, d], rotated
-    residual: Tensor  # [N, S, q_lora_rank]: what the indexer's queries are made of
 
     @property
     def rows(self) -> Tensor:
@@ -106,17 +105,21 @@ def rope_of(library: Rope, *, interleaved: bool) -> Rope:
     return rope
 
 
-def project(attention: Module, rope: Rope, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
+def compress(attention: Module, hidden: Tensor) -> Tensor:
+    """The residual [N, S, q_lora_rank] of normed hidden states [N, S, hidden], of which all queries are made."""
+    return normed(attention.q_a_layernorm, attention.q_a_proj(hidden))
+
+
+def project(attention: Module, rope: Rope, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> Projected:
     """Queries and KV rows of normed hidden states [N, S, hidden] at the positions of cos, sin [N, S, d]."""
     batch, tokens, _ = hidden.shape
-    residual = normed(attention.q_a_layernorm, attention.q_a_proj(hidden))
     queries = attention.q_b_proj(residual).view(batch, tokens, -1, attention.qk_head_dim).transpose(1, 2)
     nope, rotary = queries.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
     latent, key = attention.kv_a_proj_with_mqa(hidden).split(
         [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1
     )
     rotary, key = rope(rotary, key.view(batch, 1, tokens, -1), cos, sin)
-    return Projected(nope, rotary, normed(attention.kv_a_layernorm, latent), key.squeeze(1), residual)
+    return Projected(nope, rotary, normed(attention.kv_a_layernorm, latent), key.squeeze(1))
 
 
 def project_index(

@@ -7,8 +7,10 @@ one's tokens are known. Operations read their inputs when they run, not when the
 Who does what in one decode step n:
 
     executor   compute   apply seat changes, upload StepBatch, wait backed_up of step n - tail_slots, begin_step
-    runner     compute   embed; per layer: project, write row and index key, index_topk + swap_in (anchors), attend
-    runner     swap      per group with shared layers: wait plan_ready, replay_misses for each, record prefetched
+    runner     compute   embed; per layer: index key and index_topk (anchors), record selected; project, write row; wait
+                         swapped_in (anchors) or prefetched; attend
+    runner     swap      per group: wait selected, swap_in, record swapped_in; per further layer: replay_misses, record
+                         prefetched
     runner     compute   norm, lm_head, sample -> outputs.tokens and sampler.last_token
     executor   compute   record row_written and sampled
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -53,6 +53,13 @@ INDEX_ROPE: Final = {
 VECTOR_FLOATS: Final = 32
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [N, S, d] of some positions
+
+
+class Compressed(NamedTuple):
+    """Of N x S tokens, in one layer."""
+
+    normed: Tensor  # [N, S, hidden]
+    residual: Tensor  # [N, S, q_lora_rank]: what queries are made of
 
 
 @dataclass(frozen=True)
@@ -116,17 +123,18 @@ class Layers:
         angles: Angles = self.model.model.rotary_emb(hidden, positions)
         return hidden, angles
 
-    def project(self, layer: Layer, hidden: Tensor, angles: Angles) -> tuple[Tensor, mla.Projected]:
-        """Normed hidden states, and the attention's projections of them."""
+    def compress(self, layer: Layer, hidden: Tensor) -> Compressed:
+        """What all projections of a layer begin with."""
         normed = mla.normed(layer.module.input_layernorm, hidden)
-        return normed, mla.project(layer.attention, self._rope, normed, *angles)
+        return Compressed(normed, mla.compress(layer.attention, normed))
 
-    def project_index(
-        self, layer: Layer, normed: Tensor, projected: mla.Projected, angles: Angles
-    ) -> mla.IndexProjected:
+    def project(self, layer: Layer, inputs: Compressed, angles: Angles) -> mla.Projected:
+        """The attention's projections."""
+        return mla.project(layer.attention, self._rope, *inputs, *angles)
+
+    def project_index(self, layer: Layer, inputs: Compressed, angles: Angles) -> mla.IndexProjected:
         """Queries, in the dtype that index_topk compares with the keys kept; keys, not encoded yet; weights."""
-        indexer = layer.attention.indexer
-        index = mla.project_index(indexer, self._index_rope, normed, projected.residual, *angles, self._rotation)
+        index = mla.project_index(layer.attention.indexer, self._index_rope, *inputs, *angles, self._rotation)
         return replace(index, queries=index.queries.to(self.index_dtype))
 
     def finish(
@@ -179,8 +187,9 @@ class Layers:
             return
         zeros = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         hidden, angles = self.embed(zeros, zeros)
-        normed, projected = self.project(self._layers[0], hidden, angles)
-        self.project_index(self._layers[0], normed, projected, angles)
+        inputs = self.compress(self._layers[0], hidden)
+        self.project(self._layers[0], inputs, angles)
+        self.project_index(self._layers[0], inputs, angles)
         attended = hidden.new_zeros(1, 1, self._layers[0].attention.o_proj.in_features)
         for layer in {hasattr(layer.module.mlp, "experts"): layer for layer in self._layers}.values():
             self.finish(layer, hidden, attended, self.decode_experts)
@@ -253,7 +262,8 @@ class Layers:
         """All of a decode step that mixes no tokens, [B, n], for hidden states [B, 1, hidden] at one position."""
         rows = len(hidden)
         angles = self.model.model.rotary_emb(hidden, torch.ones(rows, 1, dtype=torch.long, device=hidden.device))
-        normed, projected = self.project(layer, hidden, angles)
+        inputs = self.compress(layer, hidden)
+        projected = self.project(layer, inputs, angles)
         queries = mla.absorb_queries(layer.absorbed, projected)
         state.rows[0, :rows] = encode(self.rows, projected.rows.squeeze(1))
         own = torch.arange(rows, dtype=torch.int32, device=hidden.device).unsqueeze(1)
@@ -263,7 +273,7 @@ class Layers:
         finished = self.finish(layer, hidden, attended.unsqueeze(1), self.decode_experts)
         parts = [projected.rows, queries, finished, self.logits(finished)]
         if layer.anchor:
-            index = self.project_index(layer, normed, projected, angles)
+            index = self.project_index(layer, inputs, angles)
             parts += [index.queries, self.keys.decode(encode(self.keys, index.keys)), index.weights]
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 

@@ -3,10 +3,10 @@
 Any checkpoint directory of the two families loads: config.json, safetensors, a tokenizer if there is one. What a layer
 computes is in layers.py; this is where it meets the KV cache.
 
-Per layer, a decode step, like a prompt chunk, is two operations on `compute`: *project* (norm, projections, write row
-and index key, and on an anchor layer index_topk and swap_in) and *attend* (attention over rows, output projection,
-MLP). Layers that share an anchor's selection get their misses copied on `swap` while earlier layers compute; their
-*attend* waits for that alone.
+Per layer, a prompt chunk is two operations on `compute`: *project* (norm, projections, write row and index key, and on
+an anchor layer index_topk) and *attend* (attention over rows, output projection, MLP). In a decode step an anchor layer
+has a third one ahead of them, *select* (what the indexer needs of the projections, index key, index_topk), so that the
+selection is swapped in on `swap` beside *project*; *attend* waits for it (swapping.py).
 No operation of a step waits for the device or takes a shape from data: on a GPU it can be captured in a graph. What
 flows from one operation to the next lies in a _RunnerScratch; in a graph, the library's intermediates lie in its pool.
 
@@ -33,7 +33,6 @@ from kernels.layout import Geometry
 from kernels.prompt_topk import prepare_prompt
 from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
-from kernels.swap_in import replay_misses, swap_in
 from protocol.errors import ConfigError
 from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
@@ -44,9 +43,10 @@ from worker.group.exchange import Collectives, Exchange
 from worker.runners import attention as mla
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener, prefix_unit_tokens
 from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
-from worker.runners.layers import Angles, Layer, Layers, row_multiple
+from worker.runners.layers import Angles, Compressed, Layer, Layers, row_multiple
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import sample
+from worker.runners.swapping import launch_swap_in
 from worker.weights.layout import ExpertShare, exchange_bytes, weights_bytes
 from worker.weights.model import load_model
 from worker.weights.modules import prepare_products
@@ -77,9 +77,10 @@ class _RunnerScratch:
     angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
     latents: Tensor  # [B, H, r]
+    compressed: Compressed | None  # of the layer whose *select* ran, for its *project*
     topk: Tensor  # int32[B, k]
     out_rows: Tensor  # int32[B, k]: device rows of the current group's selection
-    plan: MissPlan  # one serves all groups: compute waits for every replay of a group before the next swap_in
+    plan: MissPlan  # one serves all groups (swapping.py)
 
 
 @dataclass(eq=False)
@@ -244,22 +245,21 @@ class TransformersRunner:
     def launch_decode(
         self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
     ) -> None:
-        """Two operations per layer on `compute`, and one on `swap` for each layer that shares a selection.
+        """Two operations per layer on `compute`, three of an anchor, and one on `swap`.
 
         The first step for a state compiles and allocates what steps and prompt chunks of any size will need.
         """
         self._prepare(state)
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
-        prefetched: dict[int, Fence] = {}
+        loaded: dict[int, Fence] = {}
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         for layer in self._layers:
-            select = partial(swap_in, state, layer.group, scratch.topk, batch, scratch.out_rows, scratch.plan)
-            load = streams.of_layer(layer.number, select)
-            compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer, load))
-            if layer.followers:
-                prefetched.update(_launch_replay(streams, state, layer.followers, scratch.plan))
-            if layer.number in prefetched:
-                compute.wait(prefetched[layer.number])
+            if layer.anchor:
+                compute.launch(f"select {layer.number}", partial(self._select, scratch, state, batch, layer))
+                selection = scratch.topk, batch, scratch.out_rows, scratch.plan
+                loaded = launch_swap_in(streams, state, layer.group, *selection)
+            compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer))
+            compute.wait(loaded[layer.number])
             compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
         compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
 
@@ -273,10 +273,11 @@ class TransformersRunner:
     @torch.inference_mode()
     def _project_prompt(self, chunk: _Chunk, state: DeviceState, layer: Layer) -> None:
         layers, seat, start = self._layers, chunk.seat, chunk.start
-        normed, chunk.projected = layers.project(layer, chunk.hidden, chunk.angles)
+        inputs = layers.compress(layer, chunk.hidden)
+        chunk.projected = layers.project(layer, inputs, chunk.angles)
         write_slab_rows(state, layer.number, seat, start, encode(layers.rows, chunk.projected.rows[0]))
         if layer.anchor:
-            index = layers.project_index(layer, normed, chunk.projected, chunk.angles)
+            index = layers.project_index(layer, inputs, chunk.angles)
             write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, index.keys[0]))
             scale = layer.attention.indexer.softmax_scale
             last = None if chunk.warm_start is None else chunk.warm_start[layer.group]
@@ -313,22 +314,19 @@ class TransformersRunner:
         scratch.hidden, scratch.angles = self._layers.embed(tokens.long().unsqueeze(1), positions.unsqueeze(1))
 
     @torch.inference_mode()
-    def _project(
-        self, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch, layer: Layer, load: Callable[[], object]
-    ) -> None:
-        """`load` swaps in what the layer selects, if it is an anchor."""
-        layers = self._layers
-        normed, projected = layers.project(layer, scratch.hidden, scratch.angles)
+    def _project(self, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch, layer: Layer) -> None:
+        layers, inputs = self._layers, scratch.compressed
+        if inputs is None:
+            inputs = layers.compress(layer, scratch.hidden)
+        scratch.compressed = None
+        projected = layers.project(layer, inputs, scratch.angles)
         scratch.queries = mla.absorb_queries(layer.absorbed, projected)
         write_new_rows(state, layer.number, batch, encode(layers.rows, projected.rows.squeeze(1)))
-        if layer.anchor:
-            index = layers.project_index(layer, normed, projected, scratch.angles)
-            self._select(scratch, state, batch, layer, index)
-            load()
 
-    def _select(
-        self, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch, layer: Layer, index: mla.IndexProjected
-    ) -> None:
+    @torch.inference_mode()
+    def _select(self, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch, layer: Layer) -> None:
+        scratch.compressed = inputs = self._layers.compress(layer, scratch.hidden)
+        index = self._layers.project_index(layer, inputs, scratch.angles)
         write_index_keys(state, layer.group, batch, encode(self._layers.keys, index.keys.squeeze(1)))
         queries, weights = index.queries.squeeze(1).contiguous(), index.weights.squeeze(1).contiguous()
         index_topk(state, layer.group, queries, weights, batch, layer.attention.indexer.softmax_scale, scratch.topk)
@@ -385,6 +383,7 @@ class TransformersRunner:
                 angles=(empty, empty),
                 queries=empty,
                 latents=torch.empty(shape, dtype=self.dtype, device=device),
+                compressed=None,
                 topk=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
                 out_rows=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
                 plan=MissPlan.allocate(rows, topk, device),
@@ -421,18 +420,6 @@ def _round_rows(config: Any, rows: int, *, deterministic: bool) -> int:
     """Rows of the largest round, with those that keep rows apart."""
     multiple = row_multiple(config) if deterministic else 1
     return -(-rows // multiple) * multiple
-
-
-def _launch_replay(
-    streams: Streams, state: DeviceState, followers: tuple[int, ...], plan: MissPlan
-) -> dict[int, Fence]:
-    """Repeat the anchor's miss plan for each follower on `swap`; the fence after which each may gather its rows."""
-    streams.swap.wait(streams.compute.record("plan_ready"))
-    prefetched = {}
-    for layer in followers:
-        streams.swap.launch(f"replay {layer}", streams.of_layer(layer, partial(replay_misses, state, layer, plan)))
-        prefetched[layer] = streams.swap.record("prefetched")
-    return prefetched
 
 
 def _keep_drawn(last_token: Tensor, seats: Tensor, tokens: Tensor, real: Tensor) -> None:

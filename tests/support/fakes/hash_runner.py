@@ -9,7 +9,7 @@ It runs where its tensors are, and on a GPU without waiting for it, so that its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,10 +27,10 @@ from kernels.rows import (
     write_slab_rows,
 )
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
-from kernels.swap_in import replay_misses, swap_in
 from protocol.messages import ModelInfo
 from protocol.units import PAGE_TOKENS
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
+from worker.runners.swapping import launch_swap_in
 from worker.streams import Fence, Streams
 
 VOCAB = 251
@@ -166,20 +166,14 @@ class FakeRunner:
     ) -> None:
         scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
-        prefetched: dict[int, Fence] = {}
+        loaded: dict[int, Fence] = {}
         for layer, group in enumerate(self.geometry.group_of_layer):
-            anchor, *followers = self.geometry.layers_of_group(group)
-            select = partial(swap_in, state, group, scratch.topk, batch, scratch.out_rows, scratch.plan)
-            load = streams.of_layer(layer, select)
-            compute.launch("project", partial(self._project, scratch, state, batch, layer, anchor == layer, load))
-            if anchor == layer and followers:
-                streams.swap.wait(compute.record("plan_ready"))
-                for follower in followers:
-                    copy = streams.of_layer(follower, partial(replay_misses, state, follower, scratch.plan))
-                    streams.swap.launch("replay", copy)
-                    prefetched[follower] = streams.swap.record("prefetched")
-            if layer in prefetched:
-                compute.wait(prefetched[layer])
+            if layer == self.geometry.layers_of_group(group)[0]:
+                compute.launch("select", partial(self._select, scratch, state, batch, group))
+                selection = scratch.topk, batch, scratch.out_rows, scratch.plan
+                loaded = launch_swap_in(streams, state, group, *selection)
+            compute.launch("project", partial(self._project, scratch, state, batch, layer))
+            compute.wait(loaded[layer])
             compute.launch("attend", partial(self._attend, scratch, state, layer))
         compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
 
@@ -211,27 +205,16 @@ class FakeRunner:
         drawn = sampler.last_token[batch.seats.long().clamp(min=0)]
         scratch.hidden = embed(torch.where(batch.inputs >= 0, batch.inputs, drawn).clamp(min=0))
 
-    def _project(
-        self,
-        scratch: _Scratch,
-        state: DeviceState,
-        batch: StepBatch,
-        layer: int,
-        anchor: bool,
-        load: Callable[[], object],
-    ) -> None:
-        write_new_rows(state, layer, batch, _bytes(rows_of(scratch.hidden, layer)))
-        if anchor:
-            group = self.geometry.group_of_layer[layer]
-            write_index_keys(state, group, batch, _bytes(keys_of(scratch.hidden, group).unsqueeze(1)))
-            scratch.topk.copy_(self._select(scratch.hidden, state, batch, group))
-            load()
-
-    def _select(self, hidden: Tensor, state: DeviceState, batch: StepBatch, group: int) -> Tensor:
+    def _select(self, scratch: _Scratch, state: DeviceState, batch: StepBatch, group: int) -> None:
+        write_index_keys(state, group, batch, _bytes(keys_of(scratch.hidden, group).unsqueeze(1)))
         lengths = batch.lengths.unsqueeze(1)
         pages = state.index_table[batch.seats.long().clamp(min=0)].long().clamp(min=0)
         keys = state.key_words[group].view(-1, PAGE_TOKENS)[pages].flatten(1)
-        return select(hidden, keys, torch.arange(keys.shape[1], device=keys.device) < lengths)
+        held = torch.arange(keys.shape[1], device=keys.device) < lengths
+        scratch.topk.copy_(select(scratch.hidden, keys, held))
+
+    def _project(self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: int) -> None:
+        write_new_rows(state, layer, batch, _bytes(rows_of(scratch.hidden, layer)))
 
     def _attend(self, scratch: _Scratch, state: DeviceState, layer: int) -> None:
         rows = gather_rows(state, layer, scratch.out_rows).view(torch.int64)

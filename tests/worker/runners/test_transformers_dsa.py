@@ -314,7 +314,7 @@ def test_logits_do_not_depend_on_fence_order(checkpoints: dict[str, Path]) -> No
 
 @pytest.mark.sim
 @pytest.mark.mutation
-@pytest.mark.parametrize("fence", ["plan_ready", "prefetched"])
+@pytest.mark.parametrize("fence", ["selected", "swapped_in", "prefetched"])
 def test_a_missing_fence_gives_wrong_logits(checkpoints: dict[str, Path], fence: str) -> None:
     expected = shared_layer_logits(checkpoints, -1)
     assert torch.equal(shared_layer_logits(checkpoints, 0, order="plain", omit=[fence]), expected)

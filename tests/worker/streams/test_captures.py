@@ -50,7 +50,7 @@ def warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forked(streams: Streams, ran: list[str]) -> None:
     streams.compute.launch("select", partial(ran.append, "select"))
-    streams.swap.wait(streams.compute.record("plan_ready"))
+    streams.swap.wait(streams.compute.record("selected"))
     streams.swap.launch("replay", partial(ran.append, "replay"))
     streams.compute.launch("project", partial(ran.append, "project"))
     streams.compute.wait(streams.swap.record("prefetched"))
@@ -69,7 +69,7 @@ def test_capture_runs_nothing_and_replay_everything() -> None:
 
 
 def no_join(streams: Streams) -> None:
-    streams.swap.wait(streams.compute.record("plan_ready"))
+    streams.swap.wait(streams.compute.record("selected"))
 
 
 def work_after_the_join(streams: Streams) -> None:
@@ -118,7 +118,7 @@ def test_a_fence_does_not_cross_the_edge_of_a_capture() -> None:
     outside, inside = streams.swap.record("prefetched"), []
     with pytest.raises(FenceError, match="recorded outside of captures and is waited for inside capture 1"):
         streams.capture(lambda: streams.compute.wait(outside))
-    streams.capture(lambda: inside.append(streams.compute.record("plan_ready")))
+    streams.capture(lambda: inside.append(streams.compute.record("selected")))
     with pytest.raises(FenceError, match="recorded inside capture 2 and is waited for outside"):
         streams.swap.wait(inside[0])
     with pytest.raises(FenceError, match="recorded inside capture 2 and is waited for inside capture 3"):

@@ -130,7 +130,7 @@ def test_events_are_reused_except_those_of_graphs(streams: CudaStreams) -> None:
     for _ in range(10):
         streams.compute.record("sampled").wait()
     assert len(streams._events) == 1
-    streams.capture(lambda: streams.compute.record("plan_ready"))  # type: ignore[arg-type, return-value]
+    streams.capture(lambda: streams.compute.record("selected"))  # type: ignore[arg-type, return-value]
     assert len(streams._events) == 1
 
 
@@ -211,7 +211,7 @@ def test_a_graph_without_timed_work_has_no_events(streams: CudaStreams) -> None:
 
 def forked(streams: CudaStreams) -> None:
     streams.compute.launch("select", lambda: None)
-    streams.swap.wait(streams.compute.record("plan_ready"))
+    streams.swap.wait(streams.compute.record("selected"))
     streams.swap.launch("replay", lambda: None)
     streams.compute.wait(streams.swap.record("prefetched"))
     streams.compute.launch("attend", lambda: None)
