@@ -73,7 +73,7 @@ KINDS: Final = {
     "index": ("index_scores", "index_select"),
     "attention": ("attend", "combine"),
     "backup": ("copy_rows",),
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv", "linear", "gated", "add_splits", "add_choices"),
 }
 
 
