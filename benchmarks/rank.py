@@ -34,6 +34,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks import decode
 from benchmarks.decode import Cell, bytes_of, make_pool, run
 from benchmarks.index_topk import copy_bytes_per_us, operations_per_us
 from benchmarks.rank_floor import Links, floor_ms, parts_of
@@ -51,6 +52,8 @@ OVERLAPS: Final = (0.99, 0.93, 0.87)
 #: Device memory that graphs, selections and scratch memory of a step take.
 RESERVED_BYTES: Final = 9 << 30
 ROWS_MOST: Final = 256
+#: Timed of each cell.
+STEPS: Final = 60
 DMA_BYTES: Final = 1 << 30
 
 
@@ -218,7 +221,8 @@ def main() -> None:
         if time.monotonic() - began > options.budget_seconds:
             print("out of budget; run again with the same --out for the other cells")
             break
-        with patch.object(transformers_dsa, "PREPARED_ROWS", [cell.concurrency, options.of * cell.concurrency]):
+        prepared = [cell.concurrency, options.of * cell.concurrency]
+        with patch.object(transformers_dsa, "PREPARED_ROWS", prepared), patch.object(decode, "STEPS", STEPS):
             row = measured(cell, runner, pool, options.hot_slots, config, options.of, found)
         print(show(row), flush=True)
         rows.append(row)
