@@ -45,11 +45,13 @@ def seated(seat: int, prompt: list[int], generated: list[int], durable: int, sam
     return Seated(seat, np.asarray(prompt, dtype=np.int32), output, durable or len(prompt), Adjust.of(sampling))
 
 
-def expected(logits: list[float], prompt: list[int], generated: list[int], sampling: Sampling) -> list[float]:
+def expected(
+    logits: list[float], prompt: list[int], generated: list[int], sampling: Sampling, eos: tuple[int, ...] = EOS
+) -> list[float]:
     """What is drawn from, by the words of messages.Sampling, one token at a time."""
     found = []
     bias = dict(sampling.logit_bias)
-    ends = (*(() if sampling.ignore_eos else EOS), *sampling.stop_token_ids)
+    ends = (*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids)
     for token, logit in enumerate(logits):
         if token in ends and len(generated) < sampling.min_tokens:
             found.append(-math.inf)
