@@ -198,9 +198,9 @@ def _context(settings: WorkerSettings, info: ModelInfo) -> int:
 
 
 def sampler_seat_bytes(vocab: int) -> int:
-    """Device bytes of a seat's draws (worker/runners/base.py): per token of the vocabulary a count, int32, and whether
-    the prompt has it; biases, ends and parameters."""
-    return vocab * 5 + LOGIT_BIAS_MAX * 12 + (EOS_IDS_MAX + STOP_TOKEN_IDS_MAX) * 8 + 61
+    """Device bytes of a seat's draws (worker/runners/base.py): occurrences of each token of the vocabulary, int16;
+    biases, ends and parameters."""
+    return vocab * 2 + LOGIT_BIAS_MAX * 12 + (EOS_IDS_MAX + STOP_TOKEN_IDS_MAX) * 8 + 61
 
 
 def _bookkeeping_bytes(
@@ -210,7 +210,7 @@ def _bookkeeping_bytes(
     eviction queue; draws."""
     per_group = 4 * settings.tail_slots + 48 + 6 * QUEUE_RING
     per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * per_group
-    return settings.seats * (per_seat + sampler_seat_bytes(vocab))
+    return settings.seats * (per_seat + sampler_seat_bytes(vocab)) + 2 * vocab
 
 
 def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, left: int) -> int:

@@ -16,7 +16,7 @@ from protocol.messages import LOGIT_BIAS_MAX, Sampling
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring, host_tensor
 from worker.loop.output import end_token_ids
-from worker.runners.adjust import ENDS_MAX, AdjustTables
+from worker.runners.adjust import COUNT_MAX, ENDS_MAX, AdjustTables
 from worker.runners.base import SamplerState
 from worker.streams import Stream
 
@@ -29,7 +29,7 @@ class _Lists:
     def __init__(self, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
         self.ids = host_tensor(2 * vocab, dtype=torch.int64, device=device)  # of the prompt, then generated
-        self.counts = host_tensor(vocab, dtype=torch.int32, device=device)
+        self.values = host_tensor(2 * vocab, dtype=torch.int16, device=device)
         self.ends = host_tensor(ENDS_MAX, dtype=torch.int64, device=device)
         self.bias_ids = host_tensor(LOGIT_BIAS_MAX, dtype=torch.int64, device=device)
         self.bias = host_tensor(LOGIT_BIAS_MAX, dtype=torch.float32, device=device)
@@ -52,8 +52,10 @@ class _Lists:
             before = request.output.tokens[: max(0, request.position - request.prompt_tokens)]
             fed, counts = np.unique(np.asarray(before, dtype=np.int64), return_counts=True)
         self.prompt_ids, self.generated_ids = len(prompt), len(fed)
-        self.ids.numpy()[: len(prompt) + len(fed)] = np.concatenate([prompt, fed])
-        self.counts.numpy()[: len(fed)] = counts
+        stop = len(prompt) + len(fed)
+        self.ids.numpy()[:stop] = np.concatenate([prompt, fed])
+        self.values.numpy()[: len(prompt)] = 1
+        self.values.numpy()[len(prompt) : stop] = 2 * np.minimum(counts, COUNT_MAX) + np.isin(fed, prompt)
 
     def apply(self, tables: AdjustTables, seat: int, sampling: Sampling, prompt_tokens: int, counts: bool) -> None:
         """Operation: the tables' rows of `seat`; those of counted tokens where penalties apply."""
@@ -70,12 +72,11 @@ class _Lists:
         tables.adjusts[seat].fill_(True)
         if not counts:
             return
-        device, stop = tables.counts.device, self.prompt_ids + self.generated_ids
-        tables.in_prompt[seat].zero_()
-        tables.in_prompt[seat].index_fill_(0, self.ids[: self.prompt_ids].to(device, non_blocking=True), True)
-        tables.counts[seat].zero_()
-        ids = self.ids[self.prompt_ids : stop].to(device, non_blocking=True)
-        tables.counts[seat].scatter_(0, ids, self.counts[: self.generated_ids].to(device, non_blocking=True))
+        device, row = tables.occurs.device, tables.occurs[seat]
+        row.zero_()
+        for part in (slice(self.prompt_ids), slice(self.prompt_ids, self.prompt_ids + self.generated_ids)):
+            ids, values = (it[part].to(device, non_blocking=True) for it in (self.ids, self.values))
+            row.scatter_(0, ids, values)
 
 
 class SamplerSeats:
@@ -84,7 +85,7 @@ class SamplerSeats:
     def __init__(self, compute: Stream, sampler: SamplerState, eos_token_ids: Sequence[int]) -> None:
         tables = sampler.adjust
         self._compute, self._sampler, self._eos = compute, sampler, eos_token_ids
-        self._ring = Ring([_Lists(tables.vocab, tables.counts.device) for _ in range(RING_BUFFERS)])
+        self._ring = Ring([_Lists(tables.vocab, tables.occurs.device) for _ in range(RING_BUFFERS)])
 
     def set(self, request: RunningRequest, sampling: Sampling) -> None:
         """`request` takes its seat. Waits, where it adjusts, until an earlier request's lists were read."""

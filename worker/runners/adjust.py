@@ -22,6 +22,8 @@ from protocol.messages import EOS_IDS_MAX, LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX, S
 
 #: Most tokens that end an output.
 ENDS_MAX: Final = EOS_IDS_MAX + STOP_TOKEN_IDS_MAX
+#: Occurrences of one token beyond which penalties grow no further.
+COUNT_MAX: Final = 16_383
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,10 @@ class AdjustTables:
     | ends         | int64 [seats, ENDS_MAX]         | tokens that end it; the same again, or vocab, for none         |
     | bias_ids     | int64 [seats, LOGIT_BIAS_MAX]   | distinct; vocab for none                                       |
     | bias         | float32 [seats, LOGIT_BIAS_MAX] |                                                                |
-    | counts       | int32 [seats, vocab]            | how often generated tokens were fed, where penalties apply     |
-    | in_prompt    | bool [seats, vocab]             | tokens of the prompt, where penalties apply                    |
+    | occurs       | int16 [seats + 1, vocab]        | where penalties apply: twice how often a generated token was   |
+    |              |                                 | fed, COUNT_MAX at most, and 1 if it is in the prompt           |
+
+    The last row of `occurs` takes the writes of padding.
     """
 
     adjusts: Tensor
@@ -79,8 +83,7 @@ class AdjustTables:
     ends: Tensor
     bias_ids: Tensor
     bias: Tensor
-    counts: Tensor
-    in_prompt: Tensor
+    occurs: Tensor
 
     @classmethod
     def allocate(cls, seats: int, vocab: int, device: torch.device | str = "cpu") -> AdjustTables:
@@ -96,13 +99,12 @@ class AdjustTables:
             ends=zeros(seats, ENDS_MAX, dtype=torch.int64),
             bias_ids=zeros(seats, LOGIT_BIAS_MAX, dtype=torch.int64),
             bias=zeros(seats, LOGIT_BIAS_MAX, dtype=torch.float32),
-            counts=zeros(seats, vocab, dtype=torch.int32),
-            in_prompt=zeros(seats, vocab, dtype=torch.bool),
+            occurs=zeros(seats + 1, vocab, dtype=torch.int16),
         )
 
     @property
     def vocab(self) -> int:
-        return self.counts.shape[1]
+        return self.occurs.shape[1]
 
     def feed(self, seats: Tensor, tokens: Tensor, positions: Tensor, real: Tensor) -> None:
         """Count `tokens` int64[B], fed at `positions` by rows of `seats` int64[B]; prompts and padding are not counted.
@@ -110,7 +112,9 @@ class AdjustTables:
         No seat comes twice.
         """
         counted = real & (positions >= self.prompt_tokens[seats])
-        self.counts.view(-1).scatter_add_(0, seats * self.vocab + tokens, counted.int())
+        rows = seats.masked_fill(~counted, len(self.occurs) - 1)
+        before = self.occurs[rows, tokens]
+        self.occurs[rows, tokens] = torch.where((before >> 1) < COUNT_MAX, before + 2, before)
 
 
 def adjusted(tables: AdjustTables, asks: Adjust, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
@@ -143,9 +147,9 @@ def narrowed(tables: AdjustTables, asks: Adjust, logits: Tensor, seats: Tensor, 
 
 def _penalized(tables: AdjustTables, logits: Tensor, seats: Tensor) -> Tensor:
     frequency, presence, repetition = tables.factors[seats, 1:].split(1, dim=1)
-    counts = tables.counts[seats]
-    occurs = counts > 0
+    occurs = tables.occurs[seats]
+    counts = occurs >> 1
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    found = torch.where(occurs | tables.in_prompt[seats], repeated, logits)
-    penalized: Tensor = found - frequency * counts - presence * occurs
+    found = torch.where(occurs > 0, repeated, logits)
+    penalized: Tensor = found - frequency * counts - presence * (counts > 0)
     return penalized

@@ -16,7 +16,7 @@ from protocol.messages import Sampling
 from worker.device.sizing import sampler_seat_bytes
 from worker.loop.output import Output
 from worker.loop.sampler_seats import SamplerSeats
-from worker.runners.adjust import Adjust
+from worker.runners.adjust import COUNT_MAX, Adjust
 from worker.runners.base import SamplerState
 from worker.runners.sampling import draw
 from worker.streams import make_streams
@@ -175,16 +175,29 @@ def test_prompts_and_padding_are_not_counted() -> None:
     sampler = sampler_of([(seated(1, [1, 2, 3], [], 0, asked), asked)])
     seats = torch.tensor([1, 0])
     sampler.adjust.feed(seats, torch.tensor([9, 9]), torch.tensor([2, 0]), torch.tensor([True, False]))
-    assert int(sampler.adjust.counts.sum()) == 0
+    assert int((sampler.adjust.occurs[:-1] >> 1).sum()) == 0
     sampler.adjust.feed(seats, torch.tensor([9, 9]), torch.tensor([3, 0]), torch.tensor([True, False]))
-    assert sampler.adjust.counts[1, 9] == 1
-    assert int(sampler.adjust.counts.sum()) == 1
+    assert sampler.adjust.occurs[1, 9] == 2
+    assert int((sampler.adjust.occurs[:-1] >> 1).sum()) == 1
 
 
 def test_size_of_tables_is_counted() -> None:
     sampler = SamplerState.allocate(3, 1_000)
     tensors = [it for part in (vars(sampler), vars(sampler.adjust)) for it in part.values() if isinstance(it, Tensor)]
-    assert sum(it.numel() * it.element_size() for it in tensors) == 3 * sampler_seat_bytes(1_000)
+    padding = 2 * 1_000
+    assert sum(it.numel() * it.element_size() for it in tensors) == 3 * sampler_seat_bytes(1_000) + padding
+
+
+def test_counts_end_below_their_width() -> None:
+    asked = Sampling(max_tokens=40_000, frequency_penalty=1.0)
+    sampler = sampler_of([(seated(0, [7], [9] * (COUNT_MAX + 5), 1 + COUNT_MAX - 1, asked), asked)])
+    occurs, seats = sampler.adjust.occurs, torch.tensor([0])
+    assert occurs[0, 9] == 2 * (COUNT_MAX - 1)
+    for _ in range(3):
+        sampler.adjust.feed(seats, torch.tensor([9]), torch.tensor([5]), torch.tensor([True]))
+        sampler.adjust.feed(seats, torch.tensor([7]), torch.tensor([5]), torch.tensor([True]))
+    assert occurs[0, 9] == 2 * COUNT_MAX
+    assert occurs[0, 7] == 2 * 3 + 1
 
 
 @pytest.mark.parametrize("sampling", [Sampling(4), Sampling(4, temperature=1.0, top_p=0.5, stop=("x",))], ids=str)
