@@ -74,7 +74,7 @@ KINDS: Final = {
     "index": ("index_scores", "index_select"),
     "attention": ("attend", "combine"),
     "backup": ("copy_rows",),
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv", "linear", "gated", "add_splits", "add_choices"),
 }
 
 
@@ -282,7 +282,7 @@ def run(cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int) ->
 
 
 def admit_all(executor: Executor, cell: Cell, hot_slots: int, sizing: Sizing, vocab: int) -> None:
-    pages = torch.randperm(sizing.capacity.host_pages, dtype=torch.int32)[: cell.concurrency * sizing.max_pages]
+    pages = drawn_pages(sizing.capacity.host_pages, cell.concurrency * sizing.max_pages)
     for number in range(cell.concurrency):
         executor.submit(
             Admit(
@@ -300,6 +300,12 @@ def admit_all(executor: Executor, cell: Cell, hot_slots: int, sizing: Sizing, vo
                 hot_chunks=chunks_of(cell.context, hot_slots),
             )
         )
+
+
+def drawn_pages(held: int, wanted: int) -> Tensor:
+    """int32[wanted] of `held` host pages in random order; all of them before one comes again."""
+    rounds = [torch.randperm(held, dtype=torch.int32) for _ in range(-(-wanted // held))]
+    return torch.cat(rounds)[:wanted]
 
 
 def turn_until(executor: Executor, clock: Clock, steps: int) -> None:
