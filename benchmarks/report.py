@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Final, NamedTuple
 
-from benchmarks import decode_report, kernel_report, node_report, swap_in_report, transfer_report
+from benchmarks import decode_report, kernel_report, node_report, overlap_report, place_report, swap_in_report, transfer_report
 
 PLACE: Final = Path(__file__).parent
 RESULTS: Final = PLACE / "results"
@@ -73,9 +73,24 @@ SECTIONS: Final = (
         "Decode within one KV budget",
         "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: "
         "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and "
-        "not copied; `idle`: a step less the time in which kernels ran.",
+        "not copied; `idle`: a step less the time in which kernels ran. Measured while swap_in followed the projections "
+        "in line; what came after is the next section.",
         {"decode-H200.json": decode_report.section},
         "decode-H200.svg",
+    ),
+    Section(
+        "Swap-in beside projections",
+        "Contexts of 32k, hot buffers, a process each on one machine: swap_in in line behind all projections, and on a "
+        "stream of its own beside those that it does not need. `swap` and `products`: ms of their kernels in a step; "
+        "beside each other they share multiprocessors, so that products last longer. `of copies skipped`: as above.",
+        {"decode-overlap-H200.json": overlap_report.section},
+    ),
+    Section(
+        "Place of host rows",
+        "µs of a launch that copies the rows that one layer misses, 61 layers in turn, each launch another layer's rows "
+        "and each replay others. `page`: today's layout, a page of 64 tokens with all layers; `run`: 64 pages "
+        "layer-major; `layer`: the whole pool layer-major.",
+        {"place-H200.json": place_report.section},
     ),
     Section(
         "Staging and resuming",

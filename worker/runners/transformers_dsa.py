@@ -247,7 +247,7 @@ class TransformersRunner:
             streams.compute.launch(f"prefill pad {layer.number}", partial(self._pad, layer, self._round_rows))
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
-        """Two operations per layer on `compute`, three of an anchor, and one on `swap`.
+        """Two operations per layer on `compute`, one more of an anchor, and a swap-in or a replay (swapping.py).
 
         The first step for a state compiles and allocates what steps and prompt chunks of any size will need.
         """
@@ -261,7 +261,8 @@ class TransformersRunner:
                 selection = scratch.topk, batch, scratch.out_rows, scratch.plan
                 loaded = launch_swap_in(streams, state, layer.group, *selection)
             compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer))
-            compute.wait(loaded[layer.number])
+            if layer.number in loaded:
+                compute.wait(loaded[layer.number])
             compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
         compute.launch("keep hidden", partial(self._keep_hidden, scratch))
 

@@ -64,6 +64,7 @@ FENCES: Final[dict[str, FenceSpec]] = {
     "preloaded": _spec("load", "compute host", "decoding and prefill read rows that were loaded from host pages"),
     "index_loaded": _spec("load", "compute host", "decoding and prefill read index keys that were loaded likewise"),
     "selected": _spec("compute", "swap", "swap-in reads the top-k of a group", "inside capture"),
+    "plan_ready": _spec("compute", "swap", "replay reads the miss plan of a group's anchor layer", "inside capture"),
     "swapped_in": _spec("swap", "compute", "a layer gathers rows that swap-in found or loaded", "inside capture"),
     "prefetched": _spec("swap", "compute", "a shared-index layer gathers rows that replay copied", "inside capture"),
     "chunk_reclaimed": _spec("compute", "load", "rows are loaded into chunks that launched steps still read"),

@@ -173,7 +173,8 @@ class FakeRunner:
                 selection = scratch.topk, batch, scratch.out_rows, scratch.plan
                 loaded = launch_swap_in(streams, state, group, *selection)
             compute.launch("project", partial(self._project, scratch, state, batch, layer))
-            compute.wait(loaded[layer])
+            if layer in loaded:
+                compute.wait(loaded[layer])
             compute.launch("attend", partial(self._attend, scratch, state, layer))
 
     def launch_sample(

@@ -22,7 +22,7 @@ from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from tests.support.oracle_rig import run_oracle
 from tests.support.runner_rig import Rig
-from worker.runners import layers, transformers_dsa
+from worker.runners import layers, swapping, transformers_dsa
 from worker.runners.checkpoint import geometry_of
 from worker.runners.experts import experts_for
 from worker.runners.invariance import not_apart, remedies, rows_apart
@@ -314,8 +314,13 @@ def test_logits_do_not_depend_on_fence_order(checkpoints: dict[str, Path]) -> No
 
 @pytest.mark.sim
 @pytest.mark.mutation
-@pytest.mark.parametrize("fence", ["selected", "swapped_in", "prefetched"])
-def test_a_missing_fence_gives_wrong_logits(checkpoints: dict[str, Path], fence: str) -> None:
+@pytest.mark.parametrize(
+    ("fence", "beside"), [("selected", 1), ("swapped_in", 1), ("prefetched", 1), ("plan_ready", 99), ("prefetched", 99)]
+)
+def test_a_missing_fence_gives_wrong_logits(
+    checkpoints: dict[str, Path], fence: str, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swapping, "BESIDE_ROWS", beside)
     expected = shared_layer_logits(checkpoints, -1)
     assert torch.equal(shared_layer_logits(checkpoints, 0, order="plain", omit=[fence]), expected)
     assert any(not torch.equal(shared_layer_logits(checkpoints, seed, omit=[fence]), expected) for seed in range(8))
