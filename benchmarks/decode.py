@@ -5,7 +5,8 @@ many layers as --layers says; the real executor with its streams, fences and gra
 host pages hold encoded random rows, and every request is admitted as a resumed one, which loads index keys (and rows,
 when resident) from there. Random weights select without locality, so the indexer runs for real and a generator then
 replaces its output: a window over a permutation of the context that moves by (1 - overlap) * k tokens per step, another
-per request and layer.
+per request and layer. With --trace, requests select instead what a worker recorded (worker.record_selections): each
+follows a recorded request, forth and back, from a step of its own; the context is the longest one recorded.
 
 The budget is what RESIDENT_AT_32K resident requests of 32k tokens need. Whatever a request holds on the device counts:
 rows, index keys, slot tables. Concurrencies are powers of two and the most that fit, for either mode.
@@ -41,6 +42,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.swap_in import machine
+from benchmarks.traces import Recorded, TracedSelections, read_trace
 from kernels.layout import Geometry
 from kernels.row_format import index_key_format_of, kv_row_format_of
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, real_rows
@@ -58,7 +60,7 @@ from worker.streams import Fence, make_streams
 
 RESIDENT_AT_32K: Final = 16
 CONTEXTS: Final = (32_768, 131_072, 8_192)
-OVERLAPS: Final = (0.99, 0.95, 0.90, 0.80)
+OVERLAPS: Final = (0.99, 0.95, 0.93, 0.90, 0.87, 0.80)
 WARM_UP: Final = 6
 STEPS: Final = 400
 LOOKAHEAD: Final = 1
@@ -225,7 +227,9 @@ def plain_model() -> Iterator[None]:
 # ---------------------------------------------------------------- one cell
 
 
-def run(cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int) -> dict[str, Any]:
+def run(
+    cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int, recorded: Recorded | None = None
+) -> dict[str, Any]:
     """Decode WARM_UP and STEPS steps of all requests; what they took and found."""
     from kernels.cuda.swap_in import without_copies
 
@@ -248,7 +252,11 @@ def run(cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int) ->
         hot_size_classes=(hot_slots,),
         deterministic=True,  # one graph, of this concurrency
     )
-    runner.after_index_topk = Selections(geometry.groups, cell.concurrency, cell.context, geometry.topk, cell.overlap)
+    if recorded is not None:
+        runner.after_index_topk = TracedSelections(recorded, geometry.groups, cell.concurrency, "cuda")
+    else:
+        size = (geometry.groups, cell.concurrency, cell.context, geometry.topk)
+        runner.after_index_topk = Selections(*size, cell.overlap)
     mode = {"uncopied": without_copies, "plain": plain_model}.get(cell.mode, nullcontext)
     clock, streams = Clock(), make_streams("cuda")
     with mode():
@@ -380,6 +388,7 @@ def main() -> None:
     parser.add_argument("--pool-gib", type=int, default=16, help="host pool; a power of two")
     parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
     parser.add_argument("--overlaps", type=float, nargs="*", default=list(OVERLAPS))
+    parser.add_argument("--trace", type=Path, help="of selections; instead of --contexts and --overlaps")
     parser.add_argument("--budget-seconds", type=float, default=600)
     options = parser.parse_args()
     began = time.monotonic()
@@ -387,6 +396,9 @@ def main() -> None:
     config = synthetic_config("deepseek-v3.2", options.layers)
     runner = synthetic_runner(config, kv_dtype=options.kv_dtype)
     geometry = runner.geometry
+    recorded = read_trace(options.trace, geometry.topk) if options.trace else None
+    if recorded is not None:
+        options.contexts, options.overlaps = [recorded.context], [round(recorded.overlap, 3)]
     pool = make_pool(geometry, config, options.pool_gib)
     budget = RESIDENT_AT_32K * bytes_of(geometry, 32_768, 0)
     setting = {
@@ -396,6 +408,7 @@ def main() -> None:
         "index_row_bytes": geometry.index_row_bytes,
         "hot_slots": options.hot_slots,
         "kv_budget_bytes": budget,
+        **({"trace": recorded.about} if recorded is not None else {}),
     }
     command = " ".join(["python", "-m", "benchmarks.decode", *sys.argv[1:]])
     result = {"machine": machine() | {"command": command}, "setting": setting, "rows": rows}
@@ -410,7 +423,7 @@ def main() -> None:
         if cell.concurrency * pages_for(cell.context + TOKENS_AHEAD) > len(pool):
             print(f"{cell}: the host pool of {len(pool)} pages is too small")
             continue
-        row = name | run(cell, runner, pool, options.hot_slots)
+        row = name | run(cell, runner, pool, options.hot_slots, recorded)
         print(show(row), flush=True)
         rows.append(row)
         options.out.parent.mkdir(parents=True, exist_ok=True)

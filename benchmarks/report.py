@@ -13,7 +13,15 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Final, NamedTuple
 
-from benchmarks import decode_report, kernel_report, node_report, overlap_report, place_report, swap_in_report, transfer_report
+from benchmarks import (
+    decode_report,
+    kernel_report,
+    node_report,
+    overlap_report,
+    place_report,
+    swap_in_report,
+    transfer_report,
+)
 
 PLACE: Final = Path(__file__).parent
 RESULTS: Final = PLACE / "results"
@@ -73,8 +81,8 @@ SECTIONS: Final = (
         "Decode within one KV budget",
         "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: "
         "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and "
-        "not copied; `idle`: a step less the time in which kernels ran. Measured while swap_in followed the projections "
-        "in line; what came after is the next section.",
+        "not copied; `idle`: a step less the time in which kernels ran. Measured while swap_in followed the "
+        "projections in line; what came after is the next section.",
         {"decode-H200.json": decode_report.section},
         "decode-H200.svg",
     ),
@@ -87,8 +95,8 @@ SECTIONS: Final = (
     ),
     Section(
         "Place of host rows",
-        "µs of a launch that copies the rows that one layer misses, 61 layers in turn, each launch another layer's rows "
-        "and each replay others. `page`: today's layout, a page of 64 tokens with all layers; `run`: 64 pages "
+        "µs of a launch that copies the rows that one layer misses, 61 layers in turn, each launch another layer's "
+        "rows and each replay others. `page`: today's layout, a page of 64 tokens with all layers; `run`: 64 pages "
         "layer-major; `layer`: the whole pool layer-major.",
         {"place-H200.json": place_report.section},
     ),

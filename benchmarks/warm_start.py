@@ -41,7 +41,7 @@ from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from protocol.units import managed_chunks, pages_for
 from worker.loop.executor import Executor
-from worker.loop.warm_start import unpack
+from worker.loop.topk_bytes import unpack
 from worker.runners.base import Runner
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.runners.tiny import write_tiny_checkpoint
@@ -162,7 +162,7 @@ class Bench:
         self.turn_until(lambda: number in self.reports.released)
         left = self.reports.released[number]
         if self.overlap is not None:
-            self.overlap.remember(1, unpack(left.warm_start, self.geometry, self.context))
+            self.overlap.remember(1, unpack(left.warm_start, self.geometry.groups, self.geometry.topk, self.context))
         return left
 
     def join(self, prompt: bytes, left: Released, *, warm: bool) -> dict[str, float]:

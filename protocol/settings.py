@@ -98,6 +98,7 @@ class WorkerSettings(Settings, frozen=True):
     group_secret_file: str = ""  # secret of all ranks, which a tcp:// group_endpoint needs
     group_prompt_rounds_max: int = 1  # prompt rounds of a group between two of its decode steps
     report_interval_ms: float = 20.0
+    record_selections: str = ""  # trace of selections, in FILE.<worker name>.<pid>; makes steps longer; empty: off
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
 

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -49,10 +50,11 @@ from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import NAME_LIMITS, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 from worker.loop.executor import Executor
+from worker.loop.recording import SelectionRecorder
 from worker.pool.start import open_pool, size_pool
 from worker.runners.base import Runner
 from worker.runners.checkpoint import fingerprint
-from worker.runners.transformers_dsa import load_runner
+from worker.runners.transformers_dsa import TransformersRunner, load_runner
 from worker.streams import make_streams
 from worker.transfer.transfers import check_transfer, open_transfers
 
@@ -109,6 +111,7 @@ class WorkerProcess:
         sizing = size_worker(settings, runner.geometry, runner.info, str(path), free_bytes)
         _announce(settings, sizing)
         host_pages = sizing.capacity.host_pages
+        self._recorder = _recorder(settings, runner)
         self._pool = open_pool(config, runner.geometry, host_pages, runner.info.fingerprint, halted)
         try:
             self._wire(config, runner, sizing)
@@ -129,6 +132,7 @@ class WorkerProcess:
             make_tokenizer(tokenizer.kind, tokenizer.data),
             self._outbox,
             group=self._group,
+            recorder=self._recorder,
         )
         if settings.device != "cpu":
             left = free_device_bytes(settings.device)
@@ -174,6 +178,8 @@ class WorkerProcess:
             return False
         self._executor.transfers.close()
         self._pool.close()
+        if self._recorder is not None:
+            self._recorder.close()
         if self._group is not None:
             self._group.close()
         return True
@@ -242,6 +248,17 @@ def _link(
         pace=LinkPace(config.worker.report_interval_ms / 1e3, config.coordinator.heartbeat_interval_s),
         tokenizer=tokenizer.data,
     )
+
+
+def _recorder(settings: WorkerSettings, runner: TransformersRunner) -> SelectionRecorder | None:
+    """What records selections of `runner` from now on, if asked for. Raises ConfigError."""
+    if not settings.record_selections:
+        return None
+    path = Path(f"{settings.record_selections}.{settings.name}.{os.getpid()}")
+    in_flight = settings.lookahead_steps + 1
+    recorder = SelectionRecorder(path, runner.geometry, settings.seats, settings.device, in_flight)
+    runner.after_index_topk = recorder.keep
+    return recorder
 
 
 def _announce(settings: WorkerSettings, sizing: Sizing) -> None:

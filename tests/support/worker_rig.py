@@ -19,6 +19,7 @@ from worker.loop.batch import Status
 from worker.loop.decode import Decoder, StepTokens
 from worker.loop.executor import Executor
 from worker.loop.inputs import host_tensor
+from worker.loop.recording import SelectionRecorder
 from worker.runners.base import Runner
 from worker.streams import InlineStreams, Streams, make_streams
 from worker.streams.cuda import CudaStreams
@@ -54,6 +55,7 @@ class Rig:
         ahead_tokens: int = 8,
         keep_logits: bool = False,
         group: Group | None = None,
+        recorder: SelectionRecorder | None = None,
     ) -> None:
         self.runner: Runner = runner or FakeRunner()
         runner = self.runner
@@ -75,6 +77,7 @@ class Rig:
             self.coordinator,
             keep_logits=keep_logits,
             group=group,
+            recorder=recorder,
         )
         self.coordinator.submit = self.executor.submit
         self.logits: Logits = {}

@@ -40,6 +40,7 @@ from kernels.begin_step import begin_step
 from kernels.state import BackupPlan, DeviceState
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
+from worker.loop.recording import SelectionRecorder
 from worker.loop.swap import Swap
 from worker.loop.swap_counts import Int64s
 from worker.runners.adjust import Adjust
@@ -94,6 +95,7 @@ class _Launched:
     sampled: Fence
     results: _Results
     counted: bool
+    number: int
     at_s: float
 
 
@@ -128,13 +130,15 @@ class Decoder:
         lookahead: int,
         keep_logits: bool = False,
         timed_every: int = TIMED_EVERY,
+        recorder: SelectionRecorder | None = None,
     ) -> None:
-        """`timed_every` 0: no step is timed."""
+        """`timed_every` 0: no step is timed. `recorder` is told by the runner what its steps select."""
         self._runner = runner
         self._streams = streams
         self._state = state
         self._sampler = sampler
         self._swap = swap
+        self._recorder = recorder
         vocab, device = runner.info.vocab_size, state.rows.device
         self._buckets = [
             _Bucket(rows, state, StepOutputs.allocate(rows, vocab, keep_logits=keep_logits, device=device))
@@ -198,8 +202,11 @@ class Decoder:
         backed_up, durable = self._swap.backup(plan, len(requests))
         results = self._results[self._number % len(self._results)]
         compute.launch("download", partial(results.download, bucket.outputs, self._state if count else None))
+        if self._recorder is not None:
+            download = partial(self._recorder.download, self._number, len(requests))
+            compute.launch("download selections", download)
         sampled = compute.record("sampled")
-        self._launched.append(_Launched(requests, positions, sampled, results, count, now_s))
+        self._launched.append(_Launched(requests, positions, sampled, results, count, self._number, now_s))
         self._backed_up.append(backed_up)
         self._undurable.append((durable, requests, positions))
         self._number += 1
@@ -210,6 +217,9 @@ class Decoder:
         """The oldest step in flight. Blocks the host until its tokens are there."""
         step = self._launched.popleft()
         step.sampled.wait()
+        if self._recorder is not None:
+            placements = [request.placement for request in step.requests]
+            self._recorder.take(step.number, placements, [position + 1 for position in step.positions])
         tokens = step.results.tokens[: len(step.requests)].tolist()
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]

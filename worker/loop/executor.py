@@ -50,6 +50,7 @@ from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
 from worker.loop.output import Output
 from worker.loop.prefill import Prefill
+from worker.loop.recording import SelectionRecorder
 from worker.loop.reporting import Reporter, Reports
 from worker.loop.rounds import Rounds, next_chunks
 from worker.loop.seats import Seats, allocate_state, check_admit, held_back
@@ -96,10 +97,12 @@ class Executor:
         timed_every: int = TIMED_EVERY,
         transfers: Transfers | None = None,
         group: Group | None = None,
+        recorder: SelectionRecorder | None = None,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
         `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` and `group`
-        are closed by the caller. A `group` wants a GroupRunner; all ranks build their executors at the same time."""
+        are closed by the caller, and so is `recorder`. A `group` wants a GroupRunner; all ranks build their executors
+        at the same time."""
         streams.adopt_thread()
         streams.waits_for_peers = group is not None
         self.counters = counters or WorkerCounters()
@@ -123,6 +126,7 @@ class Executor:
             lookahead=self._lookahead,
             keep_logits=keep_logits,
             timed_every=timed_every,
+            recorder=recorder,
         )
         g = runner.geometry
         warm_start = TopkBuffers(g, self.state.rows.device)

@@ -47,7 +47,8 @@ from worker.loop.output import Output
 from worker.loop.sampler_seats import SamplerSeats
 from worker.loop.swap import Swap
 from worker.loop.swap_counts import Int64s, SwapCounts
-from worker.loop.warm_start import TopkBuffers, unpack
+from worker.loop.topk_bytes import unpack
+from worker.loop.warm_start import TopkBuffers
 from worker.runners.adjust import Adjust
 from worker.runners.base import Runner, SamplerState
 from worker.streams import Fence, Streams
@@ -360,8 +361,9 @@ class Seats:
         if not packed:
             starts["cold"] += 1
             return ()
+        geometry = self._state.geometry
         try:
-            tokens = unpack(packed, self._state.geometry, request.position)
+            tokens = unpack(packed, geometry.groups, geometry.topk, request.position)
         except BadInput as error:
             starts["refused"] += 1
             log.warning("cold start", extra=fields(placement=request.placement, error=error))

@@ -34,7 +34,8 @@ from worker.device.hot_buffer import HotBuffer
 from worker.link import outbox
 from worker.link.outbox import Outbox
 from worker.loop.swap import Swap
-from worker.loop.warm_start import BUFFERS, TopkBuffers, pack, unpack
+from worker.loop.topk_bytes import pack, unpack
+from worker.loop.warm_start import BUFFERS, TopkBuffers
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import make_streams
@@ -49,7 +50,8 @@ def geometry(groups: int, topk: int) -> Geometry:
 
 
 def positions_of(packed: bytes, rig: Rig, length: int = PROMPT) -> list[set[int]]:
-    return [set(positions.tolist()) for positions in unpack(packed, rig.runner.geometry, length)]
+    g = rig.runner.geometry
+    return [set(positions.tolist()) for positions in unpack(packed, g.groups, g.topk, length)]
 
 
 def packed_of(sets: Sequence[Sequence[int]], topk: int = TOPK) -> bytes:
@@ -380,14 +382,14 @@ def test_sets_survive_packing_and_the_message_codec(sets: list[set[int]], rng: r
     (event,) = heard.events
     assert isinstance(event, Released)
     for length in (1 << 20, 1000):
-        got = unpack(event.warm_start, geometry(len(sets), 9), length)
+        got = unpack(event.warm_start, len(sets), 9, length)
         assert [part.tolist() for part in got] == [sorted(p for p in positions if p < length) for positions in sets]
 
 
 @given(st.binary(max_size=40))
 def test_any_hint_is_refused_or_distinct_positions(data: bytes) -> None:
     try:
-        parts = unpack(data, geometry(2, 5), 100)
+        parts = unpack(data, 2, 5, 100)
     except BadInput:
         return
     for part in parts:
