@@ -20,7 +20,8 @@ the hot buffer is full and WARM_UP replays have gone ahead, so that no list is e
 starts behind a kernel that holds the GPU until the host has queued all of it.
 
 How much host memory the rows of a step are scattered over decides the link's rate (NOTES.md), so that --pool-gib
-belongs to a result. Counters, plans, outputs and bytes are checked after us, overlapped_us and copy_only_us. A run
+belongs to a result; --large adds large_us and large_copy_only_us, of one pass over a larger pool, to the cells that
+--out has already. Counters, plans, outputs and bytes are checked after us, overlapped_us and copy_only_us. A run
 goes on where the one before it that wrote --out was out of budget: a cell that lacks passes keeps its replays there.
 """
 
@@ -144,6 +145,11 @@ def figures(times: dict[str, list[float]], copied_bytes: int) -> dict[str, float
     return kept
 
 
+def large_figures(times: dict[str, list[float]]) -> dict[str, float]:
+    """What is kept of a cell's replays over a large pool."""
+    return {f"large_{name}us": statistics.median(times[key]) for name, key in (("", ""), ("copy_only_", "copy_only"))}
+
+
 def flush_time(replays: int) -> float:
     junk = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     return statistics.median(timed(capture(junk.fill_), replays))
@@ -197,6 +203,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/swap_in.json"))
     parser.add_argument("--budget-seconds", type=float, default=600)
     parser.add_argument("--pool-gib", type=float, default=1, help="host memory that rows are scattered over")
+    parser.add_argument("--large", action="store_true", help="add columns of this pool to the cells of --out")
     parser.add_argument("--ranks", type=int, default=None, help="blocks per request, instead of the launcher's choice")
     parser.add_argument(
         "--replays", type=int, default=REPLAYS, help=f"of each graph, after {WARM_UP} that do not count"
@@ -214,6 +221,8 @@ def arguments() -> argparse.Namespace:
     options.cells = select(options)
     if not options.cells:
         parser.error("no cell has these rows, slots, batches and misses")
+    if options.large and not options.out.exists():
+        parser.error("--large: --out has no result to add to")
     return options
 
 
@@ -246,11 +255,39 @@ def with_pass(cell: dict[str, Any], times: dict[str, list[float]], passes: int) 
     return after if after["passes"] >= passes else {**after, "replays_us": replays}
 
 
+def measure_large(options: argparse.Namespace) -> None:
+    """Add columns of a large pool to cells of --out that lack them. Other cells, and its own machine, stay."""
+    began, result = time.monotonic(), json.loads(options.out.read_text())
+    cells = {tuple(cell[name] for name in KEY): cell for cell in result["rows"]}
+    pool = make_pool(int(options.pool_gib * (1 << 30)))
+    result["large"] = {"machine": machine(), "pool_gib": options.pool_gib}
+    for (row_bytes, hot, batch), wanted in options.cells.items():
+        found = (cells.get((row_bytes, hot, batch, misses)) for misses in wanted)
+        missing = [cell for cell in found if cell is not None and "large_us" not in cell]
+        if not missing:
+            continue
+        if time.monotonic() - began > options.budget_seconds:
+            print("out of budget; run again with the same --out for the other cells")
+            return
+        setup = build(pool, row_bytes, hot, batch)
+        for cell in missing:
+            times = measure(setup, cell["misses"], options.ranks, options.replays, flush_us=0)
+            cell.update(large_figures(times))
+            print(f"{show(cell)}  large pool {cell['large_us']:.2f}, copy {cell['large_copy_only_us']:.2f}", flush=True)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        del setup
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     options = arguments()
+    if options.large:
+        measure_large(options)
+        return
     began = time.monotonic()
-    held = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    cells = {tuple(cell[name] for name in KEY): cell for cell in held}
+    before = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
+    cells = {tuple(cell[name] for name in KEY): cell for cell in before["rows"]}
+    large = {"large": before["large"]} if "large" in before else {}
     pool = make_pool(int(options.pool_gib * (1 << 30)))
     flush_us = flush_time(options.replays)
     for turn, ((row_bytes, hot, batch), wanted) in product(range(options.passes), options.cells.items()):
@@ -269,7 +306,8 @@ def main() -> None:
             cells[key] = with_pass(cell, times, options.passes)
             print(show(cells[key]), flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            result = {"machine": machine(), "pool_gib": options.pool_gib, "rows": list(cells.values())}
+            about = {"machine": machine(), "pool_gib": options.pool_gib, **large}
+            result = about | {"rows": list(cells.values())}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
         del setup
         torch.cuda.empty_cache()

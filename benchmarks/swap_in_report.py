@@ -14,21 +14,29 @@ SERIES: Final = (
     Series("target", "#444444", "tick"),
     Series("floor", "#2e8b57", "cross"),
 )
-HEAD: Final = (
-    "| row B, hot | batch × blocks | m | swap_in | overlapped | copy | resolve | null | floor | GB/s | cold | SGLang "
-    "| target | |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+COLUMNS: Final = (
+    *("row B, hot", "batch × blocks", "m", "swap_in", "overlapped", "copy", "resolve", "null", "floor", "GB/s", "cold"),
+    *("SGLang", "target", ""),
 )
+LARGE: Final = ("large pool", "its copy")
 
 
-def line(cell: dict[str, Any]) -> str:
+def head(*, is_large: bool) -> str:
+    columns = (*COLUMNS[:-1], *(LARGE if is_large else ()), COLUMNS[-1])
+    return f"| {' | '.join(columns[:-1])} | {columns[-1]}|\n|{'---|' * len(columns)}\n"
+
+
+def line(cell: dict[str, Any], *, is_large: bool = False) -> str:
+    """With columns of a large pool, empty where the cell was not measured there."""
     sglang = f"{cell['sglang_us']:g}" if "sglang_us" in cell else ""
     target = f"{cell['target_us']:.1f}" if "target_us" in cell else ""
+    names = ("large_us", "large_copy_only_us") if is_large else ()
+    large = "".join(f"{cell[name]:.1f} | " if name in cell else "| " for name in names)
     return (
         f"| {cell['row_bytes']}, {cell['hot_slots']} | {cell['batch']} × {cell['blocks']} | {cell['misses']} "
         f"| {spread(cell)} | {spread(cell, OVERLAPPED)} | {cell['copy_only_us']:.1f} "
         f"| {cell['resolve_us']:.1f} | {cell['null_us']:.1f} | {cell['floor_us']:.1f} | {cell['gb_per_s']:.1f} "
-        f"| {cell['cold_us']:.1f} | {sglang} | {target} | {verdicts(cell)} |\n"
+        f"| {cell['cold_us']:.1f} | {sglang} | {target} | {large}{verdicts(cell)} |\n"
     )
 
 
@@ -55,13 +63,21 @@ def _counts(found: list[str]) -> str:
 
 
 def section(result: dict[str, Any]) -> str:
-    at = result["machine"]
+    at, large = result["machine"], result.get("large")
+    lines = (line(cell, is_large=large is not None) for cell in result["rows"])
     return (
         f"Command: `{at['command']}`. Machine: {at['gpu']}, driver and PCIe {at['driver_pcie']}, "
-        f"torch {at['torch']}, Python {at['python']}; host rows scattered over {result['pool_gib']:g} GiB.\n\n"
+        f"torch {at['torch']}, Python {at['python']}; host rows scattered over {result['pool_gib']:g} GiB."
+        f"{_large(large)}\n\n"
         f"{summary(result['rows'])}\n\n"
-        f"{HEAD}{''.join(map(line, result['rows']))}\n"
+        f"{head(is_large=large is not None)}{''.join(lines)}\n"
     )
+
+
+def _large(large: dict[str, Any] | None) -> str:
+    if large is None:
+        return ""
+    return f" Large pool: {large['pool_gib']:g} GiB, one pass on {large['machine']['gpu']}."
 
 
 def plot(cells: list[dict[str, Any]]) -> str:

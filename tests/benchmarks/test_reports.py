@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import decode_report, report, swap_in_report, transfer_report
+from benchmarks import decode_report, overlap_report, place_report, report, swap_in_report, transfer_report
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in_cells import OVERLAPPED, peers, spread, verdict, verdicts
 
@@ -107,6 +107,40 @@ def test_table_labels_both_counts() -> None:
     assert f"Of launches that overlap, each let begin while the one before is at work, {counts};" in text
     head, rule, first = text[text.index("| row B") :].splitlines()[:3]
     assert head.count("|") == rule.count("|") == first.count("|")
+
+
+def test_large_pool_has_columns_once_it_was_measured() -> None:
+    machine = dict.fromkeys(("command", "gpu", "driver_pcie", "torch", "python"), "x")
+    cells = [{**cell(5.6), "large_us": 12.3, "large_copy_only_us": 11.4}, cell(5.8)]
+    result = {"machine": machine, "pool_gib": 1, "rows": cells}
+    assert "large pool" not in swap_in_report.section(result)
+    text = swap_in_report.section(result | {"large": {"machine": machine, "pool_gib": 64}})
+    lines = text[text.index("| row B") :].splitlines()[:4]
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[2].endswith("| 12.3 | 11.4 | met |")
+    assert lines[3].endswith("| | | over |")
+    assert "Large pool: 64 GiB" in text
+
+
+def test_layouts_are_judged_by_large_pools_alone() -> None:
+    rows = [
+        {"pool_gib": pool, "layout": layout, "of_page": gain}
+        for pool, layout, gain in ((1, "layer", 2.0), (12, "layer", 1.31), (12, "run", 2.0), (64, "layer", 1.29))
+    ]
+    assert place_report.verdict(rows).endswith("in 1 of 2 cells.")
+
+
+def test_forms_of_a_step_are_compared_cell_by_cell() -> None:
+    runs = {
+        form: {
+            "machine": dict.fromkeys(("command", "gpu", "driver_pcie", "torch", "python"), "x"),
+            "setting": {"layers": 8},
+            "rows": [{**decode_row("hisparse", 58, tokens), "step_ms": ms}, decode_row("uncopied", 58, 1000.0)],
+        }
+        for form, tokens, ms in (("in line", 900.0, 6.0), ("beside", 950.0, 5.7))
+    }
+    table = overlap_report.section({"runs": runs})
+    assert "| 58 | 0.99 | 6.000 | 5.700 | -5.0% | 1.00 | 1.00 | 1.00 | 1.00 | 90.0% | 95.0% |" in table
 
 
 def test_swap_in_is_drawn_both_ways_where_both_were_measured() -> None:

@@ -146,6 +146,51 @@ def test_next_run_continues_after_budget_is_spent(tmp_path: Path, monkeypatch: p
     assert after[2:] == cells[2:], "none is lost"
 
 
+def test_large_pool_adds_columns_to_cells_of_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, measured, sizes = tmp_path / "out.json", list[tuple[int, int]](), list[int]()
+
+    def fake_measure(batch: int, misses: int, *_: object) -> dict[str, list[float]]:
+        measured.append((batch, misses))
+        return {"": [float(len(measured))], "overlapped_": [1.0], **OTHERS}
+
+    for name, fake in (
+        ("build", lambda pool, row_bytes, hot, batch: FakeSetup(batch)),
+        ("measure", lambda setup, misses, ranks, replays, flush_us: fake_measure(setup.batch, misses)),
+        ("make_pool", sizes.append),
+        ("flush_time", lambda replays: 0.0),
+        ("machine", lambda: {"gpu": str(len(sizes))}),
+    ):
+        monkeypatch.setattr(swap_in_benchmark, name, fake)
+    arguments = [
+        "swap_in",
+        "--out",
+        str(out),
+        *["--passes", "1", "--ranks", "4", "--row-bytes", "656", "--hot", "8192"],
+    ]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--large"])
+    with pytest.raises(SystemExit):
+        swap_in_benchmark.main()
+    monkeypatch.setattr(sys, "argv", [*arguments, "--batch", "1", "--misses", "0", "20"])
+    swap_in_benchmark.main()
+    before = json.loads(out.read_text())
+    for _ in range(2):
+        monkeypatch.setattr(
+            sys, "argv", [*arguments, "--batch", "1", "16", "--misses", "20", "--large", "--pool-gib=64"]
+        )
+        swap_in_benchmark.main()
+    after = json.loads(out.read_text())
+    assert measured == [(1, 0), (1, 20), (1, 20)], "what has its columns, or is no cell of the result, is left out"
+    assert sizes == [1 << 30, 64 << 30, 64 << 30]
+    assert after["rows"] == [before["rows"][0], before["rows"][1] | {"large_us": 3.0, "large_copy_only_us": 3.0}]
+    assert after["machine"] == before["machine"]
+    assert after["large"]["pool_gib"] == 64
+    monkeypatch.setattr(sys, "argv", [*arguments, "--batch", "16", "--misses", "20"])
+    swap_in_benchmark.main()
+    again = json.loads(out.read_text())
+    assert again["rows"][:2] == after["rows"]
+    assert again["large"] == after["large"], "kept by later runs of other cells"
+
+
 OTHERS = {name: [7.0, 1.0, 3.0] for name in ("copy_only", "resolve", "cold", "null")}
 
 

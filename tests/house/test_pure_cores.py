@@ -80,6 +80,8 @@ PURE = [
     "protocol/units",
     "worker/loop/batch",
     "worker/loop/output",
+    "worker/loop/selections",
+    "worker/loop/topk_bytes",
     "worker/group/agreement",
     "worker/group/awaiting",
     "worker/group/hub",
