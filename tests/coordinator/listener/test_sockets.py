@@ -15,7 +15,14 @@ import trio
 import trio.testing
 import zmq
 
-from coordinator.listener.router import BATCH_MESSAGES_MAX, BATCH_PARTS_MAX, HARD_LIMIT_FACTOR, Received, RouterSocket, Sent
+from coordinator.listener.router import (
+    BATCH_MESSAGES_MAX,
+    BATCH_PARTS_MAX,
+    HARD_LIMIT_FACTOR,
+    Received,
+    RouterSocket,
+    Sent,
+)
 from protocol.errors import BadInput, ConfigError, Unavailable
 from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import Insecure
