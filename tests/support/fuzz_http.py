@@ -56,13 +56,13 @@ from tests.support.hostile_http import attack
 from tests.support.http_rig import TEMPLATE
 
 MODULE: Final = "tests.support.fuzz_http"
-#: Attackers at a time, and how many of a hundred go to the front with TLS.
-CONNECTIONS: Final = 16
-TLS_PERCENT: Final = 10
+#: Connections of one process at a time, and how many of a hundred go to the front with TLS.
+CONNECTIONS: Final = 64
+TLS_PERCENT: Final = 25
 #: How long an attacker waits for answers after its last byte.
 ANSWER_LIMIT_S: Final = 0.5
 #: Requests before memory is measured: what is loaded late is loaded by then.
-WARM_UP_REQUESTS: Final = 2_000
+WARM_UP_REQUESTS: Final = 20_000
 FUZZ_KEY: Final = "the-key-of-all-attackers-0"
 CLIENT_KEY: Final = "the-key-of-another-client-0"
 
