@@ -38,7 +38,6 @@ from tests.hisparse.test_http_tls import write_pair
 from tests.support.fuzz_rig import (
     CLIENT_INTERVAL_S,
     SETTLE_S,
-    UNDISTURBED_S,
     Cores,
     Report,
     Tally,
@@ -49,6 +48,7 @@ from tests.support.fuzz_rig import (
     process,
     storm,
     tell,
+    undisturbed,
     until,
 )
 from tests.support.gateway_rig import GatewayRig, running
@@ -63,6 +63,10 @@ TLS_PERCENT: Final = 25
 ANSWER_LIMIT_S: Final = 0.5
 #: Requests before memory is measured: what is loaded late is loaded by then.
 WARM_UP_REQUESTS: Final = 20_000
+#: Requests that the coordinator knows at once, and for how long after their end. A connection that has not read an
+#: output by then is dropped, and its next message, too.
+REQUEST_INDICES: Final = 8_192
+FORGET_AFTER_S: Final = 1.0
 FUZZ_KEY: Final = "the-key-of-all-attackers-0"
 CLIENT_KEY: Final = "the-key-of-another-client-0"
 
@@ -75,6 +79,7 @@ class Front(Target):
 @dataclass
 class Site:
     place: Path
+    coordinator: Target
     plain: Front
     secure: Front
     cert: str
@@ -91,7 +96,7 @@ class AnsweringRig(GatewayRig):
     """Answers each request with three tokens and forgets it."""
 
     def __init__(self, directory: Path, nursery: trio.Nursery) -> None:
-        super().__init__(directory)
+        super().__init__(directory, request_indices=REQUEST_INDICES)
         self._nursery = nursery
         scheduler = self.scheduler
         model = scheduler.model()
@@ -110,7 +115,7 @@ class AnsweringRig(GatewayRig):
         await trio.sleep(0.002)
         self.speak(request_id, [97, 98, 99][:tokens])
         self.scheduler.finish(request_id)
-        await trio.sleep(0.05)
+        await trio.sleep(FORGET_AFTER_S)
         self.scheduler.forget(request_id)
 
 
@@ -161,11 +166,11 @@ def site(place: Path, cores: frozenset[int] = frozenset()) -> Iterator[Site]:
     (place / "api.keys").chmod(0o600)
     cert, key = write_pair(place)
     with (
-        process(MODULE, "--coordinate", str(place), log=place / "coordinator.log", cores=cores),
+        process(MODULE, "--coordinate", str(place), log=place / "coordinator.log", cores=cores) as coordinator,
         front(place, "plain", cores=cores) as plain,
         front(place, "tls", "--tls-cert", cert, "--tls-key", key, cores=cores) as secure,
     ):
-        yield Site(place, plain, secure, cert)
+        yield Site(place, Target("coordinator", coordinator, place / "coordinator.log"), plain, secure, cert)
 
 
 # ---------------------------------------------------------------- attackers
@@ -245,8 +250,8 @@ def fuzz(given: argparse.Namespace, cores: Cores, place: Path) -> Report:
         storm(MODULE, place, [it | {"count": WARM_UP_REQUESTS // len(jobs)} for it in jobs], cores.attackers, at.fronts)
         log = place / "client.log"
         with process(MODULE, "--ask", str(at.plain.port), log=log, cores=cores.client):
-            time.sleep(UNDISTURBED_S)
-            for one in at.fronts:
+            undisturbed(log)
+            for one in (*at.fronts, at.coordinator):
                 one.start()
             began = time.monotonic()
             jobs = [it | {"seed": f"{it['seed']}/storm", "count": given.requests // len(jobs) + 1} for it in jobs]
@@ -255,8 +260,10 @@ def fuzz(given: argparse.Namespace, cores: Cores, place: Path) -> Report:
             time.sleep(SETTLE_S)
         rate = round(tally.sent / (ended - began))
         report.measured |= {"requests": tally.sent, "per_s": rate, "answers": dict(sorted(tally.outcomes.items()))}
-        for one in at.fronts:
+        for one in (*at.fronts, at.coordinator):
             one.verdict(report)
+        dropped = at.coordinator.log.read_text().count("message dropped")
+        report.wrong += [f"the coordinator dropped {dropped} messages of the fronts"] if dropped else []
     client_verdict(report, log, began, ended, given.floor_ms)
     report.wrong += [] if tally.sent >= given.requests else [f"the time ended after {tally.sent} requests"]
     return report

@@ -260,6 +260,21 @@ def until(log: Path, pattern: str) -> str:
     return found[1]
 
 
+def undisturbed(log: Path) -> None:
+    """Wait until the client has been served for UNDISTURBED_S, after its warm-up. Raises TimeoutError."""
+    warmed_up(log)
+    time.sleep(UNDISTURBED_S)
+
+
+def warmed_up(log: Path) -> None:
+    """Wait for the first answers of the client with this log. Raises TimeoutError."""
+    limit = time.monotonic() + START_LIMIT_S
+    while log.read_text().count("\n") <= CLIENT_WARM_UP:
+        if time.monotonic() > limit:
+            raise TimeoutError(log.read_text())
+        time.sleep(0.05)
+
+
 def p99(latencies: Sequence[float]) -> float:
     return sorted(latencies)[int(len(latencies) * 0.99)] if latencies else 0.0
 

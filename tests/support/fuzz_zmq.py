@@ -31,7 +31,6 @@ from protocol.errors import HiSparseError
 from tests.support.fuzz_rig import (
     CLIENT_INTERVAL_S,
     SETTLE_S,
-    UNDISTURBED_S,
     Cores,
     Report,
     Tally,
@@ -42,6 +41,7 @@ from tests.support.fuzz_rig import (
     process,
     storm,
     tell,
+    undisturbed,
     until,
 )
 from tests.support.hostile_zmq import ROLES, attack
@@ -164,7 +164,7 @@ def fuzz(given: argparse.Namespace, cores: Cores, place: Path) -> Report:
         storm(MODULE, place, [job], cores.attackers, [at.coordinator])
         log = place / "client.log"
         with process(MODULE, "--ask", str(place), log=log, cores=cores.client):
-            time.sleep(UNDISTURBED_S)
+            undisturbed(log)
             at.coordinator.start()
             began = time.monotonic()
             job |= {"seed": given.seed, "count": given.messages}

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.support.fuzz_http import FUZZ_KEY, Site, site
-from tests.support.fuzz_rig import P99_GROWTH_MAX, Cores, Report, add_options, cores_given, p99, process
+from tests.support.fuzz_rig import P99_GROWTH_MAX, Cores, Report, add_options, cores_given, p99, process, warmed_up
 
 PHASE_S: Final = 8.0
 #: Of a phase, not counted: what the phase before left behind is answered in it.
@@ -162,7 +162,7 @@ def measure(at: Site, names: list[str], rounds: int, cores: Cores) -> Report:
     for name in names:
         log = at.place / f"client-{name}.log"
         with process("tests.support.fuzz_http", "--ask", str(at.plain.port), log=log, cores=cores.client):
-            time.sleep(1.0)
+            warmed_up(log)
             took = phases(at, name, rounds, cores.attackers)
         lines = (line.split() for line in log.read_text().splitlines()[:-1])
         judge(report, name, took, [(float(at_s), float(latency), outcome) for at_s, latency, outcome in lines])
