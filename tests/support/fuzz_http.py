@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import re
+import shutil
 import ssl
 import sys
 import tempfile
@@ -159,12 +161,23 @@ def front(place: Path, name: str, *options: str, cores: frozenset[int]) -> Itera
         yield Front(f"front {name}", started, log, port=int(port))
 
 
+def pair_in(place: Path) -> tuple[str, str]:
+    """A certificate and its key in `place`: those of the directory in FUZZ_TLS_PAIR, where the machine has no openssl,
+    or new ones."""
+    if given := os.environ.get("FUZZ_TLS_PAIR"):
+        for name in ("front.pem", "front.key"):
+            shutil.copyfile(Path(given) / name, place / name)
+            (place / name).chmod(0o600)
+        return str(place / "front.pem"), str(place / "front.key")
+    return write_pair(place)
+
+
 @contextmanager
 def site(place: Path, cores: frozenset[int] = frozenset()) -> Iterator[Site]:
     """Coordinator and fronts in the directory `place`, on these cores."""
     (place / "api.keys").write_text(f"{FUZZ_KEY}\n{CLIENT_KEY}\n")
     (place / "api.keys").chmod(0o600)
-    cert, key = write_pair(place)
+    cert, key = pair_in(place)
     with (
         process(MODULE, "--coordinate", str(place), log=place / "coordinator.log", cores=cores) as coordinator,
         front(place, "plain", cores=cores) as plain,
