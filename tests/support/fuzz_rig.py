@@ -97,8 +97,20 @@ class Target:
     @property
     def memory_bytes(self) -> int:
         """Resident now; 0 when it is gone."""
+        return self._status("VmRSS")
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most that was resident since its start, or since `forget_peak`; 0 when it is gone."""
+        return self._status("VmHWM")
+
+    def forget_peak(self) -> None:
         with suppress(OSError):
-            found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
+            Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    def _status(self, name: str) -> int:
+        with suppress(OSError):
+            found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
             return int(found[1]) * 1024 if found else 0
         return 0
 

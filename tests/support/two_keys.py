@@ -163,10 +163,17 @@ def measure(at: Site, names: list[str], rounds: int, cores: Cores) -> Report:
         log = at.place / f"client-{name}.log"
         with process("tests.support.fuzz_http", "--ask", str(at.plain.port), log=log, cores=cores.client):
             warmed_up(log)
+            for target in (at.plain, at.coordinator):
+                target.forget_peak()
             took = phases(at, name, rounds, cores.attackers)
         lines = (line.split() for line in log.read_text().splitlines()[:-1])
         judge(report, name, took, [(float(at_s), float(latency), outcome) for at_s, latency, outcome in lines])
-        report.measured.setdefault(name, {})["front_mib"] = at.plain.memory_bytes >> 20
+        memory = {
+            f"{target.name} {what}": value >> 20
+            for target in (at.plain, at.coordinator)
+            for what, value in (("peak_mib", target.peak_bytes), ("after_mib", target.memory_bytes))
+        }
+        report.measured.setdefault(name, {}).update(memory)
         print(name, report.measured[name], flush=True)
     return report
 
