@@ -67,7 +67,7 @@ ANSWER_LIMIT_S: Final = 0.5
 WARM_UP_REQUESTS: Final = 20_000
 #: Requests that the coordinator knows at once, and for how long after their end. A connection that has not read an
 #: output by then is dropped, and its next message, too.
-REQUEST_INDICES: Final = 8_192
+REQUEST_INDICES: Final = 2_048
 FORGET_AFTER_S: Final = 1.0
 FUZZ_KEY: Final = "the-key-of-all-attackers-0"
 CLIENT_KEY: Final = "the-key-of-another-client-0"

@@ -83,7 +83,8 @@ def coordinator(place: Path, transport: str) -> Iterator[tuple[Target, str]]:
         add_peer(place / "keys", "client", "hostile", output=place / "client.key")
         env["HISPARSE_CLUSTER_KEYS_DIR"] = f"{place}/keys"
     log = place / "coordinator.log"
-    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, **env) as started:
+    no_cores: frozenset[int] = frozenset()
+    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, cores=no_cores, **env) as started:
         endpoint = until(log, r"listening to=clients endpoint=(\S+)")
         until(log, r"(listening to=workers)")
         yield Target("coordinator", started, log), endpoint

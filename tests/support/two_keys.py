@@ -29,7 +29,17 @@ from pathlib import Path
 from typing import Final
 
 from tests.support.fuzz_http import FUZZ_KEY, Site, site
-from tests.support.fuzz_rig import P99_GROWTH_MAX, Cores, Report, add_options, cores_given, p99, process, warmed_up
+from tests.support.fuzz_rig import (
+    P99_GROWTH_MAX,
+    Cores,
+    Report,
+    add_options,
+    cores_given,
+    p99,
+    process,
+    until,
+    warmed_up,
+)
 
 PHASE_S: Final = 8.0
 #: Of a phase, not counted: what the phase before left behind is answered in it.
@@ -100,6 +110,7 @@ def attack(name: str, port: int) -> None:
     threads = [threading.Thread(target=act, args=(port, stop), daemon=True) for _ in range(count)]
     for thread in threads:
         thread.start()
+    print("attacking", flush=True)
     threads[0].join()
 
 
@@ -107,6 +118,7 @@ def attack(name: str, port: int) -> None:
 def hostile(at: Site, name: str, cores: frozenset[int]) -> Iterator[None]:
     log = at.place / "attack.log"
     with process("tests.support.two_keys", "--attack", name, str(at.plain.port), log=log, cores=cores):
+        until(log, "(attacking)")
         yield
 
 
