@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,17 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     bad.write_text("seats = = 3")
     with pytest.raises(ConfigError, match="not TOML"):
         load(bad, environ={})
+    bad.write_text("seats = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config=.*bad.toml: is nested too deeply"):
+        load(bad, environ={})
+
+
+@pytest.mark.timeout(20)
+def test_pipe_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    """It would hold a start until something writes to it."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"config=.*pipe: is no regular file \(check --config and HISPARSE_CONFIG\)"):
+        load(tmp_path / "pipe", environ={})
 
 
 def test_the_environment_names_the_file(tmp_path: Path) -> None:
