@@ -3,8 +3,8 @@
 parent   GroupRig: starts the ranks, collects what they drew, lets them go once all are done
 child    `python -m tests.support.group_rig`: a job on stdin, one line of JSON for each rank on stdout
 
-Ranks of one node share one host pool, and each gives a part of its pages. A request may go from rank to rank: it is
-withdrawn with its pages kept, passed on as a file, and resumed from the same pages by the other rank.
+On CPUs, ranks of one node share one host pool, and each gives a part of its pages. A request may go from rank to rank:
+it is withdrawn with its pages kept, passed on as a file, and resumed from the same pages by the other rank.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class GroupRig:
         keep_logits: bool = False,
         configs: list[Config] | None = None,
         prefix: list[list[str]] | None = None,
+        environs: list[dict[str, str]] | None = None,
     ) -> None:
+        """By rank: `configs`, what goes before the command as `prefix`, and `environs` beside that of this process."""
         size = len(asks)
         self.ranks: list[subprocess.Popen[str]] = []
         for rank, own in enumerate(asks):
@@ -105,7 +107,7 @@ class GroupRig:
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | (environs[rank] if environs else {}),
             )
             assert child.stdin is not None
             child.stdin.write(json.dumps(job) + "\n")
@@ -144,6 +146,7 @@ def main() -> None:
     from worker.group.group import Group
     from worker.runners.checkpoint import fingerprint
     from worker.runners.transformers_dsa import load_runner
+    from worker.streams import make_streams
 
     torch.set_num_threads(1)
     job = json.loads(sys.stdin.readline())
@@ -152,11 +155,12 @@ def main() -> None:
     runner = load_runner(config.worker, group.collectives)
     sizing = size_worker(config.worker, runner.geometry, runner.info)
     share = sizing.capacity.host_pages // group.size
+    is_cpu = config.worker.device == "cpu"
     rig = Rig(
-        None,
+        None if is_cpu else make_streams("cuda", device=config.worker.device),
         config.worker,
         runner=runner,
-        host=_pool(config, sizing),
+        host=_pool(config, sizing) if is_cpu else None,  # a GPU reads pinned memory
         keep_logits=job["keep_logits"],
         group=group,
         pages=range(group.rank * share, (group.rank + 1) * share),
