@@ -95,6 +95,11 @@ async def lose(cluster: Cluster, client: Client, phase: str, number: int, order:
     return beside
 
 
+def losses_in(log: Path) -> list[str]:
+    """The lines with which a rank has ended because it lost a peer: one for each of its lives."""
+    return [line for line in log.read_text().splitlines() if "the group lost a rank" in line]
+
+
 def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -127,6 +132,7 @@ async def test_rank_lost_in_any_phase_changes_no_output(
             back = trio.current_time() - lost_at
             print(f"{phase} {number.name}: processes gone after {ended:.2f} s, all ranks connected after {back:.1f} s")
 
+        losses = dict.fromkeys(RANKS, 0)
         for phase, name in LOST.items():
             told = len(said)
             if phase == "prompt":
@@ -137,8 +143,12 @@ async def test_rank_lost_in_any_phase_changes_no_output(
             ends = [line for line in said[told:] if line.startswith("group g0 ended")]
             assert f"{name} killed by SIGKILL" in ends[-1], said[told:]
             assert len(ends) == (2 if phase == "start" else 1), said[told:]
-            others = [other for other in RANKS if other != name]
-            assert not [line for line in said[told:] if f"{others[0]} hangs" in line]
+            other = next(other for other in RANKS if other != name)
+            assert not [line for line in said[told:] if f"{other} hangs" in line]
+            losses[other] += 1
+            losses[name] += phase == "start"  # it saw the end of the other one before
+            assert len(losses_in(tmp_path / f"{other}.log")) == losses[other], phase
+            assert f"lost={RANKS.index(name)} " in losses_in(tmp_path / f"{other}.log")[-1], phase
             if phase in ("decode", "exchange", "leave"):
                 assert beside[phase]
                 is_proved = number == signal.SIGKILL  # a stopped rank may still write the last page of its requests

@@ -17,7 +17,7 @@ import trio
 from hisparse.client.client import Client
 from hisparse.cluster.children import child_environ
 from protocol.config import to_environ
-from protocol.errors import HiSparseError
+from protocol.errors import EXIT_PEER_LOST, HiSparseError
 from protocol.messages import Sampling
 from protocol.settings import Config
 from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, until_all_connected, write_model
@@ -35,6 +35,8 @@ from tests.support.group_cluster import (
 pytestmark = [pytest.mark.process, pytest.mark.group, pytest.mark.timeout(600)]
 
 
+#: For a worker to start on busy cores.
+START_LIMIT_S = 240.0
 PROMPT = [31 * place % 250 for place in range(600)]
 
 
@@ -174,12 +176,34 @@ def workers_of(runtime_dir: Path, name: str = "") -> list[int]:
     return found
 
 
-def start_rank(config: Config, rank: int, log: Path, **changed: object) -> subprocess.Popen[bytes]:
+WORKER = ("-m", "hisparse.cli", "worker")
+IMPATIENT = (
+    "-c",
+    "from worker.group import control; control.MEET_LIMIT_S = 1.0; from hisparse.cli import main; main(['worker'])",
+)
+
+
+def start_rank(
+    config: Config, rank: int, log: Path, command: Sequence[str] = WORKER, **changed: object
+) -> subprocess.Popen[bytes]:
     own = {"name": f"w{rank}", "group": "g0", "group_rank": rank, "group_size": 2} | changed
     worker = msgspec.structs.replace(config.worker, **own)
     environ = child_environ() | to_environ(msgspec.structs.replace(config, worker=worker))
     with log.open("wb") as file:
-        return subprocess.Popen([sys.executable, "-m", "hisparse.cli", "worker"], env=environ, stderr=file)
+        return subprocess.Popen([sys.executable, *command], env=environ, stderr=file)
+
+
+def meeting_at(config: Config, directory: Path) -> Config:
+    worker = msgspec.structs.replace(config.worker, group_endpoint=f"ipc://{directory}/group-g0.sock")
+    return msgspec.structs.replace(config, worker=worker)
+
+
+def test_a_rank_alone_ends_in_time_and_names_the_one_that_is_missing(model: Path, tmp_path: Path) -> None:
+    alone = start_rank(meeting_at(group_config(model, tmp_path), tmp_path), 0, tmp_path / "0.log", IMPATIENT)
+    assert alone.wait(START_LIMIT_S) == EXIT_PEER_LOST
+    last = (tmp_path / "0.log").read_text().splitlines()[-1]
+    assert "the group did not meet" in last
+    assert "of group g0 rank 1 did not come within 1 s" in last
 
 
 @pytest.mark.parametrize(
@@ -195,12 +219,10 @@ async def test_ranks_that_disagree_are_refused_by_name(
 ) -> None:
     """Other values are compared alike (tests/worker/group/test_hub.py). The rank that is right goes on waiting, with a
     line that says for which."""
-    config = group_config(model, tmp_path)
-    endpoint = f"ipc://{tmp_path}/group-g0.sock"
-    config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, group_endpoint=endpoint))
+    config = meeting_at(group_config(model, tmp_path), tmp_path)
     first = start_rank(config, 0, tmp_path / "0.log")
     try:
-        with trio.fail_after(60):
+        with trio.fail_after(START_LIMIT_S):
             while not (tmp_path / "group-g0.sock").exists():  # noqa: ASYNC110
                 await trio.sleep(0.05)
             other = start_rank(config, 1, tmp_path / "1.log", **changed)

@@ -56,7 +56,7 @@ class Group:
 
     @classmethod
     def join(cls, config: Config, fingerprint: str) -> Group:
-        """Meet the other ranks. Waits for them. Raises ConfigError when rank 0 turns this one away, NotAllowed."""
+        """Meet the other ranks. Waits for them. Raises what `Control` and its `join` raise."""
         control = Control(config, shared_values(config.worker, fingerprint))
         try:
             control.join()
