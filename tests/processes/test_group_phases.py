@@ -32,7 +32,7 @@ from tests.support.group_cluster import (
 )
 from tests.support.planted import PLANTED_WHILE
 
-pytestmark = [pytest.mark.process, pytest.mark.group, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.group, pytest.mark.timeout(1_200)]
 
 RANKS = ("w0", "w1")
 #: Phases and the rank that is lost in each: the one that meets the other ranks (rank 0), and another one.

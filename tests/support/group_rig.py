@@ -35,7 +35,7 @@ LIMIT_S = 150.0
 class Ask:
     """A request of a rank. `moves`: (tokens, keep or drop or resize, hot slots) once so many tokens were drawn.
 
-    `visits`: (tokens, rank) likewise, the rank that it goes to with the pages that it holds.
+    `next_ranks`: (tokens, rank) likewise, the rank that it goes to with the pages that it holds.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Ask:
     hot_slots: int = 64
     temperature: float = 0.0
     moves: list[tuple[int, str, int]] = field(default_factory=list)
-    visits: list[tuple[int, int]] = field(default_factory=list)
+    next_ranks: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class GroupRig:
                 "config": msgspec.to_builtins(config),
                 "asks": [asdict(ask) for ask in own],
                 "keep_logits": keep_logits,
-                "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.visits),
+                "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
             command = [*(prefix[rank] if prefix else []), sys.executable, "-m", "tests.support.group_rig"]
             child = subprocess.Popen(
@@ -229,8 +229,8 @@ class Requests:
                 self._pass_on(life, ask, self._leaving.pop(ask.number))
             else:
                 coordinator.admit(life, ask.hot_slots)
-        elif life.here and ask.visits and len(life.tokens) >= ask.visits[0][0]:
-            _, self._leaving[ask.number] = ask.visits.pop(0)
+        elif life.here and ask.next_ranks and len(life.tokens) >= ask.next_ranks[0][0]:
+            _, self._leaving[ask.number] = ask.next_ranks.pop(0)
             coordinator.withdraw(life, "keep")
         elif life.here and ask.moves and len(life.tokens) >= ask.moves[0][0]:
             _, how, ask.hot_slots = ask.moves.pop(0)

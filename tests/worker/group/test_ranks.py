@@ -169,7 +169,7 @@ def test_bits_stay_while_requests_move_between_ranks(
         if moves:
             ranks[0] += [Ask(COMPANY + it, list(TEXT[it : it + 90]), 12) for it in range(3)]
             for ask in asks:
-                ask.visits = [(2 + ask.number % 4, (ask.number + 1) % size), (9, (ask.number + 2) % size)]
+                ask.next_ranks = [(2 + ask.number % 4, (ask.number + 1) % size), (9, (ask.number + 2) % size)]
         runs.append(run(checkpoints(family), tmp_path / f"moves {moves}", ranks, settings, keep_logits=True))
     resting, moving = runs
     bits = {place: digest for rank in resting for place, digest in rank.logits.items()}
