@@ -173,7 +173,7 @@ def _classes(settings: WorkerSettings, geometry: Geometry) -> tuple[int, ...]:
         raise ConfigError(
             f"a step selects {geometry.topk} rows, which must all fit the hot buffer",
             field="worker.hot_size_classes",
-            value=classes,
+            value=",".join(map(str, classes)),
             remedy=f"name sizes from {geometry.topk} upward",
         )
     return classes
@@ -248,5 +248,5 @@ def _require_room(
             f"buffer needs {managed_chunks(smallest)} chunks of {geometry.chunk_bytes} bytes",
             field="worker.device_mem",
             value=settings.device_mem,
-            remedy="raise it, or lower worker.seats, slab_tokens or hot_size_classes",
+            remedy="raise it, or lower worker.seats, worker.slab_tokens or worker.hot_size_classes",
         )
