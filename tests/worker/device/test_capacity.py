@@ -102,10 +102,10 @@ def test_target_admits_more_requests_than_halves() -> None:
 @pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 64, 64)), (0, (126, 10, 83))])
 def test_worker_logs_its_request_capacity_at_start(target: int, counts: tuple[int, int, int]) -> None:
     """Of the length aimed at, or of the longest."""
-    text = "\n".join(sized(context_target_tokens=target, slab_tokens=32_768).report())
-    host, index, chunks = counts
-    length = f"requests of {target or 163_840} tokens"
-    assert f"{length}: {host} by host pages, {index} by index pages, {chunks} by hot chunks" in text
+    _, enough = sized(context_target_tokens=target, slab_tokens=32_768).report()
+    assert enough["context_target_tokens"] == (target or 163_840)
+    kinds = ("host_pages", "index_pages", "hot_chunks")
+    assert tuple(enough[f"requests_by_{kind}"] for kind in kinds) == counts
 
 
 def test_a_target_beyond_the_context_is_refused() -> None:
