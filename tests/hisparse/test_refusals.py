@@ -1,0 +1,397 @@
+"""Each refusal of a command: its text, and that the values which it names are accepted. One table."""
+
+from __future__ import annotations
+
+import atexit
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+from click.testing import CliRunner, Result
+
+from coordinator.scheduling.commands import check_size
+from hisparse.cli import main
+from protocol import messages
+from protocol.errors import HiSparseError
+from protocol.sizing import Length
+from protocol.transport.keys import make_keys, read_allowed, read_peer_key
+from tests.hisparse.test_cli import CAPACITY, MODEL
+from tests.support.fakes.gateway import FakeGateway
+from worker.runners.tiny import write_tiny_checkpoint
+
+DONE = 0
+
+
+def run(command: str) -> Result:
+    return CliRunner().invoke(main, shlex.split(command), prog_name="hisparse")
+
+
+def answer_resize(ask: messages.AdminMessage) -> Sequence[messages.GatewayMessage]:
+    """As the coordinator does: its rule, over one worker."""
+    assert isinstance(ask, messages.ResizeRequests)
+    try:
+        check_size(ask.hot_slots, "r1", Length(100, 0, 64), [("w0", CAPACITY)])
+    except HiSparseError as error:
+        return [messages.Failure(ask.tag, error.code, error.message, error.field, error.value, error.remedy)]
+    return [messages.Done(ask.tag, ("r1: resized",))]
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGateway]:
+    monkeypatch.setenv("HISPARSE_CLUSTER_RUNTIME_DIR", str(tmp_path))
+    with FakeGateway(tmp_path, MODEL) as fake:
+        fake.on(messages.ResizeRequests, answer_resize)
+        fake.on(messages.DrainWorkers, lambda ask: [messages.Done(ask.tag, ("w0: draining",))])
+        fake.on(messages.ListRequests, lambda ask: [messages.RequestRows(ask.tag, ())])
+        fake.on(messages.ReleaseQuarantine, lambda ask: [messages.Done(ask.tag, ("w0: released",))])
+        yield fake
+
+
+SIZES = "write a number and a unit: KiB, MiB, GiB, TiB, or KB, MB, GB, TB of 1000"
+UNITS = ("60KiB", "60MiB", "60GiB", "60TiB", "60KB", "60MB", "60GB", "60TB", "60Gib")
+SHOW = "config show --set"
+SIZE = "size --config {tmp}/tiny --context 1k"
+
+
+class Case(NamedTuple):
+    """`command` is refused with exit code `code` and `text`; each of `remedies`, which the text names, is then done.
+
+    {tmp} is the directory of the test, in which `given` has put what the command needs.
+    """
+
+    command: str
+    code: int
+    text: str
+    remedies: Sequence[str] = ()
+    given: Callable[[Path], object] = lambda _: None
+
+
+def keys_in(directory: Path) -> None:
+    make_keys(directory / "keys")
+
+
+def damaged(name: str, text: str, mode: int = 0o600) -> Callable[[Path], None]:
+    """Keys, of which file `name` has another text or mode."""
+
+    def give(directory: Path) -> None:
+        keys_in(directory)
+        file = directory / "keys" / name
+        file.write_text(text or file.read_text())
+        file.chmod(mode)
+
+    return give
+
+
+def written(name: str, text: str | bytes) -> Callable[[Path], None]:
+    def give(directory: Path) -> None:
+        (directory / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return give
+
+
+@cache
+def made_once() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="refusals-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    write_tiny_checkpoint(directory / "tiny", "deepseek-v3.2")
+    return directory / "tiny"
+
+
+def tiny(directory: Path) -> None:
+    shutil.copytree(made_once(), directory / "tiny")
+
+
+#: What the CLI refuses, by what is wrong.
+CASES: Final[dict[str, Case]] = {
+    "no such command": Case("frobnicate", 2, "No such command 'frobnicate'"),
+    "no hot size": Case(
+        "resize r1 --hot-slots 0",
+        2,
+        "'0' is not a number of slots, resident or auto",
+        ["resize r1 --hot-slots resident", "resize r1 --hot-slots auto", "resize r1 --hot-slots 192"],
+    ),
+    "hot size of no worker": Case(
+        "resize r1 --hot-slots 100",
+        2,
+        "hot_slots=100: no such hot size (choose resident, auto, or a size of the workers: 192)",
+        ["resize r1 --hot-slots resident", "resize r1 --hot-slots auto", "resize r1 --hot-slots 192"],
+    ),
+    "no size, on a GPU": Case(
+        f"{SHOW} worker.device_mem=lots --set worker.device=cuda",
+        8,
+        f"worker.device_mem=lots: not a size ({SIZES}; or auto)",
+        [f"{SHOW} worker.device_mem={it} --set worker.device=cuda" for it in (*UNITS, "auto")],
+    ),
+    "no size, on a CPU": Case(
+        f"{SHOW} worker.device_mem=lots --set worker.device=cpu",
+        8,
+        f"worker.device_mem=lots: not a size ({SIZES})",
+        [f"{SHOW} worker.device_mem={it} --set worker.device=cpu" for it in UNITS],
+    ),
+    "auto on a CPU": Case(
+        f"{SHOW} worker.device_mem=auto --set worker.device=cpu",
+        8,
+        "set one, as in 4GiB",
+        [f"{SHOW} worker.device_mem=4GiB --set worker.device=cpu"],
+    ),
+    "no such setting": Case(f"{SHOW} worker.seets=1", 8, "did you mean seats?", [f"{SHOW} worker.seats=1"]),
+    "no size of the pool": Case(
+        f"{SHOW} worker.host_mem=lots", 8, f"({SIZES}; or auto)", [f"{SHOW} worker.host_mem=auto"]
+    ),
+    "no number": Case(f"{SHOW} worker.seats=many", 8, "worker.seats=many: expected a whole number"),
+    "no assignment": Case("workers --set nonsense", 2, "is not SECTION.FIELD=VALUE"),
+    "no settings file": Case("workers --config {tmp}/none.toml", 8, "No such file"),
+    "no TOML": Case("workers --config {tmp}/x.toml", 8, "not TOML", given=written("x.toml", "[worker\n")),
+    "no section": Case(
+        "config show --config {tmp}/x.toml",
+        8,
+        "worker=3: not a table (write [worker] in",
+        given=written("x.toml", "worker = 3\n"),
+    ),
+    "no worker named": Case("drain", 2, "name workers, or pass --all", ["drain w0", "drain --all"]),
+    "not sure": Case("release-quarantine w0", 2, "pass --i-am-sure", ["release-quarantine w0 --i-am-sure"]),
+    "no such state": Case(
+        "requests --state runing",
+        2,
+        "'runing' is none of queued",
+        ["requests --state queued", "requests --state running", "requests --state held"],
+    ),
+    "live and ended": Case(
+        "requests --live --state finished",
+        2,
+        "--live lists no finished request: leave out one of --live and --state",
+        ["requests --live", "requests --state finished"],
+    ),
+    "no MIN:MAX": Case("demo --prompt-tokens 5", 2, "'5' is not MIN:MAX"),
+    "few new tokens": Case("demo --new-tokens 1", 2, "new-tokens=1: the demo needs at least"),
+    "no group of workers": Case("demo --workers 3 --group-size 2", 2, "(use a divisor of --workers)"),
+    "no text of a prompt": Case(
+        "demo --prompts {tmp}/x.bin", 2, "not readable as text", given=written("x.bin", b"\xff\xfe\xff")
+    ),
+    "no key directory": Case("keys list", 2, "give --keys-dir DIRECTORY", ["keys list --keys-dir {tmp}/keys"], keys_in),
+    "unmakeable key directory": Case(
+        "keys init --keys-dir /proc/none", 8, "cluster.keys_dir=/proc/none: No such file or directory"
+    ),
+    "keys are there": Case(
+        "keys init --keys-dir {tmp}/keys", 8, "move it away first: replacing it would lock out its peer", given=keys_in
+    ),
+    "bad name of a key": Case(
+        "keys add client a/b --keys-dir {tmp}/keys", 2, "letters, digits, dots, dashes and underscores", given=keys_in
+    ),
+    "right of an admin": Case(
+        "keys add admin a --front --keys-dir {tmp}/keys",
+        2,
+        "only clients have rights (leave out --priority and --front)",
+        ["keys add admin a --keys-dir {tmp}/keys"],
+        keys_in,
+    ),
+    "right out of range": Case(
+        "keys add client a --priority 1001 --keys-dir {tmp}/keys",
+        2,
+        "priority=1001: out of range (choose -1000 to 1000)",
+        ["keys add client a --priority 1000 --keys-dir {tmp}/keys"],
+        keys_in,
+    ),
+    "no key of that name": Case(
+        "keys revoke client nemo --keys-dir {tmp}/keys",
+        3,
+        "has no allowed key (see: hisparse keys list)",
+        ["keys list --keys-dir {tmp}/keys"],
+        keys_in,
+    ),
+    "no line of keys": Case(
+        "keys list --keys-dir {tmp}/keys",
+        8,
+        "not a role, a name, a public key and a right",
+        given=damaged("allowed.keys", "client alice\n"),
+    ),
+    "no right of a key": Case(
+        "keys list --keys-dir {tmp}/keys",
+        8,
+        "write priority=N behind the key, N being -1000 to 1000",
+        given=damaged("allowed.keys", f"client alice {'a' * 40} speed=9\n"),
+    ),
+    "list that others change": Case(
+        "keys list --keys-dir {tmp}/keys", 8, "others could change it", given=damaged("allowed.keys", "", 0o666)
+    ),
+    "endless list of keys": Case(
+        "keys list --keys-dir {tmp}/keys", 8, "larger than", given=damaged("allowed.keys", "#" * (1 << 21))
+    ),
+    "list of keys that is no text": Case(
+        "keys list --keys-dir {tmp}/keys",
+        8,
+        "not text",
+        given=lambda tmp: (keys_in(tmp), (tmp / "keys" / "allowed.keys").write_bytes(b"\xff\xfe")),
+    ),
+    "no key file": Case(
+        "workers --keys-dir {tmp}/keys --set cluster.client_endpoint=tcp://127.0.0.1:1",
+        8,
+        "not a key file",
+        given=damaged("client.key", "nothing"),
+    ),
+    "key file of another role": Case(
+        "workers --keys-dir {tmp}/keys --set cluster.client_endpoint=tcp://127.0.0.1:1",
+        8,
+        "role=admin: not a key of role client",
+        given=lambda tmp: (keys_in(tmp), (tmp / "keys" / "admin.key").rename(tmp / "keys" / "client.key")),
+    ),
+    "key file without a key": Case(
+        "workers --keys-dir {tmp}/keys --set cluster.client_endpoint=tcp://127.0.0.1:1",
+        8,
+        "has no server key",
+        given=damaged("client.key", 'role = "client"\nname = "a"\n'),
+    ),
+    "a checkpoint is there": Case(
+        "model tiny {tmp}/tiny",
+        2,
+        "a checkpoint exists (name another directory, or pass --force)",
+        ["model tiny {tmp}/other", "model tiny {tmp}/tiny --force"],
+        tiny,
+    ),
+    "unmakeable checkpoint": Case("model tiny /proc/none", 2, "path=/proc/none: No such file or directory"),
+    "no address": Case("up --model {tmp}/tiny --http 8000", 2, "'8000' is not HOST:PORT", given=tiny),
+    "no directory of the ready file": Case(
+        "up --model {tmp}/tiny --ready-file {tmp}/none/ready", 2, "no directory {tmp}/none", given=tiny
+    ),
+    "no role": Case("up --model {tmp}/tiny --roles prefil", 2, "'prefil' is none of prefill, decode, both", given=tiny),
+    "roles that serve nothing": Case(
+        "up --model {tmp}/tiny --roles prefill", 8, "give one of them the role decode or both", given=tiny
+    ),
+    "roles for some workers": Case(
+        "up --model {tmp}/tiny -n 3 --roles prefill,decode",
+        8,
+        "2 for 3 workers (name one for each of them)",
+        given=tiny,
+    ),
+    "groups for some workers": Case(
+        "up --model {tmp}/tiny -n 3 --group-size 2", 8, "(use one of 1, 3, or another number of workers)", given=tiny
+    ),
+    "group named for up": Case(
+        "up --model {tmp}/tiny --set worker.group=g7 --set worker.group_rank=0", 8, "and pass --group-size", given=tiny
+    ),
+    "group on one GPU": Case(
+        "up --model {tmp}/tiny -n 2 --group-size 2 --device cuda:0 --set worker.stream_backend=cuda "
+        "--set worker.pool_dir={tmp}",
+        8,
+        "ranks of a group need a GPU each (set it to cuda)",
+        given=tiny,
+    ),
+    "ports past the last": Case("up --model {tmp}/tiny --metrics-port 65535", 8, "choose one up to 65533", given=tiny),
+    "prompt and file": Case("submit a --file LICENSE", 2, "give a prompt or --file, not both"),
+    "prompt that is no text": Case(
+        "submit --file {tmp}/x.bin", 2, "not UTF-8 text", given=written("x.bin", b"\xff\xfe")
+    ),
+    "empty prompt": Case("submit ''", 2, "empty prompt (give it at least one token)"),
+    "no token id": Case("submit --tokens '1 x 3'", 2, "'x' is not a token id"),
+    "token id beyond int32": Case("submit --tokens '1 2147483648'", 2, "a token id does not fit int32"),
+    "token id beyond int64": Case(f"submit --tokens '1 {10**30}'", 2, "expected a list of int32 token ids"),
+    "seed out of range": Case("submit a --seed -1", 2, "-1 is not in the range"),
+    "not a terminal": Case("top", 2, "not a terminal that can draw (use: hisparse requests --watch)"),
+    "two kinds of GPU memory": Case(
+        f"{SIZE} --host-mem 1GB",
+        2,
+        "give --gpu-mem, the whole memory of a GPU, or --device-mem, its KV budget",
+        [f"{SIZE} --host-mem 1GB --gpu-mem 1GB", f"{SIZE} --host-mem 1GB --device-mem 1GB"],
+        tiny,
+    ),
+    "no GPU": Case(f"{SIZE} --host-mem 1GB --gpu-mem auto", 8, "no GPU is here (give a size, as in 141GB)", given=tiny),
+    "uneven GPUs": Case(
+        f"{SIZE} --host-mem 1GB --gpu-mem 1GB --workers 3 --group-size 2", 2, "neither whole groups of 2", given=tiny
+    ),
+    "context of another model": Case(
+        f"{SIZE.replace('1k', '128k')} --host-mem 1GB --gpu-mem 1GB",
+        8,
+        "(use 16384 or less)",
+        [f"{SIZE.replace('1k', '16384')} --host-mem 1GB --gpu-mem 1GB"],
+        tiny,
+    ),
+    "no count of tokens": Case(
+        f"{SIZE.replace('1k', '1x')} --host-mem 1GB --gpu-mem 1GB", 2, "as in 131072 or 128k", given=tiny
+    ),
+    "no journal": Case("journal check {tmp}/none", 8, "cannot keep"),
+    "unmakeable runtime directory": Case(
+        "coordinator --runtime-dir /proc/none", 8, "cluster.runtime_dir=/proc/none: No such file or directory"
+    ),
+    "runtime directory of others": Case(
+        "workers --runtime-dir {tmp}/open",
+        8,
+        "others could reach the sockets in it",
+        given=lambda tmp: ((tmp / "open").mkdir(), (tmp / "open").chmod(0o755)),
+    ),
+    "no coordinator": Case(
+        "workers --runtime-dir {tmp}/empty", 6, "no coordinator listens there (start the coordinator, or wait until"
+    ),
+    "no front": Case("reload http", 6, "run this where the front runs, with the same --runtime-dir"),
+    "no API keys": Case("http --api-keys {tmp}/none", 8, "No such file or directory"),
+    "API keys that others read": Case(
+        "http --api-keys {tmp}/api.keys",
+        8,
+        "others may read it (chmod 600",
+        given=lambda tmp: ((tmp / "api.keys").write_text("k" * 32), (tmp / "api.keys").chmod(0o644)),
+    ),
+    "API keys that are short": Case(
+        "http --api-keys {tmp}/api.keys",
+        8,
+        "make keys with: openssl rand -hex 32",
+        given=lambda tmp: ((tmp / "api.keys").write_text("short"), (tmp / "api.keys").chmod(0o600)),
+    ),
+    "file without API keys": Case(
+        "http --api-keys {tmp}/api.keys",
+        8,
+        "0 keys, not 1 to",
+        given=lambda tmp: ((tmp / "api.keys").write_text("# none"), (tmp / "api.keys").chmod(0o600)),
+    ),
+    "API keys that are no text": Case(
+        "http --api-keys {tmp}/api.keys",
+        8,
+        "cannot be read: not text",
+        given=lambda tmp: ((tmp / "api.keys").write_bytes(b"\xff\xfe"), (tmp / "api.keys").chmod(0o600)),
+    ),
+    "certificate without a key": Case(
+        "http --tls-cert {tmp}/none.pem --tls-key {tmp}/none.key", 8, "http.tls_cert_file={tmp}/none.pem"
+    ),
+    "address of another machine": Case(
+        "http --host 203.0.113.1 --insecure", 8, "choose another http.host or http.port, 0 for any free port"
+    ),
+}
+
+
+def check_case(directory: Path, case: Case) -> None:
+    case.given(directory)
+    refused = run(case.command.replace("{tmp}", str(directory)))
+    shown = " ".join(refused.stderr.split())
+    assert (refused.exit_code, case.text.replace("{tmp}", str(directory)) in shown) == (case.code, True), refused.output
+    assert shown.startswith("hisparse: ")
+    assert refused.stderr.count("\n") == 1, refused.stderr
+    for remedy in case.remedies:
+        done = run(remedy.replace("{tmp}", str(directory)))
+        assert done.exit_code == DONE, f"{remedy}: {done.output}"
+
+
+@pytest.mark.usefixtures("service")
+@pytest.mark.parametrize("name", CASES)
+def test_refusal_is_one_line_and_the_values_that_it_names_are_accepted(tmp_path: Path, name: str) -> None:
+    check_case(tmp_path, CASES[name])
+
+
+def test_a_missing_admin_key_is_made_with_the_keys_of_the_coordinator(tmp_path: Path) -> None:
+    """`keys init` beside the client's keys would make those of another server, which the coordinator refuses."""
+    server, mine = tmp_path / "server", tmp_path / "mine"
+    make_keys(server)
+    mine.mkdir(mode=0o700)
+    (server / "client.key").rename(mine / "client.key")
+    refused = run(f"drain --all --keys-dir {mine} --set cluster.admin_endpoint=tcp://127.0.0.1:1")
+    assert refused.exit_code == 8
+    assert "keys init" not in refused.stderr
+    assert f"hisparse keys add admin NAME --keys-dir DIRECTORY; copy the file to {mine}/admin.key" in refused.stderr
+    made = run(f"keys add admin ops --keys-dir {server}")
+    assert made.exit_code == DONE, made.stderr
+    Path(made.stdout.strip()).rename(mine / "admin.key")
+    key = read_peer_key(mine, "admin")
+    assert ("admin", "ops", key.public) in [(it.role, it.name, it.public) for it in read_allowed(server)]
+    assert key.server == read_peer_key(mine, "client").server
