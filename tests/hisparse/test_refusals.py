@@ -5,26 +5,64 @@ from __future__ import annotations
 import atexit
 import shlex
 import shutil
+import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple, cast
 
+import click
+import msgspec
 import pytest
+import trio
+import zmq
 from click.testing import CliRunner, Result
 
-from coordinator.scheduling.commands import check_size
+import hisparse
+from coordinator.gateway.gateway import ASKS_MAX, Gateway
+from coordinator.scheduling.commands import check_size, release_quarantine
+from coordinator.scheduling.validation import check_salt, check_submit
+from coordinator.scheduling.worker_registry import WorkerRegistry
 from hisparse.cli import main
+from hisparse.cli.submit import _prompt_text
+from hisparse.cluster.children import die_with_parent
+from hisparse.cluster.placement import place
+from hisparse.console.options import EXIT_CODES
+from hisparse.console.session import _until_drained
+from hisparse.demo.oracles import consult
+from hisparse.demo.plan import DemoOptions, DemoRequest, memory_for
+from hisparse.demo.setup import write_checkpoint
+from hisparse.http.chat import render
+from hisparse.http.prompts import text_ids
 from protocol import messages
-from protocol.errors import HiSparseError
+from protocol.errors import (
+    BY_CODE,
+    BadInput,
+    CapacityError,
+    ConfigError,
+    HiSparseError,
+    NotFound,
+    Unavailable,
+    WrongState,
+)
+from protocol.settings import WorkerSettings
 from protocol.sizing import Length
+from protocol.text import make_tokenizer
 from protocol.transport.keys import make_keys, read_allowed, read_peer_key
-from tests.hisparse.test_cli import CAPACITY, MODEL
+from tests import ROOT
+from tests.hisparse.test_cli import CAPACITY, MODEL, WORKER
+from tests.hisparse.test_http_errors import CASES as HTTP_CASES
+from tests.hisparse.test_http_errors import WIRE_CASES, check_http_case, check_wire_case
 from tests.support.fakes.gateway import FakeGateway
+from tests.support.other_refusals import OTHER_TESTS
+from tests.support.refusals import reached, sites
 from worker.runners.tiny import write_tiny_checkpoint
 
 DONE = 0
+BY_EXIT: Final = {exit_code: BY_CODE[code] for code, exit_code in EXIT_CODES.items()}
 
 
 def run(command: str) -> Result:
@@ -48,6 +86,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGat
         fake.on(messages.ResizeRequests, answer_resize)
         fake.on(messages.DrainWorkers, lambda ask: [messages.Done(ask.tag, ("w0: draining",))])
         fake.on(messages.ListRequests, lambda ask: [messages.RequestRows(ask.tag, ())])
+        fake.on(messages.Submit, lambda _: [])
         fake.on(messages.ReleaseQuarantine, lambda ask: [messages.Done(ask.tag, ("w0: released",))])
         yield fake
 
@@ -90,6 +129,7 @@ def damaged(name: str, text: str, mode: int = 0o600) -> Callable[[Path], None]:
 def written(name: str, text: str | bytes) -> Callable[[Path], None]:
     def give(directory: Path) -> None:
         (directory / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        (directory / name).chmod(0o600)
 
     return give
 
@@ -282,6 +322,16 @@ CASES: Final[dict[str, Case]] = {
         given=tiny,
     ),
     "ports past the last": Case("up --model {tmp}/tiny --metrics-port 65535", 8, "choose one up to 65533", given=tiny),
+    "cluster is there": Case(
+        "up --model {tmp}/tiny", 4, "is already running there (stop it, or choose another --runtime-dir)", given=tiny
+    ),
+    "no answer": Case("submit x --timeout 0.2", 6, "no answer after 0.2 s (see: hisparse requests)"),
+    "damaged journal": Case(
+        "journal check {tmp}/j.sqlite",
+        8,
+        "hisparse journal salvage {tmp}/j.sqlite",
+        given=written("j.sqlite", "x" * 999),
+    ),
     "prompt and file": Case("submit a --file LICENSE", 2, "give a prompt or --file, not both"),
     "prompt that is no text": Case(
         "submit --file {tmp}/x.bin", 2, "not UTF-8 text", given=written("x.bin", b"\xff\xfe")
@@ -395,3 +445,213 @@ def test_a_missing_admin_key_is_made_with_the_keys_of_the_coordinator(tmp_path: 
     key = read_peer_key(mine, "admin")
     assert ("admin", "ops", key.public) in [(it.role, it.name, it.public) for it in read_allowed(server)]
     assert key.server == read_peer_key(mine, "client").server
+
+
+# ---------------------------------------------------------------- what takes more than a command line
+
+
+class Call(NamedTuple):
+    """`raises` (directory, monkeypatch) gives an error of `kind` with `text`."""
+
+    kind: type[HiSparseError]
+    text: str
+    raises: Callable[[Path, pytest.MonkeyPatch], object]
+
+
+def failing(result: Result) -> None:
+    """Raise the error that a command showed, as its text."""
+    raise BY_EXIT[result.exit_code](result.stderr)
+
+
+def without(module: str, command: str) -> Callable[[Path, pytest.MonkeyPatch], object]:
+    """`command` where a module is not installed."""
+
+    def raises(directory: Path, patched: pytest.MonkeyPatch) -> None:
+        patched.setitem(sys.modules, module, None)
+        failing(run(command.replace("{tmp}", str(directory))))
+
+    return raises
+
+
+def at_a_terminal(_: Path, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr("hisparse.cli.submit.sys.stdin", SimpleNamespace(isatty=lambda: True))
+    with click.Context(main.commands["submit"]):
+        _prompt_text(None, None)
+
+
+def deaf_coordinator(directory: Path, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr("hisparse.client.connection.WELCOME_LIMIT_S", 0.2)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(f"ipc://{directory}/deaf.sock")
+        hisparse.run_client(f"ipc://{directory}/deaf.sock", lambda client: client.workers())
+
+
+def orphan(_: Path, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr("ctypes.CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    die_with_parent(-1)
+
+
+def endless_drain(_: Path, __: pytest.MonkeyPatch) -> None:
+    async def workers() -> list[messages.WorkerRow]:
+        return [msgspec.structs.replace(WORKER, state="draining")]
+
+    trio.run(_until_drained, SimpleNamespace(workers=workers), ("w0",), -1.0)
+
+
+def endless_oracle(directory: Path, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr("hisparse.demo.oracles.ORACLE_LIMIT_S", 0.0)
+    asked(directory)
+
+
+def silent_oracle(directory: Path, patched: pytest.MonkeyPatch) -> None:
+    (directory / "oracle.py").write_text("raise SystemExit('no memory')")
+    patched.setattr("hisparse.demo.oracles.oracle_file", lambda: str(directory / "oracle.py"))
+    asked(directory)
+
+
+def asked(directory: Path) -> None:
+    request = DemoRequest("demo-00", "x", (1, 2))
+    trio.run(consult, directory, [request], DemoOptions(), directory, lambda *_: None)
+
+
+def port_in_use(directory: Path, _: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tiny(directory)
+        port = server.getsockname()[1]
+        failing(run(f"up --model {directory}/tiny --runtime-dir {directory}/free --http 127.0.0.1:{port}"))
+
+
+def other_address(directory: Path, _: pytest.MonkeyPatch) -> None:
+    tiny(directory)
+    failing(run(f"up --model {directory}/tiny --runtime-dir {directory}/free --http 203.0.113.1:0 --insecure"))
+
+
+def gone_worker(_: Path, __: pytest.MonkeyPatch) -> None:
+    registry = SimpleNamespace(_placement_table=SimpleNamespace(workers={}), _gone={"w0": None})
+    WorkerRegistry.find(cast(Any, registry), ("w0",))
+
+
+def busy_gateway(_: Path, __: pytest.MonkeyPatch) -> None:
+    Gateway._start(cast(Any, SimpleNamespace(_asks=ASKS_MAX)), *cast(Any, (None,) * 4))
+
+
+def submission(**changes: Any) -> messages.Submit:
+    sampling = messages.Sampling(max_tokens=1)
+    return messages.Submit(1, b"\1\0\0\0", sampling, **changes)
+
+
+#: By what is wrong.
+CALLS: Final[dict[str, Call]] = {
+    "worker without its packages": Call(
+        ConfigError, "(pip install 'hisparse[worker]')", without("worker.process", "worker --model x")
+    ),
+    "front without its packages": Call(
+        ConfigError, "(pip install 'hisparse[http]')", without("hisparse.http.server", "http")
+    ),
+    "checkpoint without packages": Call(
+        ConfigError, "(pip install 'hisparse[worker]')", without("worker.runners.tiny", "model tiny {tmp}/new")
+    ),
+    "no prompt at a terminal": Call(HiSparseError, "give an argument, --file or stdin", at_a_terminal),
+    "coordinator that does not answer": Call(Unavailable, "and its /healthz", deaf_coordinator),
+    "parent that has ended": Call(Unavailable, "the parent process has ended", orphan),
+    "drain without an end": Call(Unavailable, "not drained after -1 s (see: hisparse requests)", endless_drain),
+    "oracle without an end": Call(Unavailable, "did not finish (lower --requests)", endless_oracle),
+    "oracle that ends early": Call(Unavailable, "answered 0 of 1 prompts and exited with 1 (no memory)", silent_oracle),
+    "hot buffer below the top-k": Call(
+        BadInput,
+        "(raise --prompt-tokens)",
+        lambda *_: memory_for(DemoOptions(topk=32, prompt_tokens_min=512)),
+    ),
+    "checkpoint of the demo": Call(
+        Unavailable,
+        "writing it exited with 2",
+        lambda directory, _: trio.run(write_checkpoint, Path("/proc/none/x"), DemoOptions(), directory),
+    ),
+    "port in use": Call(WrongState, "another process listens there (choose another port)", port_in_use),
+    "address of another machine": Call(ConfigError, "(name an address of this machine)", other_address),
+    "too few GPUs": Call(
+        ConfigError,
+        "(start at most 1, or name one GPU for all of them, as in cuda:0)",
+        lambda *_: place(WorkerSettings(device="cuda"), 2, gpus=1),
+    ),
+    "template that writes on": Call(
+        BadInput, "(send fewer or shorter ones)", lambda *_: render("{{ 'x' * 99 }}", [], {}, 9, str)
+    ),
+    "half of a surrogate pair": Call(
+        BadInput,
+        "(send whole characters)",
+        lambda *_: text_ids("\ud800", make_tokenizer("bytes", b""), MODEL),
+    ),
+    "no tokenizers": Call(
+        ConfigError,
+        "(pip install tokenizers, or send token ids)",
+        lambda _, patched: (patched.setitem(sys.modules, "tokenizers", None), make_tokenizer("json", b"{}")),
+    ),
+    "damaged tokenizer": Call(ConfigError, "(replace the file)", lambda *_: make_tokenizer("json", b"{}")),
+    "kind of tokenizer": Call(ConfigError, "(upgrade the client)", lambda *_: make_tokenizer("x", b"")),
+    "worker without quarantine": Call(
+        NotFound, "(see: hisparse pool)", lambda *_: release_quarantine(("w9",), {}, cast(Any, None))
+    ),
+    "worker that is gone": Call(WrongState, "is disconnected (wait until it is back)", gone_worker),
+    "too many commands": Call(CapacityError, "(retry in a moment)", busy_gateway),
+    "long salt": Call(BadInput, "(shorten it, or send a digest of it)", lambda *_: check_salt("x" * 999)),
+    "prefill mode": Call(
+        BadInput,
+        "(use one of auto, staged, direct)",
+        lambda *_: check_submit(submission(prefill_mode="x"), MODEL),
+    ),
+    "client outside of loops": Call(
+        WrongState, "call hisparse.run_client", lambda *_: hisparse.open_client().__aenter__().send(None)
+    ),
+}
+
+
+def check_call(directory: Path, call: Call) -> None:
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(BaseException) as caught:  # noqa: PT011
+        call.raises(directory, patched)
+    error = caught.value
+    while isinstance(error, BaseExceptionGroup):
+        (error,) = error.exceptions
+    assert isinstance(error, (call.kind, click.UsageError)), error
+    assert call.text in " ".join(str(error).split())
+
+
+@pytest.mark.usefixtures("service")
+@pytest.mark.parametrize("name", CALLS)
+def test_refusal_that_takes_more_than_a_command_line(tmp_path: Path, name: str) -> None:
+    check_call(tmp_path, CALLS[name])
+
+
+# ---------------------------------------------------------------- that nothing is missing
+
+
+def test_each_refusal_of_the_code_is_produced_by_the_tables_or_by_a_named_test(
+    service: FakeGateway, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A refusal that is added to the code needs a row, or a test whose name is in OTHER_TESTS.
+
+    So does one that is moved; a row of OTHER_TESTS that the tables have made needless has to go.
+    """
+    with reached() as names:
+        for case in CASES.values():
+            check_case(tmp_path_factory.mktemp("cli"), case)
+        for call in CALLS.values():
+            check_call(tmp_path_factory.mktemp("call"), call)
+        for http_case in HTTP_CASES.values():
+            trio.run(check_http_case, tmp_path_factory.mktemp("http"), http_case)
+        for wire_case in WIRE_CASES.values():
+            check_wire_case(wire_case)
+    missing = sites().keys() - names - OTHER_TESTS.keys()
+    assert not missing, "no table and no test produces\n" + "\n".join(sorted(missing))
+    needless = OTHER_TESTS.keys() & names
+    assert not needless, "the tables produce\n" + "\n".join(sorted(needless))
+    gone = OTHER_TESTS.keys() - sites().keys()
+    assert not gone, "not in the code any more:\n" + "\n".join(sorted(gone))
+
+
+def test_tests_that_produce_other_refusals_exist() -> None:
+    """tests/conftest.py checks that each of them reaches what it stands for, when it runs."""
+    for test in set(OTHER_TESTS.values()):
+        path, _, name = test.partition("::")
+        name = name.rpartition("::")[2].partition("[")[0]
+        assert f"def {name}(" in (ROOT / path).read_text(), test

@@ -206,7 +206,8 @@ class Follower:
 
     def __post_init__(self) -> None:
         for path in MOVED:
-            self.moved[path] = str(self.directory / path.strip("/").replace("/", "-"))
+            self.moved[path] = str(self.directory / path.strip("/"))
+            Path(self.moved[path]).parent.mkdir(parents=True, exist_ok=True)
         for port in PORTS:
             self.moved[port] = _free_port()
         self.runtime_dir = Path(self.moved["/run/hisparse"])

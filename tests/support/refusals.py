@@ -93,8 +93,8 @@ def reached() -> Iterator[set[str]]:
     }
     names: set[str] = set()
 
-    def note(frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code.co_name == "__init__":
+    def note(error: object, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_locals.get("self") is error:  # an __init__ of a derived class
             frame = frame.f_back
         if frame is not None and (name := by_line.get((frame.f_code.co_filename, frame.f_lineno))):
             names.add(name)
@@ -107,7 +107,7 @@ def reached() -> Iterator[set[str]]:
 
 def _noting(init: Any, note: Any) -> Any:
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
-        note(sys._getframe(1))
+        note(self, sys._getframe(1))
         init(self, *args, **kwargs)
 
     return noted

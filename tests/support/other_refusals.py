@@ -1,0 +1,1 @@
+OTHER_TESTS: dict[str, str] = {}
