@@ -326,11 +326,8 @@ CASES: Final[dict[str, Case]] = {
         "up --model {tmp}/tiny", 4, "is already running there (stop it, or choose another --runtime-dir)", given=tiny
     ),
     "no answer": Case("submit x --timeout 0.2", 6, "no answer after 0.2 s (see: hisparse requests)"),
-    "damaged journal": Case(
-        "journal check {tmp}/j.sqlite",
-        8,
-        "hisparse journal salvage {tmp}/j.sqlite",
-        given=written("j.sqlite", "x" * 999),
+    "file that is no journal": Case(
+        "journal check {tmp}/j.sqlite", 8, "it is not a journal", given=written("j.sqlite", "x" * 999)
     ),
     "prompt and file": Case("submit a --file LICENSE", 2, "give a prompt or --file, not both"),
     "prompt that is no text": Case(

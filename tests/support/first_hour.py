@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -329,7 +330,9 @@ def free_ports(count: int) -> int:
 def fixed_cluster(directory: Path) -> Iterator[None]:
     """A coordinator's sockets with rows that never change."""
     from protocol import messages
-    from tests.hisparse.test_cli import MODEL, REQUEST, WORKER, row
+
+    cli = import_module("tests.hisparse.test_cli")
+    row, REQUEST, WORKER = cli.row, cli.REQUEST, cli.WORKER  # noqa: N806
     from tests.support.fakes.gateway import FakeGateway, tag_of
 
     waits = "needs 1 seat, w0 has 0 of 8 free, w1 has 0 of 8 free"
@@ -345,7 +348,7 @@ def fixed_cluster(directory: Path) -> Iterator[None]:
           for number in range(16, 3, -1)),
     )  # fmt: skip
     workers = (WORKER, row(WORKER, worker="w1", steps=1_234_567, seats_free=0, running=8, step_us=12_345.0))
-    with FakeGateway(directory, MODEL) as gateway:
+    with FakeGateway(directory, cli.MODEL) as gateway:
         gateway.on(messages.ListRequests, lambda ask: [messages.RequestRows(tag_of(ask), requests)])
         gateway.on(messages.ListWorkers, lambda ask: [messages.WorkerRows(tag_of(ask), workers)])
         yield
@@ -353,8 +356,7 @@ def fixed_cluster(directory: Path) -> Iterator[None]:
 
 def screens() -> Iterator[tuple[str, list[str]]]:
     """Tables and `hisparse top` at 80, 100 and 120 columns, of rows that are the same each time."""
-    from tests.hisparse import test_top
-
+    test_top = import_module("tests.hisparse.test_top")
     with tempfile.TemporaryDirectory() as name, fixed_cluster(Path(name)):
         for columns in (80, 100, 120):
             lines = []
