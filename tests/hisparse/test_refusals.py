@@ -24,7 +24,7 @@ from click.testing import CliRunner, Result
 import hisparse
 from coordinator.gateway.gateway import ASKS_MAX, Gateway
 from coordinator.scheduling.commands import check_size, release_quarantine
-from coordinator.scheduling.validation import check_salt, check_submit
+from coordinator.scheduling.validation import check_fits, check_salt, check_submit
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from hisparse.cli import main
 from hisparse.cli.submit import _prompt_text
@@ -35,6 +35,7 @@ from hisparse.console.session import _until_drained
 from hisparse.demo.oracles import consult
 from hisparse.demo.plan import DemoOptions, DemoRequest, memory_for
 from hisparse.demo.setup import write_checkpoint
+from hisparse.http.asks import _chat_prompt
 from hisparse.http.chat import render
 from hisparse.http.prompts import text_ids
 from protocol import messages
@@ -44,14 +45,17 @@ from protocol.errors import (
     CapacityError,
     ConfigError,
     HiSparseError,
+    NotAllowed,
     NotFound,
     Unavailable,
     WrongState,
 )
+from protocol.rereading import state_of
 from protocol.settings import WorkerSettings
 from protocol.sizing import Length
 from protocol.text import make_tokenizer
-from protocol.transport.keys import make_keys, read_allowed, read_peer_key
+from protocol.tokenizer_files import read_tokenizer
+from protocol.transport.keys import add_peer, make_keys, read_allowed, read_peer_key
 from tests import ROOT
 from tests.hisparse.test_cli import CAPACITY, MODEL, WORKER
 from tests.hisparse.test_http_errors import CASES as HTTP_CASES
@@ -532,9 +536,51 @@ def busy_gateway(_: Path, __: pytest.MonkeyPatch) -> None:
     Gateway._start(cast(Any, SimpleNamespace(_asks=ASKS_MAX)), *cast(Any, (None,) * 4))
 
 
-def submission(**changes: Any) -> messages.Submit:
-    sampling = messages.Sampling(max_tokens=1)
-    return messages.Submit(1, b"\1\0\0\0", sampling, **changes)
+def submission(prompt: bytes = b"\1\0\0\0", max_tokens: int = 1, **changes: Any) -> messages.Submit:
+    return messages.Submit(1, prompt, messages.Sampling(max_tokens=max_tokens), **changes)
+
+
+def endless_chat(*_: object) -> None:
+    body = SimpleNamespace(messages=[None] * (MODEL.context_max_tokens + 1))
+    served = SimpleNamespace(model=msgspec.structs.replace(MODEL, chat_template="x"), tokenizer=None)
+    _chat_prompt(cast(Any, body), cast(Any, served), cast(Any, None))
+
+
+def damaged_template(directory: Path, _: pytest.MonkeyPatch) -> None:
+    for name, text in (("tokenizer.json", b"{}"), ("chat_template.jinja", b"\xff")):
+        written(name, text)(directory)
+    read_tokenizer(directory)
+
+
+def two_halves(directory: Path, _: pytest.MonkeyPatch) -> None:
+    keys_in(directory)
+    own, other = ((directory / "keys" / f"{role}.key").read_text() for role in ("client", "admin"))
+    secret = next(line for line in other.splitlines() if line.startswith("secret"))
+    text = "\n".join(secret if line.startswith("secret") else line for line in own.splitlines())
+    (directory / "keys" / "client.key").write_text(text)
+    read_peer_key(directory / "keys", "client")
+
+
+def asking(ask: Callable[[hisparse.Client], Any]) -> Callable[[Path, pytest.MonkeyPatch], object]:
+    """A call on a connection of a client."""
+
+    def raises(*_: object) -> None:
+        hisparse.run_client(None, ask)
+
+    return raises
+
+
+def unserved(directory: Path, patched: pytest.MonkeyPatch) -> None:
+    (directory / "unserved").mkdir(mode=0o700)
+    with FakeGateway(directory / "unserved"):
+        failing(run(f"submit x --runtime-dir {directory}/unserved"))
+
+
+def nested(*_: object) -> None:
+    async def inside() -> None:
+        hisparse.run_client(None, lambda client: client.workers())
+
+    trio.run(inside)
 
 
 #: By what is wrong.
@@ -597,6 +643,42 @@ CALLS: Final[dict[str, Call]] = {
         "(use one of auto, staged, direct)",
         lambda *_: check_submit(submission(prefill_mode="x"), MODEL),
     ),
+    "empty prompt": Call(BadInput, "(give at least one token)", lambda *_: check_submit(submission(prompt=b""), MODEL)),
+    "prompt beyond the context": Call(
+        BadInput, "the context of tiny holds 8192", lambda *_: check_submit(submission(max_tokens=9_000), MODEL)
+    ),
+    "prompt beyond all workers": Call(
+        CapacityError,
+        "(shorten it, or give workers more memory)",
+        lambda *_: check_fits(Length(100_000, 0, 100_064), [("w0", CAPACITY)]),
+    ),
+    "no worker of the role": Call(
+        Unavailable,
+        "(ask for another prefill mode, or retry when workers of these roles are there)",
+        lambda *_: check_fits(
+            Length(100, 0, 164), [("w0", msgspec.structs.replace(CAPACITY, role="prefill"))], messages.STAGED
+        ),
+    ),
+    "chat of too many messages": Call(BadInput, "(send fewer)", endless_chat),
+    "file that is gone": Call(ConfigError, "(name a file that this user may read)", lambda *_: state_of("/nowhere")),
+    "damaged chat template": Call(ConfigError, "(repair or remove the tokenizer files)", damaged_template),
+    "role of no key": Call(
+        BadInput, "(one of client, admin, worker)", lambda directory, _: add_peer(directory, "king", "a", None)
+    ),
+    "halves of two keys": Call(ConfigError, "public and secret key do not belong together", two_halves),
+    "value of another type": Call(
+        BadInput,
+        "must be of the type int (give a value of that type)",
+        asking(lambda client: client.submit([1], hisparse.Sampling(max_tokens=cast(Any, "5")))),
+    ),
+    "operator's call of a client": Call(
+        NotAllowed,
+        '(connect to the admin endpoint with role="admin")',
+        asking(lambda client: client.drain(["w0"])),
+    ),
+    "text for ids": Call(BadInput, "(give ['r1'])", asking(lambda client: client.abort("r1"))),
+    "no worker yet": Call(Unavailable, "(start one with: hisparse worker --model PATH)", unserved),
+    "run_client inside trio": Call(WrongState, "(async with hisparse.open_client(ENDPOINT)", nested),
     "client outside of loops": Call(
         WrongState, "call hisparse.run_client", lambda *_: hisparse.open_client().__aenter__().send(None)
     ),
