@@ -23,6 +23,7 @@ from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
+from coordinator.listener.peer_address import peer_address
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.api import SchedulerApi
@@ -169,7 +170,15 @@ class Gateway:
             self._deliveries.probe(idle_since=math.inf)
         socket = self._sockets[role]
         socket.introduce(received)
-        return connections.open(socket, received.peer, role, hello.name, trio.current_time(), received.user)
+        return connections.open(
+            socket,
+            received.peer,
+            role,
+            hello.name,
+            trio.current_time(),
+            received.user,
+            address=peer_address(received.descriptor),
+        )
 
     def _welcome(self) -> messages.Welcome:
         it = self._scheduler
@@ -181,7 +190,7 @@ class Gateway:
 
         The answer is about the connection, tag -1: a client that was dropped connects again.
         """
-        self._dropped[role].note(error.code, received.peer, str(error), trio.current_time())
+        self._dropped[role].note(error.code, received.descriptor, str(error), trio.current_time())
         self._answer_unread(role, received, error)
 
     def _answer_unread(self, role: str, received: Received, error: HiSparseError) -> None:

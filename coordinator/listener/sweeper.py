@@ -16,6 +16,7 @@ from typing import Final
 import trio
 
 from coordinator.listener.dropped import Dropped
+from coordinator.listener.peer_address import UNKNOWN
 from coordinator.listener.received_bytes import resident_bytes, return_memory
 from coordinator.listener.router import RouterSocket
 
@@ -80,4 +81,4 @@ class Sweeper:
                 self._note(role, UNFINISHED, rule)
 
     def _note(self, role: str, reason: str, detail: str) -> None:
-        self._dropped[role].note(reason, b"", detail, trio.current_time())
+        self._dropped[role].note(reason, UNKNOWN, detail, trio.current_time())
