@@ -102,6 +102,8 @@ class Dispatch:
                 return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(slab_pages=slab_pages))), *cached)
             case Stage.STARTED:
                 self.placement_table.start(entry)
+                if not entry.by_steps:  # rows of its prompt have come from another node
+                    return Effects(self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node]))
             case Stage.PARKED:
                 self.starve(entry)
             case Stage.LEAVING:
@@ -125,8 +127,22 @@ class Dispatch:
             return NOTHING
         self.dirty = True
         ledger = self.policy.ledgers[entry.node]
-        cached = self.prefix_reuse.keep_rows(entry, ledger, event.cacheable_tokens, generated, tokens)
+        cached = (
+            self.prefix_reuse.distrust_pages(entry, ledger)
+            if event.is_suspect
+            else self.prefix_reuse.keep_rows(entry, ledger, event.cacheable_tokens, generated, tokens)
+        )
         return Effects(cached).plus(self._departed(entry, event, generated))
+
+    def prompt_rows(self, request_index: int, durable_tokens: int) -> Effects:
+        """So many rows of a prompt that is being computed are durable: cache their pages, and look at who waits for
+        them."""
+        entry = self.placement_table.entries.get(request_index)
+        if entry is None or entry.phase not in ON_WORKER:
+            return NOTHING
+        cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node], durable_tokens)
+        self.dirty = self.dirty or bool(cached)
+        return Effects(cached)
 
     def _departed(self, entry: RequestEntry, event: PlacementEnded, generated: int) -> Effects:
         if transfer_id := self.placement_table.transfer_of(entry):
@@ -173,9 +189,10 @@ class Dispatch:
             if event.durable_tokens
             else ()
         )
+        suspect = self.prefix_reuse.distrust_pages(entry, self.policy.ledgers[entry.node]) if is_failure else ()
         self.placement_table.depart(entry, 0, 0)
         effects = self.revoke(inbound)
-        effects = Effects((step, *effects.steps), tells, effects.sends)
+        effects = Effects((*suspect, step, *effects.steps), tells, effects.sends)
         if event.final or entry.is_ending:
             self.placement_table.close(entry)
         elif is_failure:
@@ -319,6 +336,7 @@ class Dispatch:
         effects, struck = NOTHING, detector.died(key, entries, self.beside_lost(key))
         for entry in struck:
             if entry.strikes >= POISON_STRIKES and entry.phase is not EntryPhase.CLOSING:
+                effects = effects.plus(Effects(self.prefix_reuse.distrust_epoch(key)))
                 effects = effects.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))
         said = [(entry.request_index, entry.strikes, entry.mark) for entry in struck]
         return effects, journal.struck_of(key[0], said) if said else None

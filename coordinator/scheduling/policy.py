@@ -128,7 +128,6 @@ class Policy:
         self.ledgers = ledgers
         self.ahead_tokens = ahead_tokens
         self.prefix_reuse = prefix_reuse
-        self.matches: dict[int, tuple[str, int, Int32Array]] = {}  # of requests: a node, its index's version, the match
         self.outcome = NO_PLAN_OUTCOME  # of the last plan
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
@@ -164,7 +163,7 @@ class _Plan:
         self.promised = Counter(it.decoder for it in self.placement_table.promised.values())  # requests, by worker
         self.has_prefillers = any(not worker.decodes for worker in self.takers)
         self.free = FreeMemory(policy.ledgers, policy.placement_table.workers.values())
-        self.prefix_reuse, self.matches = policy.prefix_reuse, policy.matches
+        self.prefix_reuse = policy.prefix_reuse
         self._held_after: dict[str, Freeing] = {}
 
     def freeing(self, node: str, share: Int32Array = NO_PAGES) -> Callable[[], Frees]:
@@ -187,11 +186,7 @@ class _Plan:
         """Cached pages with which its prompt can begin on `node`: not all of it, since its last token is computed."""
         if entry.chain is None or not self.prefix_reuse.is_on:
             return NO_PAGES
-        known, version = self.matches.get(entry.request_index), self.prefix_reuse.version(node)
-        if known is None or known[:2] != (node, version):
-            known = (node, version, self.prefix_reuse.match(entry, node))
-            self.matches[entry.request_index] = known
-        return known[2]
+        return self.prefix_reuse.match(entry, node)
 
     # ---------------------------------------------------------------- demands, by rank
 
@@ -361,7 +356,7 @@ class _Plan:
         transfer = self._open_transfer(entry, ask)
         placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
         self.free.take(worker, taken)
-        self.matches.pop(entry.request_index, None)
+        entry.matches.clear()
         if ask.decoder:
             promised = replace(ask.decoder.need, host_pages=transfer.pages if transfer else 0)
             self.free.promise(ask.decoder.worker, promised)

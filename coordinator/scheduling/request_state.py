@@ -50,6 +50,8 @@ from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState
 from protocol.units import PAGE_TOKENS
 
+#: Causes of failures after which the rows of a placement are not reused.
+SUSPECT_CAUSES: Final = frozenset({"fault", "lost_tokens", "poison"})
 #: Lines of a request's history; older ones are dropped, the first (how it came) stays.
 HISTORY_LINES_MAX: Final = 64
 
@@ -303,7 +305,8 @@ class RequestState:
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.facts.prompt_tokens else 0
         first_token = first_token if self.kept_tokens else messages.NO_TOKEN
         warm_start = warm_start if self.kept_tokens else b""
-        is_right = not (target is OUTCOME and self.outcome is State.FAILED)
+        has_failed = target is OUTCOME and self.outcome is State.FAILED
+        cacheable = durable if kind is EventKind.LOST else max(durable, rows.durable)
         departed = PlacementEnded(
             self.facts.request_index,
             self.placement,
@@ -311,7 +314,8 @@ class RequestState:
             target is OUTCOME,
             first_token,
             warm_start,
-            durable if is_right else 0,
+            0 if has_failed else cacheable,
+            has_failed and self.cause in SUSPECT_CAUSES,
         )
         self.placement, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")

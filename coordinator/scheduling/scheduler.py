@@ -132,7 +132,13 @@ class Scheduler(SchedulerApi):
         self._requests = RequestTable(token_log, settings, wall_offset_s, self._dispatch)
         self._warm_starts = WarmStarts()
         self._auditor = Auditor(
-            self._placement_table, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
+            self._placement_table,
+            self._ledgers,
+            self._requests,
+            token_log,
+            self._counters,
+            settings.audit_interval_s,
+            self._prefix_reuse,
         )
         self._submissions = Submissions(
             self._requests,
@@ -255,6 +261,9 @@ class Scheduler(SchedulerApi):
                 turn.take(self._transfer_closed(message))
             case events.Starving():
                 self._starving(message)
+            case events.PromptRows(request_indices):
+                for request_index in request_indices.tolist():
+                    turn.take(self._dispatch.prompt_rows(request_index, self._token_log.durable(request_index)))
             case events.WorkerDown() | events.WorkerExited():
                 self._worker_gone(message, turn, now)
             case events.InventoryTaken():
