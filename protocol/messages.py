@@ -106,8 +106,8 @@ class ModelInfo(Part, frozen=True):
     `fingerprint` is a hash of config and weights index; it must be equal for all workers. `tokenizer_kind` is "bytes"
     (ids 0..255 are bytes) or "json" (a `tokenizer.json` of `tokenizer_hash`, fetched through the coordinator).
     Prefixes are reused in multiples of `prefix_unit_tokens`; `reuses_generated`: those with decoded rows, too.
-    `arithmetic` names what the bits of rows depend on beside the model, in deterministic mode: the size of prompt chunks,
-    the matmul mode and the kind of device. Only rows of equal arithmetic are reused. Empty in other modes.
+    `arithmetic` names what the bits of rows depend on beside the model, in deterministic mode: the size of prompt
+    chunks, the matmul mode and the kind of device. Only rows of equal arithmetic are reused. Empty in other modes.
     """
 
     fingerprint: str
@@ -132,8 +132,8 @@ class WorkerCapacity(Part, frozen=True):
     A hot chunk holds 64 device rows in every layer. A slab page holds 64 prompt tokens. `hot_size_classes` are the
     managed hot-buffer sizes in slots, ascending; `tail_slots` are added to each, in one more chunk. `pool_id` is drawn
     when the pool at `pool_path` is created: when it changes, the earlier rows are gone. `sends` and `receives`: whether
-    the worker can send host pages to other nodes, and receive them. `row_format` names what lies in a page (layers, bytes
-    of rows and of index keys): cached pages of another format are not reused.
+    the worker can send host pages to other nodes, and receive them. `row_format` names what lies in a page (layers,
+    bytes of rows and of index keys): cached pages of another format are not reused.
     """
 
     seats: int
@@ -617,9 +617,9 @@ class Admit(Part, frozen=True, tag="admit"):
     buffer with. It is a hint: an unreadable one is counted, and the request starts cold.
 
     `prefix_tokens`, whole pages and less than the prompt, only with `durable_tokens` 0: the first host pages hold those
-    rows and index keys already. They are shared with other requests, and never written. Prefill begins behind them, with
-    slab pages for the whole prompt. With `slab_pages` 0 the rest is short: it goes through decode steps, on a hot buffer
-    that begins like that of a resume.
+    rows and index keys already. They are shared with other requests, and never written. Prefill begins behind them,
+    with slab pages for the whole prompt. With `slab_pages` 0 the rest is short: it goes through decode steps, on a hot
+    buffer that begins like that of a resume.
     """
 
     placement: int

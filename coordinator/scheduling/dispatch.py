@@ -95,7 +95,9 @@ class Dispatch:
         self.dirty = True
         match event.stage:
             case Stage.STAGED:
-                slab_pages, entry.slab_pages = entry.slab_pages, 0
+                slab_pages = self.placement_table.stage(entry)
+                computed = entry.facts.prompt_tokens - entry.shared_pages * PAGE_TOKENS
+                self.policy.prefill_costs.note(entry.worker, computed, event.took_s)
                 cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node])
                 if entry.prefills_only:
                     self.placement_table.leave(entry, frees_pages=False)
@@ -134,11 +136,10 @@ class Dispatch:
         )
         return Effects(cached).plus(self._departed(entry, event, generated))
 
-    def prompt_rows(self, request_index: int, durable_tokens: int) -> Effects:
+    def prompt_rows(self, entry: RequestEntry, durable_tokens: int) -> Effects:
         """So many rows of a prompt that is being computed are durable: cache their pages, and look at who waits for
         them."""
-        entry = self.placement_table.entries.get(request_index)
-        if entry is None or entry.phase not in ON_WORKER:
+        if entry.phase not in ON_WORKER:
             return NOTHING
         cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node], durable_tokens)
         self.dirty = self.dirty or bool(cached)
@@ -427,8 +428,9 @@ class Dispatch:
         """The change of another node's ledger that goes with a decision: carried out before `step`."""
         if not isinstance(decision, decisions.AdmitDecision) or decision.transfer is None:
             return None
-        transfer_id, worker, pages = msgspec.structs.astuple(decision.transfer)
-        return LedgerStep(worker.node, Reserve(transfer_id, worker.name, Memory(pages)))
+        transfer_id, worker, pages, share = msgspec.structs.astuple(decision.transfer)
+        fresh = Memory(pages - share.size)
+        return LedgerStep(worker.node, Reserve(transfer_id, worker.name, fresh, None, share.tobytes()))
 
     @staticmethod
     def told(

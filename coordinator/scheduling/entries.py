@@ -63,6 +63,9 @@ class RequestEntry:
     pages: int = 0  # host pages held; index pages too while on a worker
     chain: Chain | None = None  # None: it reuses nothing, and nothing of it is reused
     matches: dict[str, Match] = field(default_factory=dict)  # by node, while it waits
+    shared_pages: int = 0  # of its placement: cached before, and with which its page list began
+    follows: tuple[int, int, float] | None = None  # waiting: a leader's placement, its pages cached, since when
+    goes_alone: bool = False  # it has followed for long enough (coordinator.scheduling.following)
     by_steps: bool = False  # the rest of its prompt, behind cached pages, goes through decode steps
     indexed: int = 0  # pages of its placement that the index was told of, from the first on
     slab_pages: int = 0

@@ -235,6 +235,7 @@ class PlacementProgressed(msgspec.Struct, frozen=True):
     request_index: int
     placement: int
     stage: Stage
+    took_s: float = 0.0  # of STAGED: since its admission
 
 
 class HotBufferResized(msgspec.Struct, frozen=True):

@@ -93,7 +93,7 @@ class PrefixReuse:
             digests = chain.digests[: (entry.facts.prompt_tokens - 1) // PAGE_TOKENS]
             pages = index.match(digests, first)
             known = entry.matches[node] = Match(index.version, index.removals, pages)
-        return known.pages[: self._whole(known.pages.size)]
+        return known.pages[: self.whole(known.pages.size)]
 
     def common_pages(self, one: Chain, other: Chain) -> int:
         """Of how many pages that both begin with the same. All ancestors of equal digests are equal."""
@@ -102,7 +102,7 @@ class PrefixReuse:
             middle = (low + high) // 2
             is_same = one.digests[middle] == other.digests[middle]
             low, high = (middle + 1, high) if is_same else (low, middle)
-        return self._whole(low)
+        return low
 
     def use(self, entry: RequestEntry, node: str, pages: int) -> None:
         """It was admitted with so many cached pages."""
@@ -135,7 +135,7 @@ class PrefixReuse:
         index, chain = self.by_node.get(entry.node), entry.chain
         if index is None or chain is None or not ledger.holds(entry.placement):
             return ()
-        pages = self._whole(pages)
+        pages = self.whole(pages)
         first = entry.indexed if entry.indexed and chain.digests[entry.indexed - 1] in index else 0
         if pages <= first:
             return ()
@@ -151,7 +151,7 @@ class PrefixReuse:
         entry.indexed = min(len(digests), len(chain.digests))
         return (LedgerStep(entry.node, Cache(fresh.tobytes())),) if fresh.size else ()
 
-    def _whole(self, pages: int) -> int:
+    def whole(self, pages: int) -> int:
         """Those that may be reused: of whole units."""
         unit = self.unit_tokens // PAGE_TOKENS
         return pages // unit * unit
@@ -169,10 +169,10 @@ class PrefixReuse:
         )
 
     def distrust_pages(self, entry: RequestEntry, ledger: Ledger) -> tuple[LedgerStep, ...]:
-        """What its placement has in host pages may be wrong: those leave the index."""
+        """What its placement wrote to host pages may be wrong: those leave the index. Pages that it shared stay."""
         if entry.node not in self.by_node or not ledger.holds(entry.placement):
             return ()
-        return self._forget(entry.node, ledger.pages_of(entry.placement).tolist())
+        return self._forget(entry.node, ledger.pages_of(entry.placement)[entry.shared_pages :].tolist())
 
     def _forget(self, node: str, pages: Iterable[int]) -> tuple[LedgerStep, ...]:
         gone = self.by_node[node].remove(pages)

@@ -232,7 +232,8 @@ class RequestState:
             return []
         self.staging = False
         self._move(target, now, EventKind.STAGED, f"prefill {event.prefill_ms:.0f} ms, staging {event.stage_ms:.0f} ms")
-        return [self._progressed(Stage.STAGED)]
+        took_s = (event.prefill_ms + event.stage_ms) / 1e3
+        return [PlacementProgressed(self.facts.request_index, self.placement, Stage.STAGED, took_s)]
 
     def _started(self, _: messages.Started, target: Target, __: Rows, now: float) -> list[Action]:
         if target is SAME:
@@ -336,7 +337,7 @@ class RequestState:
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
         self.placement, self.worker, self.keep = event.command.placement, event.worker, True
-        self.staging, self.parked, self.resize = not self.kept_tokens, False, None
+        self.staging, self.parked, self.resize = event.command.slab_pages > 0, False, None
         self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
         if not self.admissions:
             self.prefix_tokens = event.command.prefix_tokens
@@ -417,7 +418,7 @@ class RequestState:
                 kept = State.PREFILLED if self.prefills_only else State.RETRACTED
                 self.state = State.RETRACTED if self.held else kept if self.kept_tokens else State.QUEUED
             case Resolve.START:
-                self.state = State.READY if self.kept_tokens else State.PREFILLING
+                self.state = State.PREFILLING if self.staging else State.READY
             case Resolve.HAND_ON:
                 self.state = State.TRANSFERRING if self.prefills_only else State.READY
             case Resolve.OUTCOME:

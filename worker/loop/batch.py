@@ -71,8 +71,8 @@ class RunningRequest:
     `position` is the row that the next step writes, `rows_max` the first that no step may write. `outgoing` are its
     pages for another node, `staged_marks` the fences after which a layer group of rows below a length may be sent.
     `fences` are what the status waits for, `first_token` the one after which prefill's token can be read.
-    `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how many
-    were seen there.
+    `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how
+    many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
     `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the chunk).
     `since_s` is when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
     """

@@ -4,9 +4,9 @@ A request holds one seat, index pages one to one with its host pages, and chunks
 hot buffer afterwards. Methods launch what the device must do and change the host's state at once, which is exact;
 the device's tables follow on `compute`.
 
-    open        D = 0: slab chunks; a shared prefix is loaded into them behind `request.prefix_loads`. D > 0 (resume), or
-                a shared prefix without slab pages: hot chunks, set up and loaded behind `request.fences`; rows too when
-                the buffer can hold them all, else those of the last top-k: unknown, a managed one starts cold
+    open        D = 0: slab chunks; a shared prefix is loaded into them behind `request.prefix_loads`. D > 0 (resume),
+                or a shared prefix without slab pages: hot chunks, set up and loaded behind `request.fences`; rows too
+                when the buffer can hold them all, else those of the last top-k: unknown, a managed one starts cold
     free_slab   the staged slab of a prompt that will be decoded elsewhere
     take_over   the staged slab becomes the hot buffer, what does not fit is free
     grant       more pages, and chunks while resident

@@ -116,8 +116,8 @@ class Transfers:
     def begin(
         self, transfer_id: int, destination: bytes, prompt_tokens: int, groups: LayerGroups, unsent_pages: int = 0
     ) -> Outgoing:
-        """Its pages, but for the first `unsent_pages`, will go in parts, one for each of `groups`. Raises ConfigError, naming both values, when pages of
-        another layout are wanted there."""
+        """Its pages, but for the first `unsent_pages`, will go in parts, one for each of `groups`. Raises ConfigError,
+        naming both values, when pages of another layout are wanted there."""
         if self.sender is None:
             raise BadInput(
                 "this worker sends no pages", field="transfer_id", value=transfer_id, remedy="set worker.transfer"
