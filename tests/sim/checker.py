@@ -365,7 +365,8 @@ def _may_share(one: Run | Transfer, other: Run | Transfer, place: int) -> bool:
         return all(place < it.admit.prefix_tokens // units.PAGE_TOKENS for it in transfers)
     end = (place + 1) * units.PAGE_TOKENS
     full = max(max(it.admit.durable_tokens, it.admit.prefix_tokens) for it in (one, other))
-    assert isinstance(one, Run) and isinstance(other, Run)
+    assert isinstance(one, Run)
+    assert isinstance(other, Run)
     is_same = one.admit.request_id == other.admit.request_id
     is_prefix = end <= min(len(one.prompt), len(other.prompt)) and np.array_equal(one.prompt[:end], other.prompt[:end])
     return end <= full and (is_same or is_prefix)
