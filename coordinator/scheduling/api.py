@@ -49,6 +49,7 @@ Message: TypeAlias = (
     | events.AuditAsk
     | events.InventoryTaken
     | events.Starving
+    | events.PromptRows
     | events.TransferClosed
     | events.PlacementProgressed
     | events.HotBufferResized
@@ -260,6 +261,11 @@ class SchedulerApi(Actor[Message]):
     def starving(self, request_indices: Int32Array) -> None:
         """Request indices whose granted headroom is short; repeating one costs next to nothing."""
         self.tell(events.Starving(request_indices))
+
+    def prompt_rows(self, request_indices: Int32Array) -> None:
+        """More full pages of the prompts of these are durable, while they are being computed."""
+        if self._prefix_reuse.is_on:
+            self.tell(events.PromptRows(request_indices))
 
     async def _command(
         self,
