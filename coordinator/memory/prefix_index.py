@@ -14,7 +14,7 @@ lookup compares them); digests without a key (prompts with equal digests would r
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -56,30 +56,65 @@ def extend_chain(key: bytes, parent: Digest, tokens: bytes) -> Iterator[Digest]:
         yield parent
 
 
+class Scope(NamedTuple):
+    """Whose prefixes a root stands for, and with which salt."""
+
+    user: str = ""
+    tenant: str = ""
+    salt: str = ""
+
+    @property
+    def owner(self) -> str:
+        """For operators: user and tenant, as far as there are any."""
+        return "/".join(filter(None, (self.user, self.tenant)))
+
+
+NO_SCOPE: Final = Scope()
+
+
 class Chain(NamedTuple):
-    """Digests of the full pages of a prompt, behind a root."""
+    """Digests of the full pages of a prompt, behind the root of `scope`."""
 
     root: Digest
     digests: tuple[Digest, ...]
+    scope: Scope = NO_SCOPE
 
 
 @dataclass(slots=True)
 class _Node:
     page: int
     parent: Digest
+    root: Digest
+    depth: int  # pages from the root to this one
     children: int = 0
 
 
-class PrefixIndex:
-    """Of one node's pool."""
+class CachedPrefix(NamedTuple):
+    """A cached prefix that none continues. `pages` lead to it; the last `own_pages` of them to no other."""
 
-    def __init__(self) -> None:
+    digest: Digest
+    scope: Scope
+    pages: int
+    own_pages: int
+    last_page: int
+
+
+class PrefixIndex:
+    """Of one node's pool. `on_forget` is called with each digest that leaves."""
+
+    def __init__(self, on_forget: Callable[[Digest], None] | None = None) -> None:
         self._nodes: OrderedDict[Digest, _Node] = OrderedDict()  # least recently used first
         self._digests: dict[int, Digest] = {}  # by page
+        self._leaves: dict[Digest, None] = {}
+        self._scopes: dict[Digest, tuple[Scope, int]] = {}  # by root: with the number of nodes behind it
+        self._on_forget = on_forget
         self.version = 0  # grows whenever a match may change
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def __contains__(self, digest: Digest) -> bool:
+        return digest in self._nodes
 
     def match(self, chain: Sequence[Digest]) -> Int32Array:
         """Pages of the longest known beginning of `chain`, int32. Changes nothing (I7): see `touch`."""
@@ -96,23 +131,28 @@ class PrefixIndex:
         for digest in reversed(chain):
             self._nodes.move_to_end(digest)
 
-    def add(self, root: Digest, chain: Sequence[Digest], pages: Int32Array) -> Int32Array:
-        """`pages` hold the rows of `chain`, which follows `root`. Returns those that are new here, to be cached.
+    def add(self, root: Digest, chain: Sequence[Digest], pages: Int32Array, scope: Scope = NO_SCOPE) -> Int32Array:
+        """`pages` hold the rows of `chain`, which follows the root of `scope`. Returns those that are new here, to be
+        cached.
 
         A digest that is known already keeps its page.
         """
         fresh: list[int] = []
         parent = root
-        for digest, page in zip(chain, pages.tolist(), strict=True):
+        for depth, (digest, page) in enumerate(zip(chain, pages.tolist(), strict=True), start=1):
             if digest not in self._nodes:
                 if page in self._digests:
                     raise InternalError(f"host page {page} is cached under two digests")
-                self._nodes[digest] = _Node(page, parent)
+                self._nodes[digest] = _Node(page, parent, root, depth)
                 self._digests[page] = digest
+                self._leaves[digest] = None
                 if parent in self._nodes:
                     self._nodes[parent].children += 1
+                    self._leaves.pop(parent, None)
                 fresh.append(page)
             parent = digest
+        if fresh:
+            self._scopes[root] = scope, len(fresh) + self._scopes.get(root, (scope, 0))[1]
         self.touch(chain)
         self.version += bool(fresh)
         return np.array(fresh, dtype=np.int32)
@@ -160,9 +200,51 @@ class PrefixIndex:
     def clear(self) -> Int32Array:
         """Forget all; returns the pages, which are to be evicted."""
         pages = np.array([*self._digests], dtype=np.int32)
-        self._nodes.clear()
-        self._digests.clear()
+        for digest in [*self._nodes] if self._on_forget else ():
+            self._on_forget(digest)
+        for each in (self._nodes, self._digests, self._leaves, self._scopes):
+            each.clear()
         self.version += 1
+        return pages
+
+    def leaves(self) -> list[Digest]:
+        """Of the prefixes that none continues."""
+        return [*self._leaves]
+
+    def depth(self, digest: Digest) -> int:
+        """Pages that lead to `digest`; 0: it is not known (any more)."""
+        node = self._nodes.get(digest)
+        return node.depth if node else 0
+
+    def describe(self, leaf: Digest) -> CachedPrefix | None:
+        """None: it is not known, or another continues it. Takes time in proportion to its own pages."""
+        node = self._nodes.get(leaf)
+        if node is None or node.children:
+            return None
+        own, parent = 1, self._nodes.get(node.parent)
+        while parent is not None and parent.children == 1:
+            own, parent = own + 1, self._nodes.get(parent.parent)
+        return CachedPrefix(leaf, self._scopes[node.root][0], node.depth, own, node.page)
+
+    def drop(self, leaf: Digest) -> Int32Array:
+        """Forget the pages that lead to `leaf` alone; returns them, to be evicted. None when it is no leaf."""
+        node: _Node | None = self._nodes.get(leaf)
+        dropped: list[int] = []
+        digest = leaf
+        while node is not None and not node.children:
+            dropped.append(node.page)
+            digest, node = node.parent, self._forget(digest)
+        self.version += bool(dropped)
+        return np.array(dropped, dtype=np.int32)
+
+    def drop_owner(self, owner: str) -> Int32Array:
+        """Forget all prefixes of `owner`; returns their pages, to be evicted. O(index)."""
+        roots = {root for root, (scope, _) in self._scopes.items() if scope.owner == owner}
+        dropped = [digest for digest, node in self._nodes.items() if node.root in roots]
+        pages = np.array([self._nodes[digest].page for digest in dropped], dtype=np.int32)
+        for digest in dropped:
+            self._forget(digest)
+        self.version += bool(dropped)
         return pages
 
     def check_invariants(self, cached: Int32Array) -> None:
@@ -177,6 +259,18 @@ class PrefixIndex:
             _demand(self._digests.get(node.page) == digest, f"page {node.page} has one digest")
         counts = {digest: node.children for digest, node in self._nodes.items()}
         _demand(counts == children, "nodes count their children")
+        _demand(
+            set(self._leaves) == {digest for digest, count in children.items() if not count}, "leaves have no children"
+        )
+        _demand(
+            {root: count for root, (_, count) in self._scopes.items()}
+            == Counter(node.root for node in self._nodes.values()),
+            "roots count their nodes",
+        )
+        for node in self._nodes.values():
+            above = self._nodes.get(node.parent)
+            depth, root = (above.depth, above.root) if above else (0, node.parent)
+            _demand((node.depth, node.root) == (depth + 1, root), f"page {node.page} lies behind its root")
         _demand(len(self._digests) == len(self._nodes), "each digest has one page")
         _demand(sorted(self._digests) == sorted(cached.tolist()), "indexed pages are the ledger's cached pages")
 
@@ -187,9 +281,17 @@ class PrefixIndex:
         """Remove a node; returns its parent's, if that is here."""
         node = self._nodes.pop(digest)
         del self._digests[node.page]
+        self._leaves.pop(digest, None)
+        scope, count = self._scopes.pop(node.root)
+        if count > 1:
+            self._scopes[node.root] = scope, count - 1
+        if self._on_forget is not None:
+            self._on_forget(digest)
         parent = self._nodes.get(node.parent)
         if parent is not None:
             parent.children -= 1
+            if not parent.children:
+                self._leaves[node.parent] = None
         return parent
 
     def _subtree(self, top: Digest) -> list[Digest]:
