@@ -200,8 +200,9 @@ class PrefixIndex:
     def clear(self) -> Int32Array:
         """Forget all; returns the pages, which are to be evicted."""
         pages = np.array([*self._digests], dtype=np.int32)
-        for digest in [*self._nodes] if self._on_forget else ():
-            self._on_forget(digest)
+        if self._on_forget is not None:
+            for digest in self._nodes:
+                self._on_forget(digest)
         for each in (self._nodes, self._digests, self._leaves, self._scopes):
             each.clear()
         self.version += 1

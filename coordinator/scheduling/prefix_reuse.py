@@ -34,6 +34,7 @@ from protocol.units import PAGE_TOKENS
 DIGESTS_AT_ONCE: Final = 384
 
 OFF: Final = "off"
+OWN: Final = "own"
 ALL: Final = "all"
 
 
