@@ -17,8 +17,8 @@ BEFORE_RUNNING: Final = frozenset({"QUEUED", "PREFILLING", "STAGING", "READY"})
 
 
 def pages_in_use(pools: Iterable[PoolRow]) -> int:
-    """Host pages that are not free, quarantined ones included; a leak would show here."""
-    return sum(pool.host_pages - pool.free for pool in pools)
+    """Host pages that are neither free nor only cached, quarantined ones included; a leak would show here."""
+    return sum(pool.host_pages - pool.free - pool.cached for pool in pools)
 
 
 @dataclass
