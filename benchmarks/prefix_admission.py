@@ -2,8 +2,8 @@
 
 The real Scheduler, HostPool and Request actors in one process, over a worker port that computes nothing; no gateway and
 no journal, whose costs are the same with and without reuse. An admission is CPU time of the process from `submit` until
-the Admit command is sent: validation, digests, lookup, ledger change. Two coordinators, with reuse and without, take turns, so
-that what else the machine does meets both.
+the Admit command is sent: validation, digests, lookup, ledger change. Two coordinators, with reuse and without, take
+turns, so that what else the machine does meets both.
 
     miss    no page of the prompt is cached: a lookup ends at the first page
     hit     all pages are cached, so that all are looked up, shared and marked as used

@@ -106,6 +106,8 @@ class ModelInfo(Part, frozen=True):
     `fingerprint` is a hash of config and weights index; it must be equal for all workers. `tokenizer_kind` is "bytes"
     (ids 0..255 are bytes) or "json" (a `tokenizer.json` of `tokenizer_hash`, fetched through the coordinator).
     Prefixes are reused in multiples of `prefix_unit_tokens`; `reuses_generated`: those with decoded rows, too.
+    `arithmetic` names what the bits of rows depend on beside the model, in deterministic mode: the size of prompt
+    chunks, the matmul mode and the kind of device. Only rows of equal arithmetic are reused. Empty in other modes.
     """
 
     fingerprint: str
@@ -120,6 +122,7 @@ class ModelInfo(Part, frozen=True):
     chat_template: str = ""
     prefix_unit_tokens: int = 64
     reuses_generated: bool = True
+    arithmetic: str = ""
 
 
 class WorkerCapacity(Part, frozen=True):
@@ -129,7 +132,8 @@ class WorkerCapacity(Part, frozen=True):
     A hot chunk holds 64 device rows in every layer. A slab page holds 64 prompt tokens. `hot_size_classes` are the
     managed hot-buffer sizes in slots, ascending; `tail_slots` are added to each, in one more chunk. `pool_id` is drawn
     when the pool at `pool_path` is created: when it changes, the earlier rows are gone. `sends` and `receives`: whether
-    the worker can send host pages to other nodes, and receive them.
+    the worker can send host pages to other nodes, and receive them. `row_format` names what lies in a page (layers,
+    bytes of rows and of index keys): cached pages of another format are not reused.
     """
 
     seats: int
@@ -146,6 +150,7 @@ class WorkerCapacity(Part, frozen=True):
     role: str = BOTH
     sends: bool = False
     receives: bool = False
+    row_format: str = ""
 
     @property
     def prefills(self) -> bool:
@@ -652,21 +657,20 @@ class Admit(Part, frozen=True, tag="admit"):
     pages already hold that many rows (at least the prompt's): reload index keys, and rows as far as that pays.
     `host_pages` are int32 ids in order of position. Counts are totals of this placement, not increments.
 
-    `prefix_tokens`, with `durable_tokens` 0: whole pages, shorter than the prompt, whose rows and index keys are in the
-    first host pages already, shared with other requests. They are read and never written. The worker loads them and
-    prefills from there on; `slab_pages` is still for the whole prompt. Not together with `transfer_id`.
-
     `hot_slots` NO_HOT_BUFFER: compute and stage the prompt, draw the first token, and leave, with Staged and then
     Released. `first_token` was drawn in an earlier placement and held back; it is forced like those of `generated`.
 
     `transfer_id` not 0: the rows go to another node in this inbound transfer. Send each page, once it is staged, to the
     receiver that `destination` describes (worker/transfer). Leave when all pages were delivered or the transfer failed.
+    The receiver has the first `unsent_tokens` rows already, whole pages: those are not sent.
 
     `warm_start`, if any, comes from the Released of the placement that wrote the rows: positions to begin a managed hot
     buffer with. It is a hint: an unreadable one is counted, and the request starts cold.
 
     `prefix_tokens`, whole pages and less than the prompt, only with `durable_tokens` 0: the first host pages hold those
-    rows and index keys already. They are shared with other requests, and never written. Prefill begins behind them.
+    rows and index keys already. They are shared with other requests, and never written. Prefill begins behind them,
+    with slab pages for the whole prompt. With `slab_pages` 0 the rest is short: it goes through decode steps, on a hot
+    buffer that begins like that of a resume.
     """
 
     placement: int
@@ -686,10 +690,14 @@ class Admit(Part, frozen=True, tag="admit"):
     destination: bytes = b""
     warm_start: bytes = b""
     prefix_tokens: int = 0
+    unsent_tokens: int = 0
 
 
 class Receive(Part, frozen=True, tag="receive"):
     """Start an inbound transfer: another worker writes the first `prompt_tokens` rows into `host_pages` (int32 ids).
+
+    The rows of the first `prefix_tokens`, whole pages, are there already, in pages that are shared with other requests:
+    those are not opened for writing.
 
     `placement` is the number of the transfer. Answered by Released, with all rows; or with none, when the
     transfer failed or was withdrawn. After Released nothing writes into the pages (I2). Pages behind the prompt are for
@@ -701,6 +709,7 @@ class Receive(Part, frozen=True, tag="receive"):
     request_id: str
     prompt_tokens: int
     host_pages: bytes
+    prefix_tokens: int = 0
 
 
 class Exited(Part, frozen=True, tag="exited"):

@@ -26,7 +26,7 @@ from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.pending import unserved
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.prefix_reuse import DIGESTS_AT_ONCE, PrefixReuse, PrefixStats
+from coordinator.scheduling.prefix_reuse import PrefixReuse, PrefixStats
 from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from protocol import messages
@@ -56,6 +56,7 @@ Message: TypeAlias = (
     | events.AuditAsk
     | events.InventoryTaken
     | events.Starving
+    | events.PromptRows
     | events.TransferClosed
     | events.PlacementProgressed
     | events.HotBufferResized
@@ -76,6 +77,7 @@ class SchedulerApi(Actor[Message]):
     _clock: Callable[[], float]
     _journal: Journal
     _prefix_reuse: PrefixReuse
+    _digesting: trio.Lock
     _ledgers: Mapping[str, Ledger]
 
     @property
@@ -117,18 +119,19 @@ class SchedulerApi(Actor[Message]):
         return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user, chain))
 
     async def _chain_of(self, submit: messages.Submit, user: str, tenant: str) -> Chain | None:
-        """Digests of its prompt, a few at a time, so that a long prompt delays no other task."""
+        """Digests of its prompt, a few at a time, so that a long prompt delays no other task. Of several long ones one
+        goes on at a time: together they would delay each turn of the loop by as many parts."""
         model, reuse = self._registry.model, self._prefix_reuse
         if model is None or not reuse.is_on or len(submit.prompt) < 4 * PAGE_TOKENS:
             return None
         scope = reuse.scope(user, tenant, submit.cache_salt)
         root = reuse.root(model, scope)
-        digests: tuple[Digest, ...] = ()
-        for part in reuse.digests(root, submit.prompt):
-            digests += part
-            if len(part) == DIGESTS_AT_ONCE:
-                await trio.lowlevel.checkpoint()
-        return Chain(root, digests, scope)
+        parts = reuse.digests(root, submit.prompt)
+        digests: list[Digest] = list(next(parts))
+        while len(digests) < len(submit.prompt) // (4 * PAGE_TOKENS):
+            async with self._digesting:  # waits for a turn of the loop at least
+                digests += next(parts)
+        return Chain(root, tuple(digests), scope)
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
@@ -318,6 +321,11 @@ class SchedulerApi(Actor[Message]):
     def starving(self, request_indices: Int32Array) -> None:
         """Request indices whose granted headroom is short; repeating one costs next to nothing."""
         self.tell(events.Starving(request_indices))
+
+    def prompt_rows(self, request_indices: Int32Array) -> None:
+        """More full pages of the prompts of these are durable, while they are being computed."""
+        if self._prefix_reuse.is_on:
+            self.tell(events.PromptRows(request_indices))
 
     async def _command(
         self,

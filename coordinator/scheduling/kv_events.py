@@ -44,9 +44,9 @@ KvEvent: TypeAlias = PagesStored | PagesRemoved | AllRemoved
 
 
 class KvEvents:
-    """Events of one turn. `tokens_of(request_index)` gives prompt and output of a live request, int32."""
+    """Events of one turn. `tokens_of(request_index, first, last)` gives tokens of prompt and output, int32."""
 
-    def __init__(self, tokens_of: Callable[[int], bytes]) -> None:
+    def __init__(self, tokens_of: Callable[[int, int, int], bytes]) -> None:
         self._tokens_of = tokens_of
         self._events: list[KvEvent] = [AllRemoved()]  # what an earlier coordinator has told holds no longer
         self._removed: list[Digest] = []
@@ -58,7 +58,6 @@ class KvEvents:
         if not is_news.any():
             return
         self._flush_removed()
-        tokens = self._tokens_of(request_index)
         scope = tuple(filter(None, chain.scope))
         edges = np.flatnonzero(np.diff(is_news, prepend=False, append=False))
         for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
@@ -67,7 +66,7 @@ class KvEvents:
                     PagesStored(
                         tuple(digests[begin:end]),
                         digests[begin - 1] if begin else None,
-                        tokens[4 * PAGE_TOKENS * begin : 4 * PAGE_TOKENS * end],
+                        self._tokens_of(request_index, PAGE_TOKENS * begin, PAGE_TOKENS * end),
                         scope if not begin else (),
                     )
                 )

@@ -130,8 +130,9 @@ class Scheduler(SchedulerApi):
         self._wall_offset_s = wall_offset_s
         self._pools: dict[str, HostPool[Record, Commit]] = {}
         self._ledgers: Mapping[str, Ledger] = self._journal.state.ledgers
+        self._digesting = trio.Lock()
         self._publish = publish
-        self._kv_events = KvEvents(self._tokens_of) if publish is not None else None
+        self._kv_events = KvEvents(self._some_tokens) if publish is not None else None
         self._prefix_reuse = PrefixReuse(settings.prefix_reuse, secrets.token_bytes(KEY_BYTES), self._kv_events)
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse)
         self._placement_table = self._dispatch.placement_table
@@ -139,7 +140,13 @@ class Scheduler(SchedulerApi):
         self._requests = RequestTable(token_log, settings, wall_offset_s, self._dispatch)
         self._warm_starts = WarmStarts()
         self._auditor = Auditor(
-            self._placement_table, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
+            self._placement_table,
+            self._ledgers,
+            self._requests,
+            token_log,
+            self._counters,
+            settings.audit_interval_s,
+            self._prefix_reuse,
         )
         self._submissions = Submissions(
             self._requests,
@@ -231,10 +238,15 @@ class Scheduler(SchedulerApi):
         if self._publish is not None and self._kv_events is not None and (news := self._kv_events.take()):
             self._publish(news)
 
-    def _starving(self, message: events.Starving) -> None:
-        for request_index in message.request_indices.tolist():
-            if entry := self._placement_table.entries.get(request_index):
+    def _progress(self, message: events.Starving | events.PromptRows) -> Effects:
+        effects = Effects()
+        for entry in filter(None, map(self._placement_table.entries.get, message.request_indices.tolist())):
+            if isinstance(message, events.Starving):
                 self._dispatch.starve(entry)
+            else:
+                durable_tokens = self._token_log.durable(entry.request_index)
+                effects = effects.plus(self._dispatch.prompt_rows(entry, durable_tokens))
+        return effects
 
     def _transfer_closed(self, it: events.TransferClosed) -> Effects:
         return self._dispatch.transfer_closed(it.worker, it.epoch, it.placement, it.durable_tokens)
@@ -262,8 +274,8 @@ class Scheduler(SchedulerApi):
                 self._requests.end(self._requests.by_index[message.request_index], now)
             case events.TransferClosed():
                 turn.take(self._transfer_closed(message))
-            case events.Starving():
-                self._starving(message)
+            case events.Starving() | events.PromptRows():
+                turn.take(self._progress(message))
             case events.WorkerDown() | events.WorkerExited():
                 self._worker_gone(message, turn, now)
             case events.InventoryTaken():
@@ -296,6 +308,12 @@ class Scheduler(SchedulerApi):
     def _tokens_of(self, request_index: int) -> bytes:
         """Its prompt and its output, int32."""
         return self._requests.by_index[request_index].prompt + self._token_log.tokens(request_index, 0)
+
+    def _some_tokens(self, request_index: int, first: int, last: int) -> bytes:
+        """Of its prompt and its output, int32. A prompt may be megabytes: no more of it is copied."""
+        prompt = self._requests.by_index[request_index].prompt
+        whole = prompt if 4 * last <= len(prompt) else self._tokens_of(request_index)
+        return whole[4 * first : 4 * last]
 
     def _drop_prefixes(self, ask: events.DropPrefixesAsk, turn: _Turn) -> tuple[str, ...]:
         """The changes go to the end of the turn's: what is dropped may have been cached in this turn."""
@@ -506,7 +524,8 @@ class Scheduler(SchedulerApi):
     def _receive(self, entry: RequestEntry, transfer: decisions.Transfer, pages: Int32Array) -> None:
         facts = entry.facts
         about = facts.request_index, facts.request_id, facts.prompt_tokens
-        transfer.worker.port.send(messages.Receive(transfer.transfer_id, *about, pages.tobytes()))
+        shared = transfer.share.size * PAGE_TOKENS
+        transfer.worker.port.send(messages.Receive(transfer.transfer_id, *about, pages.tobytes(), shared))
 
     def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
@@ -517,6 +536,9 @@ class Scheduler(SchedulerApi):
             self._prefix_reuse.use(entry, worker.node, decision.share.size)
             self._counters.prefix_tokens += decision.prefix_tokens
             self._counters.prefix_asked_tokens += entry.facts.prompt_tokens if self._prefix_reuse.is_on else 0
+        transfer = decision.transfer
+        if transfer is not None and entry.chain is not None and transfer.share.size:
+            self._prefix_reuse.by_node[transfer.worker.node].touch(entry.chain.digests[: transfer.share.size])
         warm_start = self._warm_starts.take(entry.request_index)
         command = messages.Admit(
             placement=decision.placement,
@@ -533,12 +555,14 @@ class Scheduler(SchedulerApi):
             hot_chunks=hot_size.hot_chunks,
             first_token=decision.first_token,
             prefix_tokens=decision.prefix_tokens,
-            transfer_id=decision.transfer.transfer_id if decision.transfer else 0,
-            destination=decision.transfer.worker.receiver if decision.transfer else b"",
+            unsent_tokens=transfer.share.size * PAGE_TOKENS if transfer else 0,
+            transfer_id=transfer.transfer_id if transfer else 0,
+            destination=transfer.worker.receiver if transfer else b"",
             warm_start=warm_start if decision.durable_tokens else b"",
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {decision.prefix_tokens} tokens of the prompt reused" if decision.prefix_tokens else ""
+        reason += ", the rest by decode steps" if entry.by_steps else ""
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
         return AddressedOrder(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
 

@@ -100,6 +100,8 @@ class FakeLink:
         short = self.rig.token_log.report_short(heard, AHEAD_TOKENS)
         if len(short):
             self.rig.scheduler.starving(short)
+        if len(heard.staged):
+            self.rig.scheduler.prompt_rows(heard.staged)
 
     def cut(self) -> None:
         self.up = False

@@ -23,7 +23,7 @@ def chain(pages: int) -> Chain:
 
 
 def new_events(pages: int) -> KvEvents:
-    events = KvEvents(lambda _: tokens(pages))
+    events = KvEvents(lambda _, first, last: tokens(pages)[4 * first : 4 * last])
     assert events.take() == [AllRemoved()], "a restart tells that nothing is cached"
     return events
 
@@ -68,7 +68,7 @@ def test_page_of_two_nodes_is_removed_with_the_last() -> None:
     it, events = chain(2), new_events(2)
     reuse = PrefixReuse("own", KEY, events)
     for node in ("a", "b"):
-        reuse.open(node).add(it.root, it.digests, np.array([1, 2], dtype=np.int32), it.scope)
+        reuse.open(node).add(it.root, it.digests, np.array([1, 2], dtype=np.int32), scope=it.scope)
     assert reuse.by_node["a"].evict(1, np.vectorize(lambda _: True)).tolist() == [2]
     assert events.take() == []
     assert reuse.by_node["b"].evict(1, np.vectorize(lambda _: True)).tolist() == [2]
@@ -80,7 +80,7 @@ def test_page_of_two_nodes_is_removed_with_the_last() -> None:
 def test_new_pool_of_a_node_has_nothing_cached() -> None:
     it, events = chain(2), new_events(2)
     reuse = PrefixReuse("own", KEY, events)
-    reuse.open("a").add(it.root, it.digests, np.array([1, 2], dtype=np.int32), it.scope)
+    reuse.open("a").add(it.root, it.digests, np.array([1, 2], dtype=np.int32), scope=it.scope)
     reuse.open("a")
     (told,) = events.take()
     assert isinstance(told, PagesRemoved)
