@@ -10,13 +10,15 @@ On a CPU, with the tiny checkpoint and real processes (a coordinator and one wor
                                  (benchmarks/prefix_admission.py; `on` is the dearer of a hit and a miss)
     loop                         the coordinator's loop while prompts of 1,048,576 tokens arrive
 
-`--gpu` is benchmarks/prefix_gpu.py: one worker's executor, DeepSeek-V3.2's dimensions, the prefix in pinned host memory.
+`--gpu` is benchmarks/prefix_gpu.py: one worker's executor, DeepSeek-V3.2's dimensions, the prefix in host memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import random
 import sys
 import tempfile
@@ -140,9 +142,10 @@ def main() -> None:
     else:
         result = measure(options)
     if options.out is not None:
-        from benchmarks.swap_in import machine
-
-        about = machine() | {"command": " ".join(["python", "-m", "benchmarks.prefix", *sys.argv[1:]])}
+        about = {"python": platform.python_version(), "kernel": platform.release(), "cores": str(os.cpu_count())}
+        about["load_average"] = str(os.getloadavg()[0])
+        about["command"] = " ".join(["python", "-m", "benchmarks.prefix", *sys.argv[1:]])
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps({"machine": about, "result": result}, indent=1) + "\n")
     if options.json:
         print(json.dumps(result))
