@@ -263,10 +263,10 @@ def test_kept_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_publish_never_waits_and_drops_what_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. The thread is held up; the loop is not."""
     with publishing(tmp_path) as publisher:
-        gate, send = threading.Event(), publisher._send
+        released, send = threading.Event(), publisher._send
 
         def held_up(batch: Any) -> None:
-            gate.wait(LIMIT_MS / 1e3)
+            released.wait(LIMIT_MS / 1e3)
             send(batch)
 
         monkeypatch.setattr(publisher, "_send", held_up)
@@ -278,7 +278,7 @@ def test_publish_never_waits_and_drops_what_finds_no_room(tmp_path: Path, monkey
             publisher.publish([AllRemoved()])
         counters = publisher._counters
         assert (counters.kv_event_batches_dropped, len(publisher._queue)) == (extra, kv_publisher.QUEUE_BATCHES_MAX)
-        gate.set()
+        released.set()
         while publisher._queue:
             time.sleep(0.01)
         publisher.publish([stored(1, 1)])
