@@ -39,6 +39,8 @@ from protocol.units import PAGE_TOKENS
 #: Digests computed before other tasks get a turn: about half a millisecond.
 DIGESTS_AT_ONCE: Final = 384
 
+#: Roots that are remembered, so that they are not computed for each request.
+ROOTS_MAX: Final = 1_024
 #: Worker epochs that are remembered as not trustworthy.
 DISTRUSTED_MAX: Final = 1_024
 
@@ -64,6 +66,7 @@ class PrefixReuse:
     mode: str
     key: bytes = b""
     events: KvEvents | None = None
+    roots: dict[tuple[str, ...], Digest] = field(default_factory=dict)  # of owners and salts seen lately
     stats: dict[str, PrefixStats] = field(default_factory=dict)
     by_node: dict[str, PrefixIndex] = field(default_factory=dict)
     unit_tokens: int = PAGE_TOKENS
@@ -101,7 +104,13 @@ class PrefixReuse:
     def root(self, model: ModelInfo, scope: Scope) -> Digest:
         """Of all that rows depend on beside tokens, and of who may reuse them. Their format is that of the node's pool:
         a pool of another format begins with an empty index."""
-        return root_of(self.key, model.fingerprint, model.arithmetic, *scope)
+        about = (model.fingerprint, model.arithmetic, *scope)
+        root = self.roots.get(about)
+        if root is None:
+            if len(self.roots) >= ROOTS_MAX:
+                self.roots.clear()
+            root = self.roots[about] = root_of(self.key, *about)
+        return root
 
     def digests(self, root: Digest, tokens: bytes) -> Iterator[tuple[Digest, ...]]:
         """Digests of the full pages of `tokens`, a few at a time."""
