@@ -30,8 +30,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups.
-PROTOCOL_VERSION: Final = 4
+#: 4: ranks of groups. 5: reuse of prefixes.
+PROTOCOL_VERSION: Final = 5
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -333,6 +333,24 @@ class ForgetWorkers(Message, frozen=True, tag="forget_workers"):
     workers: Names
 
 
+class ListPrefixes(Message, frozen=True, tag="list_prefixes"):
+    """Ask for the largest cached prefixes, at most `limit`."""
+
+    tag: int
+    limit: int = 20
+
+
+class DropPrefixes(Message, frozen=True, tag="drop_prefixes"):
+    """Forget cached prefixes: those of these ids, and all of these owners. Neither ids nor owners: all there are.
+
+    An owner is written as in PrefixRow. Requests that hold such pages keep them.
+    """
+
+    tag: int
+    prefix_ids: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
+
+
 class ReloadKeys(Message, frozen=True, tag="reload_keys"):
     """Read the list of allowed keys again. Done says what was read; Failure, that the old list holds, and why."""
 
@@ -369,6 +387,8 @@ AdminMessage: TypeAlias = (
     | AuditWorkers
     | ReleaseQuarantine
     | ForgetWorkers
+    | ListPrefixes
+    | DropPrefixes
     | ReloadKeys
     | StopCoordinator
 )
@@ -480,6 +500,7 @@ class RequestRow(Part, frozen=True):
     held: bool
     reason: str
     waits_for: str = ""
+    prefix_tokens: int = 0  # of the prompt: reused, not computed, when it was first admitted
 
 
 class HistoryLine(Part, frozen=True):
@@ -524,7 +545,8 @@ class WorkerRow(Part, frozen=True):
 
 class PoolRow(Part, frozen=True):
     """The host pool of a node, in pages; `reservations` counts the requests that hold pages. `cached` pages are
-    held by no request, and are free once they are evicted."""
+    held by no request, and are free once they are evicted. Of prompts that were admitted to be prefilled since the
+    coordinator's start, `prefix_asked_tokens` were looked up and `prefix_reused_tokens` found."""
 
     node: str
     host_pages: int
@@ -536,6 +558,26 @@ class PoolRow(Part, frozen=True):
     reservations: int
     workers: tuple[str, ...]
     cached: int = 0
+    prefix_asked_tokens: int = 0
+    prefix_reused_tokens: int = 0
+    prefix_pages_evicted: int = 0
+
+
+class PrefixRow(Part, frozen=True):
+    """A cached prefix that no other continues, on one node.
+
+    `pages` lead to it, the last `own_pages` of them to no other. `owner` is USER/TENANT, as far as there are any:
+    who may reuse it. `salted`: only with its cache_salt. `in_use`: requests hold its last page.
+    """
+
+    node: str
+    prefix_id: str
+    owner: str
+    salted: bool
+    pages: int
+    own_pages: int
+    tokens: int
+    in_use: bool
 
 
 class AuditedRow(Part, frozen=True):
@@ -587,6 +629,14 @@ class PoolRows(Message, frozen=True, tag="pool_rows"):
     rows: tuple[PoolRow, ...]
 
 
+class PrefixRows(Message, frozen=True, tag="prefix_rows"):
+    """The largest cached prefixes, and how many there are."""
+
+    tag: int
+    rows: tuple[PrefixRow, ...]
+    prefixes: int
+
+
 class AuditRows(Message, frozen=True, tag="audit_rows"):
     """The audited workers and nodes, and the differences between ledgers and workers."""
 
@@ -615,6 +665,7 @@ GatewayMessage: TypeAlias = (
     | RequestDetail
     | WorkerRows
     | PoolRows
+    | PrefixRows
     | AuditRows
     | TokenizerData
 )

@@ -204,6 +204,29 @@ def test_a_refusal_names_field_value_and_remedy(
     assert remedy in error.remedy
 
 
+@pytest.mark.parametrize(
+    ("flags", "field", "remedy"),
+    [
+        ({"prefix_reuse": "some"}, "prefix_reuse", "use one of off, own, all"),
+        ({"kv_events_endpoint": "tcp://0.0.0.0:5557"}, "kv_events_endpoint", "hisparse keys init"),
+        ({"kv_events_endpoint": "nonsense"}, "kv_events_endpoint", "ipc:///path"),
+        ({"kv_events_replay_endpoint": "ipc:///r"}, "kv_events_replay_endpoint", "set coordinator.kv_events_endpoint"),
+        (
+            {"kv_events_endpoint": "ipc:///e", "kv_events_replay_endpoint": "ipc:///e"},
+            "kv_events_replay_endpoint",
+            "an address of its own",
+        ),
+        ({"kv_events_endpoint": "ipc:///e", "prefix_reuse": "off"}, "kv_events_endpoint", "own or all"),
+        ({"kv_events_endpoint": "ipc:///e", "kv_events_format": "json"}, "kv_events_format", "map, array"),
+        ({"kv_events_endpoint": "ipc:///e", "kv_events_topic": "x" * 129}, "kv_events_topic", "shorten it"),
+    ],
+)
+def test_settings_of_prefix_reuse_are_checked(flags: dict[str, object], field: str, remedy: str) -> None:
+    error = refusal(flags={f"coordinator.{name}": value for name, value in flags.items()})
+    assert error.field == f"coordinator.{field}"
+    assert remedy in error.remedy
+
+
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load(tmp_path / "absent.toml", environ={})

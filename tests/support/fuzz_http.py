@@ -107,8 +107,10 @@ class AnsweringRig(GatewayRig):
         self._submit = scheduler.submit
         scheduler.submit = self._answer  # type: ignore[method-assign]
 
-    async def _answer(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
-        handle = await self._submit(submit, owner, user)
+    async def _answer(
+        self, submit: messages.Submit, owner: str, user: str = "", *, prefix_tenant: str | None = None
+    ) -> Handle:
+        handle = await self._submit(submit, owner, user, prefix_tenant=prefix_tenant)
         self.scheduler.commands.clear()
         self._nursery.start_soon(self._play, handle.request_id, submit.sampling.max_tokens)
         return handle
