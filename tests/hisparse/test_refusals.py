@@ -536,8 +536,8 @@ def busy_gateway(_: Path, __: pytest.MonkeyPatch) -> None:
     Gateway._start(cast(Any, SimpleNamespace(_asks=ASKS_MAX)), *cast(Any, (None,) * 4))
 
 
-def submission(prompt: bytes = b"\1\0\0\0", max_tokens: int = 1, **changes: Any) -> messages.Submit:
-    return messages.Submit(1, prompt, messages.Sampling(max_tokens=max_tokens), **changes)
+def submission(prompt: bytes = b"\1\0\0\0", prefill_mode: str = "auto", **sampling: Any) -> messages.Submit:
+    return messages.Submit(1, prompt, messages.Sampling(**({"max_tokens": 1} | sampling)), prefill_mode=prefill_mode)
 
 
 def endless_chat(*_: object) -> None:
@@ -644,6 +644,14 @@ CALLS: Final[dict[str, Call]] = {
         lambda *_: check_submit(submission(prefill_mode="x"), MODEL),
     ),
     "empty prompt": Call(BadInput, "(give at least one token)", lambda *_: check_submit(submission(prompt=b""), MODEL)),
+    "bias of a token twice": Call(
+        BadInput,
+        "(give each token one bias)",
+        lambda *_: check_submit(submission(logit_bias=((1, 1.0), (1, 2.0))), MODEL),
+    ),
+    "too many tokens that stop": Call(
+        BadInput, "(give fewer)", lambda *_: check_submit(submission(stop_token_ids=(1,) * 9_999), MODEL)
+    ),
     "prompt beyond the context": Call(
         BadInput, "the context of tiny holds 8192", lambda *_: check_submit(submission(max_tokens=9_000), MODEL)
     ),
