@@ -2,7 +2,7 @@
 
     worker socket ─ decode ─ link by connection ─┬─ hello ──────► Scheduler.worker_up or _back, then Welcome or Refused
                                                  ├─ tokens ─────► token log ──► journal ──► deliveries, ReportAck
-                                                 │                         └──► Scheduler.starving
+                                                 │                         └──► Scheduler.starving, prompt_rows
                                                  ├─ events ─────► Scheduler.on_event ──► the request's actor
                                                  └─ heartbeats ─► liveness, acknowledgements
     WorkerPort.send ─ command log ─ sender ──────► worker socket
@@ -246,6 +246,8 @@ class WorkerLinks:
             self._counters.waits.tokens_came(*self._log.times.arrived(*appended[:3], trio.current_time()))
             self._short.append(self._log.report_short(appended, self._settings.grant_ahead_tokens))
             self._journal.tokens_arrived()
+            if len(appended.staged):
+                self._scheduler.prompt_rows(appended.staged)
         for event in report.events:
             if isinstance(event, messages.Counters):
                 link.state.count_swaps(event)

@@ -224,6 +224,17 @@ class Client:
         """List these disconnected workers, or those of these groups, no longer: see messages.ForgetWorkers."""
         return await self._do(lambda tag: messages.ForgetWorkers(tag, ids(workers)))
 
+    async def prefixes(self, limit: int = 20) -> messages.PrefixRows:
+        """The largest cached prefixes, 1,000 at most, and how many there are."""
+        return await self._call(lambda tag: messages.ListPrefixes(tag, limit), messages.PrefixRows)
+
+    async def drop_prefixes(self, prefix_ids: Sequence[str] = (), *, owners: Sequence[str] = ()) -> tuple[str, ...]:
+        """Forget cached prefixes: these, and all of these owners; neither of both: all. Requests keep what they hold.
+
+        Raises BadInput for what is no id of a prefix. An id that is cached no longer is no error.
+        """
+        return await self._do(lambda tag: messages.DropPrefixes(tag, ids(prefix_ids), ids(owners)))
+
     async def audit(self) -> messages.AuditRows:
         """Compare the memory of all workers with the ledgers, now and twice."""
         return await self._call(messages.AuditWorkers, messages.AuditRows)

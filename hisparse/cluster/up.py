@@ -39,7 +39,7 @@ from hisparse.client.client import Client
 from hisparse.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
 from hisparse.cluster.gpus import gpu_bytes
 from hisparse.cluster.group_end import PEER_END_LIMIT_S
-from hisparse.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
+from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
 from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.console.options import EXIT_CODES
@@ -55,8 +55,6 @@ from worker.pool.file import keep_pool, remove_pool
 from worker.runners.checkpoint import fingerprint, read_config, read_dimensions, stored_dtype
 from worker.weights.quantization import read_quantization
 
-#: Longest start, which imports torch and may load a checkpoint of some gigabytes from a slow disk.
-START_LIMIT_S: Final = 600.0
 POLL_INTERVAL_S: Final = 0.05
 #: Time for a front that listens to reach the coordinator.
 FRONT_LIMIT_S: Final = 10.0

@@ -131,6 +131,7 @@ def size_worker(
             overshoot_tokens=settings.lookahead_steps,
             pool_path=pool_path,
             role=settings.role,
+            row_format=geometry.row_format,
         ),
         context_max_tokens=context,
         max_pages=max_pages,

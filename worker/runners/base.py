@@ -48,6 +48,14 @@ def prefix_unit_tokens(settings: WorkerSettings) -> int:
     return math.lcm(settings.prefill_chunk_tokens, PAGE_TOKENS) if settings.deterministic else PAGE_TOKENS
 
 
+def arithmetic(settings: WorkerSettings) -> str:
+    """ModelInfo.arithmetic: all that two workers must have alike for rows of the same bits, beside the model."""
+    if not settings.deterministic:
+        return ""
+    kind = torch.cuda.get_device_name(settings.device) if settings.device.startswith("cuda") else settings.device
+    return f"chunks of {settings.prefill_chunk_tokens} tokens, {settings.matmul}, {kind}"
+
+
 def no_listener(layer: int) -> None:
     """A LayerWritten for those who wait for the whole chunk."""
 
