@@ -50,6 +50,11 @@ NAME_CHARS_MAX: Final = 128
 #: Most stop strings per request, and most characters of each.
 STOP_STRINGS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 256
+#: Most entries of `Sampling.logit_bias` and of `Sampling.stop_token_ids`.
+LOGIT_BIAS_MAX: Final = 300
+STOP_TOKEN_IDS_MAX: Final = 64
+#: Most end-of-sequence tokens of a model.
+EOS_IDS_MAX: Final = 64
 
 #: Role of a worker (`WorkerCapacity.role`): it computes prompts, decodes, or does both.
 PREFILL: Final = "prefill"
@@ -90,6 +95,13 @@ class Sampling(Part, frozen=True):
     `temperature` 0 is greedy. A counter-based generator takes `seed` and the position, so a resumed or replayed request
     draws the same numbers. `stop` strings end the output before their first occurrence. `max_tokens` counts generated
     tokens.
+
+    Logits are adjusted in this order (that of vLLM): ends are barred below `min_tokens` generated tokens; `logit_bias`
+    (token, bias) is added; `repetition_penalty` divides positive and multiplies negative logits of tokens of prompt and
+    output; `frequency_penalty` for each occurrence in the output and `presence_penalty` for the first are subtracted.
+    Of what temperature then leaves, `min_p` drops tokens less likely than that share of the likeliest, and `top_k` (0:
+    none) all but the k likeliest, ties kept, before `top_p`. A token of `stop_token_ids` ends the output and is part of
+    it, as an end-of-sequence token.
     """
 
     max_tokens: int
@@ -98,6 +110,14 @@ class Sampling(Part, frozen=True):
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class ModelInfo(Part, frozen=True):

@@ -119,6 +119,7 @@ def test_defaults_are_openais() -> None:
     sampling = completion(prompt="x").choices[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (COMPLETION_TOKENS_DEFAULT, 1.0, 1.0)
     assert (sampling.stop, sampling.ignore_eos) == ((), False)
+    assert completion(prompt="x", top_k=-1).choices[0].sampling == sampling
 
 
 def test_every_served_field_arrives() -> None:
@@ -131,6 +132,14 @@ def test_every_served_field_arrives() -> None:
         seed=-3,
         stop=["a", "b"],
         ignore_eos=True,
+        top_k=4,
+        min_p=0.25,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={"3": -1, "4": 2.5},
+        min_tokens=2,
+        stop_token_ids=[7, 8],
         priority=-4,
         stream=True,
         stream_options={"include_usage": True},
@@ -140,6 +149,10 @@ def test_every_served_field_arrives() -> None:
     assert (choice.sampling.max_tokens, choice.sampling.temperature, choice.sampling.top_p) == (7, 0, 0.5)
     assert (choice.sampling.stop, choice.sampling.ignore_eos, choice.priority) == (("a", "b"), True, -4)
     assert choice.sampling.seed == 2**63 - 3
+    sampling = choice.sampling
+    assert (sampling.top_k, sampling.min_p, sampling.min_tokens) == (4, 0.25, 2)
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
+    assert (sampling.logit_bias, sampling.stop_token_ids) == (((3, -1.0), (4, 2.5)), (7, 8))
     assert (ask.stream, ask.include_usage, ask.usage_in_every_chunk) == (True, True, False)
     assert completion(prompt="x", stop="one").choices[0].sampling.stop == ("one",)
 
@@ -283,7 +296,7 @@ def test_choices_of_a_prompt_share_its_array() -> None:
 def test_only_ignored_fields_may_be_large() -> None:
     deep: Any = [[[]] * 100] * 1_000
     completion(prompt="x", metadata=deep, user=deep)
-    for field in ("logit_bias", "stop", "min_tokens"):
+    for field in ("logit_bias", "stop", "echo"):
         assert refusal(CompletionBody, prompt="x", **{field: deep}).field == field
     assert refusal(ChatBody, messages=said(("user", "x")), chat_template_kwargs={"a": deep}).field == (
         "chat_template_kwargs"

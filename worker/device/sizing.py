@@ -31,7 +31,14 @@ from dataclasses import dataclass
 from kernels.layout import QUEUE_RING, Geometry
 from protocol.byte_sizes import AUTO, parse_size
 from protocol.errors import ConfigError
-from protocol.messages import DECODE, ModelInfo, WorkerCapacity
+from protocol.messages import (
+    DECODE,
+    EOS_IDS_MAX,
+    LOGIT_BIAS_MAX,
+    STOP_TOKEN_IDS_MAX,
+    ModelInfo,
+    WorkerCapacity,
+)
 from protocol.settings import WorkerSettings
 from protocol.sizing import smallest_chunks
 from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, managed_chunks, pages_for
@@ -90,7 +97,7 @@ def size_worker(
     host_pages = parse_size(settings.host_mem, "worker.host_mem") // geometry.page_bytes
     max_pages = pages_for(context + settings.lookahead_steps)
     max_chunks = max(max_pages, managed_chunks(classes[-1]))
-    bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks)
+    bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks, info.vocab_size)
     device = _budget(settings, free_device_bytes)
     left = device - bookkeeping
     slab = _slab_pages(settings, geometry, max_pages, left)
@@ -191,12 +198,20 @@ def _context(settings: WorkerSettings, info: ModelInfo) -> int:
     return min(settings.context_max_tokens or info.context_max_tokens, CONTEXT_MAX_TOKENS)
 
 
-def _bookkeeping_bytes(settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int) -> int:
+def sampler_seat_bytes(vocab: int) -> int:
+    """Device bytes of a seat's draws (worker/runners/base.py): occurrences of each token of the vocabulary, int16;
+    biases, ends and parameters."""
+    return vocab * 2 + LOGIT_BIAS_MAX * 12 + (EOS_IDS_MAX + STOP_TOKEN_IDS_MAX) * 8 + 61
+
+
+def _bookkeeping_bytes(
+    settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int, vocab: int
+) -> int:
     """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks]; per group tails, counters, and the
-    eviction queue."""
+    eviction queue; draws."""
     per_group = 4 * settings.tail_slots + 48 + 6 * QUEUE_RING
     per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * per_group
-    return settings.seats * per_seat
+    return settings.seats * (per_seat + sampler_seat_bytes(vocab)) + 2 * vocab
 
 
 def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, left: int) -> int:

@@ -299,7 +299,7 @@ def test_worked_example_text_uses_the_command_figures(config_json: Path) -> None
     batch, resident = small["batch"], found["resident"]
     assert f"So {batch} requests of 128k tokens decode on each GPU, where {resident} would fit" in guide
     assert f"{8 * batch} on the node instead of {8 * resident}" in guide
-    assert (small["by_host"], small["by_index_pages"], batch - larger["batch"]) == (batch, batch, 2)
+    assert (small["by_host"], small["by_index_pages"], batch - larger["batch"]) == (batch, batch, 3)
     loaded = 0.1 * batch * found["miss_bytes_per_step"]
     assert (
         f"{loaded / 1e6:.0f} MB: {1e3 * loaded / 55e9:.1f} ms of the link. At 50 % it is {5e3 * loaded / 55e9:.0f} ms"
