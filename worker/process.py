@@ -136,7 +136,7 @@ class WorkerProcess:
         )
         if settings.device != "cpu":
             left = free_device_bytes(settings.device)
-            log.info("sized: scratch and graph bytes %d; device bytes left %d", self._executor.scratch_bytes, left)
+            log.info("sized", extra=fields(scratch_bytes=self._executor.scratch_bytes, device_bytes_left=left))
         self._thread = threading.Thread(target=run_or_die, args=(self._executor.run,), name="executor", daemon=True)
         transfers = self._executor.transfers
         open_transfers(transfers, config, runner, self._pool, wake=self._executor.wake)
@@ -256,7 +256,7 @@ def _announce(settings: WorkerSettings, sizing: Sizing) -> None:
         ),
     )
     for line in sizing.report():
-        log.info("sized: %s", line)
+        log.info("sized", extra=fields(**line))
 
 
 # ---------------------------------------------------------------- threads and signals

@@ -18,6 +18,7 @@ A second signal, or one during start, skips to SIGKILL.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -48,6 +49,7 @@ from protocol.byte_sizes import AUTO
 from protocol.config import HostFacts, listening_at, pool_path, resolve, to_environ
 from protocol.config_checks import check
 from protocol.errors import EXIT_PEER_LOST, ConfigError, HiSparseError, Unavailable, WrongState
+from protocol.logs import configure, logger
 from protocol.settings import Config, HttpSettings, WorkerSettings
 from worker.pool.file import keep_pool, remove_pool
 from worker.runners.checkpoint import fingerprint, read_config, read_dimensions, stored_dtype
@@ -61,6 +63,8 @@ STOP_GRACE_S: Final = 10.0
 EXIT_CHILD_LOST: Final = 70
 EXIT_INTERRUPTED: Final = 130
 CONNECTED: Final = "connected"
+
+log = logger("up")
 
 
 @dataclass
@@ -318,7 +322,7 @@ async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool
 
 async def _raise_ended(child: Child) -> NoReturn:
     for line in child.tail().splitlines():
-        _report(f"{child.name}: {line}")
+        print(f"{child.name}: {line}", file=sys.stderr, flush=True)
     status = await child.wait()
     raise (ConfigError if status == EXIT_CODES[ConfigError.code] else Unavailable)(
         f"{exit_text(status)} during start",
@@ -392,7 +396,12 @@ class UpOptions:
 
 
 def run_up(config: Config, options: UpOptions) -> int:
-    """Run until a signal; returns the exit code. Raises HiSparseError when the cluster does not start."""
+    """Run until a signal; returns the exit code. Raises HiSparseError when the cluster does not start.
+
+    Reports are lines of the log, in the form of the other processes' lines, at any log level.
+    """
+    configure(config.cluster.log_level, config.cluster.log_format)
+    log.setLevel(logging.INFO)
     is_asked = config.worker.device == CUDA and options.workers > 1
     found = gpu_bytes() if is_asked else []
     size = options.group_size or (_group_size(config, options.workers, found) if found else 1)
@@ -522,4 +531,4 @@ async def _drain(cluster: Cluster, deadline_s: float) -> None:
 
 
 def _report(text: str) -> None:
-    print(f"hisparse up: {text}", file=sys.stderr, flush=True)
+    log.info(text)
