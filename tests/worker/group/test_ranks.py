@@ -160,7 +160,7 @@ def test_prompts_on_one_rank_alone_leave_the_others_idle(checkpoints: Callable[.
 
 
 @pytest.mark.parametrize(("family", "size"), [("deepseek-v3.2", 3), ("glm-5", 4)])
-def test_bits_stay_while_requests_move_between_ranks(
+def test_bits_are_kept_while_requests_move_between_ranks(
     family: str, size: int, checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Deterministic: each request is on three ranks in turn, with the pages that it holds, and in other company.
