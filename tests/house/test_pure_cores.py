@@ -82,6 +82,7 @@ PURE = [
     "protocol/units",
     "worker/loop/batch",
     "worker/loop/output",
+    "worker/runners/adjust",
     "worker/group/agreement",
     "worker/group/awaiting",
     "worker/group/hub",
