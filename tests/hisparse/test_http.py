@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.answers import Answer, Transcript
-from hisparse.http.api_keys import KEY_CHARS_MIN, ApiKey, ApiKeys, parse_keys, read_keys
+from hisparse.http.api_keys import KEY_CHARS_MIN, NO_OWNER, ApiKey, ApiKeys, owner_of, parse_keys, read_keys
 from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.bodies import NEUTRAL, ChatBody, CompletionBody, read_body
 from hisparse.http.chat import render
@@ -644,6 +644,33 @@ def test_key_has_the_priority_limit_of_its_line() -> None:
     keys = ApiKeys(parse_keys(f"{KEY}\n{granted}  priority=10\n{lowered} priority=-5\n", "f"))
     assert [keys.check(f"Bearer {key}").priority_max for key in (KEY, granted, lowered)] == [0, 10, -5]
     assert ApiKeys(()).check("") == ("", 1_000)
+
+
+def test_name_of_an_owner_survives_its_keys() -> None:
+    old, new, other = "old-key-of-the-shop", "new-key-of-the-shop", "key-of-another-owner"
+    keys = ApiKeys(
+        parse_keys(f"{old} name=shop\n{new} name=shop priority=3\n{other} priority=1 name=other\n{KEY}\n", "f")
+    )
+    owners = [keys.check(f"Bearer {key}") for key in (old, new, other, KEY)]
+    assert [(it.name, it.priority_max) for it in owners] == [("shop", 0), ("shop", 3), ("other", 1), (owner_of(KEY), 0)]
+    assert [it.scope for it in owners] == [owner_of("shop"), owner_of("shop"), owner_of("other"), owner_of(KEY)]
+    assert keys.describe() == "4 keys of 3 owners"
+    assert (keys.is_open, ApiKeys(()).is_open, NO_OWNER.scope) == (False, True, "")
+
+
+@pytest.mark.parametrize("word", ["name", "name=", "name=a/b", f"name={'x' * 65}", "name=0123456789ab", "names=x"])
+def test_wrong_name_of_an_owner_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_keys(f"{KEY} {word}\n", "/etc/api.keys")
+    assert "/etc/api.keys" in str(caught.value)
+    assert word[:64] in str(caught.value)
+    assert KEY not in str(caught.value)
+
+
+def test_owner_named_twice_for_one_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match="said twice") as caught:
+        parse_keys(f"{KEY} name=a name=b\n", "f")
+    assert KEY not in str(caught.value)
 
 
 @pytest.mark.parametrize("right", ["priority", "priority=", "priority=x", "priority=1001", "priority=1 front"])

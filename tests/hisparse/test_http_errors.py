@@ -212,7 +212,10 @@ def error_in(body: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 async def test_refusal_is_in_words_of_http_and_its_remedy_works(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
+    await check_http_case(tmp_path, CASES[name])
+
+
+async def check_http_case(tmp_path: Path, case: Case) -> None:
     async with front_rig(tmp_path) as rig:
         scheduler = rig.gateway.scheduler
         assert scheduler.served is not None
@@ -380,7 +383,11 @@ WIRE_CASES: Final = {
 
 @pytest.mark.parametrize("name", WIRE_CASES)
 def test_refusal_of_the_protocol_is_in_the_same_words(name: str) -> None:
-    case, wire = WIRE_CASES[name], Wire()
+    check_wire_case(WIRE_CASES[name])
+
+
+def check_wire_case(case: WireCase) -> None:
+    wire = Wire()
     wire.feed(case.data)
     with pytest.raises(BadInput) as caught:
         wire.next_head()

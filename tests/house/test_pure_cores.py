@@ -9,6 +9,7 @@ import pytest
 from tests import ROOT
 
 PURE = [
+    "coordinator/gateway/kv_format",
     "coordinator/gateway/subscriptions",
     "coordinator/journal/chain",
     "coordinator/journal/ledger_image",
@@ -35,6 +36,7 @@ PURE = [
     "coordinator/scheduling/pending",
     "coordinator/scheduling/policy",
     "coordinator/scheduling/preemption",
+    "coordinator/scheduling/kv_events",
     "coordinator/scheduling/prefix_reuse",
     "coordinator/scheduling/reconciliation",
     "coordinator/scheduling/recovery",
@@ -82,6 +84,7 @@ PURE = [
     "worker/loop/output",
     "worker/loop/selections",
     "worker/loop/topk_bytes",
+    "worker/runners/adjust",
     "worker/group/agreement",
     "worker/group/awaiting",
     "worker/group/hub",

@@ -41,6 +41,7 @@ from protocol.logs import fields, logger
 from protocol.messages import Admit, Audit, Command, Exited, Grant, Receive, Resize, Stop, Withdraw
 from protocol.settings import WorkerSettings
 from protocol.text import Tokenizer
+from protocol.units import PAGE_TOKENS
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.inventory import take_inventory
 from worker.device.sizing import Sizing
@@ -334,6 +335,7 @@ class Executor:
             raise
         except Exception as error:
             self._report.faulted(request.placement, error)
+            request.is_faulty = True
             self._leave(request)
 
     # ---------------------------------------------------------------- commands
@@ -416,7 +418,8 @@ class Executor:
 
     def _begin_sending(self, request: RunningRequest, admit: Admit) -> None:
         tokens = request.prompt_tokens
-        request.outgoing = self.transfers.begin(admit.transfer_id, admit.destination, tokens, self._groups)
+        unsent = admit.unsent_tokens // PAGE_TOKENS
+        request.outgoing = self.transfers.begin(admit.transfer_id, admit.destination, tokens, self._groups, unsent)
 
     def _note_staging(self, request: RunningRequest, group: int, stop: int) -> None:
         """A layer group of rows below `stop` is being staged, while later layers are launched: what was staged by now
@@ -473,6 +476,8 @@ class Executor:
             return self._poll_leaving(request)
         if request.outgoing is not None and self._poll_outgoing(request, request.outgoing):
             return True
+        if request.chunk_marks and (rows := request.note_staged()) is not None:
+            self._report.prompt_rows(request, rows)
         if request.prefix_loads and all(fence.done() for fence in request.prefix_loads.values()):
             request.prefix_loads.clear()
         if request.first_token is not None and request.first_token.done():
@@ -550,10 +555,13 @@ class Executor:
 
     def _launch_chunk(self, request: RunningRequest) -> None:
         is_last = self._prefill.launch_chunk(request)
+        staged = self._swap.staged()
         if is_last:
             self._prompts.remove(request)
             request.status = Status.STAGING
-            request.fences = (self._swap.staged(),)
+            request.fences = (staged,)
+        else:
+            request.chunk_marks.append((staged, request.prefilled))
 
     def _ready(self) -> list[RunningRequest]:
         """Running requests that have memory for their next row; others park."""
@@ -615,6 +623,9 @@ class Executor:
     def _release(self, request: RunningRequest) -> None:
         """Everything launched for `request` has run: its memory goes back, and every row it wrote is in host memory."""
         rows = request.position if request.prefilled == request.prompt_tokens else 0
+        whole = request.prompt_rows // PAGE_TOKENS * PAGE_TOKENS
+        if whole > request.durable_rows and not request.is_faulty:
+            self._report.prompt_rows(request, whole)
         self._report.last_swaps(request, self._seats.release(request))
         del self._requests[request.placement], self._waiting[request.placement]
         durable, first_token = request.left_behind(rows)

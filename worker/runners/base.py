@@ -34,7 +34,8 @@ from kernels.layout import Geometry
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
-from worker.runners.adjust import Adjust, AdjustTables
+from worker.runners.adjust import Adjust
+from worker.runners.logits import AdjustTables
 
 if TYPE_CHECKING:
     from kernels.state import DeviceState, StepBatch
@@ -48,6 +49,14 @@ def prefix_unit_tokens(settings: WorkerSettings) -> int:
     """A shared prefix of a prompt has a multiple of so many tokens. In deterministic mode it has whole chunks, so that
     the rest is computed in the same chunks as without."""
     return math.lcm(settings.prefill_chunk_tokens, PAGE_TOKENS) if settings.deterministic else PAGE_TOKENS
+
+
+def arithmetic(settings: WorkerSettings) -> str:
+    """ModelInfo.arithmetic: all that two workers must have alike for rows of the same bits, beside the model."""
+    if not settings.deterministic:
+        return ""
+    kind = torch.cuda.get_device_name(settings.device) if settings.device.startswith("cuda") else settings.device
+    return f"chunks of {settings.prefill_chunk_tokens} tokens, {settings.matmul}, {kind}"
 
 
 def no_listener(layer: int) -> None:
@@ -65,7 +74,7 @@ class SamplerState:
     | top_p       | float32 [seats] | 1 keeps the whole vocabulary                                        |
     | seed        | int64 [seats]   | any 64-bit pattern; with the position it determines every draw      |
 
-    `adjust` says how logits are adjusted before (worker/runners/adjust.py).
+    `adjust` says how logits are adjusted before (worker/runners/logits.py).
     """
 
     last_token: torch.Tensor

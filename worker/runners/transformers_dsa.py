@@ -42,7 +42,7 @@ from worker.device.sizing import require_weights_fit
 from worker.group.exchange import Collectives, Exchange
 from worker.runners import attention as mla
 from worker.runners.adjust import Adjust
-from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener, prefix_unit_tokens
+from worker.runners.base import LayerWritten, SamplerState, StepOutputs, arithmetic, no_listener, prefix_unit_tokens
 from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
 from worker.runners.layers import Angles, Compressed, Layer, Layers, row_multiple
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
@@ -427,7 +427,10 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
     )
     unit = prefix_unit_tokens(settings)
     runner.info = msgspec.structs.replace(
-        runner.info, prefix_unit_tokens=unit, reuses_generated=not settings.deterministic
+        runner.info,
+        prefix_unit_tokens=unit,
+        reuses_generated=not settings.deterministic,
+        arithmetic=arithmetic(settings),
     )
     return runner
 

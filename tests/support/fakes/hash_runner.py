@@ -246,24 +246,31 @@ class FakeRunner:
 
 
 def expected_tokens(
-    prompt: Sequence[int], count: int, seed: int, chunk_tokens: int, groups: tuple[int, ...] = SHARED
+    prompt: Sequence[int],
+    count: int,
+    seed: int,
+    chunk_tokens: int,
+    groups: tuple[int, ...] = SHARED,
+    prefilled: int | None = None,
 ) -> list[int]:
-    """What `count` generated tokens must be, over plain lists of rows and keys."""
+    """What `count` generated tokens must be, over plain lists of rows and keys. The prompt goes through decode steps
+    from position `prefilled` on."""
+    prefilled = len(prompt) if prefilled is None else prefilled
     layers = range(len(groups))
     rows: list[list[Tensor]] = [[] for _ in layers]
     keys: list[list[Tensor]] = [[] for _ in groups]
     seeds, hidden = torch.tensor([seed]), torch.zeros(0)
-    for start in range(0, len(prompt), chunk_tokens):
-        hidden = embed(torch.tensor(prompt[start : start + chunk_tokens]))
+    for start in range(0, prefilled, chunk_tokens):
+        hidden = embed(torch.tensor(prompt[start : min(start + chunk_tokens, prefilled)]))
         for layer in layers:
             rows[layer].append(rows_of(hidden, layer))
             if groups.index(groups[layer]) == layer:
                 keys[groups[layer]].append(keys_of(hidden, groups[layer]))
                 hidden = mix(hidden + torch.cat(keys[groups[layer]]).sum())
             hidden = attend_prompt(hidden, start, torch.cat(rows[layer]))
-    tokens = [int(draw(hidden[-1:], seeds, torch.tensor([len(prompt)])))]
-    for length in range(len(prompt) + 1, len(prompt) + count):
-        hidden = embed(torch.tensor(tokens[-1:]))
+    tokens = list(prompt[prefilled:]) or [int(draw(hidden[-1:], seeds, torch.tensor([len(prompt)])))]
+    for length in range(prefilled + 1, len(prompt) + count):
+        hidden = embed(torch.tensor(tokens[length - prefilled - 1 : length - prefilled]))
         chosen = torch.zeros(0)
         for layer in layers:
             rows[layer].append(rows_of(hidden, layer))
@@ -272,8 +279,9 @@ def expected_tokens(
                 all_keys = torch.cat(keys[groups[layer]]).unsqueeze(0)
                 chosen = select(hidden, all_keys, torch.ones_like(all_keys, dtype=torch.bool))
             hidden = attend(hidden, torch.cat(rows[layer])[chosen.clamp(min=0)], chosen >= 0)
-        tokens.append(int(draw(hidden, seeds, torch.tensor([length]))))
-    return tokens
+        if length >= len(prompt) + (prefilled == len(prompt)):
+            tokens.append(int(draw(hidden, seeds, torch.tensor([length]))))
+    return tokens[len(prompt) - prefilled :]
 
 
 def geometry_of(groups: Sequence[int]) -> Geometry:

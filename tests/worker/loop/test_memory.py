@@ -279,9 +279,10 @@ def test_sizes_fit_the_budget() -> None:
 
 def test_the_report_names_every_count() -> None:
     sizing = sized()
-    text = "\n".join(sizing.report())
-    for value in (sizing.capacity.page_bytes, sizing.capacity.host_pages, sizing.capacity.hot_chunks, 512):
-        assert str(value) in text
+    said = {name: value for line in sizing.report() for name, value in line.items()}
+    capacity = sizing.capacity
+    assert (said["page_bytes"], said["host_pages"]) == (capacity.page_bytes, capacity.host_pages)
+    assert (said["hot_chunks"], said["context_longest_tokens"]) == (capacity.hot_chunks, 512)
     assert sizing.longest_context_tokens == 512
     assert sizing.capacity.overshoot_tokens == SETTINGS.lookahead_steps
 

@@ -238,7 +238,8 @@ class HastyRunner(FakeRunner):
 
     def launch_prefill_chunk(self, *arguments: Any) -> None:
         launch: Any = super().launch_prefill_chunk
-        launch(*arguments[:-1], partial(self._tell, arguments[-1]))
+        *before, written, adjust = arguments
+        launch(*before, partial(self._tell, written), adjust)
 
     def _tell(self, written: LayerWritten, layer: int) -> None:
         for later in range(self.geometry.layers) if layer == 0 else ():
