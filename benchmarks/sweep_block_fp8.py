@@ -7,6 +7,7 @@ started in a new child.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -242,9 +243,7 @@ class Child:
             ("k % 8", (torch.arange(k) % 8)[None].expand(n, k)),
             ("k // 8 % 8", (torch.arange(k) // 8 % 8)[None].expand(n, k)),
         ):
-            weight = BlockFp8(
-                (codes + 1.0).to(E4M3).cuda().contiguous(), torch.ones(-(-n // 128), 1, device="cuda")
-            )
+            weight = BlockFp8((codes + 1.0).to(E4M3).cuda().contiguous(), torch.ones(-(-n // 128), 1, device="cuda"))
             hidden = torch.eye(128, device="cuda")[: plan.tokens].bfloat16().contiguous()
             got = linear(hidden, weight, plan, 1)
             lines.append(f"{name}: token 0 rows {got[0, :40].tolist()}; row 0 tokens {got[:40, 0].tolist()}")
@@ -298,7 +297,14 @@ class Child:
 
         def work(number: int) -> Any:
             return block_fp8.experts(
-                hidden, chosen, shares, *self.weights[number], 0, 256, quantized=False, tiles=pair  # type: ignore
+                hidden,
+                chosen,
+                shares,
+                *self.weights[number],
+                0,
+                256,
+                quantized=False,
+                tiles=pair,  # type: ignore
             )
 
         if job["tokens"] not in self.wanted:
@@ -398,7 +404,10 @@ def parent(options: argparse.Namespace) -> None:
         if started > done:
             print(f"killed or crashed: {listed[started]}", flush=True)
         first = max(started, done) + 1
-    report(file, listed)
+    with (options.out / "report.txt").open("w") as text:
+        with contextlib.redirect_stdout(text):
+            report(file, listed)
+    print((options.out / "report.txt").read_text())
     print(f"{time.monotonic() - began:.0f} s")
 
 
@@ -415,17 +424,6 @@ def short(row: dict[str, Any]) -> str:
 def report(file: Path, listed: list[dict[str, Any]]) -> None:
     rows = [line for line in map(json.loads, file.read_text().splitlines()) if "number" in line]
     rates = next((row for row in rows if row["kind"] == "rates"), {})
-    print(rates)
-    failed = [row for row in rows if "failed" in row]
-    print(len(failed), "failed")
-    for row in failed[:6]:
-        print("failed", row)
-    for row in rows:
-        if "failed" in row:
-            continue
-        if row["kind"] == "check" and (row["wrongs"] or not row["repeats"]):
-            print("WRONG", str(row)[:900])
-    print(sum(row["kind"] == "check" and not row.get("wrongs", 1) for row in rows), "plans right")
     copy, mma = rates.get("copy", 4.1e6), rates.get("mma", 780e6)
     for name, (n, k) in SHAPES.items():
         for tokens in (1, 16, 32, 64, 128, 256, 512):
@@ -440,14 +438,29 @@ def report(file: Path, listed: list[dict[str, Any]]) -> None:
                 (r for r in cells if r["kind"] in ("plan", "triton") and r["error"] < 4e-3), key=lambda r: r["us"]
             )
             ablated = "  ".join(f"{short(r)} {r['us']:.1f}" for r in cells if r["kind"] == "ablated")
-            best = "  ".join(f"[{short(r)} {r['us']:.1f} x{r['us'] / floor:.2f}]" for r in good[:2])
+            best = "  ".join(
+                f"[{short(r)} {r['us']:.1f} x{r['us'] / floor:.2f}]" for r in good[: 2 if n * k > 30_000_000 else 1]
+            )
             print(
                 f"{name:11} {tokens:4} memory {memory:6.1f} floor {floor:6.1f} today {today:6.1f} x{today / floor:.2f}"
                 f" plain {plain:.1f} best {best} {ablated}"
             )
     for row in rows:
         if row["kind"] == "experts" and "us" in row:
-            print(f"experts {row['tokens']} {row['pair']} {row['us']:.1f} us x{row['us'] * copy / row['bytes']:.2f} error {row['error']:.4f}")
+            print(
+                f"experts {row['tokens']} {row['pair']} {row['us']:.1f} us x{row['us'] * copy / row['bytes']:.2f} error {row['error']:.4f}"
+            )
+    print(rates)
+    failed = [row for row in rows if "failed" in row]
+    print(len(failed), "failed")
+    for row in failed[:6]:
+        print("failed", row)
+    for row in rows:
+        if "failed" in row:
+            continue
+        if row["kind"] == "check" and (row["wrongs"] or not row["repeats"]):
+            print("WRONG", str(row)[:900])
+    print(sum(row["kind"] == "check" and not row.get("wrongs", 1) for row in rows), "plans right")
 
 
 def main() -> None:
