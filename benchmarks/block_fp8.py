@@ -33,15 +33,13 @@ from torch import Tensor
 from benchmarks.index_topk import capture, copy_bytes_per_us, operations_per_us, timed
 from benchmarks.swap_in import machine
 from kernels.block_fp8 import (
-    BLOCK,
-    E4M3,
-    BlockFp8,
     block_experts,
     block_experts_w8a8,
     block_linear,
     block_linear_w8a8,
     decode_blocks,
 )
+from kernels.block_weight import BLOCK, E4M3, BlockFp8
 from kernels.cuda.block_fp8 import decoded_linear
 
 SHAPES: Final = {

@@ -1,109 +1,85 @@
-"""Dense products with block-FP8 weights on Hopper: launches src/block_linear.cuh."""
+"""Dense products with block-FP8 weights on Hopper: launches src/block_linear.cuh by a plan of block_plans.py.
+
+Every launch begins early: it fetches the first weights while the kernel ahead is at work, and reads the activations
+once that has ended. So the kernel just ahead must not write the weight or its scales.
+
+Flags of ranges are zero between launches. Launches that may run at once must not share them: there is one set for each
+stream, and one for each stream of a capture, which the captured graph zeroes itself when it begins to use them. A graph
+may be replayed on any stream, as often as wanted; CUDA lets no graph run beside itself. A launch that was cut short
+leaves flags behind, but its context is lost with it, and with that all memory of the process on that device.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from kernels.cuda.jit import Defines, Kernel, load
+from kernels.block_weight import BlockFp8
+from kernels.cuda.block_plans import BLOCK, COPY_BYTES, Plan, work_of
+from kernels.cuda.jit import Kernel, capture_id, load
+from kernels.cuda.structures import BlockLinear, TensorMap
+from protocol.errors import InternalError
 
-if TYPE_CHECKING:
-    from kernels.block_fp8 import BlockFp8
-
-BLOCK: Final = 128
-MAP_BYTES: Final = 128
-TEAM_ROWS: Final = 64
-BARRIER_BYTES: Final = 256
-
-
-class Plan(NamedTuple):
-    """Of a block of threads: `tokens` columns, `teams` x `tiles` x 64 rows of weights, K cut among `slices` teams."""
-
-    tokens: int
-    teams: int
-    slices: int
-    tiles: int
-    stages: int
-    chunk: int = 0  # 0: the kernel's choice
-
-    @property
-    def rows(self) -> int:
-        return self.teams * self.tiles * TEAM_ROWS
-
-    @property
-    def defines(self) -> Defines:
-        named = {"WGMMA": 1, "TOKENS": self.tokens, "TEAMS": self.teams, "SLICES": self.slices, "TILES": self.tiles}
-        named |= {"STAGES": self.stages} | ({"CHUNK": self.chunk} if self.chunk else {})
-        return tuple(named.items())
-
-    @property
-    def shared_bytes(self) -> int:
-        stage = self.rows * BLOCK + 2 * self.tokens * BLOCK
-        return 1024 + self.stages * stage + (self.slices - 1) * self.rows * self.tokens * 4 + BARRIER_BYTES
-
-
-class Parameters(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("codes", ctypes.c_ubyte * MAP_BYTES),
-        ("hidden", ctypes.c_ubyte * MAP_BYTES),
-        ("scales", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("flags", ctypes.c_void_p),
-        ("tokens", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("blocks", ctypes.c_int32),
-        ("units", ctypes.c_int32),
-        ("token_tiles", ctypes.c_int32),
-        ("overlap", ctypes.c_int32),
-        ("unused", ctypes.c_int64),
-    ]
+TEAMS_MAX: Final = 4
+MAPS_MAX: Final = 4096  # a few thousand weights and the buffers of captured graphs
+#: CUtensorMapDataType, -Swizzle, -L2promotion
+UINT8, BFLOAT16 = 0, 9
+SWIZZLE_128, PROMOTE_256 = 3, 3
 
 
 def takes(weight: BlockFp8) -> bool:
-    n, k = weight.values.shape
-    return n % 2 == 0 and k % 16 == 0
+    """Whether the card is a Hopper, and the weight lies where its copies can begin. Shapes: block_plans.fits."""
+    values = weight.values
+    return _is_hopper(values.device) and values.data_ptr() % COPY_BYTES == 0
 
 
-def linear(
-    hidden: Tensor, weight: BlockFp8, plan: Plan, least: int = 2, early: bool = False, ranges_most: int = 0
-) -> Tensor:
-    (tokens, k), n = hidden.shape, len(weight.values)
-    device = hidden.device
+def linear(hidden: Tensor, weight: BlockFp8, plan: Plan) -> Tensor:
+    """hidden bfloat16[tokens, K] @ decoded weight [N, K].T: bfloat16[tokens, N], of one token or more."""
+    (tokens, k), n, device = hidden.shape, len(weight.values), hidden.device
+    if hidden.data_ptr() % COPY_BYTES:
+        hidden = hidden.clone()
+    work = work_of(n, k, tokens, plan, _multiprocessors(device))
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device=device)
-    blocks, token_tiles = -(-k // BLOCK), -(-tokens // plan.tokens)
-    units = -(-n // plan.rows) * token_tiles * blocks
-    ranges = min(ranges_most or _multiprocessors(device), -(-units // least))
-    partial = None
-    if units % ranges or (units // ranges) % blocks:
-        partial = torch.empty(ranges * plan.rows * plan.tokens, dtype=torch.float32, device=device)
-    kernel = _kernel(plan, device.index or 0)
-    parameters = Parameters(
+    stream = torch.cuda.current_stream(device).cuda_stream
+    partial = flags = None
+    if work.splits_tiles:
+        partial = torch.empty(work.ranges * plan.rows * plan.tokens, dtype=torch.float32, device=device)
+        flags = _flags(device, stream)
+    parameters = BlockLinear(
         codes=_codes_map(weight.values.data_ptr(), n, k, plan.rows),
         hidden=_hidden_map(hidden.data_ptr(), tokens, k, plan.tokens),
         scales=weight.scales.data_ptr(),
         out=out.data_ptr(),
         partial=None if partial is None else partial.data_ptr(),
-        flags=_flags(device).data_ptr(),
+        flags=None if flags is None else flags.data_ptr(),
         tokens=tokens,
         n=n,
-        blocks=blocks,
-        units=units,
-        token_tiles=token_tiles,
-        overlap=int(early),
+        blocks=work.blocks,
+        units=work.units,
+        token_tiles=work.token_tiles,
     )
-    stream = torch.cuda.current_stream(device).cuda_stream
-    kernel.launch((ranges, 1), parameters, stream, shared_bytes=plan.shared_bytes, early=early)
+    kernel = _kernel(plan, device.index)
+    kernel.launch((work.ranges, 1), parameters, stream, shared_bytes=plan.shared_bytes, early=True)
     return out
 
 
-@lru_cache(maxsize=8)
-def _flags(device: torch.device) -> Tensor:
-    return torch.zeros(4 * _multiprocessors(device), dtype=torch.int32, device=device)
+#: By device, stream and whether it captured: the capture's number, and its flags.
+_flags_of: dict[tuple[torch.device, int, bool], tuple[int, Tensor]] = {}
+
+
+def _flags(device: torch.device, stream: int) -> Tensor:
+    """int32 zeros for launches on `stream`: during a capture, memory and a node of its graph."""
+    capture = capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+    key = (device, stream, capture != 0)
+    held = _flags_of.get(key)
+    if held is None or held[0] != capture:
+        zeros = torch.zeros(TEAMS_MAX * _multiprocessors(device), dtype=torch.int32, device=device)
+        held = _flags_of[key] = capture, zeros
+    return held[1]
 
 
 @lru_cache(maxsize=64)
@@ -114,28 +90,38 @@ def _kernel(plan: Plan, device: int) -> Kernel:
 
 
 @lru_cache(maxsize=8)
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache(maxsize=8)
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@lru_cache(maxsize=4096)
-def _codes_map(address: int, n: int, k: int, rows: int) -> Any:
+@lru_cache(maxsize=MAPS_MAX)
+def _codes_map(address: int, n: int, k: int, rows: int) -> TensorMap:
     """Codes as [pair of rows, row of it, K]: a box is 128 of K and every second row of a tile."""
-    return _tensor_map(0, address, (k, 2, n // 2), (k, 2 * k), (BLOCK, 1, rows // 2))
+    return _tensor_map(UINT8, address, (k, 2, n // 2), (k, 2 * k), (BLOCK, 1, rows // 2))
 
 
-@lru_cache(maxsize=4096)
-def _hidden_map(address: int, tokens: int, k: int, box: int) -> Any:
-    return _tensor_map(9, address, (k, tokens), (2 * k,), (BLOCK // 2, box))
+@lru_cache(maxsize=MAPS_MAX)
+def _hidden_map(address: int, tokens: int, k: int, box: int) -> TensorMap:
+    """Activations: a box is half a block of K and a tile of tokens."""
+    return _tensor_map(BFLOAT16, address, (k, tokens), (2 * k,), (BLOCK // 2, box))
 
 
 def _tensor_map(
     dtype: int, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> Any:
-    """A CUtensorMap, swizzled by 128 bytes, whose boxes are filled with zeros beyond the tensor."""
-    encoded = (ctypes.c_uint64 * 32)()
-    place = (ctypes.addressof(encoded) + 63) & ~63
+) -> TensorMap:
+    """Swizzled by 128 bytes; boxes are filled with zeros beyond the tensor. `strides`: bytes, of all sizes but the
+    first.
+
+    Called through ctypes, since kernels take the 128 bytes and cuda.bindings gives an object.
+    """
     rank = len(sizes)
+    encoded = (ctypes.c_uint64 * 32)()
+    place = (ctypes.addressof(encoded) + 63) & ~63  # the driver wants it aligned
     status = _driver_library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(place),
         ctypes.c_int(dtype),
@@ -145,14 +131,14 @@ def _tensor_map(
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
-        ctypes.c_int(0),  # no interleaving
-        ctypes.c_int(3),  # swizzle 128B
-        ctypes.c_int(3),  # L2 promotion 256B
+        ctypes.c_int(0),  # not interleaved
+        ctypes.c_int(SWIZZLE_128),
+        ctypes.c_int(PROMOTE_256),
         ctypes.c_int(0),  # zeros outside
     )
     if status:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: {status} for {sizes} {strides} {box}")
-    return (ctypes.c_ubyte * MAP_BYTES).from_buffer_copy(ctypes.string_at(place, MAP_BYTES))
+        raise InternalError(f"cuTensorMapEncodeTiled: {status} for {sizes}, {strides}, {box}", field="cuda")
+    return TensorMap.from_buffer_copy(ctypes.string_at(place, ctypes.sizeof(TensorMap)))
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from kernels.block_fp8 import (  # noqa: E402
-    BlockFp8,
     block_experts,
     block_experts_w8a8,
     block_linear,
@@ -20,6 +19,7 @@ from kernels.block_fp8 import (  # noqa: E402
     prepare_block_fp8,
     quantize_rows,
 )
+from kernels.block_weight import BlockFp8  # noqa: E402
 from kernels.cuda.block_fp8 import CROSSOVER_TOKENS, PIECE_TOKENS, own_linear_w8a8  # noqa: E402
 from tests.kernels.test_block_fp8 import draw  # noqa: E402
 

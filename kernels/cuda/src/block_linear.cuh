@@ -2,13 +2,15 @@
 //
 // Weights are the left operand: out.T[rows of weights, tokens] = weight @ hidden.T. A block of threads is one producer warp,
 // which copies stages (128 values of K: codes of ROWS rows, TOKENS tokens) to shared memory by the tensor copy engine, and
-// TEAMS x SLICES teams of four warps. Team (r, s) multiplies TILES x 64 rows of weights by the s-th part of each stage: it
-// reads codes as the matrix instruction wants them in registers, two to a lane, decodes them and rounds them to bfloat16.
+// TEAMS teams of four warps. A team multiplies 64 rows of weights: it reads codes as the matrix instruction wants them in
+// registers, two to a lane, decodes them and rounds them to bfloat16.
 //
-// Work is the line of all (tile of rows, tile of tokens, block of K), cut into one equal range for each block of threads. A
-// range may begin or end inside of a tile. Who begins inside gives its sums away, in `partial`, and says so by a flag; who
-// has the tile's begin and not its end adds them in ascending order. Ranges are dealt in descending order, so that blocks
-// wait only for blocks that were launched earlier, and these give before they wait. Flags are zero between launches.
+// Work is the line of all units (tile of rows, tile of tokens, block of K), cut into one equal range for each block of
+// threads, as in stream-K (Osama et al., 2023). A range may begin or end inside of a tile. A range that begins inside gives
+// its sums away, in `partial`, and raises its flag; the range that holds the tile's first unit and not its last adds them
+// in ascending order and lowers the flags. Ranges are dealt in descending order, so that blocks wait only for blocks that
+// were launched earlier, and these give before they wait. Flags are zero between launches. kernels/cuda/block_plans.py has
+// the same arithmetic, and its tests.
 //
 // Neighbouring rows of weights, 2r and 2r + 1, are rows r of two boxes: a lane's sums are of neighbours.
 #pragma once
@@ -17,89 +19,42 @@
 
 namespace hisparse {
 
-constexpr int ROWS = TEAMS * TILES * 64, CONSUMERS = TEAMS * SLICES * 128, THREADS = CONSUMERS + 128;
-constexpr int REGISTERS = CONSUMERS == 256 ? 232 : CONSUMERS == 384 ? 160 : 112;  // of a consumer's thread
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 256 ? 40 : 32;
+constexpr int ROWS = TEAMS * 64, CONSUMERS = TEAMS * 128, THREADS = CONSUMERS + 128;
+constexpr int REGISTERS = TEAMS == 2 ? 232 : TEAMS == 3 ? 160 : 112;  // of a consumer's thread
+constexpr int PRODUCER_REGISTERS = TEAMS == 2 ? 40 : 32;
 constexpr int CODE_BYTES = ROWS * 128, HALF_BYTES = TOKENS * 128, STAGE_BYTES = CODE_BYTES + 2 * HALF_BYTES;
-constexpr int COLUMNS = TOKENS / 8;             // of sums, each of 8 tokens
-constexpr int STEPS = 8 / SLICES;               // matrix instructions of a team in one stage and tile
-#ifndef CHUNK
-#define CHUNK (STEPS >= 2 * TILES ? STEPS / 2 / TILES : 1)  // of them, decoded together for all tiles
-#endif
-constexpr int TURNS = STEPS / CHUNK / 2;        // of a stage, two chunks each
-static_assert(TURNS * CHUNK * 2 == STEPS, "whole turns");
-constexpr int SUMS_BYTES = TILES * COLUMNS * 128 * 16;  // of a team
-constexpr int SHARED_BYTES = 1024 + STAGES * STAGE_BYTES + (SLICES - 1) * TEAMS * SUMS_BYTES + 256;
-static_assert(SHARED_BYTES <= 232448, "of a block of threads");
+constexpr int COLUMNS = TOKENS / 8;     // of sums, each of 8 tokens
+constexpr int TURNS = 8 / CHUNK / 2;    // of a stage's 8 matrix instructions: two chunks, each decoded together
+constexpr int SUMS = COLUMNS * 128;     // of a team, in vectors of four
+static_assert(TEAMS >= 2 && TEAMS <= 4 && TURNS * CHUNK * 2 == 8, "whole turns");
+static_assert(1024 + STAGES * (STAGE_BYTES + 16) <= 232448, "shared memory of a block of threads");
 constexpr u64 READ_ONCE = 0x12F0000000000000ull, READ_OFTEN = 0x14F0000000000000ull;  // L2 cache policies
 
-struct alignas(64) TensorMap {
-    u8 bytes[128];
-};
-struct LinearParameters {
-    TensorMap codes, hidden;
-    const float* scales;
-    u16* out;
-    float4* partial;
-    i32* flags;
-    i32 tokens, n, blocks, units, token_tiles, overlap;
-};
-static_assert(sizeof(LinearParameters) == 320, "as the launcher lays it out");
-
-#ifdef GUARD
-extern "C" __device__ int printf(const char*, ...);
-__device__ __noinline__ void stuck(int code, u32 at, u32 parity) {
-    if (threadIdx.x % 32 == 0)
-        printf("stuck: code %d block %d of %d thread %d gate %u parity %u\n", code, int(blockIdx.x), int(gridDim.x),
-               int(threadIdx.x), at, parity);
-    asm volatile("trap;");
-}
-__device__ __forceinline__ u64 now() {
-    u64 t;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-    return t;
-}
-#endif
-__device__ __forceinline__ void await_phase(u32 gate, u32 parity) {
-#ifdef GUARD
-    const u64 start = now();
-    u32 open = 0;
-    while (!open) {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(open) : "r"(gate), "r"(parity) : "memory");
-        if (!open && now() - start > 1000000000ull) stuck(1, gate, parity);
-    }
-#else
+__device__ __forceinline__ void await_phase(u32 barrier, u32 parity) {
     asm volatile(
         "{ .reg .pred p;\n"
         "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
         "@p bra done;\n"
         "bra again;\n"
-        "done: }" ::"r"(gate), "r"(parity) : "memory");
-#endif
+        "done: }" ::"r"(barrier), "r"(parity) : "memory");
 }
-__device__ __forceinline__ void arrive(u32 gate) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(gate) : "memory");
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void fetch_codes(u32 to, const TensorMap* map, int k, int odd, int pair, u32 gate) {
+__device__ __forceinline__ void fetch_codes(u32 to, const TensorMap* map, int k, int odd, int pair, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(k), "r"(odd), "r"(pair), "r"(gate), "l"(READ_ONCE)
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(k), "r"(odd), "r"(pair), "r"(barrier), "l"(READ_ONCE)
         : "memory");
 }
-__device__ __forceinline__ void fetch_hidden(u32 to, const TensorMap* map, int k, int token, u32 gate) {
+__device__ __forceinline__ void fetch_hidden(u32 to, const TensorMap* map, int k, int token, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(k), "r"(token), "r"(gate), "l"(READ_OFTEN)
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(k), "r"(token), "r"(barrier), "l"(READ_OFTEN)
         : "memory");
 }
 
 __device__ __forceinline__ u32 decoded_pair(u32 at, int offset, float scale) {
-#if ABLATE & 1
-    u32 raw;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(raw) : "r"(at + offset & ~1u));
-    return raw & 0x00ff;
-#endif
     u16 codes;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(codes) : "r"(at + offset));
     float low, high;
@@ -182,17 +137,15 @@ __device__ __forceinline__ u64 describe(u32 at) {
 }
 
 struct Team {
-    const LinearParameters& p;
-    int row_team, slice, thread;
-    u32 lane_at;   // of this lane's first code in a stage, before the swizzle of the step
+    int number, thread;
+    u32 lane_at;  // of this lane's first code in a stage, before the swizzle of the step
     u32 stages, full, empty;
     int stage = 0;
     u32 parity = 0;
 
-    // TILES * 64 rows of codes by one stage. Two sets of registers take turns: one is decoded while the other multiplies.
-    // The compiler keeps products asynchronous where a loop's body has just two groups of them.
-    __device__ __forceinline__ void multiply_stage(float (&c)[TILES][COLUMNS][4], u32 (&a)[2][TILES][CHUNK][4],
-                                                   const float (&scale)[TILES], bool release) {
+    // 64 rows of codes by one stage. Two sets of registers take turns: one is decoded while the other multiplies. The
+    // compiler keeps products asynchronous where a loop's body has just two groups of them.
+    __device__ __forceinline__ void multiply_stage(float (&c)[COLUMNS][4], u32 (&a)[2][CHUNK][4], float scale, bool release) {
         await_phase(full + 8 * stage, parity);
         const u32 codes = stages + stage * STAGE_BYTES + lane_at;
         const u64 hidden = describe(stages + stage * STAGE_BYTES + CODE_BYTES);
@@ -200,31 +153,21 @@ struct Team {
         for (int turn = 0; turn < TURNS; ++turn) {
 #pragma unroll
             for (int set = 0; set < 2; ++set) {
-                const int first = slice * STEPS + (turn * 2 + set) * CHUNK;
+                const int first = (turn * 2 + set) * CHUNK;
 #pragma unroll
                 for (int step = 0; step < CHUNK; ++step) {
                     const u32 at = codes ^ (first + step) << 4;
-#pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile) {
-                        u32(&to)[4] = a[set][tile][step];
-                        to[0] = decoded_pair(at, tile * 4096, scale[tile]);
-                        to[1] = decoded_pair(at, tile * 4096 + CODE_BYTES / 2, scale[tile]);
-                        to[2] = decoded_pair(at, tile * 4096 + 8, scale[tile]);
-                        to[3] = decoded_pair(at, tile * 4096 + CODE_BYTES / 2 + 8, scale[tile]);
-                    }
+                    u32(&to)[4] = a[set][step];
+                    to[0] = decoded_pair(at, 0, scale);
+                    to[1] = decoded_pair(at, CODE_BYTES / 2, scale);
+                    to[2] = decoded_pair(at, 8, scale);
+                    to[3] = decoded_pair(at, CODE_BYTES / 2 + 8, scale);
                 }
                 open_products();
 #pragma unroll
                 for (int step = 0; step < CHUNK; ++step) {
                     const u64 b = hidden + (first + step) / 4 * (HALF_BYTES >> 4) + (first + step) % 4 * 2;
-#pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile) {
-#if ABLATE & 2
-                        for (int e = 0; e < 4; ++e) c[tile][0][e] += __uint_as_float(a[set][tile][step][e] ^ u32(b));
-#else
-                        multiply(c[tile], a[set][tile][step], b);
-#endif
-                    }
+                    multiply(c, a[set][step], b);
                 }
                 commit_products();
                 await_products<1>();
@@ -237,17 +180,17 @@ struct Team {
         __syncwarp();
         if (thread % 32 == 0) arrive(empty + 8 * which);
     }
-    __device__ __forceinline__ void sync_team() { sync_named(1 + row_team * SLICES + slice, 128); }
+    __device__ __forceinline__ void sync() { sync_named(1 + number, 128); }
 };
 
-extern "C" __global__ __launch_bounds__(THREADS, 1) void block_linear(const __grid_constant__ LinearParameters p) {
+extern "C" __global__ __launch_bounds__(THREADS, 1) void block_linear(const __grid_constant__ BlockLinear p) {
     extern __shared__ u8 shared[];
+    __shared__ volatile int range_begin, range_end;  // registers are short: read again where needed
     const u32 stages = (shared_address(shared) + 1023) & ~1023u;
-    const u32 given = stages + STAGES * STAGE_BYTES;  // sums of the slices after the first
-    const u32 full = given + (SLICES - 1) * TEAMS * SUMS_BYTES, empty = full + 8 * STAGES;
+    const u32 full = stages + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
     const int thread = threadIdx.x, ranges = gridDim.x, range = ranges - 1 - blockIdx.x;
-    const int begin = int(i64(p.units) * range / ranges), end = int(i64(p.units) * (range + 1) / ranges);
     if (thread == 0) {
+        range_begin = int(i64(p.units) * range / ranges), range_end = int(i64(p.units) * (range + 1) / ranges);
         for (int stage = 0; stage < STAGES; ++stage) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * stage) : "memory");
             asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * stage), "r"(CONSUMERS / 32) : "memory");
@@ -256,163 +199,107 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void block_linear(const __gr
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    if (p.overlap) let_next_begin();
 
     if (thread >= CONSUMERS) {
-        if (CONSUMERS > 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (thread > CONSUMERS) return;
+        const int begin = range_begin, end = range_end;
         // The weights of the first stages do not wait for the kernel ahead.
         const int ahead = min(STAGES, end - begin);
         for (int number = 0; number < ahead; ++number) {
             const int unit = begin + number, k = unit % p.blocks * 128, tile = unit / p.blocks;
-            const u32 at = stages + number * STAGE_BYTES, gate = full + 8 * number;
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(gate), "r"(STAGE_BYTES) : "memory");
+            const u32 at = stages + number * STAGE_BYTES, barrier = full + 8 * number;
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(STAGE_BYTES) : "memory");
             for (int odd = 0; odd < 2; ++odd)
-                fetch_codes(at + odd * (CODE_BYTES / 2), &p.codes, k, odd, tile / p.token_tiles * (ROWS / 2), gate);
+                fetch_codes(at + odd * (CODE_BYTES / 2), &p.codes, k, odd, tile / p.token_tiles * (ROWS / 2), barrier);
         }
         await_last();
         int stage = 0;
         u32 parity = 1;
         for (int number = 0; number < end - begin; ++number) {
             const int unit = begin + number, k = unit % p.blocks * 128, tile = unit / p.blocks;
-            const u32 at = stages + stage * STAGE_BYTES, gate = full + 8 * stage;
+            const u32 at = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
             if (number >= STAGES) {
                 await_phase(empty + 8 * stage, parity);
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(gate), "r"(STAGE_BYTES)
+                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(STAGE_BYTES)
                              : "memory");
                 for (int odd = 0; odd < 2; ++odd)
-                    fetch_codes(at + odd * (CODE_BYTES / 2), &p.codes, k, odd, tile / p.token_tiles * (ROWS / 2), gate);
+                    fetch_codes(at + odd * (CODE_BYTES / 2), &p.codes, k, odd, tile / p.token_tiles * (ROWS / 2), barrier);
             }
             for (int half = 0; half < 2; ++half)
                 fetch_hidden(at + CODE_BYTES + half * HALF_BYTES, &p.hidden, k + 64 * half,
-                             tile % p.token_tiles * TOKENS, gate);
+                             tile % p.token_tiles * TOKENS, barrier);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         return;
     }
 
-    if (CONSUMERS > 128) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-    const int team = thread / 128, lane = thread % 32, group = lane / 4, within = lane % 4;
-    const int row_team = team / SLICES, slice = team % SLICES, warp = thread / 32 % 4;
-    const u32 pair = row_team * TILES * 32 + warp * 8 + group;
-    Team self{p, row_team, slice, thread % 128, (pair * 128 | within * 2) ^ (group << 4), stages, full, empty};
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    const int team = thread / 128, lane = thread % 32, group = lane / 4, within = lane % 4, warp = thread / 32 % 4;
+    const u32 pair = team * 32 + warp * 8 + group;
+    Team self{team, thread % 128, (pair * 128 | within * 2) ^ (group << 4), stages, full, empty};
     await_last();
+    let_next_begin();  // not before: what is launched early may rely on all kernels before the one ahead of it
     bool release = false;
-    for (int unit = begin; unit < end;) {
+    for (int unit = range_begin; unit < range_end;) {
         const int tile = unit / p.blocks, first = unit % p.blocks;
-        const int last = min(p.blocks, first + end - unit);
-        const int row = tile / p.token_tiles * ROWS + row_team * TILES * 64;
-        const float* scales[TILES];
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) scales[i] = p.scales + min(row + 64 * i, p.n - 1) / 128 * p.blocks;
-        float c[TILES][COLUMNS][4] = {};
-        u32 a[2][TILES][CHUNK][4];
-        float scale[TILES], next[TILES];
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) next[i] = __ldg(scales[i] + first);
+        const int last = min(p.blocks, first + range_end - unit);
+        const int row = tile / p.token_tiles * ROWS + team * 64;
+        const float* scales = p.scales + min(row, p.n - 1) / 128 * p.blocks;
+        float c[COLUMNS][4] = {};
+        u32 a[2][CHUNK][4];
+        float next = __ldg(scales + first);
         for (int block = first; block < last; ++block) {
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                scale[i] = next[i];
-                next[i] = __ldg(scales[i] + min(block + 1, last - 1));
-            }
+            const float scale = next;
+            next = __ldg(scales + min(block + 1, last - 1));
             self.multiply_stage(c, a, scale, release);
             release = true;
         }
         await_products<0>();
 #pragma unroll
-        for (int i = 0; i < TILES; ++i)
+        for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(c[i][j][e])::"memory");
+            for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(c[j][e])::"memory");
         self.release_stage(self.stage ? self.stage - 1 : STAGES - 1);
         release = false;
         unit += last - first;
 
-        if (SLICES > 1) {  // the first slice of teams adds the others' sums
-            const u32 mine = given + row_team * (SLICES - 1) * SUMS_BYTES + self.thread * 16;
-            if (slice) {
-#pragma unroll
-                for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                    for (int j = 0; j < COLUMNS; ++j)
-                        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                                         mine + (slice - 1) * SUMS_BYTES + (i * COLUMNS + j) * 2048),
-                                     "f"(c[i][j][0]), "f"(c[i][j][1]), "f"(c[i][j][2]), "f"(c[i][j][3])
-                                     : "memory");
-            }
-            sync_named(15, CONSUMERS);
-            if (!slice) {
-#pragma unroll
-                for (int other = 0; other < SLICES - 1; ++other)
-#pragma unroll
-                    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                        for (int j = 0; j < COLUMNS; ++j) {
-                            float4 v;
-                            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                                         : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                                         : "r"(mine + other * SUMS_BYTES + (i * COLUMNS + j) * 2048));
-                            c[i][j][0] += v.x, c[i][j][1] += v.y, c[i][j][2] += v.z, c[i][j][3] += v.w;
-                        }
-            }
-            if (unit < end) sync_named(15, CONSUMERS);
-            if (slice) continue;
-        }
-
         if (first > 0) {  // given to the range that has the tile's begin
-            float4* to = p.partial + i64(range * TEAMS + row_team) * (TILES * COLUMNS * 128) + self.thread;
+            float4* to = reinterpret_cast<float4*>(p.partial) + i64(range * TEAMS + team) * SUMS + self.thread;
 #pragma unroll
-            for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j)
-                    __stcg(to + (i * COLUMNS + j) * 128, make_float4(c[i][j][0], c[i][j][1], c[i][j][2], c[i][j][3]));
-            self.sync_team();
-            if (self.thread == 0) store_release(p.flags + range * TEAMS + row_team, 1);
+            for (int j = 0; j < COLUMNS; ++j) __stcg(to + j * 128, make_float4(c[j][0], c[j][1], c[j][2], c[j][3]));
+            self.sync();
+            if (self.thread == 0) store_release(p.flags + range * TEAMS + team, 1);
             continue;
         }
         if (last < p.blocks) {
             const int whole = (tile + 1) * p.blocks;
             for (int giver = range + 1; giver < ranges && int(i64(p.units) * giver / ranges) < whole; ++giver) {
-                i32* flag = p.flags + giver * TEAMS + row_team;
+                i32* flag = p.flags + giver * TEAMS + team;
                 if (self.thread == 0) {
-#ifdef GUARD
-                    const u64 start = now();
-#endif
-                    while (!load_acquire(flag)) {
-#ifdef GUARD
-                        if (now() - start > 1000000000ull) stuck(2, giver, range);
-#endif
-                    }
+                    while (!load_acquire(flag)) {}
                     *flag = 0;
                 }
-                self.sync_team();
-                const float4* from = p.partial + i64(giver * TEAMS + row_team) * (TILES * COLUMNS * 128) + self.thread;
+                self.sync();
+                const float4* from = reinterpret_cast<float4*>(p.partial) + i64(giver * TEAMS + team) * SUMS + self.thread;
 #pragma unroll
-                for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                    for (int j = 0; j < COLUMNS; ++j) {
-                        const float4 v = __ldcg(from + (i * COLUMNS + j) * 128);
-                        c[i][j][0] += v.x, c[i][j][1] += v.y, c[i][j][2] += v.z, c[i][j][3] += v.w;
-                    }
+                for (int j = 0; j < COLUMNS; ++j) {
+                    const float4 v = __ldcg(from + j * 128);
+                    c[j][0] += v.x, c[j][1] += v.y, c[j][2] += v.z, c[j][3] += v.w;
+                }
             }
         }
-        const int token = tile % p.token_tiles * TOKENS + within * 2;
+        const int token = tile % p.token_tiles * TOKENS + within * 2, at = row + 2 * (warp * 8 + group);
+        if (at >= p.n) continue;
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            const int at = row + 64 * i + 2 * (warp * 8 + group);
-            if (at >= p.n) continue;
+        for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-                for (int odd = 0; odd < 2; ++odd) {
-                    const int to = token + 8 * j + odd;
-                    u32 both;
-                    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(c[i][j][2 + odd]), "f"(c[i][j][odd]));
-                    if (to < p.tokens) *reinterpret_cast<u32*>(p.out + i64(to) * p.n + at) = both;
-                }
-        }
+            for (int odd = 0; odd < 2; ++odd) {
+                const int to = token + 8 * j + odd;
+                u32 both;
+                asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(c[j][2 + odd]), "f"(c[j][odd]));
+                if (to < p.tokens) *reinterpret_cast<u32*>(p.out + i64(to) * p.n + at) = both;
+            }
     }
 }
 
