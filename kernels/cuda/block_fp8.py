@@ -101,11 +101,15 @@ def decode_blocks(weight: BlockFp8, out: Tensor) -> None:
 def linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor | None) -> Tensor:
     """As kernels.block_fp8.block_linear: decoded by Hopper's kernel, by Triton's, or to scratch."""
     (tokens, k), n = hidden.shape, len(weight.values)
-    hopper = block_linear.takes(weight)
-    if scratch is not None and tokens >= (crossover_of(n, k) if hopper else CROSSOVER_TOKENS):
+    if scratch is not None and tokens >= crossover(weight):
         return decoded_linear(hidden, weight, scratch)
-    plan = plan_of(n, k, tokens) if hopper and tokens else None
+    plan = plan_of(n, k, tokens) if tokens and block_linear.takes(weight) else None
     return _linear(hidden, None, weight) if plan is None else block_linear.linear(hidden, weight, plan)
+
+
+def crossover(weight: BlockFp8) -> int:
+    """Tokens from which `linear` decodes to scratch, where it is given any."""
+    return crossover_of(*weight.values.shape) if block_linear.takes(weight) else CROSSOVER_TOKENS
 
 
 def decoded_linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor) -> Tensor:

@@ -59,11 +59,13 @@ class Choice(NamedTuple):
 UNBOUNDED: Final = 1 << 30
 _LONG: Final = Plan(256, 2, 2, 2)
 _FEW: Final = {64: Plan(64, 4, 4), 128: Plan(128, 3, 4), UNBOUNDED: _LONG}
-#: Largest weights first. Measured on an H200 (benchmarks/NOTES.md).
+#: Largest weights first. Measured on an H200 (benchmarks/NOTES.md). Up to APART_TOKENS a tile has all tokens, so that
+#: sums of a row do not depend on its place among the others: tiles are split at different blocks of K.
+APART_TOKENS: Final = 256
 CHOICES: Final = (
     Choice(64_000_000, {16: Plan(16, 3, 7), 32: Plan(32, 4, 5), **_FEW}, 1280),
     Choice(30_000_000, {32: None, **_FEW}, 1280),
-    Choice(10_000_000, {128: None, 256: Plan(128, 3, 4, least=4), UNBOUNDED: _LONG._replace(least=4)}, 576),
+    Choice(10_000_000, {128: None, UNBOUNDED: _LONG._replace(least=8)}, 576),
 )
 #: Of weights below those, and on other cards.
 CROSSOVER_TOKENS: Final = 320
@@ -83,7 +85,7 @@ def plan_of(n: int, k: int, tokens: int) -> Plan | None:
 
 
 def crossover_of(n: int, k: int) -> int:
-    """Tokens from which scratch takes less time than the kernel that plan_of names."""
+    """Tokens from which a weight decoded to scratch takes less time than the kernel that plan_of names."""
     choice = _choice(n * k)
     return CROSSOVER_TOKENS if choice is None or not fits(n, k) else choice.crossover
 

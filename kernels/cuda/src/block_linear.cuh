@@ -9,8 +9,8 @@
 // threads, as in stream-K (Osama et al., 2023). A range may begin or end inside of a tile. A range that begins inside gives
 // its sums away, in `partial`, and raises its flag; the range that holds the tile's first unit and not its last adds them
 // in ascending order and lowers the flags. Ranges are dealt in descending order, so that blocks wait only for blocks that
-// were launched earlier, and these give before they wait. Flags are zero between launches. kernels/cuda/block_plans.py has
-// the same arithmetic, and its tests.
+// were launched earlier, and these give before they wait. Flags are zero between launches; who may share them is said in
+// kernels/cuda/block_linear.py. kernels/cuda/block_plans.py has the same arithmetic, and its tests.
 //
 // Neighbouring rows of weights, 2r and 2r + 1, are rows r of two boxes: a lane's sums are of neighbours.
 #pragma once
