@@ -13,7 +13,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from kernels.block_fp8 import block_linear, decode_blocks  # noqa: E402
 from kernels.block_weight import BlockFp8  # noqa: E402
 from kernels.cuda.block_linear import linear  # noqa: E402
-from kernels.cuda.block_plans import Plan, crossover_of, fits, plan_of, plans, work_of  # noqa: E402
+from kernels.cuda.block_plans import APART_TOKENS, Plan, crossover_of, fits, plan_of, plans, work_of  # noqa: E402
 from tests.gpu.test_block_fp8 import activations, off, on_gpu  # noqa: E402
 from tests.kernels.test_block_fp8 import draw  # noqa: E402
 
@@ -44,6 +44,14 @@ def test_every_plan_is_right_at_every_edge(plan: Plan) -> None:
             picked = torch.randint(0, shape[1], (tokens,), device="cuda")
             rows = torch.nn.functional.one_hot(picked, shape[1]).bfloat16()
             assert torch.equal(linear(rows, weight, plan), decoded.T[picked]), (shape, tokens)
+
+
+def test_a_rows_bits_do_not_depend_on_its_place() -> None:
+    weight = weight_of((8192, 8192))
+    for tokens in (16, 32, 64, 128, APART_TOKENS):
+        hidden = activations(tokens, 8192)
+        order = torch.randperm(tokens, device="cuda")
+        assert torch.equal(block_linear(hidden, weight)[order], block_linear(hidden[order], weight))
 
 
 def test_hidden_that_begins_inside_of_a_vector_is_read() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cuda.block_plans import (
+    APART_TOKENS,
     CHOICES,
     CROSSOVER_TOKENS,
     UNBOUNDED,
@@ -118,21 +119,25 @@ def test_a_plan_is_one_that_the_kernel_can_be_compiled_for(plan: Plan) -> None:
     assert plan.stages * 16 <= 256, "two barriers for each stage"
 
 
+def tiles_of(shape: tuple[int, int], *counts: int) -> list[int]:
+    """Tokens of a plan's tile, by count of tokens; 0: Triton."""
+    return [getattr(plan_of(*shape, tokens), "tokens", 0) for tokens in counts]
+
+
 def test_each_shape_and_count_of_tokens_has_its_plan() -> None:
     large, medium, small, least = (7168, 16384), (24576, 1536), (2048, 7168), (576, 7168)
-    assert [getattr(plan_of(*large, tokens), "tokens", 0) for tokens in (1, 16, 17, 33, 65, 129, 5000)] == [
-        16, 16, 32, 64, 128, 256, 256,
-    ]  # fmt: skip
-    assert [getattr(plan_of(*medium, tokens), "tokens", 0) for tokens in (1, 32, 33, 128, 129)] == [0, 0, 64, 128, 256]
-    assert [getattr(plan_of(*small, tokens), "tokens", 0) for tokens in (1, 128, 129, 256, 257)] == [
-        0,
-        0,
-        128,
-        128,
-        256,
-    ]
-    assert {plan_of(*least, tokens) for tokens in (1, 64, 512)} == {None}
+    assert tiles_of(large, 1, 16, 17, 33, 65, 129, 5000) == [16, 16, 32, 64, 128, 256, 256]
+    assert tiles_of(medium, 1, 32, 33, 128, 129) == [0, 0, 64, 128, 256]
+    assert tiles_of(small, 1, 128, 129, 600) == [0, 0, 256, 256]
+    assert tiles_of(least, 1, 64, 512) == [0, 0, 0]
     assert [crossover_of(*shape) for shape in (large, medium, small, least)] == [1280, 1280, 576, CROSSOVER_TOKENS]
+
+
+def test_rows_of_a_decode_batch_share_one_tile() -> None:
+    for choice in CHOICES:
+        found = [plan_of(2 * -(-choice.values // 256), 128, tokens) for tokens in range(1, APART_TOKENS + 1)]
+        assert any(found)
+        assert all(plan is None or plan.tokens >= tokens for tokens, plan in enumerate(found, 1))
 
 
 def test_a_weight_that_copies_cannot_reach_goes_to_triton() -> None:
