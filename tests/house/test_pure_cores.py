@@ -72,6 +72,7 @@ PURE = [
     "hisparse/top/keys",
     "hisparse/top/sample",
     "hisparse/top/screen",
+    "kernels/cuda/block_plans",
     "protocol/arrays",
     "protocol/byte_sizes",
     "protocol/config_checks",
