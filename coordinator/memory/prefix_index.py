@@ -145,7 +145,7 @@ class PrefixIndex:
         are forgotten with it, since no chain leads to them any more.
         """
         evicted: list[int] = []
-        stay: list[tuple[int, Digest]] = []
+        held: list[tuple[int, Digest]] = []
         while len(evicted) < count and self._leaves:
             leaf = heappop(self._leaves)
             node = self._nodes.get(leaf[1])
@@ -155,8 +155,8 @@ class PrefixIndex:
                 evicted.append(node.page)
                 self._forget(leaf[1])
             else:
-                stay.append(leaf)
-        for leaf in stay:
+                held.append(leaf)
+        for leaf in held:
             heappush(self._leaves, leaf)
         if len(evicted) < count:
             evicted += self._evict_above_held(count - len(evicted), is_idle, spared)
