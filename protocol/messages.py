@@ -25,13 +25,13 @@ Identities that appear in several messages:
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups.
-PROTOCOL_VERSION: Final = 4
+#: 4: ranks of groups. 5: reuse of prefixes.
+PROTOCOL_VERSION: Final = 5
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -50,6 +50,13 @@ NAME_CHARS_MAX: Final = 128
 #: Most stop strings per request, and most characters of each.
 STOP_STRINGS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 256
+#: Most entries of `Sampling.logit_bias` and of `Sampling.stop_token_ids`.
+LOGIT_BIAS_MAX: Final = 300
+STOP_TOKEN_IDS_MAX: Final = 64
+#: Most end-of-sequence tokens of a model.
+EOS_IDS_MAX: Final = 64
+#: Most ids or names in one command. Decoding 8 million empty ones would take 0.3 s.
+NAMES_MAX: Final = 65_536
 
 #: Role of a worker (`WorkerCapacity.role`): it computes prompts, decodes, or does both.
 PREFILL: Final = "prefill"
@@ -68,6 +75,9 @@ NO_HOT_BUFFER: Final = -1
 NO_TOKEN: Final = -1
 #: `WorkerRow.link_age_s` of a worker that this coordinator has not heard.
 NOT_SEEN: Final = -1.0
+
+#: Ids of requests or names of workers in a command.
+Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(max_length=NAMES_MAX)]
 
 assert TOKENIZER_CHUNK_BYTES < WORKER_MESSAGE_BYTES_MAX  # a chunk must fit a message
 assert CLIENT_MESSAGE_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # an Admit carries any prompt that a client may send
@@ -90,14 +100,29 @@ class Sampling(Part, frozen=True):
     `temperature` 0 is greedy. A counter-based generator takes `seed` and the position, so a resumed or replayed request
     draws the same numbers. `stop` strings end the output before their first occurrence. `max_tokens` counts generated
     tokens.
+
+    Logits are adjusted in this order (that of vLLM): ends are barred below `min_tokens` generated tokens; `logit_bias`
+    (token, bias) is added; `repetition_penalty` divides positive and multiplies negative logits of tokens of prompt and
+    output; `frequency_penalty` for each occurrence in the output and `presence_penalty` for the first are subtracted.
+    Of what temperature then leaves, `min_p` drops tokens less likely than that share of the likeliest, and `top_k` (0:
+    none) all but the k likeliest, ties kept, before `top_p`. A token of `stop_token_ids` ends the output and is part of
+    it, as an end-of-sequence token.
     """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    stop: tuple[str, ...] = ()
+    stop: Names = ()
     ignore_eos: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
+    min_tokens: int = 0
+    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
 
 
 class ModelInfo(Part, frozen=True):
@@ -207,14 +232,14 @@ class Detach(Message, frozen=True, tag="detach"):
 
 class AbortRequests(Message, frozen=True, tag="abort_requests"):
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
 
 
 class AcknowledgeOutputs(Message, frozen=True, tag="acknowledge_outputs"):
     """The client has stored the outputs of these ended requests; the coordinator may drop them."""
 
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
 
 
 class ListRequests(Message, frozen=True, tag="list_requests"):
@@ -247,21 +272,21 @@ class RetractRequests(Message, frozen=True, tag="retract_requests"):
     """Take requests off their workers. `keep`: their host pages stay. `hold`: they wait for ResumeRequests."""
 
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
     keep: bool = True
     hold: bool = True
 
 
 class ResumeRequests(Message, frozen=True, tag="resume_requests"):
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
 
 
 class ResizeRequests(Message, frozen=True, tag="resize_requests"):
     """Force the hot size: `hot_slots` 0 is resident, else one of the worker's size classes; -1 returns to policy."""
 
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
     hot_slots: int
 
 
@@ -273,14 +298,14 @@ class DrainWorkers(Message, frozen=True, tag="drain_workers"):
     """
 
     tag: int
-    workers: tuple[str, ...]
+    workers: Names
     handover: bool = False
     deadline_s: float = 300.0
 
 
 class UndrainWorkers(Message, frozen=True, tag="undrain_workers"):
     tag: int
-    workers: tuple[str, ...]
+    workers: Names
 
 
 class AuditWorkers(Message, frozen=True, tag="audit_workers"):
@@ -297,7 +322,7 @@ class ReleaseQuarantine(Message, frozen=True, tag="release_quarantine"):
     """
 
     tag: int
-    workers: tuple[str, ...]
+    workers: Names
 
 
 class ForgetWorkers(Message, frozen=True, tag="forget_workers"):
@@ -305,7 +330,25 @@ class ForgetWorkers(Message, frozen=True, tag="forget_workers"):
     quarantine holds host pages that its lost process may still write."""
 
     tag: int
-    workers: tuple[str, ...]
+    workers: Names
+
+
+class ListPrefixes(Message, frozen=True, tag="list_prefixes"):
+    """Ask for the largest cached prefixes, at most `limit`."""
+
+    tag: int
+    limit: int = 20
+
+
+class DropPrefixes(Message, frozen=True, tag="drop_prefixes"):
+    """Forget cached prefixes: those of these ids, and all of these owners. Neither ids nor owners: all there are.
+
+    An owner is written as in PrefixRow. Requests that hold such pages keep them.
+    """
+
+    tag: int
+    prefix_ids: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
 
 
 class ReloadKeys(Message, frozen=True, tag="reload_keys"):
@@ -344,6 +387,8 @@ AdminMessage: TypeAlias = (
     | AuditWorkers
     | ReleaseQuarantine
     | ForgetWorkers
+    | ListPrefixes
+    | DropPrefixes
     | ReloadKeys
     | StopCoordinator
 )
@@ -455,6 +500,7 @@ class RequestRow(Part, frozen=True):
     held: bool
     reason: str
     waits_for: str = ""
+    prefix_tokens: int = 0  # of the prompt: reused, not computed, when it was first admitted
 
 
 class HistoryLine(Part, frozen=True):
@@ -499,7 +545,8 @@ class WorkerRow(Part, frozen=True):
 
 class PoolRow(Part, frozen=True):
     """The host pool of a node, in pages; `reservations` counts the requests that hold pages. `cached` pages are
-    held by no request, and are free once they are evicted."""
+    held by no request, and are free once they are evicted. Of prompts that were admitted to be prefilled since the
+    coordinator's start, `prefix_asked_tokens` were looked up and `prefix_reused_tokens` found."""
 
     node: str
     host_pages: int
@@ -511,6 +558,26 @@ class PoolRow(Part, frozen=True):
     reservations: int
     workers: tuple[str, ...]
     cached: int = 0
+    prefix_asked_tokens: int = 0
+    prefix_reused_tokens: int = 0
+    prefix_pages_evicted: int = 0
+
+
+class PrefixRow(Part, frozen=True):
+    """A cached prefix that no other continues, on one node.
+
+    `pages` lead to it, the last `own_pages` of them to no other. `owner` is USER/TENANT, as far as there are any:
+    who may reuse it. `salted`: only with its cache_salt. `in_use`: requests hold its last page.
+    """
+
+    node: str
+    prefix_id: str
+    owner: str
+    salted: bool
+    pages: int
+    own_pages: int
+    tokens: int
+    in_use: bool
 
 
 class AuditedRow(Part, frozen=True):
@@ -562,6 +629,14 @@ class PoolRows(Message, frozen=True, tag="pool_rows"):
     rows: tuple[PoolRow, ...]
 
 
+class PrefixRows(Message, frozen=True, tag="prefix_rows"):
+    """The largest cached prefixes, and how many there are."""
+
+    tag: int
+    rows: tuple[PrefixRow, ...]
+    prefixes: int
+
+
 class AuditRows(Message, frozen=True, tag="audit_rows"):
     """The audited workers and nodes, and the differences between ledgers and workers."""
 
@@ -590,6 +665,7 @@ GatewayMessage: TypeAlias = (
     | RequestDetail
     | WorkerRows
     | PoolRows
+    | PrefixRows
     | AuditRows
     | TokenizerData
 )

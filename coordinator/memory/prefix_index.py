@@ -17,6 +17,7 @@ lookup compares them); digests without a key (prompts with equal digests would r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -58,11 +59,28 @@ def extend_chain(key: bytes, parent: Digest, tokens: bytes) -> Iterator[Digest]:
         yield parent
 
 
+class Scope(NamedTuple):
+    """Whose prefixes a root stands for, and with which salt."""
+
+    user: str = ""
+    tenant: str = ""
+    salt: str = ""
+
+    @property
+    def owner(self) -> str:
+        """For operators: user and tenant, as far as there are any."""
+        return "/".join(filter(None, (self.user, self.tenant)))
+
+
+NO_SCOPE: Final = Scope()
+
+
 class Chain(NamedTuple):
-    """Digests of the full pages of a prompt, behind a root."""
+    """Digests of the full pages of a prompt, behind the root of `scope`."""
 
     root: Digest
     digests: tuple[Digest, ...]
+    scope: Scope = NO_SCOPE
 
 
 #: The worker epoch that wrote a page: its worker and its epoch.
@@ -79,17 +97,32 @@ class _Node:
     parent: Digest
     source: Source
     used: int
+    root: Digest
+    depth: int  # pages from the root to this one
     children: int = 0
 
 
-class PrefixIndex:
-    """Of one node's pool."""
+class CachedPrefix(NamedTuple):
+    """A cached prefix that none continues. `pages` lead to it; the last `own_pages` of them to no other."""
 
-    def __init__(self) -> None:
+    digest: Digest
+    scope: Scope
+    pages: int
+    own_pages: int
+    last_page: int
+
+
+class PrefixIndex:
+    """Of one node's pool. `on_forget` is called with each digest that leaves."""
+
+    def __init__(self, on_forget: Callable[[Digest], None] | None = None) -> None:
         self._nodes: dict[Digest, _Node] = {}
         self._pages: dict[Digest, int] = {}
         self._digests: dict[int, Digest] = {}  # by page
         self._leaves: list[tuple[int, Digest]] = []  # a heap by last use; entries that no longer hold are skipped
+        self._ends: dict[Digest, None] = {}  # nodes without children
+        self._scopes: dict[Digest, tuple[Scope, int]] = {}  # by root: with the number of nodes behind it
+        self._on_forget = on_forget
         self._uses = 0
         self.version = 0  # grows whenever a match may change
         self.removals = 0  # grows whenever one may become shorter
@@ -116,25 +149,37 @@ class PrefixIndex:
         if chain:
             self._use(chain[-1])
 
-    def add(self, parent: Digest, chain: Sequence[Digest], pages: Int32Array, source: Source = NO_SOURCE) -> Int32Array:
-        """`pages`, written by `source`, hold the rows of `chain`, which follows `parent`: a root, or a digest that is
-        here. Returns those that are new here, to be cached.
+    def add(
+        self,
+        parent: Digest,
+        chain: Sequence[Digest],
+        pages: Int32Array,
+        source: Source = NO_SOURCE,
+        scope: Scope = NO_SCOPE,
+    ) -> Int32Array:
+        """`pages`, written by `source`, hold the rows of `chain`, which follows `parent`: the root of `scope`, or a
+        digest that is here. Returns those that are new here, to be cached.
 
         A digest that is known already keeps its page.
         """
         fresh: list[int] = []
-        for digest, page in zip(chain, pages.tolist(), strict=True):
+        before = self._nodes.get(parent)
+        root, first = (before.root, before.depth + 1) if before is not None else (parent, 1)
+        for depth, (digest, page) in enumerate(zip(chain, pages.tolist(), strict=True), start=first):
             if digest not in self._nodes:
                 if page in self._digests:
                     raise InternalError(f"host page {page} is cached under two digests")
-                self._nodes[digest] = _Node(page, parent, source, 0)
-                self._pages[digest], self._digests[page] = page, digest
+                self._nodes[digest] = _Node(page, parent, source, 0, root, depth)
+                self._pages[digest], self._digests[page], self._ends[digest] = page, digest, None
                 if (above := self._nodes.get(parent)) is not None:
                     above.children += 1
+                    self._ends.pop(parent, None)
                 fresh.append(page)
             parent = digest
         if chain:
             self._use(chain[-1])
+        if fresh:
+            self._scopes[root] = scope, len(fresh) + self._scopes.get(root, (scope, 0))[1]
         self.version += bool(fresh)
         return np.array(fresh, dtype=np.int32)
 
@@ -145,7 +190,7 @@ class PrefixIndex:
         are forgotten with it, since no chain leads to them any more.
         """
         evicted: list[int] = []
-        held: list[tuple[int, Digest]] = []
+        unfit: list[tuple[int, Digest]] = []
         while len(evicted) < count and self._leaves:
             leaf = heappop(self._leaves)
             node = self._nodes.get(leaf[1])
@@ -155,8 +200,8 @@ class PrefixIndex:
                 evicted.append(node.page)
                 self._forget(leaf[1])
             else:
-                held.append(leaf)
-        for leaf in held:
+                unfit.append(leaf)
+        for leaf in unfit:
             heappush(self._leaves, leaf)
         if len(evicted) < count:
             evicted += self._evict_above_held(count - len(evicted), is_idle, spared)
@@ -186,10 +231,50 @@ class PrefixIndex:
     def clear(self) -> Int32Array:
         """Forget all; returns the pages, which are to be evicted."""
         pages = np.array([*self._digests], dtype=np.int32)
-        for kept in (self._nodes, self._pages, self._digests, self._leaves):
+        if self._on_forget is not None:
+            for digest in self._nodes:
+                self._on_forget(digest)
+        for kept in (self._nodes, self._pages, self._digests, self._leaves, self._ends, self._scopes):
             kept.clear()
         self._note_removed(1)
         return pages
+
+    def leaves(self) -> list[Digest]:
+        """Of the prefixes that none continues."""
+        return [*self._ends]
+
+    def depth(self, digest: Digest) -> int:
+        """Pages that lead to `digest`; 0: it is not known (any more)."""
+        node = self._nodes.get(digest)
+        return node.depth if node else 0
+
+    def describe(self, leaf: Digest) -> CachedPrefix | None:
+        """None: it is not known, or another continues it. Takes time in proportion to its own pages."""
+        node = self._nodes.get(leaf)
+        if node is None or node.children:
+            return None
+        own, parent = 1, self._nodes.get(node.parent)
+        while parent is not None and parent.children == 1:
+            own, parent = own + 1, self._nodes.get(parent.parent)
+        return CachedPrefix(leaf, self._scopes[node.root][0], node.depth, own, node.page)
+
+    def drop(self, leaf: Digest) -> Int32Array:
+        """Forget the pages that lead to `leaf` alone; returns them, to be evicted. None when it is no leaf."""
+        dropped: list[int] = []
+        digest, node = leaf, self._nodes.get(leaf)
+        while node is not None and not node.children:
+            dropped.append(node.page)
+            self._forget(digest)
+            digest, node = node.parent, self._nodes.get(node.parent)
+        self._note_removed(len(dropped))
+        return np.array(dropped, dtype=np.int32)
+
+    def drop_owner(self, owner: str) -> Int32Array:
+        """Forget all prefixes of `owner`, as Scope.owner says it; returns their pages, to be evicted. O(index)."""
+        roots = {root for root, (scope, _) in self._scopes.items() if scope.owner == owner}
+        dropped = [self._pop(digest).page for digest in [*self._nodes] if self._nodes[digest].root in roots]
+        self._note_removed(len(dropped))
+        return np.array(dropped, dtype=np.int32)
 
     def check_invariants(self, cached: Int32Array) -> None:
         """Raises InternalError unless the tree is sound, and its pages are `cached`, those of the ledger."""
@@ -203,6 +288,13 @@ class PrefixIndex:
             _demand(bool(node.children) or digest in listed, f"page {node.page} can be evicted")
         counts = {digest: node.children for digest, node in self._nodes.items()}
         _demand(counts == children, "nodes count their children")
+        _demand(set(self._ends) == {it for it, count in children.items() if not count}, "leaves have no children")
+        behind = {root: count for root, (_, count) in self._scopes.items()}
+        _demand(behind == Counter(node.root for node in self._nodes.values()), "roots count their nodes")
+        for node in self._nodes.values():
+            above = self._nodes.get(node.parent)
+            place = (above.root, above.depth + 1) if above else (node.parent, 1)
+            _demand((node.root, node.depth) == place, f"page {node.page} lies behind its root")
         _demand(len(self._digests) == len(self._pages) == len(self._nodes), "each digest has one page")
         _demand(sorted(self._digests) == sorted(cached.tolist()), "indexed pages are the ledger's cached pages")
 
@@ -234,6 +326,12 @@ class PrefixIndex:
     def _pop(self, digest: Digest) -> _Node:
         node = self._nodes.pop(digest)
         del self._pages[digest], self._digests[node.page]
+        self._ends.pop(digest, None)
+        scope, count = self._scopes.pop(node.root)
+        if count > 1:
+            self._scopes[node.root] = scope, count - 1
+        if self._on_forget is not None:
+            self._on_forget(digest)
         return node
 
     def _note_lost_child(self, child: _Node) -> None:
@@ -243,6 +341,7 @@ class PrefixIndex:
             parent.children -= 1
             parent.used = max(parent.used, child.used)
             if not parent.children:
+                self._ends[child.parent] = None
                 self._list_leaf(child.parent, parent)
 
     def _forget_below(self, tops: Sequence[Digest]) -> list[int]:

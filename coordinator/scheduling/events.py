@@ -152,6 +152,15 @@ class ReleaseAsk(msgspec.Struct, frozen=True):
     reply: Reply[tuple[str, ...]]
 
 
+class DropPrefixesAsk(msgspec.Struct, frozen=True):
+    """Forget these cached prefixes, and those of these owners (Scope.owner); none of either: all."""
+
+    digests: tuple[bytes, ...]
+    owners: tuple[str, ...]
+    owner: str
+    reply: Reply[tuple[str, ...]]
+
+
 class ForgetWorkersAsk(msgspec.Struct, frozen=True):
     """List these disconnected workers no longer."""
 

@@ -20,14 +20,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Final
 
+import numpy as np
+
 from coordinator.memory.changes import Cache, Evict
 from coordinator.memory.ledger import NO_PAGES, Ledger
-from coordinator.memory.prefix_index import NO_SOURCE, Chain, Digest, PrefixIndex, Source, extend_chain, root_of
+from coordinator.memory.prefix_index import NO_SOURCE, Chain, Digest, PrefixIndex, Scope, Source, extend_chain, root_of
 from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import Match, RequestEntry
+from coordinator.scheduling.kv_events import KvEvents
 from protocol.arrays import Int32Array
 from protocol.messages import ModelInfo
 from protocol.units import PAGE_TOKENS
@@ -35,20 +39,35 @@ from protocol.units import PAGE_TOKENS
 #: Digests computed before other tasks get a turn: about half a millisecond.
 DIGESTS_AT_ONCE: Final = 384
 
+#: Roots that are remembered, so that they are not computed for each request.
+ROOTS_MAX: Final = 1_024
 #: Worker epochs that are remembered as not trustworthy.
 DISTRUSTED_MAX: Final = 1_024
 
 OFF: Final = "off"
+OWN: Final = "own"
 ALL: Final = "all"
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Of one node, since the coordinator's start. `asked_tokens`: of prompts that were admitted to be prefilled."""
+
+    asked_tokens: int = 0
+    reused_tokens: int = 0
+    evicted_pages: int = 0
 
 
 @dataclass(slots=True)
 class PrefixReuse:
     """The indexes of all nodes, and the rule. `key` is drawn at each start. `unit_tokens` and
-    `with_generated` are those of the served model."""
+    `with_generated` are those of the served model. `events`, if any, hears what is cached and forgotten."""
 
     mode: str
     key: bytes = b""
+    events: KvEvents | None = None
+    roots: dict[tuple[str, ...], Digest] = field(default_factory=dict)  # of owners and salts seen lately
+    stats: dict[str, PrefixStats] = field(default_factory=dict)
     by_node: dict[str, PrefixIndex] = field(default_factory=dict)
     unit_tokens: int = PAGE_TOKENS
     with_generated: bool = True
@@ -60,20 +79,38 @@ class PrefixReuse:
 
     def open(self, node: str) -> PrefixIndex:
         """The index of a pool with nothing cached in it."""
-        before, after = self.by_node.get(node), PrefixIndex()
+        before = self.by_node.get(node)
+        after = PrefixIndex(partial(self._forgotten, node) if self.events is not None else None)
         if before is not None:  # what was matched there is not there any more
+            before.clear()
             after.version, after.removals = before.version + 1, before.removals + 1
         self.by_node[node] = after
+        self.stats.setdefault(node, PrefixStats())
         return after
+
+    def _forgotten(self, node: str, digest: Digest) -> None:
+        if self.events is not None and not self._is_elsewhere(node, digest):
+            self.events.removed(digest)
+
+    def _is_elsewhere(self, node: str, digest: Digest) -> bool:
+        return any(digest in index for name, index in self.by_node.items() if name != node)
 
     def serve(self, model: ModelInfo) -> None:
         self.unit_tokens, self.with_generated = model.prefix_unit_tokens, model.reuses_generated
 
-    def root(self, model: ModelInfo, user: str, tenant: str, salt: str) -> Digest:
+    def scope(self, user: str, tenant: str, salt: str) -> Scope:
+        return Scope(salt=salt) if self.mode == ALL else Scope(user, tenant, salt)
+
+    def root(self, model: ModelInfo, scope: Scope) -> Digest:
         """Of all that rows depend on beside tokens, and of who may reuse them. Their format is that of the node's pool:
         a pool of another format begins with an empty index."""
-        owner = ("", "") if self.mode == ALL else (user, tenant)
-        return root_of(self.key, model.fingerprint, model.arithmetic, *owner, salt)
+        about = (model.fingerprint, model.arithmetic, *scope)
+        root = self.roots.get(about)
+        if root is None:
+            if len(self.roots) >= ROOTS_MAX:
+                self.roots.clear()
+            root = self.roots[about] = root_of(self.key, *about)
+        return root
 
     def digests(self, root: Digest, tokens: bytes) -> Iterator[tuple[Digest, ...]]:
         """Digests of the full pages of `tokens`, a few at a time."""
@@ -105,9 +142,12 @@ class PrefixReuse:
         return low
 
     def use(self, entry: RequestEntry, node: str, pages: int) -> None:
-        """It was admitted with so many cached pages."""
+        """It was admitted to be prefilled, with so many cached pages."""
         entry.indexed = pages
+        if self.is_on:
+            self.stats[node].asked_tokens += entry.facts.prompt_tokens
         if pages and entry.chain is not None:
+            self.stats[node].reused_tokens += pages * PAGE_TOKENS
             self.by_node[node].touch(entry.chain.digests[:pages])
 
     def keep_prompt(
@@ -143,18 +183,47 @@ class PrefixReuse:
         if pages > len(digests):
             rest = tokens()[len(digests) * PAGE_TOKENS * 4 : pages * PAGE_TOKENS * 4]
             digests += tuple(extend_chain(self.key, digests[-1] if digests else chain.root, rest))
-        held, source = ledger.pages_of(entry.placement), ledger.holder_of(entry.placement) or NO_SOURCE
+        held, source = ledger.pages_of(entry.placement)[: len(digests)], ledger.holder_of(entry.placement) or NO_SOURCE
         if source in self.distrusted:
             return ()
         parent = digests[first - 1] if first else chain.root
-        fresh = index.add(parent, digests[first:], held[first : len(digests)], source)
+        fresh = index.add(parent, digests[first:], held[first:], source, chain.scope)
         entry.indexed = min(len(digests), len(chain.digests))
+        if self.events is not None and fresh.size:
+            is_news = np.isin(held, fresh)
+            for place in np.flatnonzero(is_news).tolist():
+                is_news[place] = not self._is_elsewhere(entry.node, digests[place])
+            self.events.stored(chain, digests, is_news, entry.request_index)
         return (LedgerStep(entry.node, Cache(fresh.tobytes())),) if fresh.size else ()
 
     def whole(self, pages: int) -> int:
         """Those that may be reused: of whole units."""
         unit = self.unit_tokens // PAGE_TOKENS
         return pages // unit * unit
+
+    # ---------------------------------------------------------------- operators
+
+    def drop(self, prefixes: Iterable[Digest]) -> dict[str, Int32Array]:
+        """Forget the pages that lead to these prefixes alone; returns them by node, to be evicted."""
+        wanted = tuple(prefixes)
+        dropped = {
+            node: np.concatenate([NO_PAGES, *(index.drop(it) for it in wanted)]) for node, index in self.by_node.items()
+        }
+        return {node: pages for node, pages in dropped.items() if pages.size}
+
+    def drop_owner(self, owner: str) -> dict[str, Int32Array]:
+        """Forget all prefixes of `owner`, as Scope.owner says it; returns the pages by node, to be evicted."""
+        dropped = {node: index.drop_owner(owner) for node, index in self.by_node.items()}
+        return {node: pages for node, pages in dropped.items() if pages.size}
+
+    def clear(self) -> dict[str, Int32Array]:
+        """Forget all prefixes; returns the pages by node, to be evicted."""
+        events, self.events = self.events, None  # one event for all of them
+        dropped = {node: index.clear() for node, index in self.by_node.items()}
+        self.events = events
+        if events is not None:
+            events.cleared()
+        return {node: pages for node, pages in dropped.items() if pages.size}
 
     # ---------------------------------------------------------------- what is not to be trusted
 

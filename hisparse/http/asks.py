@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coordinator.scheduling.validation import check_orders, check_priority, check_salt
+from coordinator.scheduling.validation import check_orders, check_priority, check_salt, check_token_ids
 from hisparse.http.bodies import CHOICES_MAX, Body, ChatBody, CompletionBody, StreamOptions, read_field
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
@@ -136,6 +136,7 @@ def _choices(
         text = f"{samples} samples of {len(prompts)} prompts make {total}, and {CHOICES_MAX} are accepted"
         raise BadInput(text, field="n", value=samples, remedy=f"use {CHOICES_MAX // len(prompts)} or less")
     stop = read_field(body, "stop", str | list[str])  # type: ignore[arg-type]  # a union is no type
+    adjustments = _adjustments(body)
     digests = [hashlib.sha256(prompt.tobytes()).digest() for prompt in prompts]
     for index in range(total):
         request_id = base_id if total == 1 else f"{base_id}-{index}"
@@ -147,10 +148,27 @@ def _choices(
             seed=_seed(body.seed, index % samples, request_id),
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             ignore_eos=body.ignore_eos,
+            **adjustments,
         )
         _check_orders(sampling, body)
+        check_token_ids(sampling, model)
         _check_length(prompts[which].size, sampling.max_tokens, body, model)
         yield SampleAsk(request_id, prompts[which], sampling, body.priority, digests[which], body.cache_salt)
+
+
+def _adjustments(body: Body) -> dict[str, Any]:
+    """What the body asks of its draws beside temperature and top_p, as fields of Sampling."""
+    bias = read_field(body, "logit_bias", dict[int, float]) or {}
+    return {
+        "top_k": 0 if body.top_k in (None, -1) else body.top_k,
+        "min_p": _first(body.min_p, 0.0),
+        "frequency_penalty": _first(body.frequency_penalty, 0.0),
+        "presence_penalty": _first(body.presence_penalty, 0.0),
+        "repetition_penalty": _first(body.repetition_penalty, 1.0),
+        "logit_bias": tuple(bias.items()),
+        "min_tokens": _first(body.min_tokens, 0),
+        "stop_token_ids": tuple(read_field(body, "stop_token_ids", list[int]) or ()),
+    }
 
 
 def _limit_field(body: Body) -> str:

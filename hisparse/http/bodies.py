@@ -4,7 +4,7 @@ Three kinds of fields, so that nothing is dropped in silence:
 
     served       typed below
     ignored      says nothing about the output (`user`, `metadata`): taken and forgotten
-    unsupported  taken at the value that changes nothing (`frequency_penalty` 0), refused at any other
+    unsupported  taken at the value that changes nothing (`echo` false), refused at any other
 
 and a field that is in none of them is refused by name.
 
@@ -43,23 +43,16 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "logprobs": (False,),
-    "min_p": (0, 0.0),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0, 0.0),
     "reasoning_effort": (),
-    "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_k": (0, -1),
     "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
@@ -100,10 +93,18 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     n: int | None = None
     seed: int | None = None
     stop: msgspec.Raw = NULL  # str | list[str]
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: msgspec.Raw = NULL  # dict[str, float]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # Not of OpenAI.
+    # Not of OpenAI; those of draws have vLLM's names.
+    top_k: int | None = None  # -1: all
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: msgspec.Raw = NULL  # list[int]
     priority: int = 0
     cache_salt: str = ""
     ignore_eos: bool = False
@@ -118,14 +119,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompt_cache_retention: msgspec.Raw = NULL
 
     # Unsupported: NEUTRAL.
-    frequency_penalty: msgspec.Raw = NULL
-    logit_bias: msgspec.Raw = NULL
     logprobs: msgspec.Raw = NULL
-    min_p: msgspec.Raw = NULL
-    min_tokens: msgspec.Raw = NULL
-    presence_penalty: msgspec.Raw = NULL
-    repetition_penalty: msgspec.Raw = NULL
-    top_k: msgspec.Raw = NULL
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):

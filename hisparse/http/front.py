@@ -207,7 +207,7 @@ class Front:
         _check_id(chosen)
         ask_id = chosen or f"{'chatcmpl' if kind is ChatBody else 'cmpl'}-{uuid.uuid4().hex}"
         served = await self._link.served()
-        scope = owner if chosen else ""
+        scope = key.scope if chosen else ""
         asked = partial(
             ask_of,
             served=served,

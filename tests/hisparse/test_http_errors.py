@@ -96,11 +96,44 @@ CASES: Final = {
     ),
     "unsupported object": Case(
         COMPLETIONS,
-        said(logit_bias={"1": None, "2": "a"}),
+        said(suffix={"1": None, "2": "a"}),
+        400,
+        BAD,
+        "suffix",
+        'is not supported (got {"1":null,"2":"a"}). Leave suffix out.',
+    ),
+    "top_k": Case(COMPLETIONS, said(top_k=-2), 400, BAD, "top_k", "(got -2)", said(top_k=-1)),
+    "min_p": Case(COMPLETIONS, said(min_p=1.5), 400, BAD, "min_p", "must be 0.0 to 1.0 (got 1.5)", said(min_p=1)),
+    "penalty": Case(
+        COMPLETIONS,
+        said(frequency_penalty=3),
+        400,
+        BAD,
+        "frequency_penalty",
+        "must be -2.0 to 2.0 (got 3",
+        said(frequency_penalty=2),
+    ),
+    "bias": Case(
+        COMPLETIONS,
+        said(logit_bias={"1": 200}),
         400,
         BAD,
         "logit_bias",
-        'is not supported (got {"1":null,"2":"a"}). Leave logit_bias out.',
+        "must be -100.0 to 100.0 (got 200",
+        said(logit_bias={"1": 100}),
+    ),
+    "bias of no token": Case(COMPLETIONS, said(logit_bias={"999999": 1}), 400, BAD, "logit_bias", "(got 999999)"),
+    "min_tokens": Case(
+        COMPLETIONS,
+        said(max_tokens=4, min_tokens=5),
+        400,
+        BAD,
+        "min_tokens",
+        "must be 0 to 4 (got 5)",
+        said(max_tokens=4, min_tokens=4),
+    ),
+    "stop_token_ids": Case(
+        COMPLETIONS, said(stop_token_ids=[-1]), 400, BAD, "stop_token_ids", "(got -1)", said(stop_token_ids=[0])
     ),
     "priority": Case(
         COMPLETIONS, said(priority=1_001), 400, BAD, "priority", "must be -1000 to 1000", said(priority=1_000)
@@ -179,7 +212,10 @@ def error_in(body: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 async def test_refusal_is_in_words_of_http_and_its_remedy_works(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
+    await check_http_case(tmp_path, CASES[name])
+
+
+async def check_http_case(tmp_path: Path, case: Case) -> None:
     async with front_rig(tmp_path) as rig:
         scheduler = rig.gateway.scheduler
         assert scheduler.served is not None
@@ -347,7 +383,11 @@ WIRE_CASES: Final = {
 
 @pytest.mark.parametrize("name", WIRE_CASES)
 def test_refusal_of_the_protocol_is_in_the_same_words(name: str) -> None:
-    case, wire = WIRE_CASES[name], Wire()
+    check_wire_case(WIRE_CASES[name])
+
+
+def check_wire_case(case: WireCase) -> None:
+    wire = Wire()
     wire.feed(case.data)
     with pytest.raises(BadInput) as caught:
         wire.next_head()

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from protocol.arrays import Int32Array
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Resize
@@ -25,6 +25,9 @@ from worker.device.hot_buffer import HotBuffer
 from worker.loop.output import Output
 from worker.streams import Fence
 from worker.transfer.handover import Outgoing
+
+if TYPE_CHECKING:
+    from worker.runners.adjust import Adjust
 
 #: In `prefix_loads`: the place of what comes before every layer.
 INDEX_KEYS: Final = -1
@@ -74,7 +77,8 @@ class RunningRequest:
     `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how
     many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
     `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the chunk).
-    `since_s` is when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
+    `adjust` is what it asks of its logits. `since_s` is when prefill, then staging, or loading began. `topk_place` is
+    where its last top-k is downloaded to.
     """
 
     placement: int
@@ -93,6 +97,7 @@ class RunningRequest:
     prefix_loads: dict[int, Fence] = field(default_factory=dict)
     first_token: Fence | None = None
     resize: Resize | None = None
+    adjust: Adjust | None = None
     outgoing: Outgoing | None = None
     staged_marks: deque[tuple[Fence, int, int]] = field(default_factory=deque)
     chunk_marks: deque[tuple[Fence, int]] = field(default_factory=deque)

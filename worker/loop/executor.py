@@ -114,7 +114,7 @@ class Executor:
         self._tokenizer = tokenizer
         self._clock = clock
         self._lookahead = settings.lookahead_steps
-        sampler = SamplerState.allocate(settings.seats, settings.device)
+        sampler = SamplerState.allocate(settings.seats, runner.info.vocab_size, settings.device)
         self._swap = Swap(streams, self.state, self.counters)
         parts = (runner, streams, self.state, sampler, self._swap)
         vocab = runner.info.vocab_size
@@ -140,7 +140,17 @@ class Executor:
             ),
             warm_start=warm_start,
         )
-        self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing, warm_start, self._groups)
+        self._seats = Seats(
+            streams,
+            self.state,
+            sampler,
+            self._swap,
+            self._decoder,
+            sizing,
+            warm_start,
+            self._groups,
+            runner.info.eos_token_ids,
+        )
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         self._prompts: deque[RunningRequest] = deque()

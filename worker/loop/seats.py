@@ -44,9 +44,11 @@ from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
 from worker.loop.inputs import SeatTables, host_tensor
 from worker.loop.output import Output
+from worker.loop.sampler_seats import SamplerSeats
 from worker.loop.swap import Swap
 from worker.loop.swap_counts import Int64s, SwapCounts
 from worker.loop.warm_start import TopkBuffers, unpack
+from worker.runners.adjust import Adjust
 from worker.runners.base import Runner, SamplerState
 from worker.streams import Fence, Streams
 from worker.transfer.layer_groups import LayerGroups
@@ -185,14 +187,16 @@ class Seats:
         sizing: Sizing,
         warm_start: TopkBuffers,
         groups: LayerGroups,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
+        """`eos_token_ids` are the model's."""
         capacity = sizing.capacity
         self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
         self.index_pages = Arena("index page", capacity.index_pages)
         self._sizing = sizing
         self._compute = streams.compute
         self._state = state
-        self._sampler = sampler
+        self._samplers = SamplerSeats(streams.compute, sampler, eos_token_ids)
         self._swap = swap
         self._decoder = decoder
         self._warm_starts = warm_start
@@ -230,15 +234,12 @@ class Seats:
             status=Status.LOADING if resumes else Status.PREFILLING,
             position=rows or len(prompt),
             durable_rows=admit.durable_tokens or admit.prefix_tokens,
+            adjust=Adjust.of(admit.sampling),
             prefilled=len(prompt) if resumes else admit.prefix_tokens,
         )
         self.swap_counts.open(request.seat)
         self._write_tables(request)
-        sampling = admit.sampling
-        self._compute.launch(
-            "set sampler",
-            partial(self._sampler.set_seat, request.seat, sampling.temperature, sampling.top_p, sampling.seed),
-        )
+        self._samplers.set(request, admit.sampling)
         if resumes:
             self._resume(request, admit.warm_start)
         elif admit.prefix_tokens:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from coordinator.memory.prefix_index import PrefixIndex, extend_chain, root_of
+from coordinator.memory.prefix_index import PrefixIndex, Scope, extend_chain, root_of
 from protocol.errors import InternalError
 from protocol.units import PAGE_TOKENS
 
@@ -128,12 +128,55 @@ def test_an_idle_page_below_which_others_are_held_goes_last_and_with_them() -> N
     index.check_invariants(ids())
 
 
+def test_leaves_are_described_with_their_scope_and_own_pages() -> None:
+    index, salted = PrefixIndex(), root_of(KEY, "model", "owner", "salt")
+    index.add(ROOT, chain_of(1, 2, 3), ids(10, 11, 12), scope=Scope("user", "shop"))
+    index.add(ROOT, chain_of(1, 4), ids(10, 13), scope=Scope("user", "shop"))
+    index.add(salted, chain_of(1, root=salted), ids(14), scope=Scope(salt="s"))
+    described = [index.describe(it) for it in index.leaves()]
+    assert [it and (it.scope.owner, it.scope.salt, it.pages, it.own_pages, it.last_page) for it in described] == [
+        ("user/shop", "", 3, 2, 12),
+        ("user/shop", "", 2, 1, 13),
+        ("", "s", 1, 1, 14),
+    ]
+    assert index.describe(chain_of(1)[0]) is None
+    assert [index.depth(it) for it in (*chain_of(1, 2, 3), b"unknown")] == [1, 2, 3, 0]
+
+
+def test_dropped_prefix_takes_no_page_of_another() -> None:
+    forgotten: list[bytes] = []
+    index = PrefixIndex(forgotten.append)
+    index.add(ROOT, chain_of(1, 2, 3), ids(10, 11, 12))
+    index.add(ROOT, chain_of(1, 4), ids(10, 13))
+    version = index.version
+    assert index.drop(chain_of(1)[0]).size == 0, "others continue it"
+    assert index.version == version
+    assert index.drop(chain_of(1, 2, 3)[2]).tolist() == [12, 11]
+    assert index.drop(chain_of(1, 2, 3)[2]).size == 0
+    assert index.version > version
+    assert forgotten == [*reversed(chain_of(1, 2, 3)[1:])]
+    index.check_invariants(ids(10, 13))
+
+
+def test_prefixes_of_one_owner_are_dropped() -> None:
+    index, theirs, salted = PrefixIndex(), root_of(KEY, "b"), root_of(KEY, "a", "salt")
+    index.add(ROOT, chain_of(1, 2), ids(10, 11), scope=Scope("", "a"))
+    index.add(salted, chain_of(1, root=salted), ids(12), scope=Scope("", "a", "salt"))
+    index.add(theirs, chain_of(1, root=theirs), ids(13), scope=Scope("", "b"))
+    assert sorted(index.drop_owner("a").tolist()) == [10, 11, 12]
+    assert index.drop_owner("c").size == 0
+    index.check_invariants(ids(13))
+    assert index.clear().tolist() == [13]
+    index.check_invariants(ids())
+
+
 class IndexMachine(RuleBasedStateMachine):
     """The model: cached prefixes as tuples of pages' contents, with their ids."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex()
+        self.forgotten: set[bytes] = set()
+        self.index = PrefixIndex(self.forgotten.add)
         self.known: dict[tuple[int, ...], int] = {}
         self.next_page = 0
         self.held: set[int] = set()
@@ -186,6 +229,30 @@ class IndexMachine(RuleBasedStateMachine):
         self.known = {prefix: page for prefix, page in self.known.items() if page not in gone}
         for prefix in self.known:
             assert len(prefix) == 1 or prefix[:-1] in self.known, "a page that no chain leads to"
+
+    @rule(place=st.integers(0, 9))
+    def drop(self, place: int) -> None:
+        leaves = [
+            it for it in self.known if not any(len(other) > len(it) and other[: len(it)] == it for other in self.known)
+        ]
+        assert sorted(self.index.leaves()) == sorted(chain_of(*it)[-1] for it in leaves)
+        if place < len(leaves):
+            leaf = leaves[place]
+            kept = {it for it in self.known if it != leaf and leaf[: len(it)] != it}
+            kept |= {it for it in self.known if any(longer[: len(it)] == it for longer in kept)}
+            found = self.index.describe(chain_of(*leaf)[-1])
+            assert found is not None
+            dropped = self.index.drop(chain_of(*leaf)[-1]).tolist()
+            assert sorted(dropped) == sorted(page for it, page in self.known.items() if it not in kept)
+            assert (found.pages, found.own_pages, found.last_page) == (len(leaf), len(dropped), self.known[leaf])
+            self.known = {it: page for it, page in self.known.items() if it in kept}
+
+    @invariant()
+    def tells_what_it_forgets(self) -> None:
+        gone, self.forgotten = self.forgotten, set()
+        self.index._on_forget = self.forgotten.add
+        before, self.before = getattr(self, "before", set()), {chain_of(*it)[-1] for it in self.known}
+        assert gone == before - self.before
 
     @invariant()
     def is_sound(self) -> None:

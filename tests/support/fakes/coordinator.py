@@ -100,10 +100,12 @@ class FakeCoordinator:
     submit: Callable[[Command], None]
     on_prompt_rows: Callable[[Life], None] = staticmethod(lambda life: None)
 
-    def __init__(self, sizing: Sizing, *, ahead_tokens: int = 8) -> None:
+    def __init__(self, sizing: Sizing, *, ahead_tokens: int = 8, pages: range | None = None) -> None:
+        """`pages`: the host pages that it gives; by default all of them."""
         capacity = sizing.capacity
         self.ahead_tokens = ahead_tokens
-        self.host_pages: deque[int] = deque(range(capacity.host_pages))
+        self._pages = range(capacity.host_pages) if pages is None else pages
+        self.host_pages: deque[int] = deque(self._pages)
         self.seats = capacity.seats
         self.hot_chunks = capacity.hot_chunks
         self.index_pages = capacity.index_pages
@@ -305,6 +307,6 @@ class FakeCoordinator:
         """With every life ended, all memory is free again (I1)."""
         capacity = self._capacity
         assert not self._by_admission
-        assert sorted(self.host_pages) == list(range(capacity.host_pages))
+        assert sorted(self.host_pages) == list(self._pages)
         assert (self.seats, self.hot_chunks) == (capacity.seats, capacity.hot_chunks)
         assert (self.index_pages, self.slab_pages) == (capacity.index_pages, capacity.slab_pages)

@@ -30,6 +30,7 @@ from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
 from protocol.messages import ModelInfo
 from protocol.units import PAGE_TOKENS
+from worker.runners.adjust import Adjust
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
 from worker.streams import Fence, Streams
 
@@ -149,6 +150,7 @@ class FakeRunner:
         start: int,
         outputs: StepOutputs | None,
         layer_written: LayerWritten = no_listener,
+        adjust: Adjust | None = None,
     ) -> None:
         if self.poison is not None and int(sampler.seed[seat]) == self.poison:
             raise ValueError("a poisoned prompt")
@@ -161,9 +163,7 @@ class FakeRunner:
         if outputs is not None:
             compute.launch("first token", partial(self._first_token, chunk, sampler, start + len(tokens), outputs))
 
-    def launch_decode(
-        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
-    ) -> None:
+    def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         prefetched: dict[int, Fence] = {}
@@ -181,7 +181,13 @@ class FakeRunner:
             if layer in prefetched:
                 compute.wait(prefetched[layer])
             compute.launch("attend", partial(self._attend, scratch, state, layer))
-        compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
+
+    def launch_sample(
+        self, streams: Streams, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
+        """Adjusts nothing: its draws are hashes, and have no logits."""
+        scratch = self._scratch_for(len(batch.seats), batch.seats.device)
+        streams.compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
 
     def _embed_prompt(self, chunk: _Chunk, tokens: Tensor) -> None:
         chunk.hidden = embed(tokens)
