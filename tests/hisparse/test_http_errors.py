@@ -92,7 +92,7 @@ CASES: Final = {
         said(stream_options={}, stream=True),
     ),
     "unsupported": Case(
-        COMPLETIONS, said(echo=True), 400, BAD, "echo", "is not supported (got true). Leave echo out.", said()
+        COMPLETIONS, said(best_of=2), 400, BAD, "best_of", "is not supported (got 2). Leave best_of out.", said()
     ),
     "unsupported object": Case(
         COMPLETIONS,
@@ -125,11 +125,11 @@ CASES: Final = {
     "no messages": Case(CHATS, {"messages": []}, 400, BAD, "messages", "Give at least one message.", spoken()),
     "role": Case(
         CHATS,
-        spoken(X, {"role": "tool", "content": "x"}),
+        spoken(X, {"role": "function", "content": "x"}),
         400,
         BAD,
         "messages[1].role",
-        "(got tool). Use one of system, developer, user, assistant.",
+        "(got function). Use one of system, developer, user, assistant, tool.",
         spoken(X, {"role": "assistant", "content": "x"}),
     ),
     "content": Case(
@@ -149,7 +149,7 @@ CASES: Final = {
         400,
         BAD,
         "messages[0].content[0].type",
-        "(got image_url). Use one of text.",
+        "images are not supported: the model reads text (got image_url). Send text.",
     ),
     "template": Case(
         CHATS, spoken({"role": "developer", "content": "x"}), 400, BAD, "messages", "refuses them: no developers here"
@@ -160,7 +160,7 @@ CASES: Final = {
     "path without version": Case(
         "/chat/completions", {}, 404, "not_found", "path", "Did you mean /v1/chat/completions?"
     ),
-    "path": Case("/", {}, 404, "not_found", "path", "path: no such path (got /). Known: /health, "),
+    "path": Case("/x", {}, 404, "not_found", "path", "path: no such path (got /x). Known: /health, "),
     "method": Case("/v1/models", {}, 405, "method", "method", "Use GET."),
 }
 
@@ -363,7 +363,10 @@ async def test_parameters_lists_each_field_of_a_body_once(tmp_path: Path) -> Non
     async with front_rig(tmp_path) as rig:
         with trio.fail_after(10):
             told = await rig.open("GET", "/v1/parameters").answer()
-    assert told.keys() == {COMPLETIONS, CHATS}
+    assert told.keys() == {
+        *(COMPLETIONS, CHATS, "/v1/messages", "/v1/responses"),
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+    }
     assert "temperature" in told[COMPLETIONS]["served"]
     assert "user" in told[CHATS]["ignored"]
-    assert told[CHATS]["accepted_at_these_values_only"]["tool_choice"] == ["none"]
+    assert told[CHATS]["accepted_at_these_values_only"]["functions"] == [[]]
