@@ -383,7 +383,7 @@ def test_tiny_templates_render_tools_and_calls_that_are_read_again(family: str, 
 
 def test_results_that_name_no_call_stay_in_their_order() -> None:
     turns = (
-        Turn("assistant", calls=(PastCall("1", "f", {}), PastCall("2", "f", {}))),
+        Turn("assistant", calls=TWO_CALLS),
         Turn("tool", "a"),
         Turn("tool", "b"),
     )
