@@ -46,8 +46,8 @@ TURNS: Final = {
         "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>\n" * 2
     ),
     "deepseek-v3.2": (
-        "They want Paris.</think>I look, é 😀.\n\n<｜DSML｜function_calls>\n"
-        + '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+        "They want Paris.</think>I look, é 😀.\n\n<｜DSML｜function_calls>\n" + '<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
         '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
         * 2
         + "</｜DSML｜function_calls>"
@@ -485,7 +485,7 @@ async def test_echo_puts_the_prompt_before_its_text(tmp_path: Path) -> None:
         texts = await in_thread(lambda: ask(prompt=["ab", "cd"], n=2))
         ids = await in_thread(lambda: ask(prompt=[104, 105]))
         # The package's type of chunks has no null for `finish_reason`, which OpenAI's own server sends.
-        loose = rig.openai().with_options(_extra_kwargs={"_strict_response_validation": False})
+        loose = rig.openai(strict=False)
         chunks = await in_thread(
             lambda: list(loose.completions.create(model=MODEL, prompt="ab", echo=True, max_tokens=9, stream=True))
         )

@@ -37,20 +37,20 @@ class AgentsRig:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def openai(self, key: str = "") -> openai.OpenAI:
-        """Whose answers are held to its types."""
+    def openai(self, key: str = "", *, strict: bool = True) -> openai.OpenAI:
+        """`strict`: what it is answered is held to its types."""
         made = openai.OpenAI(
             base_url=f"{self.url}/v1",
             api_key=key or self.key,
             max_retries=0,
             timeout=LIMIT_S,
-            _strict_response_validation=True,
+            _strict_response_validation=strict,
         )
         self._clients.append(made)
         return made
 
     def anthropic(self, key: str = "") -> anthropic.Anthropic:
-        """Likewise."""
+        """What it is answered is held to its types."""
         made = anthropic.Anthropic(
             base_url=self.url,
             api_key=key or self.key,

@@ -131,8 +131,8 @@ function startLife(id) {
 
   (async () => {
     while (!stopped) {
-      await look();
-      await new Promise((done) => setTimeout(done, LOOK_MS));
+      await new Promise((done) => setTimeout(done, LOOK_MS)); // first of all: it is not known at once
+      if (!stopped) await look();
     }
   })();
   return async (end) => {
@@ -174,8 +174,8 @@ async function send() {
   }
   turns.push({ role: "assistant", content: said });
   at("stop").disabled = true;
-  at("send").disabled = at("clear").disabled = false;
   await endLife(end);
+  at("send").disabled = at("clear").disabled = false;
 }
 
 at("ask").addEventListener("submit", (event) => {
