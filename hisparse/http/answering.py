@@ -18,6 +18,7 @@ from hisparse.http.api_keys import OWNER_CHARS, KeyOwner
 from hisparse.http.apis import Api
 from hisparse.http.asks import Ask, ask_of
 from hisparse.http.bodies import read_body
+from hisparse.http.body_reader import BodyReader
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.exchange import Exchange
 from hisparse.http.formats.replies import Piece
@@ -25,7 +26,6 @@ from hisparse.http.generation import Generation
 from hisparse.http.large_bodies import LargeBodies
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.outputs import FollowedOutput, FollowedOutputs
-from hisparse.http.reception import Reception
 from hisparse.http.renderers import Renderers
 from metrics.state import HttpCounters
 from protocol.errors import BadInput, CapacityError, HiSparseError, Unavailable
@@ -52,7 +52,7 @@ class Answering:
         link: CoordinatorLink,
         outputs: FollowedOutputs,
         counters: HttpCounters,
-        reception: Reception,
+        body_reader: BodyReader,
         renderers: Renderers,
         large_bodies: LargeBodies,
     ) -> None:
@@ -60,7 +60,7 @@ class Answering:
         self._link = link
         self._outputs = outputs
         self._counters = counters
-        self._reception = reception
+        self._body_reader = body_reader
         self._renderers = renderers
         self._large_bodies = large_bodies
 
@@ -82,7 +82,7 @@ class Answering:
         check = partial(self._large_bodies.check, kind=api.body, model=served.model, tokenizer=served.tokenizer)
         read = partial(_read, api=api, check=check, ask_of_body=asked)
         with ExitStack() as stack:
-            ask = await self._reception.receive(exchange, owner, stack, read)
+            ask = await self._body_reader.receive(exchange, owner, stack, read)
             grace_s = self._settings.reattach_grace_s if chosen else 0.0
             outputs = [stack.enter_context(self._outputs.following(it, owner, grace_s)) for it in ask.choices]
             ask = ask.without_prompts()

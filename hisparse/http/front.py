@@ -35,6 +35,7 @@ from hisparse.http.api_keys import NO_OWNER, ApiKeys, KeyOwner
 from hisparse.http.apis import APIS
 from hisparse.http.asks import Served
 from hisparse.http.bodies import parameters, read_body
+from hisparse.http.body_reader import BodyReader
 from hisparse.http.cors import Cors
 from hisparse.http.decoding import nearest
 from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body
@@ -45,7 +46,6 @@ from hisparse.http.openapi import document
 from hisparse.http.outputs import FollowedOutputs
 from hisparse.http.page import FILES, HEADERS
 from hisparse.http.progress import Progress
-from hisparse.http.reception import Reception
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
 from hisparse.http.tokens import TOKEN_APIS, TokenApi
@@ -88,12 +88,12 @@ class Front:
         self._budget = Shares(BODIES_BYTES_MAX)
         self._renderers = Renderers()
         self._large_bodies = LargeBodies()
-        self._reception = Reception(settings.requests_max, counters)
+        self._body_reader = BodyReader(settings.requests_max, counters)
         self._progress = Progress(link)
         self._scrape_threads = trio.CapacityLimiter(1)
         self._created = int(time.time())
         self.answering = Answering(
-            settings, link, outputs, counters, self._reception, self._renderers, self._large_bodies
+            settings, link, outputs, counters, self._body_reader, self._renderers, self._large_bodies
         )
         self._pages = FILES if settings.page else {}
         self._routes = self._made_routes()
@@ -241,7 +241,7 @@ class Front:
                 return error.with_traceback(None)
 
         with ExitStack() as place:
-            reply = await self._reception.receive(exchange, key.name, place, read)
+            reply = await self._body_reader.receive(exchange, key.name, place, read)
             await exchange.answer(200, reply)
 
     def _reply(self, data: bytearray, api: TokenApi, served: Served) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -120,6 +120,9 @@ def _shown(body: type[ApiBody]) -> type[msgspec.Struct]:
     members: list[Any] = []
     for name, field in hints.items():
         kind = body.raw_types.get(name, field.type)
+        if name in body.neutral:
+            accepted = {"enum": [None, *body.neutral[name]]}
+            kind = Annotated[Any, msgspec.Meta(extra_json_schema=accepted)]
         optional = not field.required
         shown = kind | None if optional and field.type is msgspec.Raw and name in body.raw_types else kind
         members.append(

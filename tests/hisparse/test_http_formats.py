@@ -326,7 +326,7 @@ def conversation() -> Conversation:
 
 
 def test_deepseek_prompt_is_that_of_its_format() -> None:
-    assert encode(conversation()) == DSML_PROMPT.read_text()
+    assert encode(conversation()) + "\n" == DSML_PROMPT.read_text()
 
 
 def test_deepseek_prompt_without_thinking_closes_it() -> None:

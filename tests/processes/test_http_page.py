@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.page_rig import HEIGHT, WIDTH, answered, conversing, say
 from tests.support.browser_rig import CHROMIUM
-from tests.support.page_rig import HEIGHT, WIDTH, answered, conversing, say
 
 pytestmark = [
     pytest.mark.process,
@@ -21,9 +21,9 @@ def test_conversation_and_drain_are_seen_live(tmp_path: Path) -> None:
         say(page, "one", 150)
         answered(page)
         assert page.text("#turns li:last-child span:last-of-type")
+        assert page.text("#hits").endswith(" %")
         say(page, "two", 600)
         page.until("document.getElementById('state').textContent === 'RUNNING'")
-        page.until("document.getElementById('hits').textContent.endsWith('%')")
         page.until("Number(document.getElementById('speed').textContent) > 0")
         assert page.text("#worker") == "w0"
         assert up.hisparse("drain", "w0", "--deadline", "600").returncode == 0

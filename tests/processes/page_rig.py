@@ -1,4 +1,4 @@
-"""`python -m tests.support.page_rig docs/page.png`: the picture of the chat page in the guide, from real processes.
+"""`python -m tests.processes.page_rig docs/page.png`: the picture of the chat page in the guide, from real processes.
 
 A tiny checkpoint, a worker, a front, Chromium: two questions, whose answers are random letters, as that model is.
 """
@@ -31,7 +31,7 @@ def conversing(directory: Path) -> Iterator[tuple[Up, Browser]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HISPARSE_COORDINATOR_PREFIX_REUSE", "own")
         run = directory / "run"
-        run.mkdir()
+        run.mkdir(mode=0o700)
         options = ("--hot-size-classes", "64", "--log-level", "warning")
         with running(model, run, "--http", "127.0.0.1:0", *options) as up, browser(directory) as page:
             page.go(up.ready["http"]["url"])
@@ -42,6 +42,7 @@ def conversing(directory: Path) -> Iterator[tuple[Up, Browser]]:
 def say(page: Browser, text: str, tokens: int) -> None:
     """Returns once the answer comes."""
     page.evaluate(f"document.getElementById('tokens').value = {tokens}")
+    page.evaluate("document.getElementById('temperature').value = 0")
     page.evaluate(f"document.getElementById('text').value = {json.dumps(text)}")
     page.evaluate("document.getElementById('send').click()")
     page.until("document.querySelector('#turns li:last-child span:last-of-type').textContent")
@@ -56,8 +57,7 @@ def main(path: Path) -> None:
         say(page, "What is a hot buffer?", 120)
         answered(page)
         say(page, "And what when it is full?", 400)
-        page.until("document.getElementById('speed').textContent !== '-'")
-        page.until("document.getElementById('hits').textContent !== '-'")
+        answered(page)
         page.screenshot(path, WIDTH, HEIGHT)
 
 

@@ -26,7 +26,7 @@ READERS_PER_KEY: Final = 2
 T = TypeVar("T")
 
 
-class Reception:
+class BodyReader:
     """`requests_max` bodies under way, and as many that are answered, shared by owner."""
 
     def __init__(self, requests_max: int, counters: HttpCounters) -> None:
