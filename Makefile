@@ -12,8 +12,9 @@ SEEDS ?= 10000
 START ?= 0
 REQUESTS ?= 1000000
 MESSAGES ?= 100000
+FUZZ_S ?= 3600
 
-.PHONY: demo test check transfer-test compose-test lock sim fuzz format lint report bench install prometheus clean
+.PHONY: demo test check transfer-test compose-test follow-docs lock sim fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -46,6 +47,10 @@ COMPOSE_MIN ?= 60
 compose-test: $(STAMP) prometheus
 	timeout --kill-after=120 $(COMPOSE_MIN)m $(BIN)/python -m pytest tests/compose -m compose --timeout=3000 $(PYTEST_FLAGS)
 
+# README and docs followed literally on a fresh clone: 8 minutes on 2 cores; with LONG=1 also what takes minutes.
+follow-docs: $(STAMP)
+	$(BIN)/python -m tests.support.follow_docs $(if $(LONG),--long)
+
 # locks/*.txt, from which images are installed, anew from pyproject.toml and constraints*.txt.
 lock: $(STAMP)
 	.ci/lock
@@ -62,10 +67,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
-# Hostile peers before real HTTP fronts and a real coordinator, and a client that is not: docs/testing.md.
+# Hostile peers before real HTTP fronts and a real coordinator, and a client that is not, within FUZZ_S seconds; with 8
+# cores or more each side has some of its own: docs/testing.md.
 fuzz: $(STAMP)
-	$(BIN)/python -m tests.support.fuzz_zmq --messages $(MESSAGES)
-	$(BIN)/python -m tests.support.fuzz_http --requests $(REQUESTS)
+	$(BIN)/python -m tests.support.attacks --requests $(REQUESTS) --messages $(MESSAGES) --seconds $(FUZZ_S)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

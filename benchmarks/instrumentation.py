@@ -46,6 +46,7 @@ from protocol.units import pages_for
 from tests.support.prometheus_rig import free_port
 from worker.loop.decode import TIMED_EVERY
 from worker.loop.executor import Executor
+from worker.runners.adjust import Adjust
 from worker.runners.base import SamplerState, StepOutputs
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.streams import Streams, make_streams
@@ -71,11 +72,13 @@ class StillRunner:
     def launch_prefill_chunk(self, *_: object) -> None:
         raise NotImplementedError
 
-    def launch_decode(
-        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
-    ) -> None:
+    def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         for layer in range(LAYERS):
             streams.compute.launch("project", streams.of_layer(layer, _nothing))
+
+    def launch_sample(
+        self, streams: Streams, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
         streams.compute.launch("sample", lambda: outputs.tokens.fill_(1))
 
 

@@ -47,6 +47,7 @@ from worker.loop.executor import Executor
 from worker.pool.file import HEADER_BYTES
 from worker.pool.host_pool import MappedPool
 from worker.pool.registration import CudaRegistrar
+from worker.runners.adjust import Adjust
 from worker.runners.base import LayerWritten, Runner, SamplerState, StepOutputs, no_listener
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.streams import Streams, make_streams
@@ -84,6 +85,7 @@ class PacedRunner:
         start: int,
         outputs: StepOutputs | None,
         layer_written: LayerWritten = no_listener,
+        adjust: Adjust | None = None,
     ) -> None:
         rows = self._rows[: len(tokens)]
         for layer in range(self.geometry.layers):
@@ -97,8 +99,11 @@ class PacedRunner:
         write_slab_rows(state, layer, seat, start, rows)
         write_prompt_index_keys(state, layer, seat, start, rows[:, :INDEX_ROW_BYTES].contiguous())
 
-    def launch_decode(
-        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
+    def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
+        raise NotImplementedError
+
+    def launch_sample(
+        self, streams: Streams, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
     ) -> None:
         raise NotImplementedError
 

@@ -73,7 +73,7 @@ SECTIONS: Final = (
         "Decode within one KV budget",
         "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: "
         "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and "
-        "not copied. The idle time of the first row of parts holds the profiler's own start.",
+        "not copied; `idle`: a step less the time in which kernels ran.",
         {"decode-H200.json": decode_report.section},
         "decode-H200.svg",
     ),

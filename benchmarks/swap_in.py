@@ -8,7 +8,7 @@ of --passes passes through all cells, since others may load a shared machine's l
     us             swap_in, each launch after the one before has ended
     overlapped_us  swap_in, launches that may begin while the one before is at work (programmatic dependent launch):
                    15 of a graph's 16
-    copy_only_us   the same copies by replay_misses: no lookup, no victims
+    copy_only_us   as many copies, of fresh steps, by replay_misses: no lookup, no victims
     resolve_us     swap_in without_copies: lookup and victims alone
     null_us        an empty kernel
     floor_us       bytes at LINK_GB_PER_S, and a null launch
@@ -20,8 +20,8 @@ the hot buffer is full and WARM_UP replays have gone ahead, so that no list is e
 starts behind a kernel that holds the GPU until the host has queued all of it.
 
 How much host memory the rows of a step are scattered over decides the link's rate (NOTES.md), so that --pool-gib
-belongs to a result. Counters, plans, outputs and bytes are checked after us and after overlapped_us. A run goes on
-where the one before it that wrote --out was out of budget: a cell that lacks passes keeps its replays there.
+belongs to a result. Counters, plans, outputs and bytes are checked after us, overlapped_us and copy_only_us. A run
+goes on where the one before it that wrote --out was out of budget: a cell that lacks passes keeps its replays there.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def measure(setup: Setup, misses: int, ranks: int | None, replays: int, flush_us
         return times
 
     times, overlapped = checked(early=False), checked(early=True)
-    copies = timed(capture(lambda step: replay_misses(setup.state, 0, setup.plans[step])), replays)
+    copies = copy_times(setup, misses, ranks, replays)
     junk = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
     def flush_and_swap(step: int) -> None:
@@ -113,6 +113,22 @@ def measure(setup: Setup, misses: int, ranks: int | None, replays: int, flush_us
         resolve = stepped(swap)
     null = null_times(setup.state, replays)
     return {"": times, OVERLAPPED: overlapped, "copy_only": copies, "cold": cold, "resolve": resolve, "null": null}
+
+
+def copy_times(setup: Setup, misses: int, ranks: int | None, replays: int) -> list[float]:
+    """us per launch of replay_misses, each replay with the plans of fresh steps: rows read again lie in some cache."""
+
+    def fresh_plans() -> None:
+        setup.advance(misses)
+        with without_copies():
+            for step, (state, batch) in enumerate(setup.steps):
+                swap_in(state, 0, setup.topk[step], batch, setup.out[step], setup.plans[step], ranks=ranks)
+
+    before = setup.counts()
+    copying = capture(lambda step: replay_misses(setup.state, 0, setup.plans[step]))
+    times = timed(copying, replays, fresh_plans)
+    check(setup, before, misses, (WARM_UP + replays) * STEPS)
+    return times
 
 
 def figures(times: dict[str, list[float]], copied_bytes: int) -> dict[str, float]:

@@ -26,6 +26,7 @@ from coordinator import gc_policy
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
+from coordinator.gateway.kv_publisher import KvPublisher, Published
 from coordinator.incarnation import next_incarnation
 from coordinator.journal.journal import GroupCommit, Journal, JournalError, NoJournal
 from coordinator.journal.state import replay
@@ -37,6 +38,7 @@ from coordinator.listener.dropped import Dropped
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
+from coordinator.scheduling.prefix_reuse import ALL, OFF, OWN
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
@@ -53,6 +55,7 @@ from metrics.coordinator import (
 from metrics.exporter import Exporter, serve
 from metrics.state import CoordinatorCounters
 from protocol import logs
+from protocol.config_checks import KV_EVENT_ARRAYS
 from protocol.errors import ConfigError
 from protocol.logs import fields, logger
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
@@ -82,12 +85,16 @@ def run_coordinator(config: Config) -> int:
     """
     logs.configure(config.cluster.log_level, config.cluster.log_format)
     counters = CoordinatorCounters()
-    with open_zap(config, counters) as zap, open_sockets(config) as sockets:
-        return trio.run(Coordinator(config, *sockets, zap=zap, counters=counters).serve)
+    with (
+        open_zap(config, counters) as zap,
+        open_sockets(config) as sockets,
+        open_publisher(config, counters) as publisher,
+    ):
+        return trio.run(Coordinator(config, *sockets, zap=zap, publisher=publisher, counters=counters).serve)
 
 
 class Coordinator:
-    """The parts of one coordinator. Owns all of them but the sockets and the ZAP handler."""
+    """The parts of one coordinator. Owns all of them but the sockets, the ZAP handler and the publisher."""
 
     def __init__(
         self,
@@ -97,9 +104,11 @@ class Coordinator:
         worker_socket: RouterSocket,
         *,
         zap: ZapHandler | None = None,
+        publisher: KvPublisher | None = None,
         counters: CoordinatorCounters | None = None,
     ) -> None:
         settings = config.coordinator
+        self._publisher = publisher
         self._config = config
         self._client_socket = client_socket
         self._admin_socket = admin_socket
@@ -191,6 +200,7 @@ class Coordinator:
             counters=self.counters,
             journal=journal,
             wall_offset_s=time.time() - trio.current_time(),
+            publish=self._publisher.publish if self._publisher is not None else None,
         )
         gateway = Gateway(
             scheduler,
@@ -243,8 +253,18 @@ class Coordinator:
             ("workers", self._worker_socket),
         ):
             log.info("listening", extra=fields(to=role, endpoint=socket.endpoint))
+        self._announce_reuse()
         if exporter is not None:
             log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
+
+    def _announce_reuse(self) -> None:
+        mode = self._config.coordinator.prefix_reuse
+        owners = "all requests" if mode == ALL else "each user of a key, and each tenant of a front"
+        if mode == OWN and self._zap is None:
+            owners = "all clients, since there are no keys; each tenant of a front is one of its own"
+        log.info("prefix reuse", extra=fields(mode=mode, **({"one_owner": owners} if mode != OFF else {})))
+        if self._publisher is not None:
+            log.info("publishing", extra=fields(what="events of the prefix cache", endpoint=self._publisher.endpoint))
 
     # ------------------------------------------------------------ listeners
 
@@ -364,7 +384,8 @@ def _guard(cluster: ClusterSettings, role: str, endpoint: str) -> CurveGuard | I
 def open_zap(config: Config, counters: CoordinatorCounters) -> Iterator[ZapHandler | None]:
     """The handler of handshakes over tcp; None when every endpoint is ipc, or with `insecure`. Raises ConfigError."""
     cluster = config.cluster
-    endpoints = (cluster.client_endpoint, cluster.admin_endpoint, cluster.worker_endpoint)
+    published = config.coordinator.kv_events_endpoint, config.coordinator.kv_events_replay_endpoint
+    endpoints = (cluster.client_endpoint, cluster.admin_endpoint, cluster.worker_endpoint, *published)
     if cluster.insecure or not any(map(_is_tcp, endpoints)):
         if cluster.insecure:
             log.warning("tcp without keys: any peer that reaches these ports may use them and read the traffic")
@@ -375,6 +396,32 @@ def open_zap(config: Config, counters: CoordinatorCounters) -> Iterator[ZapHandl
         yield handler
     finally:
         handler.close()
+
+
+@contextmanager
+def open_publisher(config: Config, counters: CoordinatorCounters) -> Iterator[KvPublisher | None]:
+    """None: no events are published. Raises ConfigError or Unavailable, with nothing left open."""
+    settings, cluster = config.coordinator, config.cluster
+    if not settings.kv_events_endpoint:
+        yield None
+        return
+    guards = [
+        _guard(cluster, "admin", endpoint)
+        for endpoint in (settings.kv_events_endpoint, settings.kv_events_replay_endpoint)
+    ]
+    publisher = KvPublisher(
+        Published("coordinator.kv_events_endpoint", settings.kv_events_endpoint, guards[0]),
+        Published("coordinator.kv_events_replay_endpoint", settings.kv_events_replay_endpoint, guards[1])
+        if settings.kv_events_replay_endpoint
+        else None,
+        topic=settings.kv_events_topic,
+        as_arrays=settings.kv_events_format == KV_EVENT_ARRAYS,
+        counters=counters,
+    )
+    try:
+        yield publisher
+    finally:
+        publisher.close()
 
 
 @contextmanager

@@ -44,6 +44,8 @@ __all__ = [
     "NotFound",
     "PeerKey",
     "PoolRow",
+    "PrefixRow",
+    "PrefixRows",
     "ProtocolError",
     "RequestDetail",
     "RequestRow",
@@ -89,6 +91,8 @@ if TYPE_CHECKING:
         HistoryLine,
         ModelInfo,
         PoolRow,
+        PrefixRow,
+        PrefixRows,
         RequestDetail,
         RequestRow,
         RequestRows,
@@ -113,8 +117,8 @@ else:
         "hisparse.client.tokenizer_cache": "fetch_tokenizer",
         "protocol.errors": "BadInput CapacityError ConfigError HiSparseError InternalError NotAllowed NotFound "
         "ProtocolError Unavailable WrongState",
-        "protocol.messages": "AuditRows AuditedRow DifferenceRow Ended ModelInfo PoolRow RequestDetail RequestRow "
-        "RequestRows Sampling HistoryLine TokenizerData Welcome WorkerCapacity WorkerRow",
+        "protocol.messages": "AuditRows AuditedRow DifferenceRow Ended ModelInfo PoolRow PrefixRow PrefixRows "
+        "RequestDetail RequestRow RequestRows Sampling HistoryLine TokenizerData Welcome WorkerCapacity WorkerRow",
         "protocol.text": "Detokenizer Tokenizer",
         "protocol.transport.keys": "Insecure PeerKey read_peer_key",
     }

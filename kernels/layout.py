@@ -66,6 +66,13 @@ class Geometry:
     topk: int
     split: int = 0
 
+    @property
+    def row_format(self) -> str:
+        """What lies in a host page, in words. Pages with the rows of a draft model have more layers, hence another
+        format: what is cached without them is not reused with them."""
+        planes = f"{self.split}|{self.row_bytes - self.split}" if self.split else f"{self.row_bytes}"
+        return f"{self.layers} layers of {planes} bytes, {self.groups} index groups of {self.index_row_bytes}"
+
     def __post_init__(self) -> None:
         if not 0 <= self.split < self.row_bytes:
             raise ValueError(

@@ -56,6 +56,13 @@ COORDINATOR_METRICS: Final[tuple[Metric[CoordinatorCounters], ...]] = (
         lambda it: it.prompt_tokens,
     ),
     counter(
+        "hisparse_prefix_asked_tokens_total",
+        "tokens",
+        "Prompt tokens admitted to be prefilled, while prefixes are reused.",
+        "Of how many tokens could rows have been reused?",
+        lambda it: it.prefix_asked_tokens,
+    ),
+    counter(
         "hisparse_prefix_tokens_total",
         "tokens",
         "Prompt tokens whose rows were reused, at admission.",
@@ -68,6 +75,20 @@ COORDINATOR_METRICS: Final[tuple[Metric[CoordinatorCounters], ...]] = (
         "Cached host pages evicted to make room.",
         "Is the host pool too small for what could be reused?",
         lambda it: it.prefix_pages_evicted,
+    ),
+    counter(
+        "hisparse_kv_event_batches_total",
+        "batches",
+        "Batches of KV events to be published.",
+        "Do routers hear of the cache?",
+        lambda it: it.kv_event_batches,
+    ),
+    counter(
+        "hisparse_kv_event_batches_dropped_total",
+        "batches",
+        "Of these: dropped because the publisher's queue was full.",
+        "Do routers miss events?",
+        lambda it: it.kv_event_batches_dropped,
     ),
     counter(
         "hisparse_tokens_total",

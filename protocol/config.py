@@ -26,6 +26,7 @@ import msgspec
 from protocol.config_checks import PORT_MAX, check
 from protocol.errors import ConfigError
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, HttpSettings, Settings, WorkerSettings
+from protocol.small_files import read_small_file
 
 ENVIRONMENT_PREFIX: Final = "HISPARSE_"
 #: The path of the TOML file.
@@ -85,15 +86,14 @@ def load_with_origins(
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The TOML file as a dict. Raises ConfigError when it cannot be read or parsed."""
+    """The TOML file as a dict. Raises ConfigError when it is no regular file, or cannot be read or parsed."""
+    data, _ = read_small_file(path, "config", remedy="check --config and HISPARSE_CONFIG")
     try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            error.strerror or "cannot be read", field="config", value=path, remedy="check --config and HISPARSE_CONFIG"
-        ) from error
+        return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"not TOML: {error}", field="config", value=path, remedy="correct the file") from error
+    except RecursionError as error:
+        raise ConfigError("is nested too deeply", field="config", value=path, remedy="correct the file") from error
 
 
 def origins(

@@ -34,6 +34,8 @@ DTYPES: Final = ("auto", "float32", "bfloat16")
 TRANSFER_ENGINES: Final = ("", "shared", "nixl", "mooncake")
 KV_DTYPES: Final = (*DTYPES, "fp8")
 PREFIX_REUSE: Final = ("off", "own", "all")
+KV_EVENT_ARRAYS: Final = "array"
+KV_EVENT_FORMATS: Final = ("map", KV_EVENT_ARRAYS)
 WEIGHT_ONLY: Final = "weight_only"
 MATMULS: Final = (WEIGHT_ONLY, "w8a8")
 #: sun_path of a Unix socket holds 108 bytes, its terminating zero included (unix(7)).
@@ -74,6 +76,7 @@ def check(config: Config) -> None:
 def _all_checks(config: Config) -> Iterator[SettingCheck]:
     yield from _cluster(config.cluster)
     yield from _coordinator(config.coordinator)
+    yield from _kv_events(config)
     yield from _worker(config.worker)
     yield from _worker_memory(config.worker)
     yield from _group(config.worker, is_insecure=config.cluster.insecure)
@@ -107,6 +110,36 @@ def _cluster(cluster: ClusterSettings) -> Iterator[SettingCheck]:
         "two endpoints are the same",
         "give client, admin and worker endpoint different addresses",
     )
+
+
+def _kv_events(config: Config) -> Iterator[SettingCheck]:
+    coordinator, cluster = config.coordinator, config.cluster
+    field, replay = "coordinator.kv_events_endpoint", "coordinator.kv_events_replay_endpoint"
+    taken = {cluster.client_endpoint, cluster.admin_endpoint, cluster.worker_endpoint}
+    for name, endpoint in ((field, coordinator.kv_events_endpoint), (replay, coordinator.kv_events_replay_endpoint)):
+        if endpoint:
+            yield from _endpoint(name, endpoint, is_guarded=bool(cluster.insecure or cluster.keys_dir))
+            is_free = endpoint not in taken
+            yield SettingCheck(is_free, name, endpoint, "another endpoint is the same", "give it an address of its own")
+            taken.add(endpoint)
+    yield SettingCheck(
+        bool(coordinator.kv_events_endpoint) or not coordinator.kv_events_replay_endpoint,
+        replay,
+        coordinator.kv_events_replay_endpoint,
+        "there is nothing to replay",
+        f"set {field}, or leave it empty",
+    )
+    yield SettingCheck(
+        not coordinator.kv_events_endpoint or coordinator.prefix_reuse != PREFIX_REUSE[0],
+        field,
+        coordinator.kv_events_endpoint,
+        "nothing is cached, so there are no events",
+        "set coordinator.prefix_reuse to own or all, or leave it empty",
+    )
+    yield _one_of("coordinator.kv_events_format", coordinator.kv_events_format, KV_EVENT_FORMATS)
+    topic = coordinator.kv_events_topic
+    fits = len(topic) <= NAME_CHARS_MAX
+    yield SettingCheck(fits, "coordinator.kv_events_topic", topic, f"over {NAME_CHARS_MAX} characters", "shorten it")
 
 
 def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[SettingCheck]:

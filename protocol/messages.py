@@ -25,13 +25,13 @@ Identities that appear in several messages:
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups.
-PROTOCOL_VERSION: Final = 4
+#: 4: ranks of groups. 5: reuse of prefixes.
+PROTOCOL_VERSION: Final = 5
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -50,6 +50,13 @@ NAME_CHARS_MAX: Final = 128
 #: Most stop strings per request, and most characters of each.
 STOP_STRINGS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 256
+#: Most entries of `Sampling.logit_bias` and of `Sampling.stop_token_ids`.
+LOGIT_BIAS_MAX: Final = 300
+STOP_TOKEN_IDS_MAX: Final = 64
+#: Most end-of-sequence tokens of a model.
+EOS_IDS_MAX: Final = 64
+#: Most ids or names in one command. Decoding 8 million empty ones would take 0.3 s.
+NAMES_MAX: Final = 65_536
 
 #: Role of a worker (`WorkerCapacity.role`): it computes prompts, decodes, or does both.
 PREFILL: Final = "prefill"
@@ -68,6 +75,9 @@ NO_HOT_BUFFER: Final = -1
 NO_TOKEN: Final = -1
 #: `WorkerRow.link_age_s` of a worker that this coordinator has not heard.
 NOT_SEEN: Final = -1.0
+
+#: Ids of requests or names of workers in a command.
+Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(max_length=NAMES_MAX)]
 
 assert TOKENIZER_CHUNK_BYTES < WORKER_MESSAGE_BYTES_MAX  # a chunk must fit a message
 assert CLIENT_MESSAGE_BYTES_MAX < WORKER_MESSAGE_BYTES_MAX  # an Admit carries any prompt that a client may send
@@ -90,14 +100,29 @@ class Sampling(Part, frozen=True):
     `temperature` 0 is greedy. A counter-based generator takes `seed` and the position, so a resumed or replayed request
     draws the same numbers. `stop` strings end the output before their first occurrence. `max_tokens` counts generated
     tokens.
+
+    Logits are adjusted in this order (that of vLLM): ends are barred below `min_tokens` generated tokens; `logit_bias`
+    (token, bias) is added; `repetition_penalty` divides positive and multiplies negative logits of tokens of prompt and
+    output; `frequency_penalty` for each occurrence in the output and `presence_penalty` for the first are subtracted.
+    Of what temperature then leaves, `min_p` drops tokens less likely than that share of the likeliest, and `top_k` (0:
+    none) all but the k likeliest, ties kept, before `top_p`. A token of `stop_token_ids` ends the output and is part of
+    it, as an end-of-sequence token.
     """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    stop: tuple[str, ...] = ()
+    stop: Names = ()
     ignore_eos: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
+    min_tokens: int = 0
+    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
 
 
 class ModelInfo(Part, frozen=True):
@@ -106,6 +131,8 @@ class ModelInfo(Part, frozen=True):
     `fingerprint` is a hash of config and weights index; it must be equal for all workers. `tokenizer_kind` is "bytes"
     (ids 0..255 are bytes) or "json" (a `tokenizer.json` of `tokenizer_hash`, fetched through the coordinator).
     Prefixes are reused in multiples of `prefix_unit_tokens`; `reuses_generated`: those with decoded rows, too.
+    `arithmetic` names what the bits of rows depend on beside the model, in deterministic mode: the size of prompt
+    chunks, the matmul mode and the kind of device. Only rows of equal arithmetic are reused. Empty in other modes.
     """
 
     fingerprint: str
@@ -120,6 +147,7 @@ class ModelInfo(Part, frozen=True):
     chat_template: str = ""
     prefix_unit_tokens: int = 64
     reuses_generated: bool = True
+    arithmetic: str = ""
 
 
 class WorkerCapacity(Part, frozen=True):
@@ -129,7 +157,8 @@ class WorkerCapacity(Part, frozen=True):
     A hot chunk holds 64 device rows in every layer. A slab page holds 64 prompt tokens. `hot_size_classes` are the
     managed hot-buffer sizes in slots, ascending; `tail_slots` are added to each, in one more chunk. `pool_id` is drawn
     when the pool at `pool_path` is created: when it changes, the earlier rows are gone. `sends` and `receives`: whether
-    the worker can send host pages to other nodes, and receive them.
+    the worker can send host pages to other nodes, and receive them. `row_format` names what lies in a page (layers,
+    bytes of rows and of index keys): cached pages of another format are not reused.
     """
 
     seats: int
@@ -146,6 +175,7 @@ class WorkerCapacity(Part, frozen=True):
     role: str = BOTH
     sends: bool = False
     receives: bool = False
+    row_format: str = ""
 
     @property
     def prefills(self) -> bool:
@@ -202,14 +232,14 @@ class Detach(Message, frozen=True, tag="detach"):
 
 class AbortRequests(Message, frozen=True, tag="abort_requests"):
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
 
 
 class AcknowledgeOutputs(Message, frozen=True, tag="acknowledge_outputs"):
     """The client has stored the outputs of these ended requests; the coordinator may drop them."""
 
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
 
 
 class ListRequests(Message, frozen=True, tag="list_requests"):
@@ -242,21 +272,21 @@ class RetractRequests(Message, frozen=True, tag="retract_requests"):
     """Take requests off their workers. `keep`: their host pages stay. `hold`: they wait for ResumeRequests."""
 
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
     keep: bool = True
     hold: bool = True
 
 
 class ResumeRequests(Message, frozen=True, tag="resume_requests"):
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
 
 
 class ResizeRequests(Message, frozen=True, tag="resize_requests"):
     """Force the hot size: `hot_slots` 0 is resident, else one of the worker's size classes; -1 returns to policy."""
 
     tag: int
-    request_ids: tuple[str, ...]
+    request_ids: Names
     hot_slots: int
 
 
@@ -268,14 +298,14 @@ class DrainWorkers(Message, frozen=True, tag="drain_workers"):
     """
 
     tag: int
-    workers: tuple[str, ...]
+    workers: Names
     handover: bool = False
     deadline_s: float = 300.0
 
 
 class UndrainWorkers(Message, frozen=True, tag="undrain_workers"):
     tag: int
-    workers: tuple[str, ...]
+    workers: Names
 
 
 class AuditWorkers(Message, frozen=True, tag="audit_workers"):
@@ -292,7 +322,7 @@ class ReleaseQuarantine(Message, frozen=True, tag="release_quarantine"):
     """
 
     tag: int
-    workers: tuple[str, ...]
+    workers: Names
 
 
 class ForgetWorkers(Message, frozen=True, tag="forget_workers"):
@@ -300,7 +330,25 @@ class ForgetWorkers(Message, frozen=True, tag="forget_workers"):
     quarantine holds host pages that its lost process may still write."""
 
     tag: int
-    workers: tuple[str, ...]
+    workers: Names
+
+
+class ListPrefixes(Message, frozen=True, tag="list_prefixes"):
+    """Ask for the largest cached prefixes, at most `limit`."""
+
+    tag: int
+    limit: int = 20
+
+
+class DropPrefixes(Message, frozen=True, tag="drop_prefixes"):
+    """Forget cached prefixes: those of these ids, and all of these owners. Neither ids nor owners: all there are.
+
+    An owner is written as in PrefixRow. Requests that hold such pages keep them.
+    """
+
+    tag: int
+    prefix_ids: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
 
 
 class ReloadKeys(Message, frozen=True, tag="reload_keys"):
@@ -339,6 +387,8 @@ AdminMessage: TypeAlias = (
     | AuditWorkers
     | ReleaseQuarantine
     | ForgetWorkers
+    | ListPrefixes
+    | DropPrefixes
     | ReloadKeys
     | StopCoordinator
 )
@@ -450,6 +500,7 @@ class RequestRow(Part, frozen=True):
     held: bool
     reason: str
     waits_for: str = ""
+    prefix_tokens: int = 0  # of the prompt: reused, not computed, when it was first admitted
 
 
 class HistoryLine(Part, frozen=True):
@@ -494,7 +545,8 @@ class WorkerRow(Part, frozen=True):
 
 class PoolRow(Part, frozen=True):
     """The host pool of a node, in pages; `reservations` counts the requests that hold pages. `cached` pages are
-    held by no request, and are free once they are evicted."""
+    held by no request, and are free once they are evicted. Of prompts that were admitted to be prefilled since the
+    coordinator's start, `prefix_asked_tokens` were looked up and `prefix_reused_tokens` found."""
 
     node: str
     host_pages: int
@@ -506,6 +558,26 @@ class PoolRow(Part, frozen=True):
     reservations: int
     workers: tuple[str, ...]
     cached: int = 0
+    prefix_asked_tokens: int = 0
+    prefix_reused_tokens: int = 0
+    prefix_pages_evicted: int = 0
+
+
+class PrefixRow(Part, frozen=True):
+    """A cached prefix that no other continues, on one node.
+
+    `pages` lead to it, the last `own_pages` of them to no other. `owner` is USER/TENANT, as far as there are any:
+    who may reuse it. `salted`: only with its cache_salt. `in_use`: requests hold its last page.
+    """
+
+    node: str
+    prefix_id: str
+    owner: str
+    salted: bool
+    pages: int
+    own_pages: int
+    tokens: int
+    in_use: bool
 
 
 class AuditedRow(Part, frozen=True):
@@ -557,6 +629,14 @@ class PoolRows(Message, frozen=True, tag="pool_rows"):
     rows: tuple[PoolRow, ...]
 
 
+class PrefixRows(Message, frozen=True, tag="prefix_rows"):
+    """The largest cached prefixes, and how many there are."""
+
+    tag: int
+    rows: tuple[PrefixRow, ...]
+    prefixes: int
+
+
 class AuditRows(Message, frozen=True, tag="audit_rows"):
     """The audited workers and nodes, and the differences between ledgers and workers."""
 
@@ -585,6 +665,7 @@ GatewayMessage: TypeAlias = (
     | RequestDetail
     | WorkerRows
     | PoolRows
+    | PrefixRows
     | AuditRows
     | TokenizerData
 )
@@ -601,21 +682,20 @@ class Admit(Part, frozen=True, tag="admit"):
     pages already hold that many rows (at least the prompt's): reload index keys, and rows as far as that pays.
     `host_pages` are int32 ids in order of position. Counts are totals of this placement, not increments.
 
-    `prefix_tokens`, with `durable_tokens` 0: whole pages, shorter than the prompt, whose rows and index keys are in the
-    first host pages already, shared with other requests. They are read and never written. The worker loads them and
-    prefills from there on; `slab_pages` is still for the whole prompt. Not together with `transfer_id`.
-
     `hot_slots` NO_HOT_BUFFER: compute and stage the prompt, draw the first token, and leave, with Staged and then
     Released. `first_token` was drawn in an earlier placement and held back; it is forced like those of `generated`.
 
     `transfer_id` not 0: the rows go to another node in this inbound transfer. Send each page, once it is staged, to the
     receiver that `destination` describes (worker/transfer). Leave when all pages were delivered or the transfer failed.
+    The receiver has the first `unsent_tokens` rows already, whole pages: those are not sent.
 
     `warm_start`, if any, comes from the Released of the placement that wrote the rows: positions to begin a managed hot
     buffer with. It is a hint: an unreadable one is counted, and the request starts cold.
 
     `prefix_tokens`, whole pages and less than the prompt, only with `durable_tokens` 0: the first host pages hold those
-    rows and index keys already. They are shared with other requests, and never written. Prefill begins behind them.
+    rows and index keys already. They are shared with other requests, and never written. Prefill begins behind them,
+    with slab pages for the whole prompt. With `slab_pages` 0 the rest is short: it goes through decode steps, on a hot
+    buffer that begins like that of a resume.
     """
 
     placement: int
@@ -635,10 +715,14 @@ class Admit(Part, frozen=True, tag="admit"):
     destination: bytes = b""
     warm_start: bytes = b""
     prefix_tokens: int = 0
+    unsent_tokens: int = 0
 
 
 class Receive(Part, frozen=True, tag="receive"):
     """Start an inbound transfer: another worker writes the first `prompt_tokens` rows into `host_pages` (int32 ids).
+
+    The rows of the first `prefix_tokens`, whole pages, are there already, in pages that are shared with other requests:
+    those are not opened for writing.
 
     `placement` is the number of the transfer. Answered by Released, with all rows; or with none, when the
     transfer failed or was withdrawn. After Released nothing writes into the pages (I2). Pages behind the prompt are for
@@ -650,6 +734,7 @@ class Receive(Part, frozen=True, tag="receive"):
     request_id: str
     prompt_tokens: int
     host_pages: bytes
+    prefix_tokens: int = 0
 
 
 class Exited(Part, frozen=True, tag="exited"):

@@ -45,10 +45,10 @@ def open_regular(path: str | Path, field: str, *, follows_links: bool = True, re
 
 
 def read_small_file(
-    path: str | Path, field: str, *, bytes_max: int = FILE_BYTES_MAX, follows_links: bool = True
+    path: str | Path, field: str, *, bytes_max: int = FILE_BYTES_MAX, follows_links: bool = True, remedy: str = ""
 ) -> tuple[bytes, int]:
-    """A regular file of at most `bytes_max`, and its mode. Raises ConfigError."""
-    with open_regular(path, field, follows_links=follows_links) as file:
+    """A regular file of at most `bytes_max`, and its mode. Raises ConfigError, with `remedy` if it cannot be read."""
+    with open_regular(path, field, follows_links=follows_links, remedy=remedy) as file:
         mode = os.fstat(file.fileno()).st_mode
         data = file.read(bytes_max + 1)
     if len(data) > bytes_max:

@@ -45,6 +45,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that tests/support/other_refusals.py names has to reach the refusals that it stands for."""
+    from tests.support.other_refusals import OTHER_TESTS
+
+    wanted = {site for site, test in OTHER_TESTS.items() if test == item.nodeid}
+    if not wanted:
+        return (yield)
+    from tests.support.refusals import reached
+
+    with reached() as names:
+        result = yield
+    assert sorted(wanted - names) == [], "tests/support/other_refusals.py says that this test produces them"
+    return result
+
+
 @pytest.fixture(scope="session")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of this run, the same one in each of its processes."""

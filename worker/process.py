@@ -35,7 +35,7 @@ from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from protocol import logs
 from protocol.config import pool_path
-from protocol.errors import EXIT_DEFECT, HiSparseError
+from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
 from protocol.text import make_tokenizer
@@ -44,6 +44,7 @@ from protocol.transport.keys import access
 from protocol.version import our_version
 from worker.device.gpu_memory import cuda_device, free_device_bytes
 from worker.device.sizing import Sizing, size_worker
+from worker.group.control import PeersMissingError
 from worker.group.group import Group
 from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import NAME_LIMITS, LinkState, WorkerIdentity
@@ -78,6 +79,9 @@ def run_worker(config: Config) -> int:
     except StartInterruptedError as stop:
         log.info("stopped during start", extra=fields(signal=stop.name))
         return EXIT_INTERRUPTED
+    except PeersMissingError as error:
+        log.critical("the group did not meet; the process ends", extra=fields(error=error))
+        return EXIT_PEER_LOST
     try:
         return worker.run()
     finally:
@@ -132,7 +136,7 @@ class WorkerProcess:
         )
         if settings.device != "cpu":
             left = free_device_bytes(settings.device)
-            log.info("sized: scratch and graph bytes %d; device bytes left %d", self._executor.scratch_bytes, left)
+            log.info("sized", extra=fields(scratch_bytes=self._executor.scratch_bytes, device_bytes_left=left))
         self._thread = threading.Thread(target=run_or_die, args=(self._executor.run,), name="executor", daemon=True)
         transfers = self._executor.transfers
         open_transfers(transfers, config, runner, self._pool, wake=self._executor.wake)
@@ -252,7 +256,7 @@ def _announce(settings: WorkerSettings, sizing: Sizing) -> None:
         ),
     )
     for line in sizing.report():
-        log.info("sized: %s", line)
+        log.info("sized", extra=fields(**line))
 
 
 # ---------------------------------------------------------------- threads and signals

@@ -31,7 +31,8 @@ ADMIN: Final = "admin"
 class ClientConnection:
     """One peer of one socket. `index` is small and reused, for arrays over connections.
 
-    `user` is the user of the connection's key, who owns its requests. `name` is the unverified name in its Hello.
+    `user` is the user of the connection's key, who owns its requests. `name` is the unverified name in its Hello, and
+    `address` where it came from, for logs.
     `sent_at` is the time of the last message that its socket accepted.
     """
 
@@ -42,6 +43,7 @@ class ClientConnection:
     name: str
     sent_at: float
     user: str = ""
+    address: str = ""
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
     is_gone: bool = False
@@ -80,7 +82,15 @@ class ClientConnections:
         return self._by_index.get(index)
 
     def open(
-        self, router: RouterSocket, peer: bytes, role: str, name: str, now: float, user: str = ""
+        self,
+        router: RouterSocket,
+        peer: bytes,
+        role: str,
+        name: str,
+        now: float,
+        user: str = "",
+        *,
+        address: str = "",
     ) -> ClientConnection:
         """A new connection. Raises CapacityError when `limit` are open."""
         if not self._free:
@@ -90,7 +100,7 @@ class ClientConnections:
                 value=self.limit,
                 remedy="close some, or raise coordinator.connections_max",
             )
-        connection = ClientConnection(self._free.pop(), router, peer, role, name, now, user)
+        connection = ClientConnection(self._free.pop(), router, peer, role, name, now, user, address)
         self._by_peer[role, peer] = connection
         self._by_index[connection.index] = connection
         return connection

@@ -103,7 +103,7 @@ class Deliveries:
 
     def _dropped(self, connection: ClientConnection, reason: str) -> None:
         self._subscriptions.remove_connection(connection.index)
-        log.info("connection closed", extra=fields(owner=connection.owner, peer=connection.peer.hex(), reason=reason))
+        log.info("connection closed", extra=fields(owner=connection.owner, peer=connection.address, reason=reason))
 
     # ------------------------------------------------------------ flushing
 

@@ -23,6 +23,7 @@ from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
+from coordinator.listener.peer_address import peer_address
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.api import SchedulerApi
@@ -41,6 +42,7 @@ ASKS_MAX: Final = 4_096
 LAST_ANSWERS_S: Final = 1.0
 #: Rows in one reply.
 ROWS_MAX: Final = 20_000
+PREFIX_ROWS_MAX: Final = 1_000
 
 Answer: TypeAlias = Callable[[ClientConnection, Any], GatewayMessage]
 CommandHandler: TypeAlias = Callable[[ClientConnection, Any], Awaitable[tuple[str, ...]]]
@@ -169,7 +171,15 @@ class Gateway:
             self._deliveries.probe(idle_since=math.inf)
         socket = self._sockets[role]
         socket.introduce(received)
-        return connections.open(socket, received.peer, role, hello.name, trio.current_time(), received.user)
+        return connections.open(
+            socket,
+            received.peer,
+            role,
+            hello.name,
+            trio.current_time(),
+            received.user,
+            address=peer_address(received.descriptor),
+        )
 
     def _welcome(self) -> messages.Welcome:
         it = self._scheduler
@@ -181,7 +191,7 @@ class Gateway:
 
         The answer is about the connection, tag -1: a client that was dropped connects again.
         """
-        self._dropped[role].note(error.code, received.peer, str(error), trio.current_time())
+        self._dropped[role].note(error.code, received.descriptor, str(error), trio.current_time())
         self._answer_unread(role, received, error)
 
     def _answer_unread(self, role: str, received: Received, error: HiSparseError) -> None:
@@ -231,6 +241,10 @@ class Gateway:
                 reply: GatewayMessage = await self._submit(connection, message)
             elif isinstance(message, messages.AuditWorkers):
                 reply = messages.AuditRows(tag, *await self._scheduler.audit(connection.owner))
+            elif isinstance(message, messages.ListPrefixes):
+                limit = min(max(message.limit, 1), PREFIX_ROWS_MAX)
+                rows, count = await self._scheduler.largest_prefixes(limit)
+                reply = messages.PrefixRows(tag, tuple(rows), count)
             else:
                 reply = messages.Done(tag, await self._command_handlers[type(message)](connection, message))
         except HiSparseError as error:
@@ -249,14 +263,15 @@ class Gateway:
         return submit if key is not None and key.is_front else replace(submit, tenant="")
 
     async def _submit(self, connection: ClientConnection, submit: messages.Submit) -> messages.Accepted:
+        tenant = submit.tenant  # keeps prefixes apart, whoever names it: it only narrows what its user may reuse
         submit = self._within_rights(connection, submit)
-        request_id, request_index = await self._scheduler.submit(submit, connection.owner, connection.user)
+        handle = await self._scheduler.submit(submit, connection.owner, connection.user, prefix_tenant=tenant)
         self._counters.submitted += 1
         self._counters.prompt_tokens += len(submit.prompt) // 4
-        handle = -1
+        subscription = -1
         if submit.subscribe and not connection.is_gone:
-            handle = self._deliveries.subscribe(connection, request_index, 0)
-        return messages.Accepted(submit.tag, request_id, handle)
+            subscription = self._deliveries.subscribe(connection, handle.request_index, 0)
+        return messages.Accepted(submit.tag, handle.request_id, subscription)
 
     def _failed(self, tag: int, error: HiSparseError) -> messages.Failure:
         self._counters.refused[error.code] += 1
@@ -297,6 +312,7 @@ def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
         messages.UndrainWorkers: lambda peer, m: it.undrain(m.workers, peer.owner),
         messages.ReleaseQuarantine: lambda peer, m: it.release_quarantine(m.workers, peer.owner),
         messages.ForgetWorkers: lambda _, m: it.forget_workers(m.workers),
+        messages.DropPrefixes: lambda peer, m: it.drop_prefixes(m.prefix_ids, m.owners, peer.owner),
         messages.StopCoordinator: lambda peer, m: it.stop(m.deadline_s, peer.owner),
     }
 

@@ -40,12 +40,14 @@ class FloodControl:
             case RateVerdict.TAKE:
                 return True
             case RateVerdict.REFUSE:
-                self._dropped.note(RATE, received.peer, f"above {self._rate_limiter.per_s:g} messages a second", now)
+                self._dropped.note(
+                    RATE, received.descriptor, f"above {self._rate_limiter.per_s:g} messages a second", now
+                )
                 self._refuse(received, self._error())
             case RateVerdict.IGNORE:
-                self._dropped.note(RATE, received.peer, "still too many messages", now)
+                self._dropped.note(RATE, received.descriptor, "still too many messages", now)
             case RateVerdict.CUT:
-                self._dropped.note(CUT, received.peer, "went on sending too many messages", now)
+                self._dropped.note(CUT, received.descriptor, "went on sending too many messages", now)
                 self._socket.cut(received)
         return False
 

@@ -2,6 +2,10 @@
 
 Counting the bytes of a connection takes 15 us. So bytes are counted every LOOK_INTERVAL_S, and at once when the process
 has grown by GROWTH_BYTES: a peer that fills memory is found by its effect.
+
+glibc keeps what libzmq has freed. So it is asked to return its free memory before a look that follows the end of a
+connection with an unfinished message, since growth is judged then, and whenever the process has grown by TRIM_BYTES
+since the last time. It takes some milliseconds, in a thread.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from typing import Final
 import trio
 
 from coordinator.listener.dropped import Dropped
+from coordinator.listener.peer_address import UNKNOWN
 from coordinator.listener.received_bytes import resident_bytes, return_memory
 from coordinator.listener.router import RouterSocket
 
@@ -23,6 +28,7 @@ GROWTH_INTERVAL_S: Final = 0.05
 GROWTH_BYTES: Final = 16 << 20
 #: After the end of a connection with an unfinished message, for which libzmq may still be freeing memory.
 FREEING_S: Final = 5.0
+TRIM_BYTES: Final = 4 << 20
 
 NO_HELLO: Final = "no hello"
 UNFINISHED: Final = "unfinished"
@@ -34,6 +40,7 @@ class Sweeper:
     def __init__(self, sockets: Mapping[str, RouterSocket], dropped: Mapping[str, Dropped]) -> None:
         self._sockets = sockets
         self._dropped = dropped
+        self._trimmed_bytes = 0
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -46,9 +53,9 @@ class Sweeper:
                 for role, socket in self._sockets.items():
                     for _ in range(socket.cut_overdue()):
                         self._note(role, NO_HELLO, "no accepted hello in time")
-                self._return_memory()
                 if has_grown or trio.current_time() >= look_at:
                     look_at = trio.current_time() + LOOK_INTERVAL_S
+                    await self._return_memory()
                     self._cut_unfinished()
 
     async def _has_grown(self) -> bool:
@@ -61,10 +68,12 @@ class Sweeper:
                 return True
         return False
 
-    def _return_memory(self) -> None:
+    async def _return_memory(self) -> None:
         given_up_at = max(socket.given_up_at for socket in self._sockets.values())
-        if trio.current_time() < given_up_at + FREEING_S:
-            return_memory()
+        has_grown = resident_bytes() > self._trimmed_bytes + TRIM_BYTES
+        if has_grown or trio.current_time() < given_up_at + FREEING_S:
+            await trio.to_thread.run_sync(return_memory)
+            self._trimmed_bytes = resident_bytes()
 
     def _cut_unfinished(self) -> None:
         for role, socket in self._sockets.items():
@@ -72,4 +81,4 @@ class Sweeper:
                 self._note(role, UNFINISHED, rule)
 
     def _note(self, role: str, reason: str, detail: str) -> None:
-        self._dropped[role].note(reason, b"", detail, trio.current_time())
+        self._dropped[role].note(reason, UNKNOWN, detail, trio.current_time())

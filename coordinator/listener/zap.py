@@ -115,7 +115,7 @@ class ZapHandler:
     def _note(self, role: str, answer: ZapAnswer, address: bytes, now: float) -> None:
         dropped = self._dropped.setdefault(role, Dropped(role, self._counter))
         reason = "denied" if answer is ZapAnswer.REFUSED else "rate"
-        dropped.note(reason, address, f"a handshake was {answer.name.lower().replace('_', ' ')}", now)
+        dropped.note(reason, _text(address), f"a handshake was {answer.name.lower().replace('_', ' ')}", now)
 
     def close(self) -> None:
         """Unbind, then close: closing alone frees the inproc address only later, and the next bind would fail."""

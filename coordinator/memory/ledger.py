@@ -493,6 +493,10 @@ class Ledger:
             del self._budgets[budget.key]
 
 
+#: Placements that are to hold cached pages, up to which a count looks at them one by one and not at the whole pool.
+HELD_MAX: Final = 4
+
+
 class Freeing:
     """What the end of a set of placements would make available: two that share a page free nothing alone, and the page
     together. Of a ledger as it is now, which must not change meanwhile."""
@@ -500,19 +504,20 @@ class Freeing:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._ended: list[int] = []
+        self._held: list[Int32Array] = []  # pages of placements that are not in the ledger yet, each distinct
         self._remaining: Int32Array | None = None  # holders beside the cache, once that has to be known
 
     def copy(self) -> Freeing:
         """The same set, to be added to apart."""
         copy = Freeing(self._ledger)
-        copy._ended = self._ended.copy()
+        copy._ended, copy._held = self._ended.copy(), self._held.copy()
         copy._remaining = None if self._remaining is None else self._remaining.copy()
         return copy
 
     def add(self, placement: int) -> int:
         """Add one that is not in the set yet; returns how many pages more would be available."""
         holding = self._ledger._holding(placement)
-        if self._remaining is None and not self._ledger.pages_shared:
+        if self._remaining is None and not self._held and not self._ledger.pages_shared:
             self._ended.append(placement)
             return holding.page_count
         pages, remaining = holding.all_pages(), self._holders()
@@ -521,11 +526,20 @@ class Freeing:
 
     def count_unheld(self, pages: Int32Array) -> int:
         """How many of these, which are cached, nothing but the cache holds once the set has ended."""
-        return int(np.count_nonzero(self._holders()[pages] == 0)) if pages.size else 0
+        if not pages.size:
+            return 0
+        if self._remaining is None and not self._ended and len(self._held) <= HELD_MAX:
+            holders = self._ledger._refcounts[pages] - self._ledger._is_cached[pages]
+            for others in self._held:
+                holders += np.isin(pages, others)
+            return int(np.count_nonzero(holders == 0))
+        return int(np.count_nonzero(self._holders()[pages] == 0))
 
     def hold(self, pages: Int32Array) -> None:
         """A placement that is not in the ledger yet is to hold these, which are cached."""
-        if pages.size:
+        if pages.size and self._remaining is None:
+            self._held.append(pages)
+        elif pages.size:
             self._holders()[pages] += 1
 
     def _holders(self) -> Int32Array:
@@ -534,6 +548,9 @@ class Freeing:
             self._remaining = self._ledger._refcounts - self._ledger._is_cached
             for placement in self._ended:
                 self._remaining[self._ledger._holding(placement).all_pages()] -= 1
+            for pages in self._held:
+                self._remaining[pages] += 1
+            self._held.clear()
         return self._remaining
 
 

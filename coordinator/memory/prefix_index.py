@@ -4,9 +4,12 @@ A page is known by a chained digest: a keyed BLAKE2b of its parent's digest and 
 *root*, which stands for all else that rows depend on, and for the owner who may reuse them. The key is drawn at each
 start, so that no client can search for two prompts with one digest. Digests are neither written down nor sent.
 
-The nodes are a tree over digests. They lie in the order of last use, and an ancestor is always used with its
-descendants. So the eldest node is a leaf, and evicting eldest first never leaves a node that cannot be reached.
-The pages in the index are exactly those that the ledger counts as cached; a page may be held by requests besides.
+The nodes are a tree over digests. A node's use is the latest use of any chain through it: uses are noted at the end of
+the chain that was used, and pass to the parent when a leaf goes. So leaves go in the order of last use, a chain of any
+length is used in one step, and no node is left that cannot be reached. Where the beginning of a chain ends is found by
+halving, since all ancestors of a node are here. The pages in the index are exactly those that the ledger counts as
+cached; a page may be held by requests besides. Each has a *source*, the worker epoch that wrote it: when an epoch turns
+out to be not trustworthy, all that it wrote leaves the index.
 
 After vLLM's hashed blocks and SGLang's radix cache. Rejected: a radix tree over tokens (it keeps every token, and a
 lookup compares them); digests without a key (prompts with equal digests would read each other's rows).
@@ -14,11 +17,11 @@ lookup compares them); digests without a key (prompts with equal digests would r
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -56,64 +59,127 @@ def extend_chain(key: bytes, parent: Digest, tokens: bytes) -> Iterator[Digest]:
         yield parent
 
 
+class Scope(NamedTuple):
+    """Whose prefixes a root stands for, and with which salt."""
+
+    user: str = ""
+    tenant: str = ""
+    salt: str = ""
+
+    @property
+    def owner(self) -> str:
+        """For operators: user and tenant, as far as there are any."""
+        return "/".join(filter(None, (self.user, self.tenant)))
+
+
+NO_SCOPE: Final = Scope()
+
+
 class Chain(NamedTuple):
-    """Digests of the full pages of a prompt, behind a root."""
+    """Digests of the full pages of a prompt, behind the root of `scope`."""
 
     root: Digest
     digests: tuple[Digest, ...]
+    scope: Scope = NO_SCOPE
+
+
+#: The worker epoch that wrote a page: its worker and its epoch.
+Source: TypeAlias = tuple[str, int]
+NO_SOURCE: Final[Source] = ("", 0)
+
+#: The heap of leaves is made anew when it has more than this many entries for each node.
+HEAP_SLACK: Final = 4
 
 
 @dataclass(slots=True)
 class _Node:
     page: int
     parent: Digest
+    source: Source
+    used: int
+    root: Digest
+    depth: int  # pages from the root to this one
     children: int = 0
 
 
-class PrefixIndex:
-    """Of one node's pool."""
+class CachedPrefix(NamedTuple):
+    """A cached prefix that none continues. `pages` lead to it; the last `own_pages` of them to no other."""
 
-    def __init__(self) -> None:
-        self._nodes: OrderedDict[Digest, _Node] = OrderedDict()  # least recently used first
+    digest: Digest
+    scope: Scope
+    pages: int
+    own_pages: int
+    last_page: int
+
+
+class PrefixIndex:
+    """Of one node's pool. `on_forget` is called with each digest that leaves."""
+
+    def __init__(self, on_forget: Callable[[Digest], None] | None = None) -> None:
+        self._nodes: dict[Digest, _Node] = {}
+        self._pages: dict[Digest, int] = {}
         self._digests: dict[int, Digest] = {}  # by page
+        self._leaves: list[tuple[int, Digest]] = []  # a heap by last use; entries that no longer hold are skipped
+        self._ends: dict[Digest, None] = {}  # nodes without children
+        self._scopes: dict[Digest, tuple[Scope, int]] = {}  # by root: with the number of nodes behind it
+        self._on_forget = on_forget
+        self._uses = 0
         self.version = 0  # grows whenever a match may change
+        self.removals = 0  # grows whenever one may become shorter
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, chain: Sequence[Digest]) -> Int32Array:
-        """Pages of the longest known beginning of `chain`, int32. Changes nothing (I7): see `touch`."""
-        pages: list[int] = []
-        for digest in chain:
-            node = self._nodes.get(digest)
-            if node is None:
-                break
-            pages.append(node.page)
-        return np.array(pages, dtype=np.int32)
+    def __contains__(self, digest: Digest) -> bool:
+        return digest in self._nodes
+
+    def match(self, chain: Sequence[Digest], known: int = 0) -> Int32Array:
+        """Pages of the longest known beginning of `chain`, int32. Changes nothing (I7): see `touch`.
+
+        The first `known` are here for certain: nothing was removed since they were matched.
+        """
+        low, high = known, len(chain)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if chain[middle] in self._nodes else (low, middle)
+        return np.fromiter(map(self._pages.__getitem__, chain[:low]), dtype=np.int32, count=low)
 
     def touch(self, chain: Sequence[Digest]) -> None:
         """These are in use now: a beginning of a chain, all known."""
-        for digest in reversed(chain):
-            self._nodes.move_to_end(digest)
+        if chain:
+            self._use(chain[-1])
 
-    def add(self, root: Digest, chain: Sequence[Digest], pages: Int32Array) -> Int32Array:
-        """`pages` hold the rows of `chain`, which follows `root`. Returns those that are new here, to be cached.
+    def add(
+        self,
+        parent: Digest,
+        chain: Sequence[Digest],
+        pages: Int32Array,
+        source: Source = NO_SOURCE,
+        scope: Scope = NO_SCOPE,
+    ) -> Int32Array:
+        """`pages`, written by `source`, hold the rows of `chain`, which follows `parent`: the root of `scope`, or a
+        digest that is here. Returns those that are new here, to be cached.
 
         A digest that is known already keeps its page.
         """
         fresh: list[int] = []
-        parent = root
-        for digest, page in zip(chain, pages.tolist(), strict=True):
+        before = self._nodes.get(parent)
+        root, first = (before.root, before.depth + 1) if before is not None else (parent, 1)
+        for depth, (digest, page) in enumerate(zip(chain, pages.tolist(), strict=True), start=first):
             if digest not in self._nodes:
                 if page in self._digests:
                     raise InternalError(f"host page {page} is cached under two digests")
-                self._nodes[digest] = _Node(page, parent)
-                self._digests[page] = digest
-                if parent in self._nodes:
-                    self._nodes[parent].children += 1
+                self._nodes[digest] = _Node(page, parent, source, 0, root, depth)
+                self._pages[digest], self._digests[page], self._ends[digest] = page, digest, None
+                if (above := self._nodes.get(parent)) is not None:
+                    above.children += 1
+                    self._ends.pop(parent, None)
                 fresh.append(page)
             parent = digest
-        self.touch(chain)
+        if chain:
+            self._use(chain[-1])
+        if fresh:
+            self._scopes[root] = scope, len(fresh) + self._scopes.get(root, (scope, 0))[1]
         self.version += bool(fresh)
         return np.array(fresh, dtype=np.int32)
 
@@ -124,83 +190,174 @@ class PrefixIndex:
         are forgotten with it, since no chain leads to them any more.
         """
         evicted: list[int] = []
-        window = 4 * count
-        while len(evicted) < count:
-            for eldest in [*islice(self._nodes, window)]:
-                digest, node = eldest, self._nodes.get(eldest)
-                while (
-                    len(evicted) < count
-                    and node is not None
-                    and not node.children
-                    and self._may_go(node, is_idle, spared)
-                ):
-                    evicted.append(node.page)
-                    digest, node = node.parent, self._forget(digest)
-            if window >= len(self._nodes):
-                break
-            window *= 4
+        unfit: list[tuple[int, Digest]] = []
+        while len(evicted) < count and self._leaves:
+            leaf = heappop(self._leaves)
+            node = self._nodes.get(leaf[1])
+            if node is None or node.children or node.used != leaf[0]:
+                continue
+            if self._may_go(node, is_idle, spared):
+                evicted.append(node.page)
+                self._forget(leaf[1])
+            else:
+                unfit.append(leaf)
+        for leaf in unfit:
+            heappush(self._leaves, leaf)
         if len(evicted) < count:
             evicted += self._evict_above_held(count - len(evicted), is_idle, spared)
-        self.version += bool(evicted)
+        self._note_removed(len(evicted))
         return np.array(evicted, dtype=np.int32)
 
     def _evict_above_held(self, count: int, is_idle: IsIdle, spared: frozenset[int]) -> list[int]:
         evicted: list[int] = []
-        for digest in [*self._nodes]:
+        for digest in sorted(self._nodes, key=lambda it: self._nodes[it].used):
             node = self._nodes.get(digest)
             if node is not None and count > 0 and self._may_go(node, is_idle, spared):
-                below = self._subtree(digest)
-                pages = np.array([self._nodes[it].page for it in below], dtype=np.int32)
-                count -= int(is_idle(pages).sum())
-                for it in reversed(below):
-                    self._forget(it)
-                evicted += pages.tolist()
+                pages = self._forget_below([digest])
+                count -= int(is_idle(np.array(pages, dtype=np.int32)).sum())
+                evicted += pages
         return evicted
+
+    def remove(self, pages: Iterable[int]) -> Int32Array:
+        """Forget these pages, as far as they are here, and all below them; returns what is forgotten, to be evicted."""
+        gone = self._forget_below([self._digests[page] for page in pages if page in self._digests])
+        self._note_removed(len(gone))
+        return np.array(gone, dtype=np.int32)
+
+    def written_by(self, source: Source) -> list[int]:
+        """The pages of one source. O(index): for the rare source that is not to be trusted."""
+        return [node.page for node in self._nodes.values() if node.source == source]
 
     def clear(self) -> Int32Array:
         """Forget all; returns the pages, which are to be evicted."""
         pages = np.array([*self._digests], dtype=np.int32)
-        self._nodes.clear()
-        self._digests.clear()
-        self.version += 1
+        if self._on_forget is not None:
+            for digest in self._nodes:
+                self._on_forget(digest)
+        for kept in (self._nodes, self._pages, self._digests, self._leaves, self._ends, self._scopes):
+            kept.clear()
+        self._note_removed(1)
         return pages
+
+    def leaves(self) -> list[Digest]:
+        """Of the prefixes that none continues."""
+        return [*self._ends]
+
+    def depth(self, digest: Digest) -> int:
+        """Pages that lead to `digest`; 0: it is not known (any more)."""
+        node = self._nodes.get(digest)
+        return node.depth if node else 0
+
+    def describe(self, leaf: Digest) -> CachedPrefix | None:
+        """None: it is not known, or another continues it. Takes time in proportion to its own pages."""
+        node = self._nodes.get(leaf)
+        if node is None or node.children:
+            return None
+        own, parent = 1, self._nodes.get(node.parent)
+        while parent is not None and parent.children == 1:
+            own, parent = own + 1, self._nodes.get(parent.parent)
+        return CachedPrefix(leaf, self._scopes[node.root][0], node.depth, own, node.page)
+
+    def drop(self, leaf: Digest) -> Int32Array:
+        """Forget the pages that lead to `leaf` alone; returns them, to be evicted. None when it is no leaf."""
+        dropped: list[int] = []
+        digest, node = leaf, self._nodes.get(leaf)
+        while node is not None and not node.children:
+            dropped.append(node.page)
+            self._forget(digest)
+            digest, node = node.parent, self._nodes.get(node.parent)
+        self._note_removed(len(dropped))
+        return np.array(dropped, dtype=np.int32)
+
+    def drop_owner(self, owner: str) -> Int32Array:
+        """Forget all prefixes of `owner`, as Scope.owner says it; returns their pages, to be evicted. O(index)."""
+        roots = {root for root, (scope, _) in self._scopes.items() if scope.owner == owner}
+        dropped = [self._pop(digest).page for digest in [*self._nodes] if self._nodes[digest].root in roots]
+        self._note_removed(len(dropped))
+        return np.array(dropped, dtype=np.int32)
 
     def check_invariants(self, cached: Int32Array) -> None:
         """Raises InternalError unless the tree is sound, and its pages are `cached`, those of the ledger."""
         children: dict[Digest, int] = dict.fromkeys(self._nodes, 0)
-        seen: set[Digest] = set()
+        listed = {digest for used, digest in self._leaves if digest in self._nodes and self._nodes[digest].used == used}
         for digest, node in self._nodes.items():
             if node.parent in children:
                 children[node.parent] += 1
-                _demand(node.parent not in seen, f"page {node.page} was used after its ancestor")
-            seen.add(digest)
             _demand(self._digests.get(node.page) == digest, f"page {node.page} has one digest")
+            _demand(self._pages.get(digest) == node.page, f"page {node.page} is the one of its digest")
+            _demand(bool(node.children) or digest in listed, f"page {node.page} can be evicted")
         counts = {digest: node.children for digest, node in self._nodes.items()}
         _demand(counts == children, "nodes count their children")
-        _demand(len(self._digests) == len(self._nodes), "each digest has one page")
+        _demand(set(self._ends) == {it for it, count in children.items() if not count}, "leaves have no children")
+        behind = {root: count for root, (_, count) in self._scopes.items()}
+        _demand(behind == Counter(node.root for node in self._nodes.values()), "roots count their nodes")
+        for node in self._nodes.values():
+            above = self._nodes.get(node.parent)
+            place = (above.root, above.depth + 1) if above else (node.parent, 1)
+            _demand((node.root, node.depth) == place, f"page {node.page} lies behind its root")
+        _demand(len(self._digests) == len(self._pages) == len(self._nodes), "each digest has one page")
         _demand(sorted(self._digests) == sorted(cached.tolist()), "indexed pages are the ledger's cached pages")
+
+    def _note_removed(self, pages: int) -> None:
+        self.version += bool(pages)
+        self.removals += bool(pages)
+
+    def _use(self, digest: Digest) -> None:
+        self._uses += 1
+        node = self._nodes[digest]
+        node.used = self._uses
+        if not node.children:
+            self._list_leaf(digest, node)
+
+    def _list_leaf(self, digest: Digest, node: _Node) -> None:
+        heappush(self._leaves, (node.used, digest))
+        if len(self._leaves) > HEAP_SLACK * len(self._nodes) + HEAP_SLACK:
+            self._leaves = [(it.used, digest) for digest, it in self._nodes.items() if not it.children]
+            heapify(self._leaves)
 
     def _may_go(self, node: _Node, is_idle: IsIdle, spared: frozenset[int]) -> bool:
         return node.page not in spared and bool(is_idle(np.array([node.page], dtype=np.int32))[0])
 
-    def _forget(self, digest: Digest) -> _Node | None:
-        """Remove a node; returns its parent's, if that is here."""
+    def _forget(self, digest: Digest) -> None:
+        """Remove a leaf, or a node below which none is left."""
+        node = self._pop(digest)
+        self._note_lost_child(node)
+
+    def _pop(self, digest: Digest) -> _Node:
         node = self._nodes.pop(digest)
-        del self._digests[node.page]
-        parent = self._nodes.get(node.parent)
+        del self._pages[digest], self._digests[node.page]
+        self._ends.pop(digest, None)
+        scope, count = self._scopes.pop(node.root)
+        if count > 1:
+            self._scopes[node.root] = scope, count - 1
+        if self._on_forget is not None:
+            self._on_forget(digest)
+        return node
+
+    def _note_lost_child(self, child: _Node) -> None:
+        """Its use passes to its parent, if that is here, which may be a leaf now."""
+        parent = self._nodes.get(child.parent)
         if parent is not None:
             parent.children -= 1
-        return parent
+            parent.used = max(parent.used, child.used)
+            if not parent.children:
+                self._ends[child.parent] = None
+                self._list_leaf(child.parent, parent)
 
-    def _subtree(self, top: Digest) -> list[Digest]:
-        """`top` and all below it, each behind its parent. O(index): for the rare page below which others are held."""
+    def _forget_below(self, tops: Sequence[Digest]) -> list[int]:
+        """Remove `tops` and all below them; returns the pages. O(index): for what is rare."""
         below: dict[Digest, list[Digest]] = {}
         for digest, node in self._nodes.items():
             below.setdefault(node.parent, []).append(digest)
-        order = [top]
-        for digest in order:
-            order.extend(below.get(digest, ()))
-        return order
+        gone, todo = dict.fromkeys(tops), [*tops]
+        for digest in todo:
+            fresh = [it for it in below.get(digest, ()) if it not in gone]
+            gone.update(dict.fromkeys(fresh))
+            todo += fresh
+        nodes = [self._pop(digest) for digest in gone]
+        for node in nodes:
+            self._note_lost_child(node)
+        return [node.page for node in nodes]
 
 
 def _demand(condition: bool, what: str) -> None:

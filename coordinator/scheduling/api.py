@@ -7,32 +7,38 @@ and saves a turn; they change nothing (I7). Worker events go straight to the Req
 
 from __future__ import annotations
 
+import heapq
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
+import msgspec
+import numpy as np
 import trio
 
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
-from coordinator.memory.prefix_index import Chain, Digest
+from coordinator.memory.ledger import Ledger
+from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.pending import unserved
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.prefix_reuse import DIGESTS_AT_ONCE, PrefixReuse
+from coordinator.scheduling.prefix_reuse import PrefixReuse, PrefixStats
 from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from protocol import messages
 from protocol.arrays import Int32Array
-from protocol.errors import ProtocolError, Unavailable
-from protocol.messages import NO_HOT_BUFFER
+from protocol.errors import BadInput, ProtocolError, Unavailable
+from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER
 from protocol.units import PAGE_TOKENS
 
 #: A worker may not leave less room than this in a Request's mailbox.
 FLOOD_MARGIN: Final = 64
+#: Cached prefixes compared before other tasks get a turn: about half a millisecond.
+LEAVES_AT_ONCE: Final = 1_024
 
 Message: TypeAlias = (
     events.SubmitAsk
@@ -40,6 +46,7 @@ Message: TypeAlias = (
     | events.ForgetAsk
     | events.DrainAsk
     | events.ReleaseAsk
+    | events.DropPrefixesAsk
     | events.ForgetWorkersAsk
     | events.StopAsk
     | events.WorkerUp
@@ -49,6 +56,7 @@ Message: TypeAlias = (
     | events.AuditAsk
     | events.InventoryTaken
     | events.Starving
+    | events.PromptRows
     | events.TransferClosed
     | events.PlacementProgressed
     | events.HotBufferResized
@@ -69,6 +77,8 @@ class SchedulerApi(Actor[Message]):
     _clock: Callable[[], float]
     _journal: Journal
     _prefix_reuse: PrefixReuse
+    _digesting: trio.Lock
+    _ledgers: Mapping[str, Ledger]
 
     @property
     @abstractmethod
@@ -92,8 +102,12 @@ class SchedulerApi(Actor[Message]):
         reason = unserved(tuple(self._placement_table.workers.values()))
         return reason.text if reason else ""
 
-    async def submit(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
+    async def submit(
+        self, submit: messages.Submit, owner: str, user: str = "", *, prefix_tenant: str | None = None
+    ) -> Handle:
         """Validate, queue and acknowledge a request. Refused in full or accepted in full.
+
+        `prefix_tenant` keeps prefixes of `user` apart where the tenant of `submit` must not count in turns.
 
         The same submission under the same id is the same request: a client that lost the answer may ask again. Raises
         BadInput (field, value, remedy), WrongState for the id of another request, CapacityError when it could never
@@ -101,21 +115,23 @@ class SchedulerApi(Actor[Message]):
         journal cannot be written. Cancelled: it may have been accepted; submit it again under its id.
         """
         check_writes(self._journal)
-        chain = await self._chain_of(submit, user)
+        chain = await self._chain_of(submit, user, submit.tenant if prefix_tenant is None else prefix_tenant)
         return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user, chain))
 
-    async def _chain_of(self, submit: messages.Submit, user: str) -> Chain | None:
-        """Digests of its prompt, a few at a time, so that a long prompt delays no other task."""
+    async def _chain_of(self, submit: messages.Submit, user: str, tenant: str) -> Chain | None:
+        """Digests of its prompt, a few at a time, so that a long prompt delays no other task. Of several long ones one
+        goes on at a time: together they would delay each turn of the loop by as many parts."""
         model, reuse = self._registry.model, self._prefix_reuse
         if model is None or not reuse.is_on or len(submit.prompt) < 4 * PAGE_TOKENS:
             return None
-        root = reuse.root(model, user, submit.tenant, submit.cache_salt)
-        digests: tuple[Digest, ...] = ()
-        for part in reuse.digests(root, submit.prompt):
-            digests += part
-            if len(part) == DIGESTS_AT_ONCE:
-                await trio.lowlevel.checkpoint()
-        return Chain(root, digests)
+        scope = reuse.scope(user, tenant, submit.cache_salt)
+        root = reuse.root(model, scope)
+        parts = reuse.digests(root, submit.prompt)
+        digests: list[Digest] = list(next(parts))
+        while len(digests) < len(submit.prompt) // (4 * PAGE_TOKENS):
+            async with self._digesting:  # waits for a turn of the loop at least
+                digests += next(parts)
+        return Chain(root, tuple(digests), scope)
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
@@ -165,6 +181,39 @@ class SchedulerApi(Actor[Message]):
         connected or awaited, or whose lost process may still write host pages."""
         return await self.ask(lambda reply: events.ForgetWorkersAsk(workers, reply))
 
+    async def largest_prefixes(self, limit: int) -> tuple[list[messages.PrefixRow], int]:
+        """The largest cached prefixes of all nodes, and how many there are. Other tasks run meanwhile: what they evict
+        is left out."""
+        found: list[tuple[int, str, Digest]] = []
+        count = 0
+        for node, index in list(self._prefix_reuse.by_node.items()):
+            leaves = index.leaves()
+            count += len(leaves)
+            for start in range(0, len(leaves), LEAVES_AT_ONCE):
+                part = [(index.depth(it), node, it) for it in leaves[start : start + LEAVES_AT_ONCE]]
+                found = heapq.nlargest(limit, [*found, *part])
+                await trio.lowlevel.checkpoint()
+        rows = []
+        for _, node, digest in found:
+            rows += self._prefix_row(node, digest)
+            await trio.lowlevel.checkpoint()
+        return rows, count
+
+    def _prefix_row(self, node: str, digest: Digest) -> list[messages.PrefixRow]:
+        found = self._prefix_reuse.by_node[node].describe(digest)
+        if found is None:
+            return []
+        is_idle = bool(self._ledgers[node].is_idle(np.array([found.last_page], dtype=np.int32))[0])
+        about = found.scope.owner, bool(found.scope.salt), found.pages, found.own_pages, found.pages * PAGE_TOKENS
+        return [messages.PrefixRow(node, digest.hex(), *about, in_use=not is_idle)]
+
+    async def drop_prefixes(self, prefix_ids: tuple[str, ...], owners: tuple[str, ...], owner: str) -> tuple[str, ...]:
+        """Forget cached prefixes, as messages.DropPrefixes says; one line for each node. Raises BadInput for what is no
+        id of a prefix."""
+        check_writes(self._journal)
+        digests = tuple(_digest_of(it) for it in prefix_ids)
+        return await self.ask(lambda reply: events.DropPrefixesAsk(digests, owners, owner, reply))
+
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
         return await self.ask(lambda reply: events.StopAsk(deadline_s, owner, reply))
@@ -192,7 +241,19 @@ class SchedulerApi(Actor[Message]):
         return self._registry.worker_rows(self._clock())
 
     def pool_rows(self) -> list[messages.PoolRow]:
-        return self._registry.pool_rows()
+        """Of each node, in pages, with what its cache was asked for and gave."""
+        rows = []
+        for row in self._registry.pool_rows():
+            stats = self._prefix_reuse.stats.get(row.node, PrefixStats())
+            rows.append(
+                msgspec.structs.replace(
+                    row,
+                    prefix_asked_tokens=stats.asked_tokens,
+                    prefix_reused_tokens=stats.reused_tokens,
+                    prefix_pages_evicted=stats.evicted_pages,
+                )
+            )
+        return rows
 
     def count_by_state(self) -> Counter[str]:
         """Live requests by state."""
@@ -261,6 +322,11 @@ class SchedulerApi(Actor[Message]):
         """Request indices whose granted headroom is short; repeating one costs next to nothing."""
         self.tell(events.Starving(request_indices))
 
+    def prompt_rows(self, request_indices: Int32Array) -> None:
+        """More full pages of the prompts of these are durable, while they are being computed."""
+        if self._prefix_reuse.is_on:
+            self.tell(events.PromptRows(request_indices))
+
     async def _command(
         self,
         command: RequestCommand,
@@ -278,3 +344,14 @@ class SchedulerApi(Actor[Message]):
                 command, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
             )
         )
+
+
+def _digest_of(prefix_id: str) -> Digest:
+    try:
+        digest = bytes.fromhex(prefix_id)
+    except ValueError:
+        digest = b""
+    if len(digest) != DIGEST_BYTES:
+        remedy = "take an ID from `hisparse prefix`"
+        raise BadInput("no id of a cached prefix", field="prefix_ids", value=prefix_id[:NAME_CHARS_MAX], remedy=remedy)
+    return digest

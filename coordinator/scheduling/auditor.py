@@ -18,6 +18,7 @@ from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
@@ -53,7 +54,9 @@ class Auditor:
         token_log: TokenLog,
         counters: CoordinatorCounters,
         interval_s: float,
+        prefix_reuse: PrefixReuse,
     ) -> None:
+        self._prefix_reuse = prefix_reuse
         self._placement_table = placement_table
         self._ledgers = ledgers
         self._requests = requests
@@ -112,7 +115,9 @@ class Auditor:
         except ProtocolError as error:
             log.warning("inventory dropped", extra=fields(worker=worker.name, error=error))
             return Effects()
-        for difference in self._rounds.hear(key, found):
+        agreed = self._rounds.hear(key, found)
+        steps += self._prefix_reuse.distrust_epoch(key) if agreed else ()
+        for difference in agreed:
             steps += self._tell(worker.name, worker.node, worker, difference)
         if self._rounds.is_node_due(worker.node, now):
             for difference in self._rounds.hear_node(worker.node, check_node(ledger, self._awaited(worker.node))):

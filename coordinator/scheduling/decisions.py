@@ -16,11 +16,13 @@ from protocol.units import PAGE_TOKENS
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """A transfer to another node: `transfer_id` is a placement there, with `pages` host pages and a seat."""
+    """A transfer to another node: `transfer_id` is a placement there, with a seat and `pages` host pages, of which the
+    first are `share`: cached there."""
 
     transfer_id: int
     worker: WorkerEntry
     pages: int
+    share: Int32Array = NO_PAGES
 
 
 class AdmitDecision(msgspec.Struct, frozen=True):

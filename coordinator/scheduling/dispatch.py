@@ -95,13 +95,17 @@ class Dispatch:
         self.dirty = True
         match event.stage:
             case Stage.STAGED:
-                slab_pages, entry.slab_pages = entry.slab_pages, 0
+                slab_pages = self.placement_table.stage(entry)
+                computed = entry.facts.prompt_tokens - entry.shared_pages * PAGE_TOKENS
+                self.policy.prefill_costs.note(entry.worker, computed, event.took_s)
                 cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node])
                 if entry.prefills_only:
                     self.placement_table.leave(entry, frees_pages=False)
                 return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(slab_pages=slab_pages))), *cached)
             case Stage.STARTED:
                 self.placement_table.start(entry)
+                if not entry.by_steps:  # rows of its prompt have come from another node
+                    return Effects(self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node]))
             case Stage.PARKED:
                 self.starve(entry)
             case Stage.LEAVING:
@@ -125,8 +129,21 @@ class Dispatch:
             return NOTHING
         self.dirty = True
         ledger = self.policy.ledgers[entry.node]
-        cached = self.prefix_reuse.keep_rows(entry, ledger, event.cacheable_tokens, generated, tokens)
+        cached = (
+            self.prefix_reuse.distrust_pages(entry, ledger)
+            if event.is_suspect
+            else self.prefix_reuse.keep_rows(entry, ledger, event.cacheable_tokens, generated, tokens)
+        )
         return Effects(cached).plus(self._departed(entry, event, generated))
+
+    def prompt_rows(self, entry: RequestEntry, durable_tokens: int) -> Effects:
+        """So many rows of a prompt that is being computed are durable: cache their pages, and look at who waits for
+        them."""
+        if entry.phase not in ON_WORKER:
+            return NOTHING
+        cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node], durable_tokens)
+        self.dirty = self.dirty or bool(cached)
+        return Effects(cached)
 
     def _departed(self, entry: RequestEntry, event: PlacementEnded, generated: int) -> Effects:
         if transfer_id := self.placement_table.transfer_of(entry):
@@ -173,9 +190,10 @@ class Dispatch:
             if event.durable_tokens
             else ()
         )
+        suspect = self.prefix_reuse.distrust_pages(entry, self.policy.ledgers[entry.node]) if is_failure else ()
         self.placement_table.depart(entry, 0, 0)
         effects = self.revoke(inbound)
-        effects = Effects((step, *effects.steps), tells, effects.sends)
+        effects = Effects((*suspect, step, *effects.steps), tells, effects.sends)
         if event.final or entry.is_ending:
             self.placement_table.close(entry)
         elif is_failure:
@@ -319,6 +337,7 @@ class Dispatch:
         effects, struck = NOTHING, detector.died(key, entries, self.beside_lost(key))
         for entry in struck:
             if entry.strikes >= POISON_STRIKES and entry.phase is not EntryPhase.CLOSING:
+                effects = effects.plus(Effects(self.prefix_reuse.distrust_epoch(key)))
                 effects = effects.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))
         said = [(entry.request_index, entry.strikes, entry.mark) for entry in struck]
         return effects, journal.struck_of(key[0], said) if said else None
@@ -409,8 +428,9 @@ class Dispatch:
         """The change of another node's ledger that goes with a decision: carried out before `step`."""
         if not isinstance(decision, decisions.AdmitDecision) or decision.transfer is None:
             return None
-        transfer_id, worker, pages = msgspec.structs.astuple(decision.transfer)
-        return LedgerStep(worker.node, Reserve(transfer_id, worker.name, Memory(pages)))
+        transfer_id, worker, pages, share = msgspec.structs.astuple(decision.transfer)
+        fresh = Memory(pages - share.size)
+        return LedgerStep(worker.node, Reserve(transfer_id, worker.name, fresh, None, share.tobytes()))
 
     @staticmethod
     def told(

@@ -15,13 +15,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from coordinator.journal.records import Rank, RequestFacts, RequestOrdered
 from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling.events import WorkerPort
+from protocol.arrays import Int32Array
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, GroupMember, ModelInfo, WorkerCapacity
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
+
+
+class Match(NamedTuple):
+    """Cached pages of one node with which a prompt can begin, as of the versions of its index."""
+
+    version: int
+    removals: int
+    pages: Int32Array
 
 
 class EntryPhase(Enum):
@@ -53,6 +62,12 @@ class RequestEntry:
     node: str = ""
     pages: int = 0  # host pages held; index pages too while on a worker
     chain: Chain | None = None  # None: it reuses nothing, and nothing of it is reused
+    matches: dict[str, Match] = field(default_factory=dict)  # by node, while it waits
+    shared_pages: int = 0  # of its placement: cached before, and with which its page list began
+    follows: tuple[int, int, float] | None = None  # waiting: a leader's placement, its pages cached, since when
+    goes_alone: bool = False  # it has followed for long enough (coordinator.scheduling.following)
+    by_steps: bool = False  # the rest of its prompt, behind cached pages, goes through decode steps
+    indexed: int = 0  # pages of its placement that the index was told of, from the first on
     slab_pages: int = 0
     hot: HotSize = NO_HOT_SIZE
     resizing: HotSize | None = None

@@ -152,6 +152,15 @@ class ReleaseAsk(msgspec.Struct, frozen=True):
     reply: Reply[tuple[str, ...]]
 
 
+class DropPrefixesAsk(msgspec.Struct, frozen=True):
+    """Forget these cached prefixes, and those of these owners (Scope.owner); none of either: all."""
+
+    digests: tuple[bytes, ...]
+    owners: tuple[str, ...]
+    owner: str
+    reply: Reply[tuple[str, ...]]
+
+
 class ForgetWorkersAsk(msgspec.Struct, frozen=True):
     """List these disconnected workers no longer."""
 
@@ -216,6 +225,12 @@ class Starving(msgspec.Struct, frozen=True):
     request_indices: Int32Array
 
 
+class PromptRows(msgspec.Struct, frozen=True):
+    """More full pages of the prompts of these requests are durable, while they are being computed."""
+
+    request_indices: Int32Array
+
+
 class Stage(Enum):
     """How far a placement has come, as far as the ledger cares."""
 
@@ -229,6 +244,7 @@ class PlacementProgressed(msgspec.Struct, frozen=True):
     request_index: int
     placement: int
     stage: Stage
+    took_s: float = 0.0  # of STAGED: since its admission
 
 
 class HotBufferResized(msgspec.Struct, frozen=True):
@@ -241,7 +257,8 @@ class HotBufferResized(msgspec.Struct, frozen=True):
 class PlacementEnded(msgspec.Struct, frozen=True):
     """The placement is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
     the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
-    if any, is what they will be asked for first. Rows below `cacheable_tokens` are durable and right, kept or not."""
+    if any, is what they will be asked for first. Rows below `cacheable_tokens` are durable and right, kept or not;
+    `is_suspect`: what it wrote may be wrong, since it faulted or its worker died of it."""
 
     request_index: int
     placement: int
@@ -250,6 +267,7 @@ class PlacementEnded(msgspec.Struct, frozen=True):
     first_token: int = messages.NO_TOKEN
     warm_start: bytes = b""
     cacheable_tokens: int = 0
+    is_suspect: bool = False
 
 
 class RequestClosed(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.scheduling.following import Following
 from protocol.arrays import Int32Array
 from protocol.sizing import HotSize, Memory
 
@@ -17,7 +18,8 @@ from protocol.sizing import HotSize, Memory
 class PlacementAsk(NamedTuple):
     """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not
     its own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
-    prefills; the host pages are in that. `share`: cached pages of the node, with which its prompt begins."""
+    prefills; the host pages are in that. `share`: cached pages of the node, with which its prompt begins; of a pair on
+    one node, those are in the decoder's ask. `by_steps`: the rest of the prompt goes through decode steps."""
 
     worker: WorkerEntry
     pages: int
@@ -26,6 +28,17 @@ class PlacementAsk(NamedTuple):
     spare_chunks: int = 0
     decoder: PlacementAsk | None = None
     share: Int32Array = NO_PAGES
+    by_steps: bool = False
+
+    @property
+    def is_far(self) -> bool:
+        """Whether rows go to another node."""
+        return self.decoder is not None and self.decoder.worker.node != self.worker.node
+
+    @property
+    def prefix(self) -> Int32Array:
+        """Cached pages with which the prompt begins where it is computed."""
+        return self.share if self.decoder is None or self.is_far else self.decoder.share
 
     @property
     def parts(self) -> tuple[PlacementAsk, ...]:
@@ -34,11 +47,13 @@ class PlacementAsk(NamedTuple):
 
 class Refusal(NamedTuple):
     """A plan considered a waiting request and did not admit it. `asks`: how workers that it may join could take it on
-    if they had room. `is_barred`: poison detection leaves none of them. `is_coming`: room is being made for it."""
+    if they had room. `is_barred`: poison detection leaves none of them. `is_coming`: room is being made for it.
+    `following`: it asks for none, and waits for pages of another request."""
 
     asks: list[PlacementAsk]
     is_barred: bool = False
     is_coming: bool = False
+    following: Following | None = None
 
 
 class PlanOutcome(NamedTuple):

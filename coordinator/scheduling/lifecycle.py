@@ -97,7 +97,7 @@ class Resolve(Enum):
 
     SAME = "same"
     WAIT = "wait"  # RETRACTED when held or with rows kept (PREFILLED: by another worker for it), else QUEUED
-    START = "start"  # READY with rows in host pages, else PREFILLING
+    START = "start"  # READY with rows in host pages, or a short rest for decode steps, else PREFILLING
     HAND_ON = "hand_on"  # TRANSFERRING when its worker will not decode it, else READY
     OUTCOME = "outcome"
 

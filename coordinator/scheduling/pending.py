@@ -65,6 +65,7 @@ class PendingKind(StrEnum):
     HOT_CHUNKS = "hot_chunks"
     INDEX_PAGES = "index_pages"
     SLAB_PAGES = "slab_pages"
+    PREFIX = "prefix"
     BEHIND = "behind"
     TURN = "turn"
 
@@ -223,7 +224,12 @@ class PendingReasons:
     # ---------------------------------------------------------------- no worker to ask
 
     def _unasked(self, entry: RequestEntry, now: float) -> PendingReason:
-        """No worker was asked for memory: none is there, none can take it, or others come first."""
+        """No worker was asked for memory: none is there, none can take it, others come first, or another request
+        computes the beginning of its prompt."""
+        refusal = self._policy.outcome.refused.get(entry.request_index)
+        if refusal is not None and (following := refusal.following) is not None:
+            leader = self._request_id(following.leader.request_index)
+            return PendingReason(PendingKind.PREFIX, f"{leader} {following.text}")
         where = f" of node {entry.node}, where its {entry.kept_tokens} rows are kept," if entry.pages else ""
         workers = [it for it in self._placement_table.workers.values() if not entry.pages or it.node == entry.node]
         takers = [it for it in workers if it.takes]

@@ -44,6 +44,7 @@ class PlacementTable:
         self.kept: dict[int, RequestEntry] = {}  # off their workers, with host pages
         self.forcing: dict[int, RequestEntry] = {}  # an operator's hot size has yet to be applied
         self.promised: dict[int, RequestEntry] = {}  # on one worker for their prompt, with a `decoder`
+        self.computing: dict[int, RequestEntry] = {}  # on a worker, their prompts not staged yet
         self.transfers: dict[int, InboundTransfer] = {}  # by placement
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
@@ -92,6 +93,8 @@ class PlacementTable:
         if entry.ordered.forced_slots != NO_HOT_BUFFER:
             self.forcing[entry.request_index] = entry
         entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, hot_size
+        if entry.slab_pages:
+            self.computing[entry.request_index] = entry
         insort(worker.ranks, entry.rank)
         self._note_size(entry, worker)
         return entry.placement
@@ -122,6 +125,12 @@ class PlacementTable:
     def transfers_to(self, worker: str, epoch: int) -> list[InboundTransfer]:
         """Those that the epoch has yet to let go."""
         return [it for it in self.transfers.values() if (it.worker, it.epoch) == (worker, epoch) and not it.arrived]
+
+    def stage(self, entry: RequestEntry) -> int:
+        """Its prompt is in host pages; returns its slab pages, which are free."""
+        self.computing.pop(entry.request_index, None)
+        slab_pages, entry.slab_pages = entry.slab_pages, 0
+        return slab_pages
 
     def start(self, entry: RequestEntry) -> None:
         """It joined the batch. Not so if it is leaving already."""
@@ -216,6 +225,7 @@ class PlacementTable:
         self.starving.pop(entry.request_index, None)
         self.unexplained.pop(entry.request_index, None)
         self.kept.pop(entry.request_index, None)
+        self.computing.pop(entry.request_index, None)
         if entry.phase is EntryPhase.WAITING:
             _discard(self.waiting, entry.rank)
         worker = self.workers.get(entry.worker)

@@ -65,9 +65,11 @@ from coordinator.scheduling.decisions import (
     Transfer,
 )
 from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.following import Leaders
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, is_pinned, next_lower
+from coordinator.scheduling.prefill_costs import REST_TOKENS_MAX, PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from protocol.arrays import Int32Array
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
@@ -128,7 +130,7 @@ class Policy:
         self.ledgers = ledgers
         self.ahead_tokens = ahead_tokens
         self.prefix_reuse = prefix_reuse
-        self.matches: dict[int, tuple[str, int, Int32Array]] = {}  # of requests: a node, its index's version, the match
+        self.prefill_costs = PrefillCosts()
         self.outcome = NO_PLAN_OUTCOME  # of the last plan
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
@@ -164,7 +166,9 @@ class _Plan:
         self.promised = Counter(it.decoder for it in self.placement_table.promised.values())  # requests, by worker
         self.has_prefillers = any(not worker.decodes for worker in self.takers)
         self.free = FreeMemory(policy.ledgers, policy.placement_table.workers.values())
-        self.prefix_reuse, self.matches = policy.prefix_reuse, policy.matches
+        self.prefix_reuse, self.prefill_costs = policy.prefix_reuse, policy.prefill_costs
+        self.leaders = Leaders(policy.placement_table, policy.prefix_reuse)
+        self.weighs_prefixes = False  # whether some prompt rows of the request that is considered are cached
         self._held_after: dict[str, Freeing] = {}
 
     def freeing(self, node: str, share: Int32Array = NO_PAGES) -> Callable[[], Frees]:
@@ -187,11 +191,7 @@ class _Plan:
         """Cached pages with which its prompt can begin on `node`: not all of it, since its last token is computed."""
         if entry.chain is None or not self.prefix_reuse.is_on:
             return NO_PAGES
-        known, version = self.matches.get(entry.request_index), self.prefix_reuse.version(node)
-        if known is None or known[:2] != (node, version):
-            known = (node, version, self.prefix_reuse.match(entry, node))
-            self.matches[entry.request_index] = known
-        return known[2]
+        return self.prefix_reuse.match(entry, node)
 
     # ---------------------------------------------------------------- demands, by rank
 
@@ -223,6 +223,10 @@ class _Plan:
         all_asks = self._asks(entry)
         poison_detector = self.placement_table.poison_detector
         asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)] if poison_detector else all_asks
+        if following := self.leaders.followed_by(entry, {ask.worker.node for ask in asks}, self.now):
+            self.refused[entry.request_index] = Refusal([], following=following)
+            return False
+        self.weighs_prefixes = any(ask.prefix.size for ask in asks)
         best = max(filter(self._fits, reversed(asks)), key=self._preference, default=None)
         made = best or self._make_room(entry, asks)
         if made is not None and self._fits(made):
@@ -262,11 +266,26 @@ class _Plan:
                 shapes[key] = self._shape(entry, worker, part)
             if shape := shapes[key]:
                 ask = PlacementAsk(worker, *shape)
-                if part == BOTH and (matched := self.match(entry, worker.node)).size:
-                    need = replace(ask.need, host_pages=ask.need.host_pages - matched.size)
-                    ask = ask._replace(need=need, share=matched)
+                if part == BOTH:
+                    ask = self._sharing(entry, ask)
                 asks.append(self._with_margin(entry, ask) if entry.displaced and part != PREFILL else ask)
         return asks
+
+    def _sharing(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
+        """`ask`, beginning with what is cached on its node; a short rest needs no slab."""
+        share = self.match(entry, ask.worker.node)
+        if not share.size:
+            return ask
+        need = replace(ask.need, host_pages=ask.need.host_pages - share.size)
+        rest = entry.facts.prompt_tokens - share.size * PAGE_TOKENS
+        by_steps = ask.need.slab_pages > 0 and self._prefers_steps(ask.worker, rest)
+        return ask._replace(need=replace(need, slab_pages=0) if by_steps else need, share=share, by_steps=by_steps)
+
+    def _prefers_steps(self, worker: WorkerEntry, rest_tokens: int) -> bool:
+        if not self.prefix_reuse.with_generated or rest_tokens > REST_TOKENS_MAX:
+            return False
+        stats = worker.port.stats()
+        return self.prefill_costs.prefers_steps(worker.name, rest_tokens, stats.step_us * 1e-6 if stats.steps else 0.0)
 
     def need_of(self, ask: PlacementAsk) -> Memory:
         """What it takes from what is free now: of the cached pages that it shares, those that nothing else holds."""
@@ -291,8 +310,10 @@ class _Plan:
             if other is not None:
                 is_near = other.worker.node == worker.node
                 pages = other.pages if is_near else pages_for(entry.facts.prompt_tokens)
-                need = Memory(0 if is_near else pages, 0, pages, ask.need.slab_pages, 1)
-                pairs.append(PlacementAsk(worker, pages, [NO_HOT_SIZE], need, 0, other))
+                share = NO_PAGES if is_near else self.match(entry, worker.node)
+                need = Memory(0 if is_near else pages - share.size, 0, pages, ask.need.slab_pages, 1)
+                decoder = self._sharing(entry, other)
+                pairs.append(PlacementAsk(worker, pages, [NO_HOT_SIZE], need, 0, decoder, share))
         return pairs
 
     def _shape(self, entry: RequestEntry, worker: WorkerEntry, part: str) -> _Shape | None:
@@ -338,32 +359,53 @@ class _Plan:
                     chunks += max(0, least_chunks(ahead.length, worker.capacity) - ahead.chunks)
         return ask._replace(need=ask.need.plus(Memory(host_pages, chunks, index_pages)), spare_chunks=chunks)
 
-    def _preference(self, ask: PlacementAsk) -> tuple[bool, bool, bool, int, int, int, int]:
-        """Rather directly, and within a node; rather where it can be resident; then on the rank with the fewest
-        requests, since the slowest rank of a group sets its step; then where chunks are plenty, then where seats are,
-        first those of the worker that decodes."""
+    def _preference(self, ask: PlacementAsk) -> tuple[bool, bool, int, bool, int, int, int, int]:
+        """Rather directly, and within a node; where fewest tokens are to be computed before its first, those of prompts
+        that came before among them, if some of its own are cached anywhere; rather where it can be resident; then on
+        the rank with the fewest requests, since the slowest rank of a group sets its step; then where chunks are
+        plenty, then where seats are, first those of the worker that decodes."""
         last = ask.decoder or ask
         free, seats = self.free.on(last.worker), self.free.on(ask.worker).seats
         is_near, is_resident = last.worker.node == ask.worker.node, last.hot_sizes[-1].hot_chunks <= free.hot_chunks
         spare = -len(last.worker.ranks) - self.promised[last.worker.name] if self.has_groups else 0
-        return ask.decoder is not None, is_near, is_resident, spare, free.hot_chunks, free.seats, seats
+        return (
+            ask.decoder is not None,
+            is_near,
+            -self._pages_ahead(ask),
+            is_resident,
+            spare,
+            free.hot_chunks,
+            free.seats,
+            seats,
+        )
+
+    def _pages_ahead(self, ask: PlacementAsk) -> int:
+        """Of prompts, its own among them, that are computed on its worker before its first token."""
+        if not self.weighs_prefixes:
+            return 0
+        before = (it for it in self.placement_table.computing.values() if it.worker == ask.worker.name)
+        return sum(it.slab_pages - it.shared_pages for it in before) - int(ask.prefix.size)
 
     def _admit(self, entry: RequestEntry, ask: PlacementAsk) -> None:
         worker = ask.worker
         chunks = self.free.on(worker).hot_chunks - ask.spare_chunks
         hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
         memory = first_memory(entry.length, ask.pages, entry.pages, hot_size)
-        memory = replace(memory, host_pages=memory.host_pages - ask.share.size)
-        taken = memory.plus(Memory(self.held_after(worker.node).count_unheld(ask.share)))
-        self.held_after(worker.node).hold(ask.share)
+        memory = replace(memory, host_pages=memory.host_pages - ask.prefix.size)
+        memory = replace(memory, slab_pages=0) if ask.by_steps else memory
+        taken = memory.plus(Memory(self._hold(worker.node, ask.prefix)))
         take_over, durable_tokens = (entry.placement, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
         transfer = self._open_transfer(entry, ask)
         placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
+        entry.shared_pages, entry.by_steps = int(ask.prefix.size), ask.by_steps
+        entry.follows, entry.goes_alone = None, False
         self.free.take(worker, taken)
-        self.matches.pop(entry.request_index, None)
+        entry.matches.clear()
         if ask.decoder:
-            promised = replace(ask.decoder.need, host_pages=transfer.pages if transfer else 0)
+            unheld = self._hold(ask.decoder.worker.node, transfer.share) if transfer else 0
+            fresh = transfer.pages - transfer.share.size if transfer else 0
+            promised = replace(ask.decoder.need, host_pages=fresh + unheld)
             self.free.promise(ask.decoder.worker, promised)
             self.promised[decoder] += 1
         self.decisions.append(
@@ -378,16 +420,22 @@ class _Plan:
                 first_token,
                 decoder,
                 transfer,
-                ask.share,
+                ask.prefix,
             )
         )
 
+    def _hold(self, node: str, share: Int32Array) -> int:
+        """These cached pages of `node` will be held; how many nothing but the cache holds before."""
+        unheld = self.held_after(node).count_unheld(share)
+        self.held_after(node).hold(share)
+        return unheld
+
     def _open_transfer(self, entry: RequestEntry, ask: PlacementAsk) -> Transfer | None:
         """To a worker of another node."""
-        if ask.decoder is None or ask.decoder.worker.node == ask.worker.node:
+        if ask.decoder is None or not ask.is_far:
             return None
         worker, pages = ask.decoder.worker, ask.decoder.pages
-        return Transfer(self.placement_table.open_transfer(entry, worker, pages), worker, pages)
+        return Transfer(self.placement_table.open_transfer(entry, worker, pages), worker, pages, ask.decoder.share)
 
     # ---------------------------------------------------------------- growth
 

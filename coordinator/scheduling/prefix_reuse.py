@@ -8,20 +8,30 @@ Within that, only requests of one `cache_salt` reuse each other's pages.
 
 In deterministic mode (ModelInfo.prefix_unit_tokens is the size of prompt chunks) only whole chunks of prompts are
 reused, and nothing that decode steps have written, so that outputs are the same bits with and without reuse.
+
+Pages are cached as they become durable: those of a prompt while it is being computed, those of generated tokens when
+their request leaves its worker. What may be wrong leaves the index: the pages that a worker epoch wrote with which an
+audit differs twice, or whose death was one too many for a request; those of a placement that faulted, or whose pages
+another node refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Final
 
+import numpy as np
+
 from coordinator.memory.changes import Cache, Evict
 from coordinator.memory.ledger import NO_PAGES, Ledger
-from coordinator.memory.prefix_index import Digest, PrefixIndex, extend_chain, root_of
+from coordinator.memory.prefix_index import NO_SOURCE, Chain, Digest, PrefixIndex, Scope, Source, extend_chain, root_of
 from coordinator.scheduling.effects import LedgerStep
-from coordinator.scheduling.entries import RequestEntry
+from coordinator.scheduling.entries import Match, RequestEntry
+from coordinator.scheduling.kv_events import KvEvents
 from protocol.arrays import Int32Array
 from protocol.messages import ModelInfo
 from protocol.units import PAGE_TOKENS
@@ -29,20 +39,39 @@ from protocol.units import PAGE_TOKENS
 #: Digests computed before other tasks get a turn: about half a millisecond.
 DIGESTS_AT_ONCE: Final = 384
 
+#: Roots that are remembered, so that they are not computed for each request.
+ROOTS_MAX: Final = 1_024
+#: Worker epochs that are remembered as not trustworthy.
+DISTRUSTED_MAX: Final = 1_024
+
 OFF: Final = "off"
+OWN: Final = "own"
 ALL: Final = "all"
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Of one node, since the coordinator's start. `asked_tokens`: of prompts that were admitted to be prefilled."""
+
+    asked_tokens: int = 0
+    reused_tokens: int = 0
+    evicted_pages: int = 0
 
 
 @dataclass(slots=True)
 class PrefixReuse:
     """The indexes of all nodes, and the rule. `key` is drawn at each start. `unit_tokens` and
-    `with_generated` are those of the served model."""
+    `with_generated` are those of the served model. `events`, if any, hears what is cached and forgotten."""
 
     mode: str
     key: bytes = b""
+    events: KvEvents | None = None
+    roots: dict[tuple[str, ...], Digest] = field(default_factory=dict)  # of owners and salts seen lately
+    stats: dict[str, PrefixStats] = field(default_factory=dict)
     by_node: dict[str, PrefixIndex] = field(default_factory=dict)
     unit_tokens: int = PAGE_TOKENS
     with_generated: bool = True
+    distrusted: OrderedDict[Source, None] = field(default_factory=OrderedDict)
 
     @property
     def is_on(self) -> bool:
@@ -50,15 +79,38 @@ class PrefixReuse:
 
     def open(self, node: str) -> PrefixIndex:
         """The index of a pool with nothing cached in it."""
-        self.by_node[node] = PrefixIndex()
-        return self.by_node[node]
+        before = self.by_node.get(node)
+        after = PrefixIndex(partial(self._forgotten, node) if self.events is not None else None)
+        if before is not None:  # what was matched there is not there any more
+            before.clear()
+            after.version, after.removals = before.version + 1, before.removals + 1
+        self.by_node[node] = after
+        self.stats.setdefault(node, PrefixStats())
+        return after
+
+    def _forgotten(self, node: str, digest: Digest) -> None:
+        if self.events is not None and not self._is_elsewhere(node, digest):
+            self.events.removed(digest)
+
+    def _is_elsewhere(self, node: str, digest: Digest) -> bool:
+        return any(digest in index for name, index in self.by_node.items() if name != node)
 
     def serve(self, model: ModelInfo) -> None:
         self.unit_tokens, self.with_generated = model.prefix_unit_tokens, model.reuses_generated
 
-    def root(self, model: ModelInfo, user: str, tenant: str, salt: str) -> Digest:
-        owner = ("", "") if self.mode == ALL else (user, tenant)
-        return root_of(self.key, model.fingerprint, *owner, salt)
+    def scope(self, user: str, tenant: str, salt: str) -> Scope:
+        return Scope(salt=salt) if self.mode == ALL else Scope(user, tenant, salt)
+
+    def root(self, model: ModelInfo, scope: Scope) -> Digest:
+        """Of all that rows depend on beside tokens, and of who may reuse them. Their format is that of the node's pool:
+        a pool of another format begins with an empty index."""
+        about = (model.fingerprint, model.arithmetic, *scope)
+        root = self.roots.get(about)
+        if root is None:
+            if len(self.roots) >= ROOTS_MAX:
+                self.roots.clear()
+            root = self.roots[about] = root_of(self.key, *about)
+        return root
 
     def digests(self, root: Digest, tokens: bytes) -> Iterator[tuple[Digest, ...]]:
         """Digests of the full pages of `tokens`, a few at a time."""
@@ -68,25 +120,43 @@ class PrefixReuse:
 
     def match(self, entry: RequestEntry, node: str) -> Int32Array:
         """Cached pages with which its prompt can begin on `node`; its last token is computed in any case."""
-        index = self.by_node.get(node)
-        if index is None or entry.chain is None:
+        index, chain = self.by_node.get(node), entry.chain
+        if index is None or chain is None:
             return NO_PAGES
-        unit = self.unit_tokens // PAGE_TOKENS
-        last = (entry.facts.prompt_tokens - 1) // PAGE_TOKENS
-        pages = index.match(entry.chain.digests[:last])
-        return pages[: pages.size // unit * unit]
+        known = entry.matches.get(node)
+        if known is None or known.version != index.version:
+            is_longer = known is not None and known.removals == index.removals
+            first = known.pages.size if known is not None and is_longer else 0
+            digests = chain.digests[: (entry.facts.prompt_tokens - 1) // PAGE_TOKENS]
+            pages = index.match(digests, first)
+            known = entry.matches[node] = Match(index.version, index.removals, pages)
+        return known.pages[: self.whole(known.pages.size)]
 
-    def version(self, node: str) -> int:
-        return self.by_node[node].version if node in self.by_node else 0
+    def common_pages(self, one: Chain, other: Chain) -> int:
+        """Of how many pages that both begin with the same. All ancestors of equal digests are equal."""
+        low, high = 0, min(len(one.digests), len(other.digests))
+        while low < high:
+            middle = (low + high) // 2
+            is_same = one.digests[middle] == other.digests[middle]
+            low, high = (middle + 1, high) if is_same else (low, middle)
+        return low
 
     def use(self, entry: RequestEntry, node: str, pages: int) -> None:
-        """It was admitted with so many cached pages."""
+        """It was admitted to be prefilled, with so many cached pages."""
+        entry.indexed = pages
+        if self.is_on:
+            self.stats[node].asked_tokens += entry.facts.prompt_tokens
         if pages and entry.chain is not None:
+            self.stats[node].reused_tokens += pages * PAGE_TOKENS
             self.by_node[node].touch(entry.chain.digests[:pages])
 
-    def keep_prompt(self, entry: RequestEntry, ledger: Ledger) -> tuple[LedgerStep, ...]:
-        """All rows of its prompt are durable: cache its full pages, as far as they are not known."""
-        return self._keep(entry, ledger, entry.facts.prompt_tokens // PAGE_TOKENS, lambda: b"")
+    def keep_prompt(
+        self, entry: RequestEntry, ledger: Ledger, durable_tokens: int | None = None
+    ) -> tuple[LedgerStep, ...]:
+        """So many rows of its prompt are durable, or all: cache their full pages, as far as they are not known."""
+        prompt = entry.facts.prompt_tokens
+        rows = prompt if durable_tokens is None else min(durable_tokens, prompt)
+        return self._keep(entry, ledger, rows // PAGE_TOKENS, lambda: b"")
 
     def keep_rows(
         self, entry: RequestEntry, ledger: Ledger, durable_tokens: int, generated: int, tokens: Callable[[], bytes]
@@ -103,16 +173,79 @@ class PrefixReuse:
         self, entry: RequestEntry, ledger: Ledger, pages: int, tokens: Callable[[], bytes]
     ) -> tuple[LedgerStep, ...]:
         index, chain = self.by_node.get(entry.node), entry.chain
-        if index is None or chain is None:
+        if index is None or chain is None or not ledger.holds(entry.placement):
             return ()
-        unit = self.unit_tokens // PAGE_TOKENS
-        pages = pages // unit * unit
+        pages = self.whole(pages)
+        first = entry.indexed if entry.indexed and chain.digests[entry.indexed - 1] in index else 0
+        if pages <= first:
+            return ()
         digests = chain.digests[:pages]
         if pages > len(digests):
             rest = tokens()[len(digests) * PAGE_TOKENS * 4 : pages * PAGE_TOKENS * 4]
             digests += tuple(extend_chain(self.key, digests[-1] if digests else chain.root, rest))
-        fresh = index.add(chain.root, digests, ledger.pages_of(entry.placement)[: len(digests)])
+        held, source = ledger.pages_of(entry.placement)[: len(digests)], ledger.holder_of(entry.placement) or NO_SOURCE
+        if source in self.distrusted:
+            return ()
+        parent = digests[first - 1] if first else chain.root
+        fresh = index.add(parent, digests[first:], held[first:], source, chain.scope)
+        entry.indexed = min(len(digests), len(chain.digests))
+        if self.events is not None and fresh.size:
+            is_news = np.isin(held, fresh)
+            for place in np.flatnonzero(is_news).tolist():
+                is_news[place] = not self._is_elsewhere(entry.node, digests[place])
+            self.events.stored(chain, digests, is_news, entry.request_index)
         return (LedgerStep(entry.node, Cache(fresh.tobytes())),) if fresh.size else ()
+
+    def whole(self, pages: int) -> int:
+        """Those that may be reused: of whole units."""
+        unit = self.unit_tokens // PAGE_TOKENS
+        return pages // unit * unit
+
+    # ---------------------------------------------------------------- operators
+
+    def drop(self, prefixes: Iterable[Digest]) -> dict[str, Int32Array]:
+        """Forget the pages that lead to these prefixes alone; returns them by node, to be evicted."""
+        wanted = tuple(prefixes)
+        dropped = {
+            node: np.concatenate([NO_PAGES, *(index.drop(it) for it in wanted)]) for node, index in self.by_node.items()
+        }
+        return {node: pages for node, pages in dropped.items() if pages.size}
+
+    def drop_owner(self, owner: str) -> dict[str, Int32Array]:
+        """Forget all prefixes of `owner`, as Scope.owner says it; returns the pages by node, to be evicted."""
+        dropped = {node: index.drop_owner(owner) for node, index in self.by_node.items()}
+        return {node: pages for node, pages in dropped.items() if pages.size}
+
+    def clear(self) -> dict[str, Int32Array]:
+        """Forget all prefixes; returns the pages by node, to be evicted."""
+        events, self.events = self.events, None  # one event for all of them
+        dropped = {node: index.clear() for node, index in self.by_node.items()}
+        self.events = events
+        if events is not None:
+            events.cleared()
+        return {node: pages for node, pages in dropped.items() if pages.size}
+
+    # ---------------------------------------------------------------- what is not to be trusted
+
+    def distrust_epoch(self, source: Source) -> tuple[LedgerStep, ...]:
+        """What this epoch wrote may be wrong: it leaves the index, with all that follows it, and what it still writes
+        does not enter."""
+        self.distrusted[source] = None
+        if len(self.distrusted) > DISTRUSTED_MAX:
+            self.distrusted.popitem(last=False)
+        return tuple(
+            step for node, index in self.by_node.items() for step in self._forget(node, index.written_by(source))
+        )
+
+    def distrust_pages(self, entry: RequestEntry, ledger: Ledger) -> tuple[LedgerStep, ...]:
+        """What its placement wrote to host pages may be wrong: those leave the index. Pages that it shared stay."""
+        if entry.node not in self.by_node or not ledger.holds(entry.placement):
+            return ()
+        return self._forget(entry.node, ledger.pages_of(entry.placement)[entry.shared_pages :].tolist())
+
+    def _forget(self, node: str, pages: Iterable[int]) -> tuple[LedgerStep, ...]:
+        gone = self.by_node[node].remove(pages)
+        return (LedgerStep(node, Evict(gone.tobytes())),) if gone.size else ()
 
     def begin_empty(self, ledgers: Mapping[str, Ledger]) -> tuple[LedgerStep, ...]:
         """Digests are not written down, so a coordinator that restarts frees what was cached."""

@@ -50,6 +50,8 @@ from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState
 from protocol.units import PAGE_TOKENS
 
+#: Causes of failures after which the rows of a placement are not reused.
+SUSPECT_CAUSES: Final = frozenset({"fault", "lost_tokens", "poison"})
 #: Lines of a request's history; older ones are dropped, the first (how it came) stays.
 HISTORY_LINES_MAX: Final = 64
 
@@ -230,7 +232,8 @@ class RequestState:
             return []
         self.staging = False
         self._move(target, now, EventKind.STAGED, f"prefill {event.prefill_ms:.0f} ms, staging {event.stage_ms:.0f} ms")
-        return [self._progressed(Stage.STAGED)]
+        took_s = (event.prefill_ms + event.stage_ms) / 1e3
+        return [PlacementProgressed(self.facts.request_index, self.placement, Stage.STAGED, took_s)]
 
     def _started(self, _: messages.Started, target: Target, __: Rows, now: float) -> list[Action]:
         if target is SAME:
@@ -303,7 +306,8 @@ class RequestState:
         self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.facts.prompt_tokens else 0
         first_token = first_token if self.kept_tokens else messages.NO_TOKEN
         warm_start = warm_start if self.kept_tokens else b""
-        is_right = not (target is OUTCOME and self.outcome is State.FAILED)
+        has_failed = target is OUTCOME and self.outcome is State.FAILED
+        cacheable = durable if kind is EventKind.LOST else max(durable, rows.durable)
         departed = PlacementEnded(
             self.facts.request_index,
             self.placement,
@@ -311,7 +315,8 @@ class RequestState:
             target is OUTCOME,
             first_token,
             warm_start,
-            durable if is_right else 0,
+            0 if has_failed else cacheable,
+            has_failed and self.cause in SUSPECT_CAUSES,
         )
         self.placement, self.worker = 0, ""
         reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
@@ -332,7 +337,7 @@ class RequestState:
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
         self.placement, self.worker, self.keep = event.command.placement, event.worker, True
-        self.staging, self.parked, self.resize = not self.kept_tokens, False, None
+        self.staging, self.parked, self.resize = event.command.slab_pages > 0, False, None
         self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
         if not self.admissions:
             self.prefix_tokens = event.command.prefix_tokens
@@ -413,7 +418,7 @@ class RequestState:
                 kept = State.PREFILLED if self.prefills_only else State.RETRACTED
                 self.state = State.RETRACTED if self.held else kept if self.kept_tokens else State.QUEUED
             case Resolve.START:
-                self.state = State.READY if self.kept_tokens else State.PREFILLING
+                self.state = State.PREFILLING if self.staging else State.READY
             case Resolve.HAND_ON:
                 self.state = State.TRANSFERRING if self.prefills_only else State.READY
             case Resolve.OUTCOME:

@@ -220,6 +220,7 @@ class RequestTable:
             held=state.held,
             reason=pending.text if pending else state.reason,
             waits_for=pending.kind if pending else "",
+            prefix_tokens=state.prefix_tokens,
         )
 
     def _pending(self, live: LiveRequest, now: float) -> PendingReason | None:

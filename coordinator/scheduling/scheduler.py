@@ -14,14 +14,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
+import numpy as np
 import trio
 
 from coordinator.actor import Level, Reply, Supervisor
 from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
 from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
-from coordinator.memory.changes import GIVING
+from coordinator.memory.changes import GIVING, Evict
 from coordinator.memory.host_pool import Applied, HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
 from coordinator.memory.prefix_index import KEY_BYTES
@@ -33,6 +35,7 @@ from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
+from coordinator.scheduling.kv_events import KvEvent, KvEvents
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, endings_of, restore
@@ -80,7 +83,7 @@ class _Turn:
     tells: list[AddressedOrder] = field(default_factory=list)
     sends: list[WorkerSend] = field(default_factory=list)
     joined: list[Reply[None]] = field(default_factory=list)
-    released: list[tuple[Reply[tuple[str, ...]], tuple[str, ...]]] = field(default_factory=list)
+    released: list[tuple[Reply[tuple[str, ...]], tuple[str, ...], str]] = field(default_factory=list)
 
     def take(self, effects: Effects) -> None:
         self.steps += effects.steps
@@ -112,7 +115,9 @@ class Scheduler(SchedulerApi):
         journal: Journal | None = None,
         clock: Callable[[], float] = trio.current_time,
         wall_offset_s: float = 0.0,
+        publish: Callable[[Sequence[KvEvent]], None] | None = None,
     ) -> None:
+        """`publish` is called at the end of each turn that changed which prefixes are cached."""
         mailbox_max = settings.live_requests_max * MESSAGES_PER_REQUEST + MESSAGES_BESIDES
         super().__init__("scheduler", mailbox_max=mailbox_max, batch_max=BATCH_MAX)
         self.stopped = trio.Event()
@@ -125,14 +130,23 @@ class Scheduler(SchedulerApi):
         self._wall_offset_s = wall_offset_s
         self._pools: dict[str, HostPool[Record, Commit]] = {}
         self._ledgers: Mapping[str, Ledger] = self._journal.state.ledgers
-        self._prefix_reuse = PrefixReuse(settings.prefix_reuse, secrets.token_bytes(KEY_BYTES))
+        self._digesting = trio.Lock()
+        self._publish = publish
+        self._kv_events = KvEvents(self._some_tokens) if publish is not None else None
+        self._prefix_reuse = PrefixReuse(settings.prefix_reuse, secrets.token_bytes(KEY_BYTES), self._kv_events)
         self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse)
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
         self._requests = RequestTable(token_log, settings, wall_offset_s, self._dispatch)
         self._warm_starts = WarmStarts()
         self._auditor = Auditor(
-            self._placement_table, self._ledgers, self._requests, token_log, self._counters, settings.audit_interval_s
+            self._placement_table,
+            self._ledgers,
+            self._requests,
+            token_log,
+            self._counters,
+            settings.audit_interval_s,
+            self._prefix_reuse,
         )
         self._submissions = Submissions(
             self._requests,
@@ -212,8 +226,8 @@ class Scheduler(SchedulerApi):
         self._announce_turn(turn)
         for reply in turn.joined:
             reply.set(None)
-        for told, lines in turn.released:
-            self._journal.append(()).answer(told, lines, "the quarantine was released")
+        for told, lines, what in turn.released:
+            self._journal.append(()).answer(told, lines, what)
         if tick:
             self._auditor.tick(now)
             self._submissions.forget(self._requests.forget_old(now))
@@ -221,11 +235,18 @@ class Scheduler(SchedulerApi):
         await self._decide(now, tick)
         if self._stop is not None:
             await self._wind_up(self._stop, now)
+        if self._publish is not None and self._kv_events is not None and (news := self._kv_events.take()):
+            self._publish(news)
 
-    def _starving(self, message: events.Starving) -> None:
-        for request_index in message.request_indices.tolist():
-            if entry := self._placement_table.entries.get(request_index):
+    def _progress(self, message: events.Starving | events.PromptRows) -> Effects:
+        effects = Effects()
+        for entry in filter(None, map(self._placement_table.entries.get, message.request_indices.tolist())):
+            if isinstance(message, events.Starving):
                 self._dispatch.starve(entry)
+            else:
+                durable_tokens = self._token_log.durable(entry.request_index)
+                effects = effects.plus(self._dispatch.prompt_rows(entry, durable_tokens))
+        return effects
 
     def _transfer_closed(self, it: events.TransferClosed) -> Effects:
         return self._dispatch.transfer_closed(it.worker, it.epoch, it.placement, it.durable_tokens)
@@ -253,8 +274,8 @@ class Scheduler(SchedulerApi):
                 self._requests.end(self._requests.by_index[message.request_index], now)
             case events.TransferClosed():
                 turn.take(self._transfer_closed(message))
-            case events.Starving():
-                self._starving(message)
+            case events.Starving() | events.PromptRows():
+                turn.take(self._progress(message))
             case events.WorkerDown() | events.WorkerExited():
                 self._worker_gone(message, turn, now)
             case events.InventoryTaken():
@@ -267,6 +288,7 @@ class Scheduler(SchedulerApi):
                 | events.ForgetAsk()
                 | events.DrainAsk()
                 | events.ReleaseAsk()
+                | events.DropPrefixesAsk()
                 | events.ForgetWorkersAsk()
                 | events.StopAsk()
                 | events.WorkerUp()
@@ -280,11 +302,33 @@ class Scheduler(SchedulerApi):
 
     def _departed(self, event: events.PlacementEnded) -> Effects:
         request_index = event.request_index
-
-        def tokens() -> bytes:
-            return self._requests.by_index[request_index].prompt + self._token_log.tokens(request_index, 0)
-
+        tokens = partial(self._tokens_of, request_index)
         return self._dispatch.departed(event, self._token_log.length(request_index), tokens)
+
+    def _tokens_of(self, request_index: int) -> bytes:
+        """Its prompt and its output, int32."""
+        return self._requests.by_index[request_index].prompt + self._token_log.tokens(request_index, 0)
+
+    def _some_tokens(self, request_index: int, first: int, last: int) -> bytes:
+        """Of its prompt and its output, int32. A prompt may be megabytes: no more of it is copied."""
+        prompt = self._requests.by_index[request_index].prompt
+        whole = prompt if 4 * last <= len(prompt) else self._tokens_of(request_index)
+        return whole[4 * first : 4 * last]
+
+    def _drop_prefixes(self, ask: events.DropPrefixesAsk, turn: _Turn) -> tuple[str, ...]:
+        """The changes go to the end of the turn's: what is dropped may have been cached in this turn."""
+        reuse = self._prefix_reuse
+        parts = [reuse.drop(ask.digests), *(reuse.drop_owner(it) for it in ask.owners)]
+        if not ask.digests and not ask.owners:
+            parts = [reuse.clear()]
+        lines = []
+        for node in reuse.by_node:
+            pages = np.concatenate([NO_PAGES, *(part[node] for part in parts if node in part)])
+            if pages.size:
+                turn.steps.append(LedgerStep(node, Evict(pages.tobytes())))
+            lines.append(f"{node}: {pages.size} pages dropped")
+        log.info("prefixes dropped", extra=fields(lines=lines, by=ask.owner))
+        return tuple(lines)
 
     def _answer(
         self,
@@ -293,6 +337,7 @@ class Scheduler(SchedulerApi):
         | events.ForgetAsk
         | events.DrainAsk
         | events.ReleaseAsk
+        | events.DropPrefixesAsk
         | events.ForgetWorkersAsk
         | events.StopAsk
         | events.WorkerUp
@@ -320,12 +365,8 @@ class Scheduler(SchedulerApi):
             case events.DrainAsk():
                 lines, commit = self._drain(ask, now)
                 commit.answer(ask.reply, lines, "the undrain was begun" if ask.undrain else "the drain was begun")
-            case events.ReleaseAsk():
-                effects, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch)
-                for each in effects:
-                    turn.take(each)
-                turn.released.append((ask.reply, lines))
-                log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner))
+            case events.ReleaseAsk() | events.DropPrefixesAsk():
+                turn.released.append((ask.reply, *self._release(ask, turn)))
             case events.StopAsk() | events.ForgetWorkersAsk():
                 lines = (
                     self._begin_stop(ask, now)
@@ -344,6 +385,16 @@ class Scheduler(SchedulerApi):
                 turn.joined.append(ask.reply)
             case events.AuditAsk():
                 self._auditor.begin(ask, now)
+
+    def _release(self, ask: events.ReleaseAsk | events.DropPrefixesAsk, turn: _Turn) -> tuple[tuple[str, ...], str]:
+        """What was done, and in one phrase."""
+        if isinstance(ask, events.DropPrefixesAsk):
+            return self._drop_prefixes(ask, turn), "the prefixes were dropped"
+        effects, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch)
+        for each in effects:
+            turn.take(each)
+        log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner))
+        return lines, "the quarantine was released"
 
     # ---------------------------------------------------------------- requests
 
@@ -378,11 +429,12 @@ class Scheduler(SchedulerApi):
             self._journal.append_changes,
             lifetimes=self._counters.host_page_s,
             clock=self._clock,
-            evicted=self._count_evicted,
+            evicted=partial(self._count_evicted, node),
         )
         self._supervisor.start(self._pools[node], Level.HOST_POOL)
 
-    def _count_evicted(self, pages: int) -> None:
+    def _count_evicted(self, node: str, pages: int) -> None:
+        self._prefix_reuse.stats[node].evicted_pages += pages
         self._counters.prefix_pages_evicted += pages
 
     def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn, now: float) -> None:
@@ -472,7 +524,8 @@ class Scheduler(SchedulerApi):
     def _receive(self, entry: RequestEntry, transfer: decisions.Transfer, pages: Int32Array) -> None:
         facts = entry.facts
         about = facts.request_index, facts.request_id, facts.prompt_tokens
-        transfer.worker.port.send(messages.Receive(transfer.transfer_id, *about, pages.tobytes()))
+        shared = transfer.share.size * PAGE_TOKENS
+        transfer.worker.port.send(messages.Receive(transfer.transfer_id, *about, pages.tobytes(), shared))
 
     def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
@@ -482,6 +535,10 @@ class Scheduler(SchedulerApi):
         if not decision.durable_tokens:
             self._prefix_reuse.use(entry, worker.node, decision.share.size)
             self._counters.prefix_tokens += decision.prefix_tokens
+            self._counters.prefix_asked_tokens += entry.facts.prompt_tokens if self._prefix_reuse.is_on else 0
+        transfer = decision.transfer
+        if transfer is not None and entry.chain is not None and transfer.share.size:
+            self._prefix_reuse.by_node[transfer.worker.node].touch(entry.chain.digests[: transfer.share.size])
         warm_start = self._warm_starts.take(entry.request_index)
         command = messages.Admit(
             placement=decision.placement,
@@ -498,12 +555,14 @@ class Scheduler(SchedulerApi):
             hot_chunks=hot_size.hot_chunks,
             first_token=decision.first_token,
             prefix_tokens=decision.prefix_tokens,
-            transfer_id=decision.transfer.transfer_id if decision.transfer else 0,
-            destination=decision.transfer.worker.receiver if decision.transfer else b"",
+            unsent_tokens=transfer.share.size * PAGE_TOKENS if transfer else 0,
+            transfer_id=transfer.transfer_id if transfer else 0,
+            destination=transfer.worker.receiver if transfer else b"",
             warm_start=warm_start if decision.durable_tokens else b"",
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {decision.prefix_tokens} tokens of the prompt reused" if decision.prefix_tokens else ""
+        reason += ", the rest by decode steps" if entry.by_steps else ""
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
         return AddressedOrder(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
 

@@ -13,6 +13,7 @@ from protocol.messages import (
     BOTH,
     DECODE,
     DIRECT,
+    LOGIT_BIAS_MAX,
     NAME_CHARS_MAX,
     PREFILL,
     PREFILL_MODES,
@@ -20,6 +21,7 @@ from protocol.messages import (
     STAGED,
     STOP_CHARS_MAX,
     STOP_STRINGS_MAX,
+    STOP_TOKEN_IDS_MAX,
     ModelInfo,
     Sampling,
     Submit,
@@ -30,6 +32,11 @@ from protocol.sizing import Length, misfit
 TEMPERATURE_MAX: Final = 100.0
 TOP_P_MIN: Final = 1e-6
 SEED_MAX: Final = 2**63 - 1
+PENALTY_MAX: Final = 2.0
+REPETITION_PENALTY_MIN: Final = 1e-3
+REPETITION_PENALTY_MAX: Final = 1e3
+LOGIT_BIAS_LIMIT: Final = 100.0
+TOP_K_MAX: Final = 2**31 - 1
 
 
 def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
@@ -42,6 +49,7 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
         raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")
     _check_tokens(prompt, model)
     check_orders(submit.sampling, submit.priority)
+    check_token_ids(submit.sampling, model)
     if submit.prefill_mode not in PREFILL_MODES:
         raise BadInput(
             "no such prefill mode",
@@ -51,6 +59,20 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
         )
     check_length(prompt.size, submit.sampling.max_tokens, model)
     return prompt
+
+
+def check_token_ids(sampling: Sampling, model: ModelInfo) -> None:
+    """Raises BadInput for ids in `sampling` that `model` has not."""
+    named = {"logit_bias": [token for token, _ in sampling.logit_bias], "stop_token_ids": sampling.stop_token_ids}
+    for field, ids in named.items():
+        for token in ids:
+            if not 0 <= token < model.vocab_size:
+                raise BadInput(
+                    f"token ids of {model.name} are 0..{model.vocab_size - 1}",
+                    field=field,
+                    value=token,
+                    remedy="use the tokenizer of the served model",
+                )
 
 
 def check_salt(cache_salt: str) -> None:
@@ -190,6 +212,7 @@ def _check_sampling(sampling: Sampling) -> None:
     _check_range("temperature", sampling.temperature, 0.0, TEMPERATURE_MAX)
     _check_range("top_p", sampling.top_p, TOP_P_MIN, 1.0)
     _check_range("seed", sampling.seed, 0, SEED_MAX)
+    _check_adjustments(sampling)
     if len(sampling.stop) > STOP_STRINGS_MAX:
         raise BadInput(
             f"at most {STOP_STRINGS_MAX} stop strings", field="stop", value=len(sampling.stop), remedy="give fewer"
@@ -202,6 +225,26 @@ def _check_sampling(sampling: Sampling) -> None:
                 value=f"{len(text)} characters",
                 remedy="shorten or remove it",
             )
+
+
+def _check_adjustments(sampling: Sampling) -> None:
+    _check_range("top_k", sampling.top_k, 0, TOP_K_MAX)
+    _check_range("min_p", sampling.min_p, 0.0, 1.0)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)
+    _check_range("presence_penalty", sampling.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
+    _check_range("repetition_penalty", sampling.repetition_penalty, REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
+    _check_range("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
+    _check_count("logit_bias", len(sampling.logit_bias), LOGIT_BIAS_MAX)
+    _check_count("stop_token_ids", len(sampling.stop_token_ids), STOP_TOKEN_IDS_MAX)
+    if len({token for token, _ in sampling.logit_bias}) < len(sampling.logit_bias):
+        raise BadInput("names a token twice", field="logit_bias", remedy="give each token one bias")
+    for _, bias in sampling.logit_bias:
+        _check_range("logit_bias", bias, -LOGIT_BIAS_LIMIT, LOGIT_BIAS_LIMIT)
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise BadInput(f"at most {most} entries", field=field, value=f"{count} entries", remedy="give fewer")
 
 
 def _check_range(field: str, value: float, low: float, high: float) -> None:

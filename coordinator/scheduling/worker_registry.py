@@ -90,7 +90,7 @@ class WorkerRegistry:
         if (
             known is None
             or hello.node not in self._ledgers
-            or known.host_pages != hello.capacity.host_pages
+            or _shape_of(known) != _shape_of(hello.capacity)
             or _is_another_file(known, hello.capacity)
         ):
             if is_changing:
@@ -287,12 +287,12 @@ class WorkerRegistry:
         if _is_another_file(known, hello.capacity):
             self._check_pool_is_left(hello)
             return
-        ours = (hello.capacity.host_pages, hello.capacity.page_bytes, hello.capacity.pool_path)
-        theirs = (known.host_pages, known.page_bytes, known.pool_path)
+        ours = (*_shape_of(hello.capacity), hello.capacity.pool_path)
+        theirs = (*_shape_of(known), known.pool_path)
         in_use = self._placement_table.of_node(hello.node) or ledger.holdings_count or ledger.quarantines
         if ours != theirs and in_use:
             raise ConfigError(
-                f"its host pool (pages, page bytes, path) is {ours}, that of node {hello.node} is {theirs}",
+                f"its host pool (pages, page bytes, rows, path) is {ours}, that of node {hello.node} is {theirs}",
                 field="worker",
                 value=hello.worker,
                 remedy="give all workers of a node the same host_mem, pool_dir and model",
@@ -315,6 +315,11 @@ def _no_worker(name: str) -> NotFound:
     return NotFound(
         "no worker or group of this name", field="worker", value=name[:NAME_CHARS_MAX], remedy="list workers"
     )
+
+
+def _shape_of(capacity: WorkerCapacity) -> tuple[int, int, str]:
+    """Of a pool: when it changes, nothing of what lies there can be read any more."""
+    return capacity.host_pages, capacity.page_bytes, capacity.row_format
 
 
 def _is_another_file(known: WorkerCapacity, ours: WorkerCapacity) -> bool:

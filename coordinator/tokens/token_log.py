@@ -31,6 +31,7 @@ from coordinator.tokens.token_times import TokenTimes
 from protocol.arrays import Int32Array, Int64Array, unpack_int32, unpack_int64
 from protocol.errors import CapacityError, InternalError, ProtocolError
 from protocol.messages import Progress
+from protocol.units import PAGE_TOKENS
 
 #: Generated tokens of all requests together: 1 GiB of virtual memory, resident as far as it is used.
 ARENA_TOKENS: Final = 1 << 28
@@ -39,6 +40,7 @@ EXTENT_TOKENS_MIN: Final = 64
 
 NO_PLACEMENT: Final = -1
 NO_SOURCE: Final = -1
+EMPTY: Final[Int32Array] = np.empty(0, np.int32)
 
 assert ARENA_TOKENS % EXTENT_TOKENS_MIN == 0
 
@@ -52,7 +54,7 @@ class Appended(NamedTuple):
 
     `request_indices` are the entries whose placement and source were current, each with `known` tokens before and
     `fresh` new ones. `tokens` counts new tokens, `repeated_tokens` those known already (a replay), `stale_entries` the
-    entries of ended placements.
+    entries of ended placements. Of `staged`, int32, more full pages of the prompt are durable.
     """
 
     request_indices: RequestIndices
@@ -61,6 +63,7 @@ class Appended(NamedTuple):
     tokens: int
     repeated_tokens: int
     stale_entries: int
+    staged: Int32Array
 
 
 class News(NamedTuple):
@@ -264,8 +267,13 @@ class TokenLog:
             self._write(request_indices, known, fresh, np.cumsum(counts) - fresh, tokens, total)
             self.lengths[request_indices] = known + fresh
         rows = self._prompt[request_indices] + known + fresh
-        self._durable[request_indices] = np.maximum(self._durable[request_indices], np.minimum(durables, rows))
-        return Appended(request_indices, known, fresh, total, repeated_tokens, stale)
+        before = self._durable[request_indices]
+        self._durable[request_indices] = after = np.maximum(before, np.minimum(durables, rows))
+        staged = EMPTY
+        if np.count_nonzero(is_prompt := before < self._prompt[request_indices]):
+            is_longer = is_prompt & (after // PAGE_TOKENS > before // PAGE_TOKENS)
+            staged = request_indices[is_longer].astype(np.int32)
+        return Appended(request_indices, known, fresh, total, repeated_tokens, stale, staged)
 
     def _write(
         self,

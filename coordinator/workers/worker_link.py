@@ -2,7 +2,7 @@
 
     worker socket ─ decode ─ link by connection ─┬─ hello ──────► Scheduler.worker_up or _back, then Welcome or Refused
                                                  ├─ tokens ─────► token log ──► journal ──► deliveries, ReportAck
-                                                 │                         └──► Scheduler.starving
+                                                 │                         └──► Scheduler.starving, prompt_rows
                                                  ├─ events ─────► Scheduler.on_event ──► the request's actor
                                                  └─ heartbeats ─► liveness, acknowledgements
     WorkerPort.send ─ command log ─ sender ──────► worker socket
@@ -178,7 +178,7 @@ class WorkerLinks:
                 try:
                     self._receive(received)
                 except HiSparseError as error:
-                    self._refuse(received.peer, error)
+                    self._refuse(received, error)
             if trio.current_time() >= self._short_sent_at + STARVING_INTERVAL_S:
                 self._send_short()
 
@@ -246,14 +246,16 @@ class WorkerLinks:
             self._counters.waits.tokens_came(*self._log.times.arrived(*appended[:3], trio.current_time()))
             self._short.append(self._log.report_short(appended, self._settings.grant_ahead_tokens))
             self._journal.tokens_arrived()
+            if len(appended.staged):
+                self._scheduler.prompt_rows(appended.staged)
         for event in report.events:
             if isinstance(event, messages.Counters):
                 link.state.count_swaps(event)
             self._scheduler.on_event(link.name, link.state.epoch, event)
 
-    def _refuse(self, peer: bytes, error: HiSparseError) -> None:
-        self._dropped.note(error.code, peer, str(error), trio.current_time())
-        self._send_refused(peer, error)
+    def _refuse(self, received: Received, error: HiSparseError) -> None:
+        self._dropped.note(error.code, received.descriptor, str(error), trio.current_time())
+        self._send_refused(received.peer, error)
 
     def _answer_refused(self, received: Received, error: HiSparseError) -> None:
         self._send_refused(received.peer, error)
@@ -315,7 +317,7 @@ class WorkerLinks:
         try:
             await self._scheduler.worker_up(hello, link)
         except HiSparseError as error:
-            self._refuse(received.peer, error)
+            self._refuse(received, error)
             return
         finally:
             self._joining.discard(hello.worker)
@@ -349,12 +351,12 @@ class WorkerLinks:
             await self._scheduler.worker_back(hello)
         except HiSparseError as error:
             self._put_down(link, proved_exit=False, reason=str(error))
-            self._refuse(received.peer, WrongState(error.message, remedy="begin a new epoch"))
+            self._refuse(received, WrongState(error.message, remedy="begin a new epoch"))
             return
         finally:
             self._joining.discard(hello.worker)
         if link.is_down:
-            self._refuse(received.peer, WrongState("this epoch was declared down", remedy="begin a new one"))
+            self._refuse(received, WrongState("this epoch was declared down", remedy="begin a new one"))
             return
         for row in inventory:
             self._log.rebind(row.request_index, row.placement, link.number)

@@ -18,6 +18,7 @@ from hisparse.cli import (
     journal,
     keys,
     model,
+    prefix,
     reload,
     requests,
     serve,
@@ -51,7 +52,8 @@ def _root() -> RootGroup:
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
         *(top.top, workers.workers, workers.pool, workers.drain, workers.undrain, workers.audit),
-        *(workers.release_quarantine, workers.forget, workers.stop, journal.journal, keys.keys, reload.reload),
+        *(workers.release_quarantine, workers.forget, workers.stop, prefix.prefix, journal.journal, keys.keys),
+        reload.reload,
         *(config.config, completion.completion),
     ):
         root.add_command(command)

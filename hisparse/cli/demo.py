@@ -36,6 +36,13 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
     metavar="MIN:MAX",
     help="Prompt lengths, spread evenly.",
 )
+@click.option(
+    "--turns",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 100),
+    help="Above 1: conversations. Each turn begins with all that was said; one conversation is of an owner apart.",
+)
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(2), help="Worker processes.")
 @click.option(
     "--group-size",
@@ -72,6 +79,7 @@ def demo(
     requests: int,
     new_tokens: int | None,
     prompt_tokens: tuple[int, int],
+    turns: int,
     workers: int,
     group_size: int,
     device: str,
@@ -83,7 +91,8 @@ def demo(
     """Serve long prompts from small hot buffers, move requests between workers, check every token.
 
     Real processes on this machine: a coordinator and workers decode a small random checkpoint of the real model code;
-    one request is retracted and resumed, one worker drained with handover. Then the model library's own generate()
+    one request is retracted and resumed, one worker drained with handover. With --turns, later turns must reuse what
+    earlier ones have computed, and nothing of another owner. Then the model library's own generate()
     decodes the same prompts and every token is compared. Exit code 1 on a mismatch or a leak.
     """
     from hisparse.console.output import console, plain, write_json
@@ -101,6 +110,7 @@ def demo(
         device=device,
         streams=streams or "",
         weights=weights,
+        turns=turns,
     )
     report = run_demo(options, prompts, work_dir)
     if as_json:

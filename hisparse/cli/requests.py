@@ -37,8 +37,8 @@ def requests(
     """List live requests in rank order, then ended ones, latest first.
 
     A table shows at most 10 ended requests; --state finished, or -o json, lists all that are kept. AGE is the time
-    since the submission, of an ended request until its end. HELD is RETRACTED until hisparse resume. A narrow terminal
-    shows fewer columns; -o json has all.
+    since the submission, of an ended request until its end. REUSED counts prompt tokens that were not computed.
+    HELD is RETRACTED until hisparse resume. A narrow terminal shows fewer columns; -o json has all.
     """
     from coordinator.scheduling.lifecycle import HELD, TERMINAL, state_text
     from hisparse.console.output import duration_text, hot_text, note, rate_text
@@ -55,6 +55,7 @@ def requests(
         Column("PRIO", lambda row: str(row.priority), True, goes=5),
         Column("WORKER", lambda row: row.worker or "-"),
         Column("PROMPT", lambda row: str(row.prompt_tokens), True, goes=2),
+        Column("REUSED", lambda row: str(row.prefix_tokens), True, goes=9),
         Column("GENERATED", lambda row: f"{row.generated_tokens}/{row.max_tokens}", True),
         Column("DURABLE", lambda row: str(row.durable_tokens), True, goes=8),
         Column("PAGES", lambda row: str(row.host_pages), True, goes=6),
@@ -129,28 +130,20 @@ def _history_lines(detail: RequestDetail) -> Iterator[str]:
 
     from coordinator.scheduling.lifecycle import TERMINAL, state_text
     from hisparse.console.output import duration_text, hot_text, times_text
+    from hisparse.console.rows import swap_text
 
     row = detail.row
     yield f"{row.request_id}  {state_text(row.state, row.held)}  {row.reason}".rstrip()
-    yield f"  tokens    {row.prompt_tokens} prompt, {row.generated_tokens} of {row.max_tokens} generated"
+    reused = f" ({row.prefix_tokens} reused)" if row.prefix_tokens else ""
+    yield f"  tokens    {row.prompt_tokens} prompt{reused}, {row.generated_tokens} of {row.max_tokens} generated"
     yield f"  memory    {row.host_pages} host pages, {row.durable_tokens} rows durable, {row.hot_chunks} hot chunks"
     yield f"  hot slots {hot_text(row.hot_slots)} on {row.worker or 'no worker'}"
-    yield f"  swap-in   {_swaps_text(row)}"
+    yield f"  swap-in   {swap_text(row)}"
     age = f"{'took' if row.state in TERMINAL else 'age'}".ljust(10) + duration_text(row.age_s)
     yield f"  {age}, priority {row.priority}, retracted {times_text(row.retractions)}"
     for line in detail.history:
         moment = datetime.fromtimestamp(line.at_s).isoformat(sep=" ", timespec="milliseconds")
         yield f"  {moment}  {line.event:<12} {line.state:<11} {line.reason}".rstrip()
-
-
-def _swaps_text(row: RequestRow) -> str:
-    from hisparse.console.output import rate_text
-    from hisparse.console.rows import hit_share
-
-    share = hit_share(row)
-    if share is not None:
-        return f"{rate_text(share)} hits ({row.hits} hits, {row.misses} misses)"
-    return "none needed: all rows are on the device" if row.hot_slots == 0 else "none yet"
 
 
 @click.command()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hisparse.console.options import load_config, output_option
+from hisparse.console.options import TokenCount, load_config, named_by_flags, output_option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from protocol.settings import WorkerSettings
     from worker.device.capacity import Choice, MemoryPlan
@@ -22,6 +22,18 @@ PRINTED: Final = (
     *("hot_size_classes", "role"),
 )
 
+#: The flag of each setting that a refusal may name.
+FLAGS: Final = {
+    "context": "--context",
+    "worker.context_max_tokens": "--context",
+    "worker.context_target_tokens": "--context",
+    "worker.group_size": "--group-size",
+    **{
+        f"worker.{name}": f"--{name.replace('_', '-')}"
+        for name in ("host_mem", "device_mem", "kv_dtype", "hot_size_classes", "slab_tokens", "role", "seats")
+    },
+}
+
 
 @click.command(short_help="Compute how many requests fit a node.")
 @click.option(
@@ -32,17 +44,31 @@ PRINTED: Final = (
     metavar="FILE",
     help="The model's config.json, or a directory with it.",
 )
-@click.option("--host-mem", required=True, metavar="SIZE", help="Host pool of the node, e.g. 1TB.")
-@click.option("--gpu-mem", metavar="SIZE", help="Whole memory of one GPU, e.g. 141GB; the weights are counted.")
-@click.option("--device-mem", metavar="SIZE", help="KV budget of one GPU, beside the weights, e.g. 30GB.")
-@click.option("--context", required=True, type=click.IntRange(1), metavar="TOKENS", help="Tokens of prompt and output.")
+@click.option(
+    "--host-mem", required=True, metavar="SIZE", help="Host pool of the node, e.g. 1TB; auto: by this machine's memory."
+)
+@click.option(
+    "--gpu-mem",
+    metavar="SIZE",
+    help="Whole memory of one GPU, e.g. 141GB, of which the weights take a part; auto: of this machine's GPU.",
+)
+@click.option(
+    "--device-mem",
+    metavar="SIZE",
+    help="KV budget of one GPU, beside the weights, e.g. 30GB; auto: nine tenths of what weights leave of --gpu-mem.",
+)
+@click.option(
+    "--context", required=True, type=TokenCount(), metavar="TOKENS", help="Tokens of prompt and output, e.g. 128k."
+)
 @click.option("--workers", type=click.IntRange(1), help="GPUs that share the host pool; default: one group of them.")
 @click.option(
     "--group-size", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share one copy of the model."
 )
 @click.option("--kv-dtype", metavar="KIND", help="Rows and index keys: float32, bfloat16, fp8; default: the model's.")
 @click.option("--hot-size-classes", metavar="SLOTS,...", help="Hot-buffer sizes to compare.")
-@click.option("--slab-tokens", type=click.IntRange(1), help="Prefill slab; default: room for one longest prompt.")
+@click.option(
+    "--slab-tokens", type=TokenCount(), metavar="TOKENS", help="Prefill slab; default: room for one longest prompt."
+)
 @click.option("--role", type=click.Choice(["both", "decode"]), help="decode: other workers compute prompts.")
 @click.option("--seats", type=click.IntRange(1), help="Requests in one decode batch at most; default: as many as fit.")
 @output_option
@@ -66,42 +92,34 @@ def size(
     from dataclasses import asdict
 
     from hisparse.console.output import emit_one
-    from protocol.byte_sizes import parse_size
     from protocol.units import PAGE_TOKENS
-    from worker.device.capacity import plan, seats_for
-    from worker.device.sizing import DEVICE_SHARE, require_weights_fit
+    from worker.device.capacity import classes_for, plan, seats_for
     from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kind, read_dimensions
     from worker.weights.layout import ExpertShare
 
     dimensions = read_dimensions(path)
-    if (gpu_mem is None) == (device_mem is None):
-        raise click.UsageError("give --gpu-mem, the whole memory of a GPU, or --device-mem, its KV budget")
+    whole = _whole_memory(gpu_mem, device_mem)
     workers = workers or group_size
     if workers % group_size and group_size % workers:
         message = f"{workers} GPUs of a node are neither whole groups of {group_size}, nor an equal part of one"
         raise click.BadParameter(message, param_hint="--workers")
+    sizes["hot_size_classes"] = sizes["hot_size_classes"] or classes_for(dimensions.index_topk, context)
     flags = {f"worker.{name}": value for name, value in sizes.items()}
-    flags |= {"worker.host_mem": host_mem, "worker.seats": seats_for(seats)}
+    flags |= {"worker.seats": seats_for(seats)}
     held: RankBytes | None = None
-    if group_size > 1:
-        ExpertShare.of(0, group_size, dimensions.n_routed_experts)
-    if gpu_mem:
-        gpu_bytes, sized = parse_size(gpu_mem, "gpu-mem"), load_config(None, flags).worker
-        held = _held(path, dimensions, group_size, sized)
-        left = require_weights_fit(
-            held.weights,
-            gpu_bytes,
-            "gpu-mem",
-            gpu_mem,
-            exchange_bytes=held.exchange,
-            remedy=_remedy(path, dimensions, gpu_bytes, sized),
-        )
-        device_mem = str(int(left * DEVICE_SHARE))
-    flags |= {"worker.device_mem": device_mem}
-    settings = load_config(None, flags).worker
-    kind = kv_kind(dimensions, settings)
-    info = anonymous_info(dimensions, dimensions.model_type)
-    found = plan(settings, geometry_of(dimensions, kind), info, context, workers)
+    typed = {"--gpu-mem": gpu_mem or whole, "--host-mem": host_mem}
+    with named_by_flags(FLAGS | ({"worker.device_mem": "--gpu-mem"} if whole else {}), typed):
+        flags |= {"worker.host_mem": _host_bytes(host_mem)}
+        if group_size > 1:
+            ExpertShare.of(0, group_size, dimensions.n_routed_experts)
+        if whole:
+            device_mem, held = _budget(path, dimensions, group_size, whole, flags)
+        flags |= {"worker.device_mem": device_mem}
+        settings = load_config(None, flags).worker
+        kind = kv_kind(dimensions, settings)
+        info = anonymous_info(dimensions, dimensions.model_type)
+        _require_context(context, info.context_max_tokens)
+        found = plan(settings, geometry_of(dimensions, kind), info, context, workers)
     if output == "table":
         _print(found, dimensions.model_type, kind, held, group_size)
     else:
@@ -115,6 +133,70 @@ def size(
             "host_bytes_per_gpu": found.host_pages * found.host_bytes_per_token * PAGE_TOKENS // workers,
         }
         emit_one(asdict(found) | about, output, ())
+
+
+def _whole_memory(gpu_mem: str | None, device_mem: str | None) -> str:
+    """What --gpu-mem comes to; "" where --device-mem is the budget itself."""
+    from protocol.byte_sizes import AUTO, parse_size
+
+    if device_mem == AUTO:
+        device_mem, gpu_mem = None, gpu_mem or AUTO
+    if (gpu_mem is None) == (device_mem is None):
+        raise click.UsageError("give --gpu-mem, the whole memory of a GPU, or --device-mem, its KV budget")
+    if device_mem is not None:
+        parse_size(device_mem, "--device-mem", takes_auto=True)
+    if gpu_mem != AUTO:
+        return gpu_mem or ""
+    from hisparse.cluster.gpus import gpu_bytes
+    from protocol.errors import ConfigError
+
+    found = gpu_bytes()
+    if not found:
+        raise ConfigError("no GPU is here", field="--gpu-mem", value=AUTO, remedy="give a size, as in 141GB")
+    return str(min(found))
+
+
+def _require_context(context: int, context_max: int) -> None:
+    from protocol.errors import ConfigError
+
+    if context > context_max:
+        raise ConfigError(
+            f"the model's context ends at {context_max} tokens",
+            field="--context",
+            value=context,
+            remedy=f"use {context_max} or less",
+        )
+
+
+def _host_bytes(host_mem: str) -> str:
+    """`host_mem`, or what a worker here would take for auto."""
+    from protocol.byte_sizes import AUTO
+
+    if host_mem != AUTO:
+        return host_mem
+    from worker.pool.host_memory import AUTO_SHARE, memory_room
+
+    return str(int(memory_room().free_bytes * AUTO_SHARE))
+
+
+def _budget(
+    path: Path, dimensions: Any, group_size: int, gpu_mem: str, flags: Mapping[str, object]
+) -> tuple[str, RankBytes]:
+    """KV budget of a GPU with `gpu_mem` of memory, and what it holds beside KV. Raises ConfigError when that is all."""
+    from protocol.byte_sizes import parse_size
+    from worker.device.sizing import DEVICE_SHARE, require_weights_fit
+
+    gpu_bytes, sized = parse_size(gpu_mem, "--gpu-mem", takes_auto=True), load_config(None, dict(flags)).worker
+    held = _held(path, dimensions, group_size, sized)
+    left = require_weights_fit(
+        held.weights,
+        gpu_bytes,
+        "--gpu-mem",
+        gpu_mem,
+        exchange_bytes=held.exchange,
+        remedy=_remedy(path, dimensions, gpu_bytes, sized),
+    )
+    return str(int(left * DEVICE_SHARE)), held
 
 
 def _block(path: Path, dimensions: Any) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ from hisparse.client.token_stream import TokenStream
 from hisparse.client.tokenizer_cache import fetch_tokenizer
 from hisparse.console.options import EXIT_FAILED, EXIT_INTERRUPTED
 from hisparse.console.output import note, write_json, write_line
+from hisparse.console.rows import count_text, swap_text
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, HiSparseError, InternalError, Unavailable
 from protocol.messages import Ended, RequestRow, Sampling
@@ -32,7 +33,7 @@ class Follow:
 
     `output` is table (text as it arrives), json (one object at the end) or jsonl (one object per arrival and one at the
     end). `raw` shows token ids instead of text. `timeout_s`: seconds until the request must have ended; None: no limit.
-    `tells_waits`: what it waits for goes to stderr.
+    `tells_waits`: what it waits for goes to stderr. `tells_end`: so do its id, tokens and hit rate at the end.
     """
 
     endpoint: str
@@ -42,6 +43,7 @@ class Follow:
     key: PeerKey | Insecure | None = None
     timeout_s: float | None = None
     tells_waits: bool = False
+    tells_end: bool = False
     stream: TokenStream | None = None
     _told: str = field(default="", init=False)  # kind of the wait that was told last
 
@@ -53,7 +55,7 @@ class Follow:
         except KeyboardInterrupt:
             if self.stream is not None:
                 name = self.stream.request_id
-                note(f"\n{name} goes on; hisparse attach {name} --from {self.stream.offset}, or hisparse abort {name}")
+                note(f"{name} goes on; hisparse attach {name} --from {self.stream.offset}, or hisparse abort {name}")
             return EXIT_INTERRUPTED
 
     async def _timed(self, client: Client, action: Callable[[Client], Awaitable[int]]) -> int:
@@ -80,15 +82,29 @@ class Follow:
         self.stream = stream
         sink = _make_sink(self.output, tokenizer, stream.request_id)
         start = stream.offset
-        while (tokens := await self._next(client, stream)) is not None:
-            sink.push(start, [int(token) for token in tokens])
-            start = stream.offset
+        try:
+            while (tokens := await self._next(client, stream)) is not None:
+                sink.push(start, [int(token) for token in tokens])
+                start = stream.offset
+        except BaseException:  # what is said of it begins on a line of its own
+            sink.break_line()
+            raise
         if stream.ended is None:
             raise InternalError("the stream ended without Ended", field="request_id", value=stream.request_id)
         sink.end(stream.ended)
-        if stream.ended.outcome != FINISHED:
-            note(f"{stream.request_id} {stream.ended.outcome}: {stream.ended.reason}")
+        return await self._end(client, stream, stream.ended)
+
+    async def _end(self, client: Client, stream: TokenStream, ended: Ended) -> int:
+        said = f"{stream.request_id} {ended.outcome}: {ended.reason}"
+        if ended.outcome != FINISHED:
+            note(said)
             return EXIT_FAILED
+        if self.tells_end:
+            row = await _row_of(client, stream.request_id)
+            note(
+                f"{said}, {count_text(ended.generated_tokens, 'token')}"
+                + (f", swap-in {swap_text(row)}" if row else "")
+            )
         return 0
 
     async def _next(self, client: Client, stream: TokenStream) -> Int32Array | None:
@@ -171,6 +187,9 @@ def attach_and_follow(follow: Follow, request_id: str, offset: int) -> int:
 class _Sink(Protocol):
     def push(self, start: int, tokens: list[int]) -> None: ...
 
+    def break_line(self) -> None:
+        """End a line that was begun: the output stops here for now."""
+
     def end(self, ended: Ended) -> None: ...
 
 
@@ -187,25 +206,39 @@ class _Text:
         return self._detokenizer.finish() + ended.tail_text if self._detokenizer else ""
 
 
-class _TextSink:
+class _LineSink:
+    """Writes pieces as they come; `_is_begun`: the last one left the cursor in a line."""
+
+    _is_begun = False
+
+    def write(self, piece: str) -> None:
+        if piece:  # before it is written: Ctrl-C may come at once
+            self._is_begun = not piece.endswith("\n")
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    def break_line(self) -> None:
+        if self._is_begun:
+            self.write("\n")
+
+
+class _TextSink(_LineSink):
     def __init__(self, text: _Text) -> None:
         self._text = text
 
     def push(self, start: int, tokens: list[int]) -> None:
-        sys.stdout.write(self._text.push(tokens))
-        sys.stdout.flush()
+        self.write(self._text.push(tokens))
 
     def end(self, ended: Ended) -> None:
-        write_line(self._text.end(ended))
+        self.write(self._text.end(ended) + "\n")
 
 
-class _IdSink:
+class _IdSink(_LineSink):
     def push(self, start: int, tokens: list[int]) -> None:
-        sys.stdout.write("".join(f"{token} " for token in tokens))
-        sys.stdout.flush()
+        self.write("".join(f"{token} " for token in tokens))
 
     def end(self, ended: Ended) -> None:
-        write_line("")
+        self.write("\n")
 
 
 class _JsonSink:
@@ -226,6 +259,9 @@ class _JsonSink:
         else:
             self._tokens += tokens
             self._pieces.append(piece)
+
+    def break_line(self) -> None:
+        """It writes whole lines."""
 
     def end(self, ended: Ended) -> None:
         last = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from hisparse.cli.streaming import Follow
     from protocol.settings import Config
 
+
+#: Bits of a seed that is drawn.
+SEED_BITS: Final = 63
 
 timeout_option = click.option(
     "--timeout",
@@ -31,7 +35,7 @@ timeout_option = click.option(
 @click.option(
     "--max-tokens", default=256, show_default=True, type=click.IntRange(1, 2**31 - 1), help="New tokens at most."
 )
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
+@click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option(
     "--top-p",
     default=1.0,
@@ -40,7 +44,9 @@ timeout_option = click.option(
     help="Draw from the smallest set of this probability.",
 )
 @click.option(
-    "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Seed of the random numbers."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    help="The same seed, the same numbers; default: drawn, another each time.",
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
@@ -69,12 +75,14 @@ def submit(
     raw: bool,
     detach: bool,
     timeout_s: float | None,
+    seed: int | None,
     **sampling: Any,
 ) -> int:
     """Complete PROMPT (or --file, or stdin) and stream the text.
 
-    Ctrl-C leaves the request running; `hisparse attach` shows the rest, `hisparse abort` ends it. On a terminal, stderr
-    says after 2 s what the request waits for.
+    Sampling is that of the HTTP API where no option says otherwise. Ctrl-C leaves the request running; `hisparse
+    attach` shows the rest, `hisparse abort` ends it. On a terminal, stderr says after 2 s what the request waits for,
+    and at the end its id, tokens and hit rate.
     """
     from hisparse.cli.streaming import submit_and_follow
     from protocol.messages import Sampling
@@ -83,7 +91,7 @@ def submit(
     return submit_and_follow(
         _follow(config, output, timeout_s, raw=raw),
         [_token(word) for word in read_words([text])] if raw else text,
-        Sampling(**sampling),
+        Sampling(seed=secrets.randbits(SEED_BITS) if seed is None else seed, **sampling),
         request_id=request_id,
         priority=priority,
         prefill_mode=prefill_mode,
@@ -118,8 +126,17 @@ def _follow(config: Config, output: str, timeout_s: float | None, *, raw: bool) 
     from hisparse.console.session import endpoint_for
 
     role, endpoint, key = endpoint_for(config, "client")
-    tells_waits = sys.stderr.isatty()
-    return Follow(endpoint, output, raw=raw, role=role, key=key, timeout_s=timeout_s, tells_waits=tells_waits)
+    tells = sys.stderr.isatty()
+    return Follow(
+        endpoint,
+        output,
+        raw=raw,
+        role=role,
+        key=key,
+        timeout_s=timeout_s,
+        tells_waits=tells,
+        tells_end=tells and sys.stdout.isatty(),
+    )
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:

@@ -61,8 +61,12 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
 @output_option
 @with_config()
 def pool(config: Config, interval_s: float | None, output: str) -> None:
-    """List host pools: pages free, cached for reuse, owned, shared and quarantined."""
-    from hisparse.console.output import size_text
+    """List host pools: pages free, cached for reuse, owned, shared and quarantined.
+
+    Since the coordinator's start: PREFIX HITS, the share of prompt tokens whose rows were reused, and EVICTED, cached
+    pages that made room for others.
+    """
+    from hisparse.console.output import share_text, size_text
     from hisparse.console.table import Column
     from protocol.messages import PoolRow
 
@@ -74,6 +78,8 @@ def pool(config: Config, interval_s: float | None, output: str) -> None:
         Column("SHARED", lambda row: str(row.shared), True),
         Column("CACHED", lambda row: str(row.cached), True),
         Column("QUARANTINED", lambda row: str(row.quarantined), True),
+        Column("PREFIX HITS", lambda row: share_text(row.prefix_reused_tokens, row.prefix_asked_tokens), True, goes=4),
+        Column("EVICTED", lambda row: str(row.prefix_pages_evicted), True, goes=5),
         Column("PAGE", lambda row: size_text(row.page_bytes), True, goes=3),
         Column("SIZE", lambda row: size_text(row.page_bytes * row.host_pages), True, goes=1),
         Column("WORKERS", lambda row: " ".join(row.workers), goes=2, least=12),

@@ -32,9 +32,10 @@ from hisparse.client.replies import M, Reply, expect, ids
 from hisparse.client.token_stream import News, TokenStream, TrioNews
 from protocol import messages
 from protocol.arrays import pack_tokens
+from protocol.config import load
 from protocol.errors import Unavailable, WrongState
 from protocol.messages import ModelInfo, Sampling
-from protocol.transport.keys import Insecure, PeerKey
+from protocol.transport.keys import Insecure, PeerKey, access
 
 #: Default time limit of reconnecting.
 RECONNECT_LIMIT_S: Final = 30.0
@@ -223,6 +224,17 @@ class Client:
         """List these disconnected workers, or those of these groups, no longer: see messages.ForgetWorkers."""
         return await self._do(lambda tag: messages.ForgetWorkers(tag, ids(workers)))
 
+    async def prefixes(self, limit: int = 20) -> messages.PrefixRows:
+        """The largest cached prefixes, 1,000 at most, and how many there are."""
+        return await self._call(lambda tag: messages.ListPrefixes(tag, limit), messages.PrefixRows)
+
+    async def drop_prefixes(self, prefix_ids: Sequence[str] = (), *, owners: Sequence[str] = ()) -> tuple[str, ...]:
+        """Forget cached prefixes: these, and all of these owners; neither of both: all. Requests keep what they hold.
+
+        Raises BadInput for what is no id of a prefix. An id that is cached no longer is no error.
+        """
+        return await self._do(lambda tag: messages.DropPrefixes(tag, ids(prefix_ids), ids(owners)))
+
     async def audit(self) -> messages.AuditRows:
         """Compare the memory of all workers with the ledgers, now and twice."""
         return await self._call(messages.AuditWorkers, messages.AuditRows)
@@ -256,7 +268,7 @@ class Client:
 
 @asynccontextmanager
 async def open_client(
-    endpoint: str,
+    endpoint: str | None = None,
     *,
     role: str = "client",
     name: str = "",
@@ -265,17 +277,20 @@ async def open_client(
 ) -> AsyncIterator[Client]:
     """A connected Client, inside trio or asyncio; closed on leaving. Code without either calls `run_client`.
 
-    `endpoint`: `ipc://PATH` or `tcp://HOST:PORT`. `role` "admin" needs the admin endpoint. `name` is shown to
-    operators. `reconnect_limit_s` 0: a lost connection is final. `key`: None over ipc; over tcp a key of
+    `endpoint`: `ipc://PATH` or `tcp://HOST:PORT`. None: endpoint and key of the settings (HISPARSE_CONFIG and other
+    HISPARSE_* variables), as the `hisparse` command has them. `role` "admin" needs the admin endpoint. `name` is shown
+    to operators. `reconnect_limit_s` 0: a lost connection is final. `key`: None over ipc; over tcp a key of
     `read_peer_key`, or Insecure().
 
-    Raises Unavailable when no coordinator answers, NotAllowed when the key is not allowed there, WrongState outside
-    both. An exception of the block is raised as it is, not in a group. Cancelled: the connection is closed; submitted
-    requests go on.
+    Raises ConfigError for settings that are wrong, Unavailable when no coordinator answers, NotAllowed when the key is
+    not allowed there, WrongState outside both. An exception of the block is raised as it is, not in a group. Cancelled:
+    the connection is closed; submitted requests go on.
     """
 
+    chosen, key = (endpoint, key) if endpoint is not None else _of_settings(role, key)
+
     def connect(make_news: Callable[[], News]) -> AbstractAsyncContextManager[Connection]:
-        return connected(Connection(endpoint, role, name, reconnect_limit_s, key, make_news))
+        return connected(Connection(chosen, role, name, reconnect_limit_s, key, make_news))
 
     if trio.lowlevel.in_trio_task():
         async with connect(TrioNews) as connection:
@@ -285,11 +300,17 @@ async def open_client(
             yield Client(threaded)
     else:
         remedy = "call hisparse.run_client(ENDPOINT, ACTION), or run the caller with asyncio.run or trio.run"
-        raise WrongState("opened outside asyncio and trio", field="client", value=endpoint, remedy=remedy)
+        raise WrongState("opened outside asyncio and trio", field="client", value=chosen, remedy=remedy)
+
+
+def _of_settings(role: str, key: PeerKey | Insecure | None) -> tuple[str, PeerKey | Insecure | None]:
+    cluster = load(None).cluster
+    endpoint = cluster.admin_endpoint if role == "admin" else cluster.client_endpoint
+    return endpoint, key or access(cluster, role, endpoint)
 
 
 def run_client(
-    endpoint: str,
+    endpoint: str | None,
     action: Callable[[Client], Awaitable[T]],
     *,
     role: str = "client",
@@ -303,7 +324,9 @@ def run_client(
     """
     if trio.lowlevel.in_trio_run() or in_asyncio():
         remedy = "async with hisparse.open_client(ENDPOINT) as client"
-        raise WrongState("run_client called inside asyncio or trio", field="client", value=endpoint, remedy=remedy)
+        raise WrongState(
+            "run_client called inside asyncio or trio", field="client", value=endpoint or "", remedy=remedy
+        )
 
     async def session() -> T:
         async with open_client(endpoint, role=role, name=name, key=key) as client:

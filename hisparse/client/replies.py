@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 import outcome
@@ -84,8 +84,12 @@ def _refusal(field: str, kind: Any, value: object, error: Exception) -> BadInput
         text, remedy = f"must be {low} to {high}", "choose a value in that range"
     elif isinstance(error, UnicodeEncodeError):
         text, remedy = "holds half of a surrogate pair, which UTF-8 cannot encode", "give whole characters"
+    elif get_origin(kind) is Annotated and isinstance(value, tuple) and len(value) > messages.NAMES_MAX:
+        text, remedy = f"holds more than {messages.NAMES_MAX}", "send several commands"
+        return BadInput(text, field=field, value=f"{len(value)} names", remedy=remedy)
     else:
-        expected = kind.__name__ if isinstance(kind, type) else str(kind)
+        plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        expected = plain.__name__ if isinstance(plain, type) else str(plain)
         text, remedy = f"must be of the type {expected}", "give a value of that type"
     return BadInput(text, field=field, value=ascii(value), remedy=remedy)
 

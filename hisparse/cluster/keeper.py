@@ -6,7 +6,8 @@
     hangs     a worker process that was connected, and then missing for HUNG_LIMITS heartbeat limits while the
               coordinator answers, is killed (`ChildWatch`). The coordinator has declared it down one limit earlier, and
               its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). A
-              coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise
+              coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise, and so
+              is a worker that has not connected START_LIMIT_S after its start
     group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
               killed when they do not; then all start together, after one pause. Restarts are counted per group, and
               its life begins when all of its ranks are connected: they warm up for long before that
@@ -48,6 +49,8 @@ STABLE_S: Final = 60.0
 #: Heartbeat limits for which a worker may be missing, and a coordinator silent, before it is killed.
 HUNG_LIMITS: Final = 2
 COORDINATOR_HUNG_LIMITS: Final = 4
+#: Longest start of a process: reading weights and touching the host pool take minutes.
+START_LIMIT_S: Final = 600.0
 #: How often the coordinator is asked for its workers.
 WATCH_INTERVAL_S: Final = 0.5
 COORDINATOR: Final = "coordinator"
@@ -88,9 +91,13 @@ class Restarts:
 
 @dataclass
 class _WorkerProcess:
-    """A worker process: the last epoch before its start, and when it was seen connected under a later one."""
+    """A worker process: the last epoch before its start, and when it was seen connected under a later one.
+
+    `starts_since`: when it was started, or when the coordinator was back after a silence.
+    """
 
     epoch_before: int
+    starts_since: float
     first_connected_at: float | None = None
     connected_at: float | None = None
 
@@ -109,18 +116,19 @@ class ChildWatch:
     _epochs: dict[str, int] = field(default_factory=dict)
     _answered_at: float | None = None
 
-    def began(self, name: str) -> None:
+    def began(self, name: str, now: float) -> None:
         """A new process of this name was started."""
         if name == COORDINATOR:
             self._answered_at = None
         else:
-            self._processes[name] = _WorkerProcess(self._epochs.get(name, -1))
+            self._processes[name] = _WorkerProcess(self._epochs.get(name, -1), now)
 
     def answered(self, rows: Iterable[WorkerRow], now: float) -> None:
         """The coordinator answered with `rows`. Time in which it did not answer does not count against workers."""
         if self._answered_at is None or now - self._answered_at > self.limit_s:
             for process in self._processes.values():
                 process.connected_at = None if process.connected_at is None else now
+                process.starts_since = now
         self._answered_at = now
         for row in rows:
             self._epochs[row.worker] = max(row.epoch, self._epochs.get(row.worker, -1))
@@ -133,7 +141,7 @@ class ChildWatch:
         return None if None in seen else max(it for it in seen if it is not None)
 
     def hung(self, now: float) -> list[str]:
-        """Names of processes to kill. A process that was never connected is still starting and does not count."""
+        """Names of processes to kill. One that was never connected is still starting, for START_LIMIT_S."""
         if self._answered_at is None:
             return []
         silent_s = now - self._answered_at
@@ -141,11 +149,12 @@ class ChildWatch:
             return [COORDINATOR]
         if silent_s > self.limit_s / 2:
             return []
-        return [
-            name
-            for name, process in self._processes.items()
-            if process.connected_at is not None and now - process.connected_at > self.limit_s
-        ]
+        return [name for name, process in self._processes.items() if self._hangs(process, now)]
+
+    def _hangs(self, process: _WorkerProcess, now: float) -> bool:
+        if process.connected_at is None:
+            return now - process.starts_since > START_LIMIT_S
+        return now - process.connected_at > self.limit_s
 
 
 class Kept(Protocol):
@@ -183,7 +192,7 @@ class Keeper:
         with self._scope:
             async with trio.open_nursery() as nursery:
                 for name in self._cluster.by_name:
-                    self._watch.began(name)
+                    self._watch.began(name, trio.current_time())
                     if name not in in_groups:
                         nursery.start_soon(self._keep, name)
                 for group, ranks in groups.items():
@@ -205,7 +214,7 @@ class Keeper:
             self._report(f"{name} {exit_text(status)}; restarted in {pause_s:g} s")
             await trio.sleep(pause_s)
             self._cluster.restart(name)
-            self._watch.began(name)
+            self._watch.began(name, trio.current_time())
             self._changed()
 
     async def _keep_group(self, group: str, ranks: Sequence[str]) -> None:
@@ -225,7 +234,7 @@ class Keeper:
             await trio.sleep(pause_s)
             for name in ranks:
                 self._cluster.restart(name)
-                self._watch.began(name)
+                self._watch.began(name, trio.current_time())
             self._changed()
 
     async def _ended(self, group: str, ranks: Sequence[str]) -> tuple[list[RankEnd], float]:

@@ -18,6 +18,7 @@ A second signal, or one during start, skips to SIGKILL.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -38,7 +39,7 @@ from hisparse.client.client import Client
 from hisparse.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
 from hisparse.cluster.gpus import gpu_bytes
 from hisparse.cluster.group_end import PEER_END_LIMIT_S
-from hisparse.cluster.keeper import COORDINATOR, HTTP, Keeper, open_admin
+from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
 from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.console.options import EXIT_CODES
@@ -48,13 +49,12 @@ from protocol.byte_sizes import AUTO
 from protocol.config import HostFacts, listening_at, pool_path, resolve, to_environ
 from protocol.config_checks import check
 from protocol.errors import EXIT_PEER_LOST, ConfigError, HiSparseError, Unavailable, WrongState
+from protocol.logs import configure, logger
 from protocol.settings import Config, HttpSettings, WorkerSettings
 from worker.pool.file import keep_pool, remove_pool
 from worker.runners.checkpoint import fingerprint, read_config, read_dimensions, stored_dtype
 from worker.weights.quantization import read_quantization
 
-#: Longest start, which imports torch and may load a checkpoint of some gigabytes from a slow disk.
-START_LIMIT_S: Final = 600.0
 POLL_INTERVAL_S: Final = 0.05
 #: Time for a front that listens to reach the coordinator.
 FRONT_LIMIT_S: Final = 10.0
@@ -63,6 +63,8 @@ STOP_GRACE_S: Final = 10.0
 EXIT_CHILD_LOST: Final = 70
 EXIT_INTERRUPTED: Final = 130
 CONNECTED: Final = "connected"
+
+log = logger("up")
 
 
 @dataclass
@@ -320,7 +322,7 @@ async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool
 
 async def _raise_ended(child: Child) -> NoReturn:
     for line in child.tail().splitlines():
-        _report(f"{child.name}: {line}")
+        print(f"{child.name}: {line}", file=sys.stderr, flush=True)
     status = await child.wait()
     raise (ConfigError if status == EXIT_CODES[ConfigError.code] else Unavailable)(
         f"{exit_text(status)} during start",
@@ -394,7 +396,12 @@ class UpOptions:
 
 
 def run_up(config: Config, options: UpOptions) -> int:
-    """Run until a signal; returns the exit code. Raises HiSparseError when the cluster does not start."""
+    """Run until a signal; returns the exit code. Raises HiSparseError when the cluster does not start.
+
+    Reports are lines of the log, in the form of the other processes' lines, at any log level.
+    """
+    configure(config.cluster.log_level, config.cluster.log_format)
+    log.setLevel(logging.INFO)
     is_asked = config.worker.device == CUDA and options.workers > 1
     found = gpu_bytes() if is_asked else []
     size = options.group_size or (_group_size(config, options.workers, found) if found else 1)
@@ -524,4 +531,4 @@ async def _drain(cluster: Cluster, deadline_s: float) -> None:
 
 
 def _report(text: str) -> None:
-    print(f"hisparse up: {text}", file=sys.stderr, flush=True)
+    log.info(text)

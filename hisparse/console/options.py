@@ -5,11 +5,12 @@ Imports only click and `hisparse.clashes`: a name clash is reported without `pro
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import click
@@ -32,6 +33,9 @@ EXIT_CODES: Final = {
     "not_allowed": 9,
     "internal": 70,
 }
+#: Largest number of tokens; a text of as many digits is larger.
+TOKENS_MAX: Final = 2**31 - 1
+TOKEN_DIGITS_MAX: Final = 11
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
 #: Of a worker of a group: protocol.errors.EXIT_PEER_LOST, which a command's help does not import.
@@ -252,6 +256,42 @@ def read_words(values: Sequence[str]) -> Iterator[str]:
     """Arguments split at commas and blanks: `1,2 3`."""
     for value in values:
         yield from value.replace(",", " ").split()
+
+
+class TokenCount(click.ParamType[int]):
+    """A number of tokens, at least 1: 131072, or 128k (of 1,024), or 1m."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).strip().lower()
+        unit = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:], 1)
+        digits = text[:-1] if unit > 1 else text
+        if not (
+            digits.isdecimal()
+            and digits.isascii()
+            and len(digits) < TOKEN_DIGITS_MAX
+            and 0 < int(digits) * unit <= TOKENS_MAX
+        ):
+            self.fail(f"{value!r} is no number of tokens from 1 to {TOKENS_MAX}, as in 131072 or 128k", param, ctx)
+        return int(digits) * unit
+
+
+@contextlib.contextmanager
+def named_by_flags(flags: Mapping[str, str], typed: Mapping[str, object]) -> Iterator[None]:
+    """Errors of the block that name a setting in `flags` name its flag in place of it, with the value in `typed`."""
+    from protocol.errors import HiSparseError
+
+    try:
+        yield
+    except HiSparseError as error:
+        if error.field in flags:
+            error.field = flags[error.field]
+            error.value = str(typed.get(error.field, error.value))
+        for setting, flag in flags.items():
+            if "." in setting:  # others are ordinary words
+                error.remedy = error.remedy.replace(setting, flag)
+        raise
 
 
 def output_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,15 +9,34 @@ if TYPE_CHECKING:
 
 #: Ranks named in one cell of a table; the rest are counted.
 RANKS_NAMED_MAX: Final = 4
+#: Hot slots of a request that holds all rows on its device (protocol.sizing.RESIDENT); below: it has no hot buffer.
+RESIDENT: Final = 0
 
 
 def hit_share(row: RequestRow) -> float | None:
     """Share of rows that swap-in found in the hot buffer.
 
-    None: it has looked up no row, or it is resident and has them all.
+    None: it has looked up no row, or all rows are on the device; of a request that has no hot buffer any more, it has
+    missed none.
     """
     lookups = row.hits + row.misses
-    return row.hits / lookups if lookups and row.hot_slots else None
+    is_whole = row.hot_slots == RESIDENT or (row.hot_slots < RESIDENT and not row.misses)
+    return row.hits / lookups if lookups and not is_whole else None
+
+
+def swap_text(row: RequestRow) -> str:
+    """Say "75.0% hits (3 hits, 1 miss)", or why there is no such figure."""
+    share = hit_share(row)
+    if share is not None:
+        return f"{100 * share:.1f}% hits ({count_text(row.hits, 'hit')}, {count_text(row.misses, 'miss', 'misses')})"
+    if row.hot_slots == RESIDENT:
+        return "none needed: all rows are on the device"
+    return "none needed: all rows were on the device" if row.hits else "none yet"
+
+
+def count_text(count: int, one: str, more: str = "") -> str:
+    """Say "1 miss", "2 misses"; without `more` the plural ends in s."""
+    return f"{count} {one if count == 1 else more or one + 's'}"
 
 
 def worker_state_text(row: WorkerRow) -> str:

@@ -10,7 +10,7 @@ token needs 33.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from protocol.errors import BadInput
@@ -25,6 +25,10 @@ SOURCE_CHARS_MIN: Final = 200
 #: New tokens by default: some seconds on either device, to retract, drain and resume in.
 CPU_NEW_TOKENS: Final = 128
 GPU_NEW_TOKENS: Final = 512
+#: What is said between two turns of a conversation.
+SAID_TOKENS: Final = 200
+#: Owner of the conversation that says what the first one says, and may reuse nothing of it.
+APART: Final = "apart"
 REQUESTS_MIN: Final = 2  # one to retract, one to hand over
 NEW_TOKENS_MIN: Final = 32  # mid-decode must last long enough to retract, resume and drain
 
@@ -33,8 +37,9 @@ NEW_TOKENS_MIN: Final = 32  # mid-decode must last long enough to retract, resum
 class DemoOptions:
     """The size of a run. Prompt lengths spread evenly from `prompt_tokens_min` to `prompt_tokens_max`.
 
-    `group_size` workers share one copy of the model. `streams` "": the default backend of the device. `weights`: as
-    stored in the checkpoint, float32 or fp8.
+    With `turns` above 1 each request is the first turn of a conversation, whose later turns begin with all that was
+    said; the last conversation says what the first one says, for another owner. `group_size` workers share one copy of
+    the model. `streams` "": the default backend of the device. `weights`: as stored in the checkpoint, float32 or fp8.
     """
 
     family: str = "glm-5"
@@ -48,6 +53,12 @@ class DemoOptions:
     device: str = "cpu"
     streams: str = ""
     weights: str = "float32"
+    turns: int = 1
+
+    @property
+    def context_tokens_max(self) -> int:
+        """Tokens of the longest conversation at its end."""
+        return self.prompt_tokens_max + self.turns * self.new_tokens + (self.turns - 1) * SAID_TOKENS
 
     def __post_init__(self) -> None:
         _at_least("requests", self.requests, REQUESTS_MIN)
@@ -60,6 +71,7 @@ class DemoOptions:
                 value=self.group_size,
                 remedy="use a divisor of --workers",
             )
+        _at_least("turns", self.turns, 1)
         _at_least("new-tokens", self.new_tokens, NEW_TOKENS_MIN)
         _at_least("prompt-tokens", self.prompt_tokens_min, round(self.topk / TOPK_SHARE_MAX))
         _at_least("prompt-tokens", self.prompt_tokens_max, self.prompt_tokens_min)
@@ -83,9 +95,13 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class DemoRequest:
+    """`said` later: what follows the output of each turn but the last."""
+
     request_id: str
     source: str
     prompt: tuple[int, ...]
+    owner: str = ""
+    said: tuple[tuple[int, ...], ...] = ()
 
 
 def memory_for(options: DemoOptions) -> DemoMemory:
@@ -111,9 +127,10 @@ def prompt_lengths(count: int, low: int, high: int) -> list[int]:
 
 
 def cut_prompts(
-    sources: Sequence[PromptSource], lengths: Sequence[int], encode: Callable[[str], Sequence[int]]
+    sources: Sequence[PromptSource], lengths: Sequence[int], encode: Callable[[str], Sequence[int]], turns: int = 1
 ) -> list[DemoRequest]:
-    """One prompt per length. Each begins at another file and continues with the following ones.
+    """One prompt per length. Each begins at another file and continues with the following ones. With several `turns`,
+    what is said later follows the prompt in the files, and the last conversation is the first one, of another owner.
 
     Raises BadInput when all files together are shorter than the longest prompt.
     """
@@ -121,11 +138,20 @@ def cut_prompts(
     if not sources:
         raise BadInput("no text for prompts", field="prompts", value=0, remedy="name text files with --prompts")
     encoded = [tuple(encode(f"### {source.name}\n\n{source.text}\n")) for source in sources]
+    later = (turns - 1) * SAID_TOKENS
     starts = [i * len(sources) // len(lengths) for i in range(len(lengths))]
-    return [
-        DemoRequest(f"demo-{i:02}", sources[start].name, _cut(encoded, start, length))
+    requests = [
+        _conversation(f"demo-{i:02}", sources[start].name, _cut(encoded, start, length + later), length)
         for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
+    if turns > 1:
+        requests[-1] = replace(requests[0], request_id=requests[-1].request_id, owner=APART)
+    return requests
+
+
+def _conversation(request_id: str, source: str, tokens: tuple[int, ...], length: int) -> DemoRequest:
+    said = tuple(tokens[at : at + SAID_TOKENS] for at in range(length, len(tokens), SAID_TOKENS))
+    return DemoRequest(request_id, source, tokens[:length], said=said)
 
 
 def _cut(encoded: Sequence[tuple[int, ...]], start: int, length: int) -> tuple[int, ...]:

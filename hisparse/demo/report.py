@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -39,6 +40,9 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     hits: int
     misses: int
     oracle_s: float
+    owner: str = ""
+    cached_tokens: int = 0  # of the prompt: reused, not computed
+    known_tokens: int = 0  # of the prompt: in full pages of the turn before, which can be reused
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +52,11 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
     device: str
     requests: int
+    turns: int = 1
     workers: int
     group_size: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts: reused, not computed
     verified_tokens: int
     distinct_tokens: int
     mismatched_tokens: int
@@ -93,10 +100,12 @@ class Evidence:
     oracle_s: float
 
 
-def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence: Evidence) -> DemoReport:
+def build_report(options: DemoOptions, evidence: Evidence) -> DemoReport:
     """Compare every output, sum up the figures, find the problems."""
     outcome, watch = evidence.outcome, evidence.outcome.watch
-    rows = [_request_report(request, evidence) for request in requests]
+    served = sorted(outcome.served, key=lambda it: it.request_id)
+    before = {later.request_id: request for request, later in pairwise(served) if _is_next_turn(request, later)}
+    rows = [_request_report(request, before.get(request.request_id), evidence) for request in served]
     hits, misses = sum(row.hits for row in rows), sum(row.misses for row in rows)
     swapped = sum(worker.swapped_bytes for worker in watch.workers.values())
     page_kv_bytes = PAGE_TOKENS * evidence.layers * evidence.kv_row_bytes
@@ -104,9 +113,12 @@ def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence
         family=options.family,
         weights=options.weights,
         device=options.device,
-        requests=len(requests),
+        requests=options.requests,
+        turns=options.turns,
         workers=options.workers,
         group_size=options.group_size,
+        prompt_tokens=sum(row.prompt_tokens for row in rows),
+        cached_tokens=sum(row.cached_tokens for row in rows),
         verified_tokens=sum(row.verified for row in rows),
         distinct_tokens=len({token for tokens in outcome.tokens.values() for token in tokens}),
         mismatched_tokens=sum(row.mismatched for row in rows),
@@ -135,7 +147,13 @@ def build_report(options: DemoOptions, requests: Sequence[DemoRequest], evidence
     return judged(report)
 
 
-def _request_report(request: DemoRequest, evidence: Evidence) -> RequestReport:
+def _is_next_turn(request: DemoRequest, later: DemoRequest) -> bool:
+    """Of one conversation: turns are numbered behind its id."""
+    return "." in later.request_id and request.request_id.rpartition(".")[0] == later.request_id.rpartition(".")[0]
+
+
+def _request_report(request: DemoRequest, before: DemoRequest | None, evidence: Evidence) -> RequestReport:
+    """`before`: the turn before in its conversation. The last token that was generated there has no row."""
     outcome, run = evidence.outcome, evidence.runs[request.request_id]
     row = outcome.watch.rows[request.request_id]
     verdict = compare(request.request_id, outcome.tokens[request.request_id], run, TIE_BOUND)
@@ -156,12 +174,21 @@ def _request_report(request: DemoRequest, evidence: Evidence) -> RequestReport:
         hits=row.hits,
         misses=row.misses,
         oracle_s=round(run.duration_s, 2),
+        owner=request.owner,
+        cached_tokens=row.prefix_tokens,
+        known_tokens=_full_pages(len(before.prompt) + len(outcome.tokens[before.request_id]) - 1) if before else 0,
     )
+
+
+def _full_pages(rows: int) -> int:
+    return rows // PAGE_TOKENS * PAGE_TOKENS
 
 
 def problems_of(report: DemoReport) -> tuple[str, ...]:
     """The reasons why the run failed, as text. A run without swap-in or moves fails, too."""
     unfinished = [row.request_id for row in report.per_request if row.outcome != FINISHED]
+    cold = [row.request_id for row in report.per_request if row.cached_tokens < row.known_tokens]
+    taken = [row.request_id for row in report.per_request if row.owner and row.cached_tokens > row.known_tokens]
     judged = [
         (report.mismatched_tokens > 0, f"{report.mismatched_tokens} tokens differ from the model library's"),
         (
@@ -173,6 +200,8 @@ def problems_of(report: DemoReport) -> tuple[str, ...]:
         (report.misses == 0, "no row was swapped in: the hot buffers held all selected rows"),
         (report.retracted == 0, "no request was retracted mid-decode"),
         (report.handed_over == 0, "no request was handed over"),
+        (bool(cold), f"turns computed what the turns before had computed: {', '.join(cold)}"),
+        (bool(taken), f"turns reused what another owner had computed: {', '.join(taken)}"),
     ]
     return tuple(problem for wrong, problem in judged if wrong)
 
@@ -203,7 +232,16 @@ def _request_table(report: DemoReport) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("request", "prompt from", "workers"):
         table.add_column(header)
-    for header in ("prompt", "new", "verified", "mismatched", "hit rate", "misses", "moved"):
+    for header in (
+        "prompt",
+        *(["reused"] if report.turns > 1 else []),
+        "new",
+        "verified",
+        "mismatched",
+        "hit rate",
+        "misses",
+        "moved",
+    ):
         table.add_column(header, justify="right")
     for row in report.per_request:
         table.add_row(
@@ -211,6 +249,7 @@ def _request_table(report: DemoReport) -> Table:
             row.source,
             " > ".join(row.workers),
             f"{row.prompt_tokens:,}",
+            *([f"{row.cached_tokens:,}"] if report.turns > 1 else []),
             f"{row.new_tokens}",
             f"{row.verified}" + (" (tie)" if row.unverified else ""),
             f"[red]{row.mismatched} from {row.divergence}[/]" if row.mismatched else "0",
@@ -234,7 +273,9 @@ def _figures(report: DemoReport) -> Table:
 
 def figure_lines(report: DemoReport) -> Mapping[str, str]:
     """The summary below the table, as label and text."""
+    turns = f"{report.turns}; {report.cached_tokens:,} of {report.prompt_tokens:,} prompt tokens reused"
     return {
+        **({"turns": turns} if report.turns > 1 else {}),
         "tokens": f"{report.verified_tokens:,} verified, {report.distinct_tokens} distinct, "
         f"{report.mismatched_tokens} mismatched, {report.tie_excused} requests excused by a tie below "
         f"{report.tie_bound:g}; float32 on {report.device}",

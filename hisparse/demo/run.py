@@ -30,7 +30,7 @@ def run_demo(options: DemoOptions, prompt_paths: Sequence[Path], work_dir: Path 
     Interrupted: all processes that it started have ended; sockets and host pool are removed.
     """
     lengths = prompt_lengths(options.requests, options.prompt_tokens_min, options.prompt_tokens_max)
-    requests = cut_prompts(read_sources(prompt_paths), lengths, ByteTokenizer().encode)
+    requests = cut_prompts(read_sources(prompt_paths), lengths, ByteTokenizer().encode, options.turns)
     with _directory(work_dir) as directory:
         return trio.run(_demo, options, requests, directory)
 
@@ -51,7 +51,7 @@ async def _demo(options: DemoOptions, requests: Sequence[DemoRequest], directory
         await nursery.start(_end_on_sigterm)
         evidence = await _gather(options, requests, directory)
         nursery.cancel_scope.cancel()
-    return build_report(options, requests, evidence)
+    return build_report(options, evidence)
 
 
 async def _end_on_sigterm(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -83,7 +83,8 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
                 with display.live():
                     await run_scenario(client, requests, options, outcome, display.note)
     began = trio.current_time()
-    runs = await _oracle_runs(model, requests, options, directory, display)
+    served = sorted(outcome.served, key=lambda it: it.request_id)
+    runs = await _oracle_runs(model, served, options, directory, display)
     layers, row_bytes = kv_shape(model)
     return Evidence(
         outcome=outcome,
@@ -112,6 +113,7 @@ async def _oracle_runs(
 def _load_text(options: DemoOptions, requests: Sequence[DemoRequest]) -> str:
     prompt_tokens = sum(len(request.prompt) for request in requests)
     return (
-        f"{len(requests)} requests, {prompt_tokens:,} prompt tokens, {options.new_tokens} new tokens each; "
+        f"{len(requests)} {'requests' if options.turns == 1 else f'conversations of {options.turns} turns'}, "
+        f"{prompt_tokens:,} prompt tokens, {options.new_tokens} new tokens each; "
         f"hot buffers of {memory_for(options).hot_slots} slots, top-{options.topk}"
     )

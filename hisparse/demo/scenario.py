@@ -42,6 +42,7 @@ async def run_scenario(
     client: Client, requests: Sequence[DemoRequest], options: DemoOptions, outcome: Outcome, note: Note
 ) -> None:
     """Submit all requests, make the moves, wait for all tokens and pages. Fills `outcome` while it runs."""
+    outcome.watch.expected = len(requests) * options.turns
     outcome.host_pages_before = pages_in_use(await client.pools())
     sampling = Sampling(max_tokens=options.new_tokens, ignore_eos=True)
     began = trio.current_time()
@@ -49,8 +50,7 @@ async def run_scenario(
         background.start_soon(_observe, client, outcome.watch)
         async with trio.open_nursery() as nursery:
             for request in requests:
-                outcome.tokens[request.request_id] = []
-                nursery.start_soon(_follow, client, request, sampling, outcome)
+                nursery.start_soon(_converse, client, request, sampling, outcome)
             nursery.start_soon(_direct, client, options, outcome, note)
         outcome.serve_s = trio.current_time() - began
         await _released(client, outcome)
@@ -59,8 +59,22 @@ async def run_scenario(
         background.cancel_scope.cancel()
 
 
+async def _converse(client: Client, request: DemoRequest, sampling: Sampling, outcome: Outcome) -> None:
+    """All turns of a request, each with all that was said before."""
+    prompt = request.prompt
+    for turn, said in enumerate((*request.said, ()), start=1):
+        number = f"{turn:0{len(str(len(request.said) + 1))}}"
+        name = f"{request.request_id}.{number}" if request.said else request.request_id
+        each = DemoRequest(name, request.source, prompt, request.owner)
+        outcome.served.append(each)
+        outcome.tokens[name] = []
+        await _follow(client, each, sampling, outcome)
+        prompt = (*prompt, *outcome.tokens[name], *said)
+
+
 async def _follow(client: Client, request: DemoRequest, sampling: Sampling, outcome: Outcome) -> None:
-    stream = await client.submit(request.prompt, sampling, request_id=request.request_id)
+    name, owner = request.request_id, request.owner
+    stream = await client.submit(request.prompt, sampling, request_id=name, tenant=owner)
     async for tokens in stream:
         outcome.tokens[request.request_id] += [int(token) for token in tokens]
 

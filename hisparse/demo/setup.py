@@ -89,16 +89,18 @@ def pool_directory(device: str, directory: Path) -> Iterator[Path]:
 
 
 def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_dir: Path) -> Config:
-    """Settings of the cluster: deterministic, every request managed (`memory_for`). The user's settings are ignored."""
+    """Settings of the cluster: every request managed (`memory_for`). The user's settings are ignored. Deterministic,
+    but for conversations: in that mode nothing that was decoded is reused.
+    """
     memory = memory_for(options)
-    longest = options.prompt_tokens_max + options.new_tokens + PAGE_TOKENS
+    longest = options.context_tokens_max + PAGE_TOKENS
     flags: dict[str, object] = {
         "cluster.runtime_dir": str(runtime_dir),
         "worker.pool_dir": str(pool_dir),
         "worker.model": str(model),
         "worker.device": options.device,
         "worker.dtype": "float32",
-        "worker.deterministic": True,
+        "worker.deterministic": options.turns == 1,
         "worker.stream_backend": options.streams,
         "worker.seats": options.requests,
         "worker.device_mem": DEVICE_MEM,

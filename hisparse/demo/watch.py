@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from hisparse.demo.plan import DemoRequest
 from protocol.messages import PoolRow, RequestRow, WorkerRow
 
 #: States in which a request is over.
@@ -17,13 +18,15 @@ BEFORE_RUNNING: Final = frozenset({"QUEUED", "PREFILLING", "STAGING", "READY"})
 
 
 def pages_in_use(pools: Iterable[PoolRow]) -> int:
-    """Host pages that are not free, quarantined ones included; a leak would show here."""
-    return sum(pool.host_pages - pool.free for pool in pools)
+    """Host pages that are neither free nor only cached, quarantined ones included; a leak would show here."""
+    return sum(pool.host_pages - pool.free - pool.cached for pool in pools)
 
 
 @dataclass
 class DemoWatch:
-    """The latest rows, and the maxima that the report needs."""
+    """The latest rows, and the maxima that the report needs. `expected`: requests until the end."""
+
+    expected: int = 0
 
     rows: dict[str, RequestRow] = field(default_factory=dict)
     workers: dict[str, WorkerRow] = field(default_factory=dict)
@@ -52,8 +55,8 @@ class DemoWatch:
 
     @property
     def over(self) -> bool:
-        """Whether every request seen has ended; False before any was seen."""
-        return bool(self.rows) and all(row.state in ENDED for row in self.rows.values())
+        """Whether every request has ended; False before any was seen."""
+        return len(self.rows) >= max(self.expected, 1) and all(row.state in ENDED for row in self.rows.values())
 
     def running_past(self, tokens: int) -> RequestRow | None:
         """The running request with the fewest new tokens, but at least `tokens`.
@@ -76,10 +79,12 @@ class DemoWatch:
 
 @dataclass
 class Outcome:
-    """Results of the scenario, filled while it runs. `tokens` by request id."""
+    """Results of the scenario, filled while it runs. `tokens` by request id; `served`: the requests, each turn of a
+    conversation by itself."""
 
     watch: DemoWatch = field(default_factory=DemoWatch)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    served: list[DemoRequest] = field(default_factory=list)
     retracted: list[str] = field(default_factory=list)
     drained: str = ""
     leaving: tuple[str, ...] = ()  # requests that ran on the drained worker

@@ -76,7 +76,7 @@ class Answering:
             served=served,
             ask_id=ask_id,
             render=self._renderers.render,
-            scope=owner if chosen else "",
+            scope=key.scope if chosen else "",
             priority_max=key.priority_max,
         )
         check = partial(self._large_bodies.check, kind=api.body, model=served.model, tokenizer=served.tokenizer)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from coordinator.scheduling.validation import check_orders, check_priority, check_salt
+from coordinator.scheduling.validation import check_orders, check_priority, check_salt, check_token_ids
 from hisparse.http.bodies import CHOICES_MAX
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.formats.conversation import Conversation, template_messages, template_tools
@@ -176,8 +176,10 @@ def _choices(
             seed=_seed(wanted.seed, index % samples, request_id),
             stop=wanted.stop,
             ignore_eos=wanted.ignore_eos,
+            **wanted.adjustments,
         )
         _check_orders(sampling, wanted)
+        check_token_ids(sampling, model)
         _check_length(prompts[which].size, sampling.max_tokens, wanted, model)
         yield SampleAsk(request_id, prompts[which], sampling, wanted.priority, digests[which], wanted.cache_salt)
 

@@ -4,7 +4,7 @@ Three kinds of fields, so that nothing is dropped in silence:
 
     served       typed below
     ignored      says nothing about the output (`user`, `metadata`): taken and forgotten
-    unsupported  taken at the value that changes nothing (`frequency_penalty` 0), refused at any other
+    unsupported  taken at the value that changes nothing (`logprobs` false), refused at any other
 
 and a field that is in none of them is refused by name.
 
@@ -43,20 +43,13 @@ IGNORED: Final = (
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "logprobs": (False,),
-    "min_p": (0, 0.0),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "top_k": (0, -1),
     "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
@@ -89,18 +82,30 @@ class ApiBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Body(ApiBody, frozen=True, kw_only=True):
     """What both have in common. None, or absent, is the default of docs/http.md."""
 
-    raw_types: ClassVar[dict[str, Any]] = {"stop": str | list[str]}
+    raw_types: ClassVar[dict[str, Any]] = {
+        "stop": str | list[str],
+        "logit_bias": dict[int, float],
+        "stop_token_ids": list[int],
+    }
 
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: msgspec.Raw = NULL  # str | list[str]
+    stop: msgspec.Raw = NULL
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: msgspec.Raw = NULL
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # Not of OpenAI.
+    # Not of OpenAI; those of draws have vLLM's names.
+    top_k: int | None = None  # -1: all
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: msgspec.Raw = NULL
     priority: int = 0
     cache_salt: str = ""
     ignore_eos: bool = False
@@ -115,14 +120,7 @@ class Body(ApiBody, frozen=True, kw_only=True):
     prompt_cache_retention: msgspec.Raw = NULL
 
     # Unsupported: NEUTRAL.
-    frequency_penalty: msgspec.Raw = NULL
-    logit_bias: msgspec.Raw = NULL
     logprobs: msgspec.Raw = NULL
-    min_p: msgspec.Raw = NULL
-    min_tokens: msgspec.Raw = NULL
-    presence_penalty: msgspec.Raw = NULL
-    repetition_penalty: msgspec.Raw = NULL
-    top_k: msgspec.Raw = NULL
 
     def check(self) -> None:
         if self.n is not None and not 1 <= self.n <= N_MAX:
@@ -135,6 +133,22 @@ class Body(ApiBody, frozen=True, kw_only=True):
         stop = self.read("stop")
         return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
+    @property
+    def adjustments(self) -> dict[str, Any]:
+        """What the body asks of its draws beside temperature and top_p, as fields of Sampling; the given ones."""
+        bias, ends = self.read("logit_bias"), self.read("stop_token_ids")
+        said = {
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": tuple(bias.items()) if bias else None,
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": tuple(ends) if ends else None,
+        }
+        return {name: value for name, value in said.items() if value is not None}
+
     def wanted(self, **further: Any) -> Generation:
         """What both ask for, and `further`."""
         options = self.stream_options or StreamOptions()
@@ -146,6 +160,7 @@ class Body(ApiBody, frozen=True, kw_only=True):
             seed=self.seed,
             stop=self.stops,
             ignore_eos=self.ignore_eos,
+            adjustments=self.adjustments,
             priority=self.priority,
             cache_salt=self.cache_salt,
             stream=bool(self.stream),

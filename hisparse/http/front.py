@@ -227,7 +227,7 @@ class Front:
         await exchange.answer(200, msgspec.json.encode(model_card(model, self._created)))
 
     async def _request(self, exchange: Exchange, key: KeyOwner) -> None:
-        told = await self._progress.of(exchange.path.removeprefix("/v1/requests/"), key.name)
+        told = await self._progress.of(exchange.path.removeprefix("/v1/requests/"), key)
         await exchange.answer(200, msgspec.json.encode(told), {"cache-control": "no-store"})
 
     async def _tokens(self, exchange: Exchange, key: KeyOwner, api: TokenApi) -> None:

@@ -25,7 +25,8 @@ def absent() -> msgspec.Raw:
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """`conversation`, or else `prompt` as hisparse.http.prompts reads it; with `echo` a prompt is part of its answer.
-    None: the default of docs/http.md. `settings` are what the answer repeats of the body."""
+    None: the default of docs/http.md. `adjustments` are further
+    fields of Sampling, `settings` what the answer repeats of the body."""
 
     model: str | None = None
     conversation: Conversation | None = None
@@ -38,6 +39,7 @@ class Generation:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    adjustments: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 0
     cache_salt: str = ""
     stream: bool = False

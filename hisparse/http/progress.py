@@ -10,6 +10,7 @@ from typing import Final
 
 import trio
 
+from hisparse.http.api_keys import KeyOwner
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.request_state import RequestProgress, progress_of
 from hisparse.http.turns import Turns
@@ -28,13 +29,13 @@ class Progress:
         self._link = link
         self._turns = Turns(LOOKS_MAX, LOOKS_PER_KEY)
 
-    async def of(self, request_id: str, owner: str) -> RequestProgress:
+    async def of(self, request_id: str, key: KeyOwner) -> RequestProgress:
         """Of a request whose id its client chose: other ids of an owner are not known here. Raises NotFound or
         Unavailable."""
-        known = f"{request_id}.{owner}" if owner else request_id
+        known = f"{request_id}.{key.scope}" if key.scope else request_id
         if len(known) > NAME_CHARS_MAX:
             raise NotFound("no such request", field="path", value=request_id[:NAME_CHARS_MAX], remedy="check the id")
-        async with self._turns.turn(owner):
+        async with self._turns.turn(key.name):
             try:
                 row = (await self._link.client.request(known)).row
             except NotFound as error:

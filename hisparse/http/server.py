@@ -88,7 +88,7 @@ async def _serve(
             rate = config.coordinator.messages_per_s, config.coordinator.messages_burst
             outputs = FollowedOutputs(nursery, link, counters, rate)
             front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
-            _announce(config, listener, exporter)
+            _announce(config, listener, exporter, keys)
             most = connections_max(config.http.requests_max)
             await HttpListener(listener, front.serve, counters, tls, most).run(stopping)
             with trio.move_on_after(LAST_ABORTS_S):
@@ -147,13 +147,17 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _announce(config: Config, listener: socket.socket, exporter: Exporter | None) -> None:
+def _announce(config: Config, listener: socket.socket, exporter: Exporter | None, keys: ApiKeys) -> None:
     coordinator = config.cluster.client_endpoint
     log.info("starting", extra=fields(version=our_version(), pid=os.getpid(), coordinator=coordinator))
     host, port = listener.getsockname()[:2]
     log.info("listening", extra=fields(url=msgspec.structs.replace(config.http, host=host, port=port).url))
     if not config.http.tls_cert_file and config.http.host not in LOOPBACK:
         log.warning("plain HTTP: prompts, outputs and API keys are readable on the network; see http.tls_cert_file")
+    if keys.is_open:
+        log.info("no API keys: all clients are one owner, and may reuse each other's prefixes; see http.api_keys_file")
+    else:
+        log.info("API keys", extra=fields(read=keys.describe()))
     if exporter is not None:
         log.info("metrics", extra=fields(url=f"{exporter.url}/metrics"))
 

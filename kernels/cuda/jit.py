@@ -160,16 +160,20 @@ class Kernel:
         )
 
     def allow_all(self, clusters: bool) -> None:
-        """Permit launches with all shared memory that the device gives a block, and in clusters of up to 16 blocks."""
+        """Permit launches with all shared memory that the device gives a block, in clusters as large as it allows."""
         driver, attribute = self._driver, self._attribute
         most = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         static = _call(driver.cuFuncGetAttribute, attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function)
         dynamic = _call(driver.cuDeviceGetAttribute, most, _call(driver.cuCtxGetDevice)) - static
-        wanted = {attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: dynamic}
-        if clusters:
-            wanted[attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
-        for key, value in wanted.items():
-            _call(driver.cuFuncSetAttribute, self._function, key, value)
+        _call(
+            driver.cuFuncSetAttribute,
+            self._function,
+            attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            dynamic,
+        )
+        if clusters:  # where a device refuses, clusters_at_once has none of more than 8 blocks
+            larger = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            driver.cuFuncSetAttribute(self._function, larger, 1)
 
     def launch(
         self,
@@ -194,11 +198,16 @@ class Kernel:
         _call(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(arguments), 0)
 
     def clusters_at_once(self, cluster: int, shared_bytes: int) -> int:
-        """How many clusters of `cluster` blocks the device holds at once."""
+        """How many clusters of `cluster` blocks the device holds at once.
+
+        None where the query fails: a device refuses it for clusters larger than it allows, such as 16 blocks where 8
+        are the most. A device with another defect fails the launch that follows.
+        """
         held = self._clusters.get((cluster, shared_bytes))
         if held is None:
             config = self._config((cluster, 1), self.threads, cluster, shared_bytes)
-            held = int(_call(self._driver.cuOccupancyMaxActiveClusters, self._function, config))
+            status, *found = self._driver.cuOccupancyMaxActiveClusters(self._function, config)
+            held = int(found[0]) if int(status) == 0 else 0
             self._clusters[cluster, shared_bytes] = held
         return held
 

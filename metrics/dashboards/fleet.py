@@ -70,6 +70,38 @@ PRESSURE: Final = Row(
             View.STACK,
         ),
         Panel(
+            "Prefix hits",
+            "Share of prompt tokens whose rows were reused, at admission. Bad: far below what clients repeat; "
+            "docs/runbook.md says why hits may be low.",
+            "percentunit",
+            (
+                Query(
+                    "sum(rate(hisparse_prefix_tokens_total[$__rate_interval]))"
+                    " / sum(rate(hisparse_prefix_asked_tokens_total[$__rate_interval]))",
+                    "reused",
+                ),
+            ),
+        ),
+        Panel(
+            "Cached pages and evictions",
+            "Host pages that only the cache holds, and cached pages per second that made room for others. Bad: "
+            "evictions at a steady rate while hits are low: the pool is too small for what is repeated.",
+            "none",
+            (
+                Query('sum by (node) (hisparse_host_pages{state="cached"})', "{{node}} cached"),
+                Query("sum(rate(hisparse_prefix_pages_evicted_total[$__rate_interval]))", "evicted/s"),
+            ),
+        ),
+        Panel(
+            "KV events",
+            "Batches per second for routers, and those dropped. Bad: any dropped: routers do not know what is cached.",
+            "cps",
+            (
+                Query("sum(rate(hisparse_kv_event_batches_total[$__rate_interval]))", "batches"),
+                Query("sum(rate(hisparse_kv_event_batches_dropped_total[$__rate_interval]))", "dropped"),
+            ),
+        ),
+        Panel(
             "Device memory in use",
             "Used share of hot chunks and index pages of each worker. Bad: one memory full while the other is half "
             "empty: hot buffers are too large or too small for these contexts.",

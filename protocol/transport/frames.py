@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-import msgspec
-
 from protocol.errors import ProtocolError
 from protocol.messages import PROTOCOL_VERSION
 
@@ -52,11 +50,57 @@ def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sende
 
 
 def _other_version(frame: bytes) -> int | None:
-    """The protocol version in a hello of another version; None: not a hello, or of this version."""
+    """The protocol version in a hello of another version; None: not a hello, or of this version.
+
+    Looks at the first two elements alone: a peer chooses what comes behind them, and decoding 8 MiB of it to objects
+    would take half a second.
+    """
     try:
-        tag, version, *_ = msgspec.msgpack.decode(frame, type=list[object])
-    except UNREADABLE:
+        tag, at = _text(frame, _array(frame))
+        version = _integer(frame, at)
+    except (IndexError, ValueError):
         return None
-    if not isinstance(tag, str) or tag.replace("_", "").lower() not in HELLO_TAGS or not isinstance(version, int):
+    if tag.replace("_", "").lower() not in HELLO_TAGS or version == PROTOCOL_VERSION:
         return None
-    return None if version == PROTOCOL_VERSION else version
+    return version
+
+
+# ---------------------------------------------------------------- msgpack, as far as a hello begins
+
+
+def _array(frame: bytes) -> int:
+    """Where the first element of an array begins. Raises IndexError or ValueError."""
+    match frame[0]:
+        case first if 0x90 <= first <= 0x9F:
+            return 1
+        case 0xDC:
+            return 3
+        case 0xDD:
+            return 5
+    raise ValueError("no array")
+
+
+def _text(frame: bytes, at: int) -> tuple[str, int]:
+    """A text of at most 255 bytes, and where it ends. Raises IndexError or ValueError."""
+    first = frame[at]
+    if 0xA0 <= first <= 0xBF:
+        start, size = at + 1, first & 0x1F
+    elif first == 0xD9:
+        start, size = at + 2, frame[at + 1]
+    else:
+        raise ValueError("no short text")
+    return frame[start : start + size].decode(), start + size
+
+
+def _integer(frame: bytes, at: int) -> int:
+    """Raises IndexError or ValueError."""
+    first = frame[at]
+    if first < 0x80 or first >= 0xE0:
+        return first if first < 0x80 else first - 0x100
+    if not 0xCC <= first <= 0xD3:
+        raise ValueError("no integer")
+    size = 1 << (first & 3)
+    data = frame[at + 1 : at + 1 + size]
+    if len(data) < size:
+        raise IndexError("cut off")
+    return int.from_bytes(data, "big", signed=first >= 0xD0)

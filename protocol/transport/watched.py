@@ -77,11 +77,11 @@ class Watched:
             self._socket.close()
             self._parked.unpark_all()
 
-    def _drain(self, take: Callable[[], T]) -> list[T]:
+    def _drain(self, take: Callable[[], T], most: int = BATCH_MESSAGES_MAX) -> list[T]:
         if self.closed:
             raise trio.ClosedResourceError("the socket was closed")
         batch: list[T] = []
-        while len(batch) < BATCH_MESSAGES_MAX:
+        while len(batch) < most:
             try:
                 batch.append(take())
             except zmq.Again:

@@ -137,6 +137,22 @@ def test_decode_tables_compare_most_requests_per_mode() -> None:
     assert ElementTree.fromstring(decode_report.plot(rows)).tag == f"{SVG}svg"
 
 
+def test_idle_time_of_a_step_is_what_its_kernels_leave() -> None:
+    """Of the step as it was timed without a profiler, whose own time is in the steps that it watches."""
+    row = decode_row("hisparse", 48, 5_000.0) | {"step_ms": 6.5}
+    assert decode_report.parts(row)[-1] == "0.50", "without `busy`: the sum over kinds"
+    row["parts_ms"] |= {"busy": 5.25, "idle": 9.0}
+    assert decode_report.parts(row)[-1] == "1.25"
+    row["parts_ms"]["busy"] = 7.0
+    assert decode_report.parts(row)[-1] == "0.00"
+
+
+def test_largest_of_few_steps_is_no_percentile() -> None:
+    row = {"itl_p50_ms": 5.0, "itl_p99_ms": 6.0}
+    assert decode_report.between_tokens(row) == "5.00, most of 40 6.00"
+    assert decode_report.between_tokens(row | {"steps": 400}) == "5.00, 6.00"
+
+
 def test_transfers_are_compared_with_the_limit_of_their_round() -> None:
     rounds = [
         {"memcpy": {"gbps": 8.0}, "tcp": {"gbps": tcp, "cpu_s_per_gb": 0.5}, "nixl": {"gbps": 1.0, "cpu_s_per_gb": 1.0}}

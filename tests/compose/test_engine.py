@@ -228,7 +228,7 @@ def test_rows_outlive_the_only_worker(rig: ComposeRig, load: Load) -> None:
         load.some_more()
 
 
-DETACHED: Final = ("--id", "kept", "--max-tokens", "1500", "--ignore-eos", "--detach")
+DETACHED: Final = ("--id", "kept", "--max-tokens", "1500", "--temperature", "0", "--ignore-eos", "--detach")
 
 
 # ---------------------------------------------------------------- keys

@@ -10,6 +10,7 @@ import trio
 import trio.testing
 
 from coordinator.journal.journal import GroupCommit
+from coordinator.scheduling.dispatch import Effects
 from coordinator.scheduling.scheduler import Scheduler
 from tests.coordinator.scheduling.test_recovery import Life
 from tests.support.ownership import Ownership
@@ -137,7 +138,7 @@ async def test_scheduler_write_to_foreign_state_is_seen(
         await life.add_worker("w0")
         await life.submit("r", 100, 200)
         await life.run_until("r", "RUNNING")
-        monkeypatch.setattr(Scheduler, "_starving", lambda *_: write(life))
+        monkeypatch.setattr(Scheduler, "_progress", lambda *_: write(life) or Effects())
         life.scheduler.starving(None)  # type: ignore[arg-type]
         await life.settle()
         assert ownership.violations, "seen"

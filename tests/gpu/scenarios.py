@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from kernels.state import Tripwire
 from tests.gpu.twin import Twin
 
 TOPK = 512
@@ -79,6 +80,26 @@ def goes_round(twin: Twin, length: int, misses: tuple[int, ...], steps: int) -> 
         place += misses[step % len(misses)]
         near = window[(place + torch.randperm(TOPK, generator=twin.torch)) % len(window)]
         step_with(twin, batches, near[None])
+
+
+FULL_SIZES = {"row_bytes": 16, "topk": 2048, "hot_max": 2200, "max_tokens": 4096, "seats": 1, "batch": 2}
+
+
+def misses_on_corrupt_host_pages(twin: Twin, entry: int) -> None:
+    """Entries of the host table below -1 count as not granted; other misses are loaded, and hot tokens are hits.
+
+    `twin` has FULL_SIZES: all warps of a block have top-k entries where a request has four or five blocks.
+    """
+    twin.open(0, 4000, 2048, 1000)
+    twin.cpu.host_table[0, 5:7] = entry  # of hot tokens
+    twin.cpu.host_table[0, 30:60:2] = entry  # tokens from 1,920 on, of which none are hot
+    twin.upload()
+    for _ in range(2):
+        batches = twin.begin([0])
+        twin.write_new_rows(batches[0])
+        step_with(twin, batches, torch.randperm(3900, generator=twin.torch)[None, :2048])
+    assert int(twin.gpu.tripwires[Tripwire.UNGRANTED]) > 400
+    assert int(twin.gpu.tripwires.sum()) == int(twin.gpu.tripwires[Tripwire.UNGRANTED])
 
 
 def step_with(twin: Twin, batches: tuple, topk: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Rounds of a group on a GPU: NCCL's collectives inside captured graphs. One rank, as one GPU has room for."""
+"""Rounds of a group on GPUs: NCCL's collectives inside captured graphs. One GPU has room for one rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.group_rig import settings_of
+from tests.support.group_rig import GroupRig, settings_of
 from tests.support.worker_rig import Rig
+from tests.worker.group.test_ranks import SETTINGS as RANKS
+from tests.worker.group.test_ranks import asks_of, spread, wrong
 from tests.worker.loop.test_model import NEW_TOKENS, PROMPTS, SETTINGS
 from worker.group.group import Group
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
@@ -50,6 +52,20 @@ def test_a_rank_over_nccl_draws_the_tokens_of_a_worker(
         assert group.control.progress.launched > NEW_TOKENS
     finally:
         group.leave()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes no second rank on one")
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+def test_two_ranks_over_nccl_draw_the_tokens_of_generate(graphs: bool, checkpoint: Path, directory: Path) -> None:
+    """With resizes, and retractions with pages kept and dropped."""
+    settings = msgspec.structs.replace(RANKS, device="cuda", stream_backend="cuda", graphs=graphs)
+    asks = spread(asks_of(16, seed=7), 2)
+    environs = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+    rig = GroupRig(checkpoint, directory, asks, settings, environs=environs)
+    try:
+        assert not wrong(checkpoint, asks, rig.drawn())
+    finally:
+        rig.close()
 
 
 def tokens_of(settings: object, group: Group | None) -> list[list[int]]:

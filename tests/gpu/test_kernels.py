@@ -16,7 +16,14 @@ if not torch.cuda.is_available():
 from kernels.begin_step import begin_step  # noqa: E402
 from kernels.state import BackupPlan, MissPlan, StepBatch  # noqa: E402
 from kernels.swap_in import swap_in  # noqa: E402
-from tests.gpu.scenarios import TOPK, goes_round, small_sizes, uses_a_queue_for_long  # noqa: E402
+from tests.gpu.scenarios import (  # noqa: E402
+    FULL_SIZES,
+    TOPK,
+    goes_round,
+    misses_on_corrupt_host_pages,
+    small_sizes,
+    uses_a_queue_for_long,
+)
 from tests.gpu.twin import Twin, same  # noqa: E402
 
 
@@ -68,6 +75,12 @@ def test_misses_beyond_victims_trip_and_keep_tables_sound() -> None:
     assert int(plan.count[0]) == 64
     twin.adopt()
     twin.check()
+
+
+@pytest.mark.parametrize("entry", [-2, -(2**31)])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5, 8, 16])
+def test_corrupt_host_pages_trip_and_end(ranks: int, entry: int) -> None:
+    misses_on_corrupt_host_pages(Twin(ranks, groups=(0,), ranks=ranks, **FULL_SIZES), entry)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -167,7 +167,8 @@ def test_no_launch_waits_for_the_device(place: Path, family: str, dtype: str, kv
     step, one = rig._steps[ROWS], StepOutputs.allocate(1, runner.info.vocab_size, keep_logits=True, device="cuda")
     with no_syncs():
         runner.launch_prefill_chunk(rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)
-        runner.launch_decode(rig.streams, rig.state, rig.sampler, step.batch, step.outputs)
+        runner.launch_forward(rig.streams, rig.state, rig.sampler, step.batch)
+        runner.launch_sample(rig.streams, rig.sampler, step.batch, step.outputs, None)
 
 
 def test_generator_replaces_the_indexer_inside_a_graph(place: Path) -> None:

@@ -648,6 +648,71 @@ def test_timeout_tells_the_state_of_a_request_that_does_not_wait(gateway: FakeGa
     assert "not ended after 0.2 s, it is RUNNING" in run("submit", "x", "--timeout", "0.2").stderr
 
 
+# ---------------------------------------------------------------- the end of an output
+
+
+@pytest.mark.parametrize(
+    ("change", "swaps"),
+    [
+        ({"hits": 30, "misses": 10, "hot_slots": 64}, "swap-in 75.0% hits (30 hits, 10 misses)"),
+        ({"hits": 30, "misses": 0, "hot_slots": -1}, "swap-in none needed: all rows were on the device"),
+    ],
+)
+def test_terminal_is_told_id_tokens_and_hit_rate_at_the_end(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], change: dict[str, int], swaps: str
+) -> None:
+    serve_output(gateway, messages.Attach, ["ab", "c"])
+    ended = row(REQUEST, state="FINISHED", **change)
+    gateway.on(messages.DescribeRequest, lambda m: [messages.RequestDetail(tag_of(m), ended, ())])
+    assert attach_and_follow(Follow(gateway.client_endpoint, "table", tells_end=True), "r1", 0) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("abc\n", f"r1 FINISHED: stop, 3 tokens, {swaps}\n")
+
+
+def test_pipe_is_told_nothing_at_the_end(gateway: FakeGateway) -> None:
+    serve_output(gateway, messages.Submit, ["ab", "c"])
+    result = run("submit", "x")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert not any(isinstance(message, messages.DescribeRequest) for message in gateway.received)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("piece", "args", "shown"),
+    [("hi", [], "hi\n"), ("hi\n", [], "hi\n"), ("", [], ""), ("hi", ["--tokens"], "104 105 \n")],
+)
+def test_error_after_streamed_text_begins_on_its_own_line(
+    gateway: FakeGateway, piece: str, args: list[str], shown: str
+) -> None:
+    tokens = list(piece.encode())
+    delivery = messages.Delivery(pack_int32([3]), pack_int32([0]), pack_int32([len(tokens)]), pack_int32(tokens))
+    gateway.on(messages.Attach, lambda m: [messages.Accepted(tag_of(m), "r1", 3), *([delivery] if tokens else [])])
+    gateway.on(messages.DescribeRequest, lambda m: [messages.RequestDetail(tag_of(m), REQUEST, ())])
+    result = run("attach", "r1", *args, "--timeout", "0.3")
+    assert (result.exit_code, result.stdout) == (6, shown)
+    assert result.stderr.startswith("hisparse: request_id=r1: not ended after 0.3 s")
+
+
+def test_sampling_defaults_of_command_and_http_are_the_same() -> None:
+    """As OpenAI's; a seed that is not given is another one each time."""
+    from hisparse.cli.submit import SEED_BITS, submit
+    from hisparse.http import asks
+
+    defaults = {option.name: option.default for option in submit.params}
+    assert defaults["temperature"] == asks.TEMPERATURE_DEFAULT == 1.0
+    assert defaults["top_p"] == 1.0
+    assert SEED_BITS == asks.SEED_BITS
+
+
+def test_seed_is_drawn_for_each_submission(gateway: FakeGateway) -> None:
+    serve_output(gateway, messages.Submit, ["x"])
+    for _ in range(2):
+        run("submit", "x")
+    one, other = (m.sampling for m in gateway.received if isinstance(m, messages.Submit))
+    assert one.temperature == other.temperature == 1.0
+    assert 0 <= one.seed != other.seed < 2**63
+
+
 # ---------------------------------------------------------------- interruption
 
 
@@ -668,15 +733,16 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
     assert child.stdout is not None
     assert child.stdout.read(2) == b"hi"
     child.send_signal(signal.SIGINT)
-    _, stderr = child.communicate(timeout=10)
+    stdout, stderr = child.communicate(timeout=10)
     assert child.returncode == 130
-    assert b"r1 goes on; hisparse attach r1 --from 2, or hisparse abort r1" in stderr
+    assert stdout == b"\n"
+    assert stderr == b"r1 goes on; hisparse attach r1 --from 2, or hisparse abort r1\n"
 
 
 @pytest.mark.parametrize(
     ("changed", "lines"),
     [
-        ({"hot_slots": 64, "hits": 3, "misses": 1}, ("75.0% hits (3 hits, 1 misses)", "retracted twice")),
+        ({"hot_slots": 64, "hits": 3, "misses": 1}, ("swap-in   75.0% hits (3 hits, 1 miss)", "retracted twice")),
         (
             {"hot_slots": 0, "hits": 4, "misses": 0, "retractions": 1},
             ("swap-in   none needed: all rows are on the device", "retracted once"),
@@ -686,6 +752,11 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
         ({"state": "RETRACTED", "held": True}, ("r1  HELD",)),
         ({"state": "RETRACTING", "held": True}, ("r1  RETRACTING",)),
         ({"state": "FINISHED", "hot_slots": -1}, ("r1  FINISHED", "took      1m15s")),
+        (
+            {"state": "FINISHED", "hot_slots": -1, "hits": 9, "misses": 0},
+            ("swap-in   none needed: all rows were on the device",),
+        ),
+        ({"state": "HELD", "hot_slots": -1, "hits": 9, "misses": 3}, ("75.0% hits (9 hits, 3 misses)",)),
     ],
 )
 def test_a_request_is_described_in_words(changed: dict[str, object], lines: tuple[str, ...]) -> None:

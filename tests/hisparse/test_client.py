@@ -118,6 +118,7 @@ async def test_concurrent_calls_get_their_own_answers(rig: GatewayRig) -> None:
         (lambda it: it.submit_detached([1], SAMPLING, request_id=7), BadInput, "request_id=7: must be of the type str"),
         (lambda it: it.request("\ud800"), BadInput, "request_id=.*: holds half of a surrogate pair"),
         (lambda it: it.abort("r1"), BadInput, r"ids=r1: one text, not a list of ids \(give \['r1'\]\)"),
+        (lambda it: it.abort(["r"] * 65_537), BadInput, "request_ids=65537 names: holds more than 65536 "),
         (lambda it: it.drain(), NotAllowed, 'role=client: may not send DrainWorkers .*role="admin"'),
     ],
 )

@@ -217,6 +217,8 @@ def test_a_clean_run_passes() -> None:
         {"retracted": 0},
         {"handed_over": 0},
         {"per_request": (msgspec.structs.replace(report().per_request[0], outcome="FAILED"),)},
+        {"per_request": (msgspec.structs.replace(report().per_request[0], cached_tokens=63, known_tokens=64),)},
+        {"per_request": (msgspec.structs.replace(report().per_request[0], owner="apart", cached_tokens=64),)},
     ],
 )
 def test_any_failed_check_fails_the_run(changes: dict[str, object]) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.answers import ChatAnswer, CompletionAnswer, Transcript, text_in
-from hisparse.http.api_keys import KEY_CHARS_MIN, ApiKey, ApiKeys, parse_keys, read_keys
+from hisparse.http.api_keys import KEY_CHARS_MIN, NO_OWNER, ApiKey, ApiKeys, owner_of, parse_keys, read_keys
 from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.bodies import NEUTRAL, CompletionBody, read_body
 from hisparse.http.chat import render
@@ -121,6 +121,7 @@ def test_defaults_are_openais() -> None:
     sampling = completion(prompt="x").choices[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (COMPLETION_TOKENS_DEFAULT, 1.0, 1.0)
     assert (sampling.stop, sampling.ignore_eos) == ((), False)
+    assert completion(prompt="x", top_k=-1).choices[0].sampling == sampling
 
 
 def test_every_served_field_arrives() -> None:
@@ -133,6 +134,14 @@ def test_every_served_field_arrives() -> None:
         seed=-3,
         stop=["a", "b"],
         ignore_eos=True,
+        top_k=4,
+        min_p=0.25,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={"3": -1, "4": 2.5},
+        min_tokens=2,
+        stop_token_ids=[7, 8],
         priority=-4,
         stream=True,
         stream_options={"include_usage": True},
@@ -142,6 +151,10 @@ def test_every_served_field_arrives() -> None:
     assert (choice.sampling.max_tokens, choice.sampling.temperature, choice.sampling.top_p) == (7, 0, 0.5)
     assert (choice.sampling.stop, choice.sampling.ignore_eos, choice.priority) == (("a", "b"), True, -4)
     assert choice.sampling.seed == 2**63 - 3
+    sampling = choice.sampling
+    assert (sampling.top_k, sampling.min_p, sampling.min_tokens) == (4, 0.25, 2)
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
+    assert (sampling.logit_bias, sampling.stop_token_ids) == (((3, -1.0), (4, 2.5)), (7, 8))
     assert (ask.stream, ask.include_usage, ask.usage_in_every_chunk) == (True, True, False)
     assert completion(prompt="x", stop="one").choices[0].sampling.stop == ("one",)
 
@@ -285,7 +298,7 @@ def test_choices_of_a_prompt_share_its_array() -> None:
 def test_only_ignored_fields_may_be_large() -> None:
     deep: Any = [[[]] * 100] * 1_000
     completion(prompt="x", metadata=deep, user=deep)
-    for field in ("logit_bias", "stop", "min_tokens"):
+    for field in ("logit_bias", "stop", "suffix"):
         assert refusal(CompletionBody, prompt="x", **{field: deep}).field == field
     assert refusal(ChatBody, messages=said(("user", "x")), chat_template_kwargs={"a": deep}).field == (
         "chat_template_kwargs"
@@ -634,6 +647,33 @@ def test_key_has_the_priority_limit_of_its_line() -> None:
     keys = ApiKeys(parse_keys(f"{KEY}\n{granted}  priority=10\n{lowered} priority=-5\n", "f"))
     assert [keys.check(f"Bearer {key}").priority_max for key in (KEY, granted, lowered)] == [0, 10, -5]
     assert ApiKeys(()).check("") == ("", 1_000)
+
+
+def test_name_of_an_owner_survives_its_keys() -> None:
+    old, new, other = "old-key-of-the-shop", "new-key-of-the-shop", "key-of-another-owner"
+    keys = ApiKeys(
+        parse_keys(f"{old} name=shop\n{new} name=shop priority=3\n{other} priority=1 name=other\n{KEY}\n", "f")
+    )
+    owners = [keys.check(f"Bearer {key}") for key in (old, new, other, KEY)]
+    assert [(it.name, it.priority_max) for it in owners] == [("shop", 0), ("shop", 3), ("other", 1), (owner_of(KEY), 0)]
+    assert [it.scope for it in owners] == [owner_of("shop"), owner_of("shop"), owner_of("other"), owner_of(KEY)]
+    assert keys.describe() == "4 keys of 3 owners"
+    assert (keys.is_open, ApiKeys(()).is_open, NO_OWNER.scope) == (False, True, "")
+
+
+@pytest.mark.parametrize("word", ["name", "name=", "name=a/b", f"name={'x' * 65}", "name=0123456789ab", "names=x"])
+def test_wrong_name_of_an_owner_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_keys(f"{KEY} {word}\n", "/etc/api.keys")
+    assert "/etc/api.keys" in str(caught.value)
+    assert word[:64] in str(caught.value)
+    assert KEY not in str(caught.value)
+
+
+def test_owner_named_twice_for_one_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match="said twice") as caught:
+        parse_keys(f"{KEY} name=a name=b\n", "f")
+    assert KEY not in str(caught.value)
 
 
 @pytest.mark.parametrize("right", ["priority", "priority=", "priority=x", "priority=1001", "priority=1 front"])

@@ -11,6 +11,7 @@ import trio
 
 from hisparse.http import progress
 from hisparse.http.anthropic.bodies import MessagesBody
+from hisparse.http.asks import ECHO_CHARS_MAX, echoes_of
 from hisparse.http.bodies import read_body
 from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.errors import STATUSES, anthropic_error, error_body
@@ -18,6 +19,7 @@ from hisparse.http.responses.bodies import ResponsesBody
 from hisparse.http.tools import ARGUMENTS_BYTES_MAX, TOOLS_BYTES_MAX
 from protocol.errors import BadInput, HiSparseError
 from protocol.settings import HttpSettings
+from protocol.text import ByteTokenizer
 from tests.support.http_rig import KEY, FrontRig, front_rig
 from worker.runners.tiny_template import TEMPLATES
 
@@ -142,6 +144,13 @@ def test_call_without_arguments_has_an_empty_object(arguments: str) -> None:
     conversation = body.generation().conversation
     assert conversation is not None
     assert conversation.turns[0].calls[0].arguments == {}
+
+
+def test_long_prompts_are_not_sent_back() -> None:
+    """They would be kept until their outputs have ended."""
+    with pytest.raises(BadInput, match="are not sent back") as caught:
+        echoes_of([], msgspec.json.encode(["x" * ECHO_CHARS_MAX, "x"]), ByteTokenizer())
+    assert caught.value.field == "echo"
 
 
 def test_effort_and_variables_reach_the_template() -> None:

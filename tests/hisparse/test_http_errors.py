@@ -28,6 +28,8 @@ from tests.support.http_rig import KEY, TEMPLATE, Peer, front_rig
 
 COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"
+MESSAGES: Final = "/v1/messages"
+RESPONSES: Final = "/v1/responses"
 
 
 class Case(NamedTuple):
@@ -48,6 +50,15 @@ def said(**changes: Any) -> dict[str, Any]:
 
 def spoken(*messages: Any, **changes: Any) -> dict[str, Any]:
     return {"messages": list(messages or ({"role": "user", "content": "x"},)), **changes}
+
+
+def asked(*messages: Any) -> dict[str, Any]:
+    """As Anthropic's clients ask."""
+    return {"max_tokens": 5, "messages": list(messages)}
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 BAD: Final = "bad_input"
@@ -96,11 +107,44 @@ CASES: Final = {
     ),
     "unsupported object": Case(
         COMPLETIONS,
-        said(logit_bias={"1": None, "2": "a"}),
+        said(suffix={"1": None, "2": "a"}),
+        400,
+        BAD,
+        "suffix",
+        'is not supported (got {"1":null,"2":"a"}). Leave suffix out.',
+    ),
+    "top_k": Case(COMPLETIONS, said(top_k=-2), 400, BAD, "top_k", "(got -2)", said(top_k=-1)),
+    "min_p": Case(COMPLETIONS, said(min_p=1.5), 400, BAD, "min_p", "must be 0.0 to 1.0 (got 1.5)", said(min_p=1)),
+    "penalty": Case(
+        COMPLETIONS,
+        said(frequency_penalty=3),
+        400,
+        BAD,
+        "frequency_penalty",
+        "must be -2.0 to 2.0 (got 3",
+        said(frequency_penalty=2),
+    ),
+    "bias": Case(
+        COMPLETIONS,
+        said(logit_bias={"1": 200}),
         400,
         BAD,
         "logit_bias",
-        'is not supported (got {"1":null,"2":"a"}). Leave logit_bias out.',
+        "must be -100.0 to 100.0 (got 200",
+        said(logit_bias={"1": 100}),
+    ),
+    "bias of no token": Case(COMPLETIONS, said(logit_bias={"999999": 1}), 400, BAD, "logit_bias", "(got 999999)"),
+    "min_tokens": Case(
+        COMPLETIONS,
+        said(max_tokens=4, min_tokens=5),
+        400,
+        BAD,
+        "min_tokens",
+        "must be 0 to 4 (got 5)",
+        said(max_tokens=4, min_tokens=4),
+    ),
+    "stop_token_ids": Case(
+        COMPLETIONS, said(stop_token_ids=[-1]), 400, BAD, "stop_token_ids", "(got -1)", said(stop_token_ids=[0])
     ),
     "priority": Case(
         COMPLETIONS, said(priority=1_001), 400, BAD, "priority", "must be -1000 to 1000", said(priority=1_000)
@@ -154,6 +198,50 @@ CASES: Final = {
     "template": Case(
         CHATS, spoken({"role": "developer", "content": "x"}), 400, BAD, "messages", "refuses them: no developers here"
     ),
+    "content left out": Case(CHATS, spoken({"role": "user"}), 400, BAD, "messages[0].content", "is missing. Add it."),
+    "field of another role": Case(
+        CHATS, spoken(X | {"tool_calls": []}), 400, BAD, "messages[0].tool_calls", "role assistant. Leave it out."
+    ),
+    "result of no call": Case(
+        CHATS,
+        spoken({"role": "tool", "content": "x"}),
+        *(400, BAD, "messages[0].tool_call_id", "is missing. Add it: the id of the call."),
+    ),
+    "name of a tool": Case(
+        CHATS, spoken(tools=[tool("a b")]), 400, BAD, "tools[0].function.name", "(got a b). Rename the tool."
+    ),
+    "tools of one name": Case(
+        CHATS, spoken(tools=[tool("f")] * 2), 400, BAD, "tools[1].function.name", "(got f). Rename one of them."
+    ),
+    "tool choice": Case(
+        CHATS,
+        spoken(tools=[tool("f")], tool_choice="required"),
+        *(
+            400,
+            BAD,
+            "tool_choice",
+            "needs structured output, which is not supported (got required). Use auto, or none.",
+        ),
+    ),
+    "tools that the template has not": Case(
+        CHATS, spoken(tools=[tool("f")]), 400, BAD, "tools", "(got 1 tools). Leave tools out.", spoken()
+    ),
+    "no Anthropic messages": Case(MESSAGES, asked(), 400, BAD, "messages", "Give at least one message.", asked(X)),
+    "turn that goes on": Case(
+        MESSAGES,
+        asked(X, {"role": "assistant", "content": "So"}),
+        *(400, BAD, "messages[1].role", "(got assistant). End with a message of the user."),
+    ),
+    "block of another role": Case(
+        MESSAGES,
+        asked({"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}),
+        *(400, BAD, "messages[0].content[0].type", "is no part of a user's message (got thinking). Leave it out."),
+    ),
+    "no items": Case(RESPONSES, {"input": []}, 400, BAD, "input", "Give a text, or at least one item.", {"input": "x"}),
+    "item without content": Case(
+        RESPONSES, {"input": [{"role": "user"}]}, 400, BAD, "input[0].content", "is missing. Add it."
+    ),
+    "nothing to tokenize": Case("/tokenize", {}, 400, BAD, "prompt", "Give prompt, or else messages."),
     "typo in a path": Case(
         "/v1/completion", {}, 404, "not_found", "path", "(got /v1/completion). Did you mean /v1/completions?"
     ),
@@ -179,7 +267,10 @@ def error_in(body: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 async def test_refusal_is_in_words_of_http_and_its_remedy_works(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
+    await check_http_case(tmp_path, CASES[name])
+
+
+async def check_http_case(tmp_path: Path, case: Case) -> None:
     async with front_rig(tmp_path) as rig:
         scheduler = rig.gateway.scheduler
         assert scheduler.served is not None
@@ -347,7 +438,11 @@ WIRE_CASES: Final = {
 
 @pytest.mark.parametrize("name", WIRE_CASES)
 def test_refusal_of_the_protocol_is_in_the_same_words(name: str) -> None:
-    case, wire = WIRE_CASES[name], Wire()
+    check_wire_case(WIRE_CASES[name])
+
+
+def check_wire_case(case: WireCase) -> None:
+    wire = Wire()
     wire.feed(case.data)
     with pytest.raises(BadInput) as caught:
         wire.next_head()

@@ -63,7 +63,7 @@ def test_long_uptime_resets_the_pauses() -> None:
 
 def watching(*rows: WorkerRow) -> ChildWatch:
     watch = ChildWatch(LIMIT_S)
-    watch.began("w0")
+    watch.began("w0", 0.0)
     watch.answered(rows, 0.0)
     return watch
 
@@ -88,15 +88,27 @@ def test_drained_worker_does_not_hang(state: str) -> None:
     assert watch.hung(60.0) == []
 
 
-def test_slow_start_is_not_a_hang() -> None:
+def test_slow_start_is_not_a_hang_until_its_limit() -> None:
+    """As of a process that is stopped before it has met its group: nothing else would end the wait of its peers."""
     watch = watching()
     answered_until(watch, 600)
     assert watch.hung(600.0) == []
+    watch.answered([], 601.0)
+    assert watch.hung(601.0) == ["w0"]
+
+
+def test_a_start_is_given_its_time_again_after_the_coordinator_was_silent() -> None:
+    watch = watching()
+    watch.answered([], 590.0)
+    answered_until(watch, 1_190, since_s=591)
+    assert watch.hung(1_190.0) == []
+    watch.answered([], 1_191.0)
+    assert watch.hung(1_191.0) == ["w0"]
 
 
 def test_successor_is_not_blamed_for_the_earlier_epoch() -> None:
     watch = watching(row(5))
-    watch.began("w0")
+    watch.began("w0", 0.0)
     answered_until(watch, 3, row(5))  # not yet seen to be gone
     answered_until(watch, 600, row(5, "disconnected"), since_s=4)
     assert watch.hung(600.0) == []
@@ -120,7 +132,7 @@ def test_silent_coordinator_hangs_in_the_end() -> None:
     watch.answered([], 0.0)
     assert watch.hung(20.0) == []
     assert watch.hung(20.1) == [COORDINATOR]
-    watch.began(COORDINATOR)
+    watch.began(COORDINATOR, 20.1)
     assert watch.hung(1_000.0) == []
 
 
@@ -128,14 +140,14 @@ def test_a_group_lives_from_when_all_of_its_ranks_are_connected() -> None:
     """Ranks warm up before they say hello; an earlier life, and one that is missing for a while, count for nothing."""
     watch = ChildWatch(LIMIT_S)
     for name in ("w0", "w1"):
-        watch.began(name)
+        watch.began(name, 0.0)
     watch.answered([row(5)], 0.0)
     assert watch.all_connected_at(["w0", "w1"]) is None
     watch.answered([row(5), row(7, worker="w1")], 300.0)
     watch.answered([row(5, "disconnected"), row(7, worker="w1")], 301.0)
     watch.answered([row(5), row(7, worker="w1")], 302.0)
     assert watch.all_connected_at(["w0", "w1"]) == 300.0
-    watch.began("w1")
+    watch.began("w1", 302.0)
     watch.answered([row(5), row(7, worker="w1")], 303.0)
     assert watch.all_connected_at(["w0", "w1"]) is None
     watch.answered([row(5), row(8, worker="w1")], 304.0)

@@ -9,6 +9,7 @@ import pytest
 from tests import ROOT
 
 PURE = [
+    "coordinator/gateway/kv_format",
     "coordinator/gateway/subscriptions",
     "coordinator/journal/chain",
     "coordinator/journal/ledger_image",
@@ -35,6 +36,7 @@ PURE = [
     "coordinator/scheduling/pending",
     "coordinator/scheduling/policy",
     "coordinator/scheduling/preemption",
+    "coordinator/scheduling/kv_events",
     "coordinator/scheduling/prefix_reuse",
     "coordinator/scheduling/reconciliation",
     "coordinator/scheduling/recovery",

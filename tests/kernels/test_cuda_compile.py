@@ -193,6 +193,39 @@ def test_request_blocks_are_coresident_and_exchange_little() -> None:
     assert blocks_per_request(3, 2048, {**fewer, 2: 0}.__getitem__) == 8, "no refill blocks then"
 
 
+def fake_driver(real: Any, most: int, queries: list[int]) -> SimpleNamespace:
+    """The calls of a Kernel that launches in clusters, on a card that allows `most` blocks in one; `queries`: asked."""
+    refused = real.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE
+    larger = real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+
+    def most_active_clusters(_: str, config: Any) -> tuple[Any, int | None]:
+        queries.append(next((int(attribute.value.clusterDim.x) for attribute in config.attrs), 1))
+        return (refused, None) if queries[-1] > most else (real.CUresult.CUDA_SUCCESS, 132 // queries[-1])
+
+    types = ("CUfunction_attribute", "CUdevice_attribute", "CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
+    return SimpleNamespace(
+        **{name: getattr(real, name) for name in types},
+        cuModuleGetFunction=lambda *_: (0, "function"),
+        cuFuncGetAttribute=lambda *_: (0, 768),
+        cuCtxGetDevice=lambda: (0, 0),
+        cuDeviceGetAttribute=lambda *_: (0, 99 * 1024),
+        cuFuncSetAttribute=lambda _, attribute, __: (refused if attribute == larger and most <= 8 else 0,),
+        cuOccupancyMaxActiveClusters=most_active_clusters,
+    )
+
+
+def test_cards_with_clusters_of_eight_at_most_have_none_of_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries: list[int] = []
+    driver = fake_driver(jit._bindings("driver"), 8, queries)
+    monkeypatch.setattr(jit, "_bindings", lambda name: driver)
+    kernel = jit.Kernel("module", "swap_in")
+    kernel.allow_all(clusters=True)
+    at_once = partial(kernel.clusters_at_once, shared_bytes=structures.SWAP_IN_SHARED_BYTES)
+    assert [at_once(ranks) for ranks in (1, 2, 8, 16, 16)] == [132, 66, 16, 0, 0]
+    assert queries == [1, 2, 8, 16], "a refusal is remembered, too"
+    assert blocks_per_request(1, 2048, at_once) == 8
+
+
 def test_refill_blocks_fit_beside_the_others_or_are_absent() -> None:
     assert [refill_clusters(rows, 5, 22) for rows in (1, 5, 6, 18, 19, 22, 23)] == [1, 1, 2, 4, 0, 0, 0]
     assert refill_clusters(44, 2, 66) == 22

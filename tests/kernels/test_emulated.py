@@ -12,7 +12,16 @@ from tests.emulated.twin import EmulatedTwin
 from tests.gpu import lives, run_cases
 from tests.gpu.compare import check
 from tests.gpu.program import Machine, uploaded
-from tests.gpu.scenarios import MIXED_SIZES, TOPK, goes_mixed_steps, goes_round, small_sizes, uses_a_queue_for_long
+from tests.gpu.scenarios import (
+    FULL_SIZES,
+    MIXED_SIZES,
+    TOPK,
+    goes_mixed_steps,
+    goes_round,
+    misses_on_corrupt_host_pages,
+    small_sizes,
+    uses_a_queue_for_long,
+)
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -40,6 +49,13 @@ def test_contexts_beyond_the_prefetched_tables(device: Device, ranks: int) -> No
         far, near = (torch.randint(low, low + 60, (1, 32), generator=twin.torch) for low in (65_900, 0))
         twin.swap_in(0, batches, torch.cat([far, near], 1).int())
         twin.check()
+
+
+@pytest.mark.parametrize("entry", [-2, -(2**31)])
+@pytest.mark.parametrize("ranks", [1, 4, 5])
+def test_corrupt_host_pages_trip_and_end(device: Device, ranks: int, entry: int) -> None:
+    twin = EmulatedTwin(ranks, device, groups=(0,), ranks=ranks, **FULL_SIZES)
+    misses_on_corrupt_host_pages(twin, entry)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -58,6 +58,23 @@ def test_demo_passes_and_cleans_up(tmp_path: Path) -> None:
     assert "retracted from" in done.stderr
 
 
+def test_demo_of_conversations_reuses_within_owners(tmp_path: Path) -> None:
+    done = run_demo("--turns", "3", "--work-dir", str(tmp_path))
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["problems"]) == (0, []), done.stderr
+    assert report["turns"] == 3
+    rows = {row["request_id"]: row for row in report["per_request"]}
+    assert sorted(rows) == [f"demo-0{request}.{turn}" for request in range(REQUESTS) for turn in (1, 2, 3)]
+    for request, owner in ((0, ""), (1, "apart")):
+        turns = [rows[f"demo-0{request}.{turn}"] for turn in (1, 2, 3)]
+        assert {row["owner"] for row in turns} == {owner}
+        assert [row["cached_tokens"] for row in turns] == [0] + [
+            (row["prompt_tokens"] + NEW_TOKENS - 1) // 64 * 64 for row in turns[:-1]
+        ]
+    assert report["cached_tokens"] == sum(row["cached_tokens"] for row in rows.values())
+    assert report["prompt_tokens"] == sum(row["prompt_tokens"] for row in rows.values())
+
+
 def test_demo_serves_from_one_group(tmp_path: Path) -> None:
     done = run_demo("--workers", "2", "--group-size", "2", "--work-dir", str(tmp_path))
     report = json.loads(done.stdout)

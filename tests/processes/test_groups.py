@@ -1,5 +1,5 @@
-"""Groups of real processes while their ranks die, stop and come back: every output as in the undisturbed run, the right
-rank is blamed, nothing leaks."""
+"""Groups of real processes: their requests go on elsewhere, they share work and pages, and ranks that cannot start are
+refused. Ranks that die in each phase: test_group_phases.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,122 +16,33 @@ import trio
 
 from hisparse.client.client import Client
 from hisparse.cluster.children import child_environ
-from hisparse.cluster.up import Cluster
 from protocol.config import to_environ
-from protocol.errors import HiSparseError
+from protocol.errors import EXIT_PEER_LOST, HiSparseError
 from protocol.messages import Sampling
 from protocol.settings import Config
-from tests.support.cluster_rig import (
-    assert_nothing_leaked,
-    cluster_of_two,
-    crash_config,
-    prompts_of,
-    until_all_connected,
-    write_model,
+from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, until_all_connected, write_model
+from tests.support.group_cluster import (
+    BACK_LIMIT_S,
+    NEW_TOKENS,
+    assert_nothing_prefilled_again,
+    decode_all,
+    group_config,
+    rows_of,
+    states_of,
+    until_decoding,
 )
 
 pytestmark = [pytest.mark.process, pytest.mark.group, pytest.mark.timeout(600)]
 
-REQUESTS = 6
-NEW_TOKENS = 48
-#: Time for a group to be restarted, and to answer.
-BACK_LIMIT_S = 90.0
 
-Disturb = Callable[[Cluster, Client], Awaitable[None]]
+#: For a worker to start on busy cores.
+START_LIMIT_S = 240.0
+PROMPT = [31 * place % 250 for place in range(600)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-def group_config(model: Path, runtime_dir: Path) -> Config:
-    config = crash_config(model, runtime_dir)
-    return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, stream_backend="inline"))
-
-
-async def decode_all(client: Client, prefix: str) -> dict[int, list[int]]:
-    prompts, outputs = prompts_of(21, REQUESTS), {}
-
-    async def collect(number: int) -> None:
-        sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=0.8, seed=number)
-        stream = await client.submit(prompts[number], sampling, request_id=f"{prefix}-{number}")
-        outputs[number] = [token async for tokens in stream for token in tokens.tolist()]
-
-    async with trio.open_nursery() as nursery:
-        for number in range(REQUESTS):
-            nursery.start_soon(collect, number)
-    return outputs
-
-
-async def until_decoding(client: Client, prefix: str, tokens: int) -> None:
-    while not any(  # noqa: ASYNC110
-        row.request_id.startswith(prefix) and row.generated_tokens >= tokens for row in (await client.requests()).rows
-    ):
-        await trio.sleep(0.02)
-
-
-async def until_restarted(cluster: Cluster, names: tuple[str, ...], before: dict[str, int]) -> float:
-    """Seconds until all of `names` are other processes."""
-    began = trio.current_time()
-    with trio.fail_after(BACK_LIMIT_S):
-        while any(cluster.workers[name].pid == before[name] for name in names):  # noqa: ASYNC110
-            await trio.sleep(0.05)
-    return trio.current_time() - began
-
-
-def pids(cluster: Cluster) -> dict[str, int]:
-    return {name: child.pid for name, child in cluster.workers.items()}
-
-
-async def test_ranks_that_die_or_stop_change_no_output(model: Path, tmp_path: Path) -> None:
-    """Killed in a prompt round and while decoding, stopped while decoding, and killed amid a drain; the rank that died
-    or stopped is blamed, and no rank that waits for it."""
-    config = group_config(model, tmp_path)
-    async with cluster_of_two(config, tmp_path, kept=True, group_size=2) as (cluster, client, said):
-        quiet = await decode_all(client, "quiet")
-
-        async def disturbed(name: str, disturb: Disturb, blamed: str) -> None:
-            before, told = pids(cluster), len(said)
-            async with trio.open_nursery() as nursery:
-
-                async def play() -> None:
-                    await disturb(cluster, client)
-                    took_s = await until_restarted(cluster, ("w0", "w1"), before)
-                    await until_all_connected(client, BACK_LIMIT_S)
-                    print(f"{name}: restarted after {took_s:.1f} s")
-
-                nursery.start_soon(play)
-                assert await decode_all(client, name) == quiet
-            ends = [line for line in said[told:] if "ended" in line or "hangs" in line]
-            assert blamed in " ".join(ends), said[told:]
-            await assert_nothing_leaked(client)
-
-        def kill(rank: int, number: signal.Signals, tokens: int, prefix: str) -> Disturb:
-            async def disturb(cluster: Cluster, client: Client) -> None:
-                if tokens:
-                    await until_decoding(client, prefix, tokens)
-                else:
-                    await trio.sleep(0.3)
-                cluster.workers[f"w{rank}"].signal(number)
-
-            return disturb
-
-        async def drain_and_kill(cluster: Cluster, client: Client) -> None:
-            await until_decoding(client, "drain", 8)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(partial(client.drain, ("w0",), handover=True, deadline_s=30.0))
-                await trio.sleep(0.1)
-                cluster.workers["w1"].signal(signal.SIGKILL)
-                nursery.cancel_scope.cancel()
-
-        await disturbed("prompt", kill(1, signal.SIGKILL, 0, "prompt"), "w1 killed by SIGKILL")
-        await disturbed("decode", kill(0, signal.SIGKILL, 10, "decode"), "w0 killed by SIGKILL")
-        await disturbed("stopped", kill(1, signal.SIGSTOP, 10, "stopped"), "w1 hangs")
-        await disturbed("drain", drain_and_kill, "w1 killed by SIGKILL")
-    log = (tmp_path / "w0.log").read_text()
-    assert "the group lost a rank" in log
-    assert {len(tokens) for tokens in quiet.values()} == {NEW_TOKENS}
 
 
 async def test_requests_of_a_dead_group_continue_on_another_at_once(model: Path, tmp_path: Path) -> None:
@@ -152,8 +62,64 @@ async def test_requests_of_a_dead_group_continue_on_another_at_once(model: Path,
             crashed = await decode_all(client, "crashed")
         await until_all_connected(client, BACK_LIMIT_S)
         await assert_nothing_leaked(client)
+        await assert_nothing_prefilled_again(client, "crashed")
         assert any("w3 killed by SIGKILL" in line for line in said)
     assert crashed == quiet
+
+
+async def until_drained(client: Client, names: Collection[str]) -> None:
+    with trio.fail_after(BACK_LIMIT_S):
+        while {row.state for row in await client.workers() if row.worker in names} != {"drained"}:  # noqa: ASYNC110
+            await trio.sleep(0.05)
+
+
+async def draw(client: Client, name: str, prompt: Sequence[int]) -> tuple[str, int, list[int]]:
+    """The worker that a request runs on, the tokens of its prompt that were reused, and what it draws."""
+    stream = await client.submit(prompt, Sampling(max_tokens=NEW_TOKENS, ignore_eos=True), request_id=name)
+    worker, drawn = "", []
+    async for tokens in stream:
+        worker = worker or (await client.request(name)).row.worker
+        drawn += tokens.tolist()
+    assert stream.ended is not None
+    return worker, stream.ended.prefix_tokens, drawn
+
+
+async def test_requests_move_between_ranks_and_groups_and_share_pages(model: Path, tmp_path: Path) -> None:
+    """A rank is drained with handover, then a group, while requests decode. Then each rank in turn gets a prompt that
+    another one has computed: all ranks of a node have one pool, and so one index of prefixes."""
+    config = group_config(model, tmp_path)
+    coordinator = msgspec.structs.replace(config.coordinator, prefix_reuse="own")
+    config, roles = msgspec.structs.replace(config, coordinator=coordinator), ("both",) * 4
+    async with cluster_of_two(config, tmp_path, roles=roles, group_size=2) as (_, client, _):
+        quiet = await decode_all(client, "quiet")
+
+        async def drain() -> None:
+            await until_decoding(client, "moved", 8)
+            for name, ranks in (("w0", {"w0"}), ("g1", {"w2", "w3"})):
+                await client.drain((name,), handover=True, deadline_s=60.0)
+                await until_drained(client, ranks)
+                await client.undrain((name,))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(drain)
+            moved = await decode_all(client, "moved")
+        assert moved == quiet
+        states = [await states_of(client, row.request_id) for row in await rows_of(client, "moved")]
+        assert max(it.count("RUNNING") for it in states) > 1
+        await assert_nothing_prefilled_again(client, "moved")
+
+        served: list[str] = []
+        texts = []
+        for number in range(len(roles)):
+            worker, reused, text = await draw(client, f"same-{number}", PROMPT)
+            assert reused == (512 if served else 0)  # whole chunks of 256: what deterministic mode reuses
+            served.append(worker)
+            texts.append(text)
+            if len(served) < len(roles):
+                await client.drain((worker,))
+        assert sorted(served) == ["w0", "w1", "w2", "w3"]
+        assert texts == [texts[0]] * len(roles)
+        await assert_nothing_leaked(client)
 
 
 async def test_groups_of_one_role_each_share_the_work_and_stop_cleanly(model: Path, tmp_path: Path) -> None:
@@ -210,12 +176,34 @@ def workers_of(runtime_dir: Path, name: str = "") -> list[int]:
     return found
 
 
-def start_rank(config: Config, rank: int, log: Path, **changed: object) -> subprocess.Popen[bytes]:
+WORKER = ("-m", "hisparse.cli", "worker")
+IMPATIENT = (
+    "-c",
+    "from worker.group import control; control.MEET_LIMIT_S = 1.0; from hisparse.cli import main; main(['worker'])",
+)
+
+
+def start_rank(
+    config: Config, rank: int, log: Path, command: Sequence[str] = WORKER, **changed: object
+) -> subprocess.Popen[bytes]:
     own = {"name": f"w{rank}", "group": "g0", "group_rank": rank, "group_size": 2} | changed
     worker = msgspec.structs.replace(config.worker, **own)
     environ = child_environ() | to_environ(msgspec.structs.replace(config, worker=worker))
     with log.open("wb") as file:
-        return subprocess.Popen([sys.executable, "-m", "hisparse.cli", "worker"], env=environ, stderr=file)
+        return subprocess.Popen([sys.executable, *command], env=environ, stderr=file)
+
+
+def meeting_at(config: Config, directory: Path) -> Config:
+    worker = msgspec.structs.replace(config.worker, group_endpoint=f"ipc://{directory}/group-g0.sock")
+    return msgspec.structs.replace(config, worker=worker)
+
+
+def test_a_rank_alone_ends_in_time_and_names_the_one_that_is_missing(model: Path, tmp_path: Path) -> None:
+    alone = start_rank(meeting_at(group_config(model, tmp_path), tmp_path), 0, tmp_path / "0.log", IMPATIENT)
+    assert alone.wait(START_LIMIT_S) == EXIT_PEER_LOST
+    last = (tmp_path / "0.log").read_text().splitlines()[-1]
+    assert "the group did not meet" in last
+    assert "of group g0 rank 1 did not come within 1 s" in last
 
 
 @pytest.mark.parametrize(
@@ -231,12 +219,10 @@ async def test_ranks_that_disagree_are_refused_by_name(
 ) -> None:
     """Other values are compared alike (tests/worker/group/test_hub.py). The rank that is right goes on waiting, with a
     line that says for which."""
-    config = group_config(model, tmp_path)
-    endpoint = f"ipc://{tmp_path}/group-g0.sock"
-    config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, group_endpoint=endpoint))
+    config = meeting_at(group_config(model, tmp_path), tmp_path)
     first = start_rank(config, 0, tmp_path / "0.log")
     try:
-        with trio.fail_after(60):
+        with trio.fail_after(START_LIMIT_S):
             while not (tmp_path / "group-g0.sock").exists():  # noqa: ASYNC110
                 await trio.sleep(0.05)
             other = start_rank(config, 1, tmp_path / "1.log", **changed)

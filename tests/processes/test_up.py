@@ -131,7 +131,8 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         assert [worker["name"] for worker in up.ready["workers"]] == ["w0", "w1"]
         assert Path(up.ready["pool"]).stat().st_mode & 0o777 == 0o600
         outputs = [
-            json.loads(up.hisparse("submit", "hello", "--max-tokens", "12", "-o", "json").stdout) for _ in range(2)
+            json.loads(up.hisparse("submit", "hello", "--max-tokens", "12", "--temperature", "0", "-o", "json").stdout)
+            for _ in range(2)
         ]
         assert outputs[0]["tokens"] == outputs[1]["tokens"]
         assert outputs[0]["generated_tokens"] == 12
@@ -256,14 +257,18 @@ def test_group_is_restarted_whole_and_says_which_rank_ended_it(
     with running(model, tmp_path, "-n", "2", "--group-size", "2") as up:
         assert up.ready["groups"] == [{"name": "g0", "workers": ["w0", "w1"]}]
         up.until("coordinator and group g0 (w0, w1) are up")
-        before = json.loads(up.hisparse("submit", "hello", "--max-tokens", "12", "-o", "json").stdout)
+        before = json.loads(
+            up.hisparse("submit", "hello", "--max-tokens", "12", "--temperature", "0", "-o", "json").stdout
+        )
         first = pids()
         psutil.Process(first["w1"]).send_signal(number)
         said = up.until("all of its ranks are restarted in 0.5 s")
         assert "group g0 ended: w1 killed by SIGKILL" in said
         assert number is signal.SIGSTOP or "killed;" not in said
         eventually(lambda: not set(pids().values()) & set(first.values()))
-        after = json.loads(up.hisparse("submit", "hello", "--max-tokens", "12", "-o", "json").stdout)
+        after = json.loads(
+            up.hisparse("submit", "hello", "--max-tokens", "12", "--temperature", "0", "-o", "json").stdout
+        )
         assert before["tokens"] == after["tokens"]
         assert up.hisparse("stop").returncode == 0
         up.process.communicate(timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,29 @@ def test_a_refusal_names_field_value_and_remedy(
     assert remedy in error.remedy
 
 
+@pytest.mark.parametrize(
+    ("flags", "field", "remedy"),
+    [
+        ({"prefix_reuse": "some"}, "prefix_reuse", "use one of off, own, all"),
+        ({"kv_events_endpoint": "tcp://0.0.0.0:5557"}, "kv_events_endpoint", "hisparse keys init"),
+        ({"kv_events_endpoint": "nonsense"}, "kv_events_endpoint", "ipc:///path"),
+        ({"kv_events_replay_endpoint": "ipc:///r"}, "kv_events_replay_endpoint", "set coordinator.kv_events_endpoint"),
+        (
+            {"kv_events_endpoint": "ipc:///e", "kv_events_replay_endpoint": "ipc:///e"},
+            "kv_events_replay_endpoint",
+            "an address of its own",
+        ),
+        ({"kv_events_endpoint": "ipc:///e", "prefix_reuse": "off"}, "kv_events_endpoint", "own or all"),
+        ({"kv_events_endpoint": "ipc:///e", "kv_events_format": "json"}, "kv_events_format", "map, array"),
+        ({"kv_events_endpoint": "ipc:///e", "kv_events_topic": "x" * 129}, "kv_events_topic", "shorten it"),
+    ],
+)
+def test_settings_of_prefix_reuse_are_checked(flags: dict[str, object], field: str, remedy: str) -> None:
+    error = refusal(flags={f"coordinator.{name}": value for name, value in flags.items()})
+    assert error.field == f"coordinator.{field}"
+    assert remedy in error.remedy
+
+
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load(tmp_path / "absent.toml", environ={})
@@ -210,6 +234,17 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     bad.write_text("seats = = 3")
     with pytest.raises(ConfigError, match="not TOML"):
         load(bad, environ={})
+    bad.write_text("seats = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config=.*bad.toml: is nested too deeply"):
+        load(bad, environ={})
+
+
+@pytest.mark.timeout(20)
+def test_pipe_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    """It would hold a start until something writes to it."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"config=.*pipe: is no regular file \(check --config and HISPARSE_CONFIG\)"):
+        load(tmp_path / "pipe", environ={})
 
 
 def test_the_environment_names_the_file(tmp_path: Path) -> None:

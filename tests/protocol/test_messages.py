@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import get_args
 
 import msgspec
@@ -116,6 +117,39 @@ def test_deep_nesting_is_refused(nest: bytes) -> None:
     for frame in (deep, b"\x93" + longer[1:] + deep):
         with pytest.raises(ProtocolError, match="not a message of a peer"):
             read_frame(messages.decode_client, frame, 1 << 20, "peer")
+
+
+@pytest.mark.parametrize("version", [0, 127, 128, 255, 256, 65_536, 1 << 40, (1 << 64) - 1, -1, -32, -33, -(1 << 40)])
+def test_version_of_a_hello_is_read_in_any_width(version: int) -> None:
+    frame = msgspec.msgpack.encode(["hello", version, *[[]] * 70_000])
+    with pytest.raises(ProtocolError, match=f"speaks protocol {version}, "):
+        read_frame(messages.decode_client, frame, 1 << 20, "peer")
+
+
+@pytest.mark.parametrize("cut", range(9))
+def test_cut_off_hello_is_refused(cut: int) -> None:
+    frame = msgspec.msgpack.encode(["hello", 1 << 20])[:cut]
+    with pytest.raises(ProtocolError, match="not a message of a peer"):
+        read_frame(messages.decode_client, frame, 1000, "peer")
+
+
+def test_unreadable_message_is_not_decoded_to_objects() -> None:
+    """4 MB of arrays became two million lists once, which took 1.6 s, before they were refused."""
+    frame = msgspec.msgpack.encode(["nothing", 1, *[[1]] * 500_000])
+    tracemalloc.start()
+    with pytest.raises(ProtocolError, match="not a message of a peer"):
+        read_frame(messages.decode_client, frame, 1 << 23, "peer")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 100_000
+
+
+@pytest.mark.parametrize("kind", [messages.AbortRequests, messages.AcknowledgeOutputs, messages.DrainWorkers])
+def test_commands_name_a_bounded_number(kind: type[messages.Message]) -> None:
+    most = ("",) * messages.NAMES_MAX
+    assert read_frame(messages.decode_admin, messages.encode(kind(1, most)), 1 << 23, "peer") == kind(1, most)
+    with pytest.raises(ProtocolError, match=f"length <= {messages.NAMES_MAX}"):
+        read_frame(messages.decode_admin, messages.encode(kind(1, (*most, ""))), 1 << 23, "peer")
 
 
 @pytest.mark.parametrize(

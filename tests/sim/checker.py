@@ -358,10 +358,15 @@ class Checker(trio.abc.Instrument):
 def _may_share(one: Run | Transfer, other: Run | Transfer, place: int) -> bool:
     """A request goes on while a process that had it is not proved gone, and prompts may begin with the same cached
     pages: one of the two began when the page was full, and the rows in it are of the same tokens."""
-    if isinstance(one, Transfer) or isinstance(other, Transfer) or one.pages[place] != other.pages[place]:
+    if one.pages[place : place + 1] != other.pages[place : place + 1]:
         return False
+    transfers = [it for it in (one, other) if isinstance(it, Transfer)]
+    if transfers:  # what is open for writing has one owner
+        return all(place < it.admit.prefix_tokens // units.PAGE_TOKENS for it in transfers)
     end = (place + 1) * units.PAGE_TOKENS
     full = max(max(it.admit.durable_tokens, it.admit.prefix_tokens) for it in (one, other))
+    assert isinstance(one, Run)
+    assert isinstance(other, Run)
     is_same = one.admit.request_id == other.admit.request_id
     is_prefix = end <= min(len(one.prompt), len(other.prompt)) and np.array_equal(one.prompt[:end], other.prompt[:end])
     return end <= full and (is_same or is_prefix)

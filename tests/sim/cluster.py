@@ -61,7 +61,7 @@ from tests.sim.fake_worker import CHUNK_TOKENS, EPOCHS_PER_PROCESS, FakeExecutor
 from tests.sim.groups import RankRounds, SimGroup
 from tests.sim.links import FakeDealer, Latch, Network
 from tests.sim.oracle import MODEL, Truth
-from tests.sim.shape import PAGE_TOKENS, Shape
+from tests.sim.shape import PAGE_TOKENS, SHORT_RESTS, Shape
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
 from worker.link.link import Link, LinkPace
@@ -574,6 +574,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         (WorkerLinks, "_apply", tapped_report),
         *_tapped_for_groups(cluster),
         (coordinator.memory.host_pool, "apply", tapped_apply),
+        (coordinator.scheduling.policy._Plan, "_prefers_steps", lambda _, __, rest: rest in SHORT_RESTS),
     )
     pages = [
         module for name, module in sys.modules.items() if name.startswith(PAGED) and hasattr(module, "PAGE_TOKENS")

@@ -5,7 +5,8 @@ chunk, one step launched ahead of the one that is read, ends seen late, durable 
 observed, `Released` only when nothing of the placement is under way. Tokens, ends and held-back output are the
 real worker.loop.output. What is modelled is the device:
 
-    prefill   rows of the prompt are known at once; their pages are written one by one, in any order
+    prefill   rows of the prompt are known at once; their pages are written one by one, in any order, chunk by chunk,
+              and reported as far as they are there. A short rest behind a shared prefix goes through steps instead
     step      reads *every* row of the context from host memory, but those whose write is not observed, and draws a
               token (tests.sim.oracle); its row is written a little later
     round     of a rank of a group (tests.sim.groups): what it launches is done once all ranks have launched it
@@ -173,6 +174,7 @@ class Run:
     started: bool = False
     resize: Resize | None = None
     has_rows: bool = False  # of its prompt
+    prompt_rows: int = 0  # seen in host memory
     has_first_token: bool = False
     last_token: int = -1
     in_steps: int = 0
@@ -215,6 +217,8 @@ class Run:
     def input_token(self) -> int | None:
         """The token that the next step takes, if it is known: else the one drawn last."""
         place = self.position - len(self.prompt)
+        if place < 0:
+            return int(self.prompt[place])
         return self.output.tokens[place] if place < self.output.forced else None
 
     def durable(self, rows: int) -> int:
@@ -296,7 +300,7 @@ class FakeExecutor:
         self._hung_until = 0.0
         self._rounds = rounds
         self._on_peer_lost = on_peer_lost
-        self._chunks: deque[tuple[int, Run, int]] = deque()  # of rounds that have not run, and their ends
+        self._chunks: deque[tuple[int, Run, int, int]] = deque()  # of rounds that have not run, and their extents
         self._steps_ahead = 0  # that may be launched and not read before the next round
         if rounds is not None:
             rounds.group.on_news.append(lambda: self._alarm.set(trio.current_time()))
@@ -348,10 +352,10 @@ class FakeExecutor:
     def _waits_for_peers(self, rounds: RankRounds) -> bool:
         """Read what has run. Whether more must have run before the loop goes on: it stands still until then."""
         while self._chunks and rounds.has_run(self._chunks[0][0]):
-            number, run, prefilled = self._chunks.popleft()
+            number, run, start, prefilled = self._chunks.popleft()
             rounds.group.check_ran(number)
             run.in_steps -= 1
-            self._end_chunk(run, prefilled)
+            self._end_chunk(run, start, prefilled)
         waits = rounds.awaited is not None and rounds.waits_for(rounds.awaited)
         while not waits and len(self._steps) > self._steps_ahead:
             waits = rounds.waits_for(self._steps[0].round)
@@ -418,7 +422,7 @@ class FakeExecutor:
             self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
             self._reports.add_event(Released(admit.placement, admit.durable_tokens))
             return
-        durable = admit.durable_tokens
+        durable, by_steps = admit.durable_tokens, bool(admit.prefix_tokens and not admit.slab_pages)
         if durable and not len(prompt) <= durable < len(prompt) + len(generated) + len(held_back):
             raise Violation(
                 "I3",
@@ -437,17 +441,19 @@ class FakeExecutor:
             slab_pages=admit.slab_pages,
             hot_slots=admit.hot_slots,
             hot_chunks=admit.hot_chunks,
-            status="loading" if durable else "prefilling",
-            position=durable or len(prompt),
+            status="loading" if durable or by_steps else "prefilling",
+            position=durable or (admit.prefix_tokens if by_steps else len(prompt)),
             durable_rows=durable,
-            prefilled=len(prompt) if durable else admit.prefix_tokens,
-            has_rows=bool(durable),
+            prefilled=len(prompt) if durable or by_steps else admit.prefix_tokens,
+            has_rows=bool(durable or by_steps),
+            prompt_rows=admit.prefix_tokens,
             ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
         )
         self.runs[admit.placement] = run
         if admit.transfer_id:
-            run.sending = self._wire.begin(Outgoing(admit.transfer_id, len(prompt)), admit.destination)
-        if not durable:
+            out = Outgoing(admit.transfer_id, len(prompt), unsent_pages=admit.unsent_tokens // PAGE_TOKENS)
+            run.sending = self._wire.begin(out, admit.destination)
+        if run.status == "prefilling":
             self._prompts.append(run)
 
     def _check_prefix(self, admit: Admit, prompt: Int32Array) -> None:
@@ -465,7 +471,8 @@ class FakeExecutor:
             self._wire.refuse -= 1
             self._reports.add_event(Released(command.placement, 0))
             return
-        incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
+        pages = unpack_int32(command.host_pages, "host_pages").tolist()
+        incoming = Incoming(command.prompt_tokens, pages, command.prefix_tokens // PAGE_TOKENS)
         self.transfers[command.placement] = Transfer(command, incoming)
         self._receiver.open(command.placement, incoming)
 
@@ -491,8 +498,9 @@ class FakeExecutor:
             if not write.landed:
                 staged = min(staged, first)
         for index in sending.out.take_ready(staged):
-            first = index * PAGE_TOKENS
-            rows = self._pool.rows[run.pages[index], : min(PAGE_TOKENS, len(run.prompt) - first)]
+            place = index + sending.out.unsent_pages
+            first = place * PAGE_TOKENS
+            rows = self._pool.rows[run.pages[place], : min(PAGE_TOKENS, len(run.prompt) - first)]
             sending.send(index, rows.copy())
 
     def _grant(self, run: Run, grant: Grant) -> None:
@@ -549,13 +557,18 @@ class FakeExecutor:
                     self._resize(run, resize)
 
     def _note_durable(self, run: Run) -> None:
+        before = run.prompt_rows
         while run.writes and run.writes[0][1].landed:
-            position, _ = run.writes.popleft()
+            position, write = run.writes.popleft()
+            run.tail.pop(position, None)
             if position >= len(run.prompt):
                 run.durable_rows = position + 1
-                run.tail.pop(position, None)
                 if run.status == "parked":
                     self._report_durable(run)
+            else:
+                run.prompt_rows = position + len(write.rows)
+        if run.status == "prefilling" and run.prompt_rows // PAGE_TOKENS > before // PAGE_TOKENS:
+            self._report_prompt(run, run.prompt_rows)
 
     def _take_first_token(self, run: Run) -> None:
         run.has_first_token = False
@@ -584,10 +597,16 @@ class FakeExecutor:
 
     def _release(self, run: Run) -> None:
         rows = run.position if run.has_rows else 0
+        if not run.durable_rows:
+            self._report_prompt(run, min(run.prefilled, run.position))
         del self.runs[run.placement]
         durable, first_token = run.left_behind(rows)
         warm_start = run.admit.request_id.encode() if durable else b""
         self._reports.add_event(Released(run.placement, durable, first_token, warm_start))
+
+    def _report_prompt(self, run: Run, rows: int) -> None:
+        whole = rows // PAGE_TOKENS * PAGE_TOKENS
+        self._reports.set_durable(run.admit.request_index, run.placement, whole)
 
     def _report_durable(self, run: Run) -> None:
         self._reports.set_durable(run.admit.request_index, run.placement, run.durable(run.durable_rows))
@@ -599,28 +618,29 @@ class FakeExecutor:
         if not self._prompts:
             return 0.0
         run = self._prompts[0]
-        run.prefilled = min(run.prefilled + CHUNK_TOKENS, len(run.prompt))
+        start = run.prefilled
+        run.prefilled = min(start + CHUNK_TOKENS, len(run.prompt))
         if run.prefilled == len(run.prompt):
             self._prompts.popleft()
         if number is None:
-            self._end_chunk(run, run.prefilled)
+            self._end_chunk(run, start, run.prefilled)
         else:
             run.in_steps += 1
-            self._chunks.append((number, run, run.prefilled))
+            self._chunks.append((number, run, start, run.prefilled))
         return self._rng.uniform(*CHUNK_S)
 
-    def _end_chunk(self, run: Run, prefilled: int) -> None:
-        """The chunk that ends at `prefilled` is done. After a prompt's last one its rows are being written."""
+    def _end_chunk(self, run: Run, start: int, prefilled: int) -> None:
+        """The chunk of start..prefilled-1, which begins with a page, is done: its rows are being written."""
+        rows = prompt_rows(run.prompt)[:prefilled]
+        for first in range(start, prefilled, PAGE_TOKENS):
+            page = run.pages[first // PAGE_TOKENS]
+            write = self._pool.write(self._process, page, 0, rows[first : first + PAGE_TOKENS])
+            run.writes.append((first, write))
         if prefilled < len(run.prompt):
             return
         run.has_rows = True
         if run.status != "leaving":
             run.status, run.has_first_token = "staging", True
-        rows = prompt_rows(run.prompt)
-        for place in range(run.admit.prefix_tokens // PAGE_TOKENS, pages_for(len(rows))):
-            first = place * PAGE_TOKENS
-            write = self._pool.write(self._process, run.pages[place], 0, rows[first : first + PAGE_TOKENS])
-            run.writes.append((first, write))
 
     def _launch_step(self, number: int = -1, size: int | None = None) -> float:
         """Launch a step of at most `size` requests, as part of round `number` of the group."""
@@ -661,7 +681,9 @@ class FakeExecutor:
         digest = digest_of(self._pool.read(run.pages, settled))
         for place in range(settled, position):
             digest = extend_digest(digest, run.tail[place], place)
-        row = run.tail[position] = decode_row(token, position, digest)
+        is_prompt = position < len(run.prompt)  # whose row is that of prefill
+        row = int(prompt_rows(run.prompt)[position]) if is_prompt else decode_row(token, position, digest)
+        run.tail[position] = row
         page, offset = run.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
         write = self._pool.write(self._process, page, offset, np.array([row], dtype=np.uint64))
         run.writes.append((position, write))

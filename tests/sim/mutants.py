@@ -17,8 +17,10 @@ from coordinator.gateway.deliveries import Deliveries
 from coordinator.journal import records as journal_records
 from coordinator.journal.journal import Commit
 from coordinator.journal.state import JournalState
-from coordinator.memory.changes import Release
+from coordinator.memory.changes import Evict, Release
+from coordinator.memory.host_pool import HostPool
 from coordinator.memory.ledger import Ledger
+from coordinator.memory.prefix_index import PrefixIndex
 from coordinator.scheduling import dispatch, events, placement_table, scheduler
 from coordinator.scheduling.lifecycle import EventKind, Resolve
 from coordinator.scheduling.request import Request
@@ -293,6 +295,68 @@ def admit_when_the_last_page_has_arrived() -> Plan:
 def skip_the_checksum() -> Plan:
     """TCP has a checksum, too."""
     yield FakeReceiver, "verify", lambda self, rows, expected: True
+
+
+# ---------------------------------------------------------------- reuse of prefixes
+
+
+@plant
+def cache_a_prompt_before_it_is_durable() -> Plan:
+    """It is being computed: what should keep its pages from being reused?"""
+    original = dispatch.Dispatch.prompt_rows
+
+    def prompt_rows(self: Any, entry: Any, durable_tokens: int) -> Any:
+        return original(self, entry, entry.facts.prompt_tokens)
+
+    yield dispatch.Dispatch, "prompt_rows", prompt_rows
+
+
+@plant
+def evict_a_page_that_is_held() -> Plan:
+    """The cache is its owner: so it is free once it is evicted."""
+
+    def evict(self: Ledger, pages: Any) -> int:
+        self._is_cached[pages] = False
+        self.pages_cached -= pages.size
+        self._refcounts[pages] = 0
+        self.pages_idle = int((self._is_cached & (self._refcounts == 1)).sum())
+        return self._free_unheld(pages)
+
+    yield PrefixIndex, "_may_go", lambda self, node, is_idle, spared: node.page not in spared
+    yield Ledger, "evict", evict
+
+
+@plant
+def evict_without_a_word_to_the_journal() -> Plan:
+    """Only the cache had it."""
+
+    async def handle(self: HostPool[Any, Any], batch: list[Any]) -> None:
+        append = self._append
+        self._append = lambda node, changes, notes: append(
+            node, [it for it in changes if not isinstance(it, Evict)], notes
+        )
+        await handle_all(self, batch)
+        self._append = append
+
+    handle_all = HostPool.handle
+    yield HostPool, "handle", handle
+
+
+@plant
+def let_a_transfer_write_to_shared_pages() -> Plan:
+    """The list begins with them, and the rows are the same."""
+
+    def pages(self: Incoming) -> list[int]:
+        return self.host_pages[: units.pages_for(self.prompt_tokens) - self.shared_pages]
+
+    yield Incoming, "pages", property(pages)
+
+
+@plant
+def share_pages_that_are_given_out_in_the_same_turn() -> Plan:
+    """They were idle when they were matched."""
+    original = HostPool._make_room
+    yield HostPool, "_make_room", lambda self, pages, spared: original(self, pages, frozenset())
 
 
 # ---------------------------------------------------------------- clients

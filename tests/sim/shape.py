@@ -14,6 +14,8 @@ from protocol.settings import NO_JOURNAL, CoordinatorSettings
 
 #: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
 PAGE_TOKENS: Final = 8
+#: Tokens of a prompt, behind cached pages, that go through decode steps.
+SHORT_RESTS: Final = (1, 2, 5, 9)
 #: How many clusters have groups.
 GROUP_ODDS: Final = 0.25
 #: Nodes of the ranks of each group, and of a worker that holds the whole model.
@@ -63,6 +65,12 @@ class Shape:
     @classmethod
     def draw(cls, rng: random.Random, *, roomy: bool) -> Shape:
         """`roomy`: with memory for all requests at once, so that none waits for another."""
+        shape = cls._draw_shape(rng, roomy=roomy)
+        mode = rng.choice(("all", "all", "own", "off"))
+        return replace(shape, settings=msgspec.structs.replace(shape.settings, prefix_reuse=mode))
+
+    @classmethod
+    def _draw_shape(cls, rng: random.Random, *, roomy: bool) -> Shape:
         shape = cls._draw_workers(rng, roomy=roomy)
         if rng.random() >= GROUP_ODDS:
             return shape

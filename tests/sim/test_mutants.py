@@ -8,7 +8,7 @@ from itertools import count, islice
 
 import pytest
 
-from protocol.messages import PREFILL
+from protocol.messages import BOTH, DECODE, PREFILL, ROLES
 from tests.sim.group_mutants import GROUP_MUTANTS, SHOWN_CALM
 from tests.sim.mutants import MUTANTS
 from tests.sim.run import simulate
@@ -24,6 +24,15 @@ TIME_LIMIT = "did not end within"
 #: Of a prompt that is handed over within a node, which few clusters do.
 OF_NEIGHBOURS = {"take_the_prompt_of_a_worker_that_may_live"}
 
+#: Of cached pages, and of those among them that go to another node.
+OF_REUSE = {
+    "cache_a_prompt_before_it_is_durable",
+    "evict_a_page_that_is_held",
+    "evict_without_a_word_to_the_journal",
+    "share_pages_that_are_given_out_in_the_same_turn",
+}
+OF_REUSE_APART = {"let_a_transfer_write_to_shared_pages"}
+
 pytestmark = [pytest.mark.sim, pytest.mark.mutation]
 
 
@@ -35,7 +44,18 @@ def seeds_of(name: str, *, roomy: bool = False) -> Iterator[int]:
     """Where what the bug is about can happen at all."""
     if name in GROUP_MUTANTS:
         return filter(lambda seed: shape_of(seed, roomy=roomy).groups, count())
+    if name in OF_REUSE | OF_REUSE_APART and not roomy:
+        return filter(lambda seed: reuses(shape_of(seed), apart=name in OF_REUSE_APART), count())
     return filter(has_neighbours, count()) if name in OF_NEIGHBOURS and not roomy else count()
+
+
+def reuses(shape: Shape, *, apart: bool) -> bool:
+    """`apart`: prompts come to be decoded on another node alone."""
+    by_role = {
+        role: {shape.workers[it] for it in shape.workers if shape.capacity_of(it).role == role} for role in ROLES
+    }
+    is_apart = not by_role[BOTH] and not by_role[PREFILL] & by_role[DECODE]
+    return shape.settings.prefix_reuse != "off" and (is_apart or not apart)
 
 
 def shape_of(seed: int, *, roomy: bool = False) -> Shape:

@@ -19,10 +19,11 @@ def make_facts(
     prefill_mode: str = messages.AUTO,
     prompt: bytes = b"",
     tenant: str = "",
+    user: str = "",
 ) -> RequestFacts:
     sampling = messages.Sampling(max_tokens=max_tokens)
     digest = digest_of(prompt)
-    about = request_index, request_id, rank, "me", "", prompt_tokens
+    about = request_index, request_id, rank, "me", user, prompt_tokens
     return RequestFacts(*about, digest, sampling, 0.0, prefill_mode, tenant)
 
 

@@ -4,7 +4,8 @@ not.
     coordinator   a gateway in a child process, that answers every prompt with three tokens
     fronts        `hisparse http`, one plain and one with TLS
     a client      with a separate API key, at an even pace in a child process: undisturbed first, then not
-    attackers     CONNECTIONS at a time send what tests.support.hostile_http makes, mostly to the plain front
+    attackers     --attackers processes, CONNECTIONS each, send what tests.support.hostile_http makes, mostly to the
+                  plain front
 
 Judged as in tests.support.fuzz_rig. Exits with 1 when something is wrong, and leaves the logs behind.
 """
@@ -14,15 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import re
+import shutil
 import ssl
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Final
@@ -36,24 +40,35 @@ from tests.hisparse.test_http_tls import write_pair
 from tests.support.fuzz_rig import (
     CLIENT_INTERVAL_S,
     SETTLE_S,
-    UNDISTURBED_S,
+    Cores,
+    Report,
+    Tally,
     Target,
+    add_options,
     client_verdict,
-    conclude,
+    cores_given,
     process,
+    storm,
+    tell,
+    undisturbed,
     until,
 )
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile_http import attack
 from worker.runners.tiny_template import TEMPLATES
 
-#: Attackers at a time, and how many of a hundred go to the front with TLS.
-CONNECTIONS: Final = 16
-TLS_PERCENT: Final = 10
+MODULE: Final = "tests.support.fuzz_http"
+#: Connections of one process at a time, and how many of a hundred go to the front with TLS.
+CONNECTIONS: Final = 64
+TLS_PERCENT: Final = 25
 #: How long an attacker waits for answers after its last byte.
 ANSWER_LIMIT_S: Final = 0.5
 #: Requests before memory is measured: what is loaded late is loaded by then.
-WARM_UP_REQUESTS: Final = 2_000
+WARM_UP_REQUESTS: Final = 20_000
+#: Requests that the coordinator knows at once, and for how long after their end. A connection that has not read an
+#: output by then is dropped, and its next message, too.
+REQUEST_INDICES: Final = 2_048
+FORGET_AFTER_S: Final = 1.0
 FUZZ_KEY: Final = "the-key-of-all-attackers-0"
 CLIENT_KEY: Final = "the-key-of-another-client-0"
 
@@ -66,11 +81,10 @@ class Front(Target):
 @dataclass
 class Site:
     place: Path
+    coordinator: Target
     plain: Front
     secure: Front
-    context: ssl.SSLContext
-    sent: int = 0
-    answered: dict[str, int] = field(default_factory=dict)
+    cert: str
 
     @property
     def fronts(self) -> tuple[Front, Front]:
@@ -84,7 +98,7 @@ class AnsweringRig(GatewayRig):
     """Answers each request with three tokens and forgets it."""
 
     def __init__(self, directory: Path, nursery: trio.Nursery) -> None:
-        super().__init__(directory)
+        super().__init__(directory, request_indices=REQUEST_INDICES)
         self._nursery = nursery
         scheduler = self.scheduler
         model = scheduler.model()
@@ -93,8 +107,10 @@ class AnsweringRig(GatewayRig):
         self._submit = scheduler.submit
         scheduler.submit = self._answer  # type: ignore[method-assign]
 
-    async def _answer(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
-        handle = await self._submit(submit, owner, user)
+    async def _answer(
+        self, submit: messages.Submit, owner: str, user: str = "", *, prefix_tenant: str | None = None
+    ) -> Handle:
+        handle = await self._submit(submit, owner, user, prefix_tenant=prefix_tenant)
         self.scheduler.commands.clear()
         self._nursery.start_soon(self._play, handle.request_id, submit.sampling.max_tokens)
         return handle
@@ -103,7 +119,7 @@ class AnsweringRig(GatewayRig):
         await trio.sleep(0.002)
         self.speak(request_id, [97, 98, 99][:tokens])
         self.scheduler.finish(request_id)
-        await trio.sleep(0.05)
+        await trio.sleep(FORGET_AFTER_S)
         self.scheduler.forget(request_id)
 
 
@@ -133,7 +149,7 @@ def ask_on(port: int) -> None:
 
 
 @contextmanager
-def front(place: Path, name: str, *options: str) -> Iterator[Front]:
+def front(place: Path, name: str, *options: str, cores: frozenset[int]) -> Iterator[Front]:
     log = place / f"{name}.log"
     keys = place / "api.keys"
     common = ("http", "--port", "0", "--metrics-port", "-1", "--api-keys", str(keys))
@@ -141,56 +157,75 @@ def front(place: Path, name: str, *options: str) -> Iterator[Front]:
         "HISPARSE_CLUSTER_RUNTIME_DIR": str(place),
         "HISPARSE_CLUSTER_CLIENT_ENDPOINT": f"ipc://{place}/run/client.sock",
     }
-    with process("hisparse.cli", *common, *options, log=log, **env) as started:
+    with process("hisparse.cli", *common, *options, log=log, cores=cores, **env) as started:
         port = until(log, r"listening.*127\.0\.0\.1:(\d+)")
         until(log, r"()connected")
         yield Front(f"front {name}", started, log, port=int(port))
 
 
+def pair_in(place: Path) -> tuple[str, str]:
+    """A certificate and its key in `place`: those of the directory in FUZZ_TLS_PAIR, where the machine has no openssl,
+    or new ones."""
+    if given := os.environ.get("FUZZ_TLS_PAIR"):
+        for name in ("front.pem", "front.key"):
+            shutil.copyfile(Path(given) / name, place / name)
+            (place / name).chmod(0o600)
+        return str(place / "front.pem"), str(place / "front.key")
+    return write_pair(place)
+
+
 @contextmanager
-def site(place: Path) -> Iterator[Site]:
+def site(place: Path, cores: frozenset[int] = frozenset()) -> Iterator[Site]:
+    """Coordinator and fronts in the directory `place`, on these cores."""
     (place / "api.keys").write_text(f"{FUZZ_KEY}\n{CLIENT_KEY}\n")
     (place / "api.keys").chmod(0o600)
-    cert, key = write_pair(place)
-    context = ssl.create_default_context(cafile=cert)
+    cert, key = pair_in(place)
     with (
-        process("tests.support.fuzz_http", "--coordinate", str(place), log=place / "coordinator.log"),
-        front(place, "plain") as plain,
-        front(place, "tls", "--tls-cert", cert, "--tls-key", key) as secure,
+        process(MODULE, "--coordinate", str(place), log=place / "coordinator.log", cores=cores) as coordinator,
+        front(place, "plain", cores=cores) as plain,
+        front(place, "tls", "--tls-cert", cert, "--tls-key", key, cores=cores) as secure,
     ):
-        yield Site(place, plain, secure, context)
+        yield Site(place, Target("coordinator", coordinator, place / "coordinator.log"), plain, secure, cert)
 
 
 # ---------------------------------------------------------------- attackers
 
 
-async def assail(at: Site, seed: int, requests: int, per_s: float) -> None:
-    """Send `requests`, from CONNECTIONS connections at a time, `per_s` in a second at most."""
-    began, goal = trio.current_time(), at.sent + requests
+class Aim:
+    """Where attackers send to: ports of the plain front and the one with TLS, whose certificate is `cert`."""
+
+    def __init__(self, plain: int, secure: int, cert: str) -> None:
+        self.plain, self.secure = plain, secure
+        self.context = ssl.create_default_context(cafile=cert)
+
+
+async def assail(aim: Aim, tally: Tally, seed: str, count: int, per_s: float = math.inf) -> None:
+    """Send `count` requests, from CONNECTIONS connections at a time, `per_s` in a second at most."""
+    began = trio.current_time()
 
     async def attacker(number: int) -> None:
         dice = random.Random(f"{seed}/{number}")
-        while at.sent < goal:
-            data, count = attack(dice, dice.choice((FUZZ_KEY, FUZZ_KEY, "no-key-at-all-of-ours")))
-            at.sent += count
-            await trio.sleep_until(began + at.sent / per_s)
-            answer = await connection(at, dice, data, secure=dice.randrange(100) < TLS_PERCENT)
+        while tally.sent < count:
+            data, requests_sent = attack(dice, dice.choice((FUZZ_KEY, FUZZ_KEY, "no-key-at-all-of-ours")))
+            tally.sent += requests_sent
+            await trio.sleep_until(began + tally.sent / per_s)
+            answer = await connection(aim, dice, data, secure=dice.randrange(100) < TLS_PERCENT)
             for status in re.findall(rb"HTTP/1\.1 (\d{3})", answer) or (b"none",):
-                at.answered[status.decode()] = at.answered.get(status.decode(), 0) + 1
+                tally.outcomes[status.decode()] += 1
 
     async with trio.open_nursery() as nursery:
         for number in range(CONNECTIONS):
             nursery.start_soon(attacker, number)
 
 
-async def connection(at: Site, dice: random.Random, data: bytes, *, secure: bool) -> bytes:
+async def connection(aim: Aim, dice: random.Random, data: bytes, *, secure: bool) -> bytes:
     """One attacker's: all of its bytes, and what is answered; it may leave without listening."""
     told = bytearray()
-    port = (at.secure if secure else at.plain).port
+    port = aim.secure if secure else aim.plain
     with suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
         stream: trio.abc.Stream = await trio.open_tcp_stream("127.0.0.1", port)
         if secure and dice.random() < 0.8:
-            stream = trio.SSLStream(stream, at.context, server_hostname="localhost", https_compatible=True)
+            stream = trio.SSLStream(stream, aim.context, server_hostname="localhost", https_compatible=True)
         try:
             with trio.move_on_after(ANSWER_LIMIT_S * 4):
                 await _talk(stream, dice, data, told)
@@ -221,59 +256,55 @@ async def _talk(stream: trio.abc.Stream, dice: random.Random, data: bytes, told:
 # ---------------------------------------------------------------- the run
 
 
-async def storm(at: Site, seed: int, requests: int, per_s: float) -> None:
-    began = time.monotonic()
-
-    async def tell() -> None:
-        while True:
-            await trio.sleep(30)
-            rate = at.sent / (time.monotonic() - began)
-            memory = "/".join(str(one.memory_bytes >> 20) for one in at.fronts)
-            print(f"{at.sent} requests, {rate:.0f}/s, memory {memory} MiB", flush=True)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(tell)
-        await assail(at, seed, requests, per_s)
-        nursery.cancel_scope.cancel()
-    rate = at.sent / (time.monotonic() - began)
-    print(f"{at.sent} requests, {rate:.0f}/s; answered {dict(sorted(at.answered.items()))}")
-
-
-def fuzz(seed: int, requests: int, per_s: float, place: Path) -> list[str]:
-    """What went wrong."""
-    with site(place) as at:
-        trio.run(assail, at, seed - 1, WARM_UP_REQUESTS, math.inf)
-        at.sent = 0
-        at.answered.clear()
+def fuzz(given: argparse.Namespace, cores: Cores, place: Path) -> Report:
+    report = Report({"program": "http", "seed": given.seed})
+    with site(place, cores.service) as at:
+        aim = {"plain": at.plain.port, "secure": at.secure.port, "cert": at.cert, "seconds": given.seconds}
+        jobs = [{**aim, "seed": f"{given.seed}/{number}"} for number in range(given.attackers)]
+        jobs = [it | ({"per_s": given.rate / len(jobs)} if given.rate else {}) for it in jobs]
+        storm(MODULE, place, [it | {"count": WARM_UP_REQUESTS // len(jobs)} for it in jobs], cores.attackers, at.fronts)
         log = place / "client.log"
-        with process("tests.support.fuzz_http", "--ask", str(at.plain.port), log=log):
-            time.sleep(UNDISTURBED_S)
-            for one in at.fronts:
-                one.before_bytes = one.memory_bytes
+        with process(MODULE, "--ask", str(at.plain.port), log=log, cores=cores.client):
+            undisturbed(log)
+            for one in (*at.fronts, at.coordinator):
+                one.start()
             began = time.monotonic()
-            trio.run(storm, at, seed, requests, per_s)
+            jobs = [it | {"seed": f"{it['seed']}/storm", "count": given.requests // len(jobs) + 1} for it in jobs]
+            tally = storm(MODULE, place, jobs, cores.attackers, at.fronts)
             ended = time.monotonic()
             time.sleep(SETTLE_S)
-        wrong = [each for one in at.fronts for each in one.verdict()]
-        return wrong + client_verdict(log, began, ended)
+        rate = round(tally.sent / (ended - began))
+        report.measured |= {"requests": tally.sent, "per_s": rate, "answers": dict(sorted(tally.outcomes.items()))}
+        for one in (*at.fronts, at.coordinator):
+            one.verdict(report)
+        dropped = at.coordinator.log.read_text().count("message dropped")
+        report.wrong += [f"the coordinator dropped {dropped} messages of the fronts"] if dropped else []
+    client_verdict(report, log, began, ended, given.floor_ms)
+    report.wrong += [] if tally.sent >= given.requests else [f"the time ended after {tally.sent} requests"]
+    return report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
-    parser.add_argument("--rate", type=float, default=math.inf, help="requests a second, at most")
+    parser.add_argument("--attackers", type=int, default=1, help="processes that attack")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests a second, at most; 0: as fast as it goes")
+    add_options(parser)
     parser.add_argument("--coordinate", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ask", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--assail", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.coordinate:
         trio.run(coordinate, given.coordinate)
     if given.ask:
         ask_on(given.ask)
+    if job := given.assail:
+        aim, tally, seconds = Aim(job.pop("plain"), job.pop("secure"), job.pop("cert")), Tally(), job.pop("seconds")
+        trio.run(tell, tally, partial(assail, aim, tally, **job), seconds)
+        return 0
     print(f"seed {given.seed}", flush=True)
     place = Path(tempfile.mkdtemp(prefix="hisparse-fuzz-"))
-    wrong = fuzz(given.seed, given.requests, given.rate, place)
-    return conclude(wrong, place)
+    return fuzz(given, cores_given(given), place).conclude(place, given.json)
 
 
 if __name__ == "__main__":

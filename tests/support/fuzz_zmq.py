@@ -11,15 +11,16 @@ Judged as in tests.support.fuzz_rig. Exits with 1 when something is wrong, and l
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,20 +31,27 @@ from protocol.errors import HiSparseError
 from tests.support.fuzz_rig import (
     CLIENT_INTERVAL_S,
     SETTLE_S,
-    UNDISTURBED_S,
+    Cores,
+    Report,
+    Tally,
     Target,
+    add_options,
     client_verdict,
-    conclude,
+    cores_given,
     process,
+    storm,
+    tell,
+    undisturbed,
     until,
 )
 from tests.support.hostile_zmq import ROLES, attack
 from tests.support.zmtp_peer import GREETING, READY
 
+MODULE: Final = "tests.support.fuzz_zmq"
 #: Attackers at a time.
 CONNECTIONS: Final = 16
 #: Messages before memory is measured: what is loaded late is loaded by then, and bounded tables are full.
-WARM_UP_MESSAGES: Final = 5_000
+WARM_UP_MESSAGES: Final = 20_000
 #: How long an attacker listens after its last byte, and sends at most.
 LISTEN_S: Final = 0.02
 SEND_LIMIT_S: Final = 5.0
@@ -53,19 +61,15 @@ SEND_LIMIT_S: Final = 5.0
 class Site:
     place: Path
     coordinator: Target
-    sent: int = 0
-    connections: Counter[str] = field(default_factory=Counter)
-
-    def path(self, role: str) -> str:
-        return f"{self.place}/run/{role}.sock"
 
 
 @contextmanager
-def site(place: Path) -> Iterator[Site]:
+def site(place: Path, cores: frozenset[int] = frozenset()) -> Iterator[Site]:
+    """A coordinator in the directory `place`, on these cores."""
     log = place / "coordinator.log"
     # few ended requests are kept, so that the table is full after the warm-up
     env = {"HISPARSE_CLUSTER_RUNTIME_DIR": f"{place}/run", "HISPARSE_COORDINATOR_ENDED_KEEP_MAX": "64"}
-    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, **env) as started:
+    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, cores=cores, **env) as started:
         until(log, r"(listening|ready|serving)")
         yield Site(place, Target("coordinator", started, log))
 
@@ -96,18 +100,18 @@ async def request(client: Client) -> None:
 # ---------------------------------------------------------------- attackers
 
 
-async def assail(at: Site, seed: int, count: int, per_s: float) -> None:
+async def assail(place: Path, tally: Tally, seed: int, count: int, per_s: float = math.inf) -> None:
     """Send `count` messages, from CONNECTIONS connections at a time, `per_s` in a second at most."""
-    began, first, goal = trio.current_time(), at.sent, at.sent + count
+    began = trio.current_time()
 
     async def attacker(number: int) -> None:
         dice = random.Random(f"{seed}/{number}")
-        while at.sent < goal:
+        while tally.sent < count:
             role = dice.choice(ROLES)
             opening, data, messages_sent = attack(dice, role)
-            at.sent += messages_sent
-            await trio.sleep_until(began + (at.sent - first) / per_s)
-            at.connections[await connection(at.path(role), dice, opening, data)] += 1
+            tally.sent += messages_sent
+            await trio.sleep_until(began + tally.sent / per_s)
+            tally.outcomes[await connection(f"{place}/run/{role}.sock", dice, opening, data)] += 1
 
     async with trio.open_nursery() as nursery:
         for number in range(CONNECTIONS):
@@ -153,52 +157,46 @@ async def _hear(stream: trio.SocketStream, count: int) -> str:
 # ---------------------------------------------------------------- the run
 
 
-async def storm(at: Site, seed: int, count: int, per_s: float) -> None:
-    began = time.monotonic()
-
-    async def tell() -> None:
-        while True:
-            await trio.sleep(30)
-            rate = at.sent / (time.monotonic() - began)
-            print(f"{at.sent} messages, {rate:.0f}/s, memory {at.coordinator.memory_bytes >> 20} MiB", flush=True)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(tell)
-        await assail(at, seed, count, per_s)
-        nursery.cancel_scope.cancel()
-    print(f"{at.sent} messages, {at.sent / (time.monotonic() - began):.0f}/s; connections {dict(at.connections)}")
-
-
-def fuzz(seed: int, count: int, per_s: float, place: Path) -> list[str]:
-    """What went wrong."""
-    with site(place) as at:
-        trio.run(assail, at, seed - 1, WARM_UP_MESSAGES, per_s)
-        at.sent = 0
-        at.connections.clear()
+def fuzz(given: argparse.Namespace, cores: Cores, place: Path) -> Report:
+    report = Report({"program": "zmq", "seed": given.seed})
+    job = {"place": str(place), "seed": given.seed - 1, "count": WARM_UP_MESSAGES, "seconds": given.seconds}
+    with site(place, cores.service) as at:
+        storm(MODULE, place, [job], cores.attackers, [at.coordinator])
         log = place / "client.log"
-        with process("tests.support.fuzz_zmq", "--ask", str(place), log=log):
-            time.sleep(UNDISTURBED_S)
-            at.coordinator.before_bytes = at.coordinator.memory_bytes
+        with process(MODULE, "--ask", str(place), log=log, cores=cores.client):
+            undisturbed(log)
+            at.coordinator.start()
             began = time.monotonic()
-            trio.run(storm, at, seed, count, per_s)
+            job |= {"seed": given.seed, "count": given.messages}
+            job |= {"per_s": given.rate} if given.rate else {}
+            tally = storm(MODULE, place, [job], cores.attackers, [at.coordinator])
             ended = time.monotonic()
             time.sleep(SETTLE_S)
-        return at.coordinator.verdict() + client_verdict(log, began, ended)
+        rate = round(tally.sent / (ended - began))
+        report.measured |= {"messages": tally.sent, "per_s": rate, "connections": dict(tally.outcomes)}
+        at.coordinator.verdict(report)
+    client_verdict(report, log, began, ended, given.floor_ms)
+    report.wrong += [] if tally.sent >= given.messages else [f"the time ended after {tally.sent} messages"]
+    return report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--messages", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
-    parser.add_argument("--rate", type=float, default=math.inf, help="messages a second, at most")
+    parser.add_argument("--rate", type=float, default=0.0, help="messages a second, at most; 0: as fast as it goes")
+    add_options(parser)
     parser.add_argument("--ask", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--assail", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.ask:
         trio.run(ask, given.ask)
+    if job := given.assail:
+        tally, place, seconds = Tally(), Path(job.pop("place")), job.pop("seconds")
+        trio.run(tell, tally, partial(assail, place, tally, **job), seconds)
+        return 0
     print(f"seed {given.seed}", flush=True)
     place = Path(tempfile.mkdtemp(prefix="hisparse-fuzz-"))
-    wrong = fuzz(given.seed, given.messages, given.rate, place)
-    return conclude(wrong, place)
+    return fuzz(given, cores_given(given), place).conclude(place, given.json)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ class GatewayRig:
         connections_max: int = 64,
         queue_messages: int = 1000,
         rate: tuple[float, float] = (2_000.0, 20_000.0),
+        request_indices: int = 64,
     ):
         sockets = [
             RouterSocket(
@@ -53,7 +54,7 @@ class GatewayRig:
         ]
         self.client_socket, self.admin_socket = sockets
         self.counters = CoordinatorCounters()
-        self.log = TokenLog(request_indices=64, arena_tokens=1 << 20)
+        self.log = TokenLog(request_indices, arena_tokens=1 << 22)
         self.deliveries = Deliveries(self.log, self.counters, connections_max=connections_max, flush_interval_s=0.001)
         self.scheduler = FakeScheduler(self.log, self.deliveries)
         self.tokenizers = FakeTokenizers()

@@ -2,6 +2,9 @@
 
 parent   GroupRig: starts the ranks, collects what they drew, lets them go once all are done
 child    `python -m tests.support.group_rig`: a job on stdin, one line of JSON for each rank on stdout
+
+On CPUs, ranks of one node share one host pool, and each gives a part of its pages. A request may go from rank to rank:
+it is withdrawn with its pages kept, passed on as a file, and resumed from the same pages by the other rank.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import select
 import subprocess
 import sys
 import time
+from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +33,10 @@ LIMIT_S = 150.0
 
 @dataclass
 class Ask:
-    """A request of a rank. `moves`: (tokens, keep or drop or resize, hot slots) once so many tokens were drawn."""
+    """A request of a rank. `moves`: (tokens, keep or drop or resize, hot slots) once so many tokens were drawn.
+
+    `next_ranks`: (tokens, rank) likewise, the rank that it goes to with the pages that it holds.
+    """
 
     number: int
     prompt: list[int]
@@ -37,6 +44,7 @@ class Ask:
     hot_slots: int = 64
     temperature: float = 0.0
     moves: list[tuple[int, str, int]] = field(default_factory=list)
+    next_ranks: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -79,7 +87,9 @@ class GroupRig:
         keep_logits: bool = False,
         configs: list[Config] | None = None,
         prefix: list[list[str]] | None = None,
+        environs: list[dict[str, str]] | None = None,
     ) -> None:
+        """By rank: `configs`, what goes before the command as `prefix`, and `environs` beside that of this process."""
         size = len(asks)
         self.ranks: list[subprocess.Popen[str]] = []
         for rank, own in enumerate(asks):
@@ -88,6 +98,7 @@ class GroupRig:
                 "config": msgspec.to_builtins(config),
                 "asks": [asdict(ask) for ask in own],
                 "keep_logits": keep_logits,
+                "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
             command = [*(prefix[rank] if prefix else []), sys.executable, "-m", "tests.support.group_rig"]
             child = subprocess.Popen(
@@ -96,7 +107,7 @@ class GroupRig:
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | (environs[rank] if environs else {}),
             )
             assert child.stdin is not None
             child.stdin.write(json.dumps(job) + "\n")
@@ -130,33 +141,43 @@ class GroupRig:
 
 
 def main() -> None:
-    from tests.support.fakes.coordinator import Life
     from tests.support.worker_rig import Rig
+    from worker.device.sizing import size_worker
     from worker.group.group import Group
     from worker.runners.checkpoint import fingerprint
     from worker.runners.transformers_dsa import load_runner
+    from worker.streams import make_streams
 
     torch.set_num_threads(1)
     job = json.loads(sys.stdin.readline())
     config = msgspec.convert(job["config"], Config)
     group = Group.join(config, fingerprint(config.worker.model))
     runner = load_runner(config.worker, group.collectives)
-    rig = Rig(None, config.worker, runner=runner, keep_logits=job["keep_logits"], group=group)
-    lives: list[tuple[Life, Ask]] = []
+    sizing = size_worker(config.worker, runner.geometry, runner.info)
+    share = sizing.capacity.host_pages // group.size
+    is_cpu = config.worker.device == "cpu"
+    rig = Rig(
+        None if is_cpu else make_streams("cuda", device=config.worker.device),
+        config.worker,
+        runner=runner,
+        host=_pool(config, sizing) if is_cpu else None,  # a GPU reads pinned memory
+        keep_logits=job["keep_logits"],
+        group=group,
+        pages=range(group.rank * share, (group.rank + 1) * share),
+    )
+    requests = Requests(rig, Path(config.cluster.runtime_dir), group.rank)
     for about in job["asks"]:
-        ask = Ask(**about)
-        life = rig.coordinator.create(ask.number, 1, ask.tokens, seed=ask.number, temperature=ask.temperature)
-        life.prompt = tuple(ask.prompt)
-        lives.append((life, ask))
+        requests.add(Ask(**about))
     group.control.progress.turns = True
-    _run(rig, lives)
+    requests.run(job["arrivals"])
     rig.check_end()
+    lives = [life for life, _ in requests.lives]
     drawn = Drawn(
-        {str(life.number): life.tokens for life, _ in lives},
+        {str(life.number): life.tokens for life in lives},
         {f"{number} {position}": _digest(logits) for (number, position), logits in rig.logits.items()},
         group.control.progress.launched,
-        sum(life.hits for life, _ in lives),
-        sum(life.misses for life, _ in lives),
+        sum(life.hits for life in lives),
+        sum(life.misses for life in lives),
     )
     print(json.dumps(asdict(drawn)), flush=True)
     while not select.select([sys.stdin], [], [], 0)[0]:
@@ -165,24 +186,85 @@ def main() -> None:
     group.leave()
 
 
-def _run(rig: Any, lives: list[Any]) -> None:
-    """Admit each request as soon as there is room, and move it about as its ask says."""
-    coordinator = rig.coordinator
-    while not all(life.outcome for life, _ in lives):
-        for life, ask in lives:
-            if life.outcome:
-                continue
-            if not life.placement:
+def _pool(config: Config, sizing: Any) -> torch.Tensor:
+    """The pages that all ranks of one node share."""
+    shape = (sizing.capacity.host_pages, sizing.capacity.page_bytes)
+    path = Path(config.cluster.runtime_dir) / f"{config.worker.node}.pool"
+    with path.open("ab") as file:
+        file.truncate(shape[0] * shape[1])
+    return torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=torch.uint8).view(shape)
+
+
+class Requests:
+    """Those of one rank: admitted as soon as there is room, moved about and passed on as their asks say."""
+
+    def __init__(self, rig: Any, directory: Path, rank: int) -> None:
+        self.lives: list[tuple[Any, Ask]] = []
+        self._rig, self._directory, self._rank = rig, directory, rank
+        self._leaving: dict[int, int] = {}  # rank to go to, by number
+        self._lent: list[int] = []  # pages of requests that have gone on
+
+    def add(self, ask: Ask, pages: list[int] | None = None) -> Any:
+        life = self._rig.coordinator.create(ask.number, 1, ask.tokens, seed=ask.number, temperature=ask.temperature)
+        life.prompt, life.host_pages, life.shared = tuple(ask.prompt), list(pages or ()), tuple(pages or ())
+        self.lives.append((life, ask))
+        return life
+
+    def run(self, arrivals: int) -> None:
+        """Until all have ended, those too that still are to come."""
+        while arrivals or self._leaving or not all(life.outcome for life, _ in self.lives):
+            arrivals -= self._take_arrived() if arrivals else 0
+            for life, ask in list(self.lives):
+                if not life.outcome:
+                    self._turn(life, ask)
+            if not self._rig.executor.turn():
+                time.sleep(0.0005)
+        self._rig.run()
+        self._rig.coordinator.host_pages.extend(self._lent)
+
+    def _turn(self, life: Any, ask: Ask) -> None:
+        coordinator = self._rig.coordinator
+        if not life.placement:
+            if ask.number in self._leaving:
+                self._pass_on(life, ask, self._leaving.pop(ask.number))
+            else:
                 coordinator.admit(life, ask.hot_slots)
-            elif life.here and ask.moves and len(life.tokens) >= ask.moves[0][0]:
-                _, how, ask.hot_slots = ask.moves.pop(0)
-                if how == "resize":
-                    coordinator.resize(life, ask.hot_slots)
-                else:
-                    coordinator.withdraw(life, how)
-        if not rig.executor.turn():
-            time.sleep(0.0005)
-    rig.run()
+        elif life.here and ask.next_ranks and len(life.tokens) >= ask.next_ranks[0][0]:
+            _, self._leaving[ask.number] = ask.next_ranks.pop(0)
+            coordinator.withdraw(life, "keep")
+        elif life.here and ask.moves and len(life.tokens) >= ask.moves[0][0]:
+            _, how, ask.hot_slots = ask.moves.pop(0)
+            if how == "resize":
+                coordinator.resize(life, ask.hot_slots)
+            else:
+                coordinator.withdraw(life, how)
+
+    def _pass_on(self, life: Any, ask: Ask, rank: int) -> None:
+        assert life.durable >= len(life.prompt), "the prompt was staged: nothing of it is computed again"
+        self._lent += life.host_pages[len(life.shared) :]
+        self._rig.coordinator.lives.remove(life)
+        self.lives.remove((life, ask))
+        about = {
+            "ask": asdict(ask),
+            "pages": life.host_pages,
+            "tokens": life.tokens,
+            "durable": life.durable,
+            "first_token": life.first_token,
+            "warm_start": b64encode(life.warm_start).decode(),
+        }
+        path = self._directory / f"to-{rank}-{ask.number}"
+        path.with_suffix(".partial").write_text(json.dumps(about))
+        path.with_suffix(".partial").rename(path.with_suffix(".json"))
+
+    def _take_arrived(self) -> int:
+        found = sorted(self._directory.glob(f"to-{self._rank}-*.json"))
+        for path in found:
+            about = json.loads(path.read_text())
+            path.unlink()
+            life = self.add(Ask(**about["ask"]), about["pages"])
+            life.tokens, life.durable, life.first_token = about["tokens"], about["durable"], about["first_token"]
+            life.warm_start = b64decode(about["warm_start"])
+        return len(found)
 
 
 def _digest(logits: torch.Tensor) -> str:

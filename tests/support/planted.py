@@ -6,15 +6,20 @@ file named by PLANTED_WHILE exists. For drills: what an alert waits for is cause
     hang         the decode loop of a worker does not turn
     lost-seat    a worker has one free seat less than the ledger says
     lone-rank    a worker says that it is one of two ranks of a group
+    signal-at    a worker sends itself a signal at a point of its life. The file says which, as in "w1 exchange 9":
+                 start (it has met its group), prompt (a round of prompts), decode (a step), exchange (its rows have
+                 gone to its peers, and its sums have not), leave (a request leaves it). The file is gone before
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,12 +92,39 @@ def lone_rank() -> None:
     module.WorkerHello = hello
 
 
+def signal_at() -> None:
+    import worker.process
+    from worker.group.exchange import ProcessGroupCollectives
+    from worker.loop.executor import Executor
+
+    def send(point: str) -> None:
+        path = Path(os.environ[PLANTED_WHILE])
+        try:
+            name, where, number = path.read_text().split()
+        except (FileNotFoundError, ValueError):  # another worker took it, or it is being written
+            return
+        if (name, where) == (os.environ["HISPARSE_WORKER_NAME"], point):
+            path.unlink()
+            signal.raise_signal(int(number))
+
+    points: tuple[tuple[str, Any, str], ...] = (
+        ("start", worker.process, "load_runner"),
+        ("prompt", Executor, "_launch_prompt_round"),
+        ("decode", Executor, "_launch_step"),
+        ("exchange", ProcessGroupCollectives, "all_to_all"),
+        ("leave", Executor, "_leave"),
+    )
+    for point, where, name in points:
+        before(where, name, partial(send, point))
+
+
 DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "slow-disk": slow_disk,
     "full-disk": full_disk,
     "hang": hang,
     "lost-seat": lost_seat,
     "lone-rank": lone_rank,
+    "signal-at": signal_at,
 }
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Rig:
         )
         if device != "cpu":
             prepare(self.state)
-        self.sampler = SamplerState.allocate(seats, device)
+        self.sampler = SamplerState.allocate(seats, runner.info.vocab_size, device)
         self.lengths = [0] * seats
         self.device, self.graphs = device, graphs
         self._steps: dict[int, _Step] = {}
@@ -174,7 +174,8 @@ class Rig:
         compute.record("sampled").wait()
 
     def _launch_runner(self, step: _Step) -> None:
-        self.runner.launch_decode(self.streams, self.state, self.sampler, step.batch, step.outputs)
+        self.runner.launch_forward(self.streams, self.state, self.sampler, step.batch)
+        self.runner.launch_sample(self.streams, self.sampler, step.batch, step.outputs, None)
 
     def _stage(self, seat: int, tokens: int) -> None:
         state, positions = self.state, torch.arange(tokens, device=self.device)

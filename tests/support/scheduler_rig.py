@@ -30,7 +30,10 @@ from tests.support.fakes.fake_worker import FakePool, FakeWorker, output_tokens,
 from tests.support.progress import RequestEntry, progress
 
 AHEAD_TOKENS = 96
-SETTINGS = CoordinatorSettings(grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=64, queue_max=48, ended_keep_max=64)
+#: Rows of the fake worker are of requests and not of tokens, so that none can be reused; tests/sim reuses prefixes.
+SETTINGS = CoordinatorSettings(
+    grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=64, queue_max=48, ended_keep_max=64, prefix_reuse="off"
+)
 
 
 @dataclass
@@ -97,6 +100,8 @@ class FakeLink:
         short = self.rig.token_log.report_short(heard, AHEAD_TOKENS)
         if len(short):
             self.rig.scheduler.starving(short)
+        if len(heard.staged):
+            self.rig.scheduler.prompt_rows(heard.staged)
 
     def cut(self) -> None:
         self.up = False

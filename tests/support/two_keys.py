@@ -6,9 +6,9 @@
     batch     16 requests at a time, at the highest priority that the key may ask for
 
 The other key asks at an even pace from a process of its own (tests.support.fuzz_http). Undisturbed and hostile phases
-alternate, so that what else runs on the machine falls on both. Prints p99 of each, their ratio over all phases and by
-pairs of neighbours, and memory. Exits with 1 when a request of the other key was refused or cut, or a ratio over all
-phases is above RATIO_MAX.
+alternate, so that what else runs on the machine falls on both. Prints p50 and p99 of each, their ratio over all phases
+and by pairs of neighbours, and memory, as one line of JSON. Exits with 1 when a request of the other key was refused or
+cut, or the ratio of p99 over all phases is above P99_GROWTH_MAX. --seconds bounds the whole: fewer rounds are made.
 """
 
 from __future__ import annotations
@@ -29,9 +29,18 @@ from pathlib import Path
 from typing import Final
 
 from tests.support.fuzz_http import FUZZ_KEY, Site, site
-from tests.support.fuzz_rig import conclude, p99, process
+from tests.support.fuzz_rig import (
+    P99_GROWTH_MAX,
+    Cores,
+    Report,
+    add_options,
+    cores_given,
+    p99,
+    process,
+    until,
+    warmed_up,
+)
 
-RATIO_MAX: Final = 3.0
 PHASE_S: Final = 8.0
 #: Of a phase, not counted: what the phase before left behind is answered in it.
 SETTLE_S: Final = 1.0
@@ -40,6 +49,8 @@ SENDERS: Final = 4
 BATCH: Final = 16
 HEADS: Final = 256
 LIMIT_S: Final = 60.0
+#: Until front and coordinator are there, at most.
+START_S: Final = 20.0
 
 _AUTHORIZED: Final = {"Authorization": f"Bearer {FUZZ_KEY}", "Content-Type": "application/json"}
 IDS: Final = json.dumps({"prompt": [1] * 2_000_000, "n": 16}, separators=(",", ":")).encode()
@@ -99,16 +110,19 @@ def attack(name: str, port: int) -> None:
     threads = [threading.Thread(target=act, args=(port, stop), daemon=True) for _ in range(count)]
     for thread in threads:
         thread.start()
+    print("attacking", flush=True)
     threads[0].join()
 
 
 @contextmanager
-def hostile(at: Site, name: str) -> Iterator[None]:
-    with process("tests.support.two_keys", "--attack", name, str(at.plain.port), log=at.place / "attack.log"):
+def hostile(at: Site, name: str, cores: frozenset[int]) -> Iterator[None]:
+    log = at.place / "attack.log"
+    with process("tests.support.two_keys", "--attack", name, str(at.plain.port), log=log, cores=cores):
+        until(log, "(attacking)")
         yield
 
 
-def phases(at: Site, name: str, rounds: int) -> list[tuple[bool, float, float]]:
+def phases(at: Site, name: str, rounds: int, cores: frozenset[int]) -> list[tuple[bool, float, float]]:
     """Whether it was hostile, and when it was, from and to; undisturbed first and last."""
     took: list[tuple[bool, float, float]] = []
 
@@ -120,60 +134,88 @@ def phases(at: Site, name: str, rounds: int) -> list[tuple[bool, float, float]]:
 
     phase(is_hostile=False)
     for _ in range(rounds):
-        with hostile(at, name):
+        with hostile(at, name, cores):
             phase(is_hostile=True)
         phase(is_hostile=False)
     return took
 
 
-def report(name: str, took: list[tuple[bool, float, float]], times: list[tuple[float, float, int]]) -> list[str]:
-    """What is wrong, after saying what was measured."""
+def judge(
+    report: Report, name: str, took: list[tuple[bool, float, float]], times: list[tuple[float, float, str]]
+) -> None:
     by_phase = [(kind, [latency for at_s, latency, _ in times if began <= at_s < ended]) for kind, began, ended in took]
     calm = [latency for kind, latencies in by_phase if not kind for latency in latencies]
     stormy = [latency for kind, latencies in by_phase if kind for latency in latencies]
+    if not calm or not stormy:
+        report.wrong.append(f"{name}: the other key had no answer")
+        return
     pairs = [
         (p99(one), p99(other)) if kind else (p99(other), p99(one))
         for (kind, one), (_, other) in pairwise(by_phase)
         if one and other
     ]
-    ratios = sorted(storm / quiet for storm, quiet in pairs)
+    ratios = [storm / quiet for storm, quiet in pairs]
     ratio = p99(stormy) / p99(calm)
-    print(
-        f"{name}: undisturbed p50 {1e3 * statistics.median(calm):.1f} p99 {1e3 * p99(calm):.1f} ms ({len(calm)}), "
-        f"hostile p50 {1e3 * statistics.median(stormy):.1f} p99 {1e3 * p99(stormy):.1f} ms ({len(stormy)}), "
-        f"ratio {ratio:.2f}; of neighbours {ratios[0]:.2f} to {ratios[-1]:.2f}, median {statistics.median(ratios):.2f}",
-        flush=True,
-    )
-    refused = [status for at_s, _, status in times if took[0][1] <= at_s < took[-1][2] and status != 200]
-    wrong = [f"{name}: the other key was refused or cut: {refused[:9]}"] if refused else []
-    return wrong + ([f"{name}: p99 grew {ratio:.1f} x"] if ratio > RATIO_MAX else [])
+    refused = [outcome for at_s, _, outcome in times if took[0][1] <= at_s < took[-1][2] and outcome != "ok"]
+    report.measured[name] = {
+        "requests": [len(calm), len(stormy)],
+        "p50_ms": [round(1e3 * statistics.median(it), 2) for it in (calm, stormy)],
+        "p99_ms": [round(1e3 * p99(it), 2) for it in (calm, stormy)],
+        "p99_growth": round(ratio, 2),
+        "growth_of_neighbours": [round(it, 2) for it in (min(ratios), statistics.median(ratios), max(ratios))],
+        "refused": len(refused),
+    }
+    report.wrong += [f"{name}: the other key was refused or cut: {refused[:9]}"] if refused else []
+    report.wrong += [f"{name}: p99 grew {ratio:.1f} x"] if ratio > P99_GROWTH_MAX else []
 
 
-def measure(at: Site, names: list[str], rounds: int) -> list[str]:
-    wrong: list[str] = []
+def measure(at: Site, names: list[str], rounds: int, cores: Cores) -> Report:
+    report = Report({"program": "two_keys", "rounds": rounds})
     for name in names:
         log = at.place / f"client-{name}.log"
-        with process("tests.support.fuzz_http", "--ask", str(at.plain.port), log=log):
-            time.sleep(1.0)
-            took = phases(at, name, rounds)
+        with process("tests.support.fuzz_http", "--ask", str(at.plain.port), log=log, cores=cores.client):
+            warmed_up(log)
+            for target in (at.plain, at.coordinator):
+                target.forget_peak()
+            took = phases(at, name, rounds, cores.attackers)
         lines = (line.split() for line in log.read_text().splitlines()[:-1])
-        wrong += report(name, took, [(float(at_s), float(latency), int(status)) for at_s, latency, status in lines])
-        print(f"  memory of the front {at.plain.memory_bytes >> 20} MiB", flush=True)
-    return wrong
+        judge(report, name, took, [(float(at_s), float(latency), outcome) for at_s, latency, outcome in lines])
+        memory = {
+            f"{target.name} {what}": value >> 20
+            for target in (at.plain, at.coordinator)
+            for what, value in (("peak_mib", target.peak_bytes), ("after_mib", target.memory_bytes))
+        }
+        report.measured.setdefault(name, {}).update(memory)
+        print(name, report.measured[name], flush=True)
+    return report
+
+
+def rounds_within(seconds: float, attacks: int) -> int:
+    """Most rounds that fit; one at least."""
+    phase_s = PHASE_S + SETTLE_S
+    return max(1, int(((seconds - START_S) / attacks - phase_s) / (2 * phase_s)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", choices=ATTACKS, action="append", help="one of the attacks")
+    add_options(parser)
     parser.add_argument("--attack", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.attack:
         attack(given.attack[0], int(given.attack[1]))
-    place = Path(tempfile.mkdtemp(prefix="hisparse-keys-"))
-    with site(place) as at:
-        wrong = measure(at, given.only or list(ATTACKS), given.rounds)
-    return conclude(wrong, place)
+    place, names, cores = (
+        Path(tempfile.mkdtemp(prefix="hisparse-keys-")),
+        given.only or list(ATTACKS),
+        cores_given(given),
+    )
+    rounds = (
+        given.rounds if given.seconds == float("inf") else min(given.rounds, rounds_within(given.seconds, len(names)))
+    )
+    with site(place, cores.service) as at:
+        report = measure(at, names, rounds, cores)
+    return report.conclude(place, given.json)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ class Rig:
         ahead_tokens: int = 8,
         keep_logits: bool = False,
         group: Group | None = None,
+        pages: range | None = None,
     ) -> None:
+        """`pages` of the host pool are this rig's to give; by default all are."""
         self.runner: Runner = runner or FakeRunner()
         runner = self.runner
         self.streams = streams or make_streams("inline")
@@ -64,7 +66,7 @@ class Rig:
         capacity = self.sizing.capacity
         shape = (capacity.host_pages, capacity.page_bytes)
         self.host = host_tensor(*shape, dtype=torch.uint8, device=device) if host is None else host
-        self.coordinator = FakeCoordinator(self.sizing, ahead_tokens=ahead_tokens)
+        self.coordinator = FakeCoordinator(self.sizing, ahead_tokens=ahead_tokens, pages=pages)
         self.executor = Executor(
             runner,
             settings,

@@ -78,21 +78,46 @@ def plan(
     Raises ConfigError as `size_worker` does, and CapacityError with the arithmetic when not one request fits.
     """
     wanted = msgspec.structs.replace(settings, context_max_tokens=context_tokens, context_target_tokens=context_tokens)
+    listed = len(_choices(wanted, geometry, info, workers))
+    wanted = msgspec.structs.replace(wanted, hot_size_classes=wanted.hot_size_classes[:listed])
+    choices = _choices(wanted, geometry, info, workers)
+    most = max(choice.batch for choice in choices)
+    best = max(at for at, choice in enumerate(choices) if choice.batch == most)
+    chosen = _from_class(wanted, best)
+    chosen = msgspec.structs.replace(chosen, seats=min(most, chosen.seats))
+    return _report(chosen, geometry, size_worker(chosen, geometry, info), workers, tuple(choices), choices[best])
+
+
+def classes_for(topk: int, context_tokens: int) -> tuple[int, ...]:
+    """Hot sizes to compare where none are given, the last of them for all rows of a request: the default ones.
+
+    Those of a small model begin at twice its top-k, and each is twice the one before.
+    """
+    default = WorkerSettings().hot_size_classes
+    sizes = [-(-2 * topk // PAGE_TOKENS) * PAGE_TOKENS]
+    if sizes[0] >= default[0]:
+        return default
+    while sizes[-1] < context_tokens and 2 * sizes[-1] <= default[-1]:
+        sizes.append(2 * sizes[-1])
+    return tuple(sizes)
+
+
+def _choices(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, workers: int) -> list[Choice]:
+    """One for each size class that requests of this length use, and a resident one where the next would hold all rows.
+
+    Raises as `plan` does.
+    """
     choices: list[Choice] = []
-    for at in range(len(wanted.hot_size_classes)):
+    for at in range(len(settings.hot_size_classes)):
         try:
-            choices.append(_choice(_from_class(wanted, at), geometry, info, workers))
+            choices.append(_choice(_from_class(settings, at), geometry, info, workers))
         except (ConfigError, CapacityError):
             if not choices:
                 raise
             break  # not one request fits with a hot buffer as large
         if choices[-1].hot_slots == RESIDENT:
             break  # larger classes are never used for this length
-    most = max(choice.batch for choice in choices)
-    best = max(at for at, choice in enumerate(choices) if choice.batch == most)
-    chosen = _from_class(wanted, best)
-    chosen = msgspec.structs.replace(chosen, seats=min(most, chosen.seats))
-    return _report(chosen, geometry, size_worker(chosen, geometry, info), workers, tuple(choices), choices[best])
+    return choices
 
 
 def seats_for(seats: int | None) -> int:

@@ -31,7 +31,14 @@ from dataclasses import dataclass
 from kernels.layout import QUEUE_RING, Geometry
 from protocol.byte_sizes import AUTO, parse_size
 from protocol.errors import ConfigError
-from protocol.messages import DECODE, ModelInfo, WorkerCapacity
+from protocol.messages import (
+    DECODE,
+    EOS_IDS_MAX,
+    LOGIT_BIAS_MAX,
+    STOP_TOKEN_IDS_MAX,
+    ModelInfo,
+    WorkerCapacity,
+)
 from protocol.settings import WorkerSettings
 from protocol.sizing import smallest_chunks
 from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, managed_chunks, pages_for
@@ -58,23 +65,33 @@ class Sizing:
     longest_context_tokens: int
     context_target_tokens: int = 0
 
-    def report(self) -> tuple[str, ...]:
-        """Lines for the start of the process, most of them `name value`."""
+    def report(self) -> tuple[dict[str, object], ...]:
+        """Fields of the lines for the start of the process: what it has, and what that is enough for."""
         c, target = self.capacity, self.context_target_tokens or self.context_max_tokens
         pages = pages_for(target + c.overshoot_tokens)
-        by_chunks = c.hot_chunks // smallest_chunks(pages, c.hot_size_classes)
         return (
-            f"bytes per host page {c.page_bytes} ({c.page_bytes // PAGE_TOKENS} per token)",
-            f"host pages {c.host_pages} ({c.host_pages * c.page_bytes} bytes)",
-            f"seats {c.seats}",
-            f"hot chunks {c.hot_chunks} of {PAGE_TOKENS} rows; size classes {' '.join(map(str, c.hot_size_classes))}",
-            f"index pages {c.index_pages}",
-            f"prefill slab pages {c.slab_pages}",
-            f"bookkeeping bytes {self.bookkeeping_bytes}",
-            f"device bytes {self.device_bytes}",
-            f"requests of {target} tokens: {c.host_pages // pages} by host pages, {c.index_pages // pages} by index "
-            f"pages, {by_chunks} by hot chunks at the smallest hot size",
-            f"longest context tokens {self.longest_context_tokens} of {self.context_max_tokens} allowed",
+            {
+                "seats": c.seats,
+                "host_pages": c.host_pages,
+                "host_bytes": c.host_pages * c.page_bytes,
+                "page_bytes": c.page_bytes,
+                "token_bytes": c.page_bytes // PAGE_TOKENS,
+                "device_bytes": self.device_bytes,
+                "hot_chunks": c.hot_chunks,
+                "chunk_rows": PAGE_TOKENS,
+                "hot_size_classes": ",".join(map(str, c.hot_size_classes)),
+                "index_pages": c.index_pages,
+                "slab_pages": c.slab_pages,
+                "bookkeeping_bytes": self.bookkeeping_bytes,
+            },
+            {
+                "context_longest_tokens": self.longest_context_tokens,
+                "context_max_tokens": self.context_max_tokens,
+                "context_target_tokens": target,
+                "requests_by_host_pages": c.host_pages // pages,
+                "requests_by_index_pages": c.index_pages // pages,
+                "requests_by_hot_chunks": c.hot_chunks // smallest_chunks(pages, c.hot_size_classes),
+            },
         )
 
 
@@ -90,7 +107,7 @@ def size_worker(
     host_pages = parse_size(settings.host_mem, "worker.host_mem") // geometry.page_bytes
     max_pages = pages_for(context + settings.lookahead_steps)
     max_chunks = max(max_pages, managed_chunks(classes[-1]))
-    bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks)
+    bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks, info.vocab_size)
     device = _budget(settings, free_device_bytes)
     left = device - bookkeeping
     slab = _slab_pages(settings, geometry, max_pages, left)
@@ -114,6 +131,7 @@ def size_worker(
             overshoot_tokens=settings.lookahead_steps,
             pool_path=pool_path,
             role=settings.role,
+            row_format=geometry.row_format,
         ),
         context_max_tokens=context,
         max_pages=max_pages,
@@ -173,7 +191,7 @@ def _classes(settings: WorkerSettings, geometry: Geometry) -> tuple[int, ...]:
         raise ConfigError(
             f"a step selects {geometry.topk} rows, which must all fit the hot buffer",
             field="worker.hot_size_classes",
-            value=classes,
+            value=",".join(map(str, classes)),
             remedy=f"name sizes from {geometry.topk} upward",
         )
     return classes
@@ -190,12 +208,20 @@ def _context(settings: WorkerSettings, info: ModelInfo) -> int:
     return min(settings.context_max_tokens or info.context_max_tokens, CONTEXT_MAX_TOKENS)
 
 
-def _bookkeeping_bytes(settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int) -> int:
+def sampler_seat_bytes(vocab: int) -> int:
+    """Device bytes of a seat's draws (worker/runners/base.py): occurrences of each token of the vocabulary, int16;
+    biases, ends and parameters."""
+    return vocab * 2 + LOGIT_BIAS_MAX * 12 + (EOS_IDS_MAX + STOP_TOKEN_IDS_MAX) * 8 + 61
+
+
+def _bookkeeping_bytes(
+    settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int, vocab: int
+) -> int:
     """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks]; per group tails, counters, and the
-    eviction queue."""
+    eviction queue; draws."""
     per_group = 4 * settings.tail_slots + 48 + 6 * QUEUE_RING
     per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * per_group
-    return settings.seats * per_seat
+    return settings.seats * (per_seat + sampler_seat_bytes(vocab)) + 2 * vocab
 
 
 def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, left: int) -> int:
@@ -248,5 +274,5 @@ def _require_room(
             f"buffer needs {managed_chunks(smallest)} chunks of {geometry.chunk_bytes} bytes",
             field="worker.device_mem",
             value=settings.device_mem,
-            remedy="raise it, or lower worker.seats, slab_tokens or hot_size_classes",
+            remedy="raise it, or lower worker.seats, worker.slab_tokens or worker.hot_size_classes",
         )

@@ -29,7 +29,15 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from metrics.state import WorkerCounters
-from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, ConfigError, HiSparseError, InternalError, ProtocolError
+from protocol.errors import (
+    EXIT_DEFECT,
+    EXIT_PEER_LOST,
+    ConfigError,
+    HiSparseError,
+    InternalError,
+    ProtocolError,
+    Unavailable,
+)
 from protocol.logs import fields, logger
 from protocol.settings import Config
 from protocol.version import our_version
@@ -63,6 +71,8 @@ BEAT_S: Final = 0.25
 #: How often a rank joins again until it is answered, and who is missing is logged.
 JOIN_S: Final = 1.0
 MISSING_S: Final = 5.0
+#: Longest wait for the other ranks: they meet before they load weights, some seconds after their processes started.
+MEET_LIMIT_S: Final = 300.0
 #: A rank whose connection broke is lost after this silence.
 LOST_S: Final = 1.0
 #: From the loss of a rank to the end of this process: its last reports leave meanwhile.
@@ -80,6 +90,10 @@ assert VERDICT_S > LOST_S + GRACE_S
 M = TypeVar("M")
 
 log = logger("worker.group")
+
+
+class PeersMissingError(Unavailable):
+    """Not all ranks of the group came. This one is not to blame: its process ends with EXIT_PEER_LOST."""
 
 
 @dataclass
@@ -117,7 +131,7 @@ class Control:
         self.is_done: Callable[[], bool] = lambda: False  # this process stops, and holds no request: it needs no peer
         self.counters: WorkerCounters | None = None
         self.woken_at = -1  # the last round at which a rank woke the group
-        self._rank, self._name = settings.group_rank, settings.group
+        self._rank, self._name, self._endpoint = settings.group_rank, settings.group, settings.group_endpoint
         self._hung_s = HUNG_LIMITS * config.coordinator.heartbeat_limit_s
         self._join = Join(
             our_version(),
@@ -152,9 +166,8 @@ class Control:
     # ---------------------------------------------------------------- any thread
 
     def join(self) -> None:
-        """Meet the other ranks. Returns when all are there. Raises ConfigError when rank 0 turns this one away.
-
-        Waits for ever; a signal's exception ends the wait.
+        """Meet the other ranks. Returns when all are there. Raises ConfigError when rank 0 turns this one away, and
+        PeersMissingError after MEET_LIMIT_S. A signal's exception ends the wait.
         """
         self._thread.start()
         said_at, began = time.monotonic(), time.monotonic()
@@ -167,7 +180,11 @@ class Control:
                     turned = self._turned
                     raise ConfigError(turned.message, field=turned.field, value=turned.value, remedy=turned.remedy)
                 now = time.monotonic()
-                if not self.members and now - said_at >= MISSING_S:
+                if self.members:
+                    break
+                if now - began > MEET_LIMIT_S:
+                    raise self._missing_error()
+                if now - said_at >= MISSING_S:
                     said_at = now
                     log.info("waiting for the group", extra=self._waiting_fields(now - began))
         log.info("group met", extra=fields(group=self._name, rank=self._rank, incarnation=self.incarnation))
@@ -400,6 +417,16 @@ class Control:
             self._lost, self._lost_at = (rank, "left" if rank in self._left else why), time.monotonic()
             with self._news:
                 self._news.notify_all()
+
+    def _missing_error(self) -> PeersMissingError:
+        missing = ", ".join(map(str, self._missing)) or "0"
+        held = f"; {self._turned.message}" if self._turned is not None else ""
+        return PeersMissingError(
+            f"of group {self._name} rank {missing} did not come within {MEET_LIMIT_S:g} s{held}",
+            field="worker.group_endpoint",
+            value=self._endpoint,
+            remedy="start all ranks with one worker.group_endpoint and worker.group_secret_file, and see their logs",
+        )
 
     def _waiting_fields(self, waited_s: float) -> dict[str, Any]:
         missing = " ".join(map(str, self._missing)) or "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 from typing import Any, Final
@@ -9,12 +10,18 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from protocol.errors import ConfigError
+from protocol.logs import fields, logger
 from protocol.messages import GroupMember
 from protocol.settings import Config, WorkerSettings
 from worker.group.control import Control
 from worker.group.exchange import ProcessGroupCollectives
+from worker.group.listeners import close_to_strangers, listening
 from worker.group.store import ControlStore
 
+#: Interfaces on which NCCL listens, where a group is on one machine.
+NCCL_INTERFACE: Final = "NCCL_SOCKET_IFNAME"
+LOOPBACK: Final = "lo"
+IPC: Final = "ipc://"
 #: Of collectives: they never decide that a rank is lost (control.py).
 NO_TIMEOUT: Final = timedelta(days=3_650)
 #: Settings of a worker that must be equal on all ranks: rounds, graphs and results depend on them.
@@ -22,6 +29,8 @@ SHARED: Final = (
     *("group_prompt_rounds_max", "dtype", "kv_dtype", "matmul", "graphs", "seats", "prefill_chunk_tokens"),
     *("context_max_tokens", "lookahead_steps", "deterministic", "role"),
 )
+
+log = logger("worker.group")
 
 
 def shared_values(settings: WorkerSettings, fingerprint: str) -> dict[str, str]:
@@ -47,7 +56,7 @@ class Group:
 
     @classmethod
     def join(cls, config: Config, fingerprint: str) -> Group:
-        """Meet the other ranks. Waits for them. Raises ConfigError when rank 0 turns this one away, NotAllowed."""
+        """Meet the other ranks. Waits for them. Raises what `Control` and its `join` raise."""
         control = Control(config, shared_values(config.worker, fingerprint))
         try:
             control.join()
@@ -66,20 +75,32 @@ class Group:
 
 def _process_group(settings: WorkerSettings, store: ControlStore) -> Any:
     rank, size = settings.group_rank, settings.group_size
-    options: Any
     if settings.device == "cpu":
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(settings.group_endpoint))]
-        options._timeout = NO_TIMEOUT
-        return dist.ProcessGroupGloo(store, rank, size, options)
+        return _gloo(settings, store)
+    if settings.group_endpoint.startswith(IPC):
+        os.environ.setdefault(NCCL_INTERFACE, LOOPBACK)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NO_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
+def _gloo(settings: WorkerSettings, store: ControlStore) -> Any:
+    """Connected to all ranks, and then open to no others."""
+    before = listening()
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(settings.group_endpoint))]
+    options._timeout = NO_TIMEOUT
+    group = dist.ProcessGroupGloo(store, settings.group_rank, settings.group_size, options)
+    try:
+        close_to_strangers(listening() - before)
+    except OSError as error:
+        log.warning("ports of the collectives stay open to strangers", extra=fields(error=error.strerror))
+    return group
+
+
 def _address(endpoint: str) -> str:
     """The address of this machine that other ranks reach: loopback for a path, else that of the route to rank 0."""
-    if endpoint.startswith("ipc://"):
+    if endpoint.startswith(IPC):
         return "127.0.0.1"
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:

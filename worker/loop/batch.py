@@ -23,6 +23,7 @@ from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Resize
 from protocol.units import PAGE_TOKENS
 from worker.device.hot_buffer import HotBuffer
 from worker.loop.output import Output
+from worker.runners.adjust import Adjust
 from worker.streams import Fence
 from worker.transfer.handover import Outgoing
 
@@ -71,8 +72,11 @@ class RunningRequest:
     `position` is the row that the next step writes, `rows_max` the first that no step may write. `outgoing` are its
     pages for another node, `staged_marks` the fences after which a layer group of rows below a length may be sent.
     `fences` are what the status waits for, `first_token` the one after which prefill's token can be read.
+    `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how
+    many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
     `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the chunk).
-    `since_s` is when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
+    `adjust` is what it asks of its logits. `since_s` is when prefill, then staging, or loading began. `topk_place` is
+    where its last top-k is downloaded to.
     """
 
     placement: int
@@ -91,8 +95,12 @@ class RunningRequest:
     prefix_loads: dict[int, Fence] = field(default_factory=dict)
     first_token: Fence | None = None
     resize: Resize | None = None
+    adjust: Adjust | None = None
     outgoing: Outgoing | None = None
     staged_marks: deque[tuple[Fence, int, int]] = field(default_factory=deque)
+    chunk_marks: deque[tuple[Fence, int]] = field(default_factory=deque)
+    staged_rows: int = 0
+    is_faulty: bool = False
     topk_place: int | None = None
     since_s: float = 0.0
     prefill_s: float = 0.0
@@ -100,6 +108,11 @@ class RunningRequest:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of its prompt that were computed, or were there before."""
+        return min(self.prefilled, self.position)
 
     @property
     def prefills_only(self) -> bool:
@@ -116,6 +129,14 @@ class RunningRequest:
         """Rows of the whole context: the last token never gets one."""
         return self.prompt_tokens + self.output.max_tokens - 1
 
+    def note_staged(self) -> int | None:
+        """Rows of full pages of its prompt in host memory, when more of them have been seen there."""
+        before = self.staged_rows
+        while self.chunk_marks and self.chunk_marks[0][0].done():
+            self.staged_rows = self.chunk_marks.popleft()[1]
+        pages = self.staged_rows // PAGE_TOKENS
+        return pages * PAGE_TOKENS if pages > before // PAGE_TOKENS else None
+
     def note_memory(self) -> None:
         """Recompute `rows_max` after a change of pages or chunks."""
         self.rows_max = min(self.rows_wanted, self.memory.rows_max)
@@ -128,6 +149,8 @@ class RunningRequest:
     def next_input(self) -> int:
         """The token to feed at `position`: known from an earlier placement, or -1 for the last one drawn on device."""
         place = self.position - self.prompt_tokens
+        if place < 0:  # behind a shared prefix
+            return int(self.prompt[place])
         return self.output.tokens[place] if place < self.output.forced else -1
 
     def is_drawn(self, position: int) -> bool:

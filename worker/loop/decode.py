@@ -17,6 +17,9 @@ those of the moment of launch.
 One step in TIMED_EVERY is timed, and stands for as many: the device's part of it, and each swap-in. Where there are
 graphs, such a step replays a second one, captured with timing events as nodes.
 
+A step with a request that adjusts its logits (worker/runners/adjust.py) replays a graph of its forward pass alone, and
+launches its draws behind it one by one. All other steps are one graph, draws included.
+
 Rejected: timing events in every step's graph (a microsecond or two each, two per layer); begin_step and the upload
 inside the graph (a graph for each of the T backup plans), and the backup in it (its fences lie between replays, since
 step n+T waits for them).
@@ -39,6 +42,7 @@ from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.loop.swap import Swap
 from worker.loop.swap_counts import Int64s
+from worker.runners.adjust import Adjust
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.streams import Fence, Streams
 
@@ -59,6 +63,8 @@ class _Bucket:
         self.outputs = outputs
         self.replay: Callable[[], object] | None = None  # what the runner launches, as one operation on compute
         self.timed_replay: Callable[[], object] | None = None  # likewise, with each swap-in timed
+        self.forward: Callable[[], object] | None = None  # without the draws
+        self.timed_forward: Callable[[], object] | None = None
 
 
 class _Results:
@@ -162,9 +168,11 @@ class Decoder:
             compute.record("sampled").wait()
             if graphs:
                 bucket.replay = self._streams.capture(partial(self._launch_runner, bucket))
+                bucket.forward = self._streams.capture(partial(self._launch_forward, bucket))
             if graphs and self._timed_every:
                 with self._timing():
                     bucket.timed_replay = self._streams.capture(partial(self._launch_runner, bucket))
+                    bucket.timed_forward = self._streams.capture(partial(self._launch_forward, bucket))
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -178,18 +186,15 @@ class Decoder:
         """
         bucket = next(bucket for bucket in self._buckets if bucket.rows >= max(rows, len(requests)))
         positions = [request.position for request in requests]
+        adjust = Adjust.together(request.adjust for request in requests)
         compute = self._streams.compute
         self._upload(bucket, requests, positions)
         if len(self._backed_up) == self._state.tail_slots:
             compute.wait(self._backed_up.popleft())
         plan = bucket.plans[self._number % len(bucket.plans)]
         compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
-        if self._timed_every and self._number % self._timed_every == self._timed_every - 1:
-            self._launch_timed(bucket)
-        elif bucket.replay is None:
-            self._launch_runner(bucket)
-        else:
-            compute.launch("replay", bucket.replay)
+        is_timed = self._timed_every > 0 and self._number % self._timed_every == self._timed_every - 1
+        self._launch_bucket(bucket, adjust, is_timed=is_timed)
         backed_up, durable = self._swap.backup(plan, len(requests))
         results = self._results[self._number % len(self._results)]
         compute.launch("download", partial(results.download, bucket.outputs, self._state if count else None))
@@ -223,13 +228,29 @@ class Decoder:
         if self._backed_up:
             self._streams.compute.wait(self._backed_up[-1])
 
-    def _launch_timed(self, bucket: _Bucket) -> None:
-        computed = partial(self._counters.computed, self._timed_every)
-        if bucket.timed_replay is None:
+    def _launch_bucket(self, bucket: _Bucket, adjust: Adjust | None, *, is_timed: bool) -> None:
+        """A step in one graph, where there are graphs; with the draws behind it where rows adjust their logits."""
+        if adjust is None:
+            self._launch_part(bucket.timed_replay if is_timed else bucket.replay, self._launch_runner, bucket, is_timed)
+            return
+        self._launch_part(bucket.timed_forward if is_timed else bucket.forward, self._launch_forward, bucket, is_timed)
+        self._runner.launch_sample(self._streams, self._sampler, bucket.batch, bucket.outputs, adjust)
+
+    def _launch_part(
+        self,
+        replay: Callable[[], object] | None,
+        launch: Callable[[_Bucket], None],
+        bucket: _Bucket,
+        is_timed: bool,
+    ) -> None:
+        compute, computed = self._streams.compute, partial(self._counters.computed, self._timed_every)
+        if replay is not None:
+            compute.launch("replay", self._streams.timed(replay, computed) if is_timed else replay)
+        elif is_timed:
             with self._timing():
-                self._streams.timed(partial(self._launch_runner, bucket), computed)()
+                self._streams.timed(partial(launch, bucket), computed)()
         else:
-            self._streams.compute.launch("replay", self._streams.timed(bucket.timed_replay, computed))
+            launch(bucket)
 
     @contextmanager
     def _timing(self) -> Iterator[None]:
@@ -241,7 +262,11 @@ class Decoder:
             self._streams.layer_spent = None
 
     def _launch_runner(self, bucket: _Bucket) -> None:
-        self._runner.launch_decode(self._streams, self._state, self._sampler, bucket.batch, bucket.outputs)
+        self._launch_forward(bucket)
+        self._runner.launch_sample(self._streams, self._sampler, bucket.batch, bucket.outputs, None)
+
+    def _launch_forward(self, bucket: _Bucket) -> None:
+        self._runner.launch_forward(self._streams, self._state, self._sampler, bucket.batch)
 
     def _upload(self, bucket: _Bucket, requests: list[RunningRequest], positions: list[int]) -> None:
         inputs = bucket.ring.next()

@@ -41,6 +41,7 @@ from protocol.logs import fields, logger
 from protocol.messages import Admit, Audit, Command, Exited, Grant, Receive, Resize, Stop, Withdraw
 from protocol.settings import WorkerSettings
 from protocol.text import Tokenizer
+from protocol.units import PAGE_TOKENS
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.inventory import take_inventory
 from worker.device.sizing import Sizing
@@ -113,7 +114,7 @@ class Executor:
         self._tokenizer = tokenizer
         self._clock = clock
         self._lookahead = settings.lookahead_steps
-        sampler = SamplerState.allocate(settings.seats, settings.device)
+        sampler = SamplerState.allocate(settings.seats, runner.info.vocab_size, settings.device)
         self._swap = Swap(streams, self.state, self.counters)
         parts = (runner, streams, self.state, sampler, self._swap)
         vocab = runner.info.vocab_size
@@ -139,7 +140,17 @@ class Executor:
             ),
             warm_start=warm_start,
         )
-        self._seats = Seats(streams, self.state, sampler, self._swap, self._decoder, sizing, warm_start, self._groups)
+        self._seats = Seats(
+            streams,
+            self.state,
+            sampler,
+            self._swap,
+            self._decoder,
+            sizing,
+            warm_start,
+            self._groups,
+            runner.info.eos_token_ids,
+        )
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         self._prompts: deque[RunningRequest] = deque()
@@ -320,6 +331,7 @@ class Executor:
             raise
         except Exception as error:
             self._report.faulted(request.placement, error)
+            request.is_faulty = True
             self._leave(request)
 
     # ---------------------------------------------------------------- commands
@@ -402,7 +414,8 @@ class Executor:
 
     def _begin_sending(self, request: RunningRequest, admit: Admit) -> None:
         tokens = request.prompt_tokens
-        request.outgoing = self.transfers.begin(admit.transfer_id, admit.destination, tokens, self._groups)
+        unsent = admit.unsent_tokens // PAGE_TOKENS
+        request.outgoing = self.transfers.begin(admit.transfer_id, admit.destination, tokens, self._groups, unsent)
 
     def _note_staging(self, request: RunningRequest, group: int, stop: int) -> None:
         """A layer group of rows below `stop` is being staged, while later layers are launched: what was staged by now
@@ -459,6 +472,8 @@ class Executor:
             return self._poll_leaving(request)
         if request.outgoing is not None and self._poll_outgoing(request, request.outgoing):
             return True
+        if request.chunk_marks and (rows := request.note_staged()) is not None:
+            self._report.prompt_rows(request, rows)
         if request.prefix_loads and all(fence.done() for fence in request.prefix_loads.values()):
             request.prefix_loads.clear()
         if request.first_token is not None and request.first_token.done():
@@ -536,10 +551,13 @@ class Executor:
 
     def _launch_chunk(self, request: RunningRequest) -> None:
         is_last = self._prefill.launch_chunk(request)
+        staged = self._swap.staged()
         if is_last:
             self._prompts.remove(request)
             request.status = Status.STAGING
-            request.fences = (self._swap.staged(),)
+            request.fences = (staged,)
+        else:
+            request.chunk_marks.append((staged, request.prefilled))
 
     def _ready(self) -> list[RunningRequest]:
         """Running requests that have memory for their next row; others park."""
@@ -601,6 +619,9 @@ class Executor:
     def _release(self, request: RunningRequest) -> None:
         """Everything launched for `request` has run: its memory goes back, and every row it wrote is in host memory."""
         rows = request.position if request.prefilled == request.prompt_tokens else 0
+        whole = request.prompt_rows // PAGE_TOKENS * PAGE_TOKENS
+        if whole > request.durable_rows and not request.is_faulty:
+            self._report.prompt_rows(request, whole)
         self._report.last_swaps(request, self._seats.release(request))
         del self._requests[request.placement], self._waiting[request.placement]
         durable, first_token = request.left_behind(rows)

@@ -14,6 +14,11 @@ from protocol.messages import Sampling
 from protocol.text import Detokenizer, StopMatcher
 
 
+def end_token_ids(sampling: Sampling, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that end an output and are part of it."""
+    return (*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids)
+
+
 class Output:
     """`tokens` are all known generated tokens, `published` of them have been given to `take_publishable`'s caller."""
 
@@ -33,7 +38,7 @@ class Output:
         self.tail_text = ""
         self.max_tokens = sampling.max_tokens
         self._publishable = 0
-        self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self._eos = frozenset(end_token_ids(sampling, eos_token_ids))
         self._matcher = StopMatcher(sampling.stop, detokenizer()) if sampling.stop else None
         for token in (*generated, *held_back):
             self.push(token)

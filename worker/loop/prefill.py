@@ -67,7 +67,7 @@ class Prefill:
         self._await_prefix(request, INDEX_KEYS)
         written = partial(self._written, request, start, stop)
         self._runner.launch_prefill_chunk(
-            self._streams, self._state, self._sampler, request.seat, tokens, start, outputs, written
+            self._streams, self._state, self._sampler, request.seat, tokens, start, outputs, written, request.adjust
         )
         if last:
             if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it

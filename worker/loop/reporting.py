@@ -62,6 +62,10 @@ class Reporter:
         """The durable length alone, of a request that draws no tokens at present."""
         self._reports.set_durable(request.request_index, request.placement, request.durable())
 
+    def prompt_rows(self, request: RunningRequest, rows: int) -> None:
+        """So many rows of its prompt are in host memory, whole pages: others may reuse them, whatever becomes of it."""
+        self._reports.set_durable(request.request_index, request.placement, rows)
+
     def prefilled(self, request: RunningRequest) -> None:
         self._counters.prefill_s.observe(request.prefill_s)
         self._counters.prompt_tokens += request.prompt_tokens - request.durable_rows  # without a shared prefix

@@ -4,9 +4,9 @@ A request holds one seat, index pages one to one with its host pages, and chunks
 hot buffer afterwards. Methods launch what the device must do and change the host's state at once, which is exact;
 the device's tables follow on `compute`.
 
-    open        D = 0: slab chunks; a shared prefix is loaded into them behind `request.prefix_loads`. D > 0 (resume):
-                hot chunks, set up and loaded behind `request.fences`; rows too when the buffer can hold them all, else
-                those of the last top-k: unknown, a managed one starts cold
+    open        D = 0: slab chunks; a shared prefix is loaded into them behind `request.prefix_loads`. D > 0 (resume),
+                or a shared prefix without slab pages: hot chunks, set up and loaded behind `request.fences`; rows too
+                when the buffer can hold them all, else those of the last top-k: unknown, a managed one starts cold
     free_slab   the staged slab of a prompt that will be decoded elsewhere
     take_over   the staged slab becomes the hot buffer, what does not fit is free
     grant       more pages, and chunks while resident
@@ -44,9 +44,11 @@ from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
 from worker.loop.inputs import SeatTables, host_tensor
 from worker.loop.output import Output
+from worker.loop.sampler_seats import SamplerSeats
 from worker.loop.swap import Swap
 from worker.loop.swap_counts import Int64s, SwapCounts
 from worker.loop.warm_start import TopkBuffers, unpack
+from worker.runners.adjust import Adjust
 from worker.runners.base import Runner, SamplerState
 from worker.streams import Fence, Streams
 from worker.transfer.layer_groups import LayerGroups
@@ -98,18 +100,25 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo, prefix_unit: int 
             f"a resume builds on {tokens} to {tokens + known - 1} rows", field="durable_tokens", value=durable
         )
     _check_prefix(admit, tokens, prefix_unit)
-    rows = max(tokens, durable)
+    rows, has_rows = max(tokens, durable), durable > 0 or by_steps(admit)
     _check_pages(unpack_int32(admit.host_pages, "host_pages").tolist(), admit.index_pages, rows, sizing)
-    if not durable and not pages_for(tokens) <= admit.slab_pages <= sizing.max_slab_pages:
+    if not has_rows and not pages_for(tokens) <= admit.slab_pages <= sizing.max_slab_pages:
         raise BadInput(f"the prompt needs {pages_for(tokens)}", field="slab_pages", value=admit.slab_pages)
     if admit.hot_slots != NO_HOT_BUFFER:
         check_hot_size(admit.hot_slots, admit.hot_chunks, rows, sizing)
-    elif durable or admit.hot_chunks:
+    elif has_rows or admit.hot_chunks:
         raise BadInput("a stay for the prompt alone has no rows before it and no chunks", field="hot_slots", value=-1)
 
 
 def _check_prefix(admit: Admit, tokens: int, unit: int) -> None:
-    prefix = admit.prefix_tokens
+    prefix, unsent = admit.prefix_tokens, admit.unsent_tokens
+    if unsent and (not admit.transfer_id or not 0 < unsent < tokens or unsent % PAGE_TOKENS):
+        raise BadInput(
+            f"must be a multiple of {PAGE_TOKENS} below the prompt's {tokens} tokens, with a transfer",
+            field="unsent_tokens",
+            value=unsent,
+            remedy="send unsent_tokens 0",
+        )
     if not prefix:
         return
     if admit.durable_tokens:
@@ -119,13 +128,6 @@ def _check_prefix(admit: Admit, tokens: int, unit: int) -> None:
             value=prefix,
             remedy="send either prefix_tokens or durable_tokens",
         )
-    if admit.transfer_id:
-        raise BadInput(
-            f"rows of a shared prefix are not sent in transfer {admit.transfer_id}",
-            field="prefix_tokens",
-            value=prefix,
-            remedy="send prefix_tokens 0 with a transfer",
-        )
     if not 0 < prefix < tokens or prefix % unit:
         raise BadInput(
             f"must be a multiple of {unit} below the prompt's {tokens} tokens",
@@ -133,6 +135,18 @@ def _check_prefix(admit: Admit, tokens: int, unit: int) -> None:
             value=prefix,
             remedy=f"send at most {(tokens - 1) // unit * unit}",
         )
+    if by_steps(admit) and unit > PAGE_TOKENS:
+        raise BadInput(
+            "in deterministic mode what follows a shared prefix is prefilled",
+            field="slab_pages",
+            value=0,
+            remedy=f"send slab_pages {pages_for(tokens)}",
+        )
+
+
+def by_steps(admit: Admit) -> bool:
+    """Whether what follows a shared prefix goes through decode steps."""
+    return admit.prefix_tokens > 0 and not admit.slab_pages
 
 
 def held_back(admit: Admit) -> tuple[int, ...]:
@@ -173,14 +187,16 @@ class Seats:
         sizing: Sizing,
         warm_start: TopkBuffers,
         groups: LayerGroups,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
+        """`eos_token_ids` are the model's."""
         capacity = sizing.capacity
         self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
         self.index_pages = Arena("index page", capacity.index_pages)
         self._sizing = sizing
         self._compute = streams.compute
         self._state = state
-        self._sampler = sampler
+        self._samplers = SamplerSeats(streams.compute, sampler, eos_token_ids)
         self._swap = swap
         self._decoder = decoder
         self._warm_starts = warm_start
@@ -194,7 +210,8 @@ class Seats:
     def open(self, admit: Admit, output: Output) -> RunningRequest:
         """Seat a placement that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
         prompt, host_pages = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.host_pages, "host_pages").tolist()
-        resumes = admit.durable_tokens > 0
+        rows = admit.durable_tokens or (admit.prefix_tokens if by_steps(admit) else 0)  # that decoding goes on from
+        resumes = rows > 0
         chunk_count = admit.hot_chunks if resumes else pages_for(len(prompt))
         if not self._free or self.index_pages.free < admit.index_pages:
             raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
@@ -215,17 +232,14 @@ class Seats:
             output=output,
             memory=memory,
             status=Status.LOADING if resumes else Status.PREFILLING,
-            position=admit.durable_tokens or len(prompt),
+            position=rows or len(prompt),
             durable_rows=admit.durable_tokens or admit.prefix_tokens,
+            adjust=Adjust.of(admit.sampling),
             prefilled=len(prompt) if resumes else admit.prefix_tokens,
         )
         self.swap_counts.open(request.seat)
         self._write_tables(request)
-        sampling = admit.sampling
-        self._compute.launch(
-            "set sampler",
-            partial(self._sampler.set_seat, request.seat, sampling.temperature, sampling.top_p, sampling.seed),
-        )
+        self._samplers.set(request, admit.sampling)
         if resumes:
             self._resume(request, admit.warm_start)
         elif admit.prefix_tokens:

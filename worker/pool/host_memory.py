@@ -85,7 +85,9 @@ def resolve_host_mem(settings: WorkerSettings, memory: Room, file_system: Room, 
                 value=settings.host_mem,
                 remedy=(f"set it to {most // MIB}MiB or less, or " if most >= MIB else "") + "raise that limit",
             )
-        log.warning("%s: obeyed, since that figure may grow", what)
+        log.warning(
+            "host_mem may not fit; that figure may still grow", extra=fields(host_mem=settings.host_mem, reason=what)
+        )
     return wanted
 
 

@@ -9,7 +9,7 @@ Who does what in one decode step n:
     executor   compute   apply seat changes, upload StepBatch, wait backed_up of step n - tail_slots, begin_step
     runner     compute   embed; per layer: project, write row and index key, index_topk + swap_in (anchors), attend
     runner     swap      per group with shared layers: wait plan_ready, replay_misses for each, record prefetched
-    runner     compute   norm, lm_head, sample -> outputs.tokens and sampler.last_token
+    runner     compute   norm, lm_head, sample -> outputs.tokens and sampler.last_token (launch_sample)
     executor   compute   record row_written and sampled
 
 Sampling needs no input of its own: the token drawn by a step whose `length` is L has position L in its context (prompt
@@ -32,6 +32,7 @@ from kernels.layout import Geometry
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
+from worker.runners.adjust import Adjust, AdjustTables
 
 if TYPE_CHECKING:
     from kernels.state import DeviceState, StepBatch
@@ -45,6 +46,14 @@ def prefix_unit_tokens(settings: WorkerSettings) -> int:
     """A shared prefix of a prompt has a multiple of so many tokens. In deterministic mode it has whole chunks, so that
     the rest is computed in the same chunks as without."""
     return math.lcm(settings.prefill_chunk_tokens, PAGE_TOKENS) if settings.deterministic else PAGE_TOKENS
+
+
+def arithmetic(settings: WorkerSettings) -> str:
+    """ModelInfo.arithmetic: all that two workers must have alike for rows of the same bits, beside the model."""
+    if not settings.deterministic:
+        return ""
+    kind = torch.cuda.get_device_name(settings.device) if settings.device.startswith("cuda") else settings.device
+    return f"chunks of {settings.prefill_chunk_tokens} tokens, {settings.matmul}, {kind}"
 
 
 def no_listener(layer: int) -> None:
@@ -61,28 +70,34 @@ class SamplerState:
     | temperature | float32 [seats] | 0 is greedy                                                         |
     | top_p       | float32 [seats] | 1 keeps the whole vocabulary                                        |
     | seed        | int64 [seats]   | any 64-bit pattern; with the position it determines every draw      |
+
+    `adjust` says how logits are adjusted before (worker/runners/adjust.py).
     """
 
     last_token: torch.Tensor
     temperature: torch.Tensor
     top_p: torch.Tensor
     seed: torch.Tensor
+    adjust: AdjustTables
 
     @classmethod
-    def allocate(cls, seats: int, device: torch.device | str = "cpu") -> SamplerState:
+    def allocate(cls, seats: int, vocab: int, device: torch.device | str = "cpu") -> SamplerState:
         return cls(
             last_token=torch.zeros(seats, dtype=torch.int32, device=device),
             temperature=torch.zeros(seats, dtype=torch.float32, device=device),
             top_p=torch.ones(seats, dtype=torch.float32, device=device),
             seed=torch.zeros(seats, dtype=torch.int64, device=device),
+            adjust=AdjustTables.allocate(seats, vocab, device),
         )
 
     def set_seat(self, seat: int, temperature: float, top_p: float, seed: int) -> None:
-        """Device-side: a new request takes `seat`. `seed` is reduced modulo 2**64 to a signed 64-bit pattern."""
+        """Device-side: a new request takes `seat`, and adjusts nothing. `seed` is reduced modulo 2**64 to a signed
+        64-bit pattern."""
         self.last_token[seat].fill_(0)  # assignment would copy the number from pageable memory, and wait for that
         self.temperature[seat].fill_(temperature)
         self.top_p[seat].fill_(top_p)
         self.seed[seat].fill_((seed + 2**63) % 2**64 - 2**63)
+        self.adjust.adjusts[seat].fill_(False)
 
 
 @dataclass
@@ -142,6 +157,7 @@ class Runner(Protocol):
         start: int,
         outputs: StepOutputs | None,
         layer_written: LayerWritten = no_listener,
+        adjust: Adjust | None = None,
     ) -> None:
         """Prefill positions start..start+S-1 of the prompt in `seat` on `compute`.
 
@@ -149,7 +165,8 @@ class Runner(Protocol):
         check_admit saw on the host: they are not read back to check. KV rows and index keys of positions below `start`
         must lie in the slab (state.slab_table[seat]) and the index cache; this chunk's are written there. With
         `outputs` (the prompt's last chunk) the first generated token goes to outputs.tokens[0] and
-        sampler.last_token[seat], and what the last token selected to outputs.warm_start.
+        sampler.last_token[seat], and what the last token selected to outputs.warm_start; `adjust` is what the request
+        asks for.
 
         `layer_written` is called between launches, as early as may be: its caller's copies of a layer overlap with what
         is launched after it, which never changes rows of that layer again.
@@ -157,14 +174,21 @@ class Runner(Protocol):
         """
         ...
 
-    def launch_decode(
-        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
-    ) -> None:
-        """One decode step of every real row of `batch`, after `begin_step` ran for it.
+    def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
+        """One decode step of every real row of `batch`, after `begin_step` ran for it, without its draws.
 
         Feeds batch.inputs (or last_token where -1), writes row and index key at position length - 1, attends to the
-        selected rows, draws the token of position `length`. Scratch memory is keyed by the batch's row count and
-        reused: steps of one runner must run in launch order on `compute`, as they do on any stream.
+        selected rows. Scratch memory is keyed by the batch's row count and reused: steps of one runner must run in
+        launch order on `compute`, as they do on any stream.
+        """
+        ...
+
+    def launch_sample(
+        self, streams: Streams, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
+        """Behind `launch_forward` of the same batch: draw the token of position `length` of each real row.
+
+        `adjust` is what the rows ask for together; None: no row does. With it nothing of the launch is captured.
         """
         ...
 

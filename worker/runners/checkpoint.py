@@ -15,7 +15,7 @@ from kernels.layout import Geometry
 from kernels.row_bytes import index_key_shape, kv_row_shape
 from protocol.byte_sizes import AUTO
 from protocol.errors import ConfigError, HiSparseError
-from protocol.messages import ModelInfo
+from protocol.messages import EOS_IDS_MAX, ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.small_files import read_json_object
 from protocol.tokenizer_files import read_tokenizer
@@ -36,7 +36,6 @@ DIMENSIONS: Final = (
 SHARING_FIELDS: Final = frozenset({"index_topk_pattern", "index_topk_freq"})
 #: Bytes hashed at both ends of each weights file: its header, and enough values to tell two seeds apart.
 FINGERPRINT_BYTES: Final = 64 * 1024
-EOS_IDS_MAX: Final = 64
 #: Of the model library's words in an error.
 ERROR_CHARS_MAX: Final = 300
 

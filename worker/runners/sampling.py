@@ -16,9 +16,14 @@ data, nothing to wait for, and next to no time for greedy rows.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
+
+from worker.runners.adjust import Adjust, adjusted, narrowed
+
+if TYPE_CHECKING:
+    from worker.runners.base import SamplerState
 
 
 def _signed(bits: int) -> int:
@@ -30,6 +35,27 @@ GOLDEN: Final = _signed(0x9E3779B97F4A7C15)
 MIX_1: Final = _signed(0xBF58476D1CE4E5B9)
 MIX_2: Final = _signed(0x94D049BB133111EB)
 FRACTION_BITS: Final = 53
+
+
+def draw(
+    logits: Tensor,
+    sampler: SamplerState,
+    seats: Tensor,
+    positions: Tensor,
+    adjust: Adjust | None,
+    real: Tensor | None = None,
+) -> Tensor:
+    """int32[B] tokens at `positions` int64[B] from float32[B, vocab] logits, as the seats int64[B] ask for them.
+
+    `adjust` is what they ask for together. Where `real` bool[B] is false the token means nothing, and takes no time.
+    """
+    temperature = sampler.temperature[seats]
+    if real is not None:
+        temperature = temperature.masked_fill(~real, 0)
+    if adjust is not None:
+        logits = adjusted(sampler.adjust, adjust, logits, seats, positions)
+        logits = narrowed(sampler.adjust, adjust, logits, seats, temperature)
+    return sample(logits, temperature, sampler.top_p[seats], sampler.seed[seats], positions)
 
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, seed: Tensor, position: Tensor) -> Tensor:

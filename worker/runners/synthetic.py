@@ -1,21 +1,22 @@
-"""A model of the real dimensions with random weights, made on the device: for benchmarks, which need its cost and not
-its answers.
+"""Runners of the real dimensions with random weights, made on the device: for benchmarks, which need their cost and
+not their answers.
 
-Everything is the model library's own code and default configuration, but for the number of layers and the MLPs, which
-are dense in every layer: an expert layer of DeepSeek-V3.2 takes 22 GB in bfloat16, of which a step of a few requests
-reads a part that depends on them. No disk is touched and nothing passes through host memory.
+`synthetic_config` makes all MLPs dense: an expert layer of DeepSeek-V3.2 takes 22 GB in bfloat16, of which a step of a
+few requests reads a part that depends on them. The published configurations are those of worker/weights/synth.py. No
+disk is touched and nothing passes through host memory.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
-
 from protocol.errors import ConfigError
+from worker.group.exchange import Collectives, Exchange
 from worker.runners.checkpoint import anonymous_info, geometry_of
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import DTYPES, AfterIndexTopk, TransformersRunner
+from worker.weights.layout import ExpertShare
+from worker.weights.random_model import random_model
 
 #: Of glm-5: layers that select for themselves are this many apart; those between share.
 SHARED_EVERY: Final = 4
@@ -43,22 +44,38 @@ def synthetic_runner(
     device: str = "cuda",
     dtype: str = "bfloat16",
     kv_dtype: str = "auto",
+    fp8: bool = False,
     seed: int = 0,
     after_index_topk: AfterIndexTopk | None = None,
+    collectives: Collectives | None = None,
+    rows_max: int = 0,
 ) -> TransformersRunner:
-    """A runner over random weights on `device`. Raises ConfigError for dtypes that do not fit the model."""
-    from transformers import AutoModelForCausalLM
+    """A runner over random weights on `device`, those that FP8 repositories convert in block-FP8 if `fp8`.
 
+    `collectives` make it one rank of a group, with that rank's share of the experts and rounds of at most `rows_max`
+    rows. Raises ConfigError for dtypes that do not fit the model.
+    """
     geometry = geometry_of(config, dtype if kv_dtype == "auto" else kv_dtype)
-    with torch.device(device), torch.random.fork_rng(devices=[device] if device != "cpu" else []):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
-    model = model.eval().requires_grad_(False)
+    share, exchange = None, None
+    if collectives is not None:
+        share = ExpertShare.of(collectives.rank, collectives.size, config.n_routed_experts)
+        exchange = Exchange(
+            collectives,
+            hidden=config.hidden_size,
+            choices=config.num_experts_per_tok,
+            rows_max=rows_max,
+            dtype=DTYPES[dtype],
+            device=device,
+            deterministic=False,
+        )
+    model = random_model(config, dtype=DTYPES[dtype], device=device, fp8=fp8, experts=share, seed=seed)
     runner = TransformersRunner(
         model,
         anonymous_info(config, f"synthetic-{config.model_type}-{config.num_hidden_layers}"),
         geometry,
         after_index_topk=after_index_topk,
+        share=share,
+        exchange=exchange,
     )
     runner.release_unused()
     return runner

@@ -17,9 +17,8 @@ _GLM: Final = """\
 Call one as <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
 {% endif %}
 {% for m in messages %}
-{% if m.role == 'assistant' %}<|assistant|>
-{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
-{{ m.content }}
+{% if m.role == 'assistant' %}<|assistant|>\
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
 {% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}
 {% for key, value in call.function.arguments.items() %}<arg_key>{{ key }}</arg_key><arg_value>\
 {{ value if value is string else value | tojson }}</arg_value>{% endfor %}</tool_call>

@@ -42,11 +42,12 @@ from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
 from worker.group.exchange import Collectives, Exchange
 from worker.runners import attention as mla
-from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener, prefix_unit_tokens
+from worker.runners.adjust import Adjust
+from worker.runners.base import LayerWritten, SamplerState, StepOutputs, arithmetic, no_listener, prefix_unit_tokens
 from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
 from worker.runners.layers import Angles, Layer, Layers, row_multiple
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
-from worker.runners.sampling import sample
+from worker.runners.sampling import draw
 from worker.weights.layout import ExpertShare, exchange_bytes, weights_bytes
 from worker.weights.model import load_model
 from worker.weights.modules import prepare_products
@@ -73,6 +74,7 @@ class _RunnerScratch:
     """What flows from one operation of a decode step to the next, for one batch size."""
 
     hidden: Tensor  # [B, 1, hidden]
+    final: Tensor  # [B, 1, hidden]: behind the last layer, at one address for every graph
     real: Tensor  # bool[B]
     angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
@@ -220,6 +222,7 @@ class TransformersRunner:
         start: int,
         outputs: StepOutputs | None,
         layer_written: LayerWritten = no_listener,
+        adjust: Adjust | None = None,
     ) -> None:
         """Two operations per layer on `compute`; a layer is written after its first one."""
         compute, empty = streams.compute, torch.empty(0)
@@ -231,7 +234,8 @@ class TransformersRunner:
             layer_written(layer.number)
             compute.launch(f"prefill attend {layer.number}", partial(self._attend_prompt, chunk, state, layer))
         if outputs is not None:
-            compute.launch("first token", partial(self._first_token, chunk, sampler, start + len(tokens), outputs))
+            draw = partial(self._first_token, chunk, sampler, start + len(tokens), outputs, adjust)
+            compute.launch("first token", draw)
 
     def begin_prompt_round(self, rows: int) -> None:
         self._round_rows = rows
@@ -241,9 +245,7 @@ class TransformersRunner:
         for layer in self._layers:
             streams.compute.launch(f"prefill pad {layer.number}", partial(self._pad, layer, self._round_rows))
 
-    def launch_decode(
-        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
-    ) -> None:
+    def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         """Two operations per layer on `compute`, and one on `swap` for each layer that shares a selection.
 
         The first step for a state compiles and allocates what steps and prompt chunks of any size will need.
@@ -261,7 +263,14 @@ class TransformersRunner:
             if layer.number in prefetched:
                 compute.wait(prefetched[layer.number])
             compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
-        compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
+        compute.launch("keep hidden", partial(self._keep_hidden, scratch))
+
+    def launch_sample(
+        self, streams: Streams, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
+        """One operation on `compute`."""
+        scratch = self._scratch_for(len(batch.seats))
+        streams.compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs, adjust))
 
     # ---------------------------------------------------------------- operations
 
@@ -295,10 +304,12 @@ class TransformersRunner:
         self._layers.pad(layer, round_rows)
 
     @torch.inference_mode()
-    def _first_token(self, chunk: _Chunk, sampler: SamplerState, position: int, outputs: StepOutputs) -> None:
+    def _first_token(
+        self, chunk: _Chunk, sampler: SamplerState, position: int, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
         logits, own = self._layers.logits(chunk.hidden[:, -1:]), slice(chunk.seat, chunk.seat + 1)
         positions = torch.full((1,), position, device=logits.device)
-        token = sample(logits, sampler.temperature[own], sampler.top_p[own], sampler.seed[own], positions)
+        token = draw(logits, sampler, torch.full_like(positions, chunk.seat), positions, adjust)
         outputs.tokens[:1] = token
         sampler.last_token[own] = token
         if outputs.logits is not None:
@@ -344,16 +355,24 @@ class TransformersRunner:
         scratch.hidden = self._layers.finish(layer, scratch.hidden, attended, experts, real=real)
 
     @torch.inference_mode()
-    def _sample(self, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs) -> None:
-        logits = self._layers.logits(scratch.hidden)
-        real, seats = real_rows(batch), batch.seats.long().clamp(min=0)
-        tokens = sample(
-            logits,
-            sampler.temperature[seats].masked_fill(~real, 0),
-            sampler.top_p[seats],
-            sampler.seed[seats],
-            batch.lengths.long(),
-        )
+    def _keep_hidden(self, scratch: _RunnerScratch) -> None:
+        scratch.final.copy_(scratch.hidden)
+
+    @torch.inference_mode()
+    def _sample(
+        self,
+        scratch: _RunnerScratch,
+        sampler: SamplerState,
+        batch: StepBatch,
+        outputs: StepOutputs,
+        adjust: Adjust | None,
+    ) -> None:
+        logits = self._layers.logits(scratch.final)
+        real, seats, positions = real_rows(batch), batch.seats.long().clamp(min=0), batch.lengths.long()
+        if adjust is not None and adjust.penalties:
+            fed = torch.where(batch.inputs >= 0, batch.inputs, sampler.last_token[seats]).masked_fill(~real, 0)
+            sampler.adjust.feed(seats, fed.long(), positions - 1, real)
+        tokens = draw(logits, sampler, seats, positions, adjust, real)
         outputs.tokens.copy_(tokens.masked_fill(~real, -1))
         _keep_drawn(sampler.last_token, seats, tokens, real)
         if outputs.logits is not None:
@@ -379,8 +398,10 @@ class TransformersRunner:
             topk, device = self.geometry.topk, self._layers.device
             empty = torch.empty(0, device=device)
             shape = (rows, self._layers.model.config.num_attention_heads, self._layers.rows.scaled)
+            hidden = self._layers.model.config.hidden_size
             self._scratch[rows] = _RunnerScratch(
                 hidden=empty,
+                final=torch.zeros(rows, 1, hidden, dtype=self.dtype, device=device),
                 real=empty,
                 angles=(empty, empty),
                 queries=empty,
@@ -406,7 +427,10 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
     )
     unit = prefix_unit_tokens(settings)
     runner.info = msgspec.structs.replace(
-        runner.info, prefix_unit_tokens=unit, reuses_generated=not settings.deterministic
+        runner.info,
+        prefix_unit_tokens=unit,
+        reuses_generated=not settings.deterministic,
+        arithmetic=arithmetic(settings),
     )
     return runner
 

@@ -14,28 +14,32 @@ from protocol.units import PAGE_TOKENS, pages_for
 
 @dataclass(slots=True)
 class Outgoing:
-    """The pages of `prompt_tokens` rows, on their way out under `transfer_id`; `sent` counts those of each part."""
+    """The pages of `prompt_tokens` rows, on their way out under `transfer_id`, but for the first `unsent_pages`, which
+    the receiver has; `sent` counts those of each part, the unsent ones among them."""
 
     transfer_id: int
     prompt_tokens: int
     parts: int = 1
+    unsent_pages: int = 0
     sent: list[int] = field(init=False)
     delivered: set[int] = field(default_factory=set)
     failure: str = ""
 
     def __post_init__(self) -> None:
-        self.sent = [0] * self.parts
+        self.sent = [self.unsent_pages] * self.parts
 
     @property
     def pages(self) -> int:
-        return pages_for(self.prompt_tokens)
+        """That are to be sent. The transfer numbers them from 0."""
+        return pages_for(self.prompt_tokens) - self.unsent_pages
 
     def take_ready(self, staged_rows: int, part: int = 0) -> range:
-        """Indices of pages whose `part` may go now and has not, given that it is in host memory for rows below
-        `staged_rows`."""
+        """Indices, among the pages of the transfer, of those whose `part` may go now and has not, given that it is in
+        host memory for rows below `staged_rows`."""
         is_whole = staged_rows >= self.prompt_tokens
-        ready = range(self.sent[part], self.pages if is_whole else staged_rows // PAGE_TOKENS)
-        self.sent[part] = max(self.sent[part], ready.stop)
+        stop = pages_for(self.prompt_tokens) if is_whole else staged_rows // PAGE_TOKENS
+        ready = range(self.sent[part] - self.unsent_pages, max(self.sent[part], stop) - self.unsent_pages)
+        self.sent[part] = ready.stop + self.unsent_pages
         return ready
 
     @property
@@ -50,21 +54,23 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Incoming:
-    """The pages of `prompt_tokens` rows, on their way in."""
+    """The pages of `prompt_tokens` rows, on their way in. The first `shared_pages` of `host_pages` have their rows, and
+    are shared with other requests: they are no destinations."""
 
     prompt_tokens: int
     host_pages: list[int]
+    shared_pages: int = 0
     arrived: set[int] = field(default_factory=set)
     is_revoked: bool = False
 
     @property
     def pages(self) -> list[int]:
         """Where the rows go; the pages behind them wait for decoding."""
-        return self.host_pages[: pages_for(self.prompt_tokens)]
+        return self.host_pages[self.shared_pages : pages_for(self.prompt_tokens)]
 
     @property
     def is_whole(self) -> bool:
-        return len(self.arrived) == pages_for(self.prompt_tokens)
+        return len(self.arrived) == len(self.pages)
 
     @property
     def is_over(self) -> bool:

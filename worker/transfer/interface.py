@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kernels.layout import Geometry
 from protocol.errors import ConfigError, ProtocolError
+from protocol.transport.frames import UNREADABLE
 from protocol.units import PAGE_TOKENS
 
 #: Version of descriptions and of what senders and receivers say to each other; both ends must have the same.
@@ -90,7 +91,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
             version = msgspec.msgpack.decode(data, type=list[msgspec.Raw])[0]
             if msgspec.msgpack.decode(version, type=int) == TRANSFER_VERSION:
                 return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.MsgspecError, IndexError) as error:
+        except (*UNREADABLE, IndexError) as error:
             raise ProtocolError(f"not a description of a receiver: {error}", field="transfer") from error
         raise ConfigError(
             f"the receiver speaks version {msgspec.msgpack.decode(version)} of page transfer, this worker "

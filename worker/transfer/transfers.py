@@ -18,6 +18,7 @@ from protocol.inventory import InventoryRow
 from protocol.logs import fields, logger
 from protocol.messages import DECODE, PREFILL, Receive
 from protocol.settings import Config, WorkerSettings
+from protocol.units import PAGE_TOKENS
 from worker.pool.file import HEADER_BYTES
 from worker.pool.host_pool import MappedPool
 from worker.runners.base import Runner
@@ -112,14 +113,16 @@ class Transfers:
 
     # ---------------------------------------------------------------- out
 
-    def begin(self, transfer_id: int, destination: bytes, prompt_tokens: int, groups: LayerGroups) -> Outgoing:
-        """Its pages will go in parts, one for each of `groups`. Raises ConfigError, naming both values, when pages of
-        another layout are wanted there."""
+    def begin(
+        self, transfer_id: int, destination: bytes, prompt_tokens: int, groups: LayerGroups, unsent_pages: int = 0
+    ) -> Outgoing:
+        """Its pages, but for the first `unsent_pages`, will go in parts, one for each of `groups`. Raises ConfigError,
+        naming both values, when pages of another layout are wanted there."""
         if self.sender is None:
             raise BadInput(
                 "this worker sends no pages", field="transfer_id", value=transfer_id, remedy="set worker.transfer"
             )
-        out = Outgoing(transfer_id, prompt_tokens, groups.count)
+        out = Outgoing(transfer_id, prompt_tokens, groups.count, unsent_pages)
         self.sender.open(transfer_id, destination, out.pages, groups.byte_ends)
         self._outgoing[transfer_id] = out
         return out
@@ -128,7 +131,7 @@ class Transfers:
         """A layer group of rows below `staged_rows` was seen in `host_pages`: let go what may."""
         assert self.sender is not None
         for index in out.take_ready(staged_rows, group):
-            self.sender.send(out.transfer_id, index, host_pages[index], group)
+            self.sender.send(out.transfer_id, index, host_pages[index + out.unsent_pages], group)
 
     def cancel(self, out: Outgoing, reason: str) -> None:
         """It is over once nothing reads its pages: then `failure` is set."""
@@ -141,7 +144,14 @@ class Transfers:
         """Raises what the receiver's `open` says, then having taken nothing."""
         if self.receiver is None:
             raise BadInput("this worker takes no pages in", field="receive", value=command.placement)
-        incoming = Incoming(command.prompt_tokens, unpack_int32(command.host_pages, "host_pages").tolist())
+        pages, shared = unpack_int32(command.host_pages, "host_pages").tolist(), command.prefix_tokens // PAGE_TOKENS
+        if command.prefix_tokens % PAGE_TOKENS or not 0 <= command.prefix_tokens < command.prompt_tokens:
+            raise BadInput(
+                f"must be a multiple of {PAGE_TOKENS} below the prompt's {command.prompt_tokens} tokens",
+                field="prefix_tokens",
+                value=command.prefix_tokens,
+            )
+        incoming = Incoming(command.prompt_tokens, pages, shared)
         self.receiver.open(command.placement, incoming.pages)
         self._incoming[command.placement] = incoming
 

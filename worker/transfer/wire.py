@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from protocol.errors import ProtocolError
+from protocol.transport.frames import UNREADABLE
 from worker.transfer.interface import Layout
 
 #: Ready carries the transfer's pages, 4 bytes each, and the engine's blob.
@@ -113,7 +114,7 @@ def from_sender(data: bytes) -> SenderMessage:
     """Raises ProtocolError."""
     try:
         return _from_sender.decode(data)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"unreadable: {error}", field="transfer", value=f"{len(data)} bytes") from error
 
 
@@ -121,5 +122,5 @@ def from_receiver(data: bytes) -> ReceiverMessage:
     """Raises ProtocolError."""
     try:
         return _from_receiver.decode(data)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"unreadable: {error}", field="transfer", value=f"{len(data)} bytes") from error

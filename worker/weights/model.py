@@ -50,16 +50,15 @@ def load_model(
     ConfigError for files that do not make this model, before memory is taken. Host memory beyond the tensors is
     bounded (reading.py).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with Shards.open(path) as shards:
         matches = match(config, shards, quantization, experts)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        target = _Modules(
+        model = empty_model(config, dtype)
+        target = ModelTensors(
             model,
             torch.device(device),
             dtype,
@@ -72,14 +71,27 @@ def load_model(
         _say_begun(path, shards, total)
         read_all(shards, list(target.reads(shards, matches)), LoadProgress(_say_progress(total), PROGRESS_INTERVAL_S))
         took_s = time.monotonic() - began
-    share_scratch(model)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     log.info("weights loaded", extra=fields(bytes=total, seconds=round(took_s, 1)))
+    return completed(model, device)
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The library's modules for `config`, without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def completed(model: Any, device: torch.device | str) -> Any:
+    """`model` ready to compute on `device`, once all its tensors are there."""
+    share_scratch(model)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     return model.eval().requires_grad_(False)
 
 
-class _Modules:
-    """Gives the modules of `model` their memory, as tensors come to be read."""
+class ModelTensors:
+    """Gives the modules of `model` their memory, tensor by tensor. `keeps_fp8` concerns tensors that are read."""
 
     def __init__(
         self,
@@ -99,19 +111,27 @@ class _Modules:
         self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
 
     def reads(self, shards: Shards, matches: list[Match]) -> Iterator[Read]:
-        kept = {it.spec.name for it in matches if it.scale and self._keeps_fp8 and not it.spec.name.endswith(KV_B)}
+        kept = {it.spec.name for it in matches if it.scale and self._keeps_fp8 and stays_fp8(it.spec)}
         for it in matches:
-            scales = read_scales(shards, it.scale) if it.scale else None
-            name, found = it.spec.name, EXPERT.match(it.spec.name)
+            scales, name = read_scales(shards, it.scale) if it.scale else None, it.spec.name
             if scales is not None and name in kept:
-                weight = self._expert_blocks(*found.groups()) if found else self._linear(it.spec)
+                weight = self.blocks(it.spec)
                 weight.scales.copy_(scales)
                 yield Read(name, weight.values)
             else:
-                destination = self._expert(*found.groups()) if found else self._plain(it.spec)
-                yield Read(name, destination, scales)
+                yield Read(name, self.plain(it.spec), scales)
 
-    def _plain(self, spec: TensorSpec) -> Tensor:
+    def blocks(self, spec: TensorSpec) -> BlockFp8:
+        """Memory for a weight that stays FP8."""
+        found = EXPERT.match(spec.name)
+        return self._expert_blocks(*found.groups()) if found else self._linear(spec)
+
+    def plain(self, spec: TensorSpec) -> Tensor:
+        """Memory for a tensor in the model's dtype, or in float32 where the model keeps it so."""
+        found = EXPERT.match(spec.name)
+        return self._expert(*found.groups()) if found else self._module_tensor(spec)
+
+    def _module_tensor(self, spec: TensorSpec) -> Tensor:
         dtype = torch.float32 if spec.keeps_float32 else self._dtype
         tensor = torch.empty(spec.shape, dtype=dtype, device=self._device)
         module, leaf = self._module_of(spec.name)
@@ -160,6 +180,11 @@ class _Modules:
     def _module_of(self, name: str) -> tuple[nn.Module, str]:
         parent, _, leaf = name.rpartition(".")
         return self._model.get_submodule(parent), leaf
+
+
+def stays_fp8(spec: TensorSpec) -> bool:
+    """Whether a module with FP8 weights can hold it: kv_b_proj is used in halves, in the model's dtype."""
+    return spec.converts and not spec.name.endswith(KV_B)
 
 
 def held_bytes(model: nn.Module) -> dict[str, int]:

@@ -86,9 +86,7 @@ class _Random:
 
     def __init__(self, seed: int, *, powers_of_two: bool) -> None:
         self._seed, self._powers_of_two = seed, powers_of_two
-        middles = (torch.arange(256, dtype=torch.float64) + 0.5) / 256
-        normal = torch.erfinv(2 * middles - 1) * math.sqrt(2)
-        self._quantiles = (normal * QUANTILE_GAIN).float().to(torch.float8_e4m3fn).view(torch.uint8)
+        self._quantiles = normal_quantiles()
 
     def plain(self, spec: TensorSpec, first: int, count: int) -> Tensor:
         if len(spec.shape) == 1:
@@ -113,3 +111,10 @@ class _Random:
     def _generator(self, spec: TensorSpec, first: int, what: str = "") -> torch.Generator:
         digest = hashlib.blake2b(f"{self._seed} {spec.name} {first} {what}".encode(), digest_size=8).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def normal_quantiles() -> Tensor:
+    """uint8[256]: codes of e4m3 values that are the quantiles of a normal distribution, times QUANTILE_GAIN."""
+    middles = (torch.arange(256, dtype=torch.float64) + 0.5) / 256
+    normal = torch.erfinv(2 * middles - 1) * math.sqrt(2)
+    return (normal * QUANTILE_GAIN).float().to(torch.float8_e4m3fn).view(torch.uint8)

@@ -151,7 +151,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     ignored: ClassVar[Sequence[str]] = (*CountBody.ignored, "metadata", "service_tier")
     neutral: ClassVar[Mapping[str, Sequence[object]]] = {
         **CountBody.neutral,
-        **{"container": (), "diagnostics": (), "inference_geo": (), "top_k": (0, -1)},
+        **{"container": (), "diagnostics": (), "inference_geo": ()},
     }
     raw_types: ClassVar[dict[str, Any]] = CountBody.raw_types | {"stop_sequences": list[str]}
 
@@ -160,6 +160,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
 
     # Not of Anthropic.
     seed: int | None = None
@@ -173,7 +174,6 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     container: msgspec.Raw = NULL
     diagnostics: msgspec.Raw = NULL
     inference_geo: msgspec.Raw = NULL
-    top_k: msgspec.Raw = NULL
 
     def generation(self) -> Generation:
         """Raises BadInput."""
@@ -186,6 +186,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
             seed=self.seed,
             stop=tuple(self.read("stop_sequences") or ()),
             ignore_eos=self.ignore_eos,
+            adjustments={} if self.top_k is None else {"top_k": max(0, self.top_k)},
             priority=self.priority,
             cache_salt=self.cache_salt,
             stream=bool(self.stream),

@@ -113,7 +113,7 @@ struct SwapIn {
     i32 copies;               // 0: everything but the copies
     u32 page_bytes;           // as in state
     i32 refill_blocks;        // 1: blocks behind those of the rows refill eviction queues
-    i32 unused;
+    u32 zero;                 // always 0, which the compiler does not know
     const u8* host_rows[2];   // of the anchor layer, by plane: in host page 0
     u8* device_rows[2];       // likewise: in its arena
     State state;              // slot_of, slot_token, stamp, queues, tail, hits and misses of one group

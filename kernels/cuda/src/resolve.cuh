@@ -76,13 +76,15 @@ __device__ __forceinline__ void read_host_pages(const SwapIn& p, const Seat& at,
 }
 static_assert(MISSING == SLOT_ABSENT, "an entry of slot_of is a code");
 
-// True, when every load of these has ended. A load that is never awaited is awaited where its register is used again: if a
-// host load uses it, that wait is for the host loads ahead of it, too.
-__device__ __forceinline__ bool is_settled(const Entry (&entry)[ENTRIES]) {
-    u32 codes = 0;
+// True, once every load of these has ended, whatever it loaded: p.zero is 0, which the compiler does not know. A load that
+// is never awaited is awaited where its register is used again: if a host load uses it, that wait is for the host loads
+// ahead of it, too.
+__device__ __forceinline__ bool is_settled(const SwapIn& p, const Entry (&entry)[ENTRIES]) {
+    u32 loaded = 0;
 #pragma unroll
-    for (int j = 0; j < ENTRIES; ++j) codes |= entry[j].code | static_cast<u32>(entry[j].host_page < -1) << 16;
-    return codes <= 0xFFFF;
+    for (int j = 0; j < ENTRIES; ++j)
+        loaded |= entry[j].code | (RANKS < SPECULATIVE ? 0 : static_cast<u32>(entry[j].host_page));
+    return (loaded & p.zero) == 0;
 }
 
 // By the copy warps, while tables are on their way: clears what is needed before the next barrier.

@@ -17,9 +17,11 @@
 //    refill    one block per request beside these: refills the eviction queue (refill_queue), if the device has room
 //
 // Synchronisation. A gate is an mbarrier of one use: threads arrive by open_gate (peers by open_remote_gate), and wait by
-// await_gate. "RANKS < SCATTERED" and the like: which kernels have it.
+// await_gate. "RANKS < SCATTERED" and the like: which kernels have it. Which threads arrive depends on counts that all of
+// them have read, never on a table's entry: a corrupt one costs an output, not the launch.
 //
 //    barrier          who arrives                     who waits          what it orders
+//    launch           the kernel ahead                all threads        its writes, before anything is read
 //    cluster          all threads of the cluster      the same           gates are initialised, before a peer writes
 //    ALL, first       all threads                     the same           tables, cleared bits and gates in shared memory,
 //                                                                        before entries are resolved
@@ -44,6 +46,9 @@
 //                                                     (acquire)
 //    reserve_begin    a control thread (release)      the refill block   moved places, before they are filled again
 //                                                     (acquire)
+//    ALL, in a        all threads of the block        the same           tables and the queue in shared memory, before bits
+//      refill block                                                      of slots; these before ages are counted; then each
+//                                                                        round of a refill before the next one
 //
 // Where a request has a block or two, all warps resolve entries: they read the queue only when something misses, and copies
 // begin when all entries are resolved.
@@ -335,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     }
     if (resolves) resolve_managed(p, at, s, row, part, entry);
     if (copies) tail.keep(p, at, s);
-    const bool settled = is_settled(entry);
+    const bool settled = is_settled(p, entry);
     if (!ahead) {
         await_words();
         __syncthreads();

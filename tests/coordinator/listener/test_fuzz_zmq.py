@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import trio
 
 from hisparse.client.client import open_client
 from tests.support import fuzz_zmq
+from tests.support.fuzz_rig import Tally
 
 pytestmark = [pytest.mark.process, pytest.mark.fuzz, pytest.mark.timeout(300)]
 
@@ -27,9 +27,10 @@ async def asks(place: Path) -> None:
 def test_coordinator_survives_a_storm_of_hostile_messages(tmp_path: Path) -> None:
     seed = int(os.environ.get("SEED", "0")) or int.from_bytes(os.urandom(4), "little")
     print(f"SEED={seed}")
+    tally = Tally()
     with fuzz_zmq.site(tmp_path) as at:
-        trio.run(fuzz_zmq.assail, at, seed, MESSAGES, math.inf)
-        assert at.sent >= MESSAGES
+        trio.run(fuzz_zmq.assail, tmp_path, tally, seed, MESSAGES)
+        assert tally.sent >= MESSAGES
         trio.run(asks, tmp_path)
         assert at.coordinator.process.poll() is None
         assert "Traceback" not in at.coordinator.log.read_text()

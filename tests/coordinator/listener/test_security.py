@@ -310,10 +310,12 @@ async def test_priority_above_the_limit_of_a_client_key_is_refused(
     keys = new_keys(tmp_path)
     key_files.add_peer(keys, "client", "http", is_front=True)
     submit, taken = SchedulerApi.submit, []
+    tenants: list[str] = []
 
-    async def note(self: SchedulerApi, asked: messages.Submit, *who: str) -> Any:
+    async def note(self: SchedulerApi, asked: messages.Submit, *who: str, prefix_tenant: str) -> Any:
         taken.append((asked.priority, asked.tenant))
-        return await submit(self, asked, *who)
+        tenants.append(prefix_tenant)
+        return await submit(self, asked, *who, prefix_tenant=prefix_tenant)
 
     monkeypatch.setattr(SchedulerApi, "submit", note)
     async with guarded(tmp_path, keys) as it:
@@ -324,6 +326,7 @@ async def test_priority_above_the_limit_of_a_client_key_is_refused(
             for client, priority in ((alice, -1), (front, 1_000), (admin, 1_000)):
                 await client.submit([1], LONG, priority=priority, tenant="whose")
             assert taken == [(-1, ""), (1_000, "whose"), (1_000, "whose")], "a client without the right asks for itself"
+            assert tenants == ["whose"] * 3, "and reuses only what it has computed for that tenant"
             key_files.add_peer(it.keys, "client", "alice", it.keys / "more", priority_max=5)
             await hang_up(it)
             await alice.submit([1], LONG, priority=5)

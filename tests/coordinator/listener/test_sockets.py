@@ -15,11 +15,18 @@ import trio
 import trio.testing
 import zmq
 
-from coordinator.listener.router import BATCH_PARTS_MAX, HARD_LIMIT_FACTOR, Received, RouterSocket, Sent
+from coordinator.listener.router import (
+    BATCH_MESSAGES_MAX,
+    BATCH_PARTS_MAX,
+    HARD_LIMIT_FACTOR,
+    Received,
+    RouterSocket,
+    Sent,
+)
 from protocol.errors import BadInput, ConfigError, Unavailable
 from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import Insecure
-from protocol.transport.watched import BATCH_MESSAGES_MAX, KEEPALIVE_PROBES, KEEPALIVE_S, context_of
+from protocol.transport.watched import KEEPALIVE_PROBES, KEEPALIVE_S, context_of
 from tests.support.zmtp_peer import connect as connect_by_hand
 from tests.support.zmtp_peer import frame as frame_by_hand
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -11,7 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 from msgspec.structs import replace
 
-from coordinator.memory.ledger import Ledger
+from coordinator.memory.ledger import HELD_MAX, Ledger
 from protocol.errors import CapacityError, InternalError, WrongState
 from protocol.messages import WorkerCapacity
 from protocol.sizing import Memory
@@ -263,6 +264,19 @@ def test_two_sharers_free_nothing_alone_and_everything_together() -> None:
     assert held.count_unheld(pages[:4]) == 2
 
 
+def test_page_that_is_to_be_held_is_counted_once() -> None:
+    """One by one for few placements, over the whole pool for many."""
+    accounts = ledger()
+    pages = accounts.reserve(1, "w0", Memory(host_pages=4))
+    accounts.cache(pages)
+    accounts.release(1)
+    freeing = accounts.freeing()
+    for times in range(HELD_MAX + 3):
+        assert freeing.count_unheld(pages) == (4 if not times else 2), times
+        assert freeing.copy().count_unheld(pages[1:]) == (3 if not times else 2), times
+        freeing.hold(pages[:2])
+
+
 WORKERS = st.sampled_from(["w0", "w1"])
 SMALL = st.integers(0, 9)
 MEMORY = st.builds(Memory, st.integers(0, 16), SMALL, SMALL, st.integers(0, 4), st.just(0))
@@ -379,6 +393,24 @@ class LedgerMachine(RuleBasedStateMachine):
             kept = set().union(*(self.pages[it] for it in self.pages if it not in ending)) | quarantined
             freeing = self.ledger.freeing()
             assert sum(map(freeing.add, ending)) == len(set().union(*(self.pages[it] for it in ending)) - kept)
+
+    @rule(data=st.data())
+    def unheld(self, data: st.DataObject) -> None:
+        """Of cached pages, those that no request holds, after some more are to be held and some placements ended."""
+        if self.cached:
+            holders = Counter(page for pages in self.pages.values() for page in pages)
+            holders.update(page for sets in self.quarantine.values() for pages in sets for page in pages)
+            some = st.lists(st.sampled_from(sorted(self.cached)), unique=True)
+            freeing, ending = self.ledger.freeing(), sorted(self.pages)
+            for _ in range(data.draw(st.integers(0, 2 * HELD_MAX))):
+                if ending and data.draw(st.integers(0, 4)) == 0:
+                    freeing.add(ended := ending.pop())
+                    holders.subtract(self.pages[ended])
+                pages = data.draw(some)
+                freeing.hold(np.array(pages, dtype=np.int32))
+                holders.update(pages)
+                asked = data.draw(some)
+                assert freeing.count_unheld(np.array(asked, dtype=np.int32)) == sum(not holders[it] for it in asked)
 
     def _reserve(self, worker: str, want: Memory, old: int | None, share: list[int]) -> object:
         placement, self.next_admission = self.next_admission, self.next_admission + 1

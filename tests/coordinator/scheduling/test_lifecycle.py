@@ -81,7 +81,7 @@ def test_a_request_runs_to_its_end() -> None:
     history.rows = Rows(7, 106)
     actions = history.tell(*finish(1, 7))
     assert actions[1:] == [
-        PlacementEnded(3, 1, 0, True),
+        PlacementEnded(3, 1, 0, True, cacheable_tokens=106),
         Ending(3, "r", "FINISHED", "eos", 7, "tail"),
         RequestClosed(3),
     ]

@@ -94,6 +94,9 @@ class FakeLinkScheduler:
     def starving(self, request_indices: Int32Array) -> None:
         self.told.append(("starving", *request_indices.tolist()))
 
+    def prompt_rows(self, request_indices: Int32Array) -> None:
+        self.told.append(("prompt rows", *request_indices.tolist()))
+
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
     ) -> tuple[str, ...]:

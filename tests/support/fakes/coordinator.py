@@ -46,9 +46,9 @@ def prompt_of(number: int, tokens: int) -> tuple[int, ...]:
 
 @cache
 def _expected(
-    number: int, tokens: int, count: int, seed: int, chunk_tokens: int, groups: tuple[int, ...]
+    number: int, tokens: int, count: int, seed: int, chunk_tokens: int, groups: tuple[int, ...], prefilled: int
 ) -> tuple[int, ...]:
-    return tuple(expected_tokens(prompt_of(number, tokens), count, seed, chunk_tokens, groups))
+    return tuple(expected_tokens(prompt_of(number, tokens), count, seed, chunk_tokens, groups, prefilled))
 
 
 @dataclass(eq=False)
@@ -60,10 +60,12 @@ class Life:
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     durable: int = 0
+    prompt_rows: int = 0  # said to be in host memory while the prompt was computed
     first_token: int = NO_TOKEN
     warm_start: bytes = b""
     host_pages: list[int] = field(default_factory=list)
     shared: tuple[int, ...] = ()  # host pages of another request that hold the first rows of the prompt
+    by_steps: bool = False  # what follows them goes through decode steps
     placement: int = 0  # 0: not on the worker
     hot_slots: int = 0
     hot_chunks: int = 0
@@ -88,18 +90,22 @@ class Life:
     def expected(self, groups: tuple[int, ...], chunk_tokens: int) -> list[int]:
         """What the oracle says of a greedy or seeded request."""
         count, seed = self.sampling.max_tokens, self.sampling.seed
-        return list(_expected(self.number, len(self.prompt), count, seed, chunk_tokens, groups))
+        prefilled = len(self.shared) * PAGE_TOKENS if self.by_steps else len(self.prompt)
+        return list(_expected(self.number, len(self.prompt), count, seed, chunk_tokens, groups, prefilled))
 
 
 class FakeCoordinator:
     """Implements worker.loop.reporting.Reports; commands go out through `submit`, set once there is an executor."""
 
     submit: Callable[[Command], None]
+    on_prompt_rows: Callable[[Life], None] = staticmethod(lambda life: None)
 
-    def __init__(self, sizing: Sizing, *, ahead_tokens: int = 8) -> None:
+    def __init__(self, sizing: Sizing, *, ahead_tokens: int = 8, pages: range | None = None) -> None:
+        """`pages`: the host pages that it gives; by default all of them."""
         capacity = sizing.capacity
         self.ahead_tokens = ahead_tokens
-        self.host_pages: deque[int] = deque(range(capacity.host_pages))
+        self._pages = range(capacity.host_pages) if pages is None else pages
+        self.host_pages: deque[int] = deque(self._pages)
         self.seats = capacity.seats
         self.hot_chunks = capacity.hot_chunks
         self.index_pages = capacity.index_pages
@@ -125,7 +131,7 @@ class FakeCoordinator:
             life.host_pages = list(life.shared)
         pages = max(len(life.host_pages), min(pages_for(rows + self.ahead_tokens), pages_for(life.rows_wanted)))
         new_pages = pages - len(life.host_pages)
-        slab = 0 if life.durable else pages_for(len(life.prompt))
+        slab = 0 if life.durable or life.by_steps else pages_for(len(life.prompt))
         chunks = 0 if hot_slots == NO_HOT_BUFFER else managed_chunks(hot_slots) if hot_slots else pages
         short = (
             self.seats < 1
@@ -144,6 +150,7 @@ class FakeCoordinator:
         life.placement, self._next_admission = self._next_admission, self._next_admission + 1
         life.hot_slots, life.hot_chunks, life.index_pages, life.slab_pages = hot_slots, chunks, pages, slab
         life.leaving, life.staged, life.resizing = "", life.durable > 0, None
+        life.prompt_rows = 0
         self._by_admission[life.placement] = life
         self.submit(self._admit_command(life))
         return True
@@ -231,6 +238,11 @@ class FakeCoordinator:
                 self._released(self._by_admission.pop(event.placement), event)
 
     def _note_durable(self, life: Life, durable: int) -> None:
+        if durable and durable <= len(life.prompt) and (durable < len(life.prompt) or not life.tokens):
+            assert durable % PAGE_TOKENS == 0, "whole pages of a prompt"
+            life.prompt_rows = max(life.prompt_rows, durable)
+            self.on_prompt_rows(life)
+            return
         assert durable <= len(life.prompt) + len(life.tokens) - 1, "only rows of published tokens"
         assert durable == 0 or durable >= len(life.prompt)
         assert durable >= life.durable or not life.staged, "a durable length never falls"
@@ -295,6 +307,6 @@ class FakeCoordinator:
         """With every life ended, all memory is free again (I1)."""
         capacity = self._capacity
         assert not self._by_admission
-        assert sorted(self.host_pages) == list(range(capacity.host_pages))
+        assert sorted(self.host_pages) == list(self._pages)
         assert (self.seats, self.hot_chunks) == (capacity.seats, capacity.hot_chunks)
         assert (self.index_pages, self.slab_pages) == (capacity.index_pages, capacity.slab_pages)

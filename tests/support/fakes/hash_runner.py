@@ -30,6 +30,7 @@ from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import replay_misses, swap_in
 from protocol.messages import ModelInfo
 from protocol.units import PAGE_TOKENS
+from worker.runners.adjust import Adjust
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
 from worker.streams import Fence, Streams
 
@@ -149,6 +150,7 @@ class FakeRunner:
         start: int,
         outputs: StepOutputs | None,
         layer_written: LayerWritten = no_listener,
+        adjust: Adjust | None = None,
     ) -> None:
         if self.poison is not None and int(sampler.seed[seat]) == self.poison:
             raise ValueError("a poisoned prompt")
@@ -161,9 +163,7 @@ class FakeRunner:
         if outputs is not None:
             compute.launch("first token", partial(self._first_token, chunk, sampler, start + len(tokens), outputs))
 
-    def launch_decode(
-        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs
-    ) -> None:
+    def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         prefetched: dict[int, Fence] = {}
@@ -181,7 +181,13 @@ class FakeRunner:
             if layer in prefetched:
                 compute.wait(prefetched[layer])
             compute.launch("attend", partial(self._attend, scratch, state, layer))
-        compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
+
+    def launch_sample(
+        self, streams: Streams, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
+        """Adjusts nothing: its draws are hashes, and have no logits."""
+        scratch = self._scratch_for(len(batch.seats), batch.seats.device)
+        streams.compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
 
     def _embed_prompt(self, chunk: _Chunk, tokens: Tensor) -> None:
         chunk.hidden = embed(tokens)
@@ -256,24 +262,31 @@ class FakeRunner:
 
 
 def expected_tokens(
-    prompt: Sequence[int], count: int, seed: int, chunk_tokens: int, groups: tuple[int, ...] = SHARED
+    prompt: Sequence[int],
+    count: int,
+    seed: int,
+    chunk_tokens: int,
+    groups: tuple[int, ...] = SHARED,
+    prefilled: int | None = None,
 ) -> list[int]:
-    """What `count` generated tokens must be, over plain lists of rows and keys."""
+    """What `count` generated tokens must be, over plain lists of rows and keys. The prompt goes through decode steps
+    from position `prefilled` on."""
+    prefilled = len(prompt) if prefilled is None else prefilled
     layers = range(len(groups))
     rows: list[list[Tensor]] = [[] for _ in layers]
     keys: list[list[Tensor]] = [[] for _ in groups]
     seeds, hidden = torch.tensor([seed]), torch.zeros(0)
-    for start in range(0, len(prompt), chunk_tokens):
-        hidden = embed(torch.tensor(prompt[start : start + chunk_tokens]))
+    for start in range(0, prefilled, chunk_tokens):
+        hidden = embed(torch.tensor(prompt[start : min(start + chunk_tokens, prefilled)]))
         for layer in layers:
             rows[layer].append(rows_of(hidden, layer))
             if groups.index(groups[layer]) == layer:
                 keys[groups[layer]].append(keys_of(hidden, groups[layer]))
                 hidden = mix(hidden + torch.cat(keys[groups[layer]]).sum())
             hidden = attend_prompt(hidden, start, torch.cat(rows[layer]))
-    tokens = [int(draw(hidden[-1:], seeds, torch.tensor([len(prompt)])))]
-    for length in range(len(prompt) + 1, len(prompt) + count):
-        hidden = embed(torch.tensor(tokens[-1:]))
+    tokens = list(prompt[prefilled:]) or [int(draw(hidden[-1:], seeds, torch.tensor([len(prompt)])))]
+    for length in range(prefilled + 1, len(prompt) + count):
+        hidden = embed(torch.tensor(tokens[length - prefilled - 1 : length - prefilled]))
         chosen = torch.zeros(0)
         for layer in layers:
             rows[layer].append(rows_of(hidden, layer))
@@ -282,8 +295,9 @@ def expected_tokens(
                 all_keys = torch.cat(keys[groups[layer]]).unsqueeze(0)
                 chosen = select(hidden, all_keys, torch.ones_like(all_keys, dtype=torch.bool))
             hidden = attend(hidden, torch.cat(rows[layer])[chosen.clamp(min=0)], chosen >= 0)
-        tokens.append(int(draw(hidden, seeds, torch.tensor([length]))))
-    return tokens
+        if length >= len(prompt) + (prefilled == len(prompt)):
+            tokens.append(int(draw(hidden, seeds, torch.tensor([length]))))
+    return tokens[len(prompt) - prefilled :]
 
 
 def geometry_of(groups: Sequence[int]) -> Geometry:

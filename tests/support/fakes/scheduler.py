@@ -61,7 +61,9 @@ class FakeScheduler:
 
     # ------------------------------------------------------------ the facade
 
-    async def submit(self, submit: messages.Submit, owner: str, user: str = "") -> Handle:
+    async def submit(
+        self, submit: messages.Submit, owner: str, user: str = "", *, prefix_tenant: str | None = None
+    ) -> Handle:
         self._record("submit", submit)
         if not submit.prompt:
             raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")

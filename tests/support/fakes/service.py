@@ -45,7 +45,7 @@ class FakeService:
     # ------------------------------------------------------------ the client's commands
 
     async def submit(
-        self, prompt: Sequence[int], sampling: Sampling, *, request_id: str = ""
+        self, prompt: Sequence[int], sampling: Sampling, *, request_id: str = "", tenant: str = ""
     ) -> AsyncIterator[list[int]]:
         worker = f"w{len(self.live) % 2}"
         request = _Request(request_id, len(prompt), sampling.max_tokens, worker)

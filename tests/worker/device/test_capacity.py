@@ -102,10 +102,10 @@ def test_target_admits_more_requests_than_halves() -> None:
 @pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 64, 64)), (0, (126, 10, 83))])
 def test_worker_logs_its_request_capacity_at_start(target: int, counts: tuple[int, int, int]) -> None:
     """Of the length aimed at, or of the longest."""
-    text = "\n".join(sized(context_target_tokens=target, slab_tokens=32_768).report())
-    host, index, chunks = counts
-    length = f"requests of {target or 163_840} tokens"
-    assert f"{length}: {host} by host pages, {index} by index pages, {chunks} by hot chunks" in text
+    _, enough = sized(context_target_tokens=target, slab_tokens=32_768).report()
+    assert enough["context_target_tokens"] == (target or 163_840)
+    kinds = ("host_pages", "index_pages", "hot_chunks")
+    assert tuple(enough[f"requests_by_{kind}"] for kind in kinds) == counts
 
 
 def test_a_target_beyond_the_context_is_refused() -> None:
@@ -299,7 +299,7 @@ def test_worked_example_text_uses_the_command_figures(config_json: Path) -> None
     batch, resident = small["batch"], found["resident"]
     assert f"So {batch} requests of 128k tokens decode on each GPU, where {resident} would fit" in guide
     assert f"{8 * batch} on the node instead of {8 * resident}" in guide
-    assert (small["by_host"], small["by_index_pages"], batch - larger["batch"]) == (batch, batch, 2)
+    assert (small["by_host"], small["by_index_pages"], batch - larger["batch"]) == (batch, batch, 3)
     loaded = 0.1 * batch * found["miss_bytes_per_step"]
     assert (
         f"{loaded / 1e6:.0f} MB: {1e3 * loaded / 55e9:.1f} ms of the link. At 50 % it is {5e3 * loaded / 55e9:.0f} ms"
@@ -451,3 +451,81 @@ def test_weights_are_those_that_a_runner_holds(tmp_path: Path) -> None:
 
 
 TINY = ("--host-mem", "1GB", "--context", "4096", "--gpu-mem", "1GB", "--hot-size-classes", "256")
+
+
+# ---------------------------------------------------------------- what is typed
+
+SIZE_WORDS = "write a number and a unit: KiB, MiB, GiB, TiB, or KB, MB, GB, TB of 1000; or auto"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(path, "deepseek-v3.2")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text", "remedy"),
+    [
+        ("--host-mem lots --device-mem 1GB --context 1k", 8, f"--host-mem=lots: not a size ({SIZE_WORDS})",
+         "--host-mem auto --device-mem 1GB --context 1k"),
+        ("--host-mem 1GB --device-mem lots --context 1k", 8, f"--device-mem=lots: not a size ({SIZE_WORDS})",
+         "--host-mem 1GB --device-mem 1TiB --context 1k"),
+        ("--host-mem 1GB --gpu-mem lots --context 1k", 8, f"--gpu-mem=lots: not a size ({SIZE_WORDS})",
+         "--host-mem 1gb --gpu-mem 1gib --context 1k"),
+        ("--host-mem 1GB --gpu-mem 10MB --context 16k", 8, "--gpu-mem=10MB: leaves 0 slab pages",
+         "--host-mem 1GB --gpu-mem 1GB --context 16k"),
+        ("--host-mem 1GB --gpu-mem 5MB --context 16k", 8, "--gpu-mem=5MB: the weights take", ""),
+        ("--host-mem 1GB --gpu-mem 1GB --context 1x", 2, "'1x' is no number of tokens from 1 to 2147483647", ""),
+        ("--host-mem 1GB --gpu-mem 1GB --context 0", 2, "'0' is no number of tokens", ""),
+        ("--host-mem 1GB --gpu-mem 1GB --context 3g", 2, "'3g' is no number of tokens", ""),
+        ("--host-mem 1GB --gpu-mem 1GB --context 9999999m", 2, "'9999999m' is no number of tokens", ""),
+        ("--host-mem 1GB --gpu-mem 1GB --context 128k", 8, "--context=131072: the model's context ends at 16384 tokens "
+         "(use 16384 or less)", "--host-mem 1GB --gpu-mem 1GB --context 16384"),
+        ("--host-mem 1MB --gpu-mem 1GB --context 16k", 5, "--context=16384: not one request of this length fits", ""),
+        ("--host-mem 1KB --gpu-mem 1GB --context 1k", 8, "--host-mem=1KB: one host page needs 114688 bytes",
+         "--host-mem 2MB --gpu-mem 1GB --context 1k"),
+        ("--host-mem 1GB --gpu-mem 1GB --context 1k --kv-dtype fp9", 8, "--kv-dtype=fp9: unknown value (use one",
+         "--host-mem 1GB --gpu-mem 1GB --context 1k --kv-dtype fp8"),
+        ("--host-mem 1GB --gpu-mem 1GB --context 1k --hot-size-classes 64", 8, "--hot-size-classes=64: a step selects "
+         "128 rows, which must all fit the hot buffer (name sizes from 128 upward)",
+         "--host-mem 1GB --gpu-mem 1GB --context 1k --hot-size-classes 128,256"),
+        ("--host-mem 1GB --gpu-mem 1GB --context 1k --seats 5000", 8, "--seats=5000: not from 1 to 1024",
+         "--host-mem 1GB --gpu-mem 1GB --context 1k --seats 1024"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_flag_and_the_value_that_were_typed(
+    tiny: Path, args: str, code: int, text: str, remedy: str
+) -> None:
+    refused = CliRunner().invoke(main, ["size", "--config", str(tiny), *args.split()])
+    assert refused.exit_code == code
+    assert text in " ".join(refused.stderr.split())
+    assert "worker." not in refused.stderr
+    if remedy:
+        size(tiny, *remedy.split())
+
+
+@pytest.mark.parametrize("args", [("--device-mem", "auto"), ("--gpu-mem", "auto")])
+def test_auto_is_the_gpu_of_this_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> None:
+    wanted = ("--host-mem", "1GB", "--context", "1k", "--json")
+    monkeypatch.setattr("hisparse.cluster.gpus.gpu_bytes", lambda: [80_000_000_000, 70_000_000_000])
+    assert size(tiny, *wanted, *args) == size(tiny, *wanted, "--gpu-mem", "70GB")
+    if "--device-mem" in args:
+        assert size(tiny, *wanted, *args, "--gpu-mem", "9GB") == size(tiny, *wanted, "--gpu-mem", "9GB")
+    monkeypatch.setattr("hisparse.cluster.gpus.gpu_bytes", list)
+    refused = CliRunner().invoke(main, ["size", "--config", str(tiny), *wanted, *args])
+    assert refused.exit_code == 8
+    assert "--gpu-mem=auto: no GPU is here (give a size, as in 141GB)" in refused.stderr
+
+
+def test_small_models_have_a_whole_table_and_settings_from_it(tiny: Path) -> None:
+    """The default hot sizes hold every row of a request of a small model."""
+    for context, listed in (("16k", [256, 512, 1024, 2048, 4096, 8192, 0]), ("1k", [256, 512, 0])):
+        for memory in ("100MB", "300MB", "1GB"):
+            found = json.loads(size(tiny, "--host-mem", "1GB", "--device-mem", memory, "--context", context, "--json"))
+            slots = [choice["hot_slots"] for choice in found["choices"]]
+            assert slots == listed[: len(slots)]
+            assert len(slots) > 1
+            usable = {*slots, 1024 if context == "1k" else 16384}  # the last holds all rows: resident
+            assert set(found["settings"]["hot_size_classes"]) <= usable

@@ -14,7 +14,8 @@ import pytest
 from metrics.state import WorkerCounters
 from protocol.errors import EXIT_PEER_LOST, ConfigError
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
-from worker.group.control import Control
+from worker.group import control as control_module
+from worker.group.control import Control, PeersMissingError
 
 LIMIT_S = 20.0
 
@@ -86,6 +87,19 @@ def test_ranks_meet_under_one_incarnation_and_share_a_store(pair: tuple[Control,
     assert [member.worker for member in one.members] == ["w0", "w1"]
     threading.Timer(0.2, lambda: zero.set("address", b"here")).start()
     assert one.get("address") == b"here"
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, "rank 0")])
+def test_a_group_that_never_completes_is_refused_with_the_rank_that_is_missing(
+    rank: int, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(control_module, "MEET_LIMIT_S", 1.5)
+    control = Control(config_of(tmp_path, rank), {})
+    with pytest.raises(PeersMissingError, match=f"of group g0 {missing} did not come within 1.5 s"):
+        control.join()
+    control.close()
+    assert not control._thread.is_alive()
 
 
 def test_a_wake_reaches_all_ranks(pair: tuple[Control, Control]) -> None:

@@ -3,6 +3,7 @@ connections tell of a death."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import subprocess
@@ -16,9 +17,9 @@ import pytest
 import zmq
 
 from protocol.errors import EXIT_PEER_LOST, ConfigError, NotAllowed
-from protocol.settings import ClusterSettings, Config, WorkerSettings
+from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 from tests.support.group_rig import Ask, GroupRig, settings_of
-from tests.support.netns_rig import Namespace, namespaces, why_not
+from tests.support.netns_rig import Namespace, cut, namespaces, why_not
 from tests.worker.group.test_ranks import SETTINGS, asks_of, spread, wrong
 from worker.group.control import Control
 from worker.group.messages import Join, encode
@@ -26,6 +27,9 @@ from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.group, pytest.mark.process]
 PORT = 29_500
+#: Heartbeat limit of the ranks, and what busy cores may add to a time.
+LIMIT_S = 2.0
+BUSY_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,12 @@ def rig_of(
     settings = msgspec.structs.replace(SETTINGS, group_secret_file=str(secret))
     asks = spread(asks_of(requests, seed=31), 4)
     endpoint = f"tcp://{nodes[0].address}:{PORT}"
-    configs = [settings_of(checkpoint, directory, 4, rank, settings, endpoint) for rank in range(4)]
+    on_node = [msgspec.structs.replace(settings, node=f"n{rank // 2}") for rank in range(4)]
+    limits = CoordinatorSettings(heartbeat_limit_s=LIMIT_S)
+    configs = [
+        msgspec.structs.replace(settings_of(checkpoint, directory, 4, rank, own, endpoint), coordinator=limits)
+        for rank, own in enumerate(on_node)
+    ]
     alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     prefix = [[*nodes[rank // 2].prefix, *alone] for rank in range(4)]
     return GroupRig(checkpoint, directory, asks, settings, configs=configs, prefix=prefix), asks
@@ -77,17 +86,42 @@ def test_two_nodes_of_two_ranks_decode_as_generate(
         rig.close()
 
 
-def test_ranks_on_both_nodes_end_soon_after_a_rank_was_killed(
-    checkpoint: Path, nodes: list[Namespace], secret: Path, tmp_path: Path
+def python_of(child: subprocess.Popen[str]) -> int:
+    """The process number of a rank, which is a child of `unshare`."""
+    return int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text())
+
+
+@pytest.mark.parametrize(
+    ("fault", "at_least_s", "at_most_s"),
+    [("killed", 0.0, 2.0), ("stopped", 2 * LIMIT_S, 3 * LIMIT_S), ("cut", 2 * LIMIT_S, 3 * LIMIT_S)],
+)
+def test_ranks_on_both_nodes_end_soon_after_one_is_lost(
+    fault: str,
+    at_least_s: float,
+    at_most_s: float,
+    checkpoint: Path,
+    nodes: list[Namespace],
+    secret: Path,
+    tmp_path: Path,
 ) -> None:
+    """No handle of a process tells of a rank on another node. A stopped rank, or a network that was cut, closes no
+    connection: silence for two heartbeat limits counts then."""
     rig, _ = rig_of(checkpoint, tmp_path, nodes, secret, 4)
     try:
         for rank in range(4):
             rig.line(rank)  # all have drawn their tokens, and sleep
-        rig.ranks[3].send_signal(signal.SIGKILL)
+        if fault == "killed":
+            rig.ranks[3].send_signal(signal.SIGKILL)
+        elif fault == "stopped":
+            os.kill(python_of(rig.ranks[3]), signal.SIGSTOP)
+        else:
+            cut(nodes[1])
         began = time.monotonic()
-        assert [child.wait(10) for child in rig.ranks[:3]] == [EXIT_PEER_LOST] * 3
-        print(f"ended {time.monotonic() - began:.2f} s after the death of a rank on another node")
+        others = rig.ranks if fault == "cut" else rig.ranks[:3]
+        assert [child.wait(60) for child in others] == [EXIT_PEER_LOST] * len(others)
+        took_s = time.monotonic() - began
+        print(f"{fault}: ended after {took_s:.2f} s")
+        assert at_least_s <= took_s < at_most_s + BUSY_S
     finally:
         rig.close()
 

@@ -24,8 +24,9 @@ from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 pytestmark = [pytest.mark.group, pytest.mark.process]
 
 TOPK = 32
-#: Requests of a group. The number of a whole demonstration is 64.
-REQUESTS = int(os.environ.get("GROUP_REQUESTS", "8"))
+#: Requests of a group; in the other pairs of family and size, fewer.
+REQUESTS, FEWER = int(os.environ.get("GROUP_REQUESTS", "64")), 12
+WHOLE = {("glm-5", 1), ("deepseek-v3.2", 2), ("deepseek-v3.2", 3), ("glm-5", 4)}
 TEXT = Path(worker.oracle.__file__).read_bytes()
 SETTINGS = WorkerSettings(
     seats=4,
@@ -38,6 +39,8 @@ SETTINGS = WorkerSettings(
     device_mem="32MiB",
     dtype="float32",
 )
+#: Numbers from here on are of requests that others are not compared with.
+COMPANY = 100
 #: Where generate()'s two best logits are closer, either token is right (fp32, logits of order 5).
 TIE_BOUND = 1e-3
 
@@ -139,7 +142,7 @@ def test_mixed_requests_get_the_tokens_of_generate(
 ) -> None:
     """With resizes, and retractions with pages kept and dropped, from weights stored in each dtype, in float32."""
     checkpoint = checkpoints(family, STORED.get((family, size), "float32"))
-    asks = spread(asks_of(REQUESTS, seed=size), size)
+    asks = spread(asks_of(REQUESTS if (family, size) in WHOLE else FEWER, seed=size), size)
     drawn = run(checkpoint, tmp_path / "run", asks, SETTINGS)
     assert not wrong(checkpoint, asks, drawn)
 
@@ -150,17 +153,34 @@ def test_prompts_on_one_rank_alone_leave_the_others_idle(checkpoints: Callable[.
     assert not wrong(checkpoints("deepseek-v3.2"), asks, drawn)
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_bits_are_the_same_on_every_rank(size: int, checkpoints: Callable[..., Path], tmp_path: Path) -> None:
-    """Deterministic: the same requests on other ranks, in other company."""
+@pytest.mark.parametrize(("family", "size"), [("deepseek-v3.2", 3), ("glm-5", 4)])
+def test_bits_stay_while_requests_move_between_ranks(
+    family: str, size: int, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Deterministic: each request is on three ranks in turn, with the pages that it holds, and in other company."""
     settings = msgspec.structs.replace(SETTINGS, deterministic=True)
-    checkpoint, logits = checkpoints("deepseek-v3.2"), []
-    for first in (0, 1):
-        asks = spread(asks_of(6, seed=9), size, first)
-        if first:
-            asks[0] += [Ask(100 + it, list(TEXT[it : it + 90]), 12) for it in range(3)]
-        drawn = run(checkpoint, tmp_path / f"run {first}", asks, settings, keep_logits=True)
-        logits.append({place: bits for rank in drawn for place, bits in rank.logits.items()})
-    shared = logits[0].keys() & logits[1].keys()
-    assert shared == logits[0].keys()
-    assert {place for place in shared if logits[0][place] != logits[1][place]} == set()
+    runs = []
+    for moves in (False, True):
+        asks = [
+            Ask(number, list(TEXT[number : number + length]), 14, 64 * (number % 3), temperature=0.8 * (number % 2))
+            for number, length in enumerate((10, 60, 64, 130, 200, 300))
+        ]
+        ranks = spread(asks, size)
+        if moves:
+            ranks[0] += [Ask(COMPANY + it, list(TEXT[it : it + 90]), 12) for it in range(3)]
+            for ask in asks:
+                ask.next_ranks = [(2 + ask.number % 4, (ask.number + 1) % size), (9, (ask.number + 2) % size)]
+        runs.append(run(checkpoints(family), tmp_path / f"moves {moves}", ranks, settings, keep_logits=True))
+    resting, moving = runs
+    bits = {place: digest for rank in resting for place, digest in rank.logits.items()}
+    seen = [
+        (place, number, digest)
+        for number, rank in enumerate(moving)
+        for place, digest in rank.logits.items()
+        if int(place.split()[0]) < COMPANY
+    ]
+    assert {place for place, _, _ in seen} == bits.keys()
+    assert len({(place.split()[0], number) for place, number, _ in seen}) == 3 * 6  # each request was on three ranks
+    assert {place for place, _, digest in seen if digest != bits[place]} == set()
+    drawn = [{number: ids for rank in ranks for number, ids in rank.tokens.items()} for ranks in runs]
+    assert {number: drawn[1][number] for number in drawn[0]} == drawn[0]

@@ -125,14 +125,89 @@ def test_a_batch_goes_on_while_a_prefix_is_loaded(seed: int) -> None:
     pair.end()
 
 
+@pytest.mark.parametrize("hot_slots", [0, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_short_rest_goes_through_decode_steps_without_a_slab(seed: int, hot_slots: int) -> None:
+    pair = Pair(make_streams("simulated", seed), PAGES, (SHARED, SEPARATE)[seed % 2])
+    coordinator, counters = pair.rig.coordinator, pair.rig.executor.counters
+    pair.sharer.by_steps, coordinator.slab_pages = True, 0
+    computed = counters.prompt_tokens
+    assert coordinator.admit(pair.sharer, hot_slots)
+    pair.rig.run()
+    assert not pair.rig.wrong()
+    assert (pair.sharer.outcome, counters.prompt_tokens) == ("length", computed)
+    coordinator.slab_pages = pair.rig.sizing.capacity.slab_pages
+    pair.end()
+
+
+@pytest.mark.parametrize("leaving", ["keep", "drop", "abort"])
+@pytest.mark.parametrize("seed", range(4))
+def test_request_leaves_while_its_rest_goes_through_steps(seed: int, leaving: str) -> None:
+    """Prompt rows alone are nothing to resume from: it begins anew, and the shared pages are as they were."""
+    pair = Pair(make_streams("simulated", seed), PAGES)
+    coordinator = pair.rig.coordinator
+    pair.sharer.by_steps = True
+    assert coordinator.admit(pair.sharer, 64)
+    pair.rig.run_until(lambda: any(it.position > PAGES * 64 + 5 for it in pair.rig.executor.held()))
+    coordinator.withdraw(pair.sharer, leaving)
+    pair.rig.run()
+    if leaving != "abort":
+        assert coordinator.admit(pair.sharer, 64)
+        pair.rig.run()
+        assert pair.sharer.outcome == "length"
+    assert not pair.rig.wrong()
+    pair.end()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_of_a_prompt_are_reported_as_they_become_durable(seed: int) -> None:
+    """What is reported never changes any more."""
+    rig = Rig(make_streams("simulated", seed), runner=FakeRunner((SHARED, SEPARATE)[seed % 2]))
+    coordinator, seen = rig.coordinator, []
+
+    def note(life: Life) -> None:
+        pages = torch.tensor(life.host_pages[: life.prompt_rows // 64], dtype=torch.long)
+        seen.append((life.prompt_rows, pages, rig.host[pages].clone()))
+
+    coordinator.on_prompt_rows = note  # type: ignore[method-assign]
+    life = coordinator.create(1, PROMPT, 8, seed=1)
+    assert coordinator.admit(life, NO_HOT_BUFFER)
+    rig.run()
+    assert len({rows for rows, _, _ in seen}) >= 2, "more than once"
+    assert all(torch.equal(rig.host[pages], rows) for _, pages, rows in seen)
+    coordinator.host_pages.extend(life.host_pages)
+    rig.check_end()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_that_leaves_early_reports_the_pages_that_it_has_written(seed: int) -> None:
+    rig = Rig(make_streams("simulated", seed), runner=FakeRunner(SHARED))
+    coordinator = rig.coordinator
+    life = coordinator.create(1, PROMPT, 8, seed=1)
+    assert coordinator.admit(life, 64)
+    rig.run_until(lambda: any(it.prefilled >= 160 for it in rig.executor.held()))
+    host_pages = list(life.host_pages[:2])
+    coordinator.withdraw(life, "drop")
+    rig.run()
+    assert life.prompt_rows >= 128
+    written = rig.host[host_pages].clone()
+    again = coordinator.create(2, PROMPT, 8, seed=1)
+    again.prompt = life.prompt
+    assert coordinator.admit(again, NO_HOT_BUFFER)
+    rig.run()
+    assert torch.equal(rig.host[again.host_pages[:2]], written)
+
+
 BAD = {
     "beyond the prompt": {"prefix_tokens": 256},
     "the whole prompt": {"prefix_tokens": 128, "prompt": 128},
     "no whole page": {"prefix_tokens": 32},
     "negative": {"prefix_tokens": -64},
     "with durable rows": {"prefix_tokens": 64, "durable_tokens": PROMPT, "generated": pack_int32([1])},
-    "with a transfer": {"prefix_tokens": 64, "transfer_id": 5},
     "no whole chunk in deterministic mode": {"prefix_tokens": 64, "chunk": 128},
+    "by steps in deterministic mode": {"prefix_tokens": 128, "slab_pages": 0, "chunk": 128},
+    "unsent without a transfer": {"unsent_tokens": 64},
+    "unsent to its end": {"unsent_tokens": 256, "transfer_id": 5},
 }
 
 
@@ -153,6 +228,7 @@ def test_bad_prefix_is_refused_by_name(changes: dict[str, object]) -> None:
     rig.run()
     faulted, released = events
     assert isinstance(faulted, Faulted)
-    assert "prefix_tokens" in faulted.message
+    named = next(field for field in ("slab_pages", "unsent_tokens", "prefix_tokens") if field in changes)
+    assert named in faulted.message
     assert released == Released(7, 0)
     rig.executor.check_invariants()

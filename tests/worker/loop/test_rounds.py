@@ -1,4 +1,5 @@
-"""The decode loop's side of a group: wishes are read when they were gathered, and not before."""
+"""The decode loop's side of a group: wishes are read when they were gathered, and not before; what a request may cause
+is found before its round, and an error inside of a round is the group's."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from protocol.messages import Faulted, Released
+from tests.support.fakes.hash_runner import FakeRunner
+from tests.support.worker_rig import Rig
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
 from worker.group.control import Progress
 from worker.loop.rounds import Rounds, next_chunks
@@ -96,3 +100,55 @@ def test_next_chunks_go_through_prompts_in_order() -> None:
     assert next_chunks([(0, 20), (8, 10)], 8, 5) == (8, 8, 4, 2)
     assert next_chunks([(16, 20), (0, 40)], 8, 2) == (4, 8)
     assert next_chunks([(20, 20)], 8, 2) == ()
+
+
+class FakeGroupRunner(FakeRunner):
+    """Counts the rounds to which its rank brings no chunk."""
+
+    padded = 0
+
+    def begin_prompt_round(self, rows: int) -> None:
+        assert rows
+
+    def launch_padding(self, streams: Streams) -> None:
+        self.padded += 1
+
+
+@dataclass
+class LoneRank:
+    rank: int = 0
+    size: int = 1
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        output.copy_(own)
+
+    def all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        raise NotImplementedError
+
+
+def rig_of_a_rank(poison: int | None = None) -> Rig:
+    group: Any = SimpleNamespace(rank=0, size=1, control=FakeControl(), collectives=LoneRank())
+    return Rig(runner=FakeGroupRunner(poison=poison), group=group)
+
+
+def test_a_bad_request_is_faulted_before_its_round_and_the_group_goes_on() -> None:
+    rig = rig_of_a_rank()
+    bad, good = (rig.coordinator.create(number, 40, 6, seed=number) for number in range(2))
+    bad.prompt = (5, 100_000, 7)
+    for life in (bad, good):
+        assert rig.coordinator.admit(life, 64)
+    rig.run()
+    assert [type(event) for event in rig.coordinator.events[:2]] == [Faulted, Released]
+    assert "ids must lie in" in bad.outcome
+    assert good.outcome == "length"
+    rig.check_end()
+
+
+def test_an_error_inside_a_round_is_fatal_to_the_group() -> None:
+    """A worker that holds the whole model would fail the request alone (test_requests.py)."""
+    rig = rig_of_a_rank(poison=1)
+    for number in range(2):
+        assert rig.coordinator.admit(rig.coordinator.create(number, 40, 6, seed=number), 64)
+    with pytest.raises(Exception, match="poison"):
+        rig.run()
+    assert not [event for event in rig.coordinator.events if isinstance(event, Faulted)]

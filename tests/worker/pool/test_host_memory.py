@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ConfigError
+from protocol.logs import LogfmtFormatter
 from protocol.settings import WorkerSettings
 from worker.pool.host_memory import Room, memory_room, resolve_host_mem
 
@@ -81,4 +82,7 @@ def test_explicit_size_beyond_meminfo_only_warns(
     monkeypatch.setattr(logging.getLogger("hisparse"), "propagate", True)
     advice = Room(1 << 30, "MemAvailable 1024 MiB of MemTotal 2048 MiB", firm=False)
     assert resolve_host_mem(WorkerSettings(host_mem="2GiB"), advice, PLENTY) == 2 << 30
-    assert "would take 2048 MiB, MemAvailable 1024 MiB" in caplog.text
+    (record,) = caplog.records
+    assert 'host_mem=2GiB reason="the host pool would take 2048 MiB, MemAvailable 1024 MiB' in (
+        LogfmtFormatter({}).format(record)
+    )

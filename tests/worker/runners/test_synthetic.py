@@ -8,8 +8,12 @@ import torch
 from kernels.state import StepBatch
 from protocol.errors import ConfigError
 from tests.support.runner_rig import Rig
+from worker.group.exchange import Alike
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.runners.tiny import FAMILIES
+from worker.weights.layout import ExpertShare, weights_bytes
+from worker.weights.modules import BlockExperts, BlockLinear
+from worker.weights.synth import published_config
 
 SMALL = {
     "hidden_size": 64,
@@ -26,6 +30,16 @@ SMALL = {
     "index_topk": 16,
     "vocab_size": 100,
     "max_position_embeddings": 512,
+}
+
+#: Of a small model with mixtures.
+MIXED = {
+    "num_hidden_layers": 5,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
 }
 
 
@@ -59,3 +73,23 @@ def test_synthetic_models_decode_with_a_replaced_indexer(family: str) -> None:
     assert all(topk == sorted(topk) and len(set(topk)) == 16 for _, topk in seen)
     rigs[1].decode([0])
     assert rigs[1].hit_rate() == 0.5  # the same oldest tokens twice
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_rank_holds_its_share_in_fp8_and_decodes(family: str) -> None:
+    config = type(published_config(family))(**SMALL | MIXED)
+    runner = synthetic_runner(config, device="cpu", fp8=True, collectives=Alike(1, 2), rows_max=96)
+    model = runner._layers.model
+    blocks = [it for it in model.modules() if isinstance(it, BlockExperts)]
+    assert len(blocks) == config.mlp_layer_types.count("sparse") > 0
+    assert all((it.first, it.total, len(it.gate.values)) == (8, 16, 8) for it in blocks)
+    assert any(isinstance(it, BlockLinear) for it in model.modules())
+    held = runner.weights_bytes()
+    share = weights_bytes(config, "bfloat16", (128, 128), on_gpu=True, experts=ExpertShare.of(1, 2, 16))
+    assert held["float8_e4m3fn"] == share["float8_e4m3fn"]
+    rig = Rig(runner, seats=1, context_tokens=200)
+    runner.begin_prompt_round(90)
+    rig.open(0, list(range(90)), hot_slots=32)
+    logits = rig.decode([0])[1]
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0

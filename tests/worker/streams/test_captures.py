@@ -134,7 +134,7 @@ def test_replayed_steps_give_tokens_and_logits_of_launched_ones(sizes: tuple[int
     """vLLM #56158: rows of replayed steps reach the host."""
     streams = CapturingStreams()
     _, logits = run_mixed(sizes, streams=streams)
-    assert streams.graphs == 2 * 3, "two for each padded batch size of four seats"
+    assert streams.graphs == 4 * 3, "four for each padded batch size of four seats"
     assert logits.keys() == resident().keys()
     assert all(torch.equal(logits[step], resident()[step]) for step in logits)
 
@@ -142,8 +142,8 @@ def test_replayed_steps_give_tokens_and_logits_of_launched_ones(sizes: tuple[int
 class Forgetful(FakeRunner):
     """Reads the batch when it launches a step, which a replay does not do again."""
 
-    def launch_decode(self, streams, state, sampler, batch, outputs) -> None:  # type: ignore[no-untyped-def]
-        super().launch_decode(streams, state, sampler, batch, outputs)
+    def launch_sample(self, streams, sampler, batch, outputs, adjust) -> None:  # type: ignore[no-untyped-def]
+        super().launch_sample(streams, sampler, batch, outputs, adjust)
         real = int(batch.num_real)
         streams.compute.launch("forget", lambda: outputs.tokens[real:].fill_(0))
 
@@ -170,7 +170,7 @@ def test_model_steps_may_be_replayed(checkpoint: Path, monkeypatch: pytest.Monke
     capture_at_start(monkeypatch)
     streams = CapturingStreams()
     replayed, replayed_logits, misses = model.run(checkpoint, (128, 0, 64), streams)
-    assert streams.graphs == 2
+    assert streams.graphs == 4
     assert misses > 0
     assert replayed == tokens
     assert all(torch.equal(values, logits[step]) for step, values in replayed_logits.items())

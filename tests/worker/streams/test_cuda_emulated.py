@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,22 @@ def test_fence_timeout_names_the_fence(streams: CudaStreams, monkeypatch: pytest
         streams.close()
     with pytest.raises(FenceError, match="closed"):
         streams.compute.launch("late", lambda: None)
+
+
+def test_a_rank_of_a_group_waits_for_its_peers_without_a_limit(
+    streams: CudaStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No timeout of a fence decides that a rank is lost: worker/group/control.py does."""
+    monkeypatch.setattr(cuda, "HOST_WAIT_LIMIT_S", 0.01)
+    streams.waits_for_peers = True
+    load: Any = streams._by_name["load"].cuda
+    load.stuck = True
+    fence = streams.load.record("preloaded")
+    release = threading.Timer(0.3, lambda: setattr(load, "stuck", False))
+    release.start()
+    fence.wait()
+    assert fence.done()
+    release.join()
 
 
 def test_only_the_thread_that_adopted_them_launches(streams: CudaStreams) -> None:

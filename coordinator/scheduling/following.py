@@ -1,0 +1,79 @@
+"""Two requests with one new prefix at once: the second waits for the pages of the first, page by page. Pure.
+
+The first is the *leader*: on a worker, computing its prompt. The second, the *follower*, is not admitted yet: it holds
+no seat, no pages and no claim, and blocks no other request. It waits only
+
+    behind a leader of its own owner that ranks above it, so that nothing ranked lower holds it up
+    while pages that both prompts begin with are still to come on a node that could take it
+    while such pages do come: FOLLOW_LIMIT_S without a new one, and it goes on alone
+
+A leader that is retracted, aborted, revoked, lost or past its prompt is none, so its followers go on with what is
+cached by then. Nothing of this is written down: a coordinator that restarts has forgotten who waits for whom.
+
+After nothing in SGLang or vLLM, which compute such a prefix twice. Rejected: admitting the follower and letting its
+worker wait (it would hold a seat and pages meanwhile).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from coordinator.scheduling.entries import RequestEntry
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.prefix_reuse import PrefixReuse
+from protocol.units import PAGE_TOKENS
+
+#: A follower goes on alone when no page has come for this long.
+FOLLOW_LIMIT_S: Final = 10.0
+
+
+class Following(NamedTuple):
+    """What a follower waits for: of `pages` that the prompts of both begin with, `present` are cached."""
+
+    leader: RequestEntry
+    pages: int
+    present: int
+
+    @property
+    def text(self) -> str:
+        return (
+            f"computes the first {self.pages * PAGE_TOKENS} tokens of its prompt on {self.leader.worker}, "
+            f"{self.present * PAGE_TOKENS} are there"
+        )
+
+
+class Leaders:
+    """Requests that compute their prompts, as of one plan."""
+
+    def __init__(self, placement_table: PlacementTable, prefix_reuse: PrefixReuse) -> None:
+        self._placement_table = placement_table
+        self._prefix_reuse = prefix_reuse
+
+    def followed_by(self, entry: RequestEntry, nodes: Iterable[str], now: float) -> Following | None:
+        """What `entry`, which workers of `nodes` could take, is to wait for; None: it goes on alone."""
+        if entry.chain is None or entry.pages or entry.goes_alone:
+            return None
+        present = {node: int(self._prefix_reuse.match(entry, node).size) for node in nodes}
+        found = [it for it in self._candidates(entry) if it.leader.node in present]
+        best = max(found, key=lambda it: it.pages, default=None)
+        if best is None or best.pages <= max(present.values()):  # what is to come is there, here or elsewhere
+            entry.follows = None
+            return None
+        best = best._replace(present=present[best.leader.node])
+        if entry.follows is None or entry.follows[:2] != (best.leader.placement, best.present):
+            entry.follows = best.leader.placement, best.present, now
+        if now - entry.follows[2] >= FOLLOW_LIMIT_S:
+            entry.goes_alone = True
+            return None
+        return best
+
+    def _candidates(self, entry: RequestEntry) -> list[Following]:
+        mine, last = entry.chain, (entry.facts.prompt_tokens - 1) // PAGE_TOKENS
+        found: list[Following] = []
+        for leader in self._placement_table.computing.values():
+            is_own = leader.facts.turn_owner == entry.facts.turn_owner and leader.rank < entry.rank
+            if is_own and mine is not None and leader.chain is not None and leader.chain.root == mine.root:
+                pages = min(self._prefix_reuse.common_pages(leader.chain, mine), last)
+                found.append(Following(leader, self._prefix_reuse.whole(pages), 0))
+        return found

@@ -1,0 +1,61 @@
+"""When the sweeper has glibc return memory: after growth, and while libzmq may be freeing an unfinished message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import trio
+import trio.testing
+
+from coordinator.listener import sweeper
+from coordinator.listener.router import RouterSocket
+from coordinator.listener.sweeper import FREEING_S, LOOK_INTERVAL_S, TRIM_BYTES, Sweeper
+
+
+class QuietSocket:
+    """Has connections that need no end."""
+
+    given_up_at = float("-inf")
+
+    async def watch_connections(self) -> None:
+        await trio.sleep_forever()
+
+    def cut_overdue(self) -> int:
+        return 0
+
+    def cut_unfinished(self) -> list[str]:
+        return []
+
+
+async def returns(monkeypatch: pytest.MonkeyPatch, memory: Callable[[], int], socket: QuietSocket) -> int:
+    """How often memory is returned within ten looks."""
+    count = 0
+
+    def note() -> None:
+        nonlocal count
+        count += 1
+
+    monkeypatch.setattr(sweeper, "resident_bytes", memory)
+    monkeypatch.setattr(sweeper, "return_memory", note)
+    with trio.move_on_after(10 * LOOK_INTERVAL_S):
+        await Sweeper({"client": cast(RouterSocket, socket)}, {}).run()
+    return count
+
+
+async def test_memory_is_returned_after_growth(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """At first, since nothing is known, and once for each TRIM_BYTES; what stays as it is costs nothing."""
+    assert await returns(monkeypatch, lambda: 100 << 20, QuietSocket()) == 1
+    growing = lambda: int(trio.current_time() / LOOK_INTERVAL_S * TRIM_BYTES / 4)  # noqa: E731
+    assert 1 <= await returns(monkeypatch, growing, QuietSocket()) <= 3
+
+
+async def test_memory_is_returned_while_unfinished_messages_are_freed(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    socket = QuietSocket()
+    socket.given_up_at = trio.current_time()
+    assert await returns(monkeypatch, lambda: 1 << 20, socket) == FREEING_S // LOOK_INTERVAL_S

@@ -1,0 +1,98 @@
+"""The programs that attack a service for long (tests.support.attacks): who gets which cores and how much time, and what
+their verdicts find. The attacks themselves are run short by the fuzz tests."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from tests.support.attacks import BESIDE_CORES_MIN, OWN_CORES_MIN, command, plan
+from tests.support.fuzz_rig import CLIENT_WARM_UP, Cores, Report, client_verdict, cores_of, text_of
+from tests.support.two_keys import judge, rounds_within
+
+GIVEN = argparse.Namespace(
+    seed=7, requests=1_000_000, messages=100_000, rounds=6, floor_ms=0.0, shared_floor_ms=50.0, seconds=540.0
+)
+
+
+@pytest.mark.parametrize("count", [1, 2, OWN_CORES_MIN - 1, OWN_CORES_MIN, BESIDE_CORES_MIN, BESIDE_CORES_MIN + 1, 64])
+def test_sides_share_no_core_and_lanes_end_in_time(count: int) -> None:
+    lanes = plan(range(count), 540)
+    assert [run.program for lane in lanes for run in lane] == ["http", "zmq", "two_keys"]
+    assert len(lanes) == (2 if count >= BESIDE_CORES_MIN else 1)
+    for lane in lanes:
+        assert sum(run.seconds for run in lane) == pytest.approx(540)
+        sides = [lane[0].cores.service, lane[0].cores.client, lane[0].cores.attackers]
+        assert {run.cores for run in lane} == {lane[0].cores}
+        assert all(sides) == (count >= OWN_CORES_MIN)
+        assert sum(map(len, sides)) == len(frozenset().union(*sides))
+    used = [
+        frozenset().union(*(it.cores.service | it.cores.client | it.cores.attackers for it in lane)) for lane in lanes
+    ]
+    assert sum(map(len, used)) == len(frozenset().union(*used)) == (count if count >= OWN_CORES_MIN else 0)
+
+
+def test_rate_of_requests_ends_them_in_time() -> None:
+    (http,), _ = plan(range(16), 540)
+    arguments = command(http, GIVEN)
+    rate = float(arguments[arguments.index("--rate") + 1])
+    assert 0.9 * http.attack_s < GIVEN.requests / rate < http.attack_s
+    assert http.attack_s < http.seconds
+
+
+def test_latency_without_own_cores_has_a_floor() -> None:
+    floors = [
+        arguments[arguments.index("--floor-ms") + 1]
+        for cores in (2, 16)
+        for arguments in (command(run, GIVEN) for lane in plan(range(cores), 540) for run in lane)
+    ]
+    assert floors == ["50.0"] * 3 + ["0.0"] * 3
+
+
+def test_cores_are_read_as_they_are_written() -> None:
+    assert cores_of("0-3,8") == {0, 1, 2, 3, 8}
+    assert cores_of(text_of(frozenset({5, 1, 9}))) == {1, 5, 9}
+    assert cores_of("") == Cores().service == frozenset()
+
+
+def verdict(log: Path, calm_ms: float, stormy_ms: float, outcome: str = "ok", floor_ms: float = 0.0) -> list[str]:
+    """Of a client with 200 answers before 100 s, and 200 behind."""
+    lines = [f"{at} {(calm_ms if at < 100 else stormy_ms) / 1e3} ok" for at in range(-CLIENT_WARM_UP, 300)]
+    lines.insert(-5, f"299.5 {stormy_ms / 1e3} {outcome}")
+    log.write_text("\n".join([*lines, "cut o"]))
+    report = Report()
+    client_verdict(report, log, 100, 1_000, floor_ms)
+    return report.wrong
+
+
+def test_verdict_on_a_client(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert verdict(log, 2, 5.9) == []
+    assert verdict(log, 2, 6.1) == ["p99 of the client grew 3.0 x"]
+    assert verdict(log, 2, 6.1, floor_ms=50) == []
+    assert verdict(log, 20, 61, floor_ms=50) == ["p99 of the client grew 3.0 x"]
+    assert verdict(log, 2, 2, "429") == ["the client was refused: ['429']"]
+
+
+def test_client_without_answers_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("")
+    report = Report()
+    client_verdict(report, tmp_path / "log", 0, 1, 0.0)
+    assert report.wrong == ["the client had no answer", "the client had no answer undisturbed"]
+
+
+@pytest.mark.parametrize(("stormy_ms", "outcome", "wrong"), [(29, "ok", 0), (31, "ok", 1), (10, "429", 1)])
+def test_verdict_on_two_keys(stormy_ms: float, outcome: str, wrong: int) -> None:
+    phases = [(False, 0.0, 100.0), (True, 100.0, 200.0), (False, 200.0, 300.0)]
+    times = [(float(at), (stormy_ms if 100 <= at < 200 else 10.0) / 1e3, outcome) for at in range(300)]
+    report = Report()
+    judge(report, "ids", phases, times)
+    assert len(report.wrong) == wrong
+    assert report.measured["ids"]["refused"] == (300 if outcome != "ok" else 0)
+
+
+def test_rounds_fit_the_time() -> None:
+    assert rounds_within(540, attacks=4) == 6
+    assert rounds_within(10, attacks=4) == 1

@@ -1,0 +1,157 @@
+"""`python -m tests.support.attacks --seconds 540`: all programs that attack a service, within a time, on this machine.
+
+    http       tests.support.fuzz_http      a million requests, at an even rate that ends in time
+    zmq        tests.support.fuzz_zmq       100,000 messages, as fast as the coordinator takes them
+    two_keys   tests.support.two_keys       as many rounds as fit
+
+`plan` divides the cores that this process may use. With 16 or more, http runs beside zmq and two_keys, each with cores
+for the service, for the client that measures and for the attackers. With 8 to 15 one program runs after the other. With
+fewer nothing has cores of its own, and latencies measure the machine, too. Prints one line of JSON for each program,
+and exits with 1 when one of them found something wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from tests import ROOT
+from tests.support.fuzz_rig import SETTLE_S, UNDISTURBED_S, Cores, text_of
+
+#: Cores of a service of three or four processes, of one program that has cores of its own, of two beside each other.
+SERVICE_CORES: Final = 4
+OWN_CORES_MIN: Final = 8
+BESIDE_CORES_MIN: Final = 16
+#: Shares of the time where one program runs after the other: http, zmq; two_keys has the rest.
+HTTP_SHARE: Final = 0.5
+ZMQ_SHARE: Final = 0.15
+#: Of a program's time, not part of its attack: start, warm-up, undisturbed and settling phase.
+AROUND_S: Final = UNDISTURBED_S + SETTLE_S + 25.0
+#: Of the time that is left for the attack of http: the rate is such that it ends a little earlier.
+RATE_MARGIN: Final = 0.95
+ROUNDS_MAX: Final = 6
+
+
+@dataclass(frozen=True)
+class Run:
+    """One program, its cores and its time."""
+
+    program: str
+    cores: Cores
+    seconds: float
+
+    @property
+    def attack_s(self) -> float:
+        return max(self.seconds - AROUND_S, 10.0)
+
+
+def plan(cpus: Sequence[int], seconds: float) -> list[list[Run]]:
+    """Lanes that run beside each other; in each, one program runs after the other."""
+    http, zmq, two_keys = (Run(name, Cores(), 0.0) for name in ("http", "zmq", "two_keys"))
+    if len(cpus) >= BESIDE_CORES_MIN:
+        middle = len(cpus) // 2 + 1
+        first, second = _divided(cpus[:middle]), _divided(cpus[middle:])
+        zmq_s = min(ZMQ_SHARE * 2 * seconds, AROUND_S + 120.0)
+        return [
+            [replace(http, cores=first, seconds=seconds)],
+            [replace(zmq, cores=second, seconds=zmq_s), replace(two_keys, cores=second, seconds=seconds - zmq_s)],
+        ]
+    cores = _divided(cpus) if len(cpus) >= OWN_CORES_MIN else Cores()
+    times = (HTTP_SHARE * seconds, ZMQ_SHARE * seconds, (1 - HTTP_SHARE - ZMQ_SHARE) * seconds)
+    return [[replace(it, cores=cores, seconds=own) for it, own in zip((http, zmq, two_keys), times, strict=True)]]
+
+
+def _divided(cpus: Sequence[int]) -> Cores:
+    client = SERVICE_CORES + 1
+    return Cores(frozenset(cpus[:SERVICE_CORES]), frozenset(cpus[SERVICE_CORES:client]), frozenset(cpus[client:]))
+
+
+def command(run: Run, given: argparse.Namespace) -> list[str]:
+    """The program's arguments."""
+    common = [
+        "--seed",
+        str(given.seed),
+        "--floor-ms",
+        str(given.floor_ms if run.cores.service else given.shared_floor_ms),
+    ]
+    for side, cores in (
+        ("service", run.cores.service),
+        ("client", run.cores.client),
+        ("attacker", run.cores.attackers),
+    ):
+        common += [f"--{side}-cores", text_of(cores)] if cores else []
+    match run.program:
+        case "http":
+            attackers = max(1, len(run.cores.attackers))
+            rate = math.ceil(given.requests / (RATE_MARGIN * run.attack_s))
+            own = ["--requests", str(given.requests), "--attackers", str(attackers), "--rate", str(rate)]
+            return ["tests.support.fuzz_http", *own, "--seconds", str(run.attack_s), *common]
+        case "zmq":
+            return [
+                "tests.support.fuzz_zmq",
+                "--messages",
+                str(given.messages),
+                "--seconds",
+                str(run.attack_s),
+                *common,
+            ]
+    return ["tests.support.two_keys", "--rounds", str(given.rounds), "--seconds", str(run.seconds), *common]
+
+
+def run_lane(lane: Sequence[Run], given: argparse.Namespace, place: Path, failed: list[str]) -> None:
+    """In a thread. What a program printed is in `place`; its last lines are printed here."""
+    for run in lane:
+        log = place / f"{run.program}.log"
+        with log.open("wb") as file:
+            arguments = [sys.executable, "-m", *command(run, given)]
+            status = subprocess.run(arguments, cwd=ROOT, stdout=file, stderr=file, check=False).returncode
+        lines = log.read_text(errors="replace").splitlines()
+        shown = [line for line in lines if line.startswith('{"program"')] or lines[-20:]
+        print(*shown, f"{run.program}: exit status {status}, log {log}", sep="\n", flush=True)
+        failed += [run.program] if status else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
+    parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=ROUNDS_MAX)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument("--floor-ms", type=float, default=0.0, help="a p99 below it is not judged; with own cores")
+    parser.add_argument("--shared-floor-ms", type=float, default=50.0, help="the same, where cores are shared")
+    parser.add_argument("--cores", type=int, default=0, help="use at most so many; 0: all")
+    given = parser.parse_args()
+    cpus = sorted(os.sched_getaffinity(0))[: given.cores or None]
+    lanes, place, began = (
+        plan(cpus, given.seconds),
+        Path(tempfile.mkdtemp(prefix="hisparse-attacks-")),
+        time.monotonic(),
+    )
+    print(f"{platform.platform()}, Python {platform.python_version()}, {len(cpus)} cores, seed {given.seed}")
+    for lane in lanes:
+        print(*(" ".join(command(run, given)) for run in lane), sep="\n", flush=True)
+    failed: list[str] = []
+    threads = [threading.Thread(target=run_lane, args=(lane, given, place, failed)) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(f"{time.monotonic() - began:.0f} s; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
