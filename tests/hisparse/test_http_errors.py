@@ -220,7 +220,7 @@ CASES: Final = {
             400,
             BAD,
             "tool_choice",
-            "needs structured output, which is not supported (got required). Use auto, or none.",
+            "which is not supported (got required). Use auto, or none.",
         ),
     ),
     "tools that the template has not": Case(
