@@ -54,7 +54,7 @@ def answered(page: Browser) -> None:
 
 def main(path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="hs-") as place, conversing(Path(place)) as (_, page):
-        say(page, "What is a hot buffer?", 120)
+        say(page, "What is a hot buffer, and where are the rows that it does not hold while a request decodes?", 120)
         answered(page)
         say(page, "And what when it is full?", 400)
         answered(page)
