@@ -55,7 +55,7 @@ from tests.support.fuzz_rig import (
 )
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile_http import attack
-from tests.support.http_rig import TEMPLATE
+from worker.runners.tiny_template import TEMPLATES
 
 MODULE: Final = "tests.support.fuzz_http"
 #: Connections of one process at a time, and how many of a hundred go to the front with TLS.
@@ -103,7 +103,7 @@ class AnsweringRig(GatewayRig):
         scheduler = self.scheduler
         model = scheduler.model()
         assert model is not None
-        scheduler.served = msgspec.structs.replace(model, chat_template=TEMPLATE)
+        scheduler.served = msgspec.structs.replace(model, chat_template=TEMPLATES["glm-5"])
         self._submit = scheduler.submit
         scheduler.submit = self._answer  # type: ignore[method-assign]
 
