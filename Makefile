@@ -29,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/hisparse demo
 
 test: lint prometheus
-	$(PARALLEL) --durations=20 -m "not compose" $(PYTEST_FLAGS)
+	$(PARALLEL) --durations=20 -m "not compose and not guide" $(PYTEST_FLAGS)
 
 # What to run before each commit: no processes, no models.
 check: lint
@@ -47,9 +47,11 @@ COMPOSE_MIN ?= 60
 compose-test: $(STAMP) prometheus
 	timeout --kill-after=120 $(COMPOSE_MIN)m $(BIN)/python -m pytest tests/compose -m compose --timeout=3000 $(PYTEST_FLAGS)
 
-# README and docs followed literally on a fresh clone: 8 minutes on 2 cores; with LONG=1 also what takes minutes.
+# README and docs followed literally on a fresh clone, and a first hour compared with docs/first-hour.txt: 12 minutes on
+# 2 cores; with LONG=1 also what takes minutes.
 follow-docs: $(STAMP)
 	$(BIN)/python -m tests.support.follow_docs $(if $(LONG),--long)
+	$(BIN)/python -m pytest tests/processes/test_first_hour.py $(PYTEST_FLAGS)
 
 # locks/*.txt, from which images are installed, anew from pyproject.toml and constraints*.txt.
 lock: $(STAMP)

@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 
 import hisparse
 from coordinator.gateway.gateway import ASKS_MAX, Gateway
+from coordinator.scheduling.api import _digest_of
 from coordinator.scheduling.commands import check_size, release_quarantine
 from coordinator.scheduling.validation import check_fits, check_salt, check_submit
 from coordinator.scheduling.worker_registry import WorkerRegistry
@@ -378,6 +379,19 @@ CASES: Final[dict[str, Case]] = {
         "workers --runtime-dir {tmp}/empty", 6, "no coordinator listens there (start the coordinator, or wait until"
     ),
     "no front": Case("reload http", 6, "run this where the front runs, with the same --runtime-dir"),
+    "API key with two rights": Case(
+        "http --api-keys {tmp}/api.keys",
+        8,
+        "said twice of one key (write priority=N and name=NAME once each behind a key)",
+        given=written("api.keys", f"{'k' * 32} priority=1 priority=2\n"),
+    ),
+    "API key of no owner": Case(
+        "http --api-keys {tmp}/api.keys", 8, "no name of an owner", given=written("api.keys", f"{'k' * 32} name=a/b\n")
+    ),
+    "no prefix named": Case("prefix drop", 2, "name prefixes, pass --owner, or pass --all"),
+    "nested settings": Case(
+        "workers --config {tmp}/x.toml", 8, "is nested too deeply", given=written("x.toml", "x = " + "[" * 99_999)
+    ),
     "no API keys": Case("http --api-keys {tmp}/none", 8, "No such file or directory"),
     "API keys that others read": Case(
         "http --api-keys {tmp}/api.keys",
@@ -536,8 +550,8 @@ def busy_gateway(_: Path, __: pytest.MonkeyPatch) -> None:
     Gateway._start(cast(Any, SimpleNamespace(_asks=ASKS_MAX)), *cast(Any, (None,) * 4))
 
 
-def submission(prompt: bytes = b"\1\0\0\0", max_tokens: int = 1, **changes: Any) -> messages.Submit:
-    return messages.Submit(1, prompt, messages.Sampling(max_tokens=max_tokens), **changes)
+def submission(prompt: bytes = b"\1\0\0\0", prefill_mode: str = "auto", **sampling: Any) -> messages.Submit:
+    return messages.Submit(1, prompt, messages.Sampling(**({"max_tokens": 1} | sampling)), prefill_mode=prefill_mode)
 
 
 def endless_chat(*_: object) -> None:
@@ -644,6 +658,14 @@ CALLS: Final[dict[str, Call]] = {
         lambda *_: check_submit(submission(prefill_mode="x"), MODEL),
     ),
     "empty prompt": Call(BadInput, "(give at least one token)", lambda *_: check_submit(submission(prompt=b""), MODEL)),
+    "bias of a token twice": Call(
+        BadInput,
+        "(give each token one bias)",
+        lambda *_: check_submit(submission(logit_bias=((1, 1.0), (1, 2.0))), MODEL),
+    ),
+    "too many tokens that stop": Call(
+        BadInput, "(give fewer)", lambda *_: check_submit(submission(stop_token_ids=(1,) * 9_999), MODEL)
+    ),
     "prompt beyond the context": Call(
         BadInput, "the context of tiny holds 8192", lambda *_: check_submit(submission(max_tokens=9_000), MODEL)
     ),
@@ -676,6 +698,12 @@ CALLS: Final[dict[str, Call]] = {
         '(connect to the admin endpoint with role="admin")',
         asking(lambda client: client.drain(["w0"])),
     ),
+    "too many names": Call(
+        BadInput,
+        "(send several commands)",
+        asking(lambda client: client.acknowledge(["r"] * (messages.NAMES_MAX + 1))),
+    ),
+    "no id of a prefix": Call(BadInput, "(take an ID from `hisparse prefix`)", lambda *_: _digest_of("xyz")),
     "text for ids": Call(BadInput, "(give ['r1'])", asking(lambda client: client.abort("r1"))),
     "no worker yet": Call(Unavailable, "(start one with: hisparse worker --model PATH)", unserved),
     "run_client inside trio": Call(WrongState, "(async with hisparse.open_client(ENDPOINT)", nested),

@@ -26,12 +26,13 @@ def test_screens_are_those_of_the_transcript() -> None:
     """Tables and top at 80, 100 and 120 columns: no line is wider, no number is cut."""
     known = sections(TRANSCRIPT.read_text())
     for title, lines in screens():
-        assert known[title].rstrip("\n").splitlines()[2:] == "\n".join(lines).rstrip("\n").splitlines(), title
+        assert known[title].strip("\n").splitlines()[3:] == "\n".join(lines).rstrip("\n").splitlines(), title
         width = int(title.split()[-2])
         assert max(map(len, lines)) <= width
         assert "1204/4096" in "\n".join(lines)
 
 
+@pytest.mark.guide
 def test_a_first_hour_shows_what_the_transcript_says() -> None:
     """`python -m tests.support.first_hour` writes it anew."""
     shown = sections(transcript(record(ROOT), []))

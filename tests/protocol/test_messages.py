@@ -37,6 +37,7 @@ TAGS = {
     "detach",
     "done",
     "drain_workers",
+    "drop_prefixes",
     "ended",
     "exited",
     "failure",
@@ -49,10 +50,12 @@ TAGS = {
     "hello",
     "inventory",
     "list_pools",
+    "list_prefixes",
     "list_requests",
     "list_workers",
     "parked",
     "pool_rows",
+    "prefix_rows",
     "receive",
     "refused",
     "release_quarantine",
@@ -90,7 +93,7 @@ def tag_of(kind: type[msgspec.Struct]) -> str:
 
 
 def test_tags_are_those_of_this_protocol_version() -> None:
-    assert messages.PROTOCOL_VERSION == 4
+    assert messages.PROTOCOL_VERSION == 5
     assert {tag_of(kind) for union in UNIONS for kind in get_args(union)} == TAGS
 
 

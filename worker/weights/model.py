@@ -111,7 +111,7 @@ class ModelTensors:
         self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
 
     def reads(self, shards: Shards, matches: list[Match]) -> Iterator[Read]:
-        kept = {it.spec.name for it in matches if it.scale and self._keeps_fp8 and stays_fp8(it.spec)}
+        kept = {it.spec.name for it in matches if it.scale and self._keeps_fp8 and is_held_in_fp8(it.spec)}
         for it in matches:
             scales, name = read_scales(shards, it.scale) if it.scale else None, it.spec.name
             if scales is not None and name in kept:
@@ -182,7 +182,7 @@ class ModelTensors:
         return self._model.get_submodule(parent), leaf
 
 
-def stays_fp8(spec: TensorSpec) -> bool:
+def is_held_in_fp8(spec: TensorSpec) -> bool:
     """Whether a module with FP8 weights can hold it: kv_b_proj is used in halves, in the model's dtype."""
     return spec.converts and not spec.name.endswith(KV_B)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.block_fp8 import BlockFp8
 from worker.weights.layout import ExpertShare, TensorSpec, tensors_of
-from worker.weights.model import ModelTensors, completed, empty_model, stays_fp8
+from worker.weights.model import ModelTensors, completed, empty_model, is_held_in_fp8
 from worker.weights.synth import QUANTILE_GAIN, normal_quantiles
 
 
@@ -38,7 +38,7 @@ def random_model(
     tensors = ModelTensors(model, torch.device(device), dtype, keeps_fp8=fp8, quantizes_rows=False, experts=experts)
     draw = _Draw(torch.device(device), seed)
     for spec in tensors_of(config, experts):
-        if fp8 and stays_fp8(spec):
+        if fp8 and is_held_in_fp8(spec):
             draw.blocks(spec, tensors.blocks(spec))
         else:
             draw.plain(spec, tensors.plain(spec))

@@ -132,7 +132,8 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def _make(self, owner: tuple[str, str], contents: Sequence[int]) -> RequestEntry:
         prompt = tokens_of(contents, more=1)
-        root = self.reuse.root(MODEL, owner[0], "", owner[1])
+        scope = self.reuse.scope(owner[0], "", owner[1])
+        root = self.reuse.root(MODEL, scope)
         digests: tuple[Digest, ...] = tuple(joined.from_iterable(self.reuse.digests(root, prompt)))
         self.placements += 1
         number = self.placements
@@ -140,7 +141,7 @@ class PrefixMachine(RuleBasedStateMachine):
             number, f"r{number}", (0, 0, number), "o", owner[0], len(prompt) // 4, b"", Sampling(9), 0.0
         )
         entry = RequestEntry(facts, no_order(number))
-        entry.chain = Chain(root, digests)
+        entry.chain = Chain(root, digests, scope)
         return entry
 
     def _expected(self, owner: tuple[str, str], contents: Sequence[int]) -> list[int]:
@@ -423,7 +424,7 @@ BUGS: dict[str, Callable[[], Any]] = {
         coordinator.scheduling.prefix_reuse, "extend_chain", _without_parent
     ),
     "a salt left out": lambda: patch.object(
-        PrefixReuse, "root", lambda self, model, user, tenant, salt: root_of(self.key, user, tenant)
+        PrefixReuse, "root", lambda self, model, scope: root_of(self.key, scope.user, scope.tenant)
     ),
     "a cached page counted twice": lambda: patch.object(
         Ledger, "pages_available", property(lambda self: self.pages_free + self.pages_cached)

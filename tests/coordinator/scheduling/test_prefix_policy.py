@@ -67,8 +67,9 @@ class Planner:
         tokens = np.array([ord(it) for it in contents for _ in range(PAGE_TOKENS)] + [1] * more, dtype=np.int32)
         facts = make_facts(number, len(tokens), 8, rank=self.table.next_rank(priority, (user, "")), user=user)
         entry = self.table.add(facts)
-        root = self.reuse.root(MODEL, user, "", salt)
-        entry.chain = Chain(root, tuple(joined.from_iterable(self.reuse.digests(root, tokens.tobytes()))))
+        scope = self.reuse.scope(user, "", salt)
+        root = self.reuse.root(MODEL, scope)
+        entry.chain = Chain(root, tuple(joined.from_iterable(self.reuse.digests(root, tokens.tobytes()))), scope)
         entry.chain = entry.chain if self.reuse.is_on else None
         self.dispatch.dirty = True
         return entry

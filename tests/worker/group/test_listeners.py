@@ -47,6 +47,7 @@ def test_looking_for_listeners_closes_and_keeps_no_descriptor(tmp_path: Path) ->
         assert len(set(os.listdir("/proc/self/fd")) ^ before) <= 2  # the descriptor of the listing itself
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.group
 @pytest.mark.process
 def test_a_group_takes_no_connections_of_strangers(tmp_path: Path) -> None:

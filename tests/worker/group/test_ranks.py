@@ -21,7 +21,7 @@ from tests.support.group_rig import Ask, Drawn, GroupRig
 from tests.support.oracle_rig import run_oracle
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 
-pytestmark = [pytest.mark.group, pytest.mark.process]
+pytestmark = [pytest.mark.group, pytest.mark.process, pytest.mark.timeout(1_200)]
 
 TOPK = 32
 #: Requests of a group; in the other pairs of family and size, fewer.
@@ -57,12 +57,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
     """By family and what weights are stored in; 24 experts split over 1, 2, 3 and 4 ranks."""
 
     @cache
-    def make(family: str, stored: str = "float32") -> Path:
+    def make(family: str, stored: str = "float32", choices: int = 0) -> Path:
         path = tmp_path_factory.mktemp("model")
         about: dict[str, Any] = {"index_topk": TOPK, "context_max_tokens": 1_024, "experts": 24}
         write_tiny_checkpoint(path, family, fp8=stored == "fp8", **about)
         if stored == "bfloat16":
             _round_weights(path)
+        if choices:
+            _configure(path, num_experts_per_tok=choices)
         return path
 
     return make
@@ -76,8 +78,12 @@ def _round_weights(path: Path) -> None:
         for name, tensor in load_file(file).items()
     }
     save_file(weights, file, {"format": "pt"})
+    _configure(path, dtype="bfloat16")
+
+
+def _configure(path: Path, **changed: object) -> None:
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    (path / "config.json").write_text(json.dumps(config | changed))
 
 
 def asks_of(count: int, seed: int, tokens: tuple[int, int] = (4, 16)) -> list[Ask]:
@@ -154,12 +160,15 @@ def test_prompts_on_one_rank_alone_leave_the_others_idle(checkpoints: Callable[.
 
 
 @pytest.mark.parametrize(("family", "size"), [("deepseek-v3.2", 3), ("glm-5", 4)])
-def test_bits_stay_while_requests_move_between_ranks(
+def test_bits_are_kept_while_requests_move_between_ranks(
     family: str, size: int, checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Deterministic: each request is on three ranks in turn, with the pages that it holds, and in other company."""
+    """Deterministic: each request is on three ranks in turn, with the pages that it holds, and in other company.
+
+    Each token chooses eight experts: a sum of two parts would be the same in any order.
+    """
     settings = msgspec.structs.replace(SETTINGS, deterministic=True)
-    runs = []
+    checkpoint, runs = checkpoints(family, choices=8), []
     for moves in (False, True):
         asks = [
             Ask(number, list(TEXT[number : number + length]), 14, 64 * (number % 3), temperature=0.8 * (number % 2))
@@ -170,7 +179,7 @@ def test_bits_stay_while_requests_move_between_ranks(
             ranks[0] += [Ask(COMPANY + it, list(TEXT[it : it + 90]), 12) for it in range(3)]
             for ask in asks:
                 ask.next_ranks = [(2 + ask.number % 4, (ask.number + 1) % size), (9, (ask.number + 2) % size)]
-        runs.append(run(checkpoints(family), tmp_path / f"moves {moves}", ranks, settings, keep_logits=True))
+        runs.append(run(checkpoint, tmp_path / f"moves {moves}", ranks, settings, keep_logits=True))
     resting, moving = runs
     bits = {place: digest for rank in resting for place, digest in rank.logits.items()}
     seen = [
