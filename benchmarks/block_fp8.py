@@ -3,10 +3,11 @@
 Shapes are those of DeepSeek-V3.2, activations bfloat16, codes and scales random. A CUDA graph holds one launch for each
 of several weights, together well beyond L2. Medians of REPLAYS replays, per product:
 
-    us            block_linear as a worker calls it, with scratch; block_experts of a rank of eight, 32 of 256 experts
+    us            block_linear as a worker calls it, with scratch: kernel_us or scratch_us, by the crossover;
+                  block_experts of a rank of eight, 32 of 256 experts
     memory_us     bytes of the weights read, activations read and written, at this card's copy rate of the same run
     mma_us        operations at the rate of an 8192-cubed bfloat16 product, likewise
-    kernel_us     the product that decodes in its kernel
+    kernel_us     the product that decodes in its kernel: Hopper's for large weights, else Triton's
     scratch_us    the weight decoded to scratch, and torch's product
     plain_us      torch's product of a bfloat16 weight
     w8a8_us       block_linear_w8a8, block_experts_w8a8
@@ -33,16 +34,14 @@ from torch import Tensor
 from benchmarks.index_topk import capture, copy_bytes_per_us, operations_per_us, timed
 from benchmarks.swap_in import machine
 from kernels.block_fp8 import (
-    BLOCK,
-    E4M3,
-    BlockFp8,
     block_experts,
     block_experts_w8a8,
     block_linear,
     block_linear_w8a8,
     decode_blocks,
 )
-from kernels.cuda.block_fp8 import decoded_linear
+from kernels.block_weight import BLOCK, E4M3, BlockFp8
+from kernels.cuda.block_fp8 import crossover, decoded_linear
 
 SHAPES: Final = {
     "q_a": (1536, 7168),
@@ -129,7 +128,9 @@ def measure_linear(weights: list[BlockFp8], tokens: int, copy_rate: float, opera
             "plain_us": lambda _: hidden @ decoded.T,
             "w8a8_us": lambda number: block_linear_w8a8(hidden, weights[number]),
         }
-        row |= {name: statistics.median(replayed(way, count)) for name, way in ways.items()}
+        taken = "scratch_us" if tokens >= crossover(weights[0]) else "kernel_us"
+        row[taken] = row["us"]
+        row |= {name: statistics.median(replayed(way, count)) for name, way in ways.items() if name != taken}
         row["distance"] = off(block_linear_w8a8(hidden, weights[0])[:64], got)
     return row
 

@@ -13,6 +13,7 @@ Internal to hisparse: programs import `hisparse.kernels`, which offers the contr
     encode        values to rows and index keys, in as few launches as the device allows
     attention     absorbed attention over the rows that swap_in named
     rows          a model's reads and writes of rows and index keys
+    block_weight  a weight in block-FP8
     block_fp8     products with block-FP8 weights, dense and of experts
     copy_rows     device rows to host pages and back
     check, integrity   checks of arguments; consistency of a seat's tables

@@ -22,43 +22,18 @@ products of decoded weights; on a CPU a worker decodes at load and never comes h
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.block_weight import BLOCK, E4M3, BlockFp8, check_tensor
+from kernels.cuda import block_fp8
 from kernels.row_format import E4M3_MAX
 from protocol.errors import BadInput
 
-BLOCK: Final = 128
-E4M3: Final = torch.float8_e4m3fn
 DTYPES: Final = (torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True, eq=False)
-class BlockFp8:
-    """`values` float8_e4m3fn[..., N, K]; `scales` float32[..., ceil(N / 128), ceil(K / 128)]; both contiguous.
-
-    Leading dimensions number experts. Raises BadInput when the two do not belong together.
-    """
-
-    values: Tensor
-    scales: Tensor
-
-    def __post_init__(self) -> None:
-        _check("values", self.values, E4M3, tuple(self.values.shape))
-        if self.values.dim() < 2:
-            raise BadInput(
-                "has no rows and columns", field="values", value=str(list(self.values.shape)), remedy="pass [..., N, K]"
-            )
-        *batch, rows, columns = self.values.shape
-        _check("scales", self.scales, torch.float32, (*batch, -(-rows // BLOCK), -(-columns // BLOCK)))
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
 
 
 def decode_blocks(weight: BlockFp8, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -71,10 +46,8 @@ def decode_blocks(weight: BlockFp8, dtype: torch.dtype, out: Tensor | None = Non
     values = weight.values
     if out is None:
         out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    _check("out", out, dtype, tuple(values.shape))
+    check_tensor("out", out, dtype, tuple(values.shape))
     if values.is_cuda:
-        from kernels.cuda import block_fp8
-
         block_fp8.decode_blocks(weight, out)
         return out
     if out.numel():
@@ -103,12 +76,11 @@ def block_linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor | None = None
     """hidden [M, K] @ decoded weight [N, K].T: [M, N] in the dtype of `hidden`, bfloat16 or float32.
 
     `scratch` bfloat16[N * K or more], on a GPU: where it is given and M is beyond the measured crossover, the weight is
-    decoded into it and torch multiplies. Raises BadInput for shapes that do not fit.
+    decoded into it and torch multiplies. On Hopper the kernel launched just ahead must not write the weight. Raises
+    BadInput for shapes that do not fit.
     """
     _check_hidden(hidden, weight, 2)
     if _launches(hidden):
-        from kernels.cuda import block_fp8
-
         return block_fp8.linear(hidden, weight, scratch)
     return hidden @ decode_blocks(weight, hidden.dtype).T
 
@@ -133,8 +105,6 @@ def block_experts(
     """
     _check_experts(hidden, chosen, weights, gate, up, down)
     if _launches(hidden):
-        from kernels.cuda import block_fp8
-
         return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total, quantized=False)
     return _experts(hidden, chosen, weights, gate, up, down, first_expert, quantized=False)
 
@@ -144,8 +114,6 @@ def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
 
     The scales of a GPU lie column by column, as torch's scaled_mm reads them."""
     if hidden.is_cuda:
-        from kernels.cuda import block_fp8
-
         return block_fp8.quantize_rows(hidden)
     rows, columns = hidden.shape
     blocks = -(-columns // BLOCK)
@@ -160,8 +128,6 @@ def block_linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
     """As block_linear, of the activations that quantize_rows gives."""
     _check_hidden(hidden, weight, 2)
     if _launches(hidden):
-        from kernels.cuda import block_fp8
-
         return block_fp8.linear_w8a8(hidden, weight)
     return _linear_w8a8(hidden, decode_blocks(weight, torch.float32))
 
@@ -179,8 +145,6 @@ def block_experts_w8a8(
     """As block_experts, with the rows of both products quantized."""
     _check_experts(hidden, chosen, weights, gate, up, down)
     if _launches(hidden):
-        from kernels.cuda import block_fp8
-
         return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total, quantized=True)
     return _experts(hidden, chosen, weights, gate, up, down, first_expert, quantized=True)
 
@@ -264,7 +228,7 @@ def _check_hidden(hidden: Tensor, weight: BlockFp8, dims: int) -> None:
             value=str(list(weight.values.shape)),
             remedy="pass one matrix to a linear product, a batch of them to experts",
         )
-    _check("hidden", hidden, hidden.dtype, (len(hidden), weight.values.shape[-1]))
+    check_tensor("hidden", hidden, hidden.dtype, (len(hidden), weight.values.shape[-1]))
     if hidden.device != weight.values.device:
         raise BadInput("is on another device", field="weight", value=str(weight.values.device), remedy="move it")
 
@@ -274,17 +238,9 @@ def _check_experts(
 ) -> None:
     _check_hidden(hidden, gate, 3)
     experts, middle, width = gate.values.shape
-    _check("up", up.values, E4M3, (experts, middle, width))
-    _check("down", down.values, E4M3, (experts, width, middle))
-    _check("chosen", chosen, torch.int64, (len(hidden), chosen.shape[-1]))
-    _check("weights", weights, torch.float32 if weights.dtype == torch.float32 else hidden.dtype, tuple(chosen.shape))
-
-
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise BadInput(
-            f"expected a contiguous {dtype}{list(shape)}".replace("torch.", ""),
-            field=name,
-            value=f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch."),
-            remedy="pass a contiguous tensor of that dtype and shape",
-        )
+    check_tensor("up", up.values, E4M3, (experts, middle, width))
+    check_tensor("down", down.values, E4M3, (experts, width, middle))
+    check_tensor("chosen", chosen, torch.int64, (len(hidden), chosen.shape[-1]))
+    check_tensor(
+        "weights", weights, torch.float32 if weights.dtype == torch.float32 else hidden.dtype, tuple(chosen.shape)
+    )

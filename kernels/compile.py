@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kernels.cuda import block_plans
 from kernels.cuda.attention import HOPPER, hopper_defines
 from kernels.cuda.index_topk import Indexer
 from kernels.cuda.jit import UNITS, Defines, Resources, compile_unit, row_defines
@@ -26,7 +27,7 @@ LAYOUTS: Final = ((656, 132, 0), (584, 132, 0), (1152, 256, 0), (13, 7, 0), (584
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
 # DeepSeek-V3.2's indexer in each pair of formats, and a small one whose heads fill no tile.
 INDEXERS: Final = (Indexer(64, 128, 2, 2), Indexer(64, 128, 2, 1), Indexer(64, 128, 4, 4), Indexer(4, 32, 4, 1))
-SHOWN: Final = ("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES")
+SHOWN: Final = ("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "TOKENS")
 
 
 def variants(arch: str) -> Iterator[tuple[str, Defines]]:
@@ -34,6 +35,7 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     yield "index_select", ()
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
         yield from (("attend_rows", hopper_defines(kind)) for kind in ("bfloat16", "fp8"))
+        yield from (("block_linear", defines) for defines in sorted({plan.defines for plan in block_plans.plans()}))
     yield from (("index_scores", indexer.defines(int(arch.removeprefix("sm_")))) for indexer in INDEXERS)
     clusters = int(arch.removeprefix("sm_")) >= 10 * CLUSTERS_SINCE[0]
     for place, (row_bytes, index_row_bytes, split) in enumerate(LAYOUTS):

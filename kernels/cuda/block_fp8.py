@@ -1,7 +1,8 @@
 """Products with block-FP8 weights on CUDA: the contracts of kernels/block_fp8.py, for bfloat16 activations.
 
-A product's tiles follow from its count of tokens alone, a bucket of the tables below; the splits of K from its shape
-and the number of multiprocessors. Figures behind both: benchmarks/RESULTS.md.
+Dense products of large weights on Hopper go to block_linear.py, by the table of block_plans.py; the others to Triton.
+There a product's tiles follow from its count of tokens alone, a bucket of the tables below; the splits of K from its
+shape and the number of multiprocessors. Figures behind both: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -9,24 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.block_weight import BLOCK, BlockFp8
+from kernels.cuda import block_linear
+from kernels.cuda.block_plans import CROSSOVER_TOKENS, UNBOUNDED, crossover_of, plan_of
 from kernels.cuda.triton_units import triton_unit
 from protocol.errors import BadInput
 
-if TYPE_CHECKING:
-    from kernels.block_fp8 import BlockFp8
-
-BLOCK: Final = 128
 #: Compute capability that converts e4m3 in hardware; below it, kernels shift bits.
 FP8_SINCE: Final = (8, 9)
-
-
-UNBOUNDED: Final = 1 << 30
 
 
 class Tiles(NamedTuple):
@@ -60,8 +57,6 @@ EXPERT_W8A8_TILES: Final = {
     24: (Tiles(64, 32, 4, 4, 3), Tiles(64, 32, 4, 4, 3)),
     UNBOUNDED: (Tiles(64, 64, 4, 3, 2), Tiles(128, 64, 4, 4, 1)),
 }
-#: Tokens from which a weight decoded to scratch and torch's product take less time than a product that decodes.
-CROSSOVER_TOKENS: Final = 320
 #: Tokens of one piece of a prompt: bounds what its experts' rows take.
 PIECE_TOKENS: Final = 2048
 #: cuBLAS takes scales by blocks on this major compute capability, counts of tokens in whole parts of LIBRARY_TOKENS,
@@ -103,11 +98,18 @@ def decode_blocks(weight: BlockFp8, out: Tensor) -> None:
     )
 
 
-def linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-    """As kernels.block_fp8.block_linear; `tiles` other than the table's, for measurements."""
-    if scratch is not None and len(hidden) >= CROSSOVER_TOKENS:
+def linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor | None) -> Tensor:
+    """As kernels.block_fp8.block_linear: decoded by Hopper's kernel, by Triton's, or to scratch."""
+    (tokens, k), n = hidden.shape, len(weight.values)
+    if scratch is not None and tokens >= crossover(weight):
         return decoded_linear(hidden, weight, scratch)
-    return _linear(hidden, None, weight, tiles)
+    plan = plan_of(n, k, tokens) if tokens and block_linear.takes(weight) else None
+    return _linear(hidden, None, weight) if plan is None else block_linear.linear(hidden, weight, plan)
+
+
+def crossover(weight: BlockFp8) -> int:
+    """Tokens from which `linear` decodes to scratch, where it is given any."""
+    return crossover_of(*weight.values.shape) if block_linear.takes(weight) else CROSSOVER_TOKENS
 
 
 def decoded_linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ def linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
 def own_linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
     """As linear_w8a8, for every shape."""
     values, scales = _quantize(hidden, len(hidden))
-    return _linear(values, scales, weight, _bucket(LINEAR_W8A8_TILES, len(hidden)))
+    return _linear(values, scales, weight)
 
 
 def _library_takes(weight: BlockFp8, device: torch.device) -> bool:
@@ -146,14 +148,16 @@ def _library_takes(weight: BlockFp8, device: torch.device) -> bool:
     return whole and torch.cuda.get_device_capability(device)[0] == LIBRARY_SINCE
 
 
-def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8, tiles: Tiles | None) -> Tensor:
+def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8) -> Tensor:
+    """By Triton; `row_scales`: of quantized activations."""
     (tokens, k), n = hidden.shape, len(weight.values)
     _check_size("weight", n * k)
     _check_size("hidden", tokens * k)
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device=hidden.device)
     if not out.numel():
         return out
-    tiles = tiles or _bucket(LARGE_LINEAR_TILES if n * k >= LARGE_VALUES else LINEAR_TILES, tokens)
+    weight_only = LARGE_LINEAR_TILES if n * k >= LARGE_VALUES else LINEAR_TILES
+    tiles = _bucket(weight_only if row_scales is None else LINEAR_W8A8_TILES, tokens)
     grid = (-(-tokens // tiles.tokens), -(-n // tiles.n))
     blocks = _blocks(k)
     span = _span(grid[0] * grid[1], blocks, tiles.resident * _multiprocessors(hidden.device))

@@ -251,6 +251,13 @@ def _module(unit: str, defines: Defines, device: int) -> Any:
     return _call(_bindings("driver").cuModuleLoadData, compiled.cubin)
 
 
+def capture_id(stream: int) -> int:
+    """Number of the capture that the CUDA stream at address `stream` takes part in; 0: of none."""
+    driver = _bindings("driver")
+    status, number, *_ = _results(driver.cuStreamGetCaptureInfo, driver.CUstream(stream))
+    return int(number) if int(status) == int(driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE) else 0
+
+
 def _read(place: Path) -> Compiled | None:
     try:
         head, cubin = place.read_bytes().split(b"\n", 1)
@@ -297,10 +304,16 @@ def _log(nvrtc: Any, program: Any) -> str:
 
 def _call(function: Any, *arguments: Any) -> Any:
     """The result of a driver or NVRTC call. Raises InternalError naming call and status."""
+    results = _results(function, *arguments)
+    return results[0] if results else None
+
+
+def _results(function: Any, *arguments: Any) -> tuple[Any, ...]:
+    """All results of a call, as _call."""
     status, *results = function(*arguments)
     if int(status) != 0:
         raise InternalError(f"{function.__name__}: {status!r}", field="cuda")
-    return results[0] if results else None
+    return tuple(results)
 
 
 @lru_cache(maxsize=2)

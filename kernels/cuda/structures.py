@@ -299,4 +299,30 @@ class AttendRows(Structure):
     _fields_ = fields(members)
 
 
+class TensorMap(Structure):
+    """A CUtensorMap, as the driver encodes it."""
+
+    align = 64
+    members = (("u32", "words[32]"),)
+    _fields_ = fields(members)
+
+
+class BlockLinear(Structure):
+    """A dense product with a block-FP8 weight: out [tokens, n]."""
+
+    members = (
+        ("TensorMap", "codes", "[n / 2, 2, K]"),
+        ("TensorMap", "hidden", "[tokens, K]"),
+        ("const float*", "scales", "[ceil(n / 128), blocks]"),
+        ("u16*", "out", "[tokens, n]"),
+        ("float*", "partial", "[ranges, rows, tokens] of tiles; null where no range begins inside of a tile"),
+        ("i32*", "flags", "[ranges, teams]: zero between launches"),
+        ("i32", "tokens, n"),
+        ("i32", "blocks", "of K"),
+        ("i32", "units", "tiles * blocks"),
+        ("i32", "token_tiles, unused[3]"),
+    )
+    _fields_ = fields(members)
+
+
 STRUCTURES: Final[tuple[type[Structure], ...]] = tuple(Structure.__subclasses__())

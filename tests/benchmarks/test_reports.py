@@ -205,6 +205,31 @@ def find_cell(cells: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     return next(it for it in cells if wanted.items() <= it.items())
 
 
+def product_figures() -> Iterator[str]:
+    """What RESULTS.md says of block-FP8 products."""
+    rows = rows_of("block_fp8-H200.json")
+    experts = {it["tokens"]: it for it in rows if it["part"] == "experts"}
+    met = [experts[tokens] for tokens in (64, 128, 256)]
+    times, shares = ([it[name] for it in met] for name in ("us", "times_memory"))
+    yield f"64 to 256 tokens of the group: {min(times):.0f} to {max(times):.0f} µs"
+    yield f"experts {min(shares):.2f} to {max(shares):.2f} × the bytes"
+    yield f"512 tokens {experts[512]['us']:.0f} µs, {experts[512]['times_memory']:.2f}"
+    o = {it["tokens"]: it["us"] for it in rows if it.get("name") == "o"}
+    yield f"1 token {o[1]:.1f} µs, 64 tokens {o[64]:.1f}, 512 tokens {o[512]:.0f}"
+    large = [it for it in rows if it.get("name") in ("o", "mlp up", "mlp down")]
+    for tokens, said in (
+        ((1, 16), "up to 16 tokens"),
+        *(((count,), f"at {count}") for count in (32, 64, 128, 256, 512)),
+    ):
+        shares = [it["times_floor"] for it in large if it["tokens"] in tokens]
+        yield f"{min(shares):.2f} to {max(shares):.2f} {said}"
+    shares = [it["w8a8_us"] / it["us"] for it in large if it["tokens"] >= 512]
+    yield f"w8a8 takes {min(shares):.1f} to {max(shares):.1f} of the time"
+    up, k = (find_cell(rows, name=name, tokens=1) for name in ("shared up", "index k"))
+    yield f"`shared up` {up['us']:.1f} µs, {up['times_floor']:.1f} ×"
+    yield f"`index k` {k['us']:.0f} µs, {k['times_floor']:.0f} ×"
+
+
 def verdict_figures() -> Iterator[str]:
     """What RESULTS.md says in words, from the results."""
     cells = rows_of("swap_in-H200.json")
@@ -226,6 +251,7 @@ def verdict_figures() -> Iterator[str]:
     yield f"32k: {1e3 * long['managed_resumed_s']:.1f} ms, prefill {1e3 * long['managed_first_token_s']:,.0f} ms"
     index = rows_of("index_topk-H200.json")
     yield f"131,072 tokens × 64: {index[11]['us']:.0f} µs bfloat16, {index[23]['us']:.0f} fp8"
+    yield from product_figures()
     starts = report.result("warm_start-H200.json")["rows"]
     yield f"{starts['cold']['misses']:,} to {starts['warm']['misses']:,}"
 

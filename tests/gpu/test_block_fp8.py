@@ -11,7 +11,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from kernels.block_fp8 import (  # noqa: E402
-    BlockFp8,
     block_experts,
     block_experts_w8a8,
     block_linear,
@@ -20,7 +19,9 @@ from kernels.block_fp8 import (  # noqa: E402
     prepare_block_fp8,
     quantize_rows,
 )
-from kernels.cuda.block_fp8 import CROSSOVER_TOKENS, PIECE_TOKENS, own_linear_w8a8  # noqa: E402
+from kernels.block_weight import BlockFp8  # noqa: E402
+from kernels.cuda.block_fp8 import PIECE_TOKENS, own_linear_w8a8  # noqa: E402
+from kernels.cuda.block_plans import CROSSOVER_TOKENS  # noqa: E402
 from tests.kernels.test_block_fp8 import draw  # noqa: E402
 
 SHAPES = [(576, 7168), (256, 1152), (1536, 512), (128, 7168), (64, 128), (200, 300), (24, 48), (1, 5)]

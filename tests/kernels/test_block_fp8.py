@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.block_fp8 import (
-    BLOCK,
-    BlockFp8,
     block_experts,
     block_experts_w8a8,
     block_linear,
@@ -21,6 +19,7 @@ from kernels.block_fp8 import (
     prepare_block_fp8,
     quantize_rows,
 )
+from kernels.block_weight import BLOCK, BlockFp8
 from protocol.errors import BadInput
 
 E4M3 = torch.float8_e4m3fn

@@ -18,6 +18,7 @@ import torch
 from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, structures
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
+from kernels.cuda.block_plans import Plan, plans
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
 from kernels.layout import Geometry
@@ -27,7 +28,7 @@ from protocol.errors import BadInput, ConfigError, InternalError
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
 
 DEFINES = jit.row_defines(Geometry(1, 656, (0,), 132, 2048))
-REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168}
+REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168, "block_linear": 168}
 TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 
 
@@ -45,7 +46,9 @@ def test_every_variant_compiles_without_spills(
     monkeypatch.setattr(kernels_compile, "compile_unit", partial(jit.cached_unit, directory=kernel_cache))
     assert kernels_compile.main(["--arch", arch, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    alone = {"null_kernel", "index_scores", "index_select"} | ({"attend_rows"} if arch == "sm_90" else set())
+    alone = {"null_kernel", "index_scores", "index_select"} | (
+        {"attend_rows", "block_linear"} if arch == "sm_90" else set()
+    )
     assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
     for line in lines:
         assert line["arch"] == arch
@@ -81,6 +84,8 @@ class Instruction:
         self.loads_once = self.opcode == 0x981 and bool(high >> 22 & 1)  # LDG.E.NA
         self.scoreboard = high >> 46 & 7  # that counts it until its result is there; 7: none
         self.awaits = high >> 52 & 63  # a bit for each scoreboard
+        self.multiplies = self.opcode == 0xDF0  # HGMMA
+        self.closes_group = self.multiplies and not high >> 20 & 7  # gsb0
         self.moves_stack = self.opcode == 0x836 and self.target == self.source == 1  # VIADD R1, R1
 
 
@@ -100,6 +105,17 @@ def test_hopper_attention_fits_its_shared_memory() -> None:
         check = f"static_assert(sizeof(hisparse::Shared) == {HOPPER_SHARED_BYTES});"
         source = f'#include "attend_rows.cuh"\n{check}\n'
         jit.compile_source(source, "attend_rows", hopper_defines(kind), "sm_90a")
+
+
+@pytest.mark.parametrize("plan", sorted({plan._replace(least=2) for plan in plans()}), ids=str)
+def test_products_of_block_linear_are_asynchronous(plan: Plan, kernel_cache: Path) -> None:
+    """Where ptxas takes the sums to be in use, it waits after every product. Of an asynchronous group of products the
+    last one alone is counted (gsb0)."""
+    text = section(jit.cached_unit("block_linear", plan.defines, "sm_90", kernel_cache).cubin, ".text.block_linear")
+    code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
+    products = [it for it in code if it.multiplies]
+    assert len(products) == 2 * plan.chunk
+    assert sum(it.closes_group for it in products) == 2
 
 
 def test_header_is_generated() -> None:

@@ -17,7 +17,7 @@ those of the moment of launch.
 One step in TIMED_EVERY is timed, and stands for as many: the device's part of it, and each swap-in. Where there are
 graphs, such a step replays a second one, captured with timing events as nodes.
 
-A step with a request that adjusts its logits (worker/runners/adjust.py) replays a graph of its forward pass alone, and
+A step with a request that adjusts its logits (worker/runners/logits.py) replays a graph of its forward pass alone, and
 launches its draws behind it one by one. All other steps are one graph, draws included.
 
 Rejected: timing events in every step's graph (a microsecond or two each, two per layer); begin_step and the upload

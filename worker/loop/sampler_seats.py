@@ -1,4 +1,4 @@
-"""What requests ask of their draws, written into the tables that the device reads (worker/runners/base.py, adjust.py).
+"""What requests ask of their draws, written into the tables that the device reads (worker/runners/base.py, logits.py).
 
 A request that adjusts its logits brings lists: biases, ends, the tokens of its prompt, and how often each generated
 token was fed before it came here. They travel through pinned memory, in buffers used in turn.
@@ -16,8 +16,8 @@ from protocol.messages import LOGIT_BIAS_MAX, Sampling
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring, host_tensor
 from worker.loop.output import end_token_ids
-from worker.runners.adjust import COUNT_MAX, ENDS_MAX, AdjustTables
 from worker.runners.base import SamplerState
+from worker.runners.logits import COUNT_MAX, ENDS_MAX, AdjustTables
 from worker.streams import Stream
 
 NO_TOKENS = np.zeros(0, dtype=np.int64)

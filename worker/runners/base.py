@@ -32,7 +32,8 @@ from kernels.layout import Geometry
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
-from worker.runners.adjust import Adjust, AdjustTables
+from worker.runners.adjust import Adjust
+from worker.runners.logits import AdjustTables
 
 if TYPE_CHECKING:
     from kernels.state import DeviceState, StepBatch
@@ -71,7 +72,7 @@ class SamplerState:
     | top_p       | float32 [seats] | 1 keeps the whole vocabulary                                        |
     | seed        | int64 [seats]   | any 64-bit pattern; with the position it determines every draw      |
 
-    `adjust` says how logits are adjusted before (worker/runners/adjust.py).
+    `adjust` says how logits are adjusted before (worker/runners/logits.py).
     """
 
     last_token: torch.Tensor

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
-from worker.runners.adjust import Adjust, adjusted, narrowed
+from worker.runners.adjust import Adjust
+from worker.runners.logits import adjusted, narrowed
 
 if TYPE_CHECKING:
     from worker.runners.base import SamplerState

@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import BlockFp8
+from kernels.block_weight import BlockFp8
 from protocol.errors import ConfigError
 from worker.weights.layout import EXPERT, TensorSpec, tensors_of
 from worker.weights.writing import quantize_blocks, write_repository

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kernels.block_fp8 import BlockFp8
+from kernels.block_weight import BlockFp8
 from protocol.logs import fields, logger
 from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
 from worker.weights.matching import Match, match

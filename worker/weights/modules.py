@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from kernels.block_fp8 import (
-    BLOCK,
-    BlockFp8,
     block_experts,
     block_experts_w8a8,
     block_linear,
     block_linear_w8a8,
     prepare_block_fp8,
 )
+from kernels.block_weight import BLOCK, BlockFp8
 from worker.weights.layout import scale_shape
 
 

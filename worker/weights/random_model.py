@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import BlockFp8
+from kernels.block_weight import BlockFp8
 from worker.weights.layout import ExpertShare, TensorSpec, tensors_of
 from worker.weights.model import ModelTensors, completed, empty_model, is_held_in_fp8
 from worker.weights.synth import QUANTILE_GAIN, normal_quantiles

@@ -24,7 +24,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import BLOCK, BlockFp8, decode_blocks
+from kernels.block_fp8 import decode_blocks
+from kernels.block_weight import BLOCK, BlockFp8
 from protocol.errors import ConfigError
 from worker.weights.safetensors_header import ELEMENT_BYTES, FIELD
 from worker.weights.shards import Shards

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import BLOCK
+from kernels.block_weight import BLOCK
 from protocol.errors import ConfigError
 from worker.weights.layout import TensorSpec, scale_shape, tensors_of
 from worker.weights.writing import SHARD_BYTES, write_repository

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import BLOCK, BlockFp8
+from kernels.block_weight import BLOCK, BlockFp8
 from kernels.row_format import E4M3_MAX
 from worker.weights.layout import SCALE_SUFFIX, TensorSpec, scale_shape
 from worker.weights.quantization import VALUES_DTYPE

@@ -204,4 +204,25 @@ struct AttendRows {
 };
 static_assert(sizeof(AttendRows) == 56, "as ctypes lays it out");
 
+// A CUtensorMap, as the driver encodes it.
+struct alignas(64) TensorMap {
+    u32 words[32];
+};
+static_assert(sizeof(TensorMap) == 128, "as ctypes lays it out");
+
+// A dense product with a block-FP8 weight: out [tokens, n].
+struct BlockLinear {
+    TensorMap codes;      // [n / 2, 2, K]
+    TensorMap hidden;     // [tokens, K]
+    const float* scales;  // [ceil(n / 128), blocks]
+    u16* out;             // [tokens, n]
+    float* partial;       // [ranges, rows, tokens] of tiles; null where no range begins inside of a tile
+    i32* flags;           // [ranges, teams]: zero between launches
+    i32 tokens, n;
+    i32 blocks;           // of K
+    i32 units;            // tiles * blocks
+    i32 token_tiles, unused[3];
+};
+static_assert(sizeof(BlockLinear) == 320, "as ctypes lays it out");
+
 }  // namespace hisparse

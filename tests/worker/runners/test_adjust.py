@@ -16,8 +16,9 @@ from protocol.messages import Sampling
 from worker.device.sizing import sampler_seat_bytes
 from worker.loop.output import Output
 from worker.loop.sampler_seats import SamplerSeats
-from worker.runners.adjust import COUNT_MAX, Adjust
+from worker.runners.adjust import Adjust
 from worker.runners.base import SamplerState
+from worker.runners.logits import COUNT_MAX
 from worker.runners.sampling import draw
 from worker.streams import make_streams
 

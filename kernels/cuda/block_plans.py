@@ -1,0 +1,125 @@
+"""Which kernel forms a dense block-FP8 product on Hopper, and how src/block_linear.cuh deals its work. Pure.
+
+A *unit* is one block of K of one tile: `Plan.rows` rows of weights by `Plan.tokens` tokens. All units lie in a line,
+the blocks of a tile together, tiles of tokens fastest. Block of threads b of a launch takes range ranges - 1 - b of
+that line. A range that begins inside of a tile first of all gives the sums of that part away; the range that holds the
+tile's first unit owns the tile and adds them in ascending order. Givers of a tile have higher numbers than its owner:
+they were launched before it, and wait for nothing before they give. (Stream-K: Osama, Merrill, Cecka, Garland, Owens,
+2023.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+BLOCK: Final = 128
+TEAM_ROWS: Final = 64
+#: Behind the stages in shared memory: two barriers of 8 bytes for each; before them: room to align.
+BARRIER_BYTES: Final = 256
+ALIGN_BYTES: Final = 1024
+#: Copies of the tensor engine: bytes of a row of codes come in whole parts, and so does the address of a tensor.
+COPY_BYTES: Final = 16
+
+
+class Plan(NamedTuple):
+    """A block of threads multiplies teams x 64 rows of weights by `tokens` tokens. `stages`: of 128 values of K in
+    shared memory; `chunk`: matrix instructions whose weights are decoded together; `least`: units of a range."""
+
+    tokens: int
+    teams: int
+    stages: int
+    chunk: int = 4
+    least: int = 2
+
+    @property
+    def rows(self) -> int:
+        return self.teams * TEAM_ROWS
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        named = {"TOKENS": self.tokens, "TEAMS": self.teams, "STAGES": self.stages, "CHUNK": self.chunk}
+        return ("WGMMA", 1), *named.items()
+
+    @property
+    def shared_bytes(self) -> int:
+        return ALIGN_BYTES + self.stages * BLOCK * (self.rows + 2 * self.tokens) + BARRIER_BYTES
+
+
+class Choice(NamedTuple):
+    """Of weights of `values` or more: plans by the largest count of tokens (None: Triton's kernel), and the count from
+    which a weight decoded to scratch and torch's product take less time."""
+
+    values: int
+    plans: Mapping[int, Plan | None]
+    crossover: int
+
+
+UNBOUNDED: Final = 1 << 30
+_LONG: Final = Plan(256, 2, 2, 2)
+_FEW: Final = {64: Plan(64, 4, 4), 128: Plan(128, 3, 4), UNBOUNDED: _LONG}
+#: Largest weights first. Measured on an H200 (benchmarks/NOTES.md). Up to APART_TOKENS a tile has all tokens, so that
+#: sums of a row do not depend on its place among the others: tiles are split at different blocks of K.
+APART_TOKENS: Final = 256
+CHOICES: Final = (
+    Choice(64_000_000, {16: Plan(16, 3, 7), 32: Plan(32, 4, 5), **_FEW}, 1280),
+    Choice(30_000_000, {32: None, **_FEW}, 1280),
+    Choice(10_000_000, {128: None, UNBOUNDED: _LONG._replace(least=8)}, 576),
+)
+#: Of weights below those, and on other cards.
+CROSSOVER_TOKENS: Final = 320
+
+
+def fits(n: int, k: int) -> bool:
+    """Whether the kernel takes a weight [n, k]: it stores two rows of weights at once, and copies whole parts of K."""
+    return n % 2 == 0 and k % COPY_BYTES == 0
+
+
+def plan_of(n: int, k: int, tokens: int) -> Plan | None:
+    """The plan of a product of `tokens` tokens with a weight [n, k]; None: Triton's kernel takes less time."""
+    choice = _choice(n * k)
+    if choice is None or not fits(n, k):
+        return None
+    return next(plan for most, plan in choice.plans.items() if tokens <= most)
+
+
+def crossover_of(n: int, k: int) -> int:
+    """Tokens from which a weight decoded to scratch takes less time than the kernel that plan_of names."""
+    choice = _choice(n * k)
+    return CROSSOVER_TOKENS if choice is None or not fits(n, k) else choice.crossover
+
+
+def plans() -> list[Plan]:
+    """All that plan_of may name."""
+    return [plan for choice in CHOICES for plan in choice.plans.values() if plan]
+
+
+def _choice(values: int) -> Choice | None:
+    return next((choice for choice in CHOICES if values >= choice.values), None)
+
+
+class Work(NamedTuple):
+    """The line of units, cut into `ranges`."""
+
+    blocks: int  # of K
+    token_tiles: int
+    units: int
+    ranges: int
+
+    def begin(self, number: int) -> int:
+        """First unit of a range; of number `ranges`, the end of the line."""
+        return self.units * number // self.ranges
+
+    @property
+    def splits_tiles(self) -> bool:
+        """False where no range begins inside of a tile."""
+        return self.units % self.ranges != 0 or self.units // self.ranges % self.blocks != 0
+
+
+@lru_cache(maxsize=4096)
+def work_of(n: int, k: int, tokens: int, plan: Plan, multiprocessors: int) -> Work:
+    """At most one range for each multiprocessor, of plan.least units or more where there are as many."""
+    blocks, token_tiles = -(-k // BLOCK), -(-tokens // plan.tokens)
+    units = -(-n // plan.rows) * token_tiles * blocks
+    return Work(blocks, token_tiles, units, min(multiprocessors, -(-units // plan.least)))
