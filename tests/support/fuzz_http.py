@@ -34,6 +34,7 @@ from typing import Final
 import msgspec
 import trio
 
+from coordinator import gc_policy
 from coordinator.scheduling.events import Handle
 from protocol import logs, messages
 from tests.hisparse.test_http_tls import write_pair
@@ -126,7 +127,8 @@ class AnsweringRig(GatewayRig):
 async def coordinate(directory: Path) -> None:
     logs.configure("info", "text")
     async with trio.open_nursery() as nursery, running(AnsweringRig(directory, nursery)):
-        await trio.sleep_forever()
+        gc_policy.settle()  # as coordinator.service does
+        await gc_policy.collect()
 
 
 def ask_on(port: int) -> None:
