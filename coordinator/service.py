@@ -35,6 +35,7 @@ from coordinator.listener.authentication import CurveGuard
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX
 from coordinator.listener.descriptors import make_room
 from coordinator.listener.dropped import Dropped
+from coordinator.listener.received_bytes import map_large_buffers
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
@@ -84,6 +85,7 @@ def run_coordinator(config: Config) -> int:
     process must end.
     """
     logs.configure(config.cluster.log_level, config.cluster.log_format)
+    map_large_buffers()
     counters = CoordinatorCounters()
     with (
         open_zap(config, counters) as zap,

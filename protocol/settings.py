@@ -114,6 +114,7 @@ class HttpSettings(Settings, frozen=True):
     tls_cert_file: str = ""  # certificate chain, PEM; with tls_key_file, the port speaks HTTPS instead of HTTP
     tls_key_file: str = ""  # private key, PEM; other users may not have access to the file
     cors_origins: str = ""  # origins of web pages that may read answers, comma-separated, or *; empty: none
+    page: bool = True  # a chat page for people at /; its requests take an API key as others do
     requests_max: int = 256  # requests served at the same time; further ones get 429
     worker_wait_s: float = 30.0  # while no worker can take it, a request waits this long; then it gets 503
     reattach_grace_s: float = 10.0  # a request of the client's own id outlives its connection this long

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Protocol
@@ -66,8 +66,17 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def detokenizer(self) -> Detokenizer:
-        """A decoder for one output."""
+    def detokenizer(self, shown: Collection[str] = ()) -> Detokenizer:
+        """A decoder for one output. Special tokens have no text, except those whose text is in `shown`."""
+        ...
+
+    def knows(self, text: str) -> bool:
+        """Whether `text` is one token of the vocabulary."""
+        ...
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts of special tokens."""
         ...
 
 
@@ -88,8 +97,15 @@ class ByteTokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode())
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, shown: Collection[str] = ()) -> Detokenizer:
         return _ByteDetokenizer()
+
+    def knows(self, text: str) -> bool:
+        return len(text.encode()) == 1
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        return ()
 
 
 class _ByteDetokenizer:
@@ -136,19 +152,41 @@ class JsonTokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
-    def detokenizer(self) -> Detokenizer:
-        return _JsonDetokenizer(self._tokenizer)
+    def detokenizer(self, shown: Collection[str] = ()) -> Detokenizer:
+        texts = {self._tokenizer.token_to_id(text): text for text in shown}
+        special = {number for number, it in self._added_tokens.items() if it.special}
+        return _JsonDetokenizer(self._tokenizer, {it: texts[it] for it in special & texts.keys()})
+
+    def knows(self, text: str) -> bool:
+        return self._tokenizer.token_to_id(text) is not None
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        return tuple(it.content for it in self._added_tokens.values() if it.special)
+
+    @cached_property
+    def _added_tokens(self) -> dict[int, Any]:
+        tokens: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        return tokens
 
 
 class _JsonDetokenizer:
-    """The library's DecodeStream holds text back while the next token may change it; `finish` decodes that rest."""
+    """The library's DecodeStream holds text back while the next token may change it; `finish` decodes that rest.
 
-    def __init__(self, tokenizer: Any) -> None:
+    `shown`: special tokens that have text, by id. The stream would leave them out, so it ends before each and begins
+    anew after it.
+    """
+
+    def __init__(self, tokenizer: Any, shown: Mapping[int, str]) -> None:
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._held: list[int] = []
+        self._stream = self._begin()
+
+    def _begin(self) -> Any:
         from tokenizers.decoders import DecodeStream
 
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._held: list[int] = []
+        return DecodeStream(skip_special_tokens=True)
 
     @property
     def pending(self) -> bool:
@@ -157,6 +195,10 @@ class _JsonDetokenizer:
     def push(self, tokens: Sequence[int]) -> str:
         text = ""
         for token in tokens:
+            if token in self._shown:
+                text += self.finish() + self._shown[token]
+                self._stream = self._begin()
+                continue
             piece = self._stream.step(self._tokenizer, token)
             self._held = [*self._held, token] if piece is None else []
             text += piece or ""

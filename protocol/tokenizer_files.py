@@ -38,13 +38,13 @@ class TokenizerFile:
 
 
 def read_tokenizer(path: str | Path) -> TokenizerFile:
-    """The tokenizer of a checkpoint directory; kind "bytes" when it has no tokenizer.json.
+    """The tokenizer of a checkpoint directory, with its chat template; kind "bytes" when it has no tokenizer.json.
 
-    Raises ConfigError when the file cannot be read.
+    Raises ConfigError when a file cannot be read.
     """
     file = Path(path) / "tokenizer.json"
     if not os.path.lexists(file):
-        return TokenizerFile(BYTES)
+        return TokenizerFile(BYTES, chat_template=_chat_template(Path(path)))
     data, _ = read_small_file(file, FIELD, bytes_max=TOKENIZER_BYTES_MAX)
     return TokenizerFile(JSON, data, _chat_template(Path(path)))
 

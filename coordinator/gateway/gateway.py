@@ -33,11 +33,13 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.errors import BadInput, CapacityError, HiSparseError, ProtocolError
 from protocol.messages import KEY_PRIORITY_DEFAULT, NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
-from protocol.transport.frames import read_frame
+from protocol.transport.frames import check_size, read_frame
 from protocol.transport.keys import ALLOWED_FILE, AllowedKey
 
 #: Commands of all connections that wait for the Scheduler; further ones are refused.
 ASKS_MAX: Final = 4_096
+#: A first message above it is no hello. It is not decoded.
+HELLO_BYTES_MAX: Final = 64 * 1024
 #: When the coordinator stops: time to answer the commands in progress.
 LAST_ANSWERS_S: Final = 1.0
 #: Rows in one reply.
@@ -127,24 +129,32 @@ class Gateway:
     # ------------------------------------------------------------ receiving
 
     async def _read(self, role: str, nursery: trio.Nursery) -> None:
+        flood_control, connections = self._flood_controls[role], self._deliveries.connections
         while True:
-            for received in await self._sockets[role].recv_batch():
-                if not self._flood_controls[role].admits(received, trio.current_time()):
+            batch = await self._sockets[role].recv_batch()
+            batch.sort(key=lambda it: connections.find(role, it.peer) is None)  # in order for each connection
+            for received in batch:
+                if not flood_control.admits(received, trio.current_time()):
                     continue
                 try:
                     self._receive(role, received, nursery)
                 except HiSparseError as error:
                     self._refuse(role, received, error)
+                    await flood_control.pause()
 
     def _receive(self, role: str, received: Received, nursery: trio.Nursery) -> None:
         """Handle one frame. Raises HiSparseError when it cannot be read or its connection is unknown or refused."""
-        message = read_frame(self._decode[role], received.frame, self._sockets[role].message_bytes_max, role)
+        bytes_max = self._sockets[role].message_bytes_max
         connection = self._deliveries.connections.find(role, received.peer)
+        check_size(received.frame_bytes, bytes_max, role)
+        if connection is None and received.frame_bytes > HELLO_BYTES_MAX:
+            raise _no_hello()  # before it is decoded
+        message = read_frame(self._decode[role], received.frame, bytes_max, role)
         if isinstance(message, messages.Hello):
             connection = connection or self._greet(role, received, message)
             self._deliveries.send(connection, self._welcome())
         elif connection is None:
-            raise ProtocolError("no hello on this connection", field="message", remedy="send Hello first")
+            raise _no_hello()
         else:
             self._serve(connection, message, message.tag, nursery)
 
@@ -315,6 +325,10 @@ def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
         messages.DropPrefixes: lambda peer, m: it.drop_prefixes(m.prefix_ids, m.owners, peer.owner),
         messages.StopCoordinator: lambda peer, m: it.stop(m.deadline_s, peer.owner),
     }
+
+
+def _no_hello() -> ProtocolError:
+    return ProtocolError("no hello on this connection", field="message", remedy="send Hello first")
 
 
 def _failure(tag: int, error: HiSparseError) -> messages.Failure:

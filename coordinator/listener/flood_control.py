@@ -1,9 +1,15 @@
-"""Flood control of a listener: messages above a sender's rate are dropped, and only the first of them is answered."""
+"""Flood control of a listener: messages above a sender's rate are dropped, and only the first of them is answered.
+
+A message that is refused takes longer than one that is answered. So other tasks, those of the other listeners too, have
+their turn after every REFUSED_PER_TURN of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
+
+import trio
 
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.rate_limiter import RateLimiter, RateVerdict, cost_of
@@ -13,6 +19,7 @@ from protocol.errors import CapacityError, HiSparseError
 #: Reasons under which dropped messages and ended connections are counted.
 RATE: Final = "rate"
 CUT: Final = "cut"
+REFUSED_PER_TURN: Final = 2
 
 
 class FloodControl:
@@ -29,6 +36,7 @@ class FloodControl:
         self._rate_limiter = rate_limiter
         self._dropped = dropped
         self._refuse = refuse
+        self._refused = 0
 
     def admits(self, received: Received, now: float) -> bool:
         """Whether to read `received`. The rate is per user, over all of its connections; without keys, per connection.
@@ -36,7 +44,7 @@ class FloodControl:
         A message that is not read is counted. By its RateVerdict it is answered, ignored, or its connection is ended.
         """
         sender = received.user.encode() or received.peer
-        match self._rate_limiter.judge(sender, received.peer, cost_of(len(received.frame)), now):
+        match self._rate_limiter.judge(sender, received.peer, cost_of(received.frame_bytes), now):
             case RateVerdict.TAKE:
                 return True
             case RateVerdict.REFUSE:
@@ -50,6 +58,13 @@ class FloodControl:
                 self._dropped.note(CUT, received.descriptor, "went on sending too many messages", now)
                 self._socket.cut(received)
         return False
+
+    async def pause(self) -> None:
+        """After a message that was refused. Not cancelled: the rest of its batch would be lost."""
+        self._refused += 1
+        if self._refused >= REFUSED_PER_TURN:
+            self._refused = 0
+            await trio.lowlevel.cancel_shielded_checkpoint()
 
     def _error(self) -> CapacityError:
         limiter = self._rate_limiter

@@ -26,6 +26,10 @@ OFFSET_MIN: Final = 1 << 30
 #: Place of tcpi_bytes_received in struct tcp_info.
 RECEIVED_AT: Final = 128
 
+MAPPED_BYTES_MIN: Final = 128 * 1024
+#: Of mallopt(3).
+M_MMAP_THRESHOLD: Final = -3
+
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -85,6 +89,14 @@ def resident_bytes() -> int:
 def _statm(pid: int) -> int:
     """A descriptor that is read again and again."""
     return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def map_large_buffers() -> None:
+    """Have glibc map buffers from MAPPED_BYTES_MIN on and unmap them when they are freed. By itself it learns from each
+    large buffer that is freed to keep the next ones, up to 32 MiB; `return_memory` then has to find them. At the start
+    of the process; other C libraries are left as they are."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN)
 
 
 def return_memory() -> None:

@@ -49,6 +49,8 @@ CONNECTIONS_MAX: Final = 4_096
 #: would hold up all other tasks for seconds.
 BATCH_MESSAGES_MAX: Final = 16
 BATCH_PARTS_MAX: Final = 256
+#: A batch ends with the message that brings it to so many bytes.
+BATCH_BYTES_MAX: Final = 256 * 1024
 
 #: As plain numbers: pyzmq's flags are enums, and its multipart calls combine them for each part, which takes twice as
 #: long as the rest of a call.
@@ -69,6 +71,7 @@ class Sent(enum.Enum):
 
 class Received(NamedTuple):
     """`frame` from connection `peer`. A message that is not exactly one frame arrives as b"", which no codec accepts.
+    So does a frame above the role's limit: copying 16 MiB that are refused would hold up the other tasks for 10 ms.
 
     `pid` is the process that made the connection, attested by the kernel; 0 when unknown (not ipc, `credentials` not
     set, another namespace). `user` is the user of the connection's key, "" without keys. `descriptor` may have been
@@ -80,6 +83,12 @@ class Received(NamedTuple):
     pid: int
     user: str = ""
     descriptor: int = -1
+    too_large_bytes: int = 0  # of a frame above the role's limit; 0 of others
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the frame as it was sent; 0 of several frames."""
+        return self.too_large_bytes or len(self.frame)
 
 
 class RouterSocket(Watched):
@@ -131,8 +140,8 @@ class RouterSocket(Watched):
             self._lock.release()
             raise unusable(endpoint, error) from error
         self._peer: zmq.Frame | None = None
-        self._parts = self._taken_bytes = self._parts_left = 0
-        self._frame = b""
+        self._parts = self._taken_bytes = self._parts_left = self._bytes_left = 0
+        self._frame, self._too_large_bytes = b"", 0
         self._credentials = credentials and endpoint.startswith("ipc://")
         self.endpoint = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
         super().__init__(socket)
@@ -141,7 +150,7 @@ class RouterSocket(Watched):
         """Wait for messages, then take all that have arrived, at most BATCH_MESSAGES_MAX. Cancelled: none was taken."""
         while True:
             await trio.lowlevel.checkpoint()
-            self._parts_left = BATCH_PARTS_MAX
+            self._parts_left, self._bytes_left = BATCH_PARTS_MAX, BATCH_BYTES_MAX
             if batch := self._drain(self._take, BATCH_MESSAGES_MAX):
                 return batch
             await self.wait_for(zmq.POLLIN)
@@ -151,17 +160,20 @@ class RouterSocket(Watched):
         continued in the next one."""
         if self._peer is None:
             self._peer = self._socket.recv(NOBLOCK, copy=False)
-            self._parts, self._taken_bytes, self._frame = 0, 0, b""
+            self._parts, self._taken_bytes, self._frame, self._too_large_bytes = 0, 0, b"", 0
         more = True
         while more:
-            if self._parts_left <= 0:
+            if self._parts_left <= 0 or self._bytes_left <= 0:
                 raise zmq.Again
             part = self._socket.recv(NOBLOCK, copy=False)
             more = part.more
             self._parts_left -= 1
+            self._bytes_left -= len(part)
             self._parts += 1
             self._taken_bytes += wire_bytes(len(part), is_curve=self._has_keys)
-            self._frame = part.bytes if self._parts == 1 and not more else b""
+            is_whole = self._parts == 1 and not more
+            self._too_large_bytes = len(part) if is_whole and len(part) > self.message_bytes_max else 0
+            self._frame = part.bytes if is_whole and not self._too_large_bytes else b""
         peer, self._peer = self._peer, None
         descriptor = descriptor_of(peer)
         self._connection_events.took(descriptor, self._taken_bytes)
@@ -171,6 +183,7 @@ class RouterSocket(Watched):
             attested_pid(peer) if self._credentials else 0,
             attested_user(peer) if self._has_keys else "",
             descriptor,
+            self._too_large_bytes,
         )
 
     def send(self, peer: bytes, frame: bytes) -> Sent:

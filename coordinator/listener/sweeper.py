@@ -4,8 +4,9 @@ Counting the bytes of a connection takes 15 us. So bytes are counted every LOOK_
 has grown by GROWTH_BYTES: a peer that fills memory is found by its effect.
 
 glibc keeps what libzmq has freed. So it is asked to return its free memory before a look that follows the end of a
-connection with an unfinished message, since growth is judged then, and whenever the process has grown by TRIM_BYTES
-since the last time. It takes some milliseconds, in a thread.
+connection with an unfinished message, and once after FREEING_S, since growth is judged then; and whenever the process
+has grown by TRIM_BYTES since the last time. It takes up to 15 ms, in a thread, during which the loop waits for memory.
+So it is asked every TRIM_INTERVAL_S at most, and at once when the process has grown by GROWTH_BYTES.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ GROWTH_BYTES: Final = 16 << 20
 #: After the end of a connection with an unfinished message, for which libzmq may still be freeing memory.
 FREEING_S: Final = 5.0
 TRIM_BYTES: Final = 4 << 20
+TRIM_INTERVAL_S: Final = 2.0
 
 NO_HELLO: Final = "no hello"
 UNFINISHED: Final = "unfinished"
@@ -41,6 +43,7 @@ class Sweeper:
         self._sockets = sockets
         self._dropped = dropped
         self._trimmed_bytes = 0
+        self._trimmed_at = float("-inf")
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -70,10 +73,11 @@ class Sweeper:
 
     async def _return_memory(self) -> None:
         given_up_at = max(socket.given_up_at for socket in self._sockets.values())
-        has_grown = resident_bytes() > self._trimmed_bytes + TRIM_BYTES
-        if has_grown or trio.current_time() < given_up_at + FREEING_S:
+        now, growth_bytes = trio.current_time(), resident_bytes() - self._trimmed_bytes
+        is_due = now >= self._trimmed_at + TRIM_INTERVAL_S or growth_bytes >= GROWTH_BYTES
+        if is_due and (growth_bytes > TRIM_BYTES or self._trimmed_at < given_up_at + FREEING_S):
             await trio.to_thread.run_sync(return_memory)
-            self._trimmed_bytes = resident_bytes()
+            self._trimmed_bytes, self._trimmed_at = resident_bytes(), now
 
     def _cut_unfinished(self) -> None:
         for role, socket in self._sockets.items():

@@ -8,7 +8,7 @@ no seat, no pages and no claim, and blocks no other request. It waits only
     while such pages do come: FOLLOW_LIMIT_S without a new one, and it goes on alone
 
 A leader that is retracted, aborted, revoked, lost or past its prompt is none, so its followers go on with what is
-cached by then. Nothing of this is written down: a coordinator that restarts has forgotten who waits for whom.
+cached by then. Nothing of this is written down: a coordinator that restarts has forgotten it.
 
 After nothing in SGLang or vLLM, which compute such a prefix twice. Rejected: admitting the follower and letting its
 worker wait (it would hold a seat and pages meanwhile).

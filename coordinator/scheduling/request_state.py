@@ -337,7 +337,7 @@ class RequestState:
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
         self.placement, self.worker, self.keep = event.command.placement, event.worker, True
-        self.staging, self.parked, self.resize = event.command.slab_pages > 0, False, None
+        self.staging, self.parked, self.resize = event.command.slab_pages > 0 and not self.kept_tokens, False, None
         self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
         if not self.admissions:
             self.prefix_tokens = event.command.prefix_tokens

@@ -55,7 +55,7 @@ from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from protocol.settings import CoordinatorSettings
-from protocol.transport.frames import read_frame
+from protocol.transport.frames import check_size, read_frame
 
 #: Worker names known at the same time, up or down.
 WORKERS_MAX: Final = 1_024
@@ -179,6 +179,7 @@ class WorkerLinks:
                     self._receive(received)
                 except HiSparseError as error:
                     self._refuse(received, error)
+                    await self._flood_control.pause()
             if trio.current_time() >= self._short_sent_at + STARVING_INTERVAL_S:
                 self._send_short()
 
@@ -195,6 +196,7 @@ class WorkerLinks:
 
     def _receive(self, received: Received) -> None:
         """Handle one frame. Raises HiSparseError: the refusal for the sender."""
+        check_size(received.frame_bytes, self._socket.message_bytes_max, "worker")
         message: messages.WorkerMessage = read_frame(
             messages.decode_worker, received.frame, self._socket.message_bytes_max, "worker"
         )

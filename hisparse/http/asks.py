@@ -8,15 +8,20 @@ coordinator knows them again; that is why a missing seed is drawn from the id an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from coordinator.scheduling.validation import check_orders, check_priority, check_salt, check_token_ids
-from hisparse.http.bodies import CHOICES_MAX, Body, ChatBody, CompletionBody, StreamOptions, read_field
+from hisparse.http.bodies import CHOICES_MAX
 from hisparse.http.errors import ContextExceeded
+from hisparse.http.formats.conversation import Conversation, template_messages, template_tools
+from hisparse.http.formats.known import ChatFormat, format_of
+from hisparse.http.formats.replies import PLAIN, ReplyPlan
+from hisparse.http.generation import Generation
 from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, NotFound
@@ -29,8 +34,10 @@ COMPLETION_TOKENS_DEFAULT: Final = 16
 CHAT_TOKENS_DEFAULT: Final = 4_096
 TEMPERATURE_DEFAULT: Final = 1.0
 SEED_BITS: Final = 63
-#: Template, messages, variables, and the most characters, as in hisparse.http.chat.
-Render = Callable[[str, Sequence[Mapping[str, str]], Mapping[str, Any], int], str]
+#: Of all prompts of a body that are sent back before their outputs: they are kept until then.
+ECHO_CHARS_MAX: Final = 1024 * 1024
+#: Template, messages, variables, the most characters, and tools, as in hisparse.http.chat.
+Render = Callable[[str, Sequence[Mapping[str, Any]], Mapping[str, Any], int, Sequence[Mapping[str, Any]] | None], str]
 
 NO_PROMPT: Final[Int32Array] = np.empty(0, np.int32)
 
@@ -61,19 +68,34 @@ class SampleAsk:
 @dataclass(frozen=True)
 class Ask:
     """A body, checked and tokenized. `id` is what its client calls it. `prompt_tokens` counts each prompt once, however
-    many samples it has."""
+    many samples it has. `plan` says what the outputs are read as, `shown` which special tokens have text in them.
+    `echoes`, of each choice, go before its text; none: nothing does. `stops` are the stop
+    strings, `settings` what the answer repeats of the body."""
 
     id: str
-    is_chat: bool
     model: str
     choices: tuple[SampleAsk, ...]
     prompt_tokens: int
     stream: bool
     include_usage: bool
     usage_in_every_chunk: bool
+    plan: ReplyPlan = PLAIN
+    shown: tuple[str, ...] = ()
+    echoes: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def without_prompts(self) -> Ask:
         return replace(self, choices=tuple(choice.without_prompt() for choice in self.choices))
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as token ids, and how to read the reply."""
+
+    ids: Int32Array
+    plan: ReplyPlan
+    shown: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -85,7 +107,7 @@ class Served:
 
 
 def ask_of(
-    body: CompletionBody | ChatBody,
+    wanted: Generation,
     served: Served,
     ask_id: str,
     render: Render,
@@ -97,100 +119,86 @@ def ask_of(
     `scope` keeps an id that a client chose apart from those of other owners at the coordinator. `priority_max` is the
     limit of the client's key.
     """
-    check_priority(body.priority, priority_max, "the file of API keys")
-    check_salt(body.cache_salt)
-    _check_model(body, served.model)
-    if isinstance(body, ChatBody):
-        prompts = [_chat_prompt(body, served, render)]
-        max_tokens = _first(body.max_completion_tokens, body.max_tokens)
-        room = max(1, served.model.context_max_tokens - prompts[0].size)
-        limits = [_first(max_tokens, min(CHAT_TOKENS_DEFAULT, room))]
+    check_priority(wanted.priority, priority_max, "the file of API keys")
+    check_salt(wanted.cache_salt)
+    check_model(wanted.model, served.model)
+    plan: ReplyPlan = PLAIN
+    shown: tuple[str, ...] = ()
+    if wanted.conversation is not None:
+        chat = chat_prompt(wanted.conversation, served, render, wanted.name_of("prompt"))
+        prompts, plan, shown = [chat.ids], chat.plan, chat.shown
+        room = max(1, served.model.context_max_tokens - chat.ids.size)
+        limit = _first(wanted.max_tokens, min(CHAT_TOKENS_DEFAULT, room))
     else:
-        prompts = list(prompts_of(body.prompt, served.tokenizer, served.model))
-        limits = [_first(body.max_tokens, COMPLETION_TOKENS_DEFAULT)] * len(prompts)
-    options = body.stream_options or StreamOptions()
+        prompts = list(prompts_of(wanted.prompt, served.tokenizer, served.model))
+        limit = _first(wanted.max_tokens, COMPLETION_TOKENS_DEFAULT)
+    echoes = echoes_of(prompts, wanted.prompt, served.tokenizer) if wanted.echo else []
+    samples = _first(wanted.n, 1)
     return Ask(
         id=ask_id,
-        is_chat=isinstance(body, ChatBody),
         model=served.model.name,
-        choices=tuple(_choices(body, prompts, limits, f"{ask_id}.{scope}" if scope else ask_id, served.model)),
+        choices=tuple(_choices(wanted, prompts, limit, f"{ask_id}.{scope}" if scope else ask_id, served.model)),
         prompt_tokens=sum(prompt.size for prompt in prompts),
-        stream=bool(body.stream),
-        include_usage=bool(options.include_usage),
-        usage_in_every_chunk=bool(options.continuous_usage_stats),
+        stream=wanted.stream,
+        include_usage=wanted.include_usage,
+        usage_in_every_chunk=wanted.usage_in_every_chunk,
+        plan=plan,
+        shown=shown,
+        echoes=tuple(echo for echo in echoes for _ in range(samples)),
+        stops=wanted.stop,
+        settings=wanted.settings,
     )
 
 
-def _check_model(body: Body, model: ModelInfo) -> None:
-    if body.model not in (None, model.name):
-        raise NotFound("is not served here", field="model", value=body.model, remedy=f"use {model.name}")
+def check_model(name: str | None, model: ModelInfo) -> None:
+    """Raises NotFound for another model than the served one."""
+    if name not in (None, model.name):
+        raise NotFound("is not served here", field="model", value=name, remedy=f"use {model.name}")
 
 
 def _choices(
-    body: Body, prompts: Sequence[Int32Array], limits: Sequence[int], base_id: str, model: ModelInfo
+    wanted: Generation, prompts: Sequence[Int32Array], limit: int, base_id: str, model: ModelInfo
 ) -> Iterator[SampleAsk]:
     """Checked as the coordinator does: what it would refuse is not sent to it."""
-    samples = _first(body.n, 1)
+    samples = _first(wanted.n, 1)
     total = samples * len(prompts)
     if total > CHOICES_MAX:
         text = f"{samples} samples of {len(prompts)} prompts make {total}, and {CHOICES_MAX} are accepted"
         raise BadInput(text, field="n", value=samples, remedy=f"use {CHOICES_MAX // len(prompts)} or less")
-    stop = read_field(body, "stop", str | list[str])  # type: ignore[arg-type]  # a union is no type
-    adjustments = _adjustments(body)
     digests = [hashlib.sha256(prompt.tobytes()).digest() for prompt in prompts]
     for index in range(total):
         request_id = base_id if total == 1 else f"{base_id}-{index}"
         which = index // samples
         sampling = Sampling(
-            max_tokens=limits[which],
-            temperature=_first(body.temperature, TEMPERATURE_DEFAULT),
-            top_p=_first(body.top_p, 1.0),
-            seed=_seed(body.seed, index % samples, request_id),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-            ignore_eos=body.ignore_eos,
-            **adjustments,
+            max_tokens=limit,
+            temperature=_first(wanted.temperature, TEMPERATURE_DEFAULT),
+            top_p=_first(wanted.top_p, 1.0),
+            seed=_seed(wanted.seed, index % samples, request_id),
+            stop=wanted.stop,
+            ignore_eos=wanted.ignore_eos,
+            **wanted.adjustments,
         )
-        _check_orders(sampling, body)
+        _check_orders(sampling, wanted)
         check_token_ids(sampling, model)
-        _check_length(prompts[which].size, sampling.max_tokens, body, model)
-        yield SampleAsk(request_id, prompts[which], sampling, body.priority, digests[which], body.cache_salt)
+        _check_length(prompts[which].size, sampling.max_tokens, wanted, model)
+        yield SampleAsk(request_id, prompts[which], sampling, wanted.priority, digests[which], wanted.cache_salt)
 
 
-def _adjustments(body: Body) -> dict[str, Any]:
-    """What the body asks of its draws beside temperature and top_p, as fields of Sampling."""
-    bias = read_field(body, "logit_bias", dict[int, float]) or {}
-    return {
-        "top_k": 0 if body.top_k in (None, -1) else body.top_k,
-        "min_p": _first(body.min_p, 0.0),
-        "frequency_penalty": _first(body.frequency_penalty, 0.0),
-        "presence_penalty": _first(body.presence_penalty, 0.0),
-        "repetition_penalty": _first(body.repetition_penalty, 1.0),
-        "logit_bias": tuple(bias.items()),
-        "min_tokens": _first(body.min_tokens, 0),
-        "stop_token_ids": tuple(read_field(body, "stop_token_ids", list[int]) or ()),
-    }
-
-
-def _limit_field(body: Body) -> str:
-    """What the client called the bound of new tokens."""
-    return "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
-
-
-def _check_orders(sampling: Sampling, body: Body) -> None:
+def _check_orders(sampling: Sampling, wanted: Generation) -> None:
     """By the coordinator's rules, named as the client named its fields."""
     try:
-        check_orders(sampling, body.priority)
+        check_orders(sampling, wanted.priority)
     except BadInput as error:
-        field = _limit_field(body) if error.field == "max_tokens" else error.field
+        field = wanted.name_of(error.field)
         raise BadInput(error.message, field=field, value=error.value, remedy=error.remedy) from error
 
 
-def _check_length(prompt_tokens: int, max_tokens: int, body: Body, model: ModelInfo) -> None:
+def _check_length(prompt_tokens: int, max_tokens: int, wanted: Generation, model: ModelInfo) -> None:
     """Raises ContextExceeded with a remedy that works."""
     room = model.context_max_tokens - prompt_tokens
     if max_tokens <= room:
         return
-    limit, prompt = _limit_field(body), "messages" if isinstance(body, ChatBody) else "prompt"
+    limit, prompt = wanted.name_of("max_tokens"), wanted.name_of("prompt")
     text = f"the context of {model.name} holds {model.context_max_tokens} tokens, the prompt has {prompt_tokens}"
     if room < 1:
         raise ContextExceeded(text, field=prompt, remedy="shorten it")
@@ -205,23 +213,58 @@ def _seed(seed: int | None, sample: int, request_id: str) -> int:
     return (seed + sample) % (1 << SEED_BITS)
 
 
-def _chat_prompt(body: ChatBody, served: Served, render: Render) -> Int32Array:
-    """The template writes the special tokens itself."""
+def chat_prompt(conversation: Conversation, served: Served, render: Render, field: str) -> ChatPrompt:
+    """`field` is where its turns are. The format writes the special tokens itself. Raises BadInput."""
     model, tokenizer = served.model, served.tokenizer
-    if not model.chat_template:
-        raise BadInput(
-            "the served model has no chat template",
-            field="messages",
-            value=f"{len(body.messages)} messages",
-            remedy="use POST /v1/completions",
-        )
-    if len(body.messages) > model.context_max_tokens:
+    known = format_of(model.chat_template, tokenizer)
+    count = f"{len(conversation.turns)} messages"
+    if known is None:
+        remedy = "use POST /v1/completions"
+        raise BadInput("the served model has no chat template", field=field, value=count, remedy=remedy)
+    if len(conversation.turns) > model.context_max_tokens:
         text = f"more than the {model.context_max_tokens} tokens of the context"
-        raise ContextExceeded(text, field="messages", value=f"{len(body.messages)} messages", remedy="send fewer")
-    variables = read_field(body, "chat_template_kwargs", dict[str, Any]) or {}
-    spoken = [{"role": message.role, "content": message.text} for message in body.messages]
-    text = render(model.chat_template, spoken, variables, text_bytes_max(tokenizer, model))
-    return text_ids(text, tokenizer, model, special=False, field="messages")
+        raise ContextExceeded(text, field=field, value=count, remedy="send fewer")
+    if conversation.tools and known.syntax is None:
+        text = "the served model's chat template has no tool calls that can be read"
+        raise BadInput(text, field="tools", value=f"{len(conversation.tools)} tools", remedy="leave tools out")
+    try:
+        text = _encoded(known, conversation, served, render)
+    except BadInput as error:
+        raise type(error)(error.message, field=field, value=error.value, remedy=error.remedy) from error
+    ids = text_ids(text, tokenizer, model, special=False, field=field)
+    return ChatPrompt(ids, known.plan(conversation, text), known.markers)
+
+
+def _encoded(known: ChatFormat, conversation: Conversation, served: Served, render: Render) -> str:
+    """Raises BadInput."""
+    if known.encode is not None:
+        return known.encode(conversation)
+    turns, tools = template_messages(conversation.turns), template_tools(conversation.tools)
+    bytes_max = text_bytes_max(served.tokenizer, served.model)
+    return render(served.model.chat_template, turns, conversation.all_variables, bytes_max, tools)
+
+
+def echoes_of(prompts: Sequence[Int32Array], said: bytes, tokenizer: Tokenizer) -> list[str]:
+    """The text of each prompt: as it was sent, or what its token ids stand for. Raises BadInput past ECHO_CHARS_MAX."""
+    data = said.lstrip()
+    inner = data[1:].lstrip()[:1] if data.startswith(b"[") else b""
+    if data.startswith(b'"'):
+        texts: list[str] = [msgspec.json.decode(data)]
+    elif inner == b'"':
+        texts = msgspec.json.decode(data)
+    else:
+        texts = [text_of(prompt.tolist(), tokenizer) for prompt in prompts]
+    chars = sum(map(len, texts))
+    if chars > ECHO_CHARS_MAX:
+        text = f"prompts of more than {ECHO_CHARS_MAX} characters are not sent back"
+        raise BadInput(text, field="echo", value=f"{chars} characters", remedy="leave echo out")
+    return texts
+
+
+def text_of(ids: Sequence[int], tokenizer: Tokenizer, shown: Collection[str] = ()) -> str:
+    """Special tokens have none, except `shown`."""
+    detokenizer = tokenizer.detokenizer(shown)
+    return detokenizer.push(ids) + detokenizer.finish()
 
 
 def _first(value: Any, default: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What POST /v1/completions and /v1/chat/completions may say: types, and what is refused. Pure.
+"""What bodies may say: types, and what is refused; those of POST /v1/completions. Pure.
 
 Three kinds of fields, so that nothing is dropped in silence:
 
     served       typed below
     ignored      says nothing about the output (`user`, `metadata`): taken and forgotten
-    unsupported  taken at the value that changes nothing (`echo` false), refused at any other
+    unsupported  taken at the value that changes nothing (`logprobs` false), refused at any other
 
 and a field that is in none of them is refused by name.
 
@@ -15,13 +15,14 @@ be.
 
 from __future__ import annotations
 
-import re
-from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 
-from hisparse.http.decoding import UNDECODABLE, path_of, undecodable
+from hisparse.http.decoding import decoded
 from hisparse.http.errors import VALUE_CHARS_MAX
+from hisparse.http.generation import NULL, Generation
 from protocol.errors import BadInput
 
 #: Samples of one prompt; prompts of one body; samples of all its prompts together.
@@ -35,24 +36,20 @@ FIELD_BYTES_MAX: Final = 64 * 1024
 #: Fields that say nothing about the output.
 IGNORED: Final = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_retention"),
 )
 
 #: The values of unsupported fields that change nothing, beside null.
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
@@ -65,37 +62,41 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None  # of vLLM: usage in every chunk
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
+class ApiBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body of one of the APIs. Raw fields are read by `read`, as `raw_types` has them."""
 
-
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-NULL: Final = msgspec.Raw(b"null")
-
-
-class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both have in common. None, or absent, is the default of docs/http.md."""
+    ignored: ClassVar[Sequence[str]] = IGNORED
+    neutral: ClassVar[Mapping[str, Sequence[object]]] = NEUTRAL
+    raw_types: ClassVar[dict[str, Any]] = {}
 
     model: str | None = None
+
+    def check(self) -> None:
+        """Beyond types. Raises BadInput."""
+
+    def read(self, field: str, bytes_max: int = FIELD_BYTES_MAX) -> Any:
+        """What a field holds that was kept as JSON; None where it is null or absent. Raises BadInput."""
+        return read_raw(getattr(self, field), field, self.raw_types[field] | None, bytes_max)
+
+
+class Body(ApiBody, frozen=True, kw_only=True):
+    """What both have in common. None, or absent, is the default of docs/http.md."""
+
+    raw_types: ClassVar[dict[str, Any]] = {
+        "stop": str | list[str],
+        "logit_bias": dict[int, float],
+        "stop_token_ids": list[int],
+    }
+
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: msgspec.Raw = NULL  # str | list[str]
+    stop: msgspec.Raw = NULL
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: msgspec.Raw = NULL  # dict[str, float]
+    logit_bias: msgspec.Raw = NULL
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -104,7 +105,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: msgspec.Raw = NULL  # list[int]
+    stop_token_ids: msgspec.Raw = NULL
     priority: int = 0
     cache_salt: str = ""
     ignore_eos: bool = False
@@ -121,110 +122,117 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # Unsupported: NEUTRAL.
     logprobs: msgspec.Raw = NULL
 
+    def check(self) -> None:
+        if self.n is not None and not 1 <= self.n <= N_MAX:
+            raise BadInput(f"must be 1 to {N_MAX}", field="n", value=self.n, remedy="choose a value in that range")
+        if self.stream_options is not None and not self.stream:
+            raise BadInput("is for streams", field="stream_options", remedy="set stream to true, or leave it out")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stop = self.read("stop")
+        return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+    @property
+    def adjustments(self) -> dict[str, Any]:
+        """What the body asks of its draws beside temperature and top_p, as fields of Sampling; the given ones."""
+        bias, ends = self.read("logit_bias"), self.read("stop_token_ids")
+        said = {
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": tuple(bias.items()) if bias else None,
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": tuple(ends) if ends else None,
+        }
+        return {name: value for name, value in said.items() if value is not None}
+
+    def wanted(self, **further: Any) -> Generation:
+        """What both ask for, and `further`."""
+        options = self.stream_options or StreamOptions()
+        return Generation(
+            model=self.model,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            n=self.n,
+            seed=self.seed,
+            stop=self.stops,
+            ignore_eos=self.ignore_eos,
+            adjustments=self.adjustments,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            stream=bool(self.stream),
+            include_usage=bool(options.include_usage),
+            usage_in_every_chunk=bool(options.continuous_usage_stats),
+            **further,
+        )
+
+
+_IDS: Final = {"type": "array", "items": {"type": "integer"}}
+#: Several kinds of arrays, which no type of the decoder is.
+PROMPT_SCHEMA: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        _IDS,
+        {"type": "array", "items": _IDS},
+    ]
+}
+
 
 class CompletionBody(Body, frozen=True, kw_only=True):
     """`prompt` is a text, a list of texts, token ids, or a list of lists of token ids."""
 
+    raw_types: ClassVar[dict[str, Any]] = Body.raw_types | {
+        "prompt": Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)],
+    }
+
     prompt: msgspec.Raw
+    echo: bool | None = None
 
     best_of: msgspec.Raw = NULL
-    echo: msgspec.Raw = NULL
     suffix: msgspec.Raw = NULL
 
-
-class ChatBody(Body, frozen=True, kw_only=True):
-    """`chat_template_kwargs` are further variables of the model's template, as vLLM has them."""
-
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    chat_template_kwargs: msgspec.Raw = NULL  # dict[str, Any]
-
-    audio: msgspec.Raw = NULL
-    function_call: msgspec.Raw = NULL
-    functions: msgspec.Raw = NULL
-    modalities: msgspec.Raw = NULL
-    parallel_tool_calls: msgspec.Raw = NULL  # ignored: there are no tools
-    prediction: msgspec.Raw = NULL
-    reasoning_effort: msgspec.Raw = NULL
-    response_format: msgspec.Raw = NULL
-    tool_choice: msgspec.Raw = NULL
-    tools: msgspec.Raw = NULL
-    top_logprobs: msgspec.Raw = NULL
-    verbosity: msgspec.Raw = NULL
-    web_search_options: msgspec.Raw = NULL
+    def generation(self) -> Generation:
+        return self.wanted(prompt=bytes(self.prompt), echo=bool(self.echo), max_tokens=self.max_tokens)
 
 
-B = TypeVar("B", CompletionBody, ChatBody)
-T = TypeVar("T")
+B = TypeVar("B", bound=ApiBody)
 
 
 def read_body(data: bytes | bytearray, kind: type[B]) -> B:
     """Decode and check. Raises BadInput naming the field."""
-    try:
-        body = msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise _invalid(error, kind) from error
-    except UNDECODABLE as error:
-        raise undecodable(error) from error
-    _check(body)
+    body: B = decoded(data, kind)
+    for field, neutral in body.neutral.items():
+        if field in kind.__struct_fields__:
+            refuse_unless(neutral, field, read_raw(getattr(body, field), field, Any))
+    body.check()
     return body
 
 
-#: The objects within a body, by their path without indices.
-_OBJECTS: Final[dict[str, type[msgspec.Struct]]] = {
-    "stream_options": StreamOptions,
-    "messages": ChatMessage,
-    "messages.content": TextPart,
-}
+def refuse_unless(neutral: Sequence[object], field: str, value: object) -> None:
+    """Raises BadInput for a value that would change the output, which this server cannot do."""
+    if value is not None and not any(value == it and type(value) is type(it) for it in neutral):
+        told = msgspec.json.encode(value).decode()[:VALUE_CHARS_MAX]
+        raise BadInput("is not supported", field=field, value=told, remedy=f"leave {field} out")
 
 
-def _invalid(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> BadInput:
-    path = re.sub(r"\[\d+\]", "", path_of(error))
-    outer, _, name = path.rpartition(".")
-    hints = get_type_hints(_OBJECTS.get(outer, kind))
-    return undecodable(error, known=_OBJECTS.get(path, kind).__struct_fields__, choices=get_args(hints.get(name)))
-
-
-def parameters(kind: type[CompletionBody] | type[ChatBody]) -> dict[str, Any]:
+def parameters(kind: type[ApiBody]) -> dict[str, Any]:
     """The names of all fields, and the values of the unsupported ones that are accepted beside null."""
-    fields = kind.__struct_fields__
+    fields, neutral = kind.__struct_fields__, kind.neutral
     return {
-        "served": [it for it in fields if it not in NEUTRAL and it not in IGNORED],
-        "ignored": [it for it in fields if it in IGNORED],
-        "accepted_at_these_values_only": {it: list(NEUTRAL[it]) for it in fields if it in NEUTRAL},
+        "served": [it for it in fields if it not in neutral and it not in kind.ignored],
+        "ignored": [it for it in fields if it in kind.ignored],
+        "accepted_at_these_values_only": {it: list(neutral[it]) for it in fields if it in neutral},
     }
 
 
-def read_field(body: Body, field: str, kind: type[T]) -> T | None:
-    """What a field holds that was kept as JSON; None where it is null or absent. Raises BadInput."""
-    raw: msgspec.Raw = getattr(body, field, NULL)
+def read_raw(raw: msgspec.Raw, field: str, kind: Any, bytes_max: int = FIELD_BYTES_MAX) -> Any:
+    """A value of `kind`. Raises BadInput, also for JSON longer than `bytes_max`."""
     size = memoryview(raw).nbytes
-    if size > FIELD_BYTES_MAX:
-        text = f"longer than {FIELD_BYTES_MAX} bytes"
+    if size > bytes_max:
+        text = f"longer than {bytes_max} bytes"
         raise BadInput(text, field=field, value=f"{size} bytes", remedy=f"shorten {field}, or leave it out")
-    try:
-        value: T | None = msgspec.json.decode(raw, type=kind | None)
-    except UNDECODABLE as error:
-        raise undecodable(error, field) from error
-    return value
-
-
-def _check(body: CompletionBody | ChatBody) -> None:
-    for field, neutral in NEUTRAL.items():
-        value = read_field(body, field, Any)
-        if value is not None and not any(value == it and type(value) is type(it) for it in neutral):
-            told = msgspec.json.encode(value).decode()[:VALUE_CHARS_MAX]
-            raise BadInput("is not supported", field=field, value=told, remedy=f"leave {field} out")
-    if body.n is not None and not 1 <= body.n <= N_MAX:
-        raise BadInput(f"must be 1 to {N_MAX}", field="n", value=body.n, remedy="choose a value in that range")
-    if body.stream_options is not None and not body.stream:
-        raise BadInput("is for streams", field="stream_options", remedy="set stream to true, or leave it out")
-    if isinstance(body, ChatBody):
-        _check_chat(body)
-
-
-def _check_chat(body: ChatBody) -> None:
-    if not body.messages:
-        raise BadInput("is empty", field="messages", value="[]", remedy="give at least one message")
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise BadInput("is the old name of max_completion_tokens", field="max_tokens", remedy="give one of the two")
+    return decoded(raw, kind, field)

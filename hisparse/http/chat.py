@@ -33,14 +33,15 @@ class TemplateRefusal(jinja2.TemplateError):
 
 def render(
     template: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     bytes_max: int,
     strftime_now: Callable[[str], str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The prompt, up to where the assistant speaks. `messages` have a role and content. Raises BadInput, also for more
-    than `bytes_max` characters."""
-    own: dict[str, Any] = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
+    """The prompt, up to where the assistant speaks. `messages` and `tools` are as formats.conversation makes them.
+    Raises BadInput, also for more than `bytes_max` characters."""
+    own: dict[str, Any] = {"messages": messages, "add_generation_prompt": True, "tools": tools, "documents": None}
     pieces: list[str] = []
     left = bytes_max
     try:
@@ -76,9 +77,15 @@ def _compiled(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Without the HTML escapes of Jinja's own, which models have not seen."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it, without the HTML escapes of Jinja's own, which models have not seen."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
-from typing import Final
+import types
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -32,6 +33,60 @@ _WORDS: Final = {
 _TYPES: Final = {"float": "a number that is no integer", "bool": "a boolean"}
 
 
+def decoded(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any, root: str = "") -> Any:
+    """JSON as a value of `kind`. Raises BadInput naming the place in `root`, a field; "" is the whole body."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        inner = re.sub(r"\[\d+\]|\[\.\.\.\]", "", path_of(error))
+        raise undecodable(error, root, known=fields_at(kind, inner), choices=choices_at(kind, inner)) from error
+    except UNDECODABLE as error:
+        raise undecodable(error, root) from error
+
+
+def fields_at(kind: Any, path: str) -> list[str]:
+    """The fields of the objects that `kind` has at `path`, which is without indices."""
+    return list(dict.fromkeys(name for it in _objects_at(kind, path) for name in it.__struct_fields__))
+
+
+def choices_at(kind: Any, path: str) -> list[str]:
+    """The texts that `kind` accepts at `path`."""
+    outer, _, name = path.rpartition(".")
+    found: list[str] = []
+    for it in _objects_at(kind, outer):
+        if it.__struct_config__.tag_field == name:
+            found.append(str(it.__struct_config__.tag))
+        hint = get_type_hints(it).get(name)
+        found += [str(text) for option in _options(hint) if get_origin(option) is Literal for text in get_args(option)]
+    return list(dict.fromkeys(found))
+
+
+def _objects_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
+    found = [kind]
+    for name in path.split(".") if path else []:
+        found = [get_type_hints(it)[name] for it in _structs(found) if name in it.__struct_fields__]
+    return list(_structs(found))
+
+
+def _structs(kinds: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:
+    for kind in kinds:
+        for option in _options(kind):
+            if isinstance(option, type) and issubclass(option, msgspec.Struct):
+                yield option
+
+
+def _options(kind: Any) -> Iterator[Any]:
+    """The types in a union, and those of an array's elements."""
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType, list, tuple):
+        for part in get_args(kind):
+            yield from _options(part)
+    elif origin is Annotated:
+        yield from _options(get_args(kind)[0])
+    else:
+        yield kind
+
+
 def undecodable(error: Exception, root: str = "", known: Iterable[str] = (), choices: Iterable[str] = ()) -> BadInput:
     """A decoder's refusal of `root`, a field; "" is the whole body. `known` are fields, `choices` values, that would
     have been accepted where the decoder stopped."""
@@ -45,7 +100,7 @@ def undecodable(error: Exception, root: str = "", known: Iterable[str] = (), cho
     if named := re.match(r"Object missing required field `(.*?)`", text):
         return BadInput("is missing", field=_join(at, named[1]), remedy="add it")
     field = at or "body"
-    if named := re.match(r"Invalid enum value '(.*)'", text):
+    if named := re.match(r"Invalid (?:enum )?value '(.*)'", text, re.DOTALL):
         remedy = f"use one of {', '.join(choices)}"
         return BadInput("is none of the accepted values", field=field, value=named[1][:VALUE_CHARS_MAX], remedy=remedy)
     if types := _EXPECTED.match(text):

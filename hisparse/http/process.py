@@ -14,19 +14,17 @@ import sys
 from contextlib import suppress
 from typing import Final
 
+from coordinator.listener.received_bytes import map_large_buffers
+
 SWITCH_INTERVAL_S: Final = 0.0005
-#: Buffers from this size on are mapped, and unmapped when they are freed.
-MAPPED_BYTES_MIN: Final = 128 * 1024
 ARENAS_MAX: Final = 2
 #: Of mallopt(3).
-M_MMAP_THRESHOLD: Final = -3
 M_ARENA_MAX: Final = -8
 
 
 def share_fairly() -> None:
     """At the start of the process. Other C libraries than glibc are left as they are."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    map_large_buffers()
     with suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN)
-        mallopt(M_ARENA_MAX, ARENAS_MAX)
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS_MAX)

@@ -40,7 +40,7 @@ _ROW: Final = re.compile(rb"\[([^\[\]]*)\]")
 _BETWEEN_TEXTS: Final = re.compile(rb'"\s*,\s*"')
 
 
-def prompts_of(prompt: msgspec.Raw, tokenizer: Tokenizer, model: ModelInfo) -> Iterator[Int32Array]:
+def prompts_of(prompt: msgspec.Raw | bytes, tokenizer: Tokenizer, model: ModelInfo) -> Iterator[Int32Array]:
     """One after the other. `prompt` is a text, a list of texts, token ids, or a list of lists of them. Raises
     BadInput."""
     data = bytes(prompt).lstrip()
@@ -55,9 +55,9 @@ def prompts_of(prompt: msgspec.Raw, tokenizer: Tokenizer, model: ModelInfo) -> I
             yield text_ids(text, tokenizer, model, field=f"prompt[{index}]")
     elif inner == b"[":
         for index, row in enumerate(_rows(data)):
-            yield _ids(row, model, f"prompt[{index}]")
+            yield flat_ids(row, model, f"prompt[{index}]")
     elif data.startswith(b"["):
-        yield _ids(data, model, "prompt")
+        yield flat_ids(data, model, "prompt")
     else:
         raise _odd("is neither a string nor an array", "prompt")
 
@@ -106,8 +106,8 @@ def _rows(data: bytes) -> Iterator[bytes]:
         yield data[start:stop]
 
 
-def _ids(data: bytes, model: ModelInfo, field: str) -> Int32Array:
-    """From the JSON of a flat list."""
+def flat_ids(data: bytes, model: ModelInfo, field: str) -> Int32Array:
+    """From the JSON of a flat list. Raises BadInput naming `field`."""
     commas = data.count(b",")
     if commas >= model.context_max_tokens:
         raise _too_long(field, f"{commas + 1} tokens", "", model)

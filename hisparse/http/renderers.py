@@ -27,9 +27,10 @@ KEPT_BYTES_MAX: Final = 1024 * 1024
 
 class RenderRequest(msgspec.Struct, frozen=True, array_like=True):
     template: str
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     variables: dict[str, Any]
     bytes_max: int
+    tools: list[dict[str, Any]] | None = None
 
 
 class RenderReply(msgspec.Struct, frozen=True, array_like=True):
@@ -47,10 +48,16 @@ class Renderers:
         self._children = Children(__name__, limit_s, memory_bytes_max, KEPT_BYTES_MAX)
 
     def render(
-        self, template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], bytes_max: int
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        bytes_max: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """As chat.render, within limits. Raises BadInput."""
-        request = RenderRequest(template, [dict(message) for message in messages], dict(variables), bytes_max)
+        shown = None if tools is None else [dict(tool) for tool in tools]
+        request = RenderRequest(template, [dict(message) for message in messages], dict(variables), bytes_max, shown)
         reply = self._children.ask(msgspec.msgpack.encode(request))
         if reply is None:
             text = f"the model's chat template takes more than {self._children.limits} for them"
@@ -73,7 +80,9 @@ class Renderers:
 def _rendered(data: bytes) -> bytes:
     request = msgspec.msgpack.decode(data, type=RenderRequest)
     try:
-        text = render(request.template, request.messages, request.variables, request.bytes_max, _strftime_now)
+        text = render(
+            request.template, request.messages, request.variables, request.bytes_max, _strftime_now, request.tools
+        )
         text.encode()
     except BadInput as error:
         return msgspec.msgpack.encode(RenderReply("", error.message, isinstance(error, ContextExceeded)))

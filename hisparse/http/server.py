@@ -23,6 +23,7 @@ from typing import Final
 import msgspec
 import trio
 
+from coordinator import gc_policy
 from hisparse.client.client import Client, open_client
 from hisparse.http.api_keys import ApiKeys, read_keys
 from hisparse.http.connection import READ_LIMIT_S
@@ -45,6 +46,8 @@ from protocol.settings import Config, HttpSettings
 from protocol.transport.keys import access
 from protocol.version import our_version
 
+#: How often objects of connections that outlived a collection are looked at.
+FULL_COLLECTION_INTERVAL_S: Final = 30.0
 #: How long the last aborts may take.
 LAST_ABORTS_S: Final = 2.0
 EXIT_CLEAN: Final = 0
@@ -89,6 +92,8 @@ async def _serve(
             outputs = FollowedOutputs(nursery, link, counters, rate)
             front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
             _announce(config, listener, exporter, keys)
+            nursery.start_soon(gc_policy.collect, FULL_COLLECTION_INTERVAL_S)
+            gc_policy.settle()
             most = connections_max(config.http.requests_max)
             await HttpListener(listener, front.serve, counters, tls, most).run(stopping)
             with trio.move_on_after(LAST_ABORTS_S):

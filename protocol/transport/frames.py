@@ -24,13 +24,7 @@ def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sende
     msgspec raises UnicodeDecodeError for text that is not UTF-8, RecursionError for deep nesting, and DecodeError
     otherwise.
     """
-    if len(frame) > bytes_max:
-        raise ProtocolError(
-            f"a {sender} may send at most {bytes_max} bytes",
-            field="message",
-            value=f"{len(frame)} bytes",
-            remedy="send a shorter prompt or fewer ids",
-        )
+    check_size(len(frame), bytes_max, sender)
     try:
         return decode(frame)
     except UNREADABLE as error:
@@ -47,6 +41,17 @@ def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sende
             value=f"{len(frame)} bytes",
             remedy=f"speak protocol {PROTOCOL_VERSION}, on the socket of your role",
         ) from error
+
+
+def check_size(frame_bytes: int, bytes_max: int, sender: str) -> None:
+    """Raises ProtocolError when a frame of so many bytes is too large for `sender`."""
+    if frame_bytes > bytes_max:
+        raise ProtocolError(
+            f"a {sender} may send at most {bytes_max} bytes",
+            field="message",
+            value=f"{frame_bytes} bytes",
+            remedy="send a shorter prompt or fewer ids",
+        )
 
 
 def _other_version(frame: bytes) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hisparse.console.options import EXIT_CODES
-from hisparse.http.answers import Answer, Transcript
+from hisparse.http.answers import ChatAnswer, CompletionAnswer, Transcript, text_in
 from hisparse.http.api_keys import KEY_CHARS_MIN, NO_OWNER, ApiKey, ApiKeys, owner_of, parse_keys, read_keys
 from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
-from hisparse.http.bodies import NEUTRAL, ChatBody, CompletionBody, read_body
+from hisparse.http.bodies import NEUTRAL, CompletionBody, read_body
 from hisparse.http.chat import render
+from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.errors import (
     STATUSES,
     AnswerAborted,
@@ -36,6 +36,7 @@ from hisparse.http.errors import (
     param_of,
     status_of,
 )
+from hisparse.http.formats.replies import Text
 from hisparse.http.prompts import prompts_of, text_ids
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
@@ -67,16 +68,17 @@ def served(template: str = "{% set bos_token = '<bos>' %}\n" + TEMPLATE) -> Serv
 
 
 #: Renders in this process.
-here = partial(render, strftime_now=lambda form: form)
+def here(template: str, messages: Any, variables: Any, bytes_max: int, tools: Any = None) -> str:
+    return render(template, messages, variables, bytes_max, lambda form: form, tools)
 
 
 def completion(ask_id: str = "a", **body: Any) -> Ask:
-    return ask_of(read_body(json.dumps(body).encode(), CompletionBody), served(), ask_id, here)
+    return ask_of(read_body(json.dumps(body).encode(), CompletionBody).generation(), served(), ask_id, here)
 
 
 def chat(template: str | None = None, **body: Any) -> Ask:
     known = served() if template is None else served(template)
-    return ask_of(read_body(json.dumps(body).encode(), ChatBody), known, "a", here)
+    return ask_of(read_body(json.dumps(body).encode(), ChatBody).generation(), known, "a", here)
 
 
 def refusal(kind: type[CompletionBody] | type[ChatBody], **body: Any) -> BadInput:
@@ -247,7 +249,7 @@ class CountingTokenizer:
         self.chars += len(text)
         return [1] * len(text)
 
-    def detokenizer(self) -> Any:
+    def detokenizer(self, shown: Any = ()) -> Any:
         raise NotImplementedError
 
 
@@ -296,7 +298,7 @@ def test_choices_of_a_prompt_share_its_array() -> None:
 def test_only_ignored_fields_may_be_large() -> None:
     deep: Any = [[[]] * 100] * 1_000
     completion(prompt="x", metadata=deep, user=deep)
-    for field in ("logit_bias", "stop", "echo"):
+    for field in ("logit_bias", "stop", "suffix"):
         assert refusal(CompletionBody, prompt="x", **{field: deep}).field == field
     assert refusal(ChatBody, messages=said(("user", "x")), chat_template_kwargs={"a": deep}).field == (
         "chat_template_kwargs"
@@ -398,7 +400,7 @@ def test_chat_max_tokens() -> None:
         ({"messages": []}, "empty"),
         ({"messages": said(("tool", "x"))}, "tool"),
         ({"messages": said(("developer", "x"))}, "no developers here"),
-        ({"messages": said(("user", [{"type": "image_url", "text": ""}]))}, "image_url"),
+        ({"messages": said(("user", [{"type": "image_url", "text": ""}]))}, "images are not supported"),
         ({"messages": said(("user", None))}, "not null"),
         ({"messages": said(("user", "x")), "max_tokens": 1, "max_completion_tokens": 1}, "old name"),
     ],
@@ -477,16 +479,16 @@ def test_chunks_never_split_a_character(text: str, data: st.DataObject) -> None:
     tokens, transcript = ids(text), Transcript(served().tokenizer.detokenizer())
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=5)))
     borders = [0, *cuts, len(tokens)]
-    pieces = [transcript.push(tokens[a:b]) for a, b in pairwise(borders)]
-    pieces.append(transcript.end(ended(len(tokens))))
+    pieces = [text_in(transcript.push(tokens[a:b])) for a, b in pairwise(borders)]
+    pieces.append(text_in(transcript.end(ended(len(tokens)))))
     assert "".join(pieces) == text
     assert not any("�" in piece for piece in pieces if "�" not in text)
 
 
 def test_end_flushes_pending_text_up_to_the_stop_string() -> None:
     transcript = Transcript(served().tokenizer.detokenizer())
-    assert transcript.push(ids("é")[:1]) == ""
-    assert transcript.end(ended(1, "stop", "tail")) == "\ufffdtail"
+    assert transcript.push(ids("é")[:1]) == []
+    assert text_in(transcript.end(ended(1, "stop", "tail"))) == "\ufffdtail"
     assert (transcript.finish_reason, transcript.tokens) == ("stop", 1)
     assert [finish(reason) for reason in ("length", "eos", "stop")] == ["length", "stop", "stop"]
 
@@ -499,7 +501,8 @@ def finish(reason: str) -> str:
 
 def test_the_objects_of_a_completion() -> None:
     ask = completion(prompt="xy", n=2, stream=True, stream_options={"include_usage": True})
-    answer, transcripts = Answer(ask, 9), [Transcript(served().tokenizer.detokenizer()) for _ in ask.choices]
+    answer = CompletionAnswer(ask, 9)
+    transcripts = [Transcript(served().tokenizer.detokenizer()) for _ in ask.choices]
     for transcript, count in zip(transcripts, (3, 4), strict=True):
         transcript.end(ended(count))
     head = {"id": "a", "object": "text_completion", "created": 9, "model": "tiny"}
@@ -509,7 +512,7 @@ def test_the_objects_of_a_completion() -> None:
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
-    assert json.loads(answer.whole(["A", "B"], transcripts)) == head | {
+    assert json.loads(answer.whole([[Text("A")], [Text("B")]], transcripts)) == head | {
         "choices": [
             {"index": 0, "text": "A", "logprobs": None, "finish_reason": "length"},
             {"index": 1, "text": "B", "logprobs": None, "finish_reason": "length"},
@@ -517,7 +520,7 @@ def test_the_objects_of_a_completion() -> None:
         "usage": usage,
     }
     assert answer.opening() == []
-    made = [answer.delta(1, "t", transcripts), answer.last(0, "", transcripts), *answer.closing(transcripts)]
+    made = [*answer.delta(1, [Text("t")], transcripts), *answer.last(0, [], transcripts), *answer.closing(transcripts)]
     delta, last, total, done = events(*made)
     choice = {"index": 1, "text": "t", "logprobs": None, "finish_reason": None}
     assert delta == head | {"choices": [choice], "usage": None}
@@ -527,15 +530,15 @@ def test_the_objects_of_a_completion() -> None:
 
 def test_the_objects_of_a_chat() -> None:
     ask = chat(messages=said(("user", "x")), stream=True)
-    answer, transcripts = Answer(ask, 9), [Transcript(served().tokenizer.detokenizer())]
+    answer, transcripts = ChatAnswer(ask, 9), [Transcript(served().tokenizer.detokenizer())]
     transcripts[0].end(ended(3, "eos"))
-    whole = json.loads(answer.whole(["A"], transcripts))
+    whole = json.loads(answer.whole([[Text("A")]], transcripts))
     assert whole["object"] == "chat.completion"
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": "A"}
     first, delta, last, done = events(
         *answer.opening(),
-        answer.delta(0, "t", transcripts),
-        answer.last(0, "", transcripts),
+        *answer.delta(0, [Text("t")], transcripts),
+        *answer.last(0, [], transcripts),
         *answer.closing(transcripts),
     )
     assert first["object"] == "chat.completion.chunk"

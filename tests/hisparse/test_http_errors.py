@@ -28,6 +28,8 @@ from tests.support.http_rig import KEY, TEMPLATE, Peer, front_rig
 
 COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"
+MESSAGES: Final = "/v1/messages"
+RESPONSES: Final = "/v1/responses"
 
 
 class Case(NamedTuple):
@@ -48,6 +50,15 @@ def said(**changes: Any) -> dict[str, Any]:
 
 def spoken(*messages: Any, **changes: Any) -> dict[str, Any]:
     return {"messages": list(messages or ({"role": "user", "content": "x"},)), **changes}
+
+
+def asked(*messages: Any) -> dict[str, Any]:
+    """As Anthropic's clients ask."""
+    return {"max_tokens": 5, "messages": list(messages)}
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 BAD: Final = "bad_input"
@@ -92,7 +103,7 @@ CASES: Final = {
         said(stream_options={}, stream=True),
     ),
     "unsupported": Case(
-        COMPLETIONS, said(echo=True), 400, BAD, "echo", "is not supported (got true). Leave echo out.", said()
+        COMPLETIONS, said(best_of=2), 400, BAD, "best_of", "is not supported (got 2). Leave best_of out.", said()
     ),
     "unsupported object": Case(
         COMPLETIONS,
@@ -158,11 +169,11 @@ CASES: Final = {
     "no messages": Case(CHATS, {"messages": []}, 400, BAD, "messages", "Give at least one message.", spoken()),
     "role": Case(
         CHATS,
-        spoken(X, {"role": "tool", "content": "x"}),
+        spoken(X, {"role": "function", "content": "x"}),
         400,
         BAD,
         "messages[1].role",
-        "(got tool). Use one of system, developer, user, assistant.",
+        "(got function). Use one of system, developer, user, assistant, tool.",
         spoken(X, {"role": "assistant", "content": "x"}),
     ),
     "content": Case(
@@ -182,18 +193,62 @@ CASES: Final = {
         400,
         BAD,
         "messages[0].content[0].type",
-        "(got image_url). Use one of text.",
+        "images are not supported: the model reads text (got image_url). Send text.",
     ),
     "template": Case(
         CHATS, spoken({"role": "developer", "content": "x"}), 400, BAD, "messages", "refuses them: no developers here"
     ),
+    "content left out": Case(CHATS, spoken({"role": "user"}), 400, BAD, "messages[0].content", "is missing. Add it."),
+    "field of another role": Case(
+        CHATS, spoken(X | {"tool_calls": []}), 400, BAD, "messages[0].tool_calls", "role assistant. Leave it out."
+    ),
+    "result of no call": Case(
+        CHATS,
+        spoken({"role": "tool", "content": "x"}),
+        *(400, BAD, "messages[0].tool_call_id", "is missing. Add it: the id of the call."),
+    ),
+    "name of a tool": Case(
+        CHATS, spoken(tools=[tool("a b")]), 400, BAD, "tools[0].function.name", "(got a b). Rename the tool."
+    ),
+    "tools of one name": Case(
+        CHATS, spoken(tools=[tool("f")] * 2), 400, BAD, "tools[1].function.name", "(got f). Rename one of them."
+    ),
+    "tool choice": Case(
+        CHATS,
+        spoken(tools=[tool("f")], tool_choice="required"),
+        *(
+            400,
+            BAD,
+            "tool_choice",
+            "which is not supported (got required). Use auto, or none.",
+        ),
+    ),
+    "tools that the template has not": Case(
+        CHATS, spoken(tools=[tool("f")]), 400, BAD, "tools", "(got 1 tools). Leave tools out.", spoken()
+    ),
+    "no Anthropic messages": Case(MESSAGES, asked(), 400, BAD, "messages", "Give at least one message.", asked(X)),
+    "turn that goes on": Case(
+        MESSAGES,
+        asked(X, {"role": "assistant", "content": "So"}),
+        *(400, BAD, "messages[1].role", "(got assistant). End with a message of the user."),
+    ),
+    "block of another role": Case(
+        MESSAGES,
+        asked({"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}),
+        *(400, BAD, "messages[0].content[0].type", "is no part of a user's message (got thinking). Leave it out."),
+    ),
+    "no items": Case(RESPONSES, {"input": []}, 400, BAD, "input", "Give a text, or at least one item.", {"input": "x"}),
+    "item without content": Case(
+        RESPONSES, {"input": [{"role": "user"}]}, 400, BAD, "input[0].content", "is missing. Add it."
+    ),
+    "nothing to tokenize": Case("/tokenize", {}, 400, BAD, "prompt", "Give prompt, or else messages."),
     "typo in a path": Case(
         "/v1/completion", {}, 404, "not_found", "path", "(got /v1/completion). Did you mean /v1/completions?"
     ),
     "path without version": Case(
         "/chat/completions", {}, 404, "not_found", "path", "Did you mean /v1/chat/completions?"
     ),
-    "path": Case("/", {}, 404, "not_found", "path", "path: no such path (got /). Known: /health, "),
+    "path": Case("/x", {}, 404, "not_found", "path", "path: no such path (got /x). Known: /health, "),
     "method": Case("/v1/models", {}, 405, "method", "method", "Use GET."),
 }
 
@@ -403,7 +458,10 @@ async def test_parameters_lists_each_field_of_a_body_once(tmp_path: Path) -> Non
     async with front_rig(tmp_path) as rig:
         with trio.fail_after(10):
             told = await rig.open("GET", "/v1/parameters").answer()
-    assert told.keys() == {COMPLETIONS, CHATS}
+    assert told.keys() == {
+        *(COMPLETIONS, CHATS, "/v1/messages", "/v1/responses"),
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+    }
     assert "temperature" in told[COMPLETIONS]["served"]
     assert "user" in told[CHATS]["ignored"]
-    assert told[CHATS]["accepted_at_these_values_only"]["tool_choice"] == ["none"]
+    assert told[CHATS]["accepted_at_these_values_only"]["functions"] == [[]]

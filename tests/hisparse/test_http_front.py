@@ -13,7 +13,7 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from hisparse.http import exchange, front, link, outputs, server
+from hisparse.http import answering, exchange, front, link, outputs, server
 from hisparse.http.api_keys import owner_of
 from hisparse.http.exchange import BODY_BYTES_MAX
 from hisparse.http.server import run_http
@@ -122,7 +122,7 @@ async def test_chat_stream_names_the_role(rig: FrontRig) -> None:
 
 
 async def test_silent_stream_sends_keepalives(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "KEEPALIVE_S", 0.02)
+    monkeypatch.setattr(answering, "KEEPALIVE_S", 0.02)
     peer = await rig.complete({"prompt": "abc", "stream": True})
     await peer.until(": waiting\n\n: waiting\n\n")
     (name,) = await rig.submitted(1)
@@ -235,7 +235,7 @@ NO_WORKER = ("no_worker", "no worker is connected")
 async def unserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FrontRig]:
     """No worker is connected, and all requests wait for one."""
     monkeypatch.setattr(link, "HEALTH_INTERVAL_S", 0.0)
-    monkeypatch.setattr(front, "UNSERVED_POLL_S", 0.01)
+    monkeypatch.setattr(answering, "UNSERVED_POLL_S", 0.01)
     async with front_rig(tmp_path, HttpSettings(worker_wait_s=0.1, reattach_grace_s=0.0)) as rig:
         rig.gateway.scheduler.serves_none = NO_WORKER[1]
         rig.gateway.scheduler.all_wait = NO_WORKER
@@ -260,7 +260,7 @@ async def test_request_that_no_worker_can_take_gets_503_and_is_aborted(
 async def test_request_is_answered_when_a_worker_comes_in_time(
     unserved: FrontRig, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unserved.front, "_settings", HttpSettings(worker_wait_s=30.0))
+    monkeypatch.setattr(unserved.front.answering, "_settings", HttpSettings(worker_wait_s=30.0))
     peer = await unserved.complete({"prompt": "abc", "stream": stream}, x_request_id="r")
     (name,) = await unserved.submitted(1)
     await trio.sleep(0.05)
@@ -278,7 +278,7 @@ async def test_request_on_a_draining_worker_is_not_given_up(
     unserved: FrontRig, wait_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New requests are not served, and this one is."""
-    monkeypatch.setattr(unserved.front, "_settings", HttpSettings(worker_wait_s=wait_s))
+    monkeypatch.setattr(unserved.front.answering, "_settings", HttpSettings(worker_wait_s=wait_s))
     unserved.gateway.scheduler.all_wait = ("", "")
     peer = await unserved.complete({"prompt": "abc"}, x_request_id="r")
     (name,) = await unserved.submitted(1)
@@ -587,7 +587,14 @@ async def test_aborts_are_retried_until_the_coordinator_accepts(rig: FrontRig, m
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/", 200),
+        ("GET", "/page.js", 200),
+        ("GET", "/page.css", 200),
+        ("POST", "/", 405),
+        ("GET", "/x", 404),
+        ("GET", "/v1/requests/", 404),
+        ("GET", "/openapi.json", 200),
+        ("GET", "/tokenize", 405),
         ("GET", "/v1/completions", 405),
         ("POST", "/v1/models", 405),
         ("HEAD", "/v1/completions", 405),
@@ -634,18 +641,23 @@ async def test_version_is_that_of_the_distribution(rig: FrontRig) -> None:
     assert await rig.open("GET", "/version").answer() == {"version": our_version()}
 
 
-async def test_without_a_key_only_health_is_served(tmp_path: Path) -> None:
+async def test_without_a_key_only_health_and_the_page_are_served(tmp_path: Path) -> None:
     """Before a byte of the body is read."""
     async with front_rig(tmp_path, keys=(KEY,)) as rig:
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/fake", "/metrics", "/other"):
+        made = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize", "/detokenize")
+        for path in (*made, "/v1/models", "/v1/models/fake", "/v1/requests/a", "/openapi.json", "/metrics", "/other"):
             peer = rig.open("POST", path)
             await peer.answer()
             assert (peer.status, peer.headers["www-authenticate"]) == (401, "Bearer"), path
         assert await rig.open("GET", "/health").answer() == {"status": "ok"}
+        page = rig.open("GET", "/")
+        with trio.fail_after(10):
+            await page.complete.wait()
+        assert page.status == 200
         peer = rig.open("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"})
         await peer.answer()
         assert peer.status == 200
-    assert rig.counters.answers["other", "401"] == 2
+    assert (rig.counters.answers["other", "401"], rig.counters.answers["/v1/models/", "401"]) == (1, 1)
 
 
 # ---------------------------------------------------------------- settings and metrics

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from hisparse.http import front, large_bodies
-from hisparse.http.bodies import ChatBody, CompletionBody, read_body
+from hisparse.http import answering, large_bodies
+from hisparse.http.bodies import CompletionBody, read_body
+from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.large_bodies import LARGE_BYTES_MIN, Bounds, LargeBodies
 from protocol.errors import BadInput
 from tests.support.fakes.scheduler import MODEL
@@ -86,7 +87,7 @@ async def test_front_does_not_decode_a_large_body_that_cannot_fit(
         read.append(len(data))
         return read_body(data, kind)
 
-    monkeypatch.setattr(front, "read_body", note)
+    monkeypatch.setattr(answering, "read_body", note)
     async with front_rig(tmp_path) as rig:
         for body in ({"prompt": [1] * 2_000_000, "n": 16}, {"prompt": "x" * 15_000_000}):
             peer = await rig.complete(body)

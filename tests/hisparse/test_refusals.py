@@ -36,7 +36,7 @@ from hisparse.console.session import _until_drained
 from hisparse.demo.oracles import consult
 from hisparse.demo.plan import DemoOptions, DemoRequest, memory_for
 from hisparse.demo.setup import write_checkpoint
-from hisparse.http.asks import _chat_prompt
+from hisparse.http.asks import chat_prompt
 from hisparse.http.chat import render
 from hisparse.http.prompts import text_ids
 from protocol import messages
@@ -555,9 +555,9 @@ def submission(prompt: bytes = b"\1\0\0\0", prefill_mode: str = "auto", **sampli
 
 
 def endless_chat(*_: object) -> None:
-    body = SimpleNamespace(messages=[None] * (MODEL.context_max_tokens + 1))
+    conversation = SimpleNamespace(turns=[None] * (MODEL.context_max_tokens + 1))
     served = SimpleNamespace(model=msgspec.structs.replace(MODEL, chat_template="x"), tokenizer=None)
-    _chat_prompt(cast(Any, body), cast(Any, served), cast(Any, None))
+    chat_prompt(cast(Any, conversation), cast(Any, served), cast(Any, None), "messages")
 
 
 def damaged_template(directory: Path, _: pytest.MonkeyPatch) -> None:

@@ -34,12 +34,23 @@ def test_sides_share_no_core_and_lanes_end_in_time(count: int) -> None:
     assert sum(map(len, used)) == len(frozenset().union(*used)) == (count if count >= OWN_CORES_MIN else 0)
 
 
-def test_rate_of_requests_ends_them_in_time() -> None:
-    (http,), _ = plan(range(16), 540)
-    arguments = command(http, GIVEN)
-    rate = float(arguments[arguments.index("--rate") + 1])
-    assert 0.9 * http.attack_s < GIVEN.requests / rate < http.attack_s
-    assert http.attack_s < http.seconds
+@pytest.mark.parametrize(("count", "beside"), [(16, False), (12, True)])
+def test_rates_end_attacks_in_time(count: int, beside: bool) -> None:
+    (http,), (zmq, _) = plan(range(count), 540, beside=beside)
+    for run, wanted in ((http, GIVEN.requests), (zmq, GIVEN.messages)):
+        arguments = command(run, GIVEN)
+        rate = float(arguments[arguments.index("--rate") + 1])
+        assert 0.9 * run.attack_s < wanted / rate < run.attack_s
+        assert run.attack_s < run.seconds
+
+
+def test_lanes_beside_each_other_on_12_cores() -> None:
+    (http,), (zmq, two_keys) = plan(range(12), 540, beside=True)
+    assert http.cores == Cores(frozenset({0, 1, 2}), frozenset({3}), frozenset({4, 5}))
+    assert zmq.cores == two_keys.cores == Cores(frozenset({6, 7, 8}), frozenset({9}), frozenset({10, 11}))
+    assert zmq.seconds + two_keys.seconds == http.seconds == 540
+    with pytest.raises(ValueError, match="needs 12 cores, not 11"):
+        plan(range(11), 540, beside=True)
 
 
 def test_latency_without_own_cores_has_a_floor() -> None:

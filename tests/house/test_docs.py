@@ -27,19 +27,23 @@ from hisparse.cli import main
 from hisparse.cluster import keeper
 from hisparse.demo import compare
 from hisparse.http import (
+    answering,
     api_keys,
     asks,
     bodies,
+    body_reader,
     connection,
     cors,
     exchange,
-    front,
     link,
     listener,
     outputs,
+    progress,
     renderers,
+    tools,
     wire,
 )
+from hisparse.http.formats import scanning
 from hisparse.top import draw, sample
 from metrics.names import BY_NAME
 from protocol import messages
@@ -165,7 +169,7 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("http.md", f"{asks.CHAT_TOKENS_DEFAULT} for chats"),
         ("http.md", f"up to {messages.STOP_STRINGS_MAX}, of {messages.STOP_CHARS_MAX} characters at most"),
         ("http.md", f"up to {bodies.N_MAX} samples; {bodies.CHOICES_MAX} over all prompts"),
-        ("http.md", f"by a comment every {front.KEEPALIVE_S:g} s"),
+        ("http.md", f"by a comment every {answering.KEEPALIVE_S:g} s"),
         ("http.md", f"`http.reattach_grace_s` ({HttpSettings().reattach_grace_s:g} s)"),
         ("http.md", f"`http.worker_wait_s` ({HttpSettings().worker_wait_s:g} s)"),
         ("http.md", f"past {link.RECONNECT_LIMIT_S:g} s they end with an error"),
@@ -176,8 +180,13 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("http.md", f"all bodies that are being read | {exchange.BODIES_BYTES_MAX >> 20} MiB |"),
         ("http.md", f"a field that is no prompt | {bodies.FIELD_BYTES_MAX >> 10} KiB of JSON |"),
         ("http.md", f"| {renderers.RENDER_LIMIT_S:g} s, {renderers.MEMORY_BYTES_MAX >> 20} MiB, the bytes of a text |"),
-        ("http.md", f"same time | {front.READERS_MAX}, in threads; {front.READERS_PER_KEY} of one key |"),
+        ("http.md", f"same time | {body_reader.READERS_MAX}, in threads; {body_reader.READERS_PER_KEY} of one key |"),
         ("http.md", f"has not answered | {outputs.SUBMITS_MAX}; {outputs.SUBMITS_PER_KEY} of one key |"),
+        ("http.md", f"At most {progress.LOOKS_PER_KEY / progress.LOOK_S:g} a second for one key, "),
+        ("http.md", f"{progress.LOOKS_MAX / progress.LOOK_S:g} in all; further ones wait"),
+        ("http.md", f"the output's, {asks.ECHO_CHARS_MAX >> 20} MiB at most"),
+        ("http.md", f"Limits: {tools.TOOLS_BYTES_MAX >> 20} MiB for `tools`, {tools.ARGUMENTS_BYTES_MAX >> 20} MiB"),
+        ("http.md", f"names of {scanning.NAME_CHARS_MAX} letters, digits"),
         ("http.md", f"unread by a client | {connection.READ_LIMIT_S} s |"),
         ("http.md", f"idle connections, headers | {connection.IDLE_LIMIT_S} s, {wire.HEADER_BYTES_MAX >> 10} KiB |"),
         ("http.md", f"a TLS handshake | {connection.IDLE_LIMIT_S} s |"),

@@ -2,7 +2,7 @@
 taken off their workers: each says what it says without reuse, and reuses what a naive model of the cache computes.
 
 Deterministic, so that outputs are equal bit for bit; and with a pool that evicts nothing. All conversations of a round
-are under way at once. The first pages of all prompts are the same, whoever asks.
+are under way at once. The first pages of all prompts are the same, of all owners.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def check_reuse(model: NaiveModel, texts: list[list[int]], answers: list[tuple[l
             assert reused == expected, where
     for owner in OWNERS if not model.pages else ():
         mine = [reused for conversation, (_, reused) in enumerate(answers) if owner_of(conversation) == owner]
-        assert 0 in mine, "nobody else's pages are reused"
+        assert 0 in mine, "pages of other owners are not reused"
 
 
 @pytest.fixture(scope="module")

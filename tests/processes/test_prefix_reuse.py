@@ -15,6 +15,7 @@ from hisparse.client.client import Client
 from protocol.messages import Ended, Sampling
 from protocol.settings import Config
 from tests.support.cluster_rig import cluster_of_two, crash_config, write_model
+from tests.support.nodes_rig import Spot, running_nodes
 from tests.support.oracle_rig import run_oracle
 
 pytestmark = pytest.mark.process
@@ -123,6 +124,40 @@ async def test_reuse_survives_workers_and_is_empty_after_the_coordinator(model: 
             (pool,) = await client.pools()
             assert pool.free + pool.cached == pool.host_pages
     check_against_the_library(model, [(text, second, 0)])
+
+
+async def test_between_nodes_each_end_reuses_what_it_has_and_no_row_travels_twice(model: Path, tmp_path: Path) -> None:
+    """The prefill node has the prompts of turns before, the decode node what was said behind them, too."""
+    spots = [Spot("prefill", "a", "shared"), Spot("decode", "b", "shared")]
+    with trio.fail_after(150):
+        async with running_nodes(reusing(model, tmp_path), tmp_path, spots) as (nodes, client):
+            turns = await converse(client, 6)
+            sent = await nodes.samples("w0", "hisparse_transfer_pages_total", "end")
+            assert all(pool.free + pool.cached == pool.host_pages for pool in await client.pools())
+    prompts = [len(prompt) for prompt, _, _ in turns]
+    assert [reused for _, _, reused in turns] == [0] + [prompt // 64 * 64 for prompt in prompts[:-1]]
+    there = [0] + [(prompt + NEW_TOKENS - 1) // 64 for prompt in prompts[:-1]]
+    fresh = [-(-prompt // 64) - pages for prompt, pages in zip(prompts, there, strict=True)]
+    assert sum(sent.values()) == sum(fresh)
+    check_against_the_library(model, turns)
+
+
+async def test_two_requests_with_one_new_prefix_compute_it_once(model: Path, tmp_path: Path) -> None:
+    with trio.fail_after(100):
+        async with cluster_of_two(reusing(model, tmp_path), tmp_path) as (_, client, _):
+            text = [(3 * place + 1) % 250 for place in range(900)]
+            answers: dict[str, tuple[list[int], Ended]] = {}
+
+            async def ask(name: str) -> None:
+                answers[name] = await say(client, name, text)
+
+            async with trio.open_nursery() as nursery:
+                for name in ("one", "two", "three"):
+                    nursery.start_soon(ask, name)
+            assert sorted(ended.prefix_tokens for _, ended in answers.values()) == [0, 896, 896]
+            assert len({tuple(output) for output, _ in answers.values()}) == 1
+            waits = [line for name in answers for line in (await client.request(name)).history if line.event == "waits"]
+            assert all("computes the first 896 tokens of its prompt" in line.reason for line in waits)
 
 
 async def test_nothing_is_reused_when_it_is_off(model: Path, tmp_path: Path) -> None:

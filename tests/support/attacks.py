@@ -1,13 +1,13 @@
 """`python -m tests.support.attacks --seconds 540`: all programs that attack a service, within a time, on this machine.
 
     http       tests.support.fuzz_http      a million requests, at an even rate that ends in time
-    zmq        tests.support.fuzz_zmq       100,000 messages, as fast as the coordinator takes them
+    zmq        tests.support.fuzz_zmq       100,000 messages, likewise
     two_keys   tests.support.two_keys       as many rounds as fit
 
-`plan` divides the cores that this process may use. With 16 or more, http runs beside zmq and two_keys, each with cores
-for the service, for the client that measures and for the attackers. With 8 to 15 one program runs after the other. With
-fewer nothing has cores of its own, and latencies measure the machine, too. Prints one line of JSON for each program,
-and exits with 1 when one of them found something wrong.
+`plan` divides the cores that this process may use. With 16 or more, or with --beside and 12 or more, http runs beside
+zmq and two_keys, each with cores for the service, for the client that measures and for the attackers. With 8 to 15 one
+program runs after the other. With fewer nothing has cores of its own, and latencies measure the machine, too. Prints
+one line of JSON for each program, and exits with 1 when one of them found something wrong.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from tests.support.fuzz_rig import SETTLE_S, UNDISTURBED_S, Cores, text_of
 
 #: Cores of a service of three or four processes, of one program that has cores of its own, of two beside each other.
 SERVICE_CORES: Final = 4
+#: The same, with --beside on fewer cores.
+SERVICE_CORES_BESIDE: Final = 3
 OWN_CORES_MIN: Final = 8
 BESIDE_CORES_MIN: Final = 16
+ASKED_BESIDE_CORES_MIN: Final = 12
 #: Shares of the time where one program runs after the other: http, zmq; two_keys has the rest.
 HTTP_SHARE: Final = 0.5
 ZMQ_SHARE: Final = 0.15
 #: Of a program's time, not part of its attack: start, warm-up, undisturbed and settling phase.
 AROUND_S: Final = UNDISTURBED_S + SETTLE_S + 25.0
-#: Of the time that is left for the attack of http: the rate is such that it ends a little earlier.
+#: Of the time that is left for an attack of http or zmq: the rate is such that it ends a little earlier.
 RATE_MARGIN: Final = 0.95
 ROUNDS_MAX: Final = 6
 
@@ -57,12 +60,19 @@ class Run:
         return max(self.seconds - AROUND_S, 10.0)
 
 
-def plan(cpus: Sequence[int], seconds: float) -> list[list[Run]]:
-    """Lanes that run beside each other; in each, one program runs after the other."""
+def plan(cpus: Sequence[int], seconds: float, *, beside: bool = False) -> list[list[Run]]:
+    """Lanes that run beside each other; in each, one program runs after the other.
+
+    `beside`: two lanes from ASKED_BESIDE_CORES_MIN cores on; raises ValueError where there are fewer.
+    """
     http, zmq, two_keys = (Run(name, Cores(), 0.0) for name in ("http", "zmq", "two_keys"))
-    if len(cpus) >= BESIDE_CORES_MIN:
-        middle = len(cpus) // 2 + 1
-        first, second = _divided(cpus[:middle]), _divided(cpus[middle:])
+    if beside and len(cpus) < ASKED_BESIDE_CORES_MIN:
+        raise ValueError(f"--beside needs {ASKED_BESIDE_CORES_MIN} cores, not {len(cpus)}")
+    if beside or len(cpus) >= BESIDE_CORES_MIN:
+        has_many = len(cpus) >= BESIDE_CORES_MIN
+        middle = len(cpus) // 2 + has_many
+        service = SERVICE_CORES if has_many else SERVICE_CORES_BESIDE
+        first, second = _divided(cpus[:middle], service), _divided(cpus[middle:], service)
         zmq_s = min(ZMQ_SHARE * 2 * seconds, AROUND_S + 120.0)
         return [
             [replace(http, cores=first, seconds=seconds)],
@@ -73,9 +83,9 @@ def plan(cpus: Sequence[int], seconds: float) -> list[list[Run]]:
     return [[replace(it, cores=cores, seconds=own) for it, own in zip((http, zmq, two_keys), times, strict=True)]]
 
 
-def _divided(cpus: Sequence[int]) -> Cores:
-    client = SERVICE_CORES + 1
-    return Cores(frozenset(cpus[:SERVICE_CORES]), frozenset(cpus[SERVICE_CORES:client]), frozenset(cpus[client:]))
+def _divided(cpus: Sequence[int], service: int = SERVICE_CORES) -> Cores:
+    client = service + 1
+    return Cores(frozenset(cpus[:service]), frozenset(cpus[service:client]), frozenset(cpus[client:]))
 
 
 def command(run: Run, given: argparse.Namespace) -> list[str]:
@@ -95,18 +105,13 @@ def command(run: Run, given: argparse.Namespace) -> list[str]:
     match run.program:
         case "http":
             attackers = max(1, len(run.cores.attackers))
-            rate = math.ceil(given.requests / (RATE_MARGIN * run.attack_s))
-            own = ["--requests", str(given.requests), "--attackers", str(attackers), "--rate", str(rate)]
+            rate = str(math.ceil(given.requests / (RATE_MARGIN * run.attack_s)))
+            own = ["--requests", str(given.requests), "--attackers", str(attackers), "--rate", rate]
             return ["tests.support.fuzz_http", *own, "--seconds", str(run.attack_s), *common]
         case "zmq":
-            return [
-                "tests.support.fuzz_zmq",
-                "--messages",
-                str(given.messages),
-                "--seconds",
-                str(run.attack_s),
-                *common,
-            ]
+            rate = str(math.ceil(given.messages / (RATE_MARGIN * run.attack_s)))
+            own = ["--messages", str(given.messages), "--rate", rate]
+            return ["tests.support.fuzz_zmq", *own, "--seconds", str(run.attack_s), *common]
     return ["tests.support.two_keys", "--rounds", str(given.rounds), "--seconds", str(run.seconds), *common]
 
 
@@ -133,10 +138,11 @@ def main() -> int:
     parser.add_argument("--floor-ms", type=float, default=0.0, help="a p99 below it is not judged; with own cores")
     parser.add_argument("--shared-floor-ms", type=float, default=50.0, help="the same, where cores are shared")
     parser.add_argument("--cores", type=int, default=0, help="use at most so many; 0: all")
+    parser.add_argument("--beside", action="store_true", help="http beside the others, from 12 cores on")
     given = parser.parse_args()
     cpus = sorted(os.sched_getaffinity(0))[: given.cores or None]
     lanes, place, began = (
-        plan(cpus, given.seconds),
+        plan(cpus, given.seconds, beside=given.beside),
         Path(tempfile.mkdtemp(prefix="hisparse-attacks-")),
         time.monotonic(),
     )

@@ -190,7 +190,7 @@ async def scene(
 POOL_FULL: Final = Trouble(
     "HiSparseHostPoolNearlyFull",
     "three requests that take nearly all host pages",
-    'sum(hisparse_host_pages{state="free"}) / sum(hisparse_host_pages)',
+    'sum(hisparse_host_pages{state=~"free|cached"}) / sum(hisparse_host_pages{state!="shared"})',
 )
 MISSES: Final = Trouble(
     "HiSparseHitRateCollapse",

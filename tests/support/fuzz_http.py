@@ -34,6 +34,7 @@ from typing import Final
 import msgspec
 import trio
 
+from coordinator import gc_policy
 from coordinator.scheduling.events import Handle
 from protocol import logs, messages
 from tests.hisparse.test_http_tls import write_pair
@@ -55,7 +56,7 @@ from tests.support.fuzz_rig import (
 )
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile_http import attack
-from tests.support.http_rig import TEMPLATE
+from worker.runners.tiny_template import TEMPLATES
 
 MODULE: Final = "tests.support.fuzz_http"
 #: Connections of one process at a time, and how many of a hundred go to the front with TLS.
@@ -103,7 +104,7 @@ class AnsweringRig(GatewayRig):
         scheduler = self.scheduler
         model = scheduler.model()
         assert model is not None
-        scheduler.served = msgspec.structs.replace(model, chat_template=TEMPLATE)
+        scheduler.served = msgspec.structs.replace(model, chat_template=TEMPLATES["glm-5"])
         self._submit = scheduler.submit
         scheduler.submit = self._answer  # type: ignore[method-assign]
 
@@ -126,7 +127,8 @@ class AnsweringRig(GatewayRig):
 async def coordinate(directory: Path) -> None:
     logs.configure("info", "text")
     async with trio.open_nursery() as nursery, running(AnsweringRig(directory, nursery)):
-        await trio.sleep_forever()
+        gc_policy.settle()  # as coordinator.service does
+        await gc_policy.collect()
 
 
 def ask_on(port: int) -> None:

@@ -12,11 +12,20 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from hisparse.http.bodies import NEUTRAL
+from hisparse.http.apis import APIS
+from hisparse.http.tokens import TOKEN_APIS
 from hisparse.http.wire import HEADER_BYTES_MAX
 
 METHODS: Final = (b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"TRACE", b"PRI", b"get", b"G\xff", b"")
-PATHS: Final = (b"/health", b"/metrics", b"/v1/models", b"/v1/models/fake", b"/v1/completions", b"/v1/chat/completions")
+GETS: Final = (
+    *(b"/health", b"/metrics", b"/v1/models", b"/v1/models/fake", b"/v1/requests/id1", b"/openapi.json"),
+    *(b"/", b"/page.js", b"/v1/parameters"),
+)
+POSTS: Final = (
+    *(b"/v1/completions", b"/v1/chat/completions", b"/v1/messages", b"/v1/responses"),
+    *(b"/tokenize", b"/detokenize", b"/v1/messages/count_tokens"),
+)
+PATHS: Final = GETS + POSTS
 TARGETS: Final = (*PATHS, b"*", b"host:1", b"http://h/health?q", b"/%ff%00", b"/\xff", b"//", b"", b"/" + b"a" * 9_000)
 VERSIONS: Final = (b"HTTP/1.1",) * 12 + (b"HTTP/1.0", b"HTTP/2.0", b"HTTP/0.9", b"HTTP/11", b"http/1.1", b"")
 EOLS: Final = (b"\r\n",) * 12 + (b"\n", b"\r", b"\r\r\n", b"")
@@ -35,9 +44,33 @@ ODD: Final[tuple[Any, ...]] = (
     *([1, "a"], [[1], 2], [1] * 500, [[1]] * 200, ["a"] * 200, [1] * 5_000, "a" * 5_000, {"a": {"b": [1]}}),
 )
 FIELDS: Final = (
-    *("prompt", "messages", "model", "max_tokens", "temperature", "top_p", "n", "seed", "stop", "stream"),
-    *("stream_options", "priority", "ignore_eos", "chat_template_kwargs", "max_completion_tokens", "user", "nothing"),
-    *NEUTRAL,
+    "nothing",
+    *sorted({name for api in (*APIS, *TOKEN_APIS) for name in api.body.__struct_fields__}),
+)
+#: Outputs of models, as turns of an assistant, in texts and in parts; and what should be tools.
+MARKUP: Final = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", "{{ x }}", "{% if %}"),
+)
+TOOLS: Final[tuple[Any, ...]] = (
+    [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}],
+    [{"type": "function", "function": {"name": "f", "parameters": {"properties": [[1]]}}}],
+    [{"type": "function", "name": "f", "parameters": {"$ref": "#"}}],
+    [{"name": "f", "input_schema": {"anyOf": [{}] * 50}}],
+    *([{"type": "function", "function": {"name": "a b"}}], [{"name": "f"}], [{}], {}, "f", [None], [[]]),
+)
+CALL: Final = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+PARTS: Final[tuple[Any, ...]] = (
+    *({"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}, {"type": "input_audio"}, {"type": "x"}),
+    *({"type": "tool_use", "id": "c1", "name": "f", "input": {}}, {"type": "tool_use", "id": 1, "input": []}),
+    *({"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "image"}]}, {"type": "thinking"}),
+    *({"type": "input_text", "text": "x"}, {"type": "output_text"}, {}, [], None, 5, "x"),
+)
+ITEMS: Final[tuple[Any, ...]] = (
+    *({"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{"}, {"type": "item_reference"}),
+    *({"type": "function_call_output", "call_id": "c1", "output": "x"}, {"type": "reasoning", "summary": []}),
+    *({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "tool_calls": [CALL] * 9, "content": None}),
+    *({"role": "tool", "content": "x", "tool_call_id": "c1"}, {"role": "tool", "content": "x"}, {}, [], None),
 )
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 #: One in so many bodies is large.
@@ -56,19 +89,36 @@ def attack(dice: random.Random, key: str) -> tuple[bytes, int]:
 
 
 def body(dice: random.Random) -> bytes:
-    """A body of either kind, with up to three fields replaced or added."""
+    """A body of one of the kinds, with up to three fields replaced or added."""
     if dice.randrange(LARGE_ONE_IN) == 0:
         return json.dumps({"prompt": dice.choice(("x" * LARGE_BYTES, [1] * (LARGE_BYTES // 3)))}).encode()
     said: dict[str, Any] = {"max_tokens": dice.randrange(1, 9), "stream": dice.random() < 0.3}
-    if dice.random() < 0.5:
+    kind = dice.randrange(5)
+    if kind < 2:
         said["prompt"] = dice.choice(("abc", [1, 2, 3], ["a", "b"], [[1], [2, 3]]))
+    elif kind < 4:
+        said["messages"] = [_message(dice) for _ in range(dice.choice((1, 1, 2, 5)))]
     else:
-        said["messages"] = [{"role": dice.choice(("user", "system", "tool")), "content": "hé"}]
+        said |= {"input": [_message(dice), *dice.choices(ITEMS, k=dice.randrange(3))], "max_output_tokens": 5}
+        del said["max_tokens"]
+    if dice.random() < 0.3:
+        said["tools"] = dice.choice(TOOLS)
+    if dice.random() < 0.05:
+        said = {"tokens": dice.choice(([1, 2], [999], "x"))}
     if dice.random() < 0.6:
         for _ in range(dice.randrange(1, 4)):
             said[dice.choice(FIELDS)] = dice.choice(ODD)
     data = json.dumps(said).encode()
     return mutated(dice, data) if dice.random() < 0.2 else data
+
+
+def _message(dice: random.Random) -> Any:
+    """A turn, mostly of a user."""
+    if dice.random() < 0.2:
+        return dice.choice(ITEMS)
+    text = "".join(dice.choices(MARKUP, k=dice.randrange(6))) or "hé"
+    content = text if dice.random() < 0.7 else dice.choices(PARTS, k=dice.randrange(4))
+    return {"role": dice.choice(("user", "user", "assistant", "system", "tool")), "content": content}
 
 
 def mutated(dice: random.Random, data: bytes) -> bytes:
@@ -94,8 +144,8 @@ def mutated(dice: random.Random, data: bytes) -> bytes:
 
 def _good(dice: random.Random, key: str) -> bytes:
     """As ordinary clients ask."""
-    path = dice.choice(PATHS)
-    if not path.endswith(b"completions"):
+    path = dice.choice(GETS + POSTS * 2)
+    if path in GETS:
         return _request(b"GET", path, [(b"Authorization", f"Bearer {key}".encode())], b"")
     headers = [(b"Authorization", f"Bearer {key}".encode())]
     if dice.random() < 0.3:

@@ -27,6 +27,8 @@ ROLES: Final = tuple(SEEDS)
 MESSAGES_MAX: Final = 40
 #: One message in so many has 1 to 20 MiB.
 LARGE_ONE_IN: Final = 4_000
+#: Of parts that are sent again and again in one message, all together: far more than a listener keeps.
+REPEATED_BYTES_MAX: Final = 64 << 20
 HUGE: Final[tuple[object, ...]] = ("x" * 100_000, "\U0001f600" * 5_000, bytes(100_000), ["x"] * 20_000)
 COMMANDS: Final = (
     *(b"\x04PING\x00\x0a", b"\x04PING\x00\x0aa context", b"\x04PONG", b"\x05ERROR\x06reason", READY),
@@ -87,10 +89,12 @@ def _message(dice: random.Random, role: str) -> bytes:
     body = _body(dice, role)
     match dice.randrange(20):
         case 0:  # a multipart message, whole
-            parts = [dice.choice((b"", body, dice.randbytes(40))) for _ in range(dice.choice((1, 2, 50, 1_000)))]
+            count = _repeats(body, dice.choice((1, 2, 50, 1_000)))
+            parts = [dice.choice((b"", body, dice.randbytes(40))) for _ in range(count)]
             return b"".join(frame(part, MORE) for part in parts) + frame(body)
         case 1:  # what follows is part of it
-            return frame(dice.choice((b"", body)), MORE) * dice.choice((1, 2, 500))
+            part = dice.choice((b"", body))
+            return frame(part, MORE) * _repeats(part, dice.choice((1, 2, 500)))
         case 2:
             return frame(dice.choice(COMMANDS), COMMAND)
         case 3:
@@ -99,6 +103,11 @@ def _message(dice: random.Random, role: str) -> bytes:
             size = dice.choice((2**63, 2**63 - 1, 2**40, 1 << 25, 1 << 23, 5_000))
             return bytes([LONG]) + size.to_bytes(8, "big") + body
     return frame(body)
+
+
+def _repeats(part: bytes, count: int) -> int:
+    """`count`, or fewer: so that an attacker does not build gigabytes, during which it sends nothing."""
+    return min(count, max(2, REPEATED_BYTES_MAX // max(len(part), 1)))
 
 
 def _body(dice: random.Random, role: str) -> bytes:

@@ -78,7 +78,7 @@ PRODUCED: Final = {
         "hisparse/demo/plan.py:cut_prompts:BadInput",
     ],
     "tests/hisparse/test_http.py::test_a_model_without_a_template_refuses_chats": [
-        "hisparse/http/asks.py:_chat_prompt:BadInput"
+        "hisparse/http/asks.py:chat_prompt:BadInput"
     ],
     "tests/hisparse/test_http.py::test_a_prompt_longer_than_the_context_is_refused[prompt0]": [
         "hisparse/http/asks.py:_check_length:ContextExceeded"
@@ -89,17 +89,26 @@ PRODUCED: Final = {
     "tests/hisparse/test_http.py::test_growing_template_is_ended_and_the_next_is_rendered[{{ messages | tojson(indent=n) }}]": [  # noqa: E501
         "hisparse/http/renderers.py:render:ContextExceeded"
     ],
-    "tests/hisparse/test_http.py::test_only_ignored_fields_may_be_large": [
-        "hisparse/http/bodies.py:read_field:BadInput"
-    ],
+    "tests/hisparse/test_http.py::test_only_ignored_fields_may_be_large": ["hisparse/http/bodies.py:read_raw:BadInput"],
     "tests/hisparse/test_http.py::test_unrenderable_chat_is_refused_with_the_reason[body5-old name]": [
-        "hisparse/http/bodies.py:_check_chat:BadInput#2"
+        "hisparse/http/chat_bodies.py:check:BadInput#2"
     ],
+    "tests/hisparse/test_http_agents.py::test_progress_is_that_of_the_owners_request": [
+        "hisparse/http/progress.py:of:NotFound",
+        "hisparse/http/progress.py:of:NotFound#2",
+    ],
+    "tests/hisparse/test_http_apis.py::test_long_prompts_are_not_sent_back": [
+        "hisparse/http/asks.py:echoes_of:BadInput"
+    ],
+    "tests/hisparse/test_http_apis.py::test_tools_and_arguments_are_bounded": ["hisparse/http/tools.py:call:BadInput"],
     "tests/hisparse/test_http_control.py::test_front_that_hangs_is_named": [
         "hisparse/http/control.py:_ask:Unavailable"
     ],
     "tests/hisparse/test_http_errors.py::test_error_of_the_coordinator_names_no_setting_and_no_command[raised1-400-context_length_exceeded-prompt-prompt: no worker has 9 host pages. Shorten it]": [  # noqa: E501
-        "hisparse/http/front.py:_accepted:ContextExceeded"
+        "hisparse/http/answering.py:_accepted:ContextExceeded"
+    ],
+    "tests/hisparse/test_http_formats.py::test_turns_that_deepseek_cannot_read_are_refused[turns0-turn 1 is the result of no call]": [  # noqa: E501
+        "hisparse/http/formats/deepseek.py:_refusal:BadInput"
     ],
     "tests/hisparse/test_http_front.py::test_a_body_must_come_in_time": ["hisparse/http/exchange.py:body:TooSlow"],
     "tests/hisparse/test_http_front.py::test_id_in_use_refuses_another_body": [
@@ -109,7 +118,7 @@ PRODUCED: Final = {
         "coordinator/scheduling/validation.py:check_name:BadInput"
     ],
     "tests/hisparse/test_http_front.py::test_invalid_id_is_refused[name1]": [
-        "hisparse/http/front.py:_check_id:BadInput"
+        "hisparse/http/answering.py:_check_id:BadInput"
     ],
     "tests/hisparse/test_http_front.py::test_missing_coordinator_is_answered_with_503": [
         "hisparse/client/connection.py:_connection_lost:ConnectionLost",
@@ -131,10 +140,10 @@ PRODUCED: Final = {
         "coordinator/scheduling/validation.py:_check_sampling:BadInput#2"
     ],
     "tests/hisparse/test_http_front.py::test_request_that_no_worker_can_take_gets_503_and_is_aborted[whole]": [
-        "hisparse/http/front.py:_refusal:Unavailable"
+        "hisparse/http/answering.py:_refusal:Unavailable"
     ],
     "tests/hisparse/test_http_front.py::test_requests_past_the_limit_get_retry_after": [
-        "hisparse/http/front.py:_share:CapacityError"
+        "hisparse/http/body_reader.py:_share:CapacityError"
     ],
     "tests/hisparse/test_http_front.py::test_total_body_bytes_are_bounded": [
         "hisparse/http/exchange.py:_read:CapacityError"

@@ -16,16 +16,18 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from protocol.arrays import Int32Array
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Resize
 from protocol.units import PAGE_TOKENS
 from worker.device.hot_buffer import HotBuffer
 from worker.loop.output import Output
-from worker.runners.adjust import Adjust
 from worker.streams import Fence
 from worker.transfer.handover import Outgoing
+
+if TYPE_CHECKING:
+    from worker.runners.adjust import Adjust
 
 #: In `prefix_loads`: the place of what comes before every layer.
 INDEX_KEYS: Final = -1

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from kernels.block_weight import BlockFp8
 from protocol.errors import ConfigError
+from worker.runners.tiny_template import TEMPLATES
 from worker.weights.layout import EXPERT, TensorSpec, tensors_of
 from worker.weights.writing import quantize_blocks, write_repository
 
@@ -82,7 +83,8 @@ def write_tiny_checkpoint(
     powers_of_two: bool = False,
     experts: int = EXPERTS,
 ) -> None:
-    """Write config.json, generation_config.json and model.safetensors, 9 MB in float32. Raises ConfigError.
+    """Write config.json, generation_config.json, tokenizer_config.json with a chat template, and model.safetensors, 9
+    MB in float32. Raises ConfigError.
 
     `fp8`: in the layout of published FP8 repositories, and with widths that make several blocks, ragged ones too;
     `powers_of_two`: with scales as `scale_fmt` ue8m0 has them.
@@ -95,6 +97,7 @@ def write_tiny_checkpoint(
     config = tiny_config(family, index_topk, context_max_tokens, n_routed_experts=experts, **(RAGGED if fp8 else {}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     _shape(model, torch.Generator().manual_seed(seed))
+    _write_template(Path(path), family)
     if fp8:
         _write_fp8(Path(path), model, powers_of_two=powers_of_two)
         return
@@ -105,6 +108,13 @@ def write_tiny_checkpoint(
         shutil.copymode(Path(path) / "config.json", weights)
     if shown:
         logging.enable_progress_bar()
+
+
+def _write_template(path: Path, family: str) -> None:
+    """Without a tokenizer.json: ids are bytes."""
+    path.mkdir(parents=True, exist_ok=True)
+    settings = {"chat_template": TEMPLATES[family]}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False))
 
 
 def tiny_config(family: str, index_topk: int, context_max_tokens: int, **widths: int) -> Any:

@@ -9,6 +9,9 @@ import pytest
 import trio
 
 from coordinator.gateway import connections
+from coordinator.gateway.gateway import HELLO_BYTES_MAX
+from coordinator.listener.flood_control import REFUSED_PER_TURN
+from coordinator.listener.router import Received
 from hisparse.client.client import open_client
 from protocol import messages
 from protocol.arrays import pack_int32, unpack_int32
@@ -100,6 +103,61 @@ async def test_commands_before_hello_are_refused_by_tag(rig: GatewayRig) -> None
     assert (refusal.tag, refusal.code, refusal.remedy) == (-1, "protocol", "send Hello first")
     assert rig.scheduler.commands == []
     dealer.close()
+
+
+async def test_large_message_before_hello_is_not_decoded(rig: GatewayRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    decode = rig.gateway._decode["client"]
+    monkeypatch.setitem(rig.gateway._decode, "client", lambda frame: decoded.append(len(frame)) or decode(frame))
+    dealer = await rig.dealer()
+    await say(dealer, bytes(HELLO_BYTES_MAX + 1), bytes(HELLO_BYTES_MAX))
+    too_large, unread = await hear(dealer, 2)
+    assert isinstance(too_large, messages.Failure)
+    assert isinstance(unread, messages.Failure)
+    assert too_large.remedy == "send Hello first"
+    assert unread.message.startswith("not a message of a client")
+    assert decoded == [HELLO_BYTES_MAX]
+    dealer.close()
+
+
+async def test_refused_messages_leave_turns_to_other_tasks(rig: GatewayRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another task runs after every REFUSED_PER_TURN of a batch, and a known connection's message comes before all."""
+    order: list[str] = []
+    receive = rig.gateway._receive
+
+    def note(role: str, received: Received, nursery: trio.Nursery) -> None:
+        order.append("known" if rig.deliveries.connections.find(role, received.peer) else "unknown")
+        receive(role, received, nursery)
+
+    known, stranger = await introduce(rig), await rig.dealer()
+    monkeypatch.setattr(rig.gateway, "_receive", note)
+    unread = [Received(b"stranger", b"", 0) for _ in range(7)]
+    peer = rig.deliveries.connections[0].peer
+    batches = [[*unread, Received(peer, messages.encode(messages.ListPools(3)), 0)]]
+
+    async def recv_batch() -> list[Received]:
+        if not batches:
+            await trio.sleep_forever()
+        return batches.pop()
+
+    async def other_task() -> None:
+        while True:
+            order.append("other task")
+            await trio.lowlevel.checkpoint()
+
+    socket = rig.gateway._sockets["client"]
+    monkeypatch.setattr(socket, "recv_batch", recv_batch)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other_task)
+        nursery.start_soon(rig.gateway._read, "client", nursery)
+        while order.count("unknown") < len(unread):
+            await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    handled = "".join({"known": "k", "unknown": "u", "other task": " "}[it] for it in order).split()
+    assert handled[0].startswith("ku")
+    assert max(map(len, handled)) <= 1 + 2 * REFUSED_PER_TURN, "trio may run the other task first, then last"
+    known.close()
+    stranger.close()
 
 
 async def test_the_admin_socket_takes_only_admins(rig: GatewayRig) -> None:

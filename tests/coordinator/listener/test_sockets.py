@@ -16,6 +16,7 @@ import trio.testing
 import zmq
 
 from coordinator.listener.router import (
+    BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,
     BATCH_PARTS_MAX,
     HARD_LIMIT_FACTOR,
@@ -234,6 +235,22 @@ async def test_batch_is_bounded(router: RouterSocket) -> None:
     wide.close()
 
 
+async def test_batch_ends_with_the_message_that_fills_its_bytes(router: RouterSocket) -> None:
+    """Whatever waits behind it is taken in the next batch, in order."""
+    size = BYTES_MAX - 1
+    dealer = await connect(router)
+    for number in range(8):
+        await dealer.send(b"%d" % number + bytes(size))
+    await trio.sleep(0.2)
+    batches = []
+    with trio.fail_after(5):
+        while sum(map(len, batches)) < 8:
+            batches.append([received.frame[:1] for received in await router.recv_batch()])
+    assert max(map(len, batches)) <= -(-BATCH_BYTES_MAX // size)
+    assert b"".join(frame for batch in batches for frame in batch) == b"01234567"
+    dealer.close()
+
+
 async def test_full_and_gone_are_distinct_results(router: RouterSocket) -> None:
     dealer = await connect(router)
     peer = await introduce(router, dealer)
@@ -434,7 +451,8 @@ async def test_oversized_messages_are_cut_off_above_the_hard_limit(router: Route
     raw = raw_dealer(router)
     raw.send(bytes(BYTES_MAX + 1))
     with trio.fail_after(5):
-        assert len((await router.recv_batch())[0].frame) == BYTES_MAX + 1
+        (received,) = await router.recv_batch()
+    assert (received.frame, received.frame_bytes) == (b"", BYTES_MAX + 1), "it is refused, so it is not copied"
     raw.send(bytes(BYTES_MAX * HARD_LIMIT_FACTOR + 1))
     neighbour = await connect(router)
     with trio.fail_after(5):

@@ -11,7 +11,7 @@ import trio.testing
 
 from coordinator.listener import sweeper
 from coordinator.listener.router import RouterSocket
-from coordinator.listener.sweeper import FREEING_S, LOOK_INTERVAL_S, TRIM_BYTES, Sweeper
+from coordinator.listener.sweeper import FREEING_S, GROWTH_BYTES, LOOK_INTERVAL_S, TRIM_BYTES, TRIM_INTERVAL_S, Sweeper
 
 
 class QuietSocket:
@@ -58,4 +58,15 @@ async def test_memory_is_returned_while_unfinished_messages_are_freed(
 ) -> None:
     socket = QuietSocket()
     socket.given_up_at = trio.current_time()
-    assert await returns(monkeypatch, lambda: 1 << 20, socket) == FREEING_S // LOOK_INTERVAL_S
+    count = await returns(monkeypatch, lambda: 1 << 20, socket)
+    assert FREEING_S // (TRIM_INTERVAL_S + LOOK_INTERVAL_S) < count <= FREEING_S // TRIM_INTERVAL_S + 2
+
+
+async def test_memory_is_returned_at_once_after_much_growth(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Growth is judged then; otherwise it is returned once in TRIM_INTERVAL_S, since the loop waits for it."""
+    slowly = lambda: int(trio.current_time() / LOOK_INTERVAL_S * TRIM_BYTES * 2)  # noqa: E731
+    fast = lambda: int(trio.current_time() / LOOK_INTERVAL_S * GROWTH_BYTES * 2)  # noqa: E731
+    assert await returns(monkeypatch, slowly, QuietSocket()) <= 10 * LOOK_INTERVAL_S / TRIM_INTERVAL_S + 1
+    assert await returns(monkeypatch, fast, QuietSocket()) >= 9

@@ -320,10 +320,33 @@ def test_received_pages_count_all_or_none() -> None:
     assert (into.is_over, into.durable_tokens) == (False, 0)
     into.arrived.add(1)
     assert not into.is_over
-    revoked = Incoming(PAGE_TOKENS + 1, [9, 5, 7], {1}, is_revoked=True)
+    revoked = Incoming(PAGE_TOKENS + 1, [9, 5, 7], arrived={1}, is_revoked=True)
     assert (revoked.is_over, revoked.durable_tokens) == (True, 0)
     into.arrived.add(0)
     assert (into.is_over, into.durable_tokens) == (True, PAGE_TOKENS + 1)
+
+
+def test_pages_that_the_receiver_has_are_neither_sent_nor_opened() -> None:
+    """The sender has two pages of the prompt cached, the receiver one: rows that were loaded go as soon as any do."""
+    out, into = Outgoing(1, 3 * PAGE_TOKENS + 5, unsent_pages=1), Incoming(3 * PAGE_TOKENS + 5, [9, 5, 7, 3, 8], 1)
+    assert (out.pages, into.pages) == (3, [5, 7, 3])
+    assert list(out.take_ready(2 * PAGE_TOKENS)) == [0]
+    assert list(out.take_ready(3 * PAGE_TOKENS + 5)) == [1, 2]
+    for index in range(3):
+        assert not out.is_delivered
+        assert not into.is_whole
+        out.delivered.add(index)
+        into.arrived.add(index)
+    assert out.is_delivered
+    assert into.durable_tokens == 3 * PAGE_TOKENS + 5
+
+
+def test_nothing_goes_before_what_the_receiver_has_is_passed() -> None:
+    out = Outgoing(1, 3 * PAGE_TOKENS + 5, parts=2, unsent_pages=2)
+    assert list(out.take_ready(PAGE_TOKENS)) == []
+    assert list(out.take_ready(2 * PAGE_TOKENS, 1)) == []
+    assert list(out.take_ready(3 * PAGE_TOKENS, 1)) == [0]
+    assert list(out.take_ready(3 * PAGE_TOKENS + 5, 0)) == [0, 1]
 
 
 def test_prompt_kept_without_a_decode_worker_begins_anew(desk: Desk) -> None:

@@ -115,7 +115,7 @@ def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, fi
     """A first token that a stop string may begin in is not said, but decoding goes on from it."""
     history = History()
     history.tell(admit(1, prefills_only=True))
-    assert history.tell(messages.Staged(1, 1.0, 1.0)) == [PlacementProgressed(3, 1, Stage.STAGED)]
+    assert history.tell(messages.Staged(1, 1.0, 1.0)) == [PlacementProgressed(3, 1, Stage.STAGED, 0.002)]
     assert history.request.state is State.TRANSFERRING
     history.rows = Rows(generated, PROMPT)
     assert history.tell(messages.Released(1, PROMPT, first_token)) == [

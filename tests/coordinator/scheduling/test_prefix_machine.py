@@ -356,13 +356,13 @@ class PrefixMachine(RuleBasedStateMachine):
         parts = list(parts_of(NODE, self.ledger))
         assert list(parts_of(NODE, ledger_from(parts))) == parts
 
-    @rule(data=st.data(), begun=st.booleans(), everyone=st.booleans())
-    def victims_free_what_their_set_frees(self, data: st.DataObject, begun: bool, everyone: bool) -> None:
+    @rule(data=st.data(), begun=st.booleans(), all_of_them=st.booleans())
+    def victims_free_what_their_set_frees(self, data: st.DataObject, begun: bool, all_of_them: bool) -> None:
         victims = sorted(self.lives)
-        if victims and not everyone:
+        if victims and not all_of_them:
             victims = data.draw(st.lists(st.sampled_from(victims), unique=True))
-        stay = [life.pages for placement, life in self.lives.items() if placement not in victims]
-        held = set().union(*stay, *self.quarantined.values())
+        left = [life.pages for placement, life in self.lives.items() if placement not in victims]
+        held = set().union(*left, *self.quarantined.values())
         freed = set().union(*(self.lives[it].pages for it in victims)) - held
         freeing = self.ledger.freeing()
         if begun:
@@ -393,7 +393,7 @@ def _is_evict(change: Change) -> bool:
 
 
 def _evict_shared(self: Ledger, pages: np.ndarray) -> int:
-    """What is evicted is free, whoever holds it."""
+    """What is evicted is free, held or not."""
     self._is_cached[pages] = False
     self.pages_cached -= pages.size
     self._refcounts[pages] = 0

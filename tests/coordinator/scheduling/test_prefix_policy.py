@@ -1,5 +1,5 @@
-"""What cached pages change in plans: who waits for whom, where a request goes, what it reserves, and what leaves the
-index. Dispatch and ledgers without actors; workers do what each test says."""
+"""What cached pages change in plans: which request waits for which, where it goes, what it reserves, and what leaves
+the index. Dispatch and ledgers without actors; workers do what each test says."""
 
 from __future__ import annotations
 

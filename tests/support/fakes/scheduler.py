@@ -42,11 +42,17 @@ class FakeScheduler:
             progress(RequestEntry(request_index, request_index + 1, self.log.length(request_index), tokens)), LINK
         )
 
-    def finish(self, request_id: str, outcome: str = "FINISHED", tail_text: str = "") -> None:
+    def finish(
+        self,
+        request_id: str,
+        outcome: str = "FINISHED",
+        tail_text: str = "",
+        reason: str = "length",
+        prefix_tokens: int = 0,
+    ) -> None:
         request_index = self.request_indices[request_id]
-        self.listener.ended(
-            Ending(request_index, request_id, outcome, "length", self.log.length(request_index), tail_text)
-        )
+        generated = self.log.length(request_index)
+        self.listener.ended(Ending(request_index, request_id, outcome, reason, generated, tail_text, prefix_tokens))
 
     def forget(self, request_id: str) -> None:
         request_index = self.request_indices.pop(request_id)

@@ -1,0 +1,77 @@
+"""Bodies on their way in: who may send one now, and whose turn it is to have one read.
+
+A body is read in a thread, when it is its owner's turn. It takes a place among those that are answered once it is
+there, so that a client that only announces a body takes nothing from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Final, TypeVar
+
+import trio
+
+from hisparse.http.exchange import Exchange
+from hisparse.http.shares import Shares
+from hisparse.http.turns import Turns
+from metrics.state import HttpCounters
+from protocol.errors import CapacityError, HiSparseError
+
+#: Bodies that are decoded, rendered and tokenized at the same time, in threads beside the loop; of one API key.
+READERS_MAX: Final = 4
+READERS_PER_KEY: Final = 2
+
+T = TypeVar("T")
+
+
+class BodyReader:
+    """`requests_max` bodies under way, and as many that are answered, shared by owner."""
+
+    def __init__(self, requests_max: int, counters: HttpCounters) -> None:
+        self._counters = counters
+        self._arriving = Shares(requests_max)
+        self._places = Shares(requests_max)
+        self._readers = Turns(READERS_MAX, READERS_PER_KEY)
+        self._threads = trio.CapacityLimiter(READERS_MAX)
+
+    async def receive(
+        self, exchange: Exchange, owner: str, place: ExitStack, read: Callable[[bytearray], T | HiSparseError]
+    ) -> T:
+        """What `read` makes of the body. `place` is entered once the body is there. Its bytes are free when this
+        returns. Raises CapacityError, what Exchange.body does, and what `read` returns as an error."""
+        with ExitStack() as arriving:
+            arriving.enter_context(self._share(self._arriving, owner))
+            async with exchange.body(owner) as data:
+                arriving.close()
+                place.enter_context(self._share(self._places, owner))
+                async with self._readers.turn(owner):
+                    return await self._in_thread(partial(read, data))
+
+    async def _in_thread(self, read: Callable[[], T | HiSparseError]) -> T:
+        """Raises what `read` returns as an error. One that it raised would be part of a cycle with the frames of the
+        thread, which hold the body, until a full collection."""
+        result = await trio.to_thread.run_sync(read, limiter=self._threads)
+        if not isinstance(result, HiSparseError):
+            return result
+        try:
+            raise result
+        finally:
+            del result
+
+    @contextmanager
+    def _share(self, shares: Shares, owner: str) -> Iterator[None]:
+        if not shares.take(owner):
+            raise CapacityError(
+                f"{shares.limit} requests are being answered, and this key has its share of them",
+                field="http.requests_max",
+                value=shares.limit,
+                remedy="retry later",
+            )
+        self._counters.in_flight = self._places.total
+        try:
+            yield
+        finally:
+            shares.give(owner)
+            self._counters.in_flight = self._places.total

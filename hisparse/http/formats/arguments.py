@@ -1,0 +1,75 @@
+"""Arguments of a call, from the texts that a model wrote, as a JSON object. Pure.
+
+A value that is JSON is taken as it stands, digit by digit. One that is none is a string, so that the object can always
+be read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+_TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+def object_of(members: Iterable[tuple[str, str]]) -> str:
+    """A JSON object, of names and of values that are JSON already."""
+    return "{" + ", ".join(f"{quoted(name)}: {value}" for name, value in members) + "}"
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_or_quoted(text: str) -> str:
+    """`text` where it is JSON, else a JSON string of it."""
+    return text.strip() if type_of(text) else quoted(text)
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """JSON of a value whose JSON schema accepts `types`; without any it may be of each type.
+
+    Where strings are accepted, `text` is one unless it is a value of another accepted type.
+    """
+    kind = type_of(text)
+    if "string" in types and kind not in _accepting(types - {"string"}):
+        return quoted(text)
+    return text.strip() if kind else quoted(text)
+
+
+def type_of(text: str) -> str:
+    """The type of the JSON value that `text` is; "": it is none."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return ""
+    return "null" if value is None else _TYPES[type(value)]
+
+
+def _accepting(types: frozenset[str]) -> frozenset[str]:
+    return types | {"integer"} if "number" in types else types
+
+
+def types_of(parameters: Mapping[str, Any] | None, name: str) -> frozenset[str]:
+    """The types that a JSON schema of an object accepts for its member `name`; none: it does not say."""
+    properties = (parameters or {}).get("properties")
+    member = properties.get(name) if isinstance(properties, Mapping) else None
+    return _types(member, 4)
+
+
+def _types(schema: Any, depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    said = schema.get("type")
+    if isinstance(said, str):
+        return frozenset((said,))
+    if isinstance(said, list):
+        return frozenset(it for it in said if isinstance(it, str))
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset("null" if value is None else _TYPES.get(type(value), "") for value in values) - {""}
+    branches = [it for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) for it in schema[word]]
+    found = [_types(branch, depth - 1) for branch in branches]
+    return frozenset().union(*found) if all(found) else frozenset()

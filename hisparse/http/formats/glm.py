@@ -1,0 +1,37 @@
+"""Calls as GLM-4.5 and later write them (their published chat templates). Pure.
+
+    <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value> ... </tool_call>
+
+with blanks between the parts in some versions. A value has no type: the schema of the tool says which it
+is meant to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hisparse.http.formats.arguments import object_of, typed, types_of
+from hisparse.http.formats.scanning import Malformed, Reading, Scan
+
+START: Final = "<tool_call>"
+END: Final = "</tool_call>"
+KEY: Final = "<arg_key>"
+KEY_END: Final = "</arg_key>"
+VALUE: Final = "<arg_value>"
+VALUE_END: Final = "</arg_value>"
+MARKERS: Final = (START, END, KEY, KEY_END, VALUE, VALUE_END)
+
+
+def read_call(scan: Scan, schemas: Mapping[str, Mapping[str, Any] | None]) -> Reading[tuple[str, str]]:
+    """The name and the arguments, as JSON, of the call whose START has been read. Raises Malformed."""
+    name = yield from scan.name()
+    values: dict[str, str] = {}
+    while (yield from scan.expect(KEY, END)) == KEY:
+        key = (yield from scan.until(KEY_END)).strip()
+        yield from scan.expect(VALUE)
+        value = yield from scan.until(VALUE_END)
+        if key in values:
+            raise Malformed
+        values[key] = typed(value, types_of(schemas.get(name), key))
+    return name, object_of(values.items())

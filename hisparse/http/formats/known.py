@@ -1,0 +1,63 @@
+"""Which format a served model has, by what comes with its checkpoint. Pure.
+
+| chat template                    | format                                                          |
+|----------------------------------|-----------------------------------------------------------------|
+| names <tool_call> and <arg_key>  | GLM: prompts by the template, calls as glm.py reads them         |
+| names ｜DSML｜                    | DeepSeek-V3.2's calls, prompts by the template                   |
+| names none of these              | no calls; reasoning where it names </think>                     |
+| none, but DeepSeek's tokens      | DeepSeek-V3.2: prompts by deepseek.py                            |
+| none, and no such tokens         | no chats                                                        |
+
+A checkpoint's program is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from hisparse.http.formats import deepseek, glm
+from hisparse.http.formats.conversation import Conversation
+from hisparse.http.formats.replies import THINK, THINK_END, CallSyntax, ReplyPlan
+from protocol.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """`encode` makes a prompt, where no template does. `markers` are the texts that stand for structure, shown even
+    where the tokenizer has them as special tokens."""
+
+    syntax: CallSyntax | None
+    reasons: bool
+    markers: tuple[str, ...] = ()
+    encode: Callable[[Conversation], str] | None = None
+
+    def plan(self, conversation: Conversation, prompt: str) -> ReplyPlan:
+        """How to read the reply to `prompt`."""
+        return ReplyPlan(
+            reasons=self.reasons,
+            is_within=prompt.rstrip().endswith(THINK),
+            syntax=self.syntax if conversation.tools else None,
+            many=conversation.parallel,
+            schemas={tool.name: tool.parameters for tool in conversation.tools},
+        )
+
+
+_THINKING: Final = (THINK, THINK_END)
+GLM: Final = ChatFormat(CallSyntax(glm.START, glm.read_call), True, (*_THINKING, *glm.MARKERS))
+DEEPSEEK_CALLS: Final = ChatFormat(deepseek.SYNTAX, True, (*_THINKING, deepseek.DSML))
+DEEPSEEK: Final = ChatFormat(deepseek.SYNTAX, True, (*_THINKING, deepseek.DSML), deepseek.encode)
+REASONING: Final = ChatFormat(None, True, _THINKING)
+PLAIN: Final = ChatFormat(None, False)
+
+
+def format_of(template: str, tokenizer: Tokenizer) -> ChatFormat | None:
+    """None: the model has no chats."""
+    if not template:
+        return DEEPSEEK if all(map(tokenizer.knows, (deepseek.USER, deepseek.ASSISTANT))) else None
+    if glm.START in template and glm.KEY in template:
+        return GLM
+    if deepseek.DSML in template:
+        return DEEPSEEK_CALLS
+    return REASONING if THINK_END in template else PLAIN

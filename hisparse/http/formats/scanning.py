@@ -1,0 +1,117 @@
+"""Reading an output while it comes: a generator reads, and yields whenever it needs more. Pure.
+
+What a reader decides depends on the text alone, never on how it was cut: it goes on only when what it looks for is
+whole or can no longer come.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import Final, TypeAlias, TypeVar
+
+T = TypeVar("T")
+#: A reader of a part of the output: yields while it needs more text, and returns what it read.
+Reading: TypeAlias = Generator[None, None, T]
+
+#: Names of tools and of what models call.
+NAME_CHARS_MAX: Final = 128
+NAME: Final = re.compile(rf"[A-Za-z0-9_.:/-]{{0,{NAME_CHARS_MAX}}}")
+_BLANKS: Final = re.compile(r"\s*")
+
+
+class Malformed(Exception):
+    """The text from `Scan.at` on is not what the format has there."""
+
+
+class Unfinished(Malformed):
+    """The output ended within what was being read."""
+
+
+class Scan:
+    """Text that has come and is not yet used up. `at`: what a reader has read of it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+
+    def feed(self, text: str) -> None:
+        self.text += text
+
+    def use(self, chars: int) -> str:
+        """The first `chars`, which are gone then; `at` is the start again."""
+        used, self.text, self.at = self.text[:chars], self.text[chars:], 0
+        return used
+
+    # ------------------------------------------------------------ for readers
+
+    def more(self) -> Reading[None]:
+        """Raises Unfinished when nothing more will come."""
+        if self.ended:
+            raise Unfinished
+        yield
+
+    def until(self, end: str) -> Reading[str]:
+        """What stands before the next `end`, which is read too. Raises Unfinished."""
+        looked = self.at
+        while (found := self.text.find(end, looked)) < 0:
+            looked = max(self.at, len(self.text) - len(end) + 1)
+            yield from self.more()
+        read, self.at = self.text[self.at : found], found + len(end)
+        return read
+
+    def expect(self, *options: str) -> Reading[str]:
+        """The option that stands next, blanks before it apart. Raises Malformed."""
+        while True:
+            start = self._blanks_end()
+            for option in options:
+                if self.text.startswith(option, start):
+                    self.at = start + len(option)
+                    return option
+            rest = self.text[start : start + max(map(len, options))]
+            if not any(option.startswith(rest) for option in options):
+                raise Malformed
+            yield from self.more()
+
+    def name(self) -> Reading[str]:
+        """A name of one character at least, blanks before it apart. Raises Malformed."""
+        while True:
+            start = self._blanks_end()
+            found = NAME.match(self.text, start)
+            assert found is not None
+            if found.end() < len(self.text):
+                if found.end() == start:
+                    raise Malformed
+                self.at = found.end()
+                return found[0]
+            yield from self.more()
+
+    def starts_with(self, marker: str) -> Reading[bool]:
+        """Whether `marker` stands first, blanks before it apart; it is used up then."""
+        while True:
+            start = self._blanks_end()
+            if self.text.startswith(marker, start):
+                self.use(start + len(marker))
+                return True
+            if self.ended or not marker.startswith(self.text[start:]):
+                return False
+            yield
+
+    def skip_blanks(self) -> Reading[None]:
+        """Use up blanks."""
+        while True:
+            self.use(self._blanks_end())
+            if self.text or self.ended:
+                return
+            yield
+
+    def _blanks_end(self) -> int:
+        found = _BLANKS.match(self.text, self.at)
+        assert found is not None
+        return found.end()
+
+    def decided(self, marker: str) -> int:
+        """How much of the text is neither a part of `marker` nor blanks that may stand before it."""
+        size = next((n for n in range(min(len(marker), len(self.text)), 0, -1) if self.text.endswith(marker[:n])), 0)
+        return len(self.text[: len(self.text) - size].rstrip())

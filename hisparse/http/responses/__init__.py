@@ -1,0 +1,1 @@
+"""OpenAI's POST /v1/responses, without stored state: bodies.py, answers.py. Pure."""

@@ -1,0 +1,73 @@
+"""FakeModel: answers the prompts that a FakeScheduler is given with texts that a test prescribes, as byte tokens.
+
+A random checkpoint writes no calls; this does. It is a fake of coordinator and worker together, at the level of tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import trio
+
+from protocol import messages
+from tests.support.gateway_rig import GatewayRig
+
+#: Between two looks for prompts, and between two pieces of an output.
+POLL_S = 0.002
+
+
+@dataclass(frozen=True)
+class Said:
+    """An output: `reason` is eos, stop or length; `outcome` other than FINISHED fails it after its text."""
+
+    text: str
+    reason: str = "eos"
+    outcome: str = "FINISHED"
+    prefix_tokens: int = 0
+
+
+#: Of a prompt, as text, the output.
+Script: TypeAlias = Callable[[str], Said | str]
+
+
+class FakeModel:
+    """`prompts` are those that came, as texts. Outputs come in pieces of a few bytes, drawn from `seed`."""
+
+    def __init__(self, gateway: GatewayRig, script: Script, seed: int = 0) -> None:
+        self.prompts: list[str] = []
+        self._gateway = gateway
+        self._script = script
+        self._dice = random.Random(seed)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        seen = 0
+        commands = self._gateway.scheduler.commands
+        async with trio.open_nursery() as nursery:
+            while True:
+                while seen < len(commands):
+                    command, *arguments = commands[seen]
+                    seen += 1
+                    if command == "submit" and isinstance(arguments[0], messages.Submit):
+                        nursery.start_soon(self._answer, arguments[0])
+                await trio.sleep(POLL_S)
+
+    async def _answer(self, submit: messages.Submit) -> None:
+        ids = np.frombuffer(submit.prompt, np.int32)
+        prompt = bytes(int(token) for token in ids if token < 256).decode(errors="replace")
+        self.prompts.append(prompt)
+        said = self._script(prompt)
+        said = Said(said) if isinstance(said, str) else said
+        data = list(said.text.encode())[: submit.sampling.max_tokens]
+        while data:
+            size = self._dice.choice((1, 2, 3, 7, 40))
+            self._gateway.speak(submit.request_id, data[:size])
+            data = data[size:]
+            await trio.sleep(POLL_S)
+        self._gateway.scheduler.finish(
+            submit.request_id, said.outcome, reason=said.reason, prefix_tokens=said.prefix_tokens
+        )
