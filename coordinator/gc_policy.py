@@ -10,7 +10,7 @@ to 90 ms.
 So automatic collection is off, and time drives it. Objects made since the last collection are visited ten times a
 second, each once, which takes a millisecond or two. Objects made during start-up are never visited. All others are
 visited rarely enough to stay far below one per cent of the time. Reference counts free most objects of an ended
-request without a collection. A front visits all others every 30 s: connections of strangers may leave cycles behind.
+request without a collection. A front visits all others every 5 s: connections of strangers may leave cycles behind.
 Only objects of its connections are among them.
 """
 
@@ -25,7 +25,7 @@ from protocol.logs import fields, logger
 
 YOUNG_INTERVAL_S: Final = 0.1
 FULL_INTERVAL_S: Final = 600.0
-#: Of the time.
+#: Of the time: what full collections take at most.
 FULL_SHARE_MAX: Final = 0.001
 
 #: The generation of young survivors. Collecting it includes the young, and moves survivors to the oldest.
@@ -44,9 +44,9 @@ def settle() -> None:
     gc.disable()
 
 
-async def collect(full_interval_s: float = FULL_INTERVAL_S) -> None:
+async def collect(full_interval_s: float = FULL_INTERVAL_S, share_max: float = FULL_SHARE_MAX) -> None:
     """Collect in intervals, until cancelled; everything each `full_interval_s`, and less often where that would take
-    more than FULL_SHARE_MAX of the time."""
+    more than `share_max` of the time."""
     full_at = trio.current_time() + full_interval_s
     while True:
         await trio.sleep(YOUNG_INTERVAL_S)
@@ -56,5 +56,5 @@ async def collect(full_interval_s: float = FULL_INTERVAL_S) -> None:
         start = trio.current_time()
         unreachable = gc.collect()
         ended = trio.current_time()
-        full_at = ended + max(full_interval_s, (ended - start) / FULL_SHARE_MAX)
+        full_at = ended + max(full_interval_s, (ended - start) / share_max)
         log.info("full collection", extra=fields(seconds=ended - start, unreachable=unreachable))

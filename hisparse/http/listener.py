@@ -111,6 +111,8 @@ class HttpListener:
         finally:
             del self._open[connection]
             self._counters.connections = len(self._open)
+            if isinstance(stream, trio.SSLStream):
+                vars(stream).clear()  # it refers to itself, and holds 50 KB and more until a full collection
 
     def _make_room(self) -> bool:
         if len(self._open) < self._connections_max:

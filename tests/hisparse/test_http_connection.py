@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -368,6 +369,28 @@ async def test_tls_connection_follows_the_same_rules(tmp_path: Path) -> None:
                 await plain.send_eof()
                 assert b"HTTP" not in await plain.receive_some()
         await rig.until(lambda: rig.ends() == {"closed": 1, "refused": 3, "tls": 3})
+
+
+async def test_ended_tls_connections_leave_nothing_for_the_collector(tmp_path: Path) -> None:
+    """Each held 50 KB until a full collection, which is rare."""
+
+    def streams() -> int:
+        return sum(isinstance(it, trio.SSLStream) for it in gc.get_objects())
+
+    cert, key = write_pair(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        async with running(tls=Tls(cert, key)) as rig:
+            for _ in range(3):
+                async with await rig.open() as stream:
+                    await stream.send_all(b"\x16\x03\x01 no hello")
+                    with suppress(trio.BrokenResourceError):
+                        await stream.receive_some()
+            await rig.until(lambda: rig.ends() == {"tls": 3})
+            assert streams() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_port_in_use_is_refused() -> None:
