@@ -119,3 +119,20 @@ def layer_groups(result: Result) -> str:
         f"{at['cores']} cores at load {at['load'][0]:.1f}; medians of {setting['rounds']} rounds, smallest and "
         f"largest.\n\n{table(columns, lines)}"
     )
+
+
+def prefix_reuse(result: Result) -> str:
+    at, found = result["machine"], result["result"]
+    cold, warm = (", ".join(f"{it:,.0f}" for it in found[f"ttft_{name}_all_ms"]) for name in ("cold", "warm"))
+    columns = ("prompt", "reused", "off", "a miss adds", "a hit adds", "bound")
+    return (
+        f"Command: `{at['command']}`. Machine: {at['cores']} cores, Python {at['python']}, load average "
+        f"{float(at['load_average']):.0f}. {found['prompt_tokens']:,} prompt tokens, {found['cached_tokens']:,} reused: "
+        f"first token after {cold} ms cold, {warm} ms warm, {found['mismatched_tokens']} tokens differ. CPU of the "
+        f"coordinator for one admission, µs:\n\n{table(columns, map(_admission_line, found['admissions']))}"
+    )
+
+
+def _admission_line(row: Result) -> tuple[str, ...]:
+    counts = (f"{row[name]:,}" for name in ("prompt_tokens", "reused_tokens"))
+    return *counts, *(f"{row[name]:,.0f}" for name in ("off_us", "miss_extra_us", "hit_extra_us", "bound_us"))

@@ -5,14 +5,17 @@ tmp_path, its ports are those that the kernel gives it, and it computes on one c
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import signal
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
+
+from protocol.logs import ROOT as ROOT_LOGGER
 
 #: Of torch, here and in child processes: more threads would take the cores from the tests beside this one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,6 +62,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         result = yield
     assert sorted(wanted - names) == [], "tests/support/other_refusals.py says that this test produces them"
     return result
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A command that runs in the test's own process sends logs elsewhere: the next test finds them where they were."""
+    root = logging.getLogger(ROOT_LOGGER)
+    handlers, level, propagate = root.handlers[:], root.level, root.propagate
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    root.propagate = propagate
 
 
 @pytest.fixture(scope="session")

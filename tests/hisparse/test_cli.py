@@ -246,7 +246,7 @@ def test_requests_in_every_format(gateway: FakeGateway) -> None:
     assert gateway.received == [messages.ListRequests(1, 3)]
     header, first, second, third = table.stdout.splitlines()
     assert header.split()[:3] == ["ID", "STATE", "PRIO"]
-    assert first.split()[:7] == ["r1", "RUNNING", "0", "w0", "100", "5/64", "104"]
+    assert first.split()[:7] == ["r1", "RUNNING", "0", "w0", "100", "0", "5/64"]
     assert "75.0%" in first
     assert "1m15s" in first
     assert second.split()[:4] == ["r2", "QUEUED", "0", "-"]
@@ -387,7 +387,8 @@ def test_workers_and_pools(gateway: FakeGateway) -> None:
     gateway.on(messages.ListWorkers, lambda m: [messages.WorkerRows(tag_of(m), (UNSEEN,))])
     assert run("workers").stdout.split()[-1] == "-"
     line = run("pool").stdout.strip().splitlines()[-1].split()
-    assert line == ["n", "1024", "1000", "24", "0", "0", "0", "96.0", "KiB", "96.0", "MiB", "w0"]
+    assert line[:7] == ["n", "1024", "1000", "24", "0", "0", "0"]
+    assert line[-5:] == ["96.0", "KiB", "96.0", "MiB", "w0"]
 
 
 # ---------------------------------------------------------------- telling

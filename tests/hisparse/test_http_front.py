@@ -312,9 +312,9 @@ async def test_disconnect_during_submission_leaves_no_request(rig: FrontRig) -> 
     scheduler = rig.gateway.scheduler
     plain, resumed = scheduler.submit, trio.Event()
 
-    async def slowly(*asked: Any) -> Any:
+    async def slowly(*asked: Any, **more: Any) -> Any:
         await resumed.wait()
-        return await plain(*asked)
+        return await plain(*asked, **more)
 
     scheduler.submit = slowly  # type: ignore[method-assign]
     peer = await rig.complete({"prompt": "abc"})
@@ -470,11 +470,11 @@ async def test_samples_are_submitted_gradually_and_the_prompt_freed(
     async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
         plain, resumed, sent = rig.gateway.scheduler.submit, trio.Event(), []
 
-        async def slowly(submit: Any, *who: Any) -> Any:
+        async def slowly(submit: Any, *who: Any, **more: Any) -> Any:
             sent.append(submit.request_id)
             if submit.request_id.startswith("many"):
                 await resumed.wait()
-            return await plain(submit, *who)
+            return await plain(submit, *who, **more)
 
         monkeypatch.setattr(rig.gateway.scheduler, "submit", slowly)
         many = await rig.complete({"prompt": "abc", "n": 16}, Authorization=f"Bearer {KEY}", x_request_id="many")
