@@ -441,7 +441,7 @@ BUGS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_caught(bug: str) -> None:
     tried = settings(
-        max_examples=300,
+        max_examples=5_000,
         stateful_step_count=40,
         deadline=None,
         derandomize=True,
