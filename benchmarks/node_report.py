@@ -127,9 +127,9 @@ def prefix_reuse(result: Result) -> str:
     columns = ("prompt", "reused", "off", "a miss adds", "a hit adds", "bound")
     return (
         f"Command: `{at['command']}`. Machine: {at['cores']} cores, Python {at['python']}, load average "
-        f"{float(at['load_average']):.0f}. {found['prompt_tokens']:,} prompt tokens, {found['cached_tokens']:,} reused: "
-        f"first token after {cold} ms cold, {warm} ms warm, {found['mismatched_tokens']} tokens differ. CPU of the "
-        f"coordinator for one admission, µs:\n\n{table(columns, map(_admission_line, found['admissions']))}"
+        f"{float(at['load_average']):.0f}. {found['prompt_tokens']:,} prompt tokens, {found['cached_tokens']:,} "
+        f"reused: first token after {cold} ms cold, {warm} ms warm, {found['mismatched_tokens']} tokens differ. CPU of "
+        f"the coordinator for one admission, µs:\n\n{table(columns, map(_admission_line, found['admissions']))}"
     )
 
 

@@ -127,7 +127,7 @@ def check_node(ledger: Ledger, waiting: Iterable[int]) -> list[Difference]:
 
 
 @dataclass
-class Round:
+class AuditRound:
     """Audits of one epoch, or of one node. `number` is that of the latest one asked for; times are of one clock."""
 
     due_at: float = 0.0
@@ -151,17 +151,17 @@ class Round:
         return sorted(news)
 
 
-class Rounds:
+class AuditRounds:
     """When whom to ask, and what two audits in a row agree on. `interval_s` 0: only when wanted."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._rounds: dict[EpochKey, Round] = {}
-        self._nodes: dict[str, Round] = {}
+        self._rounds: dict[EpochKey, AuditRound] = {}
+        self._nodes: dict[str, AuditRound] = {}
 
     def due(self, live: Iterable[EpochKey], now: float) -> list[tuple[EpochKey, int]]:
         """Whom of `live` to send an Audit now, with its number: all that are wanted, else one at a time."""
-        self._rounds = {key: self._rounds.get(key) or Round(now + self._interval_s) for key in live}
+        self._rounds = {key: self._rounds.get(key) or AuditRound(now + self._interval_s) for key in live}
         idle = {key: it for key, it in self._rounds.items() if _is_idle(it, now)}
         chosen = [key for key, it in idle.items() if it.wanted]
         if not chosen and self._interval_s:
@@ -174,25 +174,25 @@ class Rounds:
         return it is not None and it.asked_at is not None and it.number == number
 
     def hear(self, key: EpochKey, found: Iterable[Difference]) -> list[Difference]:
-        """As `Round.hear`, of an epoch that was asked."""
+        """As `AuditRound.hear`, of an epoch that was asked."""
         return self._rounds[key].hear(found)
 
     def is_node_due(self, node: str, now: float) -> bool:
         """Whether to look at a node again; if so, not for the next interval."""
-        it = self._nodes.setdefault(node, Round())
+        it = self._nodes.setdefault(node, AuditRound())
         if now < it.due_at:
             return False
         it.due_at = now + self._interval_s
         return True
 
     def hear_node(self, node: str, found: Iterable[Difference]) -> list[Difference]:
-        """As `Round.hear`, of a node. The ledger alone answers for it; no worker is asked."""
-        return self._nodes.setdefault(node, Round()).hear(found)
+        """As `AuditRound.hear`, of a node. The ledger alone answers for it; no worker is asked."""
+        return self._nodes.setdefault(node, AuditRound()).hear(found)
 
     def want(self, live: Iterable[EpochKey]) -> None:
         """Audit each of `live` twice, as soon as may be."""
         for key in live:
-            self._rounds.setdefault(key, Round()).wanted = 2
+            self._rounds.setdefault(key, AuditRound()).wanted = 2
 
     def wants(self, keys: Iterable[EpochKey]) -> bool:
         """Whether one of `keys` that is still there has not been audited as wanted."""
@@ -204,8 +204,8 @@ class Rounds:
         return sorted(it.confirmed) if it is not None and not it.wanted else None
 
     def confirmed_of(self, node: str) -> list[Difference]:
-        return sorted(self._nodes.setdefault(node, Round()).confirmed)
+        return sorted(self._nodes.setdefault(node, AuditRound()).confirmed)
 
 
-def _is_idle(it: Round, now: float) -> bool:
+def _is_idle(it: AuditRound, now: float) -> bool:
     return it.asked_at is None or now - it.asked_at > ANSWER_LIMIT_S

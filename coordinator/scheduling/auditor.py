@@ -10,7 +10,7 @@ from typing import Final
 
 from coordinator.actor import Reply
 from coordinator.journal import records as journal
-from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, Difference, Rounds, check_node, compare
+from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, AuditRounds, Difference, check_node, compare
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.scheduling.dispatch import Effects
@@ -62,7 +62,7 @@ class Auditor:
         self._requests = requests
         self._token_log = token_log
         self._counters = counters
-        self._rounds = Rounds(interval_s)
+        self._rounds = AuditRounds(interval_s)
         self._at_ask: dict[EpochKey, dict[int, Memory]] = {}
         self._asked: list[_Asked] = []
 

@@ -23,13 +23,13 @@ import trio
 
 from hisparse.client.connection import Connection
 from hisparse.client.replies import Reply
-from hisparse.client.token_stream import News, TokenStream
+from hisparse.client.token_stream import StreamNews, TokenStream
 from protocol import messages
 from protocol.errors import HiSparseError, Unavailable
 
 T = TypeVar("T")
-#: Opens a Connection inside trio whose streams wake their readers with the News made by the function given.
-Connect = Callable[[Callable[[], News]], AbstractAsyncContextManager[Connection]]
+#: Opens a Connection inside trio whose streams wake their readers with the StreamNews made by the function given.
+Connect = Callable[[Callable[[], StreamNews]], AbstractAsyncContextManager[Connection]]
 
 
 class AsyncioNews:

@@ -29,7 +29,7 @@ import trio
 from hisparse.client.asyncio_connection import AsyncioConnection, connected_in_thread, in_asyncio
 from hisparse.client.connection import Connection, connected
 from hisparse.client.replies import M, Reply, expect, ids
-from hisparse.client.token_stream import News, TokenStream, TrioNews
+from hisparse.client.token_stream import StreamNews, TokenStream, TrioNews
 from protocol import messages
 from protocol.arrays import pack_tokens
 from protocol.config import load
@@ -289,7 +289,7 @@ async def open_client(
 
     chosen, key = (endpoint, key) if endpoint is not None else _of_settings(role, key)
 
-    def connect(make_news: Callable[[], News]) -> AbstractAsyncContextManager[Connection]:
+    def connect(make_news: Callable[[], StreamNews]) -> AbstractAsyncContextManager[Connection]:
         return connected(Connection(chosen, role, name, reconnect_limit_s, key, make_news))
 
     if trio.lowlevel.in_trio_task():

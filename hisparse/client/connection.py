@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import trio
 
 from hisparse.client.replies import Call, Reply, decode, encode, error_of, expect, reply_of
-from hisparse.client.token_stream import News, TokenStream, TrioNews
+from hisparse.client.token_stream import StreamNews, TokenStream, TrioNews
 from protocol import messages
 from protocol.arrays import unpack_int32
 from protocol.errors import CapacityError, HiSparseError, Unavailable
@@ -53,7 +53,7 @@ class Connection:
         name: str,
         reconnect_limit_s: float,
         key: PeerKey | Insecure | None,
-        make_news: Callable[[], News] = TrioNews,
+        make_news: Callable[[], StreamNews] = TrioNews,
     ) -> None:
         self.endpoint = endpoint
         self.reconnects = 0

@@ -13,7 +13,7 @@ from protocol.errors import HiSparseError, ProtocolError
 from protocol.messages import Ended
 
 
-class News(Protocol):
+class StreamNews(Protocol):
     """What the reader of a stream waits for. `set` is called where tokens arrive, `pause` and `wait` where it reads."""
 
     def set(self) -> None: ...
@@ -47,7 +47,7 @@ class TokenStream:
     may run in another thread than the connection: chunks pass through a deque, and the end is set behind the last one.
     """
 
-    def __init__(self, request_id: str, start: int, news: News) -> None:
+    def __init__(self, request_id: str, start: int, news: StreamNews) -> None:
         self.request_id = request_id
         self.offset = start
         self.ended: Ended | None = None

@@ -37,7 +37,7 @@ class Column(Generic[Row]):
 
 
 @dataclass(frozen=True)
-class Layout(Generic[Row]):
+class TableLayout(Generic[Row]):
     """The columns that are shown with their widths, and the texts of their cells by row."""
 
     columns: tuple[Column[Row], ...]
@@ -45,7 +45,7 @@ class Layout(Generic[Row]):
     cells: tuple[tuple[str, ...], ...]
 
 
-def lay_out(rows: Sequence[Row], columns: Sequence[Column[Row]], width: int | None, gap: int = 2) -> Layout[Row]:
+def lay_out(rows: Sequence[Row], columns: Sequence[Column[Row]], width: int | None, gap: int = 2) -> TableLayout[Row]:
     """`columns` of `rows` within `width` cells, None for any width; wider only when nothing more may go."""
     texts = [[clean(column.cell(row)) for row in rows] for column in columns]
     full = [
@@ -69,7 +69,7 @@ def lay_out(rows: Sequence[Row], columns: Sequence[Column[Row]], width: int | No
             given = min(left, full[at] - least[at])
             widths[at], left = least[at] + given, left - given
     cells = tuple(tuple(texts[at][row] for at in shown) for row in range(len(rows)))
-    return Layout(tuple(columns[at] for at in shown), tuple(widths[at] for at in shown), cells)
+    return TableLayout(tuple(columns[at] for at in shown), tuple(widths[at] for at in shown), cells)
 
 
 def table_lines(rows: Sequence[Row], columns: Sequence[Column[Row]], width: int | None) -> list[str]:

@@ -20,7 +20,7 @@ from hisparse.http.asks import Ask, ask_of
 from hisparse.http.bodies import read_body
 from hisparse.http.body_reader import BodyReader
 from hisparse.http.errors import ContextExceeded
-from hisparse.http.exchange import Exchange
+from hisparse.http.exchange import HttpExchange
 from hisparse.http.formats.replies import Piece
 from hisparse.http.generation import Generation
 from hisparse.http.large_bodies import LargeBodies
@@ -64,7 +64,7 @@ class Answering:
         self._renderers = renderers
         self._large_bodies = large_bodies
 
-    async def answer(self, exchange: Exchange, key: KeyOwner, api: Api) -> None:
+    async def answer(self, exchange: HttpExchange, key: KeyOwner, api: Api) -> None:
         """Raises HiSparseError for what is refused, or goes wrong before an answer has begun."""
         began, owner = trio.current_time(), key.name
         chosen = exchange.header("x-request-id")
@@ -184,7 +184,7 @@ async def _all_finished(outputs: Sequence[FollowedOutput]) -> None:
 
 
 async def _whole(
-    exchange: Exchange,
+    exchange: HttpExchange,
     answer: Answer,
     outputs: Sequence[FollowedOutput],
     transcripts: Sequence[Transcript],
@@ -200,7 +200,7 @@ async def _whole(
 
 
 async def _stream(
-    exchange: Exchange,
+    exchange: HttpExchange,
     answer: Answer,
     outputs: Sequence[FollowedOutput],
     transcripts: Sequence[Transcript],

@@ -20,7 +20,7 @@ import msgspec
 
 from hisparse.http.asks import Ask
 from hisparse.http.errors import error_body
-from hisparse.http.formats.replies import PLAIN, Call, Piece, Reasoning, ReplyParser, ReplyPlan, Text
+from hisparse.http.formats.replies import PLAIN, Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall
 from protocol.errors import HiSparseError
 from protocol.messages import Ended, ModelInfo
 from protocol.text import Detokenizer
@@ -66,7 +66,7 @@ class Transcript:
         return self._counted(pieces)
 
     def _counted(self, pieces: list[Piece]) -> list[Piece]:
-        self.calls += sum(isinstance(piece, Call) for piece in pieces)
+        self.calls += sum(isinstance(piece, ToolCall) for piece in pieces)
         return pieces
 
 
@@ -222,7 +222,7 @@ class ChatAnswer(OpenAiAnswer):
         return [*before, self._event(index, {"delta": said}, _chat_reason(transcripts[index]), transcripts)]
 
     def _message(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        calls = [self._call(index, piece) for piece in pieces if isinstance(piece, Call)]
+        calls = [self._call(index, piece) for piece in pieces if isinstance(piece, ToolCall)]
         text, reasoning = text_in(pieces), reasoning_in(pieces)
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text}
         if reasoning:
@@ -238,7 +238,7 @@ class ChatAnswer(OpenAiAnswer):
             return {"content": piece.text}
         return {"tool_calls": [{"index": self._calls[index]} | self._call(index, piece)]}
 
-    def _call(self, index: int, call: Call) -> dict[str, Any]:
+    def _call(self, index: int, call: ToolCall) -> dict[str, Any]:
         made = made_id("call_", self._ask.id, index, self._calls[index])
         self._calls[index] += 1
         return {"id": made, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import trio
 
-from hisparse.http.exchange import Exchange
+from hisparse.http.exchange import HttpExchange
 from hisparse.http.shares import Shares
 from hisparse.http.turns import Turns
 from metrics.state import HttpCounters
@@ -37,10 +37,10 @@ class BodyReader:
         self._threads = trio.CapacityLimiter(READERS_MAX)
 
     async def receive(
-        self, exchange: Exchange, owner: str, place: ExitStack, read: Callable[[bytearray], T | HiSparseError]
+        self, exchange: HttpExchange, owner: str, place: ExitStack, read: Callable[[bytearray], T | HiSparseError]
     ) -> T:
         """What `read` makes of the body. `place` is entered once the body is there. Its bytes are free when this
-        returns. Raises CapacityError, what Exchange.body does, and what `read` returns as an error."""
+        returns. Raises CapacityError, what HttpExchange.body does, and what `read` returns as an error."""
         with ExitStack() as arriving:
             arriving.enter_context(self._share(self._arriving, owner))
             async with exchange.body(owner) as data:

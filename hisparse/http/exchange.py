@@ -61,7 +61,7 @@ class Channel(Protocol):
     async def end(self) -> None: ...
 
 
-class Exchange:
+class HttpExchange:
     """`status` is 0 until the answer begins. `leaving` is cancelled when the client goes before the answer is whole."""
 
     def __init__(

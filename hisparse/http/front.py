@@ -39,13 +39,13 @@ from hisparse.http.body_reader import BodyReader
 from hisparse.http.cors import Cors
 from hisparse.http.decoding import nearest
 from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body
-from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, Exchange
+from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, HttpExchange
 from hisparse.http.large_bodies import LargeBodies
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.openapi import document
 from hisparse.http.outputs import FollowedOutputs
 from hisparse.http.page import FILES, HEADERS
-from hisparse.http.progress import Progress
+from hisparse.http.progress import ProgressWatch
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
 from hisparse.http.tokens import TOKEN_APIS, TokenApi
@@ -64,7 +64,7 @@ ANTHROPIC: Final = "/v1/messages"
 log = logger("http")
 
 #: The second argument is the owner of the API key.
-Handler = Callable[[Exchange, KeyOwner], Awaitable[None]]
+Handler = Callable[[HttpExchange, KeyOwner], Awaitable[None]]
 
 
 class Front:
@@ -89,7 +89,7 @@ class Front:
         self._renderers = Renderers()
         self._large_bodies = LargeBodies()
         self._body_reader = BodyReader(settings.requests_max, counters)
-        self._progress = Progress(link)
+        self._progress = ProgressWatch(link)
         self._scrape_threads = trio.CapacityLimiter(1)
         self._created = int(time.time())
         self.answering = Answering(
@@ -128,7 +128,7 @@ class Front:
 
     async def serve(self, head: RequestHead, channel: Channel) -> None:
         """Answer one request. Raises nothing that a client can bring about."""
-        exchange = Exchange(head, channel, self._budget, self._cors.headers(head.header("origin")))
+        exchange = HttpExchange(head, channel, self._budget, self._cors.headers(head.header("origin")))
         preflight = self._cors.preflight(head)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(exchange.watch)
@@ -144,7 +144,7 @@ class Front:
         else:
             self._counters.answers[route, str(exchange.status)] += 1
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: HttpExchange) -> None:
         try:
             await self._dispatch(exchange)
         except HiSparseError as error:
@@ -164,7 +164,7 @@ class Front:
             return path
         return next((it for it in ("/v1/models/", "/v1/requests/") if path.startswith(it) and path != it), "")
 
-    async def _dispatch(self, exchange: Exchange) -> None:
+    async def _dispatch(self, exchange: HttpExchange) -> None:
         """Raises Unauthorized, or what the handler of the path does."""
         owner = NO_OWNER
         if exchange.path != "/health" and exchange.path not in self._pages:
@@ -172,7 +172,7 @@ class Front:
             exchange.hold()
         await self._find(exchange)(exchange, owner)
 
-    def _find(self, exchange: Exchange) -> Handler:
+    def _find(self, exchange: HttpExchange) -> Handler:
         """Raises NotFound or MethodRefused."""
         path = exchange.path
         route = self._route_of(path)
@@ -193,44 +193,44 @@ class Front:
             raise MethodRefused(f"takes {text}", value=method, remedy=f"use {text}", allowed=allowed)
         return methods[method]
 
-    async def _page(self, exchange: Exchange, _: KeyOwner) -> None:
+    async def _page(self, exchange: HttpExchange, _: KeyOwner) -> None:
         kind, content = self._pages[exchange.path]
         await exchange.answer(200, content, {"content-type": kind, **HEADERS})
 
-    async def _health(self, exchange: Exchange, _: KeyOwner) -> None:
+    async def _health(self, exchange: HttpExchange, _: KeyOwner) -> None:
         reason = await self._link.unready()
         await exchange.answer(503 if reason else 200, msgspec.json.encode({"status": reason or "ok"}))
 
-    async def _metrics(self, exchange: Exchange, _: KeyOwner) -> None:
+    async def _metrics(self, exchange: HttpExchange, _: KeyOwner) -> None:
         page = await trio.to_thread.run_sync(self._scrape, limiter=self._scrape_threads)
         await exchange.answer(200, page, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
-    async def _version(self, exchange: Exchange, _: KeyOwner) -> None:
+    async def _version(self, exchange: HttpExchange, _: KeyOwner) -> None:
         await exchange.answer(200, msgspec.json.encode({"version": our_version()}))
 
-    async def _openapi(self, exchange: Exchange, _: KeyOwner) -> None:
+    async def _openapi(self, exchange: HttpExchange, _: KeyOwner) -> None:
         await exchange.answer(200, document())
 
-    async def _parameters(self, exchange: Exchange, _: KeyOwner) -> None:
+    async def _parameters(self, exchange: HttpExchange, _: KeyOwner) -> None:
         told = {api.path: parameters(api.body) for api in (*APIS, *TOKEN_APIS)}
         await exchange.answer(200, msgspec.json.encode(told))
 
-    async def _models(self, exchange: Exchange, _: KeyOwner) -> None:
+    async def _models(self, exchange: HttpExchange, _: KeyOwner) -> None:
         model = await self._link.client.model()
         cards = {"object": "list", "data": [model_card(model, self._created)]}
         await exchange.answer(200, msgspec.json.encode(cards))
 
-    async def _model(self, exchange: Exchange, _: KeyOwner) -> None:
+    async def _model(self, exchange: HttpExchange, _: KeyOwner) -> None:
         name, model = exchange.path.removeprefix("/v1/models/"), await self._link.client.model()
         if name != model.name:
             raise NotFound("is not served here", field="model", value=name, remedy=f"use {model.name}")
         await exchange.answer(200, msgspec.json.encode(model_card(model, self._created)))
 
-    async def _request(self, exchange: Exchange, key: KeyOwner) -> None:
+    async def _request(self, exchange: HttpExchange, key: KeyOwner) -> None:
         told = await self._progress.of(exchange.path.removeprefix("/v1/requests/"), key)
         await exchange.answer(200, msgspec.json.encode(told), {"cache-control": "no-store"})
 
-    async def _tokens(self, exchange: Exchange, key: KeyOwner, api: TokenApi) -> None:
+    async def _tokens(self, exchange: HttpExchange, key: KeyOwner, api: TokenApi) -> None:
         served = await self._link.served()
 
         def read(data: bytearray) -> bytes | HiSparseError:
@@ -249,7 +249,7 @@ class Front:
         return msgspec.json.encode(api.answer(read_body(data, api.body), served, self._renderers.render))
 
 
-def _authorization(exchange: Exchange) -> str:
+def _authorization(exchange: HttpExchange) -> str:
     """As OpenAI's clients send a key, or as Anthropic's do."""
     key = exchange.header("x-api-key")
     return exchange.header("authorization") or (f"Bearer {key}" if key else "")

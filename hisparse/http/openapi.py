@@ -35,7 +35,7 @@ class Error(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-class Health(msgspec.Struct, frozen=True):
+class HealthAnswer(msgspec.Struct, frozen=True):
     status: str
 
 
@@ -57,7 +57,7 @@ class Models(msgspec.Struct, frozen=True):
 
 
 _GETS: Final[dict[str, tuple[str, type[msgspec.Struct] | None, str]]] = {
-    "/health": ("Whether a request would be served", Health, "getHealth"),
+    "/health": ("Whether a request would be served", HealthAnswer, "getHealth"),
     "/metrics": ("Metrics, as Prometheus reads them", None, "getMetrics"),
     "/version": ("The version of hisparse", Version, "getVersion"),
     "/openapi.json": ("This document", None, "getOpenapi"),

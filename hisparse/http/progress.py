@@ -24,7 +24,7 @@ LOOKS_PER_KEY: Final = 1
 LOOK_S: Final = 0.1
 
 
-class Progress:
+class ProgressWatch:
     def __init__(self, link: CoordinatorLink) -> None:
         self._link = link
         self._turns = Turns(LOOKS_MAX, LOOKS_PER_KEY)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_weight import BlockFp8
-from kernels.cuda.block_plans import BLOCK, COPY_BYTES, Plan, work_of
+from kernels.cuda.block_plans import BLOCK, COPY_BYTES, LinearPlan, work_of
 from kernels.cuda.jit import Kernel, capture_id, load
 from kernels.cuda.structures import BlockLinear, TensorMap
 from protocol.errors import InternalError
@@ -37,7 +37,7 @@ def takes(weight: BlockFp8) -> bool:
     return _is_hopper(values.device) and values.data_ptr() % COPY_BYTES == 0
 
 
-def linear(hidden: Tensor, weight: BlockFp8, plan: Plan) -> Tensor:
+def linear(hidden: Tensor, weight: BlockFp8, plan: LinearPlan) -> Tensor:
     """hidden bfloat16[tokens, K] @ decoded weight [N, K].T: bfloat16[tokens, N], of one token or more."""
     (tokens, k), n, device = hidden.shape, len(weight.values), hidden.device
     if hidden.data_ptr() % COPY_BYTES:
@@ -83,7 +83,7 @@ def _flags(device: torch.device, stream: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _kernel(plan: Plan, device: int) -> Kernel:
+def _kernel(plan: LinearPlan, device: int) -> Kernel:
     kernel = load("block_linear", "block_linear", plan.defines, device)
     kernel.allow_all(clusters=False)
     return kernel

@@ -1,8 +1,8 @@
 """Which kernel forms a dense block-FP8 product on Hopper, and how src/block_linear.cuh deals its work. Pure.
 
-A *unit* is one block of K of one tile: `Plan.rows` rows of weights by `Plan.tokens` tokens. All units lie in a line,
-the blocks of a tile together, tiles of tokens fastest. Block of threads b of a launch takes range ranges - 1 - b of
-that line. A range that begins inside of a tile first of all gives the sums of that part away; the range that holds the
+A *unit* is one block of K of one tile: `LinearPlan.rows` rows of weights by `LinearPlan.tokens` tokens. All units lie
+in a line, the blocks of a tile together, tiles of tokens fastest. Block of threads b of a launch takes range
+ranges - 1 - b of that line. A range that begins inside of a tile first of all gives the sums of that part away; the range that holds the
 tile's first unit owns the tile and adds them in ascending order. Givers of a tile have higher numbers than its owner:
 they were launched before it, and wait for nothing before they give. (Stream-K: Osama, Merrill, Cecka, Garland, Owens,
 2023.)
@@ -23,7 +23,7 @@ ALIGN_BYTES: Final = 1024
 COPY_BYTES: Final = 16
 
 
-class Plan(NamedTuple):
+class LinearPlan(NamedTuple):
     """A block of threads multiplies teams x 64 rows of weights by `tokens` tokens. `stages`: of 128 values of K in
     shared memory; `chunk`: matrix instructions whose weights are decoded together; `least`: units of a range."""
 
@@ -47,25 +47,25 @@ class Plan(NamedTuple):
         return ALIGN_BYTES + self.stages * BLOCK * (self.rows + 2 * self.tokens) + BARRIER_BYTES
 
 
-class Choice(NamedTuple):
+class LinearChoice(NamedTuple):
     """Of weights of `values` or more: plans by the largest count of tokens (None: Triton's kernel), and the count from
     which a weight decoded to scratch and torch's product take less time."""
 
     values: int
-    plans: Mapping[int, Plan | None]
+    plans: Mapping[int, LinearPlan | None]
     crossover: int
 
 
 UNBOUNDED: Final = 1 << 30
-_LONG: Final = Plan(256, 2, 2, 2)
-_FEW: Final = {64: Plan(64, 4, 4), 128: Plan(128, 3, 4), UNBOUNDED: _LONG}
+_LONG: Final = LinearPlan(256, 2, 2, 2)
+_FEW: Final = {64: LinearPlan(64, 4, 4), 128: LinearPlan(128, 3, 4), UNBOUNDED: _LONG}
 #: Largest weights first. Measured on an H200 (benchmarks/NOTES.md). Up to APART_TOKENS a tile has all tokens, so that
 #: sums of a row do not depend on its place among the others: tiles are split at different blocks of K.
 APART_TOKENS: Final = 256
 CHOICES: Final = (
-    Choice(64_000_000, {16: Plan(16, 3, 7), 32: Plan(32, 4, 5), **_FEW}, 1280),
-    Choice(30_000_000, {32: None, **_FEW}, 1280),
-    Choice(10_000_000, {128: None, UNBOUNDED: _LONG._replace(least=8)}, 576),
+    LinearChoice(64_000_000, {16: LinearPlan(16, 3, 7), 32: LinearPlan(32, 4, 5), **_FEW}, 1280),
+    LinearChoice(30_000_000, {32: None, **_FEW}, 1280),
+    LinearChoice(10_000_000, {128: None, UNBOUNDED: _LONG._replace(least=8)}, 576),
 )
 #: Of weights below those, and on other cards.
 CROSSOVER_TOKENS: Final = 320
@@ -76,7 +76,7 @@ def fits(n: int, k: int) -> bool:
     return n % 2 == 0 and k % COPY_BYTES == 0
 
 
-def plan_of(n: int, k: int, tokens: int) -> Plan | None:
+def plan_of(n: int, k: int, tokens: int) -> LinearPlan | None:
     """The plan of a product of `tokens` tokens with a weight [n, k]; None: Triton's kernel takes less time."""
     choice = _choice(n * k)
     if choice is None or not fits(n, k):
@@ -90,12 +90,12 @@ def crossover_of(n: int, k: int) -> int:
     return CROSSOVER_TOKENS if choice is None or not fits(n, k) else choice.crossover
 
 
-def plans() -> list[Plan]:
+def plans() -> list[LinearPlan]:
     """All that plan_of may name."""
     return [plan for choice in CHOICES for plan in choice.plans.values() if plan]
 
 
-def _choice(values: int) -> Choice | None:
+def _choice(values: int) -> LinearChoice | None:
     return next((choice for choice in CHOICES if values >= choice.values), None)
 
 
@@ -118,7 +118,7 @@ class Work(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def work_of(n: int, k: int, tokens: int, plan: Plan, multiprocessors: int) -> Work:
+def work_of(n: int, k: int, tokens: int, plan: LinearPlan, multiprocessors: int) -> Work:
     """At most one range for each multiprocessor, of plan.least units or more where there are as many."""
     blocks, token_tiles = -(-k // BLOCK), -(-tokens // plan.tokens)
     units = -(-n // plan.rows) * token_tiles * blocks

@@ -13,7 +13,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from kernels.block_fp8 import block_linear, decode_blocks  # noqa: E402
 from kernels.block_weight import BlockFp8  # noqa: E402
 from kernels.cuda.block_linear import linear  # noqa: E402
-from kernels.cuda.block_plans import APART_TOKENS, Plan, crossover_of, fits, plan_of, plans, work_of  # noqa: E402
+from kernels.cuda.block_plans import APART_TOKENS, LinearPlan, crossover_of, fits, plan_of, plans, work_of  # noqa: E402
 from tests.gpu.test_block_fp8 import activations, off, on_gpu  # noqa: E402
 from tests.kernels.test_block_fp8 import draw  # noqa: E402
 
@@ -31,7 +31,7 @@ def weight_of(shape: tuple[int, int], seed: int = 0) -> BlockFp8:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_every_plan_is_right_at_every_edge(plan: Plan) -> None:
+def test_every_plan_is_right_at_every_edge(plan: LinearPlan) -> None:
     for shape in SHAPES:
         assert fits(*shape)
         weight = weight_of(shape)
@@ -76,7 +76,7 @@ def test_large_weights_take_the_kernel_up_to_their_crossover() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_product_awaits_the_kernel_that_writes_its_activations(plan: Plan) -> None:
+def test_a_product_awaits_the_kernel_that_writes_its_activations(plan: LinearPlan) -> None:
     """Launches follow each other without a pause, each of what the one ahead wrote, in memory that is used again."""
     first, second = weight_of(SPLIT), weight_of(SPLIT[::-1], seed=1)
     start = activations(plan.tokens, SPLIT[1])
@@ -96,7 +96,7 @@ def test_a_product_awaits_the_kernel_that_writes_its_activations(plan: Plan) -> 
     assert all(map(torch.equal, apart, together))
 
 
-def replays(plan: Plan, weight: BlockFp8, hidden: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def replays(plan: LinearPlan, weight: BlockFp8, hidden: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(8):
@@ -105,7 +105,7 @@ def replays(plan: Plan, weight: BlockFp8, hidden: Tensor) -> tuple[torch.cuda.CU
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_streams_and_graphs_side_by_side_share_no_flags(plan: Plan) -> None:
+def test_streams_and_graphs_side_by_side_share_no_flags(plan: LinearPlan) -> None:
     work = work_of(*SPLIT, plan.tokens, plan, torch.cuda.get_device_properties(0).multi_processor_count)
     assert work.splits_tiles
     weights = [weight_of(SPLIT, seed) for seed in range(4)]

@@ -18,7 +18,7 @@ import trio.testing
 
 from hisparse.http import connection, listener, server
 from hisparse.http.connection import Handler
-from hisparse.http.exchange import BODY_BYTES_MAX, Channel, Exchange
+from hisparse.http.exchange import BODY_BYTES_MAX, Channel, HttpExchange
 from hisparse.http.listener import CONNECTIONS_MIN, HttpListener
 from hisparse.http.shares import Shares
 from hisparse.http.tls import Tls
@@ -35,7 +35,7 @@ CLOSE: Final = b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 async def echo(head: RequestHead, channel: Channel) -> None:
     """Answers with method, path and body; /defect raises, /hold keeps its connection until the client leaves."""
-    exchange = Exchange(head, channel, Shares(1 << 30))
+    exchange = HttpExchange(head, channel, Shares(1 << 30))
     if head.path == "/defect":
         raise ZeroDivisionError
     async with trio.open_nursery() as nursery:
@@ -56,7 +56,7 @@ async def echo(head: RequestHead, channel: Channel) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def said_again(exchange: Exchange) -> None:
+async def said_again(exchange: HttpExchange) -> None:
     try:
         async with exchange.body("") as body:
             said = f"{exchange.method} {exchange.path} ".encode() + bytes(body[:100])
@@ -320,7 +320,7 @@ async def test_stopping_lets_the_last_answer_finish() -> None:
     resumed = trio.Event()
 
     async def slow(head: RequestHead, channel: Channel) -> None:
-        exchange = Exchange(head, channel, Shares(1))
+        exchange = HttpExchange(head, channel, Shares(1))
         await resumed.wait()
         await exchange.answer(200, b"done")
 

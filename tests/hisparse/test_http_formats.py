@@ -24,7 +24,7 @@ from hisparse.http.formats.conversation import (
 )
 from hisparse.http.formats.deepseek import encode
 from hisparse.http.formats.known import DEEPSEEK, DEEPSEEK_CALLS, GLM, PLAIN, REASONING, format_of
-from hisparse.http.formats.replies import Call, Piece, Reasoning, ReplyParser, ReplyPlan, Text, merged
+from hisparse.http.formats.replies import Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall, merged
 from protocol.errors import BadInput
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.support.http_rig import byte_tokenizer_json
@@ -77,7 +77,7 @@ GLM_LINES: Final = (
     "\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 )
-PARIS: Final = Call("get_weather", '{"city": "Paris", "days": 2}')
+PARIS: Final = ToolCall("get_weather", '{"city": "Paris", "days": 2}')
 
 GLM_CASES: Final[dict[str, tuple[str, list[Piece]]]] = {
     "text": ("Hello.\n", [Text("Hello.\n")]),
@@ -93,10 +93,10 @@ GLM_CASES: Final[dict[str, tuple[str, list[Piece]]]] = {
     "reasoning and call": ("<think>Hm.</think>" + GLM_CALL, [Reasoning("Hm."), PARIS]),
     "reasoning cut": ("<think>Hm. And ", [Reasoning("Hm. And ")]),
     "call in reasoning": (f"<think>{GLM_CALL}</think>x", [Reasoning(GLM_CALL), Text("x")]),
-    "no arguments": ("<tool_call>now</tool_call>", [Call("now", "{}")]),
+    "no arguments": ("<tool_call>now</tool_call>", [ToolCall("now", "{}")]),
     "value that holds an end": (
         "<tool_call>w<arg_key>t</arg_key><arg_value></tool_call>\n</arg_value></tool_call>",
-        [Call("w", '{"t": "</tool_call>\\n"}')],
+        [ToolCall("w", '{"t": "</tool_call>\\n"}')],
     ),
     "named in prose": ("The <tool_call> tag, and <think>.", [Text("The <tool_call> tag, and <think>.")]),
     "prose, then a call": ("A <tool_call> is: " + GLM_CALL, [Text("A <tool_call> is:"), PARIS]),
@@ -134,10 +134,10 @@ DSML_CALL: Final = invoke("get_weather", ("city", True, "Paris"), ("days", False
 DSML_CASES: Final[dict[str, tuple[str, list[Piece]]]] = {
     "call": ("\n\n" + dsml(DSML_CALL), [PARIS]),
     "text and calls": ("I look.\n\n" + dsml(DSML_CALL, DSML_CALL), [Text("I look."), PARIS, PARIS]),
-    "no arguments": (dsml(invoke("now")), [Call("now", "{}")]),
+    "no arguments": (dsml(invoke("now")), [ToolCall("now", "{}")]),
     "values": (
         dsml(invoke("f", ("s", True, ' "x"\n<y> '), ("l", False, "[1.50, null]"), ("odd", False, "[1,"))),
-        [Call("f", '{"s": " \\"x\\"\\n<y> ", "l": [1.50, null], "odd": "[1,"}')],
+        [ToolCall("f", '{"s": " \\"x\\"\\n<y> ", "l": [1.50, null], "odd": "[1,"}')],
     ),
     "reasoning": ("<think>Hm.</think>Yes.", [Reasoning("Hm."), Text("Yes.")]),
     "empty block": (dsml(), [Text(dsml())]),
@@ -192,8 +192,8 @@ def test_nothing_is_lost(output: str, plan: ReplyPlan) -> None:
     """What is no blank is in the text, the reasoning or a call, in order: where no call is read, nothing but the
     markers of reasoning is missing."""
     pieces = read(plan, output)
-    told = "".join("" if isinstance(piece, Call) else piece.text for piece in pieces)
-    if not any(isinstance(piece, Call) for piece in pieces):
+    told = "".join("" if isinstance(piece, ToolCall) else piece.text for piece in pieces)
+    if not any(isinstance(piece, ToolCall) for piece in pieces):
         left = output
         if any(isinstance(piece, Reasoning) for piece in pieces) or left.lstrip().startswith("<think>"):
             left = left.replace("<think>", "", 1).replace("</think>", "", 1)
@@ -220,7 +220,7 @@ def test_dsml_arguments_return_as_they_were_encoded(arguments: dict[str, str]) -
     )
     block = prompt[prompt.index("<｜DSML｜function_calls>") : prompt.index("<｜end▁of▁sentence｜>")]
     (call,) = read(DSML_PLAN, block)
-    assert isinstance(call, Call)
+    assert isinstance(call, ToolCall)
     assert json.loads(call.arguments) == arguments
 
 
@@ -375,7 +375,7 @@ def test_tiny_templates_render_tools_and_calls_that_are_read_again(family: str, 
     for text in ("Be brief.", '"time_in"', "Weather at a place", "They want Tokyo.", "sunny", "rain", "東京"):
         assert text in prompt
     said = prompt[prompt.index("I look.") : prompt.index("noon")]
-    calls = [piece for piece in read(plan, said) if isinstance(piece, Call)]
+    calls = [piece for piece in read(plan, said) if isinstance(piece, ToolCall)]
     assert [call.name for call in calls] == ["time_in", "get_weather"]
     assert json.loads(calls[1].arguments) == {"city": "Tokyo", "days": 2, "note": None}
     assert prompt.index("noon") < prompt.index("sunny"), "results are in the order of the calls"

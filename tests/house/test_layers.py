@@ -7,6 +7,7 @@ package beside folders. An import counts wherever it stands in a file, inside fu
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Final
@@ -144,3 +145,18 @@ def test_upward_import_is_reported() -> None:
     assert not points_down("protocol", "worker", FLOORS)
     assert not points_down("worker", "coordinator", FLOORS)
     assert points_down("hisparse", "protocol", FLOORS)
+
+
+#: Class names of two modules, with the reason: structures of CUDA bear the names of the C++ source.
+TWICE: Final = {"State", "BlockLinear"}
+
+
+def test_class_name_stands_for_one_thing() -> None:
+    found = Counter(
+        node.name
+        for package in ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in found.items() if count > 1} == TWICE

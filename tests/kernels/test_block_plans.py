@@ -11,7 +11,7 @@ from kernels.cuda.block_plans import (
     CHOICES,
     CROSSOVER_TOKENS,
     UNBOUNDED,
-    Plan,
+    LinearPlan,
     Work,
     crossover_of,
     fits,
@@ -111,7 +111,7 @@ def test_ranges_have_their_least_units_and_no_more_than_the_card_holds(n: int, k
 
 
 @pytest.mark.parametrize("plan", sorted(set(plans())), ids=str)
-def test_a_plan_is_one_that_the_kernel_can_be_compiled_for(plan: Plan) -> None:
+def test_a_plan_is_one_that_the_kernel_can_be_compiled_for(plan: LinearPlan) -> None:
     assert plan.tokens in (16, 32, 64, 128, 256)
     assert plan.teams in (2, 3, 4)
     assert plan.chunk in (1, 2, 4)

@@ -8,6 +8,7 @@ from itertools import count, islice
 
 import pytest
 
+from protocol.errors import InternalError
 from protocol.messages import BOTH, DECODE, PREFILL, ROLES
 from tests.sim.group_mutants import GROUP_MUTANTS, SHOWN_CALM
 from tests.sim.mutants import MUTANTS
@@ -70,6 +71,10 @@ def has_neighbours(seed: int) -> bool:
     return any(shape.workers[one] == shape.workers[other] for one in prefilling for other in decoding)
 
 
+#: Mutants that the ledger itself refuses to carry out.
+REFUSED_BY_THE_LEDGER = {"share_pages_that_are_given_out_in_the_same_turn"}
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_breaks_an_invariant(name: str) -> None:
     """SGLang #36591, #24578: pages of who is retracted or aborted, given away before their worker says Released."""
@@ -78,4 +83,5 @@ def test_planted_bug_breaks_an_invariant(name: str) -> None:
         assert simulate(seed, faults=False, mutant=plant()).violation is None
     broken = (simulate(seed, mutant=plant()).violation for seed in islice(seeds_of(name), SEEDS_MAX))
     violation = next((it for it in broken if it is not None and TIME_LIMIT not in str(it)), None)
-    assert isinstance(violation, Violation), f"caught by {violation!r}"
+    wanted = InternalError if name in REFUSED_BY_THE_LEDGER else Violation
+    assert isinstance(violation, wanted), f"caught by {violation!r}"

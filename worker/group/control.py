@@ -48,7 +48,7 @@ from worker.group.messages import (
     FromHub,
     Gone,
     Join,
-    Leave,
+    LeaveGroup,
     Member,
     Met,
     Standing,
@@ -97,7 +97,7 @@ class PeersMissingError(Unavailable):
 
 
 @dataclass
-class Progress:
+class LoopProgress:
     """How far this rank is. Written by the decode loop, read by the control thread."""
 
     launched: int = -1
@@ -124,7 +124,7 @@ class Control:
         Raises ConfigError and NotAllowed for a secret that is unfit.
         """
         settings = config.worker
-        self.progress = Progress()
+        self.progress = LoopProgress()
         self.members: tuple[Member, ...] = ()
         self.incarnation = 0
         self.on_wake: Callable[[], None] = lambda: None
@@ -223,7 +223,7 @@ class Control:
         concerns."""
         self._leaves = True
         if self.members:
-            self.send(Leave())
+            self.send(LeaveGroup())
         self.close()
 
     def close(self) -> None:

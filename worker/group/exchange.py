@@ -29,7 +29,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from worker.group.control import Progress
+from worker.group.control import LoopProgress
 from worker.weights.layout import CHOICE_BYTES, exchanged_row_bytes
 
 #: Rows that experts compute at once.
@@ -141,7 +141,7 @@ class Alike:
 class ProcessGroupCollectives:
     """Over a backend of torch.distributed. On a CPU a call returns when all ranks came; it counts in `progress`."""
 
-    def __init__(self, group: Any, rank: int, size: int, progress: Progress, explain: Callable[[], bool]) -> None:
+    def __init__(self, group: Any, rank: int, size: int, progress: LoopProgress, explain: Callable[[], bool]) -> None:
         """`group` is a Backend. `explain`: whether a lost rank explains a failed call, after a wait; the process then
         ends by itself."""
         self.rank, self.size = rank, size

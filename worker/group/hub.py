@@ -18,7 +18,7 @@ from worker.group.messages import (
     FromHub,
     Gone,
     Join,
-    Leave,
+    LeaveGroup,
     Member,
     Met,
     Standing,
@@ -84,7 +84,7 @@ class Hub:
                 return []
             case Wake():
                 return self._to_all(message)
-            case Leave():
+            case LeaveGroup():
                 return self.gone(rank, left=True)
             case StoreSet():
                 return self._set(message)

@@ -53,7 +53,7 @@ class Wake(_Part, frozen=True, tag="wake"):
     round: int
 
 
-class Leave(_Part, frozen=True, tag="leave"):
+class LeaveGroup(_Part, frozen=True, tag="leave"):
     """A rank holds no request and ends."""
 
 
@@ -118,7 +118,7 @@ class StoreValue(_Part, frozen=True, tag="value"):
     value: bytes
 
 
-ToHub: TypeAlias = Join | Beat | Wake | Leave | StoreSet | StoreGet
+ToHub: TypeAlias = Join | Beat | Wake | LeaveGroup | StoreSet | StoreGet
 FromHub: TypeAlias = Waiting | Met | Turned | Standings | Gone | Wake | StoreValue
 
 encode = msgspec.msgpack.Encoder().encode

@@ -34,7 +34,7 @@ INDEXER: Final = re.compile(r"^model\.layers\.(\d+)\.self_attn\.indexer\.")
 NAMED_MAX: Final = 4
 
 
-class Match(NamedTuple):
+class TensorMatch(NamedTuple):
     """A needed tensor; `scale` is the name of its scales where it is stored in FP8, else empty."""
 
     spec: TensorSpec
@@ -43,7 +43,7 @@ class Match(NamedTuple):
 
 def match(
     config: Any, shards: Shards, quantization: Quantization | None, experts: ExpertShare | None = None
-) -> list[Match]:
+) -> list[TensorMatch]:
     """What to read. Raises ConfigError as the head of this file says."""
     wanted = list(tensors_of(config, experts))
     stored = shards.tensors
@@ -62,7 +62,9 @@ def match(
     return matches
 
 
-def _match(spec: TensorSpec, stored: Mapping[str, Located], shards: Shards, quantization: Quantization | None) -> Match:
+def _match(
+    spec: TensorSpec, stored: Mapping[str, Located], shards: Shards, quantization: Quantization | None
+) -> TensorMatch:
     tensor, where = stored[spec.name].tensor, shards.where(spec.name)
     if tensor.shape != spec.shape:
         raise _refusal(
@@ -71,7 +73,7 @@ def _match(spec: TensorSpec, stored: Mapping[str, Located], shards: Shards, quan
             "use the config.json that belongs to these files",
         )
     if tensor.dtype in PLAIN_DTYPES:
-        return Match(spec)
+        return TensorMatch(spec)
     if tensor.dtype != VALUES_DTYPE or not spec.converts:
         raise _refusal(f"{spec.name} is stored as {tensor.dtype}", where, f"use {', '.join(PLAIN_DTYPES)}")
     if quantization is None:
@@ -91,7 +93,7 @@ def _match(spec: TensorSpec, stored: Mapping[str, Located], shards: Shards, quan
             shards.where(scale),
             "quantize the checkpoint in these blocks",
         )
-    return Match(spec, scale)
+    return TensorMatch(spec, scale)
 
 
 def _is_left(name: str, layers: int, config: Any, experts: ExpertShare | None) -> bool:

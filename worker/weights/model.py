@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kernels.block_weight import BlockFp8
 from protocol.logs import fields, logger
 from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
-from worker.weights.matching import Match, match
+from worker.weights.matching import TensorMatch, match
 from worker.weights.modules import BlockExperts, BlockLinear, empty_blocks, share_scratch
 from worker.weights.quantization import Quantization
 from worker.weights.reading import LoadProgress, Read, read_all, read_scales
@@ -110,7 +110,7 @@ class ModelTensors:
         self._blocks: dict[str, BlockExperts] = {}
         self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def reads(self, shards: Shards, matches: list[Match]) -> Iterator[Read]:
+    def reads(self, shards: Shards, matches: list[TensorMatch]) -> Iterator[Read]:
         kept = {it.spec.name for it in matches if it.scale and self._keeps_fp8 and is_held_in_fp8(it.spec)}
         for it in matches:
             scales, name = read_scales(shards, it.scale) if it.scale else None, it.spec.name

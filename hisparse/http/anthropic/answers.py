@@ -15,7 +15,7 @@ import msgspec
 from hisparse.http.answers import LENGTH, Transcript, cached_tokens, event_of, made_id
 from hisparse.http.asks import Ask
 from hisparse.http.errors import anthropic_error
-from hisparse.http.formats.replies import Call, Piece, Reasoning, Text, merged
+from hisparse.http.formats.replies import Piece, Reasoning, Text, ToolCall, merged
 from protocol.errors import HiSparseError
 
 _DELTAS: Final = {"text": "text_delta", "thinking": "thinking_delta"}
@@ -62,19 +62,19 @@ class MessagesAnswer:
         return head | {"content": blocks}
 
     def _block(self, piece: Piece) -> dict[str, Any]:
-        if isinstance(piece, Call):
+        if isinstance(piece, ToolCall):
             return self._call(piece) | {"input": msgspec.Raw(piece.arguments.encode())}
         if isinstance(piece, Reasoning):
             return {"type": "thinking", "thinking": piece.text, "signature": ""}
         return {"type": "text", "text": piece.text}
 
-    def _call(self, call: Call) -> dict[str, Any]:
+    def _call(self, call: ToolCall) -> dict[str, Any]:
         made = made_id("toolu_", self._ask.id, 0, self._calls)
         self._calls += 1
         return {"type": "tool_use", "id": made, "name": call.name, "input": {}}
 
     def _events(self, piece: Piece) -> list[bytes]:
-        if isinstance(piece, Call):
+        if isinstance(piece, ToolCall):
             delta = {"type": "input_json_delta", "partial_json": piece.arguments}
             return [*self._stop(), *self._start(self._call(piece)), self._change(delta), *self._stop()]
         kind = "text" if isinstance(piece, Text) else "thinking"

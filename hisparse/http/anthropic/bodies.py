@@ -60,7 +60,7 @@ AnyBlock: TypeAlias = (
 )
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AnthropicMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[AnyBlock]
 
@@ -109,7 +109,7 @@ class CountBody(ApiBody, frozen=True, kw_only=True):
         "chat_template_kwargs": dict[str, Any],
     }
 
-    messages: list[Message]
+    messages: list[AnthropicMessage]
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
     tools: msgspec.Raw = NULL

@@ -24,7 +24,7 @@ from typing import Final
 from hisparse.http.formats.arguments import json_or_quoted, object_of, quoted
 from hisparse.http.formats.conversation import Conversation, PastCall, Tool, Turn, in_call_order
 from hisparse.http.formats.replies import THINK, THINK_END, CallSyntax, Schemas
-from hisparse.http.formats.scanning import Malformed, Reading, Scan
+from hisparse.http.formats.scanning import Reading, Scan, UnreadableOutput
 from protocol.errors import BadInput
 
 DSML: Final = "｜DSML｜"
@@ -83,7 +83,7 @@ _TOOLS_END: Final = "\n</functions>\n"
 
 
 def _read_call(scan: Scan, _: Schemas) -> Reading[tuple[str, str]]:
-    """The call whose opening, up to its name, has been read. Raises Malformed."""
+    """The call whose opening, up to its name, has been read. Raises UnreadableOutput."""
     name = yield from scan.name()
     yield from scan.expect('">')
     values: dict[str, str] = {}
@@ -92,7 +92,7 @@ def _read_call(scan: Scan, _: Schemas) -> Reading[tuple[str, str]]:
         is_string = (yield from scan.expect('true">', 'false">')) == 'true">'
         value = yield from scan.until(_PARAMETER_END)
         if key in values:
-            raise Malformed
+            raise UnreadableOutput
         values[key] = quoted(value) if is_string else json_or_quoted(value)
     return name, object_of(values.items())
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hisparse.http.formats.arguments import object_of, typed, types_of
-from hisparse.http.formats.scanning import Malformed, Reading, Scan
+from hisparse.http.formats.scanning import Reading, Scan, UnreadableOutput
 
 START: Final = "<tool_call>"
 END: Final = "</tool_call>"
@@ -24,7 +24,7 @@ MARKERS: Final = (START, END, KEY, KEY_END, VALUE, VALUE_END)
 
 
 def read_call(scan: Scan, schemas: Mapping[str, Mapping[str, Any] | None]) -> Reading[tuple[str, str]]:
-    """The name and the arguments, as JSON, of the call whose START has been read. Raises Malformed."""
+    """The name and the arguments, as JSON, of the call whose START has been read. Raises UnreadableOutput."""
     name = yield from scan.name()
     values: dict[str, str] = {}
     while (yield from scan.expect(KEY, END)) == KEY:
@@ -32,6 +32,6 @@ def read_call(scan: Scan, schemas: Mapping[str, Mapping[str, Any] | None]) -> Re
         yield from scan.expect(VALUE)
         value = yield from scan.until(VALUE_END)
         if key in values:
-            raise Malformed
+            raise UnreadableOutput
         values[key] = typed(value, types_of(schemas.get(name), key))
     return name, object_of(values.items())

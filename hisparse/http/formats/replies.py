@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from hisparse.http.formats.scanning import Malformed, Reading, Scan, Unfinished
+from hisparse.http.formats.scanning import Reading, Scan, Unfinished, UnreadableOutput
 
 THINK: Final = "<think>"
 THINK_END: Final = "</think>"
@@ -32,14 +32,14 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """`arguments` is a JSON object, as text."""
 
     name: str
     arguments: str
 
 
-Piece: TypeAlias = Reasoning | Text | Call
+Piece: TypeAlias = Reasoning | Text | ToolCall
 #: Parameters of each tool, as JSON schemas, by its name.
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any] | None]
 
@@ -130,21 +130,21 @@ class ReplyParser:
         told = self._calls_told
         try:
             yield from self._calls(syntax)
-        except Malformed as error:
+        except UnreadableOutput as error:
             read = len(self._scan.text) if isinstance(error, Unfinished) else self._scan.at
             self._tell(Text, (blanks if self._calls_told == told else "") + self._scan.use(read))
         else:
             yield from self._scan.skip_blanks()
 
     def _calls(self, syntax: CallSyntax) -> Reading[None]:
-        """Of one `start`, which stands first. What was told is used up. Raises Malformed."""
+        """Of one `start`, which stands first. What was told is used up. Raises UnreadableOutput."""
         yield from self._scan.expect(syntax.start)
         if syntax.next_call:
             yield from self._scan.expect(syntax.next_call)
         while True:
             name, arguments = yield from syntax.read(self._scan, self._plan.schemas)
             self._scan.use(self._scan.at)
-            self._pieces.append(Call(name, arguments))
+            self._pieces.append(ToolCall(name, arguments))
             self._calls_told += 1
             if not syntax.next_call:
                 return

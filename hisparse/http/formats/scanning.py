@@ -20,11 +20,11 @@ NAME: Final = re.compile(rf"[A-Za-z0-9_.:/-]{{0,{NAME_CHARS_MAX}}}")
 _BLANKS: Final = re.compile(r"\s*")
 
 
-class Malformed(Exception):
+class UnreadableOutput(Exception):
     """The text from `Scan.at` on is not what the format has there."""
 
 
-class Unfinished(Malformed):
+class Unfinished(UnreadableOutput):
     """The output ended within what was being read."""
 
 
@@ -62,7 +62,7 @@ class Scan:
         return read
 
     def expect(self, *options: str) -> Reading[str]:
-        """The option that stands next, blanks before it apart. Raises Malformed."""
+        """The option that stands next, blanks before it apart. Raises UnreadableOutput."""
         while True:
             start = self._blanks_end()
             for option in options:
@@ -71,18 +71,18 @@ class Scan:
                     return option
             rest = self.text[start : start + max(map(len, options))]
             if not any(option.startswith(rest) for option in options):
-                raise Malformed
+                raise UnreadableOutput
             yield from self.more()
 
     def name(self) -> Reading[str]:
-        """A name of one character at least, blanks before it apart. Raises Malformed."""
+        """A name of one character at least, blanks before it apart. Raises UnreadableOutput."""
         while True:
             start = self._blanks_end()
             found = NAME.match(self.text, start)
             assert found is not None
             if found.end() < len(self.text):
                 if found.end() == start:
-                    raise Malformed
+                    raise UnreadableOutput
                 self.at = found.end()
                 return found[0]
             yield from self.more()

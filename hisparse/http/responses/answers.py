@@ -14,7 +14,7 @@ import msgspec
 from hisparse.http.answers import KEEPALIVE, LENGTH, Transcript, cached_tokens, event_of, made_id
 from hisparse.http.asks import Ask
 from hisparse.http.errors import message_of, param_of
-from hisparse.http.formats.replies import Call, Piece, Reasoning, Text, merged
+from hisparse.http.formats.replies import Piece, Reasoning, Text, ToolCall, merged
 from protocol.errors import HiSparseError
 
 DONE: Final = "completed"
@@ -99,7 +99,7 @@ class ResponsesAnswer:
     def _item(self, piece: Piece, place: int, status: str) -> dict[str, Any]:
         """With `in_progress` it is announced: it is empty then."""
         empty = status == "in_progress"
-        if isinstance(piece, Call):
+        if isinstance(piece, ToolCall):
             return {
                 "type": "function_call",
                 "id": self._id("fc_", place),
@@ -121,7 +121,7 @@ class ResponsesAnswer:
     # ------------------------------------------------------------ events
 
     def _told(self, piece: Piece) -> list[bytes]:
-        if isinstance(piece, Call):
+        if isinstance(piece, ToolCall):
             return [*self._close(DONE), *self._call(piece)]
         if type(piece) is type(self._open):
             assert self._open is not None
@@ -131,7 +131,7 @@ class ResponsesAnswer:
         self._open = piece
         return [*events, self._place("response.content_part.added", part=_part(type(piece)(""))), self._grown(piece)]
 
-    def _call(self, call: Call) -> list[bytes]:
+    def _call(self, call: ToolCall) -> list[bytes]:
         place = len(self._items)
         item = self._item(call, place, DONE)
         where = {"item_id": item["id"], "output_index": place}

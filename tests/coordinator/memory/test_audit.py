@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from coordinator.memory.audit import Difference, Rounds, compare
+from coordinator.memory.audit import AuditRounds, Difference, compare
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.auditor import Auditor
 from protocol.errors import ProtocolError
@@ -196,7 +196,7 @@ A, B, C = (Difference("host_pages", i, "1", "2") for i in range(3))
 
 
 def test_difference_is_reported_once_after_two_equal_audits() -> None:
-    rounds = Rounds(1.0)
+    rounds = AuditRounds(1.0)
     rounds.due([KEY], 0.0)
     rounds.due([KEY], 1.0)
     assert rounds.hear(KEY, [A, B]) == []
@@ -211,7 +211,7 @@ def test_difference_is_reported_once_after_two_equal_audits() -> None:
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.integers(1, 400))
 @settings(max_examples=50, deadline=None)
 def test_audit_asks_each_worker_in_turn_once_an_interval(pauses: list[int], workers: int) -> None:
-    keys, rounds, now, asked = [(f"w{i}", 1) for i in range(min(workers, 12))], Rounds(5.0), 0.0, set()
+    keys, rounds, now, asked = [(f"w{i}", 1) for i in range(min(workers, 12))], AuditRounds(5.0), 0.0, set()
     for tick in range(200):
         now += 0.25 * pauses[tick % len(pauses)]
         due = rounds.due(keys, now)
@@ -226,7 +226,7 @@ def test_audit_asks_each_worker_in_turn_once_an_interval(pauses: list[int], work
 
 
 def test_audit_retries_silent_worker() -> None:
-    rounds = Rounds(0.0)
+    rounds = AuditRounds(0.0)
     assert rounds.due([KEY], 0.0) == []
     rounds.want([KEY])
     assert rounds.due([KEY], 0.0) == [(KEY, 1)]
@@ -416,13 +416,13 @@ def test_audit_reports_nothing_in_the_simulated_cluster(monkeypatch: pytest.Monk
         found.append(difference)
         return []
 
-    def hear(self: Rounds, *arguments: object) -> list[Difference]:
+    def hear(self: AuditRounds, *arguments: object) -> list[Difference]:
         heard.append(1)
         return real(self, *arguments)
 
-    real: Callable[..., list[Difference]] = Rounds.hear
+    real: Callable[..., list[Difference]] = AuditRounds.hear
     monkeypatch.setattr(Auditor, "_tell", tell)
-    monkeypatch.setattr(Rounds, "hear", hear)
+    monkeypatch.setattr(AuditRounds, "hear", hear)
     for seed in range(7_000, 7_010):
         assert simulate(seed).violation is None
     assert found == []

@@ -13,7 +13,7 @@ from worker.group.messages import (
     Beat,
     Gone,
     Join,
-    Leave,
+    LeaveGroup,
     Member,
     Met,
     Standing,
@@ -118,7 +118,7 @@ def test_a_rank_that_is_lost_before_the_met_may_join_again() -> None:
 
 
 def test_strangers_are_not_heard() -> None:
-    for message in (Beat(Standing()), Wake(1), Leave(), StoreSet("k", b"v"), StoreGet("k")):
+    for message in (Beat(Standing()), Wake(1), LeaveGroup(), StoreSet("k", b"v"), StoreGet("k")):
         with pytest.raises(ProtocolError, match="is no rank"):
             met().received(b"stranger", message, 0.0)
 
@@ -132,7 +132,7 @@ def test_standings_wakes_and_departures_reach_all() -> None:
     assert isinstance(standings, Standings)
     assert standings.rows[1] == (Standing(5, 2, True, True), 1.0)
     assert dict(hub.received(peer(2), Wake(9), 5.0))[peer(0)] == Wake(9)
-    assert dict(hub.received(peer(2), Leave(), 5.0)) == {peer(0): Gone(2, True), peer(1): Gone(2, True)}
+    assert dict(hub.received(peer(2), LeaveGroup(), 5.0)) == {peer(0): Gone(2, True), peer(1): Gone(2, True)}
     assert hub.gone(2, left=False) == []
     assert hub.silent(9.0, 5.5) == [0]
 

@@ -14,7 +14,7 @@ from protocol.messages import Faulted, Released
 from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.worker_rig import Rig
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
-from worker.group.control import Progress
+from worker.group.control import LoopProgress
 from worker.loop.rounds import Rounds, next_chunks
 from worker.streams import Streams, make_streams
 
@@ -39,7 +39,7 @@ class EchoingPeer:
 
 @dataclass
 class FakeControl:
-    progress: Progress = field(default_factory=Progress)
+    progress: LoopProgress = field(default_factory=LoopProgress)
     woken_at: int = -1
     wakes: list[int] = field(default_factory=list)
 
