@@ -1,11 +1,11 @@
 """Which kernel forms a dense block-FP8 product on Hopper, and how src/block_linear.cuh deals its work. Pure.
 
 A *unit* is one block of K of one tile: `LinearPlan.rows` rows of weights by `LinearPlan.tokens` tokens. All units lie
-in a line, the blocks of a tile together, tiles of tokens fastest. Block of threads b of a launch takes range
-ranges - 1 - b of that line. A range that begins inside of a tile first of all gives the sums of that part away; the range that holds the
-tile's first unit owns the tile and adds them in ascending order. Givers of a tile have higher numbers than its owner:
-they were launched before it, and wait for nothing before they give. (Stream-K: Osama, Merrill, Cecka, Garland, Owens,
-2023.)
+in a line, the blocks of a tile together, tiles of tokens fastest. Block of threads b of a launch takes range ranges -
+1 - b of that line. A range that begins inside of a tile first of all gives the sums of that part away; the range that
+holds the tile's first unit owns the tile and adds them in ascending order. Givers of a tile have higher numbers than
+its owner: they were launched before it, and wait for nothing before they give. (Stream-K: Osama, Merrill, Cecka,
+Garland, Owens, 2023.)
 """
 
 from __future__ import annotations
