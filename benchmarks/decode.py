@@ -157,7 +157,7 @@ def sizing_of(
         capacity=capacity,
         context_max_tokens=context_pages * PAGE_TOKENS,
         max_pages=context_pages,
-        max_chunks=max(chunks, managed_chunks(hot_slots)),
+        max_chunks=max(chunks, managed_chunks(hot_slots), slab_pages),
         max_slab_pages=slab_pages,
         bookkeeping_bytes=0,
         device_bytes=seats * (chunks * geometry.chunk_bytes + context_pages * geometry.index_page_bytes),
