@@ -17,7 +17,7 @@ from tests.processes.test_up import Up, running
 from worker.runners.tiny import write_tiny_checkpoint
 
 cluster_test = [pytest.mark.process, pytest.mark.timeout(240)]
-ENDPOINT = "ipc:///run/hisparse/client.sock"
+OPENED = "hisparse.open_client()"
 LIMIT_S = 120
 REQUESTS = 3
 #: Read from each request after it was handed over.
@@ -104,10 +104,12 @@ class TestCluster:
 
     @pytest.mark.parametrize("document", ["README.md", "docs/api.md"])
     def test_shown_programs_run(self, up: Up, tmp_path: Path, document: str) -> None:
-        programs = [block for block in blocks(document) if ENDPOINT in block]
+        """Without an endpoint they reach the one of the settings: here it is named."""
+        programs = [block for block in blocks(document) if OPENED in block]
         assert programs
+        opened = f'hisparse.open_client("{endpoint(up, "client")}")'
         for program in programs:
-            (tmp_path / "shown.py").write_text(program.replace(ENDPOINT, endpoint(up, "client")))
+            (tmp_path / "shown.py").write_text(program.replace(OPENED, opened))
             done = python(tmp_path / "shown.py")
             assert (done.returncode, done.stderr) == (0, "")
             assert done.stdout
