@@ -83,4 +83,5 @@ def test_weights_of_a_tiny_checkpoint_are_as_readable_as_its_configuration(tmp_p
         "config.json": 0o644,
         "generation_config.json": 0o644,
         "model.safetensors": 0o644,
+        "tokenizer_config.json": 0o644,
     }
