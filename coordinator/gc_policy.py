@@ -57,4 +57,4 @@ async def collect(full_interval_s: float = FULL_INTERVAL_S, share_max: float = F
         unreachable = gc.collect()
         ended = trio.current_time()
         full_at = ended + max(full_interval_s, (ended - start) / share_max)
-        log.info("full collection", extra=fields(seconds=ended - start, unreachable=unreachable))
+        log.debug("full collection", extra=fields(seconds=ended - start, unreachable=unreachable))
