@@ -212,8 +212,7 @@ class Hour:
         for name, module in (("hisparse", " -m hisparse.cli"), ("python", "")):
             (binaries / name).write_text(f'#!/bin/sh\nexec {sys.executable}{module} "$@"\n')
             (binaries / name).chmod(0o755)
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HISPARSE_")}
-        self.environ = inherited | {
+        self.environ = inherited() | {
             "PATH": f"{binaries}:{inherited['PATH']}",
             "PYTHONPATH": str(self.code),
             "HISPARSE_CLUSTER_RUNTIME_DIR": str(self.directory / "run"),
@@ -355,6 +354,15 @@ def fixed_cluster(directory: Path) -> Iterator[None]:
         yield
 
 
+def inherited() -> dict[str, str]:
+    """This environment without settings of HiSparse and without a terminal's size: a width there hides `stty cols`."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("HISPARSE_") and name not in ("COLUMNS", "LINES")
+    }
+
+
 def screens() -> Iterator[tuple[str, list[str]]]:
     """Tables and `hisparse top` at 80, 100 and 120 columns, of rows that are the same each time."""
     test_top = import_module("tests.hisparse.test_top")
@@ -363,7 +371,7 @@ def screens() -> Iterator[tuple[str, list[str]]]:
             lines = []
             for command in ("requests", "requests --live", "workers"):
                 shell = f"stty cols {columns} rows 40; {sys.executable} -m hisparse.cli {command}"
-                environ = os.environ | {"PYTHONPATH": str(ROOT), "HISPARSE_CLUSTER_RUNTIME_DIR": name, "TERM": "xterm"}
+                environ = inherited() | {"PYTHONPATH": str(ROOT), "HISPARSE_CLUSTER_RUNTIME_DIR": name, "TERM": "xterm"}
                 done = subprocess.run(
                     ["script", "-qec", shell, "/dev/null"],
                     env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True,
