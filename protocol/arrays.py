@@ -13,6 +13,8 @@ from protocol.errors import BadInput, ProtocolError
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 INT32: Final = np.iinfo(np.int32)
+_I4: Final = np.dtype("<i4")
+_I8: Final = np.dtype("<i8")
 
 
 def pack_int32(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
@@ -47,15 +49,15 @@ def pack_int64(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
 
 def unpack_int32(data: bytes, field: str) -> Int32Array:
     """A read-only view of `data` as int32. Raises ProtocolError naming `field` when its size is no multiple of 4."""
-    return _view(data, field, 4).view("<i4")
+    return np.frombuffer(_checked(data, field, 4), dtype=_I4)
 
 
 def unpack_int64(data: bytes, field: str) -> Int64Array:
     """A read-only view of `data` as int64. Raises ProtocolError naming `field` when its size is no multiple of 8."""
-    return _view(data, field, 8).view("<i8")
+    return np.frombuffer(_checked(data, field, 8), dtype=_I8)
 
 
-def _view(data: bytes, field: str, item_bytes: int) -> npt.NDArray[np.uint8]:
+def _checked(data: bytes, field: str, item_bytes: int) -> bytes:
     if len(data) % item_bytes:
         raise ProtocolError(
             f"{len(data)} bytes do not divide into {item_bytes}-byte integers",
@@ -63,4 +65,4 @@ def _view(data: bytes, field: str, item_bytes: int) -> npt.NDArray[np.uint8]:
             value=f"{len(data)} bytes",
             remedy=f"send little-endian int{8 * item_bytes} ids",
         )
-    return np.frombuffer(data, dtype=np.uint8)
+    return data

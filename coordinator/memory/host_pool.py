@@ -12,6 +12,7 @@ eviction is written down before it like any change. Pages that the same transact
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -80,13 +81,10 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
 
     async def handle(self, batch: list[Transact[RecordT, CommitT]]) -> None:
         for transact in batch:
-            spared = frozenset(
-                page for it in transact.changes if isinstance(it, Reserve) for page in it.shared.tolist()
-            )
             given: list[Int32Array] = []
             applied: list[Change] = []
             for change in transact.changes:
-                if isinstance(change, GIVING) and (eviction := self._make_room(pages_taken(change), spared)):
+                if isinstance(change, GIVING) and (eviction := self._make_room(pages_taken(change), transact)):
                     self._apply(eviction)
                     applied.append(eviction)
                 given.append(self._apply(change))
@@ -94,11 +92,13 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
             commit = self._append(self.node, applied, transact.notes)
             transact.reply.set(Applied(given, commit))
 
-    def _make_room(self, pages: int, spared: frozenset[int]) -> Evict | None:
+    def _make_room(self, pages: int, transact: Transact[RecordT, CommitT]) -> Evict | None:
         """What to evict so that `pages` are free."""
         missing = pages - self.ledger.pages_free
         if missing <= 0:
             return None
+        shares = (it.shared.tolist() for it in transact.changes if isinstance(it, Reserve))
+        spared = frozenset(chain.from_iterable(shares))
         evicted = self._prefixes.evict(missing, self.ledger.is_idle, spared)
         self._evicted(evicted.size)
         return Evict(evicted.tobytes())

@@ -178,6 +178,10 @@ class Ledger:
         idle: npt.NDArray[np.bool_] = self._is_cached[pages] & (self._refcounts[pages] == 1)
         return idle
 
+    def count_idle(self, cached: Int32Array) -> int:
+        """How many of `cached`, pages that are cached, only the cache holds."""
+        return _count(self._refcounts.take(cached), 1)
+
     def moved(self, free_before: int) -> tuple[Int32Array, Int32Array]:
         """Pages taken and pages freed since `pages_free` was `free_before`, by one change: it does one of both."""
         return self._free[self.pages_free : free_before].copy(), self._free[free_before : self.pages_free].copy()
@@ -260,10 +264,11 @@ class Ledger:
         """
         want = replace(want, seats=1)
         self._check_fits(placement, worker, want)
-        self._check_new(placement, take_over, share)
+        counts = self._refcounts.take(share)
+        self._check_new(placement, take_over, share, counts)
         budget = self._live[worker]
         kept = [] if take_over is None else self._holdings.pop(take_over).pages
-        self._hold(share)
+        self._hold(share, counts)
         pages = [array for array in (*kept, share.copy(), self._take(want.host_pages)) if array.size]
         count = sum(array.size for array in pages)
         self._holdings[placement] = holding = Holding(placement, budget, _of_gpu(want), count, pages)
@@ -304,13 +309,13 @@ class Ledger:
         holding.pages, holding.page_count = [all_pages[:pages].copy()], pages
         if not is_suspect:
             return self._let_go(all_pages[pages:])
-        self._hold(holding.pages[0])
+        self._hold(holding.pages[0], self._refcounts.take(holding.pages[0]))
         self._quarantine(budget, all_pages)
         return 0
 
     def cache(self, pages: Int32Array) -> None:
         """Make the cache a holder of `pages`, distinct ones that others hold, full of durable rows."""
-        if np.unique(pages).size != pages.size or self._is_cached[pages].any() or not self._refcounts[pages].all():
+        if not _are_distinct(pages) or self._is_cached[pages].any() or not self._refcounts[pages].all():
             raise InternalError("pages to be cached must be distinct, held, and not cached before")
         self._refcounts[pages] += 1
         self._is_cached[pages] = True
@@ -318,7 +323,7 @@ class Ledger:
 
     def evict(self, pages: Int32Array) -> int:
         """The cache lets go of `pages`, distinct ones; returns pages freed: those that were idle."""
-        if np.unique(pages).size != pages.size or not self._is_cached[pages].all():
+        if not _are_distinct(pages) or not self._is_cached[pages].all():
             raise InternalError("pages to be evicted must be distinct, and cached")
         self.pages_idle -= int(np.count_nonzero(self.is_idle(pages)))
         self._is_cached[pages] = False
@@ -428,14 +433,14 @@ class Ledger:
             missing = "; ".join(self.shortfall(worker, want))
             raise CapacityError(missing, field="placement", value=placement, remedy="retry later")
 
-    def _check_new(self, placement: int, take_over: int | None, share: Int32Array) -> None:
+    def _check_new(self, placement: int, take_over: int | None, share: Int32Array, counts: Int32Array) -> None:
         if placement in self._holdings:
             raise InternalError(f"admission {placement} holds memory already")
         if take_over is not None and self._holding(take_over).budget is not None:
             raise InternalError(f"admission {take_over} is still on its worker")
-        if share.size and (take_over is not None or np.unique(share).size != share.size):
+        if share.size and (take_over is not None or not _are_distinct(share)):
             raise InternalError(f"admission {placement}: shared pages must be distinct, and the first in the list")
-        if share.size and not self._refcounts[share].all():
+        if share.size and _count(counts, 0):
             raise InternalError(f"admission {placement} cannot share a free page")
 
     def _take(self, count: int) -> Int32Array:
@@ -451,12 +456,12 @@ class Ledger:
         holders: Int32Array = self._refcounts[pages] - self._is_cached[pages]
         return holders
 
-    def _hold(self, pages: Int32Array) -> None:
-        """Add one holder, not the cache, to each of `pages`, distinct ones that are not free."""
-        holders = self._holders(pages)
-        self.pages_idle -= int(np.count_nonzero(holders == 0))
-        self.pages_shared += int(np.count_nonzero(holders == 1))
-        self._refcounts[pages] += 1
+    def _hold(self, pages: Int32Array, counts: Int32Array) -> None:
+        """Add one holder, not the cache, to each of `pages`, distinct ones that are not free; they have `counts`."""
+        holders = counts - self._is_cached.take(pages)
+        self.pages_idle -= _count(holders, 0)
+        self.pages_shared += _count(holders, 1)
+        self._refcounts[pages] = counts + 1
 
     def _let_go(self, pages: Int32Array) -> int:
         """Remove one holder, not the cache, of each page; returns how many became free."""
@@ -493,31 +498,32 @@ class Ledger:
             del self._budgets[budget.key]
 
 
-#: Placements that are to hold cached pages, up to which a count looks at them one by one and not at the whole pool.
-HELD_MAX: Final = 4
-
-
 class Freeing:
     """What the end of a set of placements would make available: two that share a page free nothing alone, and the page
     together. Of a ledger as it is now, which must not change meanwhile."""
 
+    __slots__ = ("_counted", "_ended", "_held", "_ledger", "_remaining", "_to_hold")
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._ended: list[int] = []
-        self._held: list[Int32Array] = []  # pages of placements that are not in the ledger yet, each distinct
+        self._to_hold: list[Int32Array] = []  # pages of placements that are not in the ledger yet, each distinct
+        self._held: set[int] = set()  # those of them that a count has looked at
+        self._counted: tuple[Int32Array, int] = NO_PAGES, 0  # the last count, for as long as it holds
         self._remaining: Int32Array | None = None  # holders beside the cache, once that has to be known
 
     def copy(self) -> Freeing:
         """The same set, to be added to apart."""
         copy = Freeing(self._ledger)
-        copy._ended, copy._held = self._ended.copy(), self._held.copy()
+        copy._ended, copy._to_hold, copy._held = self._ended.copy(), self._to_hold.copy(), self._held.copy()
         copy._remaining = None if self._remaining is None else self._remaining.copy()
         return copy
 
     def add(self, placement: int) -> int:
         """Add one that is not in the set yet; returns how many pages more would be available."""
         holding = self._ledger._holding(placement)
-        if self._remaining is None and not self._held and not self._ledger.pages_shared:
+        self._counted = NO_PAGES, 0
+        if self._remaining is None and not (self._to_hold or self._held or self._ledger.pages_shared):
             self._ended.append(placement)
             return holding.page_count
         pages, remaining = holding.all_pages(), self._holders()
@@ -525,22 +531,30 @@ class Freeing:
         return int(np.count_nonzero(remaining[pages] == 0))
 
     def count_unheld(self, pages: Int32Array) -> int:
-        """How many of these, which are cached, nothing but the cache holds once the set has ended."""
-        if not pages.size:
-            return 0
-        if self._remaining is None and not self._ended and len(self._held) <= HELD_MAX:
-            holders = self._ledger._refcounts[pages] - self._ledger._is_cached[pages]
-            for others in self._held:
-                holders += np.isin(pages, others)
-            return int(np.count_nonzero(holders == 0))
-        return int(np.count_nonzero(self._holders()[pages] == 0))
+        """How many of these, which are cached, nothing but the cache holds once the set has ended. A plan asks several
+        times for the same array."""
+        if pages is not self._counted[0]:
+            self._counted = pages, self._count_unheld(pages)
+        return self._counted[1]
+
+    def _count_unheld(self, pages: Int32Array) -> int:
+        if self._remaining is not None or self._ended:
+            return int(np.count_nonzero(self._holders()[pages] == 0))
+        while self._to_hold:
+            self._held.update(self._to_hold.pop().tolist())
+        if not self._held:
+            return self._ledger.count_idle(pages)
+        return len(set(pages[self._ledger.is_idle(pages)].tolist()) - self._held)
 
     def hold(self, pages: Int32Array) -> None:
         """A placement that is not in the ledger yet is to hold these, which are cached."""
-        if pages.size and self._remaining is None:
-            self._held.append(pages)
-        elif pages.size:
-            self._holders()[pages] += 1
+        if not pages.size:
+            return
+        self._counted = NO_PAGES, 0
+        if self._remaining is None:
+            self._to_hold.append(pages)
+        else:
+            self._remaining[pages] += 1
 
     def _holders(self) -> Int32Array:
         """O(pool), the first time."""
@@ -548,10 +562,27 @@ class Freeing:
             self._remaining = self._ledger._refcounts - self._ledger._is_cached
             for placement in self._ended:
                 self._remaining[self._ledger._holding(placement).all_pages()] -= 1
-            for pages in self._held:
+            for pages in (*self._to_hold, np.array([*self._held], dtype=np.int32)):
                 self._remaining[pages] += 1
+            self._to_hold.clear()
             self._held.clear()
         return self._remaining
+
+
+#: Up to so many pages are looked at sooner in a list than by calls of numpy.
+FEW_PAGES: Final = 64
+
+
+def _count(values: Int32Array, value: int) -> int:
+    """How many of `values` are `value`."""
+    return values.tolist().count(value) if values.size <= FEW_PAGES else int(np.count_nonzero(values == value))
+
+
+def _are_distinct(pages: Int32Array) -> bool:
+    if pages.size <= FEW_PAGES:
+        return len(set(pages.tolist())) == pages.size
+    ordered = np.sort(pages)
+    return not np.count_nonzero(ordered[1:] == ordered[:-1])
 
 
 def _of_gpu(memory: Memory) -> Memory:

@@ -23,6 +23,7 @@ from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
+from coordinator.scheduling.entries import Match
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.pending import unserved
 from coordinator.scheduling.placement_table import PlacementTable
@@ -115,23 +116,31 @@ class SchedulerApi(Actor[Message]):
         journal cannot be written. Cancelled: it may have been accepted; submit it again under its id.
         """
         check_writes(self._journal)
-        chain = await self._chain_of(submit, user, submit.tenant if prefix_tenant is None else prefix_tenant)
-        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user, chain))
+        tenant, matches = submit.tenant if prefix_tenant is None else prefix_tenant, dict[str, Match]()
+        chain = await self._chain_of(submit, user, tenant, matches)
+        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user, chain, matches))
 
-    async def _chain_of(self, submit: messages.Submit, user: str, tenant: str) -> Chain | None:
-        """Digests of its prompt, a few at a time, so that a long prompt delays no other task. Of several long ones one
-        goes on at a time: together they would delay each turn of the loop by as many parts."""
+    async def _chain_of(
+        self, submit: messages.Submit, user: str, tenant: str, matches: dict[str, Match]
+    ) -> Chain | None:
+        """Digests of its prompt, a few at a time, so that a long prompt delays no other task, with what is cached of a
+        long one. Of several long ones one goes on at a time: together they would delay each turn of the loop by as many
+        parts."""
         model, reuse = self._registry.model, self._prefix_reuse
         if model is None or not reuse.is_on or len(submit.prompt) < 4 * PAGE_TOKENS:
             return None
         scope = reuse.scope(user, tenant, submit.cache_salt)
         root = reuse.root(model, scope)
         parts = reuse.digests(root, submit.prompt)
-        digests: list[Digest] = list(next(parts))
-        while len(digests) < len(submit.prompt) // (4 * PAGE_TOKENS):
+        digests, pages = next(parts), len(submit.prompt) // (4 * PAGE_TOKENS)
+        if len(digests) == pages:
+            return Chain(root, digests, scope)
+        found = [*digests]
+        while len(found) < pages:
             async with self._digesting:  # waits for a turn of the loop at least
-                digests += next(parts)
-        return Chain(root, tuple(digests), scope)
+                found += next(parts)
+                reuse.look_ahead(found, matches)
+        return Chain(root, tuple(found), scope)
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""

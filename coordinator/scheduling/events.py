@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from coordinator.journal.records import RequestOrdered
     from coordinator.memory.prefix_index import Chain
     from coordinator.scheduling.effects import LedgerStep, WorkerSend
+    from coordinator.scheduling.entries import Match
 
 
 class Handle(NamedTuple):
@@ -59,6 +60,9 @@ class WorkerPort(Protocol):
         bound declares its worker down instead."""
 
     def stats(self) -> LinkStats: ...
+
+    def step_s(self) -> float:
+        """Seconds of a decode step; 0: none was measured."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -102,13 +106,15 @@ class RequestCommand(Enum):
 
 class SubmitAsk(msgspec.Struct, frozen=True):
     """`owner` is for the record; `user` is whose key was shown, and whom the request belongs to. `chain`: digests of
-    the prompt's pages."""
+    the prompt's pages. `matches`, by node: cached pages with which a long prompt begins, as far as they were looked
+    up."""
 
     submit: messages.Submit
     owner: str
     reply: Reply[Handle]
     user: str = ""
     chain: Chain | None = None
+    matches: dict[str, Match] = msgspec.field(default_factory=dict)
 
 
 class CommandAsk(msgspec.Struct, frozen=True):

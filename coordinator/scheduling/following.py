@@ -54,24 +54,28 @@ class Leaders:
         """What `entry`, which workers of `nodes` could take, is to wait for; None: it goes on alone."""
         if entry.chain is None or entry.pages or entry.goes_alone:
             return None
+        before = entry.follows
+        entry.follows = None
+        if not (computing := self._placement_table.computing):
+            return None
         present = {node: int(self._prefix_reuse.match(entry, node).size) for node in nodes}
-        found = [it for it in self._candidates(entry) if it.leader.node in present]
+        found = [it for it in self._candidates(entry, computing.values()) if it.leader.node in present]
         best = max(found, key=lambda it: it.pages, default=None)
         if best is None or best.pages <= max(present.values()):  # what is to come is there, here or elsewhere
-            entry.follows = None
             return None
         best = best._replace(present=present[best.leader.node])
-        if entry.follows is None or entry.follows[:2] != (best.leader.placement, best.present):
-            entry.follows = best.leader.placement, best.present, now
-        if now - entry.follows[2] >= FOLLOW_LIMIT_S:
+        if before is None or before[:2] != (best.leader.placement, best.present):
+            before = best.leader.placement, best.present, now
+        entry.follows = before
+        if now - before[2] >= FOLLOW_LIMIT_S:
             entry.goes_alone = True
             return None
         return best
 
-    def _candidates(self, entry: RequestEntry) -> list[Following]:
+    def _candidates(self, entry: RequestEntry, computing: Iterable[RequestEntry]) -> list[Following]:
         mine, last = entry.chain, (entry.facts.prompt_tokens - 1) // PAGE_TOKENS
         found: list[Following] = []
-        for leader in self._placement_table.computing.values():
+        for leader in computing:
             is_own = leader.facts.turn_owner == entry.facts.turn_owner and leader.rank < entry.rank
             if is_own and mine is not None and leader.chain is not None and leader.chain.root == mine.root:
                 pages = min(self._prefix_reuse.common_pages(leader.chain, mine), last)

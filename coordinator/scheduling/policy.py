@@ -227,8 +227,10 @@ class _Plan:
             self.refused[entry.request_index] = Refusal([], following=following)
             return False
         self.weighs_prefixes = any(ask.prefix.size for ask in asks)
-        best = max(filter(self._fits, reversed(asks)), key=self._preference, default=None)
-        made = best or self._make_room(entry, asks)
+        if fitting := [ask for ask in reversed(asks) if self._fits(ask)]:
+            self._admit(entry, max(fitting, key=self._preference) if len(fitting) > 1 else fitting[0])
+            return True
+        made = self._make_room(entry, asks)
         if made is not None and self._fits(made):
             self._admit(entry, made)
             return True
@@ -276,16 +278,16 @@ class _Plan:
         share = self.match(entry, ask.worker.node)
         if not share.size:
             return ask
-        need = replace(ask.need, host_pages=ask.need.host_pages - share.size)
-        rest = entry.facts.prompt_tokens - share.size * PAGE_TOKENS
-        by_steps = ask.need.slab_pages > 0 and self._prefers_steps(ask.worker, rest)
-        return ask._replace(need=replace(need, slab_pages=0) if by_steps else need, share=share, by_steps=by_steps)
+        need, rest = ask.need, entry.facts.prompt_tokens - share.size * PAGE_TOKENS
+        by_steps = need.slab_pages > 0 and self._prefers_steps(ask.worker, rest)
+        slab_pages = 0 if by_steps else need.slab_pages
+        need = Memory(need.host_pages - share.size, need.hot_chunks, need.index_pages, slab_pages, need.seats)
+        return PlacementAsk(ask.worker, ask.pages, ask.hot_sizes, need, ask.spare_chunks, ask.decoder, share, by_steps)
 
     def _prefers_steps(self, worker: WorkerEntry, rest_tokens: int) -> bool:
         if not self.prefix_reuse.with_generated or rest_tokens > REST_TOKENS_MAX:
             return False
-        stats = worker.port.stats()
-        return self.prefill_costs.prefers_steps(worker.name, rest_tokens, stats.step_us * 1e-6 if stats.steps else 0.0)
+        return self.prefill_costs.prefers_steps(worker.name, rest_tokens, worker.port.step_s())
 
     def need_of(self, ask: PlacementAsk) -> Memory:
         """What it takes from what is free now: of the cached pages that it shares, those that nothing else holds."""

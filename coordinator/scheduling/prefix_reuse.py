@@ -18,10 +18,9 @@ another node refused.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -114,23 +113,35 @@ class PrefixReuse:
 
     def digests(self, root: Digest, tokens: bytes) -> Iterator[tuple[Digest, ...]]:
         """Digests of the full pages of `tokens`, a few at a time."""
-        chain = extend_chain(self.key, root, tokens)
-        while part := tuple(islice(chain, DIGESTS_AT_ONCE)):
-            yield part
+        size, parent = 4 * PAGE_TOKENS * DIGESTS_AT_ONCE, root
+        for start in range(0, len(tokens), size):
+            part = extend_chain(self.key, parent, tokens[start : start + size])
+            if part:
+                parent = part[-1]
+                yield part
 
     def match(self, entry: RequestEntry, node: str) -> Int32Array:
         """Cached pages with which its prompt can begin on `node`; its last token is computed in any case."""
         index, chain = self.by_node.get(node), entry.chain
         if index is None or chain is None:
             return NO_PAGES
-        known = entry.matches.get(node)
+        known, limit = entry.matches.get(node), (entry.facts.prompt_tokens - 1) // PAGE_TOKENS
         if known is None or known.version != index.version:
-            is_longer = known is not None and known.removals == index.removals
-            first = known.pages.size if known is not None and is_longer else 0
-            digests = chain.digests[: (entry.facts.prompt_tokens - 1) // PAGE_TOKENS]
-            pages = index.match(digests, first)
-            known = entry.matches[node] = Match(index.version, index.removals, pages)
-        return known.pages[: self.whole(known.pages.size)]
+            known = entry.matches[node] = self._matched(index, chain.digests, limit, known)
+        pages, whole = known.pages, self.whole(min(known.pages.size, limit))
+        return pages if whole == pages.size else pages[:whole]
+
+    def look_ahead(self, digests: Sequence[Digest], matches: dict[str, Match]) -> None:
+        """Match the digests that there are so far of a long prompt, so that little is left for the plan that admits
+        it."""
+        for node, index in self.by_node.items():
+            matches[node] = self._matched(index, digests, len(digests), matches.get(node))
+
+    @staticmethod
+    def _matched(index: PrefixIndex, digests: Sequence[Digest], limit: int, known: Match | None) -> Match:
+        is_longer = known is not None and known.removals == index.removals
+        before = known.pages if known is not None and is_longer else NO_PAGES
+        return Match(index.version, index.removals, index.match(digests, limit, before))
 
     def common_pages(self, one: Chain, other: Chain) -> int:
         """Of how many pages that both begin with the same. All ancestors of equal digests are equal."""
@@ -182,7 +193,7 @@ class PrefixReuse:
         digests = chain.digests[:pages]
         if pages > len(digests):
             rest = tokens()[len(digests) * PAGE_TOKENS * 4 : pages * PAGE_TOKENS * 4]
-            digests += tuple(extend_chain(self.key, digests[-1] if digests else chain.root, rest))
+            digests += extend_chain(self.key, digests[-1] if digests else chain.root, rest)
         held, source = ledger.pages_of(entry.placement)[: len(digests)], ledger.holder_of(entry.placement) or NO_SOURCE
         if source in self.distrusted:
             return ()

@@ -529,12 +529,13 @@ class Scheduler(SchedulerApi):
 
     def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
+        prefix_tokens = decision.prefix_tokens
         live = self._requests.by_index[entry.request_index]
         self._requests.begin_placement(live, decision.placement, worker.epoch)
         self._begin_admission(entry, decision.durable_tokens)
         if not decision.durable_tokens:
             self._prefix_reuse.use(entry, worker.node, decision.share.size)
-            self._counters.prefix_tokens += decision.prefix_tokens
+            self._counters.prefix_tokens += prefix_tokens
             self._counters.prefix_asked_tokens += entry.facts.prompt_tokens if self._prefix_reuse.is_on else 0
         transfer = decision.transfer
         if transfer is not None and entry.chain is not None and transfer.share.size:
@@ -554,14 +555,14 @@ class Scheduler(SchedulerApi):
             hot_slots=hot_size.hot_slots,
             hot_chunks=hot_size.hot_chunks,
             first_token=decision.first_token,
-            prefix_tokens=decision.prefix_tokens,
+            prefix_tokens=prefix_tokens,
             unsent_tokens=transfer.share.size * PAGE_TOKENS if transfer else 0,
             transfer_id=transfer.transfer_id if transfer else 0,
             destination=transfer.worker.receiver if transfer else b"",
             warm_start=warm_start if decision.durable_tokens else b"",
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
-        reason += f"; {decision.prefix_tokens} tokens of the prompt reused" if decision.prefix_tokens else ""
+        reason += f"; {prefix_tokens} tokens of the prompt reused" if prefix_tokens else ""
         reason += ", the rest by decode steps" if entry.by_steps else ""
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
         return AddressedOrder(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))

@@ -79,7 +79,7 @@ class Submissions:
             submit.tenant,
         )
         entry = placement_table.add(facts)
-        entry.chain = ask.chain
+        entry.chain, entry.matches = ask.chain, ask.matches
         self.dispatch.dirty = True
         state = RequestState(facts, now=now, reason=f"by {ask.owner}")
         self.requests.add(LiveRequest(facts, state, self.start(state), entry, submit.prompt))

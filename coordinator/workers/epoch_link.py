@@ -52,6 +52,9 @@ class WorkerLink:
         """Append `command` to the log and wake the sender. Never blocks or fails: at a full log the worker is down."""
         self._queue(self, command)
 
+    def step_s(self) -> float:
+        return self.state.step_us * 1e-6 if self.state.steps else 0.0
+
     def stats(self) -> LinkStats:
         stats = self.state.stats(trio.current_time())
         return stats._replace(link_age_s=NOT_SEEN) if self.is_awaited else stats

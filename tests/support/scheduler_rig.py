@@ -78,6 +78,9 @@ class FakeLink:
                 self.rig.token_log.bind(command.request_index, self.number)
             self.downlink.append(command)
 
+    def step_s(self) -> float:
+        return 0.0
+
     def stats(self) -> LinkStats:
         return LinkStats(1, 2.0, 3, 4, 0.5, 6.0)
 

@@ -23,7 +23,7 @@ def tokens_of(*pages: int) -> bytes:
 
 
 def chain_of(*pages: int, root: bytes = ROOT) -> tuple[bytes, ...]:
-    return tuple(extend_chain(KEY, root, tokens_of(*pages)))
+    return extend_chain(KEY, root, tokens_of(*pages))
 
 
 def ids(*pages: int) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_roots_of_other_owners_models_keys_and_salts_differ(other: bytes) -> Non
 
 
 def test_partial_pages_have_no_digest() -> None:
-    assert len(tuple(extend_chain(KEY, ROOT, tokens_of(1) + tokens_of(2)[:-4]))) == 1
+    assert len(extend_chain(KEY, ROOT, tokens_of(1) + tokens_of(2)[:-4])) == 1
 
 
 def test_longest_known_beginning_is_matched() -> None:
@@ -110,7 +110,7 @@ def test_a_chain_of_any_length_is_matched_and_used_in_few_steps() -> None:
     entries = len(index._leaves)
     assert index.match(chain).size == pages
     assert index.match((*chain[:100], b"other")).size == 100
-    assert index.match(chain, known=pages).size == pages
+    assert index.match(chain, known=index.match(chain[:5])).tolist() == index.match(chain).tolist()
     index.touch(chain)
     assert len(index._leaves) == entries + 1
     index.check_invariants(np.arange(pages, dtype=np.int32))

@@ -40,6 +40,9 @@ class FakePort:
     def send(self, command: messages.Command) -> None:
         raise AssertionError(command)
 
+    def step_s(self) -> float:
+        return 0.0
+
     def stats(self) -> LinkStats:
         return LinkStats(0, 0.0, 0, 0, 0.0, 0.0)
 

@@ -400,9 +400,9 @@ def _evict_shared(self: Ledger, pages: np.ndarray) -> int:
     return self._free_unheld(pages)
 
 
-def _without_parent(key: bytes, parent: Digest, tokens: bytes) -> Any:
-    for start in range(0, len(tokens) - 4 * PAGE_TOKENS + 1, 4 * PAGE_TOKENS):
-        yield root_of(key, tokens[start : start + 4 * PAGE_TOKENS].hex(), str(start))
+def _without_parent(key: bytes, parent: Digest, tokens: bytes) -> tuple[Digest, ...]:
+    starts = range(0, len(tokens) - 4 * PAGE_TOKENS + 1, 4 * PAGE_TOKENS)
+    return tuple(root_of(key, tokens[start : start + 4 * PAGE_TOKENS].hex(), str(start)) for start in starts)
 
 
 def _per_victim(self: Freeing, placement: int) -> int:

@@ -39,6 +39,9 @@ class FakePort:
     def send(self, command: Command) -> None:
         """Nothing obeys."""
 
+    def step_s(self) -> float:
+        return self.step_us * 1e-6
+
     def stats(self) -> LinkStats:
         return LinkStats(int(self.step_us > 0), self.step_us, 0, 0, 0.0, 0.0)
 

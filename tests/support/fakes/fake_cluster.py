@@ -67,6 +67,9 @@ class FakePort:
     def send(self, command: messages.Command) -> None:
         self.downlink.append(command)
 
+    def step_s(self) -> float:
+        return 0.0
+
     def stats(self) -> LinkStats:
         return LinkStats(0, 0.0, 0, 0, 0.0, 0.0)
 
