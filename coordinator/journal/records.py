@@ -26,6 +26,7 @@ import msgspec
 
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import EpochKey
+from coordinator.memory.prefix_index import Scope
 from coordinator.tokens.token_log import News
 from protocol.arrays import pack_int32, unpack_int32
 from protocol.messages import AUTO, NO_TOKEN, GroupMember, ModelInfo, Sampling, WorkerCapacity
@@ -51,7 +52,7 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     `owner` is the name of the submitter, for the record. `user` is the user of the key that submitted it, "" without
     keys; `tenant` is on whose behalf that user submitted it, "" for its own. `prompt_digest` identifies the prompt,
     after the prompt itself is only in the journal. `at_s`: time of submission, in seconds since 1970. `prefill_mode`
-    is that of the Submit.
+    is that of the Submit. `scope` says whose cached prefixes it may begin with; None: no one's.
     """
 
     request_index: int
@@ -65,6 +66,7 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     at_s: float
     prefill_mode: str = AUTO
     tenant: str = ""
+    scope: Scope | None = None
 
     @property
     def turn_owner(self) -> tuple[str, str]:

@@ -20,7 +20,7 @@ import trio
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
 from coordinator.memory.ledger import Ledger
-from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest
+from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Scope
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.entries import Match
@@ -58,6 +58,7 @@ Message: TypeAlias = (
     | events.InventoryTaken
     | events.Starving
     | events.PromptRows
+    | events.Digested
     | events.TransferClosed
     | events.PlacementProgressed
     | events.HotBufferResized
@@ -117,22 +118,20 @@ class SchedulerApi(Actor[Message]):
         """
         check_writes(self._journal)
         tenant, matches = submit.tenant if prefix_tenant is None else prefix_tenant, dict[str, Match]()
-        chain = await self._chain_of(submit, user, tenant, matches)
+        scope = self._prefix_reuse.scope(user, tenant, submit.cache_salt)
+        chain = await self._chain_of(submit.prompt, scope, matches)
         return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user, chain, matches))
 
-    async def _chain_of(
-        self, submit: messages.Submit, user: str, tenant: str, matches: dict[str, Match]
-    ) -> Chain | None:
-        """Digests of its prompt, a few at a time, so that a long prompt delays no other task, with what is cached of a
+    async def _chain_of(self, prompt: bytes, scope: Scope, matches: dict[str, Match]) -> Chain | None:
+        """Digests of a prompt, a few at a time, so that a long prompt delays no other task, with what is cached of a
         long one. Of several long ones one goes on at a time: together they would delay each turn of the loop by as many
         parts."""
         model, reuse = self._registry.model, self._prefix_reuse
-        if model is None or not reuse.is_on or len(submit.prompt) < 4 * PAGE_TOKENS:
+        if model is None or not reuse.is_on or len(prompt) < 4 * PAGE_TOKENS:
             return None
-        scope = reuse.scope(user, tenant, submit.cache_salt)
         root = reuse.root(model, scope)
-        parts = reuse.digests(root, submit.prompt)
-        digests, pages = next(parts), len(submit.prompt) // (4 * PAGE_TOKENS)
+        parts = reuse.digests(root, prompt)
+        digests, pages = next(parts), len(prompt) // (4 * PAGE_TOKENS)
         if len(digests) == pages:
             return Chain(root, digests, scope)
         found = [*digests]
@@ -141,6 +140,15 @@ class SchedulerApi(Actor[Message]):
                 found += next(parts)
                 reuse.look_ahead(found, matches)
         return Chain(root, tuple(found), scope)
+
+    async def _digest_recovered(self) -> None:
+        """Prompts of requests that an earlier incarnation accepted: the keys of their digests went with it."""
+        for live in [*self._requests.live.values()]:
+            await trio.lowlevel.checkpoint()
+            scope = self._prefix_reuse.scope_of(live.facts)
+            chain = await self._chain_of(live.prompt, scope, {}) if scope is not None else None
+            if chain is not None:
+                self.tell(events.Digested(live.facts, chain))
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""

@@ -22,6 +22,7 @@ import msgspec
 from coordinator.journal import records as journal
 from coordinator.memory.changes import AddWorker, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
 from coordinator.memory.ledger import EpochKey, Ledger
+from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling import decisions
 from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import (
@@ -144,6 +145,13 @@ class Dispatch:
         cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node], durable_tokens)
         self.dirty = self.dirty or bool(cached)
         return Effects(cached)
+
+    def digested(self, facts: journal.RequestFacts, chain: Chain) -> None:
+        """A request of an earlier incarnation may begin with cached pages, and what it computes may be cached."""
+        entry = self.placement_table.entries.get(facts.request_index)
+        if entry is not None and entry.facts is facts:
+            entry.chain = chain
+            self.dirty = True
 
     def _departed(self, entry: RequestEntry, event: PlacementEnded, generated: int) -> Effects:
         if transfer_id := self.placement_table.transfer_of(entry):

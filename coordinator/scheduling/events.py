@@ -26,7 +26,7 @@ from protocol.arrays import Int32Array
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
-    from coordinator.journal.records import RequestOrdered
+    from coordinator.journal.records import RequestFacts, RequestOrdered
     from coordinator.memory.prefix_index import Chain
     from coordinator.scheduling.effects import LedgerStep, WorkerSend
     from coordinator.scheduling.entries import Match
@@ -229,6 +229,13 @@ class Starving(msgspec.Struct, frozen=True):
     """Requests whose granted headroom is short. `request_indices` is int32."""
 
     request_indices: Int32Array
+
+
+class Digested(msgspec.Struct, frozen=True):
+    """The digests of a prompt that an earlier incarnation has accepted."""
+
+    facts: RequestFacts
+    chain: Chain
 
 
 class PromptRows(msgspec.Struct, frozen=True):

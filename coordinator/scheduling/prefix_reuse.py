@@ -25,6 +25,7 @@ from typing import Final
 
 import numpy as np
 
+from coordinator.journal.records import RequestFacts
 from coordinator.memory.changes import Cache, Evict
 from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.memory.prefix_index import NO_SOURCE, Chain, Digest, PrefixIndex, Scope, Source, extend_chain, root_of
@@ -99,6 +100,13 @@ class PrefixReuse:
 
     def scope(self, user: str, tenant: str, salt: str) -> Scope:
         return Scope(salt=salt) if self.mode == ALL else Scope(user, tenant, salt)
+
+    def scope_of(self, facts: RequestFacts) -> Scope | None:
+        """Of a request of an earlier incarnation: its scope, unless that is of another mode than this one's."""
+        scope = facts.scope
+        if scope is None or not self.is_on:
+            return None
+        return scope if scope == self.scope(facts.user, scope.tenant or facts.tenant, scope.salt) else None
 
     def root(self, model: ModelInfo, scope: Scope) -> Digest:
         """Of all that rows depend on beside tokens, and of who may reuse them. Their format is that of the node's pool:

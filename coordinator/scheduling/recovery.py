@@ -262,6 +262,7 @@ def _restore_placed(
         entry, placed.node, placed.worker, placed.placement, memory, prefills_only=placed.prefills_only
     )
     placement_table.recover_place(entry, worker)
+    entry.by_steps = True  # for all that is known: no row of its prompt is durable before its worker says so
     staged = not memory.slab_pages
     live.state.recover_placed(
         place.now,

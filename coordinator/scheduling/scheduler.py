@@ -209,6 +209,7 @@ class Scheduler(SchedulerApi):
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tick)
+            nursery.start_soon(self._digest_recovered)
             await super().run()
             nursery.cancel_scope.cancel()
 
@@ -276,6 +277,8 @@ class Scheduler(SchedulerApi):
                 turn.take(self._transfer_closed(message))
             case events.Starving() | events.PromptRows():
                 turn.take(self._progress(message))
+            case events.Digested(facts, chain):
+                self._dispatch.digested(facts, chain)
             case events.WorkerDown() | events.WorkerExited():
                 self._worker_gone(message, turn, now)
             case events.InventoryTaken():

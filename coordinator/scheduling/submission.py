@@ -77,6 +77,7 @@ class Submissions:
             now + self.wall_offset_s,
             submit.prefill_mode,
             submit.tenant,
+            ask.chain.scope if ask.chain is not None else None,
         )
         entry = placement_table.add(facts)
         entry.chain, entry.matches = ask.chain, ask.matches

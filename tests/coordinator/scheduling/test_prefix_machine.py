@@ -130,18 +130,21 @@ class PrefixMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- requests
 
-    def _make(self, owner: tuple[str, str], contents: Sequence[int]) -> RequestEntry:
-        prompt = tokens_of(contents, more=1)
+    def _digest(self, owner: tuple[str, str], prompt: bytes) -> Chain:
         scope = self.reuse.scope(owner[0], "", owner[1])
         root = self.reuse.root(MODEL, scope)
         digests: tuple[Digest, ...] = tuple(joined.from_iterable(self.reuse.digests(root, prompt)))
+        return Chain(root, digests, scope)
+
+    def _make(self, owner: tuple[str, str], contents: Sequence[int]) -> RequestEntry:
+        prompt = tokens_of(contents, more=1)
         self.placements += 1
         number = self.placements
         facts = RequestFacts(
             number, f"r{number}", (0, 0, number), "o", owner[0], len(prompt) // 4, b"", Sampling(9), 0.0
         )
         entry = RequestEntry(facts, no_order(number))
-        entry.chain = Chain(root, digests, scope)
+        entry.chain = self._digest(owner, prompt)
         return entry
 
     def _expected(self, owner: tuple[str, str], contents: Sequence[int]) -> list[int]:
@@ -327,8 +330,18 @@ class PrefixMachine(RuleBasedStateMachine):
         self.carry_out(steps)
         for life in self.lives.values():
             life.entry.chain = None
-            life.prompt_pages = 0  # nothing of it is reused any more
+            life.entry.indexed = life.entry.shared_pages = life.prompt_pages = 0  # none is cached for the time being
+        self.reuse.roots.clear()
         assert ledger.pages_cached == 0
+
+    @rule()
+    def digest_again(self) -> None:
+        """Prompts of the incarnation before."""
+        for life in self.lives.values():
+            if life.entry.chain is None:
+                life.prompt_pages = life.entry.facts.prompt_tokens // PAGE_TOKENS
+                prompt = tokens_of(life.contents[: life.prompt_pages], more=1)
+                life.entry.chain = self._digest(life.owner, prompt)
 
     # ---------------------------------------------------------------- what must hold
 

@@ -26,11 +26,14 @@ from coordinator.tokens.token_log import TokenLog
 from protocol import messages
 from protocol.arrays import pack_int32
 from protocol.errors import ConfigError, Unavailable, WrongState
-from protocol.inventory import pack_rows
+from protocol.inventory import InventoryRow, pack_rows
 from protocol.messages import GroupMember
+from protocol.settings import CoordinatorSettings
 from tests.support.fakes.fake_cluster import FakePort
-from tests.support.fakes.fake_worker import FakePool
+from tests.support.fakes.fake_worker import FakePool, token_of
 from tests.support.fakes.journal import FakeStore
+from tests.support.progress import RequestEntry as EntryOf
+from tests.support.progress import progress
 from tests.support.scheduler_rig import SETTINGS, FakeLink, FakeListener, SchedulerRig
 
 HOST_PAGES = 64
@@ -59,11 +62,13 @@ class Life(SchedulerRig):
 
     @classmethod
     @asynccontextmanager
-    async def over(cls, groups: Sequence[Sequence[Record]] = ()) -> AsyncIterator[Life]:
+    async def over(
+        cls, groups: Sequence[Sequence[Record]] = (), settings: CoordinatorSettings = SETTINGS
+    ) -> AsyncIterator[Life]:
         store = FakeStore(groups)
         async with open_supervisor() as supervisor:
             life = cls.__new__(cls)
-            SchedulerRig.__init__(life, supervisor, 1, HOST_PAGES, SETTINGS)
+            SchedulerRig.__init__(life, supervisor, 1, HOST_PAGES, settings)
             life.scheduler.close()
             life.store, life.links_of_before = store, FakeLinks()
             life.token_log = TokenLog(SETTINGS.live_requests_max + SETTINGS.ended_keep_max, 1 << 18, journalled=True)
@@ -71,7 +76,7 @@ class Life(SchedulerRig):
             journal_state = replay(store.records, life.token_log)
             journal = GroupCommit(store, journal_state, life.token_log, on_tokens=lambda: None)
             life.scheduler = Scheduler(
-                SETTINGS,
+                settings,
                 token_log=life.token_log,
                 listener=life.listener,
                 supervisor=supervisor,
@@ -213,6 +218,81 @@ async def test_ended_requests_are_served_until_acknowledged(
         groups = life.store.groups
     async with Life.over(groups) as life:
         assert life.states() == {"next!": "QUEUED"}
+        life.check()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reused"),
+    [
+        ("own", "own", 64),
+        ("all", "all", 64),
+        ("off", "own", 0),
+        ("own", "off", 0),
+        ("all", "own", 0),
+        ("own", "all", 0),
+    ],
+)
+async def test_rows_of_requests_that_live_across_a_restart_are_cached_when_they_leave_their_worker(
+    autojump_clock: trio.testing.MockClock, before: str, after: str, reused: int
+) -> None:
+    """Under the scope that they had: another mode would reuse rows for others than were asked."""
+    prompt = pack_int32(range(100))
+
+    async def submit(life: Life, request_id: str, user: str = "ann", tenant: str = "shop", salt: str = "salt") -> None:
+        submit = messages.Submit(1, prompt, messages.Sampling(50), request_id, tenant=tenant, cache_salt=salt)
+        await life.scheduler.submit(submit, "test", user)
+
+    settings = {mode: msgspec.structs.replace(SETTINGS, prefix_reuse=mode) for mode in (before, after)}
+    async with Life.over(settings=settings[before]) as life:
+        await life.add_worker("w0", seats=6)
+        await submit(life, "r!")
+        await run_until(life, "r!", "RUNNING")
+        for _ in range(2):
+            life.round()
+            await life.settle()
+        groups, pools = life.store.groups, life.pools
+    async with Life.over(groups, settings[after]) as life:
+        assert life.scheduler.pool_rows()[0].cached == 0
+        life.scheduler.worker_down("w0", 1, True)
+        await life.settle()
+        await life.scheduler.abort(("r!",), "me")
+        await life.settle()
+        life.epochs, life.pools = 1, pools
+        link = await life.add_worker("w0", seats=6)
+        others = {"salted": {"salt": "another"}, "other": {"user": "bob"}, "local": {"user": "", "tenant": ""}}
+        for name, about in {"same": {}, **others}.items():
+            await submit(life, name, **about)
+        await life.settle()
+        admits = {it.request_id: it.prefix_tokens for it in link.downlink if isinstance(it, messages.Admit)}
+        of_all = reused if after == "all" else 0
+        assert admits == {"same": reused, "salted": 0, "other": of_all, "local": of_all}
+        life.check()
+
+
+async def test_rows_of_a_recovered_placement_are_cached_once_its_worker_says_that_they_are_durable(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its prompt may go through decode steps, which begin before its rows are there."""
+    settings = msgspec.structs.replace(SETTINGS, prefix_reuse="own")
+    async with Life.over(settings=settings) as life:
+        link = await life.add_worker("w0")
+        await life.submit("r!", prompt=150)
+        await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups, settings) as life:
+        entry = life.scheduler._placement_table.entries[0]
+        held = life.scheduler._ledgers["n0"].held(entry.placement)
+        row = InventoryRow(entry.placement, held.host_pages, held.hot_chunks, is_staged=True)
+        await life.scheduler.worker_back(msgspec.structs.replace(link.hello, inventory=pack_rows((row,))))
+        life.scheduler.on_event("w0", 1, messages.Started(entry.placement))
+        await life.settle()
+        index = life.scheduler._prefix_reuse.by_node["n0"]
+        assert (life.states(), len(index)) == ({"r!": "RUNNING"}, 0)
+        life.token_log.bind(0, 1)
+        life.token_log.append(progress(EntryOf(0, entry.placement, 0, [token_of("r!", it) for it in range(2)], 151)), 1)
+        life.scheduler.worker_down("w0", 1, True)
+        await life.settle()
+        assert len(index) == 2
         life.check()
 
 
