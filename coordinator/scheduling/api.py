@@ -38,6 +38,8 @@ from protocol.units import PAGE_TOKENS
 
 #: A worker may not leave less room than this in a Request's mailbox.
 FLOOD_MARGIN: Final = 64
+#: Bytes of a prompt that are digested before other tasks get a turn, in about 0.4 ms: 384 pages.
+DIGESTED_AT_ONCE: Final = 384 * 4 * PAGE_TOKENS
 #: Cached prefixes compared before other tasks get a turn: about half a millisecond.
 LEAVES_AT_ONCE: Final = 1_024
 
@@ -130,14 +132,13 @@ class SchedulerApi(Actor[Message]):
         if model is None or not reuse.is_on or len(prompt) < 4 * PAGE_TOKENS:
             return None
         root = reuse.root(model, scope)
-        parts = reuse.digests(root, prompt)
-        digests, pages = next(parts), len(prompt) // (4 * PAGE_TOKENS)
-        if len(digests) == pages:
+        digests = reuse.digests(root, prompt[:DIGESTED_AT_ONCE])
+        if len(prompt) < DIGESTED_AT_ONCE + 4 * PAGE_TOKENS:
             return Chain(root, digests, scope)
         found = [*digests]
-        while len(found) < pages:
+        for start in range(DIGESTED_AT_ONCE, len(prompt), DIGESTED_AT_ONCE):
             async with self._digesting:  # waits for a turn of the loop at least
-                found += next(parts)
+                found += reuse.digests(found[-1], prompt[start : start + DIGESTED_AT_ONCE])
                 reuse.look_ahead(found, matches)
         return Chain(root, tuple(found), scope)
 

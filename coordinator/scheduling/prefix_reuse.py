@@ -18,7 +18,7 @@ another node refused.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -35,9 +35,6 @@ from coordinator.scheduling.kv_events import KvEvents
 from protocol.arrays import Int32Array
 from protocol.messages import ModelInfo
 from protocol.units import PAGE_TOKENS
-
-#: Digests computed before other tasks get a turn: about half a millisecond.
-DIGESTS_AT_ONCE: Final = 384
 
 #: Roots that are remembered, so that they are not computed for each request.
 ROOTS_MAX: Final = 1_024
@@ -119,14 +116,9 @@ class PrefixReuse:
             root = self.roots[about] = root_of(self.key, *about)
         return root
 
-    def digests(self, root: Digest, tokens: bytes) -> Iterator[tuple[Digest, ...]]:
-        """Digests of the full pages of `tokens`, a few at a time."""
-        size, parent = 4 * PAGE_TOKENS * DIGESTS_AT_ONCE, root
-        for start in range(0, len(tokens), size):
-            part = extend_chain(self.key, parent, tokens[start : start + size])
-            if part:
-                parent = part[-1]
-                yield part
+    def digests(self, parent: Digest, tokens: bytes) -> tuple[Digest, ...]:
+        """Digests of the full pages of `tokens`, behind `parent`."""
+        return extend_chain(self.key, parent, tokens)
 
     def match(self, entry: RequestEntry, node: str) -> Int32Array:
         """Cached pages with which its prompt can begin on `node`; its last token is computed in any case."""
@@ -201,7 +193,7 @@ class PrefixReuse:
         digests = chain.digests[:pages]
         if pages > len(digests):
             rest = tokens()[len(digests) * PAGE_TOKENS * 4 : pages * PAGE_TOKENS * 4]
-            digests += extend_chain(self.key, digests[-1] if digests else chain.root, rest)
+            digests += self.digests(digests[-1] if digests else chain.root, rest)
         held, source = ledger.pages_of(entry.placement)[: len(digests)], ledger.holder_of(entry.placement) or NO_SOURCE
         if source in self.distrusted:
             return ()

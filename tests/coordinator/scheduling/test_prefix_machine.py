@@ -133,8 +133,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def _digest(self, owner: tuple[str, str], prompt: bytes) -> Chain:
         scope = self.reuse.scope(owner[0], "", owner[1])
         root = self.reuse.root(MODEL, scope)
-        digests: tuple[Digest, ...] = tuple(joined.from_iterable(self.reuse.digests(root, prompt)))
-        return Chain(root, digests, scope)
+        return Chain(root, self.reuse.digests(root, prompt), scope)
 
     def _make(self, owner: tuple[str, str], contents: Sequence[int]) -> RequestEntry:
         prompt = tokens_of(contents, more=1)

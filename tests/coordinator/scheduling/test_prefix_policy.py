@@ -4,7 +4,6 @@ the index. Dispatch and ledgers without actors; workers do what each test says."
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain as joined
 
 import msgspec
 import numpy as np
@@ -72,7 +71,7 @@ class Planner:
         entry = self.table.add(facts)
         scope = self.reuse.scope(user, "", salt)
         root = self.reuse.root(MODEL, scope)
-        entry.chain = Chain(root, tuple(joined.from_iterable(self.reuse.digests(root, tokens.tobytes()))), scope)
+        entry.chain = Chain(root, self.reuse.digests(root, tokens.tobytes()), scope)
         entry.chain = entry.chain if self.reuse.is_on else None
         self.dispatch.dirty = True
         return entry
