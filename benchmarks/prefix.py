@@ -8,7 +8,7 @@ On a CPU, with the tiny checkpoint and real processes (a coordinator and one wor
     mismatched_tokens            outputs of the warm requests that differ from those of the cold ones
     admission_cpu_us_off, _on    CPU of the coordinator for one admission, by prompt length, without and with reuse
                                  (benchmarks/prefix_admission.py; `on` is the dearer of a hit and a miss)
-    loop                         the coordinator's loop while prompts of 1,048,576 tokens arrive
+    loop                         the coordinator's loop while prompts of 1,048,576 tokens arrive, half of them cached
 
 `--gpu` is benchmarks/prefix_gpu.py: one worker's executor, DeepSeek-V3.2's dimensions, the prefix in host memory.
 """

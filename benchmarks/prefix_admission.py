@@ -184,8 +184,8 @@ class Steps(trio.abc.Instrument):
 
 
 async def loop_delay(mode: str, prompts: int) -> dict[str, float]:
-    """While prompts of a million tokens arrive: how late a task is that sleeps for a millisecond, and the longest step
-    that any task takes between its checkpoints."""
+    """While prompts of a million tokens arrive, every other one cached where prefixes are reused: how late a task is
+    that sleeps for a millisecond, and the longest step that any task takes between its checkpoints."""
     late: list[float] = []
     steps = Steps()
 
@@ -198,12 +198,12 @@ async def loop_delay(mode: str, prompts: int) -> dict[str, float]:
     rng = np.random.default_rng(2)
     base = _prompt(rng, LONG_TOKENS)
     async with opened(mode) as bench, trio.open_nursery() as nursery:
-        await bench.admission_s(base)
+        await bench.admission_s(base, is_kept=True)
         nursery.start_soon(tick)
         trio.lowlevel.add_instrument(steps)
         for number in range(prompts):
             fresh = np.int32(number).tobytes() + base[4:]
-            await bench.admission_s(fresh)
+            await bench.admission_s(base if number % 2 else fresh)
             await trio.sleep(0.05)
         trio.lowlevel.remove_instrument(steps)
         nursery.cancel_scope.cancel()
