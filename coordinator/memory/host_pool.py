@@ -84,7 +84,7 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
             given: list[Int32Array] = []
             applied: list[Change] = []
             for change in transact.changes:
-                if isinstance(change, GIVING) and (eviction := self._make_room(pages_taken(change), transact)):
+                if isinstance(change, GIVING) and (eviction := self._make_room(pages_taken(change), transact.changes)):
                     self._apply(eviction)
                     applied.append(eviction)
                 given.append(self._apply(change))
@@ -92,12 +92,12 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
             commit = self._append(self.node, applied, transact.notes)
             transact.reply.set(Applied(given, commit))
 
-    def _make_room(self, pages: int, transact: Transact[RecordT, CommitT]) -> Evict | None:
-        """What to evict so that `pages` are free."""
+    def _make_room(self, pages: int, changes: Sequence[Change]) -> Evict | None:
+        """What to evict so that `pages` are free, of those that no change of `changes` shares."""
         missing = pages - self.ledger.pages_free
         if missing <= 0:
             return None
-        shares = (it.shared.tolist() for it in transact.changes if isinstance(it, Reserve))
+        shares = (it.shared.tolist() for it in changes if isinstance(it, Reserve))
         spared = frozenset(chain.from_iterable(shares))
         evicted = self._prefixes.evict(missing, self.ledger.is_idle, spared)
         self._evicted(evicted.size)

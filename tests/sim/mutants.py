@@ -356,7 +356,7 @@ def let_a_transfer_write_to_shared_pages() -> Plan:
 def share_pages_that_are_given_out_in_the_same_turn() -> Plan:
     """They were idle when they were matched."""
     original = HostPool._make_room
-    yield HostPool, "_make_room", lambda self, pages, spared: original(self, pages, frozenset())
+    yield HostPool, "_make_room", lambda self, pages, changes: original(self, pages, ())
 
 
 # ---------------------------------------------------------------- clients
