@@ -3,8 +3,8 @@
 ServiceMonitor and PrometheusRule are those of Prometheus' operator. Jobs have the names that the alerts use: the label
 `prometheus-job` of a Service. Dashboards are ConfigMaps with the label that Grafana's sidecar looks for.
 
-A HorizontalPodAutoscaler needs the queue's length as an external metric, which prometheus-adapter computes by the rule
-in the ConfigMap NAME-adapter-rules. All groups share one queue, so the target is a length for each group.
+A HorizontalPodAutoscaler needs the number of waiting requests as an external metric, which prometheus-adapter computes
+by the rule in the ConfigMap NAME-adapter-rules. All groups share one queue, so the target is a number for each group.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hisparse.manifests.pods import Document, labels, metadata, worker_ports
 from hisparse.manifests.values import ManifestValues, WorkersValues
 from hisparse.manifests.yaml_text import Verbatim
 
-QUEUED: Final = "hisparse_queued_requests"
-#: As prometheus-adapter's chart takes it for `rules.external`.
+WAITING: Final = "hisparse_waiting_requests"
+#: As prometheus-adapter's configuration has it. Prometheus' operator adds the labels namespace and service.
 ADAPTER_RULES: Final = """\
 externalRules:
-  - seriesQuery: 'hisparse_requests{state="QUEUED"}'
+  - seriesQuery: 'vllm:num_requests_waiting{model_name!=""}'
     resources: {overrides: {namespace: {resource: namespace}}}
-    name: {as: hisparse_queued_requests}
-    metricsQuery: sum(hisparse_requests{<<.LabelMatchers>>,state="QUEUED"}) by (<<.GroupBy>>)
+    name: {as: hisparse_waiting_requests}
+    metricsQuery: sum(vllm:num_requests_waiting{<<.LabelMatchers>>}) by (<<.GroupBy>>)
 """
 
 
@@ -102,8 +102,11 @@ def _autoscaler(values: ManifestValues, workers: WorkersValues) -> Document:
                 {
                     "type": "External",
                     "external": {
-                        "metric": {"name": QUEUED},
-                        "target": {"type": "AverageValue", "averageValue": str(workers.scaling.queued_per_group)},
+                        "metric": {
+                            "name": WAITING,
+                            "selector": {"matchLabels": {"service": f"{values.name}-coordinator"}},
+                        },
+                        "target": {"type": "AverageValue", "averageValue": str(workers.scaling.waiting_per_group)},
                     },
                 }
             ],

@@ -58,7 +58,7 @@ class ScalingValues(Settings, frozen=True):
     """A HorizontalPodAutoscaler of the groups, by requests that wait for a place."""
 
     groups_max: int
-    queued_per_group: int = 16  # above it, a group is added
+    waiting_per_group: int = 16  # above it, a group is added
 
 
 class WorkersValues(Settings, frozen=True):
@@ -192,7 +192,7 @@ def _check_workers(workers: WorkersValues, field: str) -> None:
             f"below the {workers.groups} groups to begin with",
             "raise it, or lower groups",
         )
-        _at_least_one({f"{field}.scaling.queued_per_group": workers.scaling.queued_per_group})
+        _at_least_one({f"{field}.scaling.waiting_per_group": workers.scaling.waiting_per_group})
 
 
 def _at_least_one(numbers: Mapping[str, int]) -> None:

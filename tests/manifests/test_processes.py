@@ -16,14 +16,13 @@ import click
 import pytest
 import yaml
 
-from coordinator.scheduling.lifecycle import State
 from coordinator.service import STOP_MARGIN_S
 from hisparse.cli import main
 from hisparse.console.session import WAIT_MARGIN_S
 from hisparse.http.listener import STOP_DEADLINE_S
 from hisparse.manifests import processes
 from hisparse.manifests.groups import script
-from hisparse.manifests.monitoring import ADAPTER_RULES, QUEUED
+from hisparse.manifests.monitoring import ADAPTER_RULES, WAITING
 from metrics.coordinator import LOOP_LIMIT_S
 from metrics.names import BY_NAME
 from protocol.config import HostFacts, build
@@ -286,7 +285,11 @@ def test_groups_are_added_by_a_metric_that_the_adapter_computes() -> None:
     assert scaler["spec"]["scaleTargetRef"]["name"] == target["metadata"]["name"]
     assert "replicas" not in target["spec"], "kubectl apply would undo what the autoscaler did"
     (rule,) = yaml.safe_load(ADAPTER_RULES)["externalRules"]
-    assert rule["name"]["as"] == scaler["spec"]["metrics"][0]["external"]["metric"]["name"] == QUEUED
-    metric, state = re.findall(r'(\w+)\{state="(\w+)"\}', rule["seriesQuery"])[0]
-    assert BY_NAME[metric].labels == ("state",)
-    assert state == str(State.QUEUED)
+    metric = scaler["spec"]["metrics"][0]["external"]["metric"]
+    assert rule["name"]["as"] == metric["name"] == WAITING
+    assert metric["selector"]["matchLabels"]["service"] in {
+        it["metadata"]["name"] for it in of_kind("group-of-8", "Service")
+    }
+    series, label = re.findall(r'([\w:]+)\{(\w+)!=""\}', rule["seriesQuery"])[0]
+    assert BY_NAME[series].labels == (label,)
+    assert f"sum({series}{{" in rule["metricsQuery"]
