@@ -19,8 +19,11 @@ from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX
 from protocol.settings import Settings
 
-#: A label of DNS, as names of Services are; the longest that leaves room for what is appended.
-NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+#: Of a cluster, of a kind of groups, of a namespace. Names of pods are made of the first two, the index of a group and
+#: an index in it, and must differ: so a kind has no dash. Both are short: a StatefulSet's name has 52 characters.
+NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,18}[a-z0-9])?")
+KIND: Final = re.compile(r"[a-z][a-z0-9]{0,19}")
+NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 REMEDY: Final = "docs/kubernetes.md lists the values"
 
 
@@ -152,14 +155,14 @@ def _at(table: Any, path: Iterable[str]) -> object:
 
 
 def _check(values: ManifestValues) -> None:
-    names = {"name": values.name, "namespace": values.namespace, "monitoring.namespace": values.monitoring.namespace}
-    names |= {f"workers[{number}].name": it.name for number, it in enumerate(values.workers)}
-    for field, name in names.items():
-        _require(bool(NAME.fullmatch(name)), field, name, "no name of an object", "write a-z, 0-9 and -, 40 at most")
+    _require_name(NAME, "name", values.name, "a-z, 0-9 and -, 20 at most")
+    _require_name(NAMESPACE, "namespace", values.namespace, "a-z, 0-9 and -, 63 at most")
+    _require_name(NAMESPACE, "monitoring.namespace", values.monitoring.namespace, "a-z, 0-9 and -, 63 at most")
     _require(bool(values.workers), "workers", "", "there are none", "add a table [[workers]]")
     for number, workers in enumerate(values.workers):
         earlier = [it.name for it in values.workers[:number]]
         field = f"workers[{number}].name"
+        _require_name(KIND, field, workers.name, "a-z and 0-9, 20 at most")
         _require(workers.name not in (*earlier, "coordinator", "http"), field, workers.name, "taken", "choose another")
         _check_workers(workers, f"workers[{number}]")
     _at_least_one({"http.replicas": values.http.replicas})
@@ -193,6 +196,10 @@ def _check_workers(workers: WorkersValues, field: str) -> None:
             "raise it, or lower groups",
         )
         _at_least_one({f"{field}.scaling.waiting_per_group": workers.scaling.waiting_per_group})
+
+
+def _require_name(form: re.Pattern[str], field: str, name: str, remedy: str) -> None:
+    _require(bool(form.fullmatch(name)), field, name, "no name of an object", f"write {remedy}")
 
 
 def _at_least_one(numbers: Mapping[str, int]) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -221,7 +222,8 @@ def end(process: subprocess.Popen[bytes]) -> int:
     try:
         return process.wait(30)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_ranks_of_a_machine_are_a_group_and_end_with_one(tmp_path: Path) -> None:
