@@ -20,7 +20,7 @@ from protocol.messages import GROUP_SIZE_MAX
 from protocol.settings import Settings
 
 #: Of a cluster, of a kind of groups, of a namespace. Names of pods are made of the first two, the index of a group and
-#: an index in it, and must differ: so a kind has no dash. Both are short: a StatefulSet's name has 52 characters.
+#: an index in it, and must differ: so a kind has no dash. Both are short: a StatefulSet's has 52 letters at most.
 NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,18}[a-z0-9])?")
 KIND: Final = re.compile(r"[a-z][a-z0-9]{0,19}")
 NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
