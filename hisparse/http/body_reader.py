@@ -36,9 +36,7 @@ class BodyReader:
         self._readers = Turns(READERS_MAX, READERS_PER_KEY)
         self._threads = trio.CapacityLimiter(READERS_MAX)
 
-    async def receive(
-        self, exchange: HttpExchange, owner: str, place: ExitStack, read: Callable[[bytearray], T]
-    ) -> T:
+    async def receive(self, exchange: HttpExchange, owner: str, place: ExitStack, read: Callable[[bytearray], T]) -> T:
         """What `read` makes of the body, in a thread. `place` is entered once the body is there. Its bytes are free
         when this returns. Raises CapacityError, what HttpExchange.body does, and HiSparseError as `read` does."""
         with ExitStack() as arriving:

@@ -169,7 +169,7 @@ class Front:
         owner = NO_OWNER
         if exchange.path != "/health" and exchange.path not in self._pages:
             owner = self._keys.check(_authorization(exchange))
-            exchange.hold()
+            await exchange.admit(owner.name)
         await self._find(exchange)(exchange, owner)
 
     def _find(self, exchange: HttpExchange) -> Handler:

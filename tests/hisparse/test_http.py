@@ -40,7 +40,7 @@ from hisparse.http.formats.replies import Text
 from hisparse.http.prompts import prompts_of, text_ids
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
-from hisparse.http.turns import SubmissionPace, Turns
+from hisparse.http.turns import LoopTurns, SubmissionPace, Turns
 from protocol.errors import (
     BY_CODE,
     BadInput,
@@ -367,6 +367,33 @@ async def test_turns_go_round_by_owner(autojump_clock: trio.testing.MockClock) -
     assert order == ["a", "b", "a", "a", "a"]
     async with turns.turn("c"), turns.turn("d"):
         pass
+
+
+async def test_parties_share_turns_of_the_loop() -> None:
+    turns, order = LoopTurns(2), []
+
+    async def work(party: str) -> None:
+        await turns.turn(party)
+        order.append(party)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(turns.run)
+        async with trio.open_nursery() as working:
+            for party in "aaaaaaaabc":
+                await work(party) if not order else working.start_soon(work, party)
+        nursery.cancel_scope.cancel()
+    assert order[0] == "a"
+    assert sorted(order) == list("aaaaaaaabc")
+    assert max(order.index("b"), order.index("c")) <= 5, "each of a, b and c in turn, behind two of a at once"
+
+
+async def test_cancelled_party_leaves_its_turn_of_the_loop(autojump_clock: trio.testing.MockClock) -> None:
+    turns = LoopTurns(1)
+    await turns.turn("a")
+    with trio.move_on_after(1) as gone:
+        await turns.turn("b")
+    assert gone.cancelled_caught
+    assert not turns._rota
 
 
 # ---------------------------------------------------------------- chat
