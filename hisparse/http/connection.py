@@ -121,6 +121,7 @@ class HttpConnection:
         while True:
             begun = self._wire.has_begun
             if begun:
+                await self._clients.next_request(self._party)
                 await self._turns.turn(self._party)
                 if (head := self._wire.next_head()) is not None:
                     return head
@@ -170,6 +171,7 @@ class HttpConnection:
         party = owner or self._address
         if (self._turns, self._party) != (self._clients.owners, party):
             self._turns, self._party = self._clients.owners, party
+            await self._clients.next_request(party)
             await self._turns.turn(party)
 
     async def piece(self) -> bytes:
@@ -198,6 +200,8 @@ class HttpConnection:
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Goes out with what follows, in one piece."""
+        if 400 <= status < 500:
+            self._clients.refused(self._party)
         self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
 
     async def write(self, data: bytes) -> None:

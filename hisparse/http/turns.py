@@ -14,6 +14,7 @@ from typing import Final
 
 import trio
 
+from hisparse.http.arrears import Arrears
 from hisparse.http.rota import Rota
 
 #: Pieces of work in one turn of the event loop: reading a header, or a part of a body, and what follows at once.
@@ -120,12 +121,23 @@ class LoopTurns:
 
 
 class ClientTurns:
-    """The event loop's turns among clients: `strangers`, who have shown no key, by address, and `owners` of keys. Run
-    both. A request of an owner waits for no stranger."""
+    """The event loop's turns among clients: `strangers`, who have shown no key, by address, and `owners` of keys. A
+    request of an owner waits for no stranger. A party that is refused too often is slowed down: hisparse.http.arrears.
+    """
 
     def __init__(self) -> None:
         self.strangers = LoopTurns(STRANGER_PIECES)
         self.owners = LoopTurns(OWNER_PIECES)
+        self._arrears = Arrears()
+
+    def refused(self, party: str) -> None:
+        self._arrears.refused(party, trio.current_time())
+
+    async def next_request(self, party: str) -> None:
+        """Wait until one of `party` may be read; no checkpoint where it may at once."""
+        now = trio.current_time()
+        if (at := self._arrears.next_at(party, now)) > now:
+            await trio.sleep_until(at)
 
     async def run(self) -> None:
         """Until cancelled."""

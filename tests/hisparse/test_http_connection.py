@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,8 @@ import pytest
 import trio
 import trio.testing
 
-from hisparse.http import connection, listener, server
+from hisparse.http import connection, listener, server, turns
+from hisparse.http.arrears import Arrears
 from hisparse.http.connection import Handler, HttpConnection
 from hisparse.http.exchange import BODY_BYTES_MAX, Channel, HttpExchange
 from hisparse.http.listener import CONNECTIONS_MIN, HttpListener
@@ -354,6 +356,32 @@ async def test_strangers_take_turns_and_a_known_client_does_not_wait_for_them(ri
                 await rig.until(lambda: rig.ends().get("refused") == STRANGERS)
             assert turns_of_known < STRANGERS / 2
             assert count.turns >= STRANGERS
+
+
+async def test_refused_party_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it asks for next, on whatever connection."""
+    monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
+    async with running() as rig, await rig.open() as stranger:
+        for _ in range(4):
+            assert status_of(await rig.send(b"no HTTP\r\n\r\n")) == 400
+        await rig.until(lambda: rig.counters.connections == 1)
+        await stranger.send_all(CLOSE)
+        with trio.move_on_after(0.3) as waiting:
+            await stranger.receive_some()
+        assert waiting.cancelled_caught
+
+
+async def test_known_client_is_not_slowed_down_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same address."""
+    monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
+    async with running() as rig, await rig.open() as known:
+        await known.send_all(GET.replace(b"/x", b"/known"))
+        assert b"200" in await known.receive_some()
+        for _ in range(4):
+            assert status_of(await rig.send(b"no HTTP\r\n\r\n")) == 400
+        with trio.fail_after(LIMIT_S):
+            await known.send_all(GET.replace(b"/x", b"/known"))
+            assert b"200" in await known.receive_some()
 
 
 async def test_handshakes_take_turns(tmp_path: Path) -> None:
