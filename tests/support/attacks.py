@@ -6,8 +6,8 @@
 
 `plan` divides the cores that this process may use. With 16 or more, or with --beside and 12 or more, http runs beside
 zmq and two_keys, each with cores for the service, for the client that measures and for the attackers. With 8 to 15 one
-program runs after the other. With fewer nothing has cores of its own, and latencies measure the machine, too. Prints
-one line of JSON for each program, and exits with 1 when one of them found something wrong.
+program runs after the other. With fewer nothing has cores of its own. Prints one line of JSON for each program, and
+exits with 1 when one of them found something wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from tests import ROOT
-from tests.support.fuzz_rig import SETTLE_S, UNDISTURBED_S, Cores, text_of
+from tests.support.fuzz_rig import ATTACKERS_START_S, ROUNDS, SETTLE_S, UNDISTURBED_S, Cores, text_of
 
 #: Cores of a service of three or four processes, of one program that has cores of its own, of two beside each other.
 SERVICE_CORES: Final = 4
@@ -40,8 +40,8 @@ ASKED_BESIDE_CORES_MIN: Final = 12
 #: Shares of the time where one program runs after the other: http, zmq; two_keys has the rest.
 HTTP_SHARE: Final = 0.5
 ZMQ_SHARE: Final = 0.15
-#: Of a program's time, not part of its attack: start, warm-up, undisturbed and settling phase.
-AROUND_S: Final = UNDISTURBED_S + SETTLE_S + 25.0
+#: Of a program's time, not part of its attack: start, warm-up, phases with the sink, settling phase.
+AROUND_S: Final = ROUNDS * (UNDISTURBED_S + 2 * ATTACKERS_START_S) + SETTLE_S + 25.0
 #: Of the time that is left for an attack of http or zmq: the rate is such that it ends a little earlier.
 RATE_MARGIN: Final = 0.95
 ROUNDS_MAX: Final = 6
@@ -94,7 +94,7 @@ def command(run: Run, given: argparse.Namespace) -> list[str]:
         "--seed",
         str(given.seed),
         "--floor-ms",
-        str(given.floor_ms if run.cores.service else given.shared_floor_ms),
+        str(given.floor_ms),
     ]
     for side, cores in (
         ("service", run.cores.service),
@@ -135,8 +135,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=ROUNDS_MAX)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
-    parser.add_argument("--floor-ms", type=float, default=0.0, help="a p99 below it is not judged; with own cores")
-    parser.add_argument("--shared-floor-ms", type=float, default=50.0, help="the same, where cores are shared")
+    parser.add_argument("--floor-ms", type=float, default=0.0, help="a p99 below it is not judged")
     parser.add_argument("--cores", type=int, default=0, help="use at most so many; 0: all")
     parser.add_argument("--beside", action="store_true", help="http beside the others, from 12 cores on")
     given = parser.parse_args()
