@@ -162,7 +162,7 @@ def front(place: Path, name: str, *options: str, cores: frozenset[int]) -> Itera
         "HISPARSE_CLUSTER_RUNTIME_DIR": str(place),
         "HISPARSE_CLUSTER_CLIENT_ENDPOINT": f"ipc://{place}/run/client.sock",
     }
-    with process("hisparse.cli", *common, *options, log=log, cores=cores, **env) as started:
+    with process("hisparse.cli", *common, *options, log=log, cores=cores, env=env) as started:
         port = until(log, r"listening.*127\.0\.0\.1:(\d+)")
         until(log, r"()connected")
         yield Front(f"front {name}", started, log, port=int(port))

@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import trio
@@ -165,9 +166,13 @@ class Report:
 
 @contextmanager
 def process(
-    *arguments: str, log: Path, cores: frozenset[int] = frozenset(), niceness: int = 0, **env: str
+    *arguments: str,
+    log: Path,
+    cores: frozenset[int] = frozenset(),
+    niceness: int = 0,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python module with its arguments, on these cores; killed at the end."""
+    """A Python module with its arguments, on these cores, and with `env` besides; killed at the end."""
 
     def pin() -> None:
         os.nice(niceness)
@@ -178,7 +183,7 @@ def process(
         started = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             cwd=ROOT,
-            env=os.environ | env,
+            env={**os.environ, **env},
             stdout=file,
             stderr=file,
             preexec_fn=pin,  # noqa: PLW1509 - this process has one thread

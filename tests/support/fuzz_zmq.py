@@ -71,7 +71,7 @@ def site(place: Path, cores: frozenset[int] = frozenset()) -> Iterator[Site]:
     log = place / "coordinator.log"
     # few ended requests are kept, so that the table is full after the warm-up
     env = {"HISPARSE_CLUSTER_RUNTIME_DIR": f"{place}/run", "HISPARSE_COORDINATOR_ENDED_KEEP_MAX": "64"}
-    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, cores=cores, **env) as started:
+    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, cores=cores, env=env) as started:
         until(log, r"(listening|ready|serving)")
         yield Site(place, Target("coordinator", started, log))
 
