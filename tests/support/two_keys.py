@@ -8,8 +8,9 @@
 
 The other key asks at an even pace from a process of its own (tests.support.fuzz_http); attackers are nice. Undisturbed
 and hostile phases alternate, so that what else runs on the machine falls on both. Prints p50 and p99 of each, their
-ratio over all phases and by pairs of neighbours, and memory, as one line of JSON. Exits with 1 when a request of the other key was refused or
-cut, or the ratio of p99 over all phases is above P99_GROWTH_MAX. --seconds bounds the whole: fewer rounds are made.
+ratio over all phases and by pairs of neighbours, and memory, as one line of JSON. Exits with 1 when a request of the
+other key was refused or cut, or the ratio of p99 over all phases is above P99_GROWTH_MAX. --seconds bounds the whole:
+fewer rounds are made.
 """
 
 from __future__ import annotations
