@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import random
 import re
 import socket
 import ssl
@@ -29,6 +31,8 @@ from metrics.state import HttpCounters
 from protocol.errors import HiSparseError
 from protocol.settings import HttpSettings
 from tests.hisparse.test_http_tls import write_pair
+from tests.support.fuzz_http import Aim, assail
+from tests.support.fuzz_rig import Tally
 
 LIMIT_S: Final = 10.0
 GET: Final = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -527,6 +531,23 @@ async def test_refused_connections_leave_nothing_for_the_collector(rig: Rig) -> 
         await rig.until(lambda: rig.ends() == {"refused": len(REFUSED)} and not rig.counters.connections)
         await trio.testing.wait_all_tasks_blocked()
         assert not [it for it in gc.get_objects() if issubclass(type(it), HttpConnection)]
+    finally:
+        gc.enable()
+
+
+async def test_a_storm_leaves_nothing_for_the_collector(tmp_path: Path) -> None:
+    """Hostile requests of all kinds, some cut off or left without listening, over plain HTTP and TLS; SEED replays."""
+    cert, key = write_pair(tmp_path)
+    seed = os.environ.get("SEED") or str(random.SystemRandom().randrange(1 << 31))
+    print(f"SEED={seed}")
+    gc.collect()
+    gc.disable()
+    try:
+        async with running() as plain, running(tls=Tls(cert, key)) as secure:
+            await assail(Aim(plain.address[1], secure.address[1], cert), Tally(), seed, 1_500)
+            await plain.until(lambda: not plain.counters.connections + secure.counters.connections)
+            assert min(sum(rig.ends().values()) for rig in (plain, secure)) > 100
+            assert not [it for it in gc.get_objects() if type(it) is HttpConnection]
     finally:
         gc.enable()
 
