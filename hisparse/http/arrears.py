@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-REFUSALS_PER_S: Final = 200.0
-REFUSALS_BURST: Final = 400.0
+REFUSALS_PER_S: Final = 100.0
+REFUSALS_BURST: Final = 200.0
 #: Parties that are remembered. Past it the one that was refused first is forgotten.
 PARTIES_MAX: Final = 4_096
 
