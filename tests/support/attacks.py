@@ -38,8 +38,10 @@ OWN_CORES_MIN: Final = 8
 BESIDE_CORES_MIN: Final = 16
 ASKED_BESIDE_CORES_MIN: Final = 12
 #: Shares of the time where one program runs after the other: http, zmq; two_keys has the rest.
-HTTP_SHARE: Final = 0.5
-ZMQ_SHARE: Final = 0.15
+HTTP_SHARE: Final = 0.8
+ZMQ_SHARE: Final = 0.11
+#: Of an attack of zmq beside http, at most; two_keys has the rest of that lane.
+ZMQ_BESIDE_S: Final = 120.0
 #: Of a program's time, not part of its attack: start, warm-up, phases with the sink, settling phase.
 AROUND_S: Final = ROUNDS * (UNDISTURBED_S + 2 * ATTACKERS_START_S) + SETTLE_S + 25.0
 #: Of the time that is left for an attack of http or zmq: the rate is such that it ends a little earlier.
@@ -73,7 +75,7 @@ def plan(cpus: Sequence[int], seconds: float, *, beside: bool = False) -> list[l
         middle = len(cpus) // 2 + has_many
         service = SERVICE_CORES if has_many else SERVICE_CORES_BESIDE
         first, second = _divided(cpus[:middle], service), _divided(cpus[middle:], service)
-        zmq_s = min(ZMQ_SHARE * 2 * seconds, AROUND_S + 120.0)
+        zmq_s = min(seconds / 2, AROUND_S + ZMQ_BESIDE_S)
         return [
             [replace(http, cores=first, seconds=seconds)],
             [replace(zmq, cores=second, seconds=zmq_s), replace(two_keys, cores=second, seconds=seconds - zmq_s)],
