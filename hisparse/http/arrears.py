@@ -2,8 +2,8 @@
 
 A refusal costs the event loop as much as many a request that is served, and a client may come again at once. So each
 party, an owner of API keys or an address without a key, may be refused REFUSALS_BURST times at once, and REFUSALS_PER_S
-times in a second. Past that it is in arrears: its requests are read at that pace, whatever they ask for, until it has
-kept still for long enough. Other parties are not slowed down.
+times in a second. Past that it is in arrears: all of its requests are read at that pace, until it has kept still for
+long enough. Other parties are not slowed down.
 """
 
 from __future__ import annotations

@@ -363,7 +363,7 @@ async def test_strangers_take_turns_and_a_known_client_does_not_wait_for_them(ri
 
 
 async def test_refused_party_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it asks for next, on whatever connection."""
+    """Also where its next request is a good one, on another connection."""
     monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
     async with running() as rig, await rig.open() as stranger:
         for _ in range(4):
