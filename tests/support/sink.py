@@ -1,8 +1,8 @@
 """`python -m tests.support.sink`: stands in for a service, and takes what attackers send without doing any work.
 
-Attackers take a part of a machine beside that of their target. A client that is measured while they are busy with a sink, at
-the same rate as later with the service, is disturbed by them as a neighbour is. What it waits longer for, once they
-attack the service that it asks, is the service's part.
+Attackers take a part of a machine beside that of their target. A client that is measured while they are busy with a
+sink, at the same rate as later with the service, is disturbed by them as a neighbour is. What it waits longer for, once
+they attack the service that it asks, is the service's part.
 """
 
 from __future__ import annotations
