@@ -40,12 +40,18 @@ class Call(Generic[T]):
 
     def take(self, reply: Reply) -> None:
         self._result = outcome.capture(self._read, reply)
+        if isinstance(self._result, outcome.Error):
+            self._result.error.__traceback__ = None  # its frames refer to it
         self._arrived.set()
 
     async def wait(self) -> T:
         await self._arrived.wait()
-        assert self._result is not None
-        return self._result.unwrap()
+        result, self._result = self._result, None
+        assert result is not None
+        try:
+            return result.unwrap()
+        finally:
+            del result  # an error refers to this frame, which must not refer to it
 
 
 def encode(message: messages.AdminMessage, role: str) -> bytes:

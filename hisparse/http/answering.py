@@ -150,13 +150,10 @@ class Answering:
 
 def _read(
     data: bytearray, *, api: Api, check: Callable[[bytearray], None], ask_of_body: Callable[[Generation], Ask]
-) -> Ask | HiSparseError:
-    """In a thread: a long prompt takes a second to tokenize."""
-    try:
-        check(data)
-        return ask_of_body(read_body(data, api.body).generation())
-    except HiSparseError as error:
-        return error.with_traceback(None)
+) -> Ask:
+    """In a thread: a long prompt takes a second to tokenize. Raises HiSparseError."""
+    check(data)
+    return ask_of_body(read_body(data, api.body).generation())
 
 
 async def _accepted(output: FollowedOutput, prompt: str) -> None:

@@ -36,11 +36,9 @@ class BodyReader:
         self._readers = Turns(READERS_MAX, READERS_PER_KEY)
         self._threads = trio.CapacityLimiter(READERS_MAX)
 
-    async def receive(
-        self, exchange: HttpExchange, owner: str, place: ExitStack, read: Callable[[bytearray], T | HiSparseError]
-    ) -> T:
-        """What `read` makes of the body. `place` is entered once the body is there. Its bytes are free when this
-        returns. Raises CapacityError, what HttpExchange.body does, and what `read` returns as an error."""
+    async def receive(self, exchange: HttpExchange, owner: str, place: ExitStack, read: Callable[[bytearray], T]) -> T:
+        """What `read` makes of the body, in a thread. `place` is entered once the body is there. Its bytes are free
+        when this returns. Raises CapacityError, what HttpExchange.body does, and HiSparseError as `read` does."""
         with ExitStack() as arriving:
             arriving.enter_context(self._share(self._arriving, owner))
             async with exchange.body(owner) as data:
@@ -49,10 +47,9 @@ class BodyReader:
                 async with self._readers.turn(owner):
                     return await self._in_thread(partial(read, data))
 
-    async def _in_thread(self, read: Callable[[], T | HiSparseError]) -> T:
-        """Raises what `read` returns as an error. One that it raised would be part of a cycle with the frames of the
-        thread, which hold the body, until a full collection."""
-        result = await trio.to_thread.run_sync(read, limiter=self._threads)
+    async def _in_thread(self, read: Callable[[], T]) -> T:
+        """Raises what `read` does."""
+        result = await trio.to_thread.run_sync(_refusal_or, read, limiter=self._threads)
         if not isinstance(result, HiSparseError):
             return result
         try:
@@ -75,3 +72,13 @@ class BodyReader:
         finally:
             shares.give(owner)
             self._counters.in_flight = self._places.total
+
+
+def _refusal_or(read: Callable[[], T]) -> T | HiSparseError:
+    """What `read` returns or raises. With its traceback and that of its cause, an error would be part of a cycle with
+    the frames of the thread, which hold the body, until a full collection."""
+    try:
+        return read()
+    except HiSparseError as error:
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)

@@ -7,6 +7,9 @@
 
 A connection may be ended to make room for another while it waits, lingers, or serves a client that has shown no key:
 `evictable` says so, and `scope` is cancelled.
+
+Each header that is looked at, and each part of a body, is a piece of work in the event loop, and waits for its turn
+(hisparse.http.turns): among strangers, by address, until a request shows a key; among owners from then on.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import trio
 
 from hisparse.http.errors import error_body, error_headers, status_of
 from hisparse.http.exchange import JSON, Channel, ClientGone
+from hisparse.http.turns import ClientTurns
 from hisparse.http.wire import HEADER_BYTES_MAX, RequestHead, Wire
 from protocol.errors import BadInput
 
@@ -33,6 +37,8 @@ LINGER_LIMIT_S: Final = 5.0
 RECV_BYTES: Final = 64 * 1024
 #: Written at once, within READ_LIMIT_S.
 SEND_BYTES: Final = 64 * 1024
+#: Parts of a body, as small as their sender makes them, that are one piece of work.
+PARTS_PER_TURN: Final = 32
 
 Handler = Callable[[RequestHead, Channel], Awaitable[None]]
 
@@ -53,12 +59,16 @@ class End(Enum):
 class HttpConnection:
     """`run` it in a task of its own. It does not close its stream."""
 
-    def __init__(self, stream: trio.abc.Stream, handler: Handler) -> None:
+    def __init__(self, stream: trio.abc.Stream, handler: Handler, turns: ClientTurns, address: str) -> None:
         self.scope = trio.CancelScope()
         self.evictable = True
         self.evicted = False
         self._stream = stream
         self._handler = handler
+        self._clients = turns
+        self._turns = turns.strangers
+        self._party = self._address = address
+        self._parts = 0
         self._wire = Wire()
         self._waiting: trio.CancelScope | None = None
         self._last = False
@@ -108,13 +118,17 @@ class HttpConnection:
 
     async def _next_head(self, scope: trio.CancelScope) -> RequestHead | End:
         """The deadline of `scope` begins anew with the first byte. Raises ClientGone."""
-        while (head := self._wire.next_head()) is None:
+        while True:
             begun = self._wire.has_begun
+            if begun:
+                await self._clients.next_request(self._party)
+                await self._turns.turn(self._party)
+                if (head := self._wire.next_head()) is not None:
+                    return head
             if (self._last and not begun) or not await self._receive():
                 return End.CLOSED
             if not begun:
                 scope.deadline = trio.current_time() + IDLE_LIMIT_S
-        return head
 
     async def _receive(self) -> bool:
         """Feed what comes; False: the client has ended its side. Raises ClientGone."""
@@ -152,8 +166,13 @@ class HttpConnection:
 
     # ------------------------------------------------------------ for the exchange: Channel
 
-    def hold(self) -> None:
+    async def admit(self, owner: str) -> None:
         self.evictable = False
+        party = owner or self._address
+        if (self._turns, self._party) != (self._clients.owners, party):
+            self._turns, self._party = self._clients.owners, party
+            await self._clients.next_request(party)
+            await self._turns.turn(party)
 
     async def piece(self) -> bytes:
         if self._wire.waits_to_be_asked:
@@ -161,6 +180,11 @@ class HttpConnection:
         while (piece := self._wire.next_piece()) is None:
             if not await self._receive():
                 raise ClientGone
+            self._parts = 0
+            await self._turns.turn(self._party)
+        self._parts += 1
+        if self._parts % PARTS_PER_TURN == 0:
+            await self._turns.turn(self._party)
         return piece
 
     async def left(self) -> None:
@@ -176,6 +200,8 @@ class HttpConnection:
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Goes out with what follows, in one piece."""
+        if 400 <= status < 500:
+            self._clients.refused(self._party)
         self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
 
     async def write(self, data: bytes) -> None:

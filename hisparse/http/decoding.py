@@ -9,6 +9,7 @@ import difflib
 import re
 import types
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -56,7 +57,7 @@ def choices_at(kind: Any, path: str) -> list[str]:
     for it in _objects_at(kind, outer):
         if it.__struct_config__.tag_field == name:
             found.append(str(it.__struct_config__.tag))
-        hint = get_type_hints(it).get(name)
+        hint = _hints(it).get(name)
         found += [str(text) for option in _options(hint) if get_origin(option) is Literal for text in get_args(option)]
     return list(dict.fromkeys(found))
 
@@ -64,8 +65,14 @@ def choices_at(kind: Any, path: str) -> list[str]:
 def _objects_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
     found = [kind]
     for name in path.split(".") if path else []:
-        found = [get_type_hints(it)[name] for it in _structs(found) if name in it.__struct_fields__]
+        found = [_hints(it)[name] for it in _structs(found) if name in it.__struct_fields__]
     return list(_structs(found))
+
+
+@cache
+def _hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Of a body or a part of one. Evaluated once: it takes a millisecond, for each refused body otherwise."""
+    return get_type_hints(kind)
 
 
 def _structs(kinds: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:

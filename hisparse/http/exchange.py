@@ -38,10 +38,11 @@ class ClientGone(Exception):
 
 
 class Channel(Protocol):
-    """What carries an exchange: hisparse.http.connection. All but `hold` and `start` may raise ClientGone."""
+    """What carries an exchange: hisparse.http.connection. All but `admit` and `start` may raise ClientGone."""
 
-    def hold(self) -> None:
-        """Its client has a right to be here: the connection is not closed to make room for another."""
+    async def admit(self, owner: str) -> None:
+        """Its client has a right to be here: the connection is not closed to make room for another. Waits for the
+        owner's turn to work in the event loop; "" where there are no keys."""
         ...
 
     async def piece(self) -> bytes:
@@ -83,9 +84,9 @@ class HttpExchange:
         if not head.has_body:
             self._received.set()
 
-    def hold(self) -> None:
-        """Its client was recognized: see Channel.hold."""
-        self._channel.hold()
+    async def admit(self, owner: str) -> None:
+        """Its client was recognized: see Channel.admit."""
+        await self._channel.admit(owner)
 
     # ------------------------------------------------------------ what comes
 

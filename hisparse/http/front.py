@@ -169,7 +169,7 @@ class Front:
         owner = NO_OWNER
         if exchange.path != "/health" and exchange.path not in self._pages:
             owner = self._keys.check(_authorization(exchange))
-            exchange.hold()
+            await exchange.admit(owner.name)
         await self._find(exchange)(exchange, owner)
 
     def _find(self, exchange: HttpExchange) -> Handler:
@@ -233,19 +233,14 @@ class Front:
     async def _tokens(self, exchange: HttpExchange, key: KeyOwner, api: TokenApi) -> None:
         served = await self._link.served()
 
-        def read(data: bytearray) -> bytes | HiSparseError:
-            try:
-                self._large_bodies.check(data, api.body, served.model, served.tokenizer)
-                return self._reply(data, api, served)
-            except HiSparseError as error:
-                return error.with_traceback(None)
-
         with ExitStack() as place:
+            read = partial(self._reply, api=api, served=served)
             reply = await self._body_reader.receive(exchange, key.name, place, read)
             await exchange.answer(200, reply)
 
     def _reply(self, data: bytearray, api: TokenApi, served: Served) -> bytes:
         """In a thread. Raises HiSparseError."""
+        self._large_bodies.check(data, api.body, served.model, served.tokenizer)
         return msgspec.json.encode(api.answer(read_body(data, api.body), served, self._renderers.render))
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 import socket
 from functools import partial
+from ipaddress import IPv6Address, IPv6Network
 from typing import Final
 
 import trio
 
 from hisparse.http.connection import IDLE_LIMIT_S, End, Handler, HttpConnection
-from hisparse.http.tls import Tls
+from hisparse.http.tls import PacedTransport, Tls
+from hisparse.http.turns import ClientTurns
 from metrics.state import HttpCounters
 from protocol.logs import logger
 
@@ -56,32 +58,37 @@ class HttpListener:
         self._handler = handler
         self._counters = counters
         self._tls = tls
+        self._turns = ClientTurns()
         self._open: dict[HttpConnection, None] = {}  # the oldest first
         self._logged_at = -math.inf
 
     async def run(self, stopping: trio.Event) -> None:
         """Until `stopping`, and until the last answer is whole, or STOP_DEADLINE_S after that."""
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._socket))
-        async with trio.open_nursery() as connections:
-            async with trio.open_nursery() as accepting:
-                accepting.start_soon(partial(trio.serve_listeners, handler_nursery=connections), self._run, [listener])
-                await stopping.wait()
-                accepting.cancel_scope.cancel()
-            await listener.aclose()
-            for connection in tuple(self._open):
-                connection.finish()
-            connections.cancel_scope.deadline = trio.current_time() + STOP_DEADLINE_S
+        async with trio.open_nursery() as dealing:
+            dealing.start_soon(self._turns.run)
+            async with trio.open_nursery() as connections:
+                async with trio.open_nursery() as accepting:
+                    serve = partial(trio.serve_listeners, handler_nursery=connections)
+                    accepting.start_soon(serve, self._run, [listener])
+                    await stopping.wait()
+                    accepting.cancel_scope.cancel()
+                await listener.aclose()
+                for connection in tuple(self._open):
+                    connection.finish()
+                connections.cancel_scope.deadline = trio.current_time() + STOP_DEADLINE_S
+            dealing.cancel_scope.cancel()
 
-    async def _run(self, stream: trio.abc.Stream) -> None:
+    async def _run(self, stream: trio.SocketStream) -> None:
         """One connection, to its end. Raises nothing."""
         end = End.STOPPED
         try:
             end = await self._contain(stream)
         finally:
             self._counters.connection_ends[(end.value,)] += 1
-            await _close(stream)
+            stream.socket.close()  # at once: with aclose a refused connection takes a fifth more
 
-    async def _contain(self, stream: trio.abc.Stream) -> End:
+    async def _contain(self, stream: trio.SocketStream) -> End:
         if not self._make_room():
             return End.EVICTED
         try:
@@ -92,10 +99,16 @@ class HttpListener:
                 log.exception("defect")
             return End.DEFECT
 
-    async def _serve(self, stream: trio.abc.Stream) -> End:
+    async def _serve(self, socket_stream: trio.SocketStream) -> End:
+        stream: trio.abc.Stream = socket_stream
+        try:
+            address = party_of(socket_stream.socket.getpeername()[0])
+        except OSError:
+            return End.UNREAD  # the client has left already
         if self._tls is not None:
-            stream = trio.SSLStream(stream, self._tls.context, server_side=True, https_compatible=True)
-        connection = HttpConnection(stream, self._handler)
+            transport = PacedTransport(socket_stream, partial(self._turns.strangers.turn, address))
+            stream = trio.SSLStream(transport, self._tls.context, server_side=True, https_compatible=True)
+        connection = HttpConnection(stream, self._handler, self._turns, address)
         self._open[connection] = None
         self._counters.connections = len(self._open)
         try:
@@ -123,20 +136,20 @@ class HttpListener:
         return oldest is not None
 
 
-async def _close(stream: trio.abc.Stream) -> None:
-    """At once. A socket needs no turn of the loop for that: with aclose a refused connection takes a fifth more."""
-    if isinstance(stream, trio.SocketStream):
-        stream.socket.close()
-        return
-    with trio.move_on_after(CLOSE_LIMIT_S):
-        await trio.aclose_forcefully(stream)
+def party_of(host: str) -> str:
+    """The client with this address; of IPv6 the network of 64 bits, of which one client may have all addresses."""
+    if ":" not in host:
+        return host
+    address = IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
 
 
-async def _shake_hands(stream: trio.SSLStream[trio.SocketStream]) -> bool:
+async def _shake_hands(stream: trio.SSLStream[PacedTransport]) -> bool:
     with trio.move_on_after(IDLE_LIMIT_S):
         try:
             await stream.do_handshake()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return False
+        stream.transport_stream.pace = None
         return True
     return False

@@ -11,7 +11,10 @@ start of the front.
 from __future__ import annotations
 
 import ssl
+from collections.abc import Awaitable, Callable
 from typing import Final, NoReturn
+
+import trio
 
 from hisparse.http.api_keys import read_secret
 from protocol.errors import ConfigError
@@ -40,6 +43,30 @@ class Tls:
         check_pair(*self._files)
         self.context.load_cert_chain(*self._files)
         return "new connections get this certificate"
+
+
+class PacedTransport(trio.abc.Stream):
+    """What TLS is spoken over. While there is a `pace`, each read waits for it: a handshake takes the event loop for as
+    long as some requests."""
+
+    def __init__(self, stream: trio.SocketStream, pace: Callable[[], Awaitable[None]] | None) -> None:
+        self.pace = pace
+        self._stream = stream
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        data = await self._stream.receive_some(max_bytes)
+        if self.pace is not None:
+            await self.pace()
+        return data
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 def tls_of(settings: HttpSettings) -> Tls | None:

@@ -1,17 +1,28 @@
 """Who works next, where few may work at once: owners of API keys take turns.
 
 An owner with a hundred tasks and one with a single task are served alternately, and `per_owner` keeps the first from
-having all turns when the second comes. `SubmissionPace` keeps all of them together within a rate.
+having all turns when the second comes. `LoopTurns` divides the event loop in the same way. `SubmissionPace` keeps all
+of them together within a rate.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
 import trio
+
+from hisparse.http.arrears import Arrears
+from hisparse.http.rota import Rota
+
+#: Pieces of work in one turn of the event loop: reading a header, or a part of a body, and what follows at once.
+STRANGER_PIECES: Final = 1
+OWNER_PIECES: Final = 2
+#: Of a turn of the event loop, in which one more piece of work has its place: more than a piece takes, so that a turn
+#: does not grow by its own pieces.
+PIECE_S: Final = 0.002
 
 
 class Turns:
@@ -21,7 +32,7 @@ class Turns:
         self._at_once: Final = at_once
         self._per_owner: Final = per_owner
         self._taken: Counter[str] = Counter()
-        self._waiting: dict[str, deque[trio.Event]] = {}  # who comes next is first
+        self._rota: Rota[trio.Event] = Rota()
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
@@ -33,7 +44,7 @@ class Turns:
 
     async def _wait(self, owner: str) -> None:
         mine = trio.Event()
-        self._waiting.setdefault(owner, deque()).append(mine)
+        self._rota.add(owner, mine)
         self._deal()
         try:
             await mine.wait()
@@ -41,7 +52,7 @@ class Turns:
             if mine.is_set():
                 self._give(owner)
             else:
-                self._drop(owner, mine)
+                self._rota.remove(owner, mine)
             raise
 
     def _give(self, owner: str) -> None:
@@ -50,21 +61,89 @@ class Turns:
             del self._taken[owner]
         self._deal()
 
-    def _drop(self, owner: str, turn: trio.Event) -> None:
-        self._waiting[owner].remove(turn)
-        if not self._waiting[owner]:
-            del self._waiting[owner]
-
     def _deal(self) -> None:
         while self._taken.total() < self._at_once:
-            owner = next((it for it in self._waiting if self._taken[it] < self._per_owner), None)
-            if owner is None:
+            found = self._rota.take(lambda owner: self._taken[owner] < self._per_owner)
+            if found is None:
                 return
-            turns = self._waiting.pop(owner)
-            turns.popleft().set()
+            owner, turn = found
             self._taken[owner] += 1
-            if turns:
-                self._waiting[owner] = turns  # behind the others
+            turn.set()
+
+
+class LoopTurns:
+    """Pieces of work in one turn of the event loop: `pieces` at most, and parties that wait come one after the other.
+
+    A piece is what a task does until it waits again: it reads what a client has sent, and begins an answer. Without
+    this, one turn of the loop takes as long as the pieces of all clients that have sent something. Where turns take
+    long because of other work, such as hundreds of streams, there is one more piece for each PIECE_S.
+    """
+
+    def __init__(self, pieces: int) -> None:
+        self._pieces: Final = pieces
+        self._left = pieces
+        self._rota: Rota[trio.Event] = Rota()
+        self._used = trio.Event()
+
+    async def turn(self, party: str) -> None:
+        """Wait until `party` may do a piece of work; no checkpoint where it may at once. Cancelled: it has none."""
+        if self._left > 0 and not self._rota:
+            self._left -= 1
+            self._used.set()
+            return
+        mine = trio.Event()
+        self._rota.add(party, mine)
+        self._used.set()
+        try:
+            await mine.wait()
+        except trio.Cancelled:
+            if not mine.is_set():
+                self._rota.remove(party, mine)
+            raise
+
+    async def run(self) -> None:
+        """Deal, until cancelled. Rests while no party works."""
+        while True:
+            await self._used.wait()
+            self._used = trio.Event()
+            began = trio.current_time()
+            await trio.lowlevel.checkpoint()
+            self._left = max(self._pieces, int((trio.current_time() - began) / PIECE_S))
+            self._deal()
+            if self._rota:
+                self._used.set()
+
+    def _deal(self) -> None:
+        while self._left > 0 and (found := self._rota.take()) is not None:
+            found[1].set()
+            self._left -= 1
+            self._used.set()
+
+
+class ClientTurns:
+    """The event loop's turns among clients: `strangers`, who have shown no key, by address, and `owners` of keys. A
+    request of an owner waits for no stranger. A party that is refused too often is slowed down: hisparse.http.arrears.
+    """
+
+    def __init__(self) -> None:
+        self.strangers = LoopTurns(STRANGER_PIECES)
+        self.owners = LoopTurns(OWNER_PIECES)
+        self._arrears = Arrears()
+
+    def refused(self, party: str) -> None:
+        self._arrears.refused(party, trio.current_time())
+
+    async def next_request(self, party: str) -> None:
+        """Wait until one of `party` may be read; no checkpoint where it may at once."""
+        now = trio.current_time()
+        if (at := self._arrears.next_at(party, now)) > now:
+            await trio.sleep_until(at)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.strangers.run)
+            nursery.start_soon(self.owners.run)
 
 
 class SubmissionPace:

@@ -127,6 +127,7 @@ class Wire:
         try:
             return self._h11.next_event()
         except (h11.RemoteProtocolError, ValueError) as error:  # ValueError: a length of 5,000 digits
+            error.__traceback__ = None  # one of its frames is h11's with the error itself: a cycle with the connection
             if getattr(error, "error_status_hint", 0) == STATUSES[HeadersTooLarge.code]:
                 raise _too_large() from error
             raise Malformed(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.answers import ChatAnswer, CompletionAnswer, Transcript, text_in
 from hisparse.http.api_keys import KEY_CHARS_MIN, NO_OWNER, ApiKey, ApiKeys, owner_of, parse_keys, read_keys
+from hisparse.http.arrears import PARTIES_MAX, Arrears
 from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.bodies import NEUTRAL, CompletionBody, read_body
 from hisparse.http.chat import render
@@ -40,7 +41,7 @@ from hisparse.http.formats.replies import Text
 from hisparse.http.prompts import prompts_of, text_ids
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
-from hisparse.http.turns import SubmissionPace, Turns
+from hisparse.http.turns import LoopTurns, SubmissionPace, Turns
 from protocol.errors import (
     BY_CODE,
     BadInput,
@@ -367,6 +368,54 @@ async def test_turns_go_round_by_owner(autojump_clock: trio.testing.MockClock) -
     assert order == ["a", "b", "a", "a", "a"]
     async with turns.turn("c"), turns.turn("d"):
         pass
+
+
+async def test_parties_share_turns_of_the_loop() -> None:
+    turns, order = LoopTurns(2), []
+
+    async def work(party: str) -> None:
+        await turns.turn(party)
+        order.append(party)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(turns.run)
+        async with trio.open_nursery() as working:
+            for party in "aaaaaaaabc":
+                await work(party) if not order else working.start_soon(work, party)
+        nursery.cancel_scope.cancel()
+    assert order[0] == "a"
+    assert sorted(order) == list("aaaaaaaabc")
+    assert max(order.index("b"), order.index("c")) <= 5, "each of a, b and c in turn, behind two of a at once"
+
+
+async def test_cancelled_party_leaves_its_turn_of_the_loop(autojump_clock: trio.testing.MockClock) -> None:
+    turns = LoopTurns(1)
+    await turns.turn("a")
+    with trio.move_on_after(1) as gone:
+        await turns.turn("b")
+    assert gone.cancelled_caught
+    assert not turns._rota
+
+
+def test_refusals_past_a_burst_slow_down_their_party() -> None:
+    arrears = Arrears(per_s=10, burst=5)
+    for _ in range(5):
+        arrears.refused("a", now=100.0)
+    assert arrears.next_at("a", now=100.0) == 100.0
+    arrears.refused("a", now=100.0)
+    times = [arrears.next_at("a", now=100.0) for _ in range(3)]
+    assert times == pytest.approx([100.1, 100.2, 100.3]), "one after the other"
+    assert arrears.next_at("b", now=100.0) == 100.0
+    assert arrears.next_at("a", now=101.0) == 101.0, "it kept still for long enough"
+
+
+def test_arrears_of_many_parties_are_bounded() -> None:
+    arrears = Arrears()
+    for number in range(PARTIES_MAX + 100):
+        arrears.refused(str(number), now=0.0)
+    assert len(arrears) == PARTIES_MAX
+    arrears.refused("another", now=60.0)
+    assert len(arrears) == 1, "all others have paid"
 
 
 # ---------------------------------------------------------------- chat

@@ -11,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 import trio
+import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
 from hisparse.http import answering, exchange, front, link, outputs, server
@@ -21,7 +22,7 @@ from metrics.exporter import Health, serve
 from metrics.http import HttpCollector, http_health, http_readiness
 from metrics.names import HTTP, exported_names
 from protocol.config import HostFacts, build
-from protocol.errors import CapacityError, ConfigError
+from protocol.errors import CapacityError, ConfigError, HiSparseError
 from protocol.settings import HttpSettings
 from protocol.transport.keys import make_keys
 from protocol.version import our_version
@@ -519,6 +520,26 @@ async def test_refused_body_frees_its_bytes_at_once(rig: FrontRig) -> None:
             if refused == 1:
                 before = psutil.Process().memory_info().rss
         assert psutil.Process().memory_info().rss - before < 3 * BODY_BYTES_MAX
+    finally:
+        gc.enable()
+
+
+async def test_refusals_leave_nothing_for_the_collector(rig: FrontRig) -> None:
+    """I8. By the decoder, by the checks behind it, by the coordinator."""
+
+    def errors() -> set[int]:
+        return {id(it) for it in gc.get_objects() if issubclass(type(it), exchange.HttpExchange | HiSparseError)}
+
+    gc.collect()
+    gc.disable()
+    before = errors()  # other tests hold some
+    try:
+        for body in (b"{", {"prompt": "a", "unknown": 1}, {"prompt": "a", "temperature": 101}, {"prompt": [1, "x"]}):
+            assert "error" in await (await rig.complete(body)).answer()
+            assert "error" in await (await rig.post("/tokenize", body)).answer()
+        assert error_of(await rig.open("GET", "/v1/requests/unknown").answer()) == ("not_found", "path")
+        await trio.testing.wait_all_tasks_blocked()
+        assert errors() <= before
     finally:
         gc.enable()
 

@@ -4,17 +4,29 @@ their verdicts find. The attacks themselves are run short by the fuzz tests."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support import fuzz_rig
 from tests.support.attacks import BESIDE_CORES_MIN, OWN_CORES_MIN, command, plan
-from tests.support.fuzz_rig import CLIENT_WARM_UP, Cores, Report, client_verdict, cores_of, text_of
+from tests.support.fuzz_rig import (
+    CLIENT_WARM_UP,
+    ROUNDS,
+    Cores,
+    Report,
+    Spans,
+    Tally,
+    client_verdict,
+    cores_of,
+    rounds,
+    text_of,
+)
 from tests.support.two_keys import judge, rounds_within
 
-GIVEN = argparse.Namespace(
-    seed=7, requests=1_000_000, messages=100_000, rounds=6, floor_ms=0.0, shared_floor_ms=50.0, seconds=540.0
-)
+GIVEN = argparse.Namespace(seed=7, requests=1_000_000, messages=100_000, rounds=6, floor_ms=0.0, seconds=540.0)
 
 
 @pytest.mark.parametrize("count", [1, 2, OWN_CORES_MIN - 1, OWN_CORES_MIN, BESIDE_CORES_MIN, BESIDE_CORES_MIN + 1, 64])
@@ -53,15 +65,6 @@ def test_lanes_beside_each_other_on_12_cores() -> None:
         plan(range(11), 540, beside=True)
 
 
-def test_latency_without_own_cores_has_a_floor() -> None:
-    floors = [
-        arguments[arguments.index("--floor-ms") + 1]
-        for cores in (2, 16)
-        for arguments in (command(run, GIVEN) for lane in plan(range(cores), 540) for run in lane)
-    ]
-    assert floors == ["50.0"] * 3 + ["0.0"] * 3
-
-
 def test_cores_are_read_as_they_are_written() -> None:
     assert cores_of("0-3,8") == {0, 1, 2, 3, 8}
     assert cores_of(text_of(frozenset({5, 1, 9}))) == {1, 5, 9}
@@ -69,12 +72,16 @@ def test_cores_are_read_as_they_are_written() -> None:
 
 
 def verdict(log: Path, calm_ms: float, stormy_ms: float, outcome: str = "ok", floor_ms: float = 0.0) -> list[str]:
-    """Of a client with 200 answers before 100 s, and 200 behind."""
-    lines = [f"{at} {(calm_ms if at < 100 else stormy_ms) / 1e3} ok" for at in range(-CLIENT_WARM_UP, 300)]
+    """Of a client with 90 answers in calm spans before 100 s, and 200 behind; slow between them, where nothing is
+    judged."""
+    lines = [
+        f"{at} {(9.0 if 50 <= at < 60 else (calm_ms if at < 100 else stormy_ms) / 1e3)} ok"
+        for at in range(-CLIENT_WARM_UP, 300)
+    ]
     lines.insert(-5, f"299.5 {stormy_ms / 1e3} {outcome}")
     log.write_text("\n".join([*lines, "cut o"]))
     report = Report()
-    client_verdict(report, log, 100, 1_000, floor_ms)
+    client_verdict(report, log, Spans([(0, 50), (60, 100)], [(100, 300)]), floor_ms)
     return report.wrong
 
 
@@ -87,10 +94,30 @@ def test_verdict_on_a_client(tmp_path: Path) -> None:
     assert verdict(log, 2, 2, "429") == ["the client was refused: ['429']"]
 
 
+def test_attackers_send_to_the_sink_and_to_the_service_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the same rate; only what the service got counts."""
+    now, jobs = [0.0], []
+
+    def attack(told: Sequence[Mapping[str, Any]]) -> Tally:
+        jobs.append(told)
+        now[0] += min(told[0]["seconds"], 20.0)
+        return Tally(told[0]["count"] if told[0]["port"] == 1 else 10**9)
+
+    monkeypatch.setattr(fuzz_rig.time, "monotonic", lambda: now[0])
+    spans = rounds(attack, [{"port": 1, "count": 1_000, "seconds": 400.0, "seed": "s", "per_s": 5.0}], {"port": 2})
+    assert [told[0]["port"] for told in jobs] == [2, 1] * ROUNDS
+    assert {told[0]["per_s"] for told in jobs} == {5.0}
+    assert len({told[0]["seed"] for told in jobs}) == ROUNDS
+    assert spans.sent.sent == pytest.approx(1_000, abs=ROUNDS)
+    assert spans.stormy_s == ROUNDS * (20.0 - fuzz_rig.ATTACKERS_START_S)
+    edges = [edge for pair in zip(spans.calm, spans.stormy, strict=True) for span in pair for edge in span]
+    assert edges == sorted(edges)
+
+
 def test_client_without_answers_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
     report = Report()
-    client_verdict(report, tmp_path / "log", 0, 1, 0.0)
+    client_verdict(report, tmp_path / "log", Spans([(0, 1)], [(1, 2)]), 0.0)
     assert report.wrong == ["the client had no answer", "the client had no answer undisturbed"]
 
 

@@ -86,6 +86,8 @@ PURE = [
     "hisparse/http/responses/bodies",
     "hisparse/http/tokens",
     "hisparse/http/tools",
+    "hisparse/http/arrears",
+    "hisparse/http/rota",
     "hisparse/http/wire",
     "hisparse/http/shares",
     "hisparse/http/prompts",

@@ -6,8 +6,8 @@
 
 `plan` divides the cores that this process may use. With 16 or more, or with --beside and 12 or more, http runs beside
 zmq and two_keys, each with cores for the service, for the client that measures and for the attackers. With 8 to 15 one
-program runs after the other. With fewer nothing has cores of its own, and latencies measure the machine, too. Prints
-one line of JSON for each program, and exits with 1 when one of them found something wrong.
+program runs after the other. With fewer nothing has cores of its own. Prints one line of JSON for each program, and
+exits with 1 when one of them found something wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from tests import ROOT
-from tests.support.fuzz_rig import SETTLE_S, UNDISTURBED_S, Cores, text_of
+from tests.support.fuzz_rig import ATTACKERS_START_S, ROUNDS, SETTLE_S, UNDISTURBED_S, Cores, text_of
 
 #: Cores of a service of three or four processes, of one program that has cores of its own, of two beside each other.
 SERVICE_CORES: Final = 4
@@ -38,10 +38,12 @@ OWN_CORES_MIN: Final = 8
 BESIDE_CORES_MIN: Final = 16
 ASKED_BESIDE_CORES_MIN: Final = 12
 #: Shares of the time where one program runs after the other: http, zmq; two_keys has the rest.
-HTTP_SHARE: Final = 0.5
-ZMQ_SHARE: Final = 0.15
-#: Of a program's time, not part of its attack: start, warm-up, undisturbed and settling phase.
-AROUND_S: Final = UNDISTURBED_S + SETTLE_S + 25.0
+HTTP_SHARE: Final = 0.8
+ZMQ_SHARE: Final = 0.11
+#: Of an attack of zmq beside http, at most; two_keys has the rest of that lane.
+ZMQ_BESIDE_S: Final = 120.0
+#: Of a program's time, not part of its attack: start, warm-up, phases with the sink, settling phase.
+AROUND_S: Final = ROUNDS * (UNDISTURBED_S + 2 * ATTACKERS_START_S) + SETTLE_S + 25.0
 #: Of the time that is left for an attack of http or zmq: the rate is such that it ends a little earlier.
 RATE_MARGIN: Final = 0.95
 ROUNDS_MAX: Final = 6
@@ -73,7 +75,7 @@ def plan(cpus: Sequence[int], seconds: float, *, beside: bool = False) -> list[l
         middle = len(cpus) // 2 + has_many
         service = SERVICE_CORES if has_many else SERVICE_CORES_BESIDE
         first, second = _divided(cpus[:middle], service), _divided(cpus[middle:], service)
-        zmq_s = min(ZMQ_SHARE * 2 * seconds, AROUND_S + 120.0)
+        zmq_s = min(seconds / 2, AROUND_S + ZMQ_BESIDE_S)
         return [
             [replace(http, cores=first, seconds=seconds)],
             [replace(zmq, cores=second, seconds=zmq_s), replace(two_keys, cores=second, seconds=seconds - zmq_s)],
@@ -94,7 +96,7 @@ def command(run: Run, given: argparse.Namespace) -> list[str]:
         "--seed",
         str(given.seed),
         "--floor-ms",
-        str(given.floor_ms if run.cores.service else given.shared_floor_ms),
+        str(given.floor_ms),
     ]
     for side, cores in (
         ("service", run.cores.service),
@@ -135,8 +137,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=ROUNDS_MAX)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
-    parser.add_argument("--floor-ms", type=float, default=0.0, help="a p99 below it is not judged; with own cores")
-    parser.add_argument("--shared-floor-ms", type=float, default=50.0, help="the same, where cores are shared")
+    parser.add_argument("--floor-ms", type=float, default=0.0, help="a p99 below it is not judged")
     parser.add_argument("--cores", type=int, default=0, help="use at most so many; 0: all")
     parser.add_argument("--beside", action="store_true", help="http beside the others, from 12 cores on")
     given = parser.parse_args()

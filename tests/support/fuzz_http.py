@@ -49,13 +49,15 @@ from tests.support.fuzz_rig import (
     client_verdict,
     cores_given,
     process,
+    rounds,
     storm,
     tell,
-    undisturbed,
     until,
+    warmed_up,
 )
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile_http import attack
+from tests.support.sink import sink
 from worker.runners.tiny_template import TEMPLATES
 
 MODULE: Final = "tests.support.fuzz_http"
@@ -65,7 +67,7 @@ TLS_PERCENT: Final = 25
 #: How long an attacker waits for answers after its last byte.
 ANSWER_LIMIT_S: Final = 0.5
 #: Requests before memory is measured: what is loaded late is loaded by then.
-WARM_UP_REQUESTS: Final = 20_000
+WARM_UP_REQUESTS: Final = 5_000
 #: Requests that the coordinator knows at once, and for how long after their end. A connection that has not read an
 #: output by then is dropped, and its next message, too.
 REQUEST_INDICES: Final = 2_048
@@ -86,6 +88,7 @@ class Site:
     plain: Front
     secure: Front
     cert: str
+    key: str
 
     @property
     def fronts(self) -> tuple[Front, Front]:
@@ -159,7 +162,7 @@ def front(place: Path, name: str, *options: str, cores: frozenset[int]) -> Itera
         "HISPARSE_CLUSTER_RUNTIME_DIR": str(place),
         "HISPARSE_CLUSTER_CLIENT_ENDPOINT": f"ipc://{place}/run/client.sock",
     }
-    with process("hisparse.cli", *common, *options, log=log, cores=cores, **env) as started:
+    with process("hisparse.cli", *common, *options, log=log, cores=cores, env=env) as started:
         port = until(log, r"listening.*127\.0\.0\.1:(\d+)")
         until(log, r"()connected")
         yield Front(f"front {name}", started, log, port=int(port))
@@ -187,7 +190,7 @@ def site(place: Path, cores: frozenset[int] = frozenset()) -> Iterator[Site]:
         front(place, "plain", cores=cores) as plain,
         front(place, "tls", "--tls-cert", cert, "--tls-key", key, cores=cores) as secure,
     ):
-        yield Site(place, Target("coordinator", coordinator, place / "coordinator.log"), plain, secure, cert)
+        yield Site(place, Target("coordinator", coordinator, place / "coordinator.log"), plain, secure, cert, key)
 
 
 # ---------------------------------------------------------------- attackers
@@ -264,24 +267,30 @@ def fuzz(given: argparse.Namespace, cores: Cores, place: Path) -> Report:
         aim = {"plain": at.plain.port, "secure": at.secure.port, "cert": at.cert, "seconds": given.seconds}
         jobs = [{**aim, "seed": f"{given.seed}/{number}"} for number in range(given.attackers)]
         jobs = [it | ({"per_s": given.rate / len(jobs)} if given.rate else {}) for it in jobs]
-        storm(MODULE, place, [it | {"count": WARM_UP_REQUESTS // len(jobs)} for it in jobs], cores.attackers, at.fronts)
+        attack = partial(storm, MODULE, place, cores=cores.attackers, targets=at.fronts)
+        attack([it | {"count": WARM_UP_REQUESTS // len(jobs)} for it in jobs])
         log = place / "client.log"
-        with process(MODULE, "--ask", str(at.plain.port), log=log, cores=cores.client):
-            undisturbed(log)
+        with (
+            sink(place, at.cert, at.key, cores.attackers) as aside,
+            process(MODULE, "--ask", str(at.plain.port), log=log, cores=cores.client),
+        ):
+            warmed_up(log)
             for one in (*at.fronts, at.coordinator):
                 one.start()
-            began = time.monotonic()
             jobs = [it | {"seed": f"{it['seed']}/storm", "count": given.requests // len(jobs) + 1} for it in jobs]
-            tally = storm(MODULE, place, jobs, cores.attackers, at.fronts)
-            ended = time.monotonic()
+            spans = rounds(attack, jobs, {"plain": aside.plain, "secure": aside.secure})
             time.sleep(SETTLE_S)
-        rate = round(tally.sent / (ended - began))
-        report.measured |= {"requests": tally.sent, "per_s": rate, "answers": dict(sorted(tally.outcomes.items()))}
+        tally = spans.sent
+        report.measured |= {
+            "requests": tally.sent,
+            "per_s": {"at_most": given.rate or None, "sent": round(tally.sent / spans.stormy_s)},
+            "answers": dict(sorted(tally.outcomes.items())),
+        }
         for one in (*at.fronts, at.coordinator):
             one.verdict(report)
         dropped = at.coordinator.log.read_text().count("message dropped")
         report.wrong += [f"the coordinator dropped {dropped} messages of the fronts"] if dropped else []
-    client_verdict(report, log, began, ended, given.floor_ms)
+    client_verdict(report, log, spans, given.floor_ms)
     report.wrong += [] if tally.sent >= given.requests else [f"the time ended after {tally.sent} requests"]
     return report
 

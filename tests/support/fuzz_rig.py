@@ -1,11 +1,11 @@
 """What the fuzzers share: processes under attack, a client that is no attacker, and the verdict over both.
 
 At the end the same processes run, their memory is at most MEMORY_GROWTH_MAX of what it was before, and the client was
-never refused, with a p99 of at most P99_GROWTH_MAX of its undisturbed one (or the floor, below which a machine's own
-noise decides: P99_FLOOR_MS, unless --floor-ms says otherwise).
+never refused, with a p99 of at most P99_GROWTH_MAX of its undisturbed one (below --floor-ms it is not judged).
 
-Attackers take as much of a machine as the service. So each side may have cores of its own: --service-cores,
---client-cores, --attacker-cores. Without them all share all cores, and the client's latency measures the machine, too.
+Attackers take as much of a machine as the service. So they are nice, each side may have cores of its own
+(--service-cores, --client-cores, --attacker-cores), and "undisturbed" has the same neighbours: in turn with the attack,
+the same attackers send to a sink (tests.support.sink) at the same rate, in ROUNDS rounds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import trio
@@ -33,10 +34,15 @@ from tests import ROOT
 
 MEMORY_GROWTH_MAX: Final = 1.2
 P99_GROWTH_MAX: Final = 3.0
-P99_FLOOR_MS: Final = 50.0
 #: The client that is no attacker.
 CLIENT_INTERVAL_S: Final = 0.05
-UNDISTURBED_S: Final = 10.0
+#: How often attackers send to the sink and then to the service; how long to the sink, each time. What the start of
+#: their processes takes is not judged, on either side.
+ROUNDS: Final = 4
+UNDISTURBED_S: Final = 15.0
+ATTACKERS_START_S: Final = 3.0
+#: Of attackers and sink, behind service and client.
+HOSTILE_NICENESS: Final = 10
 #: First requests of the client, which are not judged.
 CLIENT_WARM_UP: Final = 20
 #: Until freed memory is measured at the end.
@@ -70,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What all programs take."""
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end the attack after so long")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
-    parser.add_argument("--floor-ms", type=float, default=P99_FLOOR_MS, help="a p99 below it is not judged")
+    parser.add_argument("--floor-ms", type=float, default=0.0, help="a p99 below it is not judged")
     parser.add_argument("--json", type=Path, help="write what was measured there")
     for side in ("service", "client", "attacker"):
         parser.add_argument(f"--{side}-cores", type=cores_of, default=frozenset(), help='such as "0-3,8"')
@@ -160,11 +166,16 @@ class Report:
 
 @contextmanager
 def process(
-    *arguments: str, log: Path, cores: frozenset[int] = frozenset(), **env: str
+    *arguments: str,
+    log: Path,
+    cores: frozenset[int] = frozenset(),
+    niceness: int = 0,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python module with its arguments, on these cores; killed at the end."""
+    """A Python module with its arguments, on these cores, and with `env` besides; killed at the end."""
 
     def pin() -> None:
+        os.nice(niceness)
         if cores:
             os.sched_setaffinity(0, cores)
 
@@ -172,7 +183,7 @@ def process(
         started = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             cwd=ROOT,
-            env=os.environ | env,
+            env={**os.environ, **env},
             stdout=file,
             stderr=file,
             preexec_fn=pin,  # noqa: PLW1509 - this process has one thread
@@ -235,6 +246,7 @@ def storm(
                     *(module, "--assail", json.dumps(dict(job))),
                     log=log,
                     cores=frozenset(own[number % len(own) : number % len(own) + 1]) if own else cores,
+                    niceness=HOSTILE_NICENESS,
                 )
             )
             for number, (job, log) in enumerate(zip(jobs, logs, strict=True))
@@ -272,10 +284,49 @@ def until(log: Path, pattern: str) -> str:
     return found[1]
 
 
-def undisturbed(log: Path) -> None:
-    """Wait until the client has been served for UNDISTURBED_S, after its warm-up. Raises TimeoutError."""
-    warmed_up(log)
-    time.sleep(UNDISTURBED_S)
+@dataclass
+class Spans:
+    """When attackers sent to the sink, and when to the service: from and to."""
+
+    calm: list[tuple[float, float]] = field(default_factory=list)
+    stormy: list[tuple[float, float]] = field(default_factory=list)
+    sent: Tally = field(default_factory=Tally)
+
+    @property
+    def stormy_s(self) -> float:
+        return sum(ended - began for began, ended in self.stormy)
+
+
+def rounds(
+    attack: Callable[[Sequence[Mapping[str, Any]]], Tally],
+    jobs: Sequence[Mapping[str, Any]],
+    at_sink: Mapping[str, Any],
+) -> Spans:
+    """Run `attack` on ROUNDS parts of `jobs`, each part behind UNDISTURBED_S of the same with `at_sink` in its place.
+
+    A job has `count`, `seconds` and `seed`.
+    """
+    spans = Spans()
+    for number in range(ROUNDS):
+        parts = [
+            {
+                **it,
+                "count": it["count"] // ROUNDS + 1,
+                "seconds": it["seconds"] / ROUNDS,
+                "seed": f"{it['seed']}/{number}",
+            }
+            for it in jobs
+        ]
+        for kept, told in (
+            (spans.calm, [{**it, **at_sink, "seconds": UNDISTURBED_S + ATTACKERS_START_S} for it in parts]),
+            (spans.stormy, parts),
+        ):
+            began = time.monotonic() + ATTACKERS_START_S
+            tally = attack(told)
+            kept.append((began, time.monotonic()))
+        spans.sent.sent += tally.sent
+        spans.sent.outcomes.update(tally.outcomes)
+    return spans
 
 
 def warmed_up(log: Path) -> None:
@@ -291,15 +342,16 @@ def p99(latencies: Sequence[float]) -> float:
     return sorted(latencies)[int(len(latencies) * 0.99)] if latencies else 0.0
 
 
-def client_verdict(report: Report, log: Path, began: float, ended: float, floor_ms: float) -> None:
-    """What is wrong with the answers of the client, whose log has lines `time latency outcome`; outcome "ok" is right.
+def client_verdict(report: Report, log: Path, spans: Spans, floor_ms: float) -> None:
+    """What is wrong with the answers of the client, whose log has lines `time latency outcome`; "ok" is right."""
 
-    The attack lasted from `began` to `ended`.
-    """
+    def within(at_s: float, parts: Sequence[tuple[float, float]]) -> bool:
+        return any(began <= at_s < ended for began, ended in parts)
+
     lines = [line.split() for line in log.read_text().splitlines()[CLIENT_WARM_UP:-1]]
     times = [(float(line[0]), float(line[1]), line[2]) for line in lines if len(line) == 3]
-    calm = [latency for at_s, latency, _ in times if at_s < began]
-    stormy = [latency for at_s, latency, _ in times if began <= at_s < ended]
+    calm = [latency for at_s, latency, _ in times if within(at_s, spans.calm)]
+    stormy = [latency for at_s, latency, _ in times if within(at_s, spans.stormy)]
     refused = [outcome for _, _, outcome in times if outcome != "ok"]
     ratio = p99(stormy) / max(p99(calm), 1e-9)
     report.measured["client"] = {

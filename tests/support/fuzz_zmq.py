@@ -39,12 +39,14 @@ from tests.support.fuzz_rig import (
     client_verdict,
     cores_given,
     process,
+    rounds,
     storm,
     tell,
-    undisturbed,
     until,
+    warmed_up,
 )
 from tests.support.hostile_zmq import ROLES, attack
+from tests.support.sink import sink
 from tests.support.zmtp_peer import GREETING, READY
 
 MODULE: Final = "tests.support.fuzz_zmq"
@@ -69,7 +71,7 @@ def site(place: Path, cores: frozenset[int] = frozenset()) -> Iterator[Site]:
     log = place / "coordinator.log"
     # few ended requests are kept, so that the table is full after the warm-up
     env = {"HISPARSE_CLUSTER_RUNTIME_DIR": f"{place}/run", "HISPARSE_COORDINATOR_ENDED_KEEP_MAX": "64"}
-    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, cores=cores, **env) as started:
+    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, cores=cores, env=env) as started:
         until(log, r"(listening|ready|serving)")
         yield Site(place, Target("coordinator", started, log))
 
@@ -161,21 +163,27 @@ def fuzz(given: argparse.Namespace, cores: Cores, place: Path) -> Report:
     report = Report({"program": "zmq", "seed": given.seed})
     job = {"place": str(place), "seed": given.seed - 1, "count": WARM_UP_MESSAGES, "seconds": given.seconds}
     with site(place, cores.service) as at:
-        storm(MODULE, place, [job], cores.attackers, [at.coordinator])
+        attack_with = partial(storm, MODULE, place, cores=cores.attackers, targets=[at.coordinator])
+        attack_with([job])
         log = place / "client.log"
-        with process(MODULE, "--ask", str(place), log=log, cores=cores.client):
-            undisturbed(log)
+        with (
+            sink(place, cores=cores.attackers) as aside,
+            process(MODULE, "--ask", str(place), log=log, cores=cores.client),
+        ):
+            warmed_up(log)
             at.coordinator.start()
-            began = time.monotonic()
             job |= {"seed": given.seed, "count": given.messages}
             job |= {"per_s": given.rate} if given.rate else {}
-            tally = storm(MODULE, place, [job], cores.attackers, [at.coordinator])
-            ended = time.monotonic()
+            spans = rounds(attack_with, [job], {"place": str(aside.place)})
             time.sleep(SETTLE_S)
-        rate = round(tally.sent / (ended - began))
-        report.measured |= {"messages": tally.sent, "per_s": rate, "connections": dict(tally.outcomes)}
+        tally = spans.sent
+        report.measured |= {
+            "messages": tally.sent,
+            "per_s": {"at_most": given.rate or None, "sent": round(tally.sent / spans.stormy_s)},
+            "connections": dict(tally.outcomes),
+        }
         at.coordinator.verdict(report)
-    client_verdict(report, log, began, ended, given.floor_ms)
+    client_verdict(report, log, spans, given.floor_ms)
     report.wrong += [] if tally.sent >= given.messages else [f"the time ended after {tally.sent} messages"]
     return report
 

@@ -91,7 +91,7 @@ class Peer:
 
     # ------------------------------------------------------------ hisparse.http.exchange.Channel
 
-    def hold(self) -> None:
+    async def admit(self, owner: str) -> None:
         self.held = True
 
     async def piece(self) -> bytes:

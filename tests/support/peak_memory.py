@@ -84,7 +84,7 @@ def coordinator(place: Path, transport: str) -> Iterator[tuple[Target, str]]:
         env["HISPARSE_CLUSTER_KEYS_DIR"] = f"{place}/keys"
     log = place / "coordinator.log"
     no_cores: frozenset[int] = frozenset()
-    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, cores=no_cores, **env) as started:
+    with process("hisparse.cli", "coordinator", "--metrics-port", "-1", log=log, cores=no_cores, env=env) as started:
         endpoint = until(log, r"listening to=clients endpoint=(\S+)")
         until(log, r"(listening to=workers)")
         yield Target("coordinator", started, log), endpoint

@@ -2,20 +2,21 @@
 
     ids       bodies of 2,000,000 token ids with `n: 16`, far beyond the context
     text      bodies of 15 MiB of text
-    heads     256 requests that send headers only, held open and opened again
+    heads     512 requests at a time that send headers only, twice as many as have places; a connection that is
+              refused or ends is opened again at once
     batch     16 requests at a time, at the highest priority that the key may ask for
 
-The other key asks at an even pace from a process of its own (tests.support.fuzz_http). Undisturbed and hostile phases
-alternate, so that what else runs on the machine falls on both. Prints p50 and p99 of each, their ratio over all phases
-and by pairs of neighbours, and memory, as one line of JSON. Exits with 1 when a request of the other key was refused or
-cut, or the ratio of p99 over all phases is above P99_GROWTH_MAX. --seconds bounds the whole: fewer rounds are made.
+The other key asks at an even pace from a process of its own (tests.support.fuzz_http); attackers are nice. Undisturbed
+and hostile phases alternate, so that what else runs on the machine falls on both. Prints p50 and p99 of each, their
+ratio over all phases and by pairs of neighbours, and memory, as one line of JSON. Exits with 1 when a request of the
+other key was refused or cut, or the ratio of p99 over all phases is above P99_GROWTH_MAX. --seconds bounds the whole:
+fewer rounds are made.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import sys
 import tempfile
@@ -28,8 +29,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+import trio
+
 from tests.support.fuzz_http import FUZZ_KEY, Site, site
 from tests.support.fuzz_rig import (
+    HOSTILE_NICENESS,
     P99_GROWTH_MAX,
     Cores,
     Report,
@@ -47,7 +51,7 @@ SETTLE_S: Final = 1.0
 #: Connections of the hostile key that send large bodies.
 SENDERS: Final = 4
 BATCH: Final = 16
-HEADS: Final = 256
+HEADS: Final = 512
 LIMIT_S: Final = 60.0
 #: Until front and coordinator are there, at most.
 START_S: Final = 20.0
@@ -74,24 +78,23 @@ def post(body: bytes) -> Callable[[int, threading.Event], None]:
 
 
 def announce(port: int, stop: threading.Event) -> None:
-    """HEADS requests without their bodies; a connection that is answered is replaced."""
+    """HEADS requests without their bodies, each from a task that does not wait for the others."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: 9\r\n\r\n"
-    peers: list[socket.socket] = []
-    while not stop.is_set():
-        while len(peers) < HEADS:
-            peer = socket.create_connection(("127.0.0.1", port), LIMIT_S)
-            peer.sendall(head % FUZZ_KEY.encode())
-            peer.setblocking(False)
-            peers.append(peer)
-        for peer in list(peers):
-            with suppress(BlockingIOError):
-                with suppress(OSError):
-                    peer.recv(65_536)
-                peers.remove(peer)
-                peer.close()
-        stop.wait(0.02)
-    for peer in peers:
-        peer.close()
+
+    async def keep_on() -> None:
+        while not stop.is_set():
+            with suppress(OSError, trio.BrokenResourceError):
+                async with await trio.open_tcp_stream("127.0.0.1", port) as peer:
+                    await peer.send_all(head % FUZZ_KEY.encode())
+                    while await peer.receive_some():
+                        pass
+
+    async def all_of_them() -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(HEADS):
+                nursery.start_soon(keep_on)
+
+    trio.run(all_of_them)
 
 
 #: By name: what a thread does, and how many of them.
@@ -117,7 +120,8 @@ def attack(name: str, port: int) -> None:
 @contextmanager
 def hostile(at: Site, name: str, cores: frozenset[int]) -> Iterator[None]:
     log = at.place / "attack.log"
-    with process("tests.support.two_keys", "--attack", name, str(at.plain.port), log=log, cores=cores):
+    arguments = ("tests.support.two_keys", "--attack", name, str(at.plain.port))
+    with process(*arguments, log=log, cores=cores, niceness=HOSTILE_NICENESS):
         until(log, "(attacking)")
         yield
 

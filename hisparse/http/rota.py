@@ -1,0 +1,40 @@
+"""Who waits, in the order in which they are served: one of each party, then the next of each. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Rota(Generic[T]):
+    """What waits, by party. A party is the owner of an API key, or a client's address."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[T]] = {}  # the party that comes next is first
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, party: str, item: T) -> None:
+        """Behind what waits of the same party."""
+        self._waiting.setdefault(party, deque()).append(item)
+
+    def remove(self, party: str, item: T) -> None:
+        """Of what was added and not taken."""
+        self._waiting[party].remove(item)
+        if not self._waiting[party]:
+            del self._waiting[party]
+
+    def take(self, may: Callable[[str], bool] = lambda _: True) -> tuple[str, T] | None:
+        """The next of the first party that `may`, which goes behind the others then; None: there is none."""
+        party = next((it for it in self._waiting if may(it)), None)
+        if party is None:
+            return None
+        items = self._waiting.pop(party)
+        item = items.popleft()
+        if items:
+            self._waiting[party] = items
+        return party, item
