@@ -657,6 +657,11 @@ CALLS: Final[dict[str, Call]] = {
         "(use one of auto, staged, direct)",
         lambda *_: check_submit(submission(prefill_mode="x"), MODEL),
     ),
+    "more alternatives than tokens": Call(
+        BadInput,
+        "logprobs=20: tiny has 9 tokens (ask for 9 or less)",
+        lambda *_: check_submit(submission(logprobs=20), msgspec.structs.replace(MODEL, vocab_size=9)),
+    ),
     "empty prompt": Call(BadInput, "(give at least one token)", lambda *_: check_submit(submission(prompt=b""), MODEL)),
     "bias of a token twice": Call(
         BadInput,
