@@ -81,6 +81,7 @@ PURE = [
     "hisparse/http/formats/replies",
     "hisparse/http/formats/scanning",
     "hisparse/http/generation",
+    "hisparse/http/logprobs",
     "hisparse/http/openapi",
     "hisparse/http/request_state",
     "hisparse/http/responses/answers",
