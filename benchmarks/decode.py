@@ -31,7 +31,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,7 +110,9 @@ class Clock:
         self.steps: list[float] = []
         self.events: list[Event] = []
 
-    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+    def add_tokens(
+        self, request_index: int, placement: int, start: int, ids: list[int], durable: int, rows: Sequence[bytes] = ()
+    ) -> None:
         if request_index == 0:
             self.steps.append(time.perf_counter())
 

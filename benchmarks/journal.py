@@ -132,10 +132,9 @@ class Load:
         starts = self._positions[request_indices]
         ones = np.ones(len(request_indices), np.int32)
         said = (ones, starts % 32_000, PROMPT_TOKENS + starts)
-        packed = (pack_int32(it) for it in (starts, *said))
-        self._token_log.append(
-            Progress(pack_int32(request_indices), pack_int64(request_indices.astype(np.int64) + 1), *packed), worker
-        )
+        indices, placements = pack_int32(request_indices), pack_int64(request_indices.astype(np.int64) + 1)
+        counts, tokens, durables = (pack_int32(it) for it in said)
+        self._token_log.append(Progress(indices, placements, pack_int32(starts), counts, tokens, durables), worker)
         self._positions[request_indices] += 1
         self.tokens += len(request_indices)
         self._journal.tokens_arrived()

@@ -13,6 +13,7 @@ benchmarks/resume.py, the prefix in pinned host memory. All in one run:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any, Final
@@ -46,7 +47,9 @@ class Outputs(Stays):
         super().__init__()
         self.ids: list[int] = []
 
-    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+    def add_tokens(
+        self, request_index: int, placement: int, start: int, ids: list[int], durable: int, rows: Sequence[bytes] = ()
+    ) -> None:
         super().add_tokens(request_index, placement, start, ids, durable)
         self.ids += ids
 

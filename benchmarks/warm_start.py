@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -63,7 +63,9 @@ class Tokens:
         self.released: dict[int, Released] = {}
         self.swaps: dict[int, tuple[int, int]] = {}  # hits and misses by placement
 
-    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+    def add_tokens(
+        self, request_index: int, placement: int, start: int, ids: list[int], durable: int, rows: Sequence[bytes] = ()
+    ) -> None:
         self.times[request_index].append(time.perf_counter())
         self.ids[request_index] += ids
 

@@ -51,6 +51,7 @@ __all__ = [
     "RequestRow",
     "RequestRows",
     "Sampling",
+    "TokenLogprobs",
     "TokenStream",
     "Tokenizer",
     "TokenizerData",
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
         Unavailable,
         WrongState,
     )
+    from protocol.logprobs import TokenLogprobs
     from protocol.messages import (
         AuditedRow,
         AuditRows,
@@ -117,6 +119,7 @@ else:
         "hisparse.client.tokenizer_cache": "fetch_tokenizer",
         "protocol.errors": "BadInput CapacityError ConfigError HiSparseError InternalError NotAllowed NotFound "
         "ProtocolError Unavailable WrongState",
+        "protocol.logprobs": "TokenLogprobs",
         "protocol.messages": "AuditRows AuditedRow DifferenceRow Ended ModelInfo PoolRow PrefixRow PrefixRows "
         "RequestDetail RequestRow RequestRows Sampling HistoryLine TokenizerData Welcome WorkerCapacity WorkerRow",
         "protocol.text": "Detokenizer Tokenizer",

@@ -53,6 +53,9 @@ STOP_CHARS_MAX: Final = 256
 #: Most entries of `Sampling.logit_bias` and of `Sampling.stop_token_ids`.
 LOGIT_BIAS_MAX: Final = 300
 STOP_TOKEN_IDS_MAX: Final = 64
+#: Most alternatives to each token that `Sampling.logprobs` may ask for, and its value where it asks for nothing.
+LOGPROBS_MAX: Final = 20
+NO_LOGPROBS: Final = -1
 #: Most end-of-sequence tokens of a model.
 EOS_IDS_MAX: Final = 64
 #: Most ids or names in one command. Decoding 8 million empty ones would take 0.3 s.
@@ -107,6 +110,9 @@ class Sampling(Part, frozen=True):
     Of what temperature then leaves, `min_p` drops tokens less likely than that share of the likeliest, and `top_k` (0:
     none) all but the k likeliest, ties kept, before `top_p`. A token of `stop_token_ids` ends the output and is part of
     it, as an end-of-sequence token.
+
+    `logprobs`: each token comes with its log-probability and those of so many likeliest tokens (protocol/logprobs.py),
+    LOGPROBS_MAX at most; NO_LOGPROBS: without. They are those of the logits before all of the above.
     """
 
     max_tokens: int
@@ -123,6 +129,29 @@ class Sampling(Part, frozen=True):
     logit_bias: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
     min_tokens: int = 0
     stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
+    logprobs: int = NO_LOGPROBS
+
+
+class Logprobs(Part, frozen=True):
+    """Log-probabilities of the tokens of a Progress or a Delivery, in which some requests ask for them.
+
+    int32 `words`: for each entry, the words of a row, 0: its request asks for none. int32 `rows`: one for each token of
+    the other entries, concatenated (protocol/logprobs.py).
+    """
+
+    words: bytes
+    rows: bytes
+
+
+class HeldToken(Part, frozen=True):
+    """A first token that is held back, of a request that asks for log-probabilities: with its row."""
+
+    token: int
+    logprobs: bytes
+
+
+#: A first token that is held back, or NO_TOKEN.
+FirstToken: TypeAlias = int | HeldToken
 
 
 class ModelInfo(Part, frozen=True):
@@ -450,13 +479,15 @@ class Delivery(Message, frozen=True, tag="delivery"):
     """New tokens of any number of subscribed requests, as four int32 arrays.
 
     Entry i: `counts[i]` tokens of handle `handles[i]` from generated position `starts[i]`. `tokens` concatenates the
-    tokens of all entries. A connection receives each position once and in order (I5).
+    tokens of all entries. A connection receives each position once and in order (I5). `logprobs`: where an entry's
+    request asks for them.
     """
 
     handles: bytes
     starts: bytes
     counts: bytes
     tokens: bytes
+    logprobs: Logprobs | None = None
 
 
 class Ended(Message, frozen=True, tag="ended"):
@@ -710,7 +741,7 @@ class Admit(Part, frozen=True, tag="admit"):
     slab_pages: int
     hot_slots: int  # 0: resident
     hot_chunks: int
-    first_token: int = NO_TOKEN
+    first_token: FirstToken = NO_TOKEN
     transfer_id: int = 0
     destination: bytes = b""
     warm_start: bytes = b""
@@ -880,7 +911,8 @@ class Progress(Part, frozen=True):
     """Tokens of any number of requests since the last report, as parallel arrays.
 
     int32 `request_indices`, int64 `placements`, int32 `starts` (generated position of the first token), int32 `counts`,
-    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included).
+    int32 `tokens` (concatenated), int32 `durables` (rows known durable in host memory, prompt included). `logprobs`:
+    where a request asks for them.
     """
 
     request_indices: bytes
@@ -889,6 +921,7 @@ class Progress(Part, frozen=True):
     counts: bytes
     tokens: bytes
     durables: bytes
+    logprobs: Logprobs | None = None
 
 
 class Staged(Part, frozen=True, tag="staged"):
@@ -945,7 +978,7 @@ class Released(Part, frozen=True, tag="released"):
 
     placement: int
     durable_tokens: int
-    first_token: int = NO_TOKEN
+    first_token: FirstToken = NO_TOKEN
     warm_start: bytes = b""
 
 

@@ -17,10 +17,12 @@ Without stop strings nothing is held.
 from __future__ import annotations
 
 import codecs
+import json
+import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Final, Protocol
 
 from protocol.errors import ConfigError
@@ -74,6 +76,11 @@ class Tokenizer(Protocol):
         """Whether `text` is one token of the vocabulary."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 that a token stands for within a text, which may be part of a character: concatenated, those of an
+        output are its text. A special token's own text; empty for ids without any."""
+        ...
+
     @property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of special tokens."""
@@ -102,6 +109,9 @@ class ByteTokenizer:
 
     def knows(self, text: str) -> bool:
         return len(text.encode()) == 1
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if 0 <= token < BYTE_IDS else b""
 
     @property
     def special_texts(self) -> tuple[str, ...]:
@@ -160,6 +170,28 @@ class JsonTokenizer:
     def knows(self, text: str) -> bool:
         return self._tokenizer.token_to_id(text) is not None
 
+    def token_bytes(self, token: int) -> bytes:
+        if token in self._added_tokens:
+            return str(self._added_tokens[token].content).encode()
+        word = self._tokenizer.id_to_token(token)
+        if word is None:
+            return b""
+        decoders = self._decoders
+        if "ByteLevel" in decoders:
+            return b"".join(_byte_of_letter().get(letter, letter.encode()) for letter in word)
+        if "ByteFallback" in decoders and (named := _NAMED_BYTE.fullmatch(word)):
+            return bytes([int(named[1], 16)])
+        if decoders and decoders <= _OF_WHOLE_WORDS:
+            return str(word).replace(WORD_BEGINS, " ").encode()
+        return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """The kinds of steps of the library's decoder."""
+        decoder = self._tokenizer.decoder
+        state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+        return frozenset(it["type"] for it in state.get("decoders", [state] if state else []))
+
     @property
     def special_texts(self) -> tuple[str, ...]:
         return tuple(it.content for it in self._added_tokens.values() if it.special)
@@ -168,6 +200,23 @@ class JsonTokenizer:
     def _added_tokens(self) -> dict[int, Any]:
         tokens: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         return tokens
+
+
+#: The letter with which tokens of SentencePiece begin a word.
+WORD_BEGINS: Final = "\u2581"
+_NAMED_BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
+#: Steps of decoders that replace WORD_BEGINS, and change no word otherwise.
+_OF_WHOLE_WORDS: Final = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
+
+
+@cache
+def _byte_of_letter() -> dict[str, bytes]:
+    """The letters with which byte-level vocabularies write bytes, those of GPT-2: printable ones for themselves, the
+    others in order from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    letters = {chr(byte): bytes([byte]) for byte in printable}
+    return letters | {chr(0x100 + place): bytes([byte]) for place, byte in enumerate(others)}
 
 
 class _JsonDetokenizer:

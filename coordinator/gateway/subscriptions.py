@@ -25,7 +25,8 @@ from protocol.arrays import Int32Array, pack_int32
 from protocol.errors import InternalError, WrongState
 from protocol.messages import Delivery
 
-#: Most tokens in one Delivery (256 KiB): the pieces of a long output for a client that attaches to it.
+#: Most tokens in one Delivery, and words of their rows of log-probabilities: 256 KiB, the pieces
+#: of a long output for a client that attaches to it.
 DELIVERY_TOKENS_MAX: Final = 65_536
 ROWS_INITIAL: Final = 1_024
 #: Connection and cursor of a row that is not in use; such a row is never behind the token log.
@@ -140,17 +141,21 @@ class Subscriptions:
     def _parcel(self, connection: int, rows: npt.NDArray[np.intp]) -> Parcel:
         request_indices, starts = self._request_indices[rows], self._cursors[rows]
         counts = self._log.committed[request_indices] - starts
-        total = np.cumsum(counts, dtype=np.int64)
+        places = 1 + self._log.words(request_indices) if self._log.has_logprobs else 1
+        total = np.cumsum(counts * places, dtype=np.int64)
         is_partial = bool(total[-1] > DELIVERY_TOKENS_MAX)
         if is_partial:
-            counts = np.clip(counts - (total - DELIVERY_TOKENS_MAX), 0, counts).astype(np.int32)
+            beyond = -((DELIVERY_TOKENS_MAX - total) // places)
+            counts = np.clip(counts - beyond, 0, counts).astype(np.int32)
             some = counts > 0
             rows, request_indices, starts, counts = rows[some], request_indices[some], starts[some], counts[some]
+        logprobs = self._log.gather_logprobs(request_indices, starts, counts)
         delivery = Delivery(
             handles=pack_int32(rows),
             starts=pack_int32(starts),
             counts=pack_int32(counts),
             tokens=pack_int32(self._log.gather(request_indices, starts, counts)),
+            logprobs=None if logprobs is None else logprobs.packed(),
         )
         return Parcel(connection, rows, counts, delivery, is_partial)
 

@@ -27,9 +27,19 @@ import msgspec
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import EpochKey
 from coordinator.memory.prefix_index import Scope
-from coordinator.tokens.token_log import News
+from coordinator.tokens.logprob_rows import unpack_logprobs
+from coordinator.tokens.token_log import News, OutputPart
 from protocol.arrays import pack_int32, unpack_int32
-from protocol.messages import AUTO, NO_TOKEN, GroupMember, ModelInfo, Sampling, WorkerCapacity
+from protocol.messages import (
+    AUTO,
+    NO_TOKEN,
+    FirstToken,
+    GroupMember,
+    Logprobs,
+    ModelInfo,
+    Sampling,
+    WorkerCapacity,
+)
 
 #: Most drained worker names that are kept, those of workers that have left included.
 DRAINS_MAX: Final = 1_024
@@ -133,7 +143,7 @@ class RequestHandedOver(JournalEntry, frozen=True, tag="handed_over"):
     worker: str
     epoch: int
     kept_tokens: int
-    first_token: int = NO_TOKEN
+    first_token: FirstToken = NO_TOKEN
 
 
 class RequestDeparted(JournalEntry, frozen=True, tag="departed"):
@@ -144,7 +154,7 @@ class RequestDeparted(JournalEntry, frozen=True, tag="departed"):
 
     request_index: int
     kept_tokens: int
-    first_token: int = NO_TOKEN
+    first_token: FirstToken = NO_TOKEN
 
 
 class RequestsStruck(JournalEntry, frozen=True, tag="struck"):
@@ -235,7 +245,7 @@ class TokensAppended(JournalEntry, frozen=True, tag="tokens"):
     """New tokens and durable rows of any number of requests, as int32 arrays.
 
     `counts[i]` tokens of `request_indices[i]` from generated position `starts[i]` on, concatenated in `tokens`;
-    `durables[i]` is the number of its durable rows.
+    `durables[i]` is the number of its durable rows. `logprobs`: where a request asks for them.
     """
 
     request_indices: bytes
@@ -243,6 +253,7 @@ class TokensAppended(JournalEntry, frozen=True, tag="tokens"):
     counts: bytes
     tokens: bytes
     durables: bytes
+    logprobs: Logprobs | None = None
 
 
 # ---------------------------------------------------------------- of a summary
@@ -301,12 +312,14 @@ class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(JournalEntry, frozen=True, tag="output"):
-    """Tokens (int32) of one request from generated position `start` on, which earlier summaries do not have."""
+    """Tokens (int32) of one request from generated position `start` on, which earlier summaries do not have, and their
+    rows (int32) where it asks for log-probabilities."""
 
     request_index: int
     start: int
     tokens: bytes
     durable_tokens: int
+    logprobs: bytes = b""
 
 
 def digest_of(prompt: bytes) -> bytes:
@@ -316,13 +329,28 @@ def digest_of(prompt: bytes) -> bytes:
 
 def tokens_of(news: News) -> TokensAppended:
     """New tokens of the token log as a record."""
-    return TokensAppended(*(part.tobytes() for part in news))
+    return TokensAppended(
+        news.request_indices.tobytes(),
+        news.starts.tobytes(),
+        news.counts.tobytes(),
+        news.tokens.tobytes(),
+        news.durables.tobytes(),
+        None if news.logprobs is None else news.logprobs.packed(),
+    )
 
 
 def news_of(tokens: TokensAppended) -> News:
-    """The arrays of a record. Raises ProtocolError when an array's size is no multiple of 4 bytes."""
+    """The arrays of a record. Raises ProtocolError when sizes of arrays are no multiples of 4 bytes, or disagree."""
     parts = (tokens.request_indices, tokens.starts, tokens.counts, tokens.tokens, tokens.durables)
-    return News(*(unpack_int32(part, "tokens") for part in parts))
+    indices, starts, counts, ids, durables = (unpack_int32(part, "tokens") for part in parts)
+    return News(indices, starts, counts, ids, durables, unpack_logprobs(tokens.logprobs, counts))
+
+
+def output_of(part: OutputPart) -> RequestOutput:
+    """A part of one request's output as a record."""
+    return RequestOutput(
+        part.request_index, part.start, part.tokens.tobytes(), part.durable_tokens, part.rows.tobytes()
+    )
 
 
 def struck_of(worker: str, strikes: Iterable[tuple[int, int, int]]) -> RequestsStruck:

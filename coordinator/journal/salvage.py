@@ -42,8 +42,10 @@ from coordinator.journal.records import (
 from coordinator.journal.state import JournalState
 from coordinator.journal.store import open_store
 from coordinator.journal.summary import facts_of
+from coordinator.tokens.logprob_rows import unpack_logprobs
 from metrics.state import JournalCounters
 from protocol.arrays import unpack_int32
+from protocol.logprobs import row_words
 
 #: Placement numbers that the lost part may have used; workers may still hold such placements.
 PLACEMENTS_SKIPPED: Final = 1 << 24
@@ -63,19 +65,21 @@ class Salvaged(NamedTuple):
 
 @dataclass(slots=True)
 class _Request:
-    """A submission and pieces of its output: (start position, int32 tokens)."""
+    """A submission and pieces of its output: (start position, int32 tokens, int32 rows of log-probabilities)."""
 
     accepted: RequestAccepted
-    pieces: list[tuple[int, bytes]] = field(default_factory=list)
+    pieces: list[tuple[int, bytes, bytes]] = field(default_factory=list)
 
-    def output(self) -> tuple[bytes, bool]:
-        """Tokens (int32) up to the first gap, and whether there is no gap."""
-        whole = bytearray()
-        for start, tokens in sorted(self.pieces, key=lambda piece: piece[0]):
-            if 4 * start > len(whole):
-                return bytes(whole), False
-            whole += tokens[len(whole) - 4 * start :]
-        return bytes(whole), True
+    def output(self) -> tuple[bytes, bytes, bool]:
+        """Tokens (int32) and rows (int32) up to the first gap, and whether there is no gap."""
+        whole, rows, words = bytearray(), bytearray(), row_words(self.accepted.facts.sampling.logprobs)
+        for start, tokens, its_rows in sorted(self.pieces, key=lambda piece: piece[0]):
+            known = len(whole) - 4 * start
+            if known < 0:
+                return bytes(whole), bytes(rows), False
+            whole += tokens[known:]
+            rows += its_rows[known * words :]
+        return bytes(whole), bytes(rows), True
 
 
 class _Rebuilding:
@@ -96,8 +100,8 @@ class _Rebuilding:
                     self._orphans.discard(request_index)
             case RequestEnded(request_index) if request_index not in self.requests:
                 self._orphans.add(request_index)
-            case RequestOutput(request_index, start, tokens):
-                self._add(request_index, start, tokens)
+            case RequestOutput(request_index, start, tokens, logprobs=rows):
+                self._add(request_index, start, tokens, rows)
             case TokensAppended():
                 self._take_tokens(record)
             case RequestPlaced(placement=number) | RequestHandedOver(transfer_id=number):
@@ -106,17 +110,19 @@ class _Rebuilding:
             self.state.note(record)
 
     def _take_tokens(self, news: TokensAppended) -> None:
-        columns = (unpack_int32(it, "news").tolist() for it in (news.request_indices, news.starts, news.counts))
-        at = 0
-        for request_index, start, count in zip(*columns, strict=True):
-            self._add(request_index, start, news.tokens[4 * at : 4 * (at + count)])
+        columns = [unpack_int32(it, "news") for it in (news.request_indices, news.starts, news.counts)]
+        logprobs, at = unpack_logprobs(news.logprobs, columns[2]), 0
+        entries = zip(*(column.tolist() for column in columns), strict=True)
+        for entry, (request_index, start, count) in enumerate(entries):
+            rows = b"" if logprobs is None else logprobs.of(entry).tobytes()
+            self._add(request_index, start, news.tokens[4 * at : 4 * (at + count)], rows)
             at += count
 
-    def _add(self, request_index: int, start: int, tokens: bytes) -> None:
+    def _add(self, request_index: int, start: int, tokens: bytes, rows: bytes) -> None:
         if request_index not in self.requests:
             self._orphans.add(request_index)
         elif tokens:
-            self.requests[request_index].pieces.append((start, tokens))
+            self.requests[request_index].pieces.append((start, tokens, rows))
 
     def finish(self) -> Salvaged:
         state = self.state
@@ -136,14 +142,14 @@ class _Rebuilding:
 
     def _records_of(self, request_index: int) -> list[Record]:
         request, record = self.requests[request_index], self.state.requests[request_index]
-        (output, is_whole), ended = request.output(), record.ended
+        (output, rows, is_whole), ended = request.output(), record.ended
         name, tokens = f"request {request.accepted.facts.request_id}", len(output) // 4
         if ended is not None and tokens != ended.generated_tokens:
             self.lost.append(f"{name}, which has ended: {tokens} of {ended.generated_tokens} tokens are left")
             return []
         if not is_whole:
             self.lost.append(f"{name}: tokens from position {tokens} on")
-        outputs: list[Record] = [RequestOutput(request_index, 0, output, 0)] if output else []
+        outputs: list[Record] = [RequestOutput(request_index, 0, output, 0, rows)] if output else []
         return [request.accepted, *facts_of(record), *outputs, *([ended] if ended else [])]
 
 

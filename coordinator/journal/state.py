@@ -51,7 +51,8 @@ from coordinator.memory.ledger import EpochKey, Ledger, follows
 from coordinator.tokens.token_log import OutputPart, TokenLog
 from protocol.arrays import unpack_int32
 from protocol.errors import InternalError
-from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
+from protocol.logprobs import row_words
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken
 
 
 def no_order(request_index: int) -> RequestOrdered:
@@ -73,7 +74,7 @@ class RequestRecord:
     placed: RequestPlaced | None = None
     on_worker: bool = False
     kept_tokens: int = 0
-    first_token: int = NO_TOKEN
+    first_token: FirstToken = NO_TOKEN
     strikes: int = 0
     mark: int = -1  # generated tokens at the last strike
     killed: str = ""  # worker that died at the last strike
@@ -214,7 +215,7 @@ class _Replay:
         state, token_log = self.state, self.token_log
         match record:
             case RequestAccepted(facts):
-                token_log.reopen(facts.request_index, facts.sampling.max_tokens)
+                token_log.reopen(facts.request_index, facts.sampling.max_tokens, row_words(facts.sampling.logprobs))
             case RequestsForgotten(request_indices):
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     if request_index in state.requests:
@@ -222,8 +223,9 @@ class _Replay:
             case TokensAppended():
                 token_log.recover(news_of(record))
             case RequestOutput():
-                tokens = unpack_int32(record.tokens, "tokens")
-                token_log.recover_output(OutputPart(record.request_index, record.start, tokens, record.durable_tokens))
+                tokens, rows = unpack_int32(record.tokens, "tokens"), unpack_int32(record.logprobs, "logprobs")
+                part = OutputPart(record.request_index, record.start, tokens, record.durable_tokens, rows)
+                token_log.recover_output(part)
             case RequestPlaced(request_index) if request_index in state.requests:
                 token_log.set_durable(request_index, record.durable_tokens)
             case _:

@@ -10,7 +10,7 @@ import msgspec
 from coordinator.memory.ledger import NO_PAGES
 from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from protocol.arrays import Int32Array
-from protocol.messages import NO_TOKEN
+from protocol.messages import NO_TOKEN, FirstToken
 from protocol.sizing import HotSize, Memory
 from protocol.units import PAGE_TOKENS
 
@@ -37,7 +37,7 @@ class AdmitDecision(msgspec.Struct, frozen=True):
     durable_tokens: int
     memory: Memory
     hot_size: HotSize
-    first_token: int = NO_TOKEN
+    first_token: FirstToken = NO_TOKEN
     decoder: str = ""
     transfer: Transfer | None = None
     share: Int32Array = NO_PAGES

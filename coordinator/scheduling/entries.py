@@ -21,7 +21,7 @@ from coordinator.journal.records import Rank, RequestFacts, RequestOrdered
 from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling.events import WorkerPort
 from protocol.arrays import Int32Array
-from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, GroupMember, ModelInfo, WorkerCapacity
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, GroupMember, ModelInfo, WorkerCapacity
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 
 
@@ -72,7 +72,7 @@ class RequestEntry:
     hot: HotSize = NO_HOT_SIZE
     resizing: HotSize | None = None
     kept_tokens: int = 0
-    first_token: int = NO_TOKEN  # of what is kept: drawn, and not said yet
+    first_token: FirstToken = NO_TOKEN  # of what is kept: drawn, and not said yet
     decoder: str = ""  # there for its prompt alone: the worker whose memory it was promised
     transfer_id: int = 0  # key in PlacementTable.transfers: the rows are on their way there, or have arrived
     transfers_failed: int = 0

@@ -277,7 +277,7 @@ class PlacementEnded(msgspec.Struct, frozen=True):
     placement: int
     durable_tokens: int
     final: bool
-    first_token: int = messages.NO_TOKEN
+    first_token: messages.FirstToken = messages.NO_TOKEN
     warm_start: bytes = b""
     cacheable_tokens: int = 0
     is_suspect: bool = False

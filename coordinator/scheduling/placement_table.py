@@ -24,7 +24,7 @@ from coordinator.scheduling.groups import life_of, missing_of, ranks_of
 from coordinator.scheduling.poison import PoisonDetector
 from coordinator.scheduling.turns import Owner, OwnerTurns
 from protocol.errors import InternalError
-from protocol.messages import NO_HOT_BUFFER, NO_TOKEN
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken
 from protocol.sizing import NO_HOT_SIZE, RESIDENT, HotSize, Memory
 
 #: Epochs that went down whose processes' ids are remembered.
@@ -117,7 +117,9 @@ class PlacementTable:
         if entry is not None and entry.transfer_id == inbound.placement:
             entry.transfer_id = 0
 
-    def hand_over(self, entry: RequestEntry, inbound: InboundTransfer, kept_tokens: int, first_token: int) -> None:
+    def hand_over(
+        self, entry: RequestEntry, inbound: InboundTransfer, kept_tokens: int, first_token: FirstToken
+    ) -> None:
         """It is off its worker, and what it keeps is where its transfer is."""
         self.depart(entry, kept_tokens, inbound.pages, first_token)
         entry.node, entry.placement = inbound.node, inbound.placement
@@ -170,7 +172,9 @@ class PlacementTable:
         if worker := self.workers.get(entry.worker):
             worker.leaving[entry.request_index] = entry
 
-    def depart(self, entry: RequestEntry, kept_tokens: int, kept_pages: int, first_token: int = NO_TOKEN) -> None:
+    def depart(
+        self, entry: RequestEntry, kept_tokens: int, kept_pages: int, first_token: FirstToken = NO_TOKEN
+    ) -> None:
         """It is off its worker and waits again, on its node if it keeps pages."""
         self._unlist(entry)
         self.promised.pop(entry.request_index, None)
@@ -253,7 +257,13 @@ class PlacementTable:
         return entry
 
     def recover_kept(
-        self, entry: RequestEntry, node: str, placement: int, kept_tokens: int, pages: int, first_token: int = NO_TOKEN
+        self,
+        entry: RequestEntry,
+        node: str,
+        placement: int,
+        kept_tokens: int,
+        pages: int,
+        first_token: FirstToken = NO_TOKEN,
     ) -> None:
         """It keeps pages of a departed placement."""
         entry.node, entry.placement, entry.kept_tokens, entry.pages = node, placement, kept_tokens, pages

@@ -296,7 +296,7 @@ class RequestState:
         rows: Rows,
         now: float,
         reason: str = "",
-        first_token: int = messages.NO_TOKEN,
+        first_token: messages.FirstToken = messages.NO_TOKEN,
         warm_start: bytes = b"",
     ) -> list[Action]:
         """Leave the worker. Rows are kept only if decoding can go on from them: prompt rows, and the token after, be it

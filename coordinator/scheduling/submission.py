@@ -24,6 +24,7 @@ from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol.arrays import pack_int32
 from protocol.errors import Unavailable
+from protocol.logprobs import row_words
 from protocol.sizing import Length
 
 
@@ -63,7 +64,7 @@ class Submissions:
         placement_table = self.dispatch.placement_table
         self.requests.check_room(len(placement_table.waiting))
         request_id = submit.request_id or self._new_id()
-        request_index = self.token_log.open(sampling.max_tokens)
+        request_index = self.token_log.open(sampling.max_tokens, row_words(sampling.logprobs))
         self.token_log.times.submitted(request_index, now)
         facts = RequestFacts(
             request_index,

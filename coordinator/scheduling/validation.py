@@ -14,7 +14,9 @@ from protocol.messages import (
     DECODE,
     DIRECT,
     LOGIT_BIAS_MAX,
+    LOGPROBS_MAX,
     NAME_CHARS_MAX,
+    NO_LOGPROBS,
     PREFILL,
     PREFILL_MODES,
     PRIORITY_MAX,
@@ -62,7 +64,10 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
 
 
 def check_token_ids(sampling: Sampling, model: ModelInfo) -> None:
-    """Raises BadInput for ids in `sampling` that `model` has not."""
+    """Raises BadInput for ids in `sampling` that `model` has not, and for more alternatives than it has."""
+    if sampling.logprobs > model.vocab_size:
+        text = f"{model.name} has {model.vocab_size} tokens"
+        raise BadInput(text, field="logprobs", value=sampling.logprobs, remedy=f"ask for {model.vocab_size} or less")
     named = {"logit_bias": [token for token, _ in sampling.logit_bias], "stop_token_ids": sampling.stop_token_ids}
     for field, ids in named.items():
         for token in ids:
@@ -212,6 +217,8 @@ def _check_sampling(sampling: Sampling) -> None:
     _check_range("temperature", sampling.temperature, 0.0, TEMPERATURE_MAX)
     _check_range("top_p", sampling.top_p, TOP_P_MIN, 1.0)
     _check_range("seed", sampling.seed, 0, SEED_MAX)
+    if sampling.logprobs != NO_LOGPROBS:
+        _check_range("logprobs", sampling.logprobs, 0, LOGPROBS_MAX)
     _check_adjustments(sampling)
     if len(sampling.stop) > STOP_STRINGS_MAX:
         raise BadInput(

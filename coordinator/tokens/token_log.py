@@ -16,6 +16,9 @@ Tokens lie in one arena, allocated once and touched lazily, in extents of a powe
 its max_tokens from the start. A binary buddy system (Knowlton 1965) allocates the extents. Rejected: an array per
 request (appending is a Python loop), pages with a table per request (a second gather for every token, and it saves only
 virtual memory).
+
+Behind the tokens of a request that asks for log-probabilities, its extent has a row of words for each of them
+(protocol/logprobs.py). Such requests are few, and their rows are appended one request at a time.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.tokens.logprob_rows import LogprobRows, unpack_logprobs
 from coordinator.tokens.token_times import TokenTimes
 from protocol.arrays import Int32Array, Int64Array, unpack_int32, unpack_int64
 from protocol.errors import CapacityError, InternalError, ProtocolError
 from protocol.messages import Progress
 from protocol.units import PAGE_TOKENS
 
-#: Generated tokens of all requests together: 1 GiB of virtual memory, resident as far as it is used.
+#: Generated tokens of all requests together, and words of their rows: 1 GiB of virtual memory, resident
+#: as far as it is used.
 ARENA_TOKENS: Final = 1 << 28
 #: Smallest extent.
 EXTENT_TOKENS_MIN: Final = 64
@@ -70,7 +75,7 @@ class News(NamedTuple):
     """Tokens and durable rows that the journal does not have yet, as int32 arrays.
 
     `counts[i]` tokens of `request_indices[i]` from generated position `starts[i]` on, concatenated in `tokens`;
-    `durables[i]` is the request's number of durable rows.
+    `durables[i]` is the request's number of durable rows. `logprobs`: where a request asks for them.
     """
 
     request_indices: Int32Array
@@ -78,15 +83,19 @@ class News(NamedTuple):
     counts: Int32Array
     tokens: Int32Array
     durables: Int32Array
+    logprobs: LogprobRows | None = None
 
 
 class OutputPart(NamedTuple):
-    """Tokens of one request from generated position `start` on, and its durable rows."""
+    """Tokens of one request from generated position `start` on, and its durable rows; rows of log-probabilities, int32
+    [tokens * words], where it asks for them. `is_cut`: there are more."""
 
     request_index: int
     start: int
     tokens: Int32Array
     durable_tokens: int
+    rows: Int32Array = EMPTY
+    is_cut: bool = False
 
 
 class Extents:
@@ -146,6 +155,8 @@ class TokenLog:
         self._free = deque(range(request_indices))
         self._base: Int64Array = np.zeros(request_indices, np.int64)
         self._capacity: Int32Array = np.full(request_indices, -1, np.int32)
+        self._words: Int32Array = np.zeros(request_indices, np.int32)  # of a row of log-probabilities
+        self._asking = 0  # open request indices that have rows
         self._placement: Int64Array = np.full(request_indices, NO_PLACEMENT, np.int64)
         self._source: Int32Array = np.full(request_indices, NO_SOURCE, np.int32)
         self._prompt: Int32Array = np.zeros(request_indices, np.int32)
@@ -156,8 +167,9 @@ class TokenLog:
 
     # ------------------------------------------------------------ request indices and placements
 
-    def open(self, max_tokens: int) -> int:
-        """A request index with room for `max_tokens`. Raises CapacityError when indices or arena are used up."""
+    def open(self, max_tokens: int, words: int = 0) -> int:
+        """A request index with room for `max_tokens`, each with a row of `words`. Raises CapacityError when indices or
+        arena are used up."""
         if not self._free:
             raise CapacityError(
                 f"all {self.request_indices} request indices are in use",
@@ -165,24 +177,28 @@ class TokenLog:
                 value=self.request_indices,
                 remedy="retry when requests have ended",
             )
-        base = self._extents.allocate(max_tokens)
+        base = self._extents.allocate(max_tokens * (1 + words))
         if base is None:
+            each = f" with log-probabilities, {1 + words} places each" if words else ""
             raise CapacityError(
-                f"no room for {max_tokens} tokens of output, {self._extents.free_units()} of {self._extents.size} free",
+                f"no room for {max_tokens} tokens of output{each}, {self._extents.free_units()} of "
+                f"{self._extents.size} free",
                 field="max_tokens",
                 value=max_tokens,
                 remedy="ask for fewer tokens, or retry when requests have ended",
             )
         request_index = self._free.popleft()
         self._base[request_index] = base
-        self._capacity[request_index] = max_tokens
+        self._capacity[request_index], self._words[request_index] = max_tokens, words
+        self._asking += words > 0
         return request_index
 
     def close(self, request_index: int) -> None:
         """Forget the request; free its index and its extent."""
-        self._extents.free(int(self._base[request_index]), self._capacity_of(request_index))
+        self._extents.free(int(self._base[request_index]), self._units_of(request_index))
         self.end_placement(request_index)
-        self._capacity[request_index] = -1
+        self._asking -= bool(self._words[request_index])
+        self._capacity[request_index], self._words[request_index] = -1, 0
         for cursor in (self.lengths, self.committed, self._taken, self._summed, self._durable, self._durable_taken):
             cursor[request_index] = 0
         self._free.append(request_index)
@@ -244,13 +260,19 @@ class TokenLog:
         """Append the tokens that link `source` reports. Drops known positions (I5) and entries of ended placements.
 
         Raises ProtocolError, with nothing changed, when arrays disagree, a request index appears twice, tokens exceed
-        max_tokens, or a position is missing: reports apply in order, so the worker has skipped one.
+        max_tokens, rows of log-probabilities are not what a request asks for, or a position is missing: reports apply
+        in order, so the worker has skipped one.
         """
         request_indices, placements, starts, counts, tokens, durables = self._unpack(progress)
+        logprobs = unpack_logprobs(progress.logprobs, counts)
         mine = (self._placement[request_indices] == placements) & (self._source[request_indices] == source)
+        if self._asking or logprobs is not None:
+            self._check_rows(request_indices, mine & (counts > 0), logprobs)
         stale = len(mine) - int(np.count_nonzero(mine))
         if stale:
             tokens = tokens[np.repeat(mine, counts)]
+            if logprobs is not None:
+                logprobs = logprobs.only(mine)
             request_indices, starts, counts, durables = (
                 request_indices[mine],
                 starts[mine],
@@ -265,6 +287,8 @@ class TokenLog:
         total = len(tokens) - repeated_tokens
         if total:
             self._write(request_indices, known, fresh, np.cumsum(counts) - fresh, tokens, total)
+            if logprobs is not None:
+                self._write_rows(request_indices, known, fresh, logprobs)
             self.lengths[request_indices] = known + fresh
         rows = self._prompt[request_indices] + known + fresh
         before = self._durable[request_indices]
@@ -292,6 +316,34 @@ class TokenLog:
         offset = np.arange(total)
         before = np.cumsum(fresh) - fresh
         self._arena[np.repeat(target - before, fresh) + offset] = tokens[np.repeat(first - before, fresh) + offset]
+
+    def _write_rows(
+        self, request_indices: RequestIndices, known: Int32Array, fresh: Int32Array, logprobs: LogprobRows
+    ) -> None:
+        """Write the last `fresh[i]` rows of entry i behind the `known[i]` of `request_indices[i]`."""
+        for entry in np.flatnonzero((fresh > 0) & (logprobs.words > 0)).tolist():
+            words, stop = int(logprobs.words[entry]), int(logprobs.stop[entry])
+            target = self._first_row(int(request_indices[entry])) + int(known[entry]) * words
+            size = int(fresh[entry]) * words
+            self._arena[target : target + size] = logprobs.rows[stop - size : stop]
+
+    def _first_row(self, request_index: int) -> int:
+        """Where the rows of a request begin."""
+        return int(self._base[request_index]) + int(self._capacity[request_index])
+
+    def _check_rows(
+        self, request_indices: RequestIndices, has_tokens: npt.NDArray[np.bool_], logprobs: LogprobRows | None
+    ) -> None:
+        wanted = self._words[request_indices]
+        sent = 0 if logprobs is None else logprobs.words
+        wrong = np.flatnonzero((wanted != sent) & has_tokens)
+        if len(wrong):
+            worst = int(wrong[0])
+            raise ProtocolError(
+                f"the request asks for rows of {wanted[worst]} words",
+                field="logprobs.words",
+                value=0 if logprobs is None else int(logprobs.words[worst]),
+            )
 
     def _unpack(
         self, progress: Progress
@@ -353,16 +405,18 @@ class TokenLog:
         starts, durables = self._taken[request_indices], self._durable[request_indices]
         counts = self.lengths[request_indices] - starts
         tokens = self.gather(request_indices, starts, counts)
+        logprobs = self.gather_logprobs(request_indices, starts, counts)
         self._taken[request_indices] = self.lengths[request_indices]
         self._durable_taken[request_indices] = durables
-        return News(request_indices, starts, counts, tokens, durables)
+        return News(request_indices, starts, counts, tokens, durables, logprobs)
 
     def commit(self, news: News) -> None:
         """`news`, returned by `take_news`, is in the journal now."""
         self.committed[news.request_indices] = news.starts + news.counts
 
     def take_output(self, request_index: int, tokens_max: int, *, has_rows: bool) -> OutputPart | None:
-        """The next part of a request's output for a summary: at most `tokens_max` tokens.
+        """The next part of a request's output for a summary: at most `tokens_max` tokens and words of their rows, but
+        one token at least.
 
         Only tokens that `take_news` has returned, and no earlier call of this, are returned. None: there are no such
         tokens, and without `has_rows` no durable rows to record.
@@ -374,18 +428,21 @@ class TokenLog:
         )
         if start == taken and not has_rows:
             return None
-        stop = min(taken, start + tokens_max)
+        words, rows = int(self._words[request_index]), self._first_row(request_index)
+        stop = min(taken, start + max(1, tokens_max // (1 + words)))
         self._summed[request_index] = stop
         return OutputPart(
             request_index,
             start,
             self._arena[base + start : base + stop].copy(),
             int(self._durable_taken[request_index]),
+            self._arena[rows + start * words : rows + stop * words].copy(),
+            is_cut=stop < taken,
         )
 
-    def reopen(self, request_index: int, max_tokens: int) -> None:
+    def reopen(self, request_index: int, max_tokens: int, words: int = 0) -> None:
         """Open `request_index` again, with its room. Raises CapacityError when indices or arena are fewer now."""
-        base = self._extents.allocate(max_tokens) if request_index < self.request_indices else None
+        base = self._extents.allocate(max_tokens * (1 + words)) if request_index < self.request_indices else None
         if base is None:
             raise CapacityError(
                 f"{self.request_indices} request indices are too few for the requests in the journal",
@@ -394,19 +451,24 @@ class TokenLog:
                 remedy="raise live_requests_max or ended_keep_max to their earlier values",
             )
         self._base[request_index] = base
-        self._capacity[request_index] = max_tokens
+        self._capacity[request_index], self._words[request_index] = max_tokens, words
+        self._asking += words > 0
 
     def recover(self, news: News) -> None:
         """Restore tokens from the journal; those of forgotten requests are ignored."""
-        request_indices, starts, counts, tokens, durables = news
+        request_indices, starts, counts, tokens, durables, logprobs = news
         is_open = self._capacity[request_indices] >= 0
         if not is_open.all():
             tokens = tokens[np.repeat(is_open, counts)]
             request_indices, starts, counts, durables = (
                 it[is_open] for it in (request_indices, starts, counts, durables)
             )
+            if logprobs is not None:
+                logprobs = logprobs.only(is_open)
         places = request_indices.astype(np.intp)
         self._write(places, starts, counts, np.cumsum(counts) - counts, tokens, len(tokens))
+        if logprobs is not None:
+            self._write_rows(places, starts, counts, logprobs)
         self.lengths[places] = starts + counts
         self._durable[places] = durables
 
@@ -417,6 +479,8 @@ class TokenLog:
             return
         base, stop = int(self._base[request_index]), output.start + len(tokens)
         self._arena[base + output.start : base + stop] = tokens
+        row = self._first_row(request_index) + output.start * int(self._words[request_index])
+        self._arena[row : row + len(output.rows)] = output.rows
         self._summed[request_index] = stop
         self.lengths[request_index] = max(self.lengths[request_index], stop)
         self._durable[request_index] = output.durable_tokens
@@ -454,14 +518,38 @@ class TokenLog:
         gathered: Int32Array = self._arena[index]
         return gathered
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether any known request asks for log-probabilities."""
+        return self._asking > 0
+
+    def words(self, request_indices: Int32Array) -> Int32Array:
+        """Words of a row of each request, 0 where it asks for no log-probabilities."""
+        found: Int32Array = self._words[request_indices]
+        return found
+
+    def gather_logprobs(
+        self, request_indices: Int32Array, starts: Int32Array, counts: Int32Array
+    ) -> LogprobRows | None:
+        """Rows of the tokens that `gather` returns; None: no request asks for any."""
+        if not self._asking or not np.count_nonzero(words := self._words[request_indices]):
+            return None
+        parts = [EMPTY]
+        for entry in np.flatnonzero(words).tolist():
+            size, first = int(words[entry]), self._first_row(int(request_indices[entry]))
+            row = first + int(starts[entry]) * size
+            parts.append(self._arena[row : row + int(counts[entry]) * size])
+        return LogprobRows.of_entries(words, np.concatenate(parts), counts)
+
     def check_invariants(self) -> None:
         """Raise InternalError unless request indices, extents and lengths are consistent."""
         opened = np.flatnonzero(self._capacity >= 0)
-        held = sum(self._extents.rounded(self._capacity_of(int(request_index))) for request_index in opened)
+        held = sum(self._extents.rounded(self._units_of(int(request_index))) for request_index in opened)
         checks = {
             "every request index is open or free": len(opened) + len(self._free) == self.request_indices,
             "every token of the arena is free or in one extent": held + self._extents.free_units()
             == self._extents.size,
+            "requests with rows are counted": self._asking == np.count_nonzero(self._words),
             "committed tokens are known": bool((self.committed <= self.lengths).all()),
             "no request is longer than its max_tokens": bool((self.lengths[opened] <= self._capacity[opened]).all()),
             "durable rows exist": bool((self._durable <= self._prompt + self.lengths)[self._placement >= 0].all()),
@@ -475,6 +563,10 @@ class TokenLog:
         if capacity < 0:
             raise InternalError("the request index is not open", field="request_index", value=request_index)
         return capacity
+
+    def _units_of(self, request_index: int) -> int:
+        """Of its extent: a token and its row, `max_tokens` times."""
+        return self._capacity_of(request_index) * (1 + int(self._words[request_index]))
 
 
 def _lazy_array(items: int) -> Int32Array:

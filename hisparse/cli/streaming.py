@@ -18,6 +18,7 @@ from hisparse.console.output import note, write_json, write_line
 from hisparse.console.rows import count_text, swap_text
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, HiSparseError, InternalError, Unavailable
+from protocol.logprobs import TokenLogprobs
 from protocol.messages import Ended, RequestRow, Sampling
 from protocol.text import Tokenizer
 from protocol.transport.keys import Insecure, PeerKey
@@ -84,7 +85,7 @@ class Follow:
         start = stream.offset
         try:
             while (tokens := await self._next(client, stream)) is not None:
-                sink.push(start, [int(token) for token in tokens])
+                sink.push(start, [int(token) for token in tokens], stream.logprobs)
                 start = stream.offset
         except BaseException:  # what is said of it begins on a line of its own
             sink.break_line()
@@ -185,7 +186,8 @@ def attach_and_follow(follow: Follow, request_id: str, offset: int) -> int:
 
 
 class _Sink(Protocol):
-    def push(self, start: int, tokens: list[int]) -> None: ...
+    def push(self, start: int, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
+        """`logprobs` has one of each token, or none."""
 
     def break_line(self) -> None:
         """End a line that was begun: the output stops here for now."""
@@ -226,7 +228,7 @@ class _TextSink(_LineSink):
     def __init__(self, text: _Text) -> None:
         self._text = text
 
-    def push(self, start: int, tokens: list[int]) -> None:
+    def push(self, start: int, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         self.write(self._text.push(tokens))
 
     def end(self, ended: Ended) -> None:
@@ -234,7 +236,7 @@ class _TextSink(_LineSink):
 
 
 class _IdSink(_LineSink):
-    def push(self, start: int, tokens: list[int]) -> None:
+    def push(self, start: int, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         self.write("".join(f"{token} " for token in tokens))
 
     def end(self, ended: Ended) -> None:
@@ -249,15 +251,18 @@ class _JsonSink:
         self._request_id = request_id
         self._each = each
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._pieces: list[str] = []
 
-    def push(self, start: int, tokens: list[int]) -> None:
+    def push(self, start: int, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         piece = self._text.push(tokens)
         if self._each:
-            write_json({"request_id": self._request_id, "start": start, "tokens": tokens, "text": piece})
+            arrival = {"request_id": self._request_id, "start": start, "tokens": tokens, "text": piece}
+            write_json(arrival | _shown(logprobs))
             sys.stdout.flush()
         else:
             self._tokens += tokens
+            self._logprobs += logprobs
             self._pieces.append(piece)
 
     def break_line(self) -> None:
@@ -272,7 +277,13 @@ class _JsonSink:
         }
         tail = self._text.end(ended)
         output = {"text": tail} if self._each else {"tokens": self._tokens, "text": "".join([*self._pieces, tail])}
-        write_json(last | output)
+        write_json(last | output | _shown(self._logprobs))
+
+
+def _shown(logprobs: list[TokenLogprobs]) -> dict[str, object]:
+    """A field with one object for each token; nothing where none were asked for."""
+    told = [{"logprob": it.logprob, "top": [{"token": token, "logprob": p} for token, p in it.top]} for it in logprobs]
+    return {"logprobs": told} if told else {}
 
 
 def _make_sink(output: str, tokenizer: Tokenizer | None, request_id: str) -> _Sink:

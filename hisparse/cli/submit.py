@@ -49,6 +49,12 @@ timeout_option = click.option(
     help="The same seed, the same numbers; default: drawn, another each time.",
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(0, 20),
+    metavar="N",
+    help="Log-probabilities of each token and of the N likeliest, 20 at most; with -o json or jsonl.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @click.option("--priority", default=0, show_default=True, type=click.IntRange(-1_000, 1_000), help="Higher goes first.")
 @click.option(
@@ -87,6 +93,10 @@ def submit(
     from hisparse.cli.streaming import submit_and_follow
     from protocol.messages import Sampling
 
+    if sampling["logprobs"] is not None and output == "table":
+        raise click.UsageError("--logprobs needs -o json or -o jsonl", click.get_current_context())
+    if sampling["logprobs"] is None:
+        del sampling["logprobs"]
     text = _prompt_text(prompt, file)
     return submit_and_follow(
         _follow(config, output, timeout_s, raw=raw),

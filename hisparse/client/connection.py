@@ -21,8 +21,9 @@ import trio
 from hisparse.client.replies import Call, Reply, decode, encode, error_of, expect, reply_of
 from hisparse.client.token_stream import StreamNews, TokenStream, TrioNews
 from protocol import messages
-from protocol.arrays import unpack_int32
+from protocol.arrays import Int32Array, unpack_int32
 from protocol.errors import CapacityError, HiSparseError, Unavailable
+from protocol.logprobs import NO_ROWS
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage
 from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import Insecure, PeerKey
@@ -290,12 +291,22 @@ class Connection:
         starts = unpack_int32(delivery.starts, "starts").tolist()
         counts = unpack_int32(delivery.counts, "counts").tolist()
         tokens = unpack_int32(delivery.tokens, "tokens")
-        at = 0
-        for handle, start, count in zip(handles, starts, counts, strict=True):
+        words, rows = _rows_of(delivery, len(counts))
+        at = row = 0
+        for handle, start, count, size in zip(handles, starts, counts, words, strict=True):
             stream = self._streams.get(handle)
             if stream is not None:
-                stream.deliver(start, tokens[at : at + count])
-            at += count
+                its = rows[row : row + count * size].reshape(count, size)
+                stream.deliver(start, tokens[at : at + count], its)
+            at, row = at + count, row + count * size
+
+
+def _rows_of(delivery: messages.Delivery, entries: int) -> tuple[list[int], Int32Array]:
+    """Words of a row of each entry's tokens, 0: it has none, and all rows."""
+    if delivery.logprobs is None:
+        return [0] * entries, NO_ROWS.reshape(0)
+    words = unpack_int32(delivery.logprobs.words, "logprobs.words").tolist()
+    return words, unpack_int32(delivery.logprobs.rows, "logprobs.rows")
 
 
 @asynccontextmanager

@@ -1,4 +1,5 @@
-"""The output of one request at the client: chunks of tokens, each position once and in order (I5)."""
+"""The output of one request at the client: chunks of tokens, each position once and in order (I5), with their rows of
+log-probabilities where the request asks for them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import trio
 
 from protocol.arrays import Int32Array
 from protocol.errors import HiSparseError, ProtocolError
+from protocol.logprobs import NO_ROWS, TokenLogprobs, read_rows
 from protocol.messages import Ended
 
 
@@ -43,16 +45,18 @@ class TrioNews:
 class TokenStream:
     """The output of one request from generated position `start` on. One reader; made by Client.submit and attach.
 
-    `offset` is the position of the next chunk. `ended` is the request's Ended, once the iteration is over. The reader
-    may run in another thread than the connection: chunks pass through a deque, and the end is set behind the last one.
+    `offset` is the position of the next chunk, `logprobs` are those of the tokens that were returned last. `ended` is
+    the request's Ended, once the iteration is over. The reader may run in another thread than the
+    connection: chunks pass through a deque, and the end is set behind the last one.
     """
 
     def __init__(self, request_id: str, start: int, news: StreamNews) -> None:
         self.request_id = request_id
         self.offset = start
         self.ended: Ended | None = None
+        self.rows: Int32Array = NO_ROWS  # int32[tokens, words], of the tokens that were returned last
         self._received = start
-        self._chunks: deque[Int32Array] = deque()
+        self._chunks: deque[tuple[Int32Array, Int32Array]] = deque()
         self._failure: HiSparseError | None = None
         self._is_over = False
         self._news = news
@@ -75,14 +79,25 @@ class TokenStream:
             if is_over:
                 raise StopAsyncIteration
             await self._news.wait()
-        tokens = np.concatenate(chunks)
+        tokens = np.concatenate([it for it, _ in chunks])
+        self.rows = np.concatenate([rows for _, rows in chunks])
         self.offset += len(tokens)
         return tokens
 
     async def collect(self) -> Int32Array:
         """All tokens from `offset` to the end, int32[n]. Raises as iterating does. Cancelled: tokens read are lost."""
-        chunks = [chunk async for chunk in self]
-        return np.concatenate(chunks) if chunks else np.empty(0, np.int32)
+        chunks = [(tokens, self.rows) async for tokens in self]
+        if not chunks:
+            self.rows = NO_ROWS
+            return np.empty(0, np.int32)
+        self.rows = np.concatenate([rows for _, rows in chunks])
+        return np.concatenate([tokens for tokens, _ in chunks])
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Log-probabilities of the tokens that iterating, or `collect`, returned last: one of each token; empty where
+        the request asks for none (`Sampling.logprobs`)."""
+        return read_rows(self.rows) if self.rows.shape[1] else []
 
     @property
     def unfinished(self) -> bool:
@@ -93,13 +108,15 @@ class TokenStream:
         """Position of the next token to arrive, to attach at after a reconnect."""
         return self._received
 
-    def deliver(self, start: int, tokens: Int32Array) -> None:
-        """Add tokens from position `start` on; known positions are dropped. Raises ProtocolError at a gap."""
+    def deliver(self, start: int, tokens: Int32Array, rows: Int32Array) -> None:
+        """Add tokens from position `start` on, and their rows int32[n, words], of 0 words where none are asked for;
+        known positions are dropped. Raises ProtocolError at a gap."""
         if start > self._received:
             raise ProtocolError(f"position {self._received} is missing", field="starts", value=start)
-        fresh = tokens[self._received - start :]
+        known = self._received - start
+        fresh = tokens[known:]
         if len(fresh):
-            self._chunks.append(fresh)
+            self._chunks.append((fresh, rows[known:]))
             self._received += len(fresh)
             self._news.set()
 

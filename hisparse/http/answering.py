@@ -25,6 +25,7 @@ from hisparse.http.formats.replies import Piece
 from hisparse.http.generation import Generation
 from hisparse.http.large_bodies import LargeBodies
 from hisparse.http.link import CoordinatorLink
+from hisparse.http.logprobs import ToldTokens
 from hisparse.http.outputs import FollowedOutput, FollowedOutputs
 from hisparse.http.renderers import Renderers
 from metrics.state import HttpCounters
@@ -32,6 +33,7 @@ from protocol.errors import BadInput, CapacityError, HiSparseError, Unavailable
 from protocol.logs import fields, logger
 from protocol.messages import NAME_CHARS_MAX
 from protocol.settings import HttpSettings
+from protocol.text import Tokenizer
 
 #: Longest id of a client's choice, so that its owner and the numbers of its samples still fit.
 ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999") - len(".") - OWNER_CHARS
@@ -88,7 +90,7 @@ class Answering:
             ask = ask.without_prompts()
             for output in outputs:
                 await _accepted(output, api.prompt)
-            transcripts = [Transcript(served.tokenizer.detokenizer(ask.shown), ask.plan) for _ in outputs]
+            transcripts = [_transcript(ask, served.tokenizer) for _ in outputs]
             answer = api.answer(ask, await self._created(outputs[0], chosen))
             begun = partial(self._until_served, outputs) if ask.stream else partial(_all_finished, outputs)
             await self._bounded(outputs, begun)
@@ -156,6 +158,11 @@ def _read(
     return ask_of_body(read_body(data, api.body).generation())
 
 
+def _transcript(ask: Ask, tokenizer: Tokenizer) -> Transcript:
+    told = ToldTokens(tokenizer) if ask.has_logprobs else None
+    return Transcript(tokenizer.detokenizer(ask.shown), ask.plan, told)
+
+
 async def _accepted(output: FollowedOutput, prompt: str) -> None:
     """What would not fit an empty cluster either is the prompt's fault, not that of load."""
     try:
@@ -190,10 +197,12 @@ async def _whole(
     said = []
     for output, transcript in zip(outputs, transcripts, strict=True):
         pieces: list[Piece] = []
-        async for tokens in output.read():
-            pieces += transcript.push(tokens)
+        async for tokens, rows in output.read():
+            pieces += transcript.push(tokens, rows)
         said.append([*pieces, *transcript.end(output.ended)])
-    await exchange.answer(200, answer.whole(said, transcripts), headers)
+    whole = partial(answer.whole, said, transcripts)  # log-probabilities may be megabytes
+    body = await trio.to_thread.run_sync(whole) if any(it.told for it in transcripts) else whole()
+    await exchange.answer(200, body, headers)
 
 
 async def _stream(
@@ -235,8 +244,8 @@ async def _narrate(
     transcript = transcripts[index]
     async with tell:
         try:
-            async for tokens in output.read():
-                if told := answer.delta(index, transcript.push(tokens), transcripts):
+            async for tokens, rows in output.read():
+                if told := answer.delta(index, transcript.push(tokens, rows), transcripts):
                     await tell.send(b"".join(told))
             await tell.send(b"".join(answer.last(index, transcript.end(output.ended), transcripts)))
         except HiSparseError as error:

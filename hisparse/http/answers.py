@@ -2,8 +2,8 @@
 
 An event of a stream is `data: JSON` and an empty line; the last is `data: [DONE]`. A chunk holds what the tokens so far
 decide and no chunk before it held: a character that is split over tokens comes whole, with its last token, and a call
-when it is whole. What was pending at the end, and the text before a stop string that no token carries, come with
-`finish_reason`.
+when it is whole. Log-probabilities come with the first chunk behind their tokens. What was pending at the end, and the
+text before a stop string that no token carries, come with `finish_reason`.
 
 Ids of calls are made from the request's id, the choice and the call's place in it, so that the same request has them
 again.
@@ -21,7 +21,10 @@ import msgspec
 from hisparse.http.asks import Ask
 from hisparse.http.errors import error_body
 from hisparse.http.formats.replies import PLAIN, Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall
+from hisparse.http.logprobs import ToldTokens
+from protocol.arrays import Int32Array
 from protocol.errors import HiSparseError
+from protocol.logprobs import NO_ROWS
 from protocol.messages import Ended, ModelInfo
 from protocol.text import Detokenizer
 
@@ -35,10 +38,13 @@ ID_CHARS: Final = 24
 
 
 class Transcript:
-    """What one choice says, as its tokens come. `stopped`: by a stop string."""
+    """What one choice says, as its tokens come. `stopped`: by a stop string. `told` are its log-probabilities; None:
+    the ask has none."""
 
-    def __init__(self, detokenizer: Detokenizer, plan: ReplyPlan = PLAIN) -> None:
+    def __init__(self, detokenizer: Detokenizer, plan: ReplyPlan = PLAIN, told: ToldTokens | None = None) -> None:
+        self.told = told
         self._detokenizer = detokenizer
+        self._chars = 0
         self._parser = ReplyParser(plan)
         self.tokens = 0
         self.reasoning_tokens = 0
@@ -47,13 +53,20 @@ class Transcript:
         self.stopped = False
         self.prefix_tokens = 0
 
-    def push(self, tokens: Sequence[int]) -> list[Piece]:
-        """What is decided now and was not before. Token by token, so that what it counts does not depend on cuts."""
+    def push(self, tokens: Sequence[int], rows: Int32Array = NO_ROWS) -> list[Piece]:
+        """What is decided now and was not before. Token by token, so that what it counts does not depend on cuts.
+        `rows`, int32[tokens, words], are their log-probabilities if they are asked for."""
         self.tokens += len(tokens)
         pieces: list[Piece] = []
+        offsets: list[int] = []
         for token in tokens:
+            offsets.append(self._chars)
             self.reasoning_tokens += self._parser.is_reasoning
-            pieces += self._parser.push(self._detokenizer.push((token,)))
+            text = self._detokenizer.push((token,))
+            self._chars += len(text)
+            pieces += self._parser.push(text)
+        if self.told is not None:
+            self.told.add(tokens, offsets, rows)
         return self._counted(pieces)
 
     def end(self, ended: Ended) -> list[Piece]:
@@ -130,11 +143,17 @@ class OpenAiAnswer:
     def _event(
         self, index: int, said: dict[str, Any], finish_reason: str | None, transcripts: Sequence[Transcript]
     ) -> bytes:
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish_reason}
+        told = transcripts[index].told if transcripts else None
+        logprobs = self._logprobs(told) if told is not None and told.is_pending else None
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = self._head(self.chunk) | {"choices": [choice]}
         if self._ask.include_usage:
             chunk["usage"] = self._usage(transcripts) if self._ask.usage_in_every_chunk else None
         return event_of(chunk)
+
+    def _logprobs(self, told: ToldTokens | None) -> dict[str, Any] | None:
+        """Of the tokens that no event before had."""
+        raise NotImplementedError
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self._ask.id, "object": name, "created": self._created, "model": self._ask.model}
@@ -164,7 +183,7 @@ class CompletionAnswer(OpenAiAnswer):
             {
                 "index": index,
                 "text": self._echo(index) + text_in(said),
-                "logprobs": None,
+                "logprobs": self._logprobs(transcript.told),
                 "finish_reason": transcript.finish_reason,
             }
             for index, (said, transcript) in enumerate(zip(pieces, transcripts, strict=True))
@@ -179,6 +198,9 @@ class CompletionAnswer(OpenAiAnswer):
 
     def last(self, index: int, pieces: Sequence[Piece], transcripts: Sequence[Transcript]) -> list[bytes]:
         return [self._event(index, {"text": text_in(pieces)}, transcripts[index].finish_reason, transcripts)]
+
+    def _logprobs(self, told: ToldTokens | None) -> dict[str, Any] | None:
+        return None if told is None else told.completion()
 
     def _echo(self, index: int) -> str:
         return self._ask.echoes[index] if self._ask.echoes else ""
@@ -199,7 +221,7 @@ class ChatAnswer(OpenAiAnswer):
             {
                 "index": index,
                 "message": self._message(index, said),
-                "logprobs": None,
+                "logprobs": self._logprobs(transcript.told),
                 "finish_reason": _chat_reason(transcript),
             }
             for index, (said, transcript) in enumerate(zip(pieces, transcripts, strict=True))
@@ -220,6 +242,9 @@ class ChatAnswer(OpenAiAnswer):
         before = self.delta(index, pieces[:-1] if ends_with_text else pieces, transcripts)
         said = self._delta(index, pieces[-1]) if ends_with_text else {}
         return [*before, self._event(index, {"delta": said}, _chat_reason(transcripts[index]), transcripts)]
+
+    def _logprobs(self, told: ToldTokens | None) -> dict[str, Any] | None:
+        return None if told is None else told.chat()
 
     def _message(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         calls = [self._call(index, piece) for piece in pieces if isinstance(piece, ToolCall)]

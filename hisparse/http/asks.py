@@ -25,7 +25,7 @@ from hisparse.http.generation import Generation
 from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, NotFound
-from protocol.messages import PRIORITY_MAX, ModelInfo, Sampling
+from protocol.messages import NO_LOGPROBS, PRIORITY_MAX, ModelInfo, Sampling
 from protocol.text import Tokenizer
 
 #: As OpenAI has it for /v1/completions.
@@ -36,6 +36,8 @@ TEMPERATURE_DEFAULT: Final = 1.0
 SEED_BITS: Final = 63
 #: Of all prompts of a body that are sent back before their outputs: they are kept until then.
 ECHO_CHARS_MAX: Final = 1024 * 1024
+#: Log-probabilities in one answer, of tokens and of alternatives: some 20 MB of JSON.
+LOGPROBS_OF_ANSWER_MAX: Final = 262_144
 #: Template, messages, variables, the most characters, and tools, as in hisparse.http.chat.
 Render = Callable[[str, Sequence[Mapping[str, Any]], Mapping[str, Any], int, Sequence[Mapping[str, Any]] | None], str]
 
@@ -84,6 +86,10 @@ class Ask:
     echoes: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.choices[0].sampling.logprobs != NO_LOGPROBS
 
     def without_prompts(self) -> Ask:
         return replace(self, choices=tuple(choice.without_prompt() for choice in self.choices))
@@ -179,6 +185,7 @@ def _choices(
             **wanted.adjustments,
         )
         _check_orders(sampling, wanted)
+        _check_logprobs(sampling, total, wanted)
         check_token_ids(sampling, model)
         _check_length(prompts[which].size, sampling.max_tokens, wanted, model)
         yield SampleAsk(request_id, prompts[which], sampling, wanted.priority, digests[which], wanted.cache_salt)
@@ -191,6 +198,19 @@ def _check_orders(sampling: Sampling, wanted: Generation) -> None:
     except BadInput as error:
         field = wanted.name_of(error.field)
         raise BadInput(error.message, field=field, value=error.value, remedy=error.remedy) from error
+
+
+def _check_logprobs(sampling: Sampling, samples: int, wanted: Generation) -> None:
+    """Raises BadInput for more than an answer may hold."""
+    entries = samples * sampling.max_tokens * (1 + sampling.logprobs)
+    if entries > LOGPROBS_OF_ANSWER_MAX:
+        limit, field = wanted.name_of("max_tokens"), wanted.name_of("logprobs")
+        text = (
+            f"{samples} x {sampling.max_tokens} tokens with {1 + sampling.logprobs} log-probabilities each make "
+            f"{entries}, and {LOGPROBS_OF_ANSWER_MAX} are accepted"
+        )
+        most = LOGPROBS_OF_ANSWER_MAX // (samples * (1 + sampling.logprobs))
+        raise BadInput(text, field=field, value=sampling.logprobs, remedy=f"set {limit} to {most} or less")
 
 
 def _check_length(prompt_tokens: int, max_tokens: int, wanted: Generation, model: ModelInfo) -> None:

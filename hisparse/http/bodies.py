@@ -4,7 +4,7 @@ Three kinds of fields, so that nothing is dropped in silence:
 
     served       typed below
     ignored      says nothing about the output (`user`, `metadata`): taken and forgotten
-    unsupported  taken at the value that changes nothing (`logprobs` false), refused at any other
+    unsupported  taken at the value that changes nothing (`best_of` 1), refused at any other
 
 and a field that is in none of them is refused by name.
 
@@ -24,6 +24,7 @@ from hisparse.http.decoding import decoded
 from hisparse.http.errors import VALUE_CHARS_MAX
 from hisparse.http.generation import NULL, Generation
 from protocol.errors import BadInput
+from protocol.messages import LOGPROBS_MAX
 
 #: Samples of one prompt; prompts of one body; samples of all its prompts together.
 N_MAX: Final = 16
@@ -45,15 +46,18 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
+    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
+
+
+#: Why, where there is more to say than that it is so.
+REASONS: Final = {"prompt_logprobs": "is not supported: of a prompt, only the logits of its last token are computed"}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,7 +124,7 @@ class Body(ApiBody, frozen=True, kw_only=True):
     prompt_cache_retention: msgspec.Raw = NULL
 
     # Unsupported: NEUTRAL.
-    logprobs: msgspec.Raw = NULL
+    prompt_logprobs: msgspec.Raw = NULL
 
     def check(self) -> None:
         if self.n is not None and not 1 <= self.n <= N_MAX:
@@ -146,8 +150,14 @@ class Body(ApiBody, frozen=True, kw_only=True):
             "logit_bias": tuple(bias.items()) if bias else None,
             "min_tokens": self.min_tokens,
             "stop_token_ids": tuple(ends) if ends else None,
+            "logprobs": self.alternatives,
         }
         return {name: value for name, value in said.items() if value is not None}
+
+    @property
+    def alternatives(self) -> int | None:
+        """To each token, with log-probabilities; None: without."""
+        raise NotImplementedError
 
     def wanted(self, **further: Any) -> Generation:
         """What both ask for, and `further`."""
@@ -191,12 +201,34 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
     prompt: msgspec.Raw
     echo: bool | None = None
+    logprobs: int | bool | None = None  # false: none
 
     best_of: msgspec.Raw = NULL
     suffix: msgspec.Raw = NULL
 
+    def check(self) -> None:
+        super().check()
+        if self.logprobs is True:
+            text, remedy = "expected an integer, not a boolean", "say how many of the likeliest tokens"
+            raise BadInput(text, field="logprobs", value="true", remedy=remedy)
+        check_alternatives("logprobs", self.alternatives)
+        if self.echo and self.alternatives is not None:
+            text = f"{REASONS['prompt_logprobs']}; an echo would come without log-probabilities"
+            raise BadInput(text, field="logprobs", value=self.logprobs, remedy="leave echo out, or logprobs")
+
+    @property
+    def alternatives(self) -> int | None:
+        return None if self.logprobs is False else self.logprobs
+
     def generation(self) -> Generation:
         return self.wanted(prompt=bytes(self.prompt), echo=bool(self.echo), max_tokens=self.max_tokens)
+
+
+def check_alternatives(field: str, count: int | None) -> None:
+    """Raises BadInput for more than this server tells, or less than none."""
+    if count is not None and not 0 <= count <= LOGPROBS_MAX:
+        text, remedy = f"must be 0 to {LOGPROBS_MAX}", "choose a value in that range"
+        raise BadInput(text, field=field, value=count, remedy=remedy)
 
 
 B = TypeVar("B", bound=ApiBody)
@@ -216,7 +248,8 @@ def refuse_unless(neutral: Sequence[object], field: str, value: object) -> None:
     """Raises BadInput for a value that would change the output, which this server cannot do."""
     if value is not None and not any(value == it and type(value) is type(it) for it in neutral):
         told = msgspec.json.encode(value).decode()[:VALUE_CHARS_MAX]
-        raise BadInput("is not supported", field=field, value=told, remedy=f"leave {field} out")
+        text = REASONS.get(field, "is not supported")
+        raise BadInput(text, field=field, value=told, remedy=f"leave {field} out")
 
 
 def parameters(kind: type[ApiBody]) -> dict[str, Any]:

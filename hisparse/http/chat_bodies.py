@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from hisparse.http.bodies import Body
+from hisparse.http.bodies import Body, check_alternatives
 from hisparse.http.formats.conversation import Conversation, PastCall, Tool, Turn
 from hisparse.http.generation import NULL, Generation
 from hisparse.http.tools import TOOLS_BYTES_MAX, Arguments, checked_tools, refuse_choice, refuse_media
@@ -108,6 +108,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     tool_choice: msgspec.Raw = NULL
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     audio: msgspec.Raw = NULL
     function_call: msgspec.Raw = NULL
@@ -115,7 +117,6 @@ class ChatBody(Body, frozen=True, kw_only=True):
     modalities: msgspec.Raw = NULL
     prediction: msgspec.Raw = NULL
     response_format: msgspec.Raw = NULL
-    top_logprobs: msgspec.Raw = NULL
     verbosity: msgspec.Raw = NULL
     web_search_options: msgspec.Raw = NULL
 
@@ -127,13 +128,24 @@ class ChatBody(Body, frozen=True, kw_only=True):
             remedy = "give one of the two"
             raise BadInput("is the old name of max_completion_tokens", field="max_tokens", remedy=remedy)
 
+        check_alternatives("top_logprobs", self.top_logprobs)
+        if self.top_logprobs and not self.logprobs:
+            raise BadInput(
+                "is for logprobs", field="top_logprobs", value=self.top_logprobs, remedy="set logprobs to true"
+            )
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def generation(self) -> Generation:
         """Raises BadInput."""
         is_new = self.max_completion_tokens is not None
         return self.wanted(
             conversation=conversation_of(self),
             max_tokens=self.max_completion_tokens if is_new else self.max_tokens,
-            names={"prompt": "messages"} | ({"max_tokens": "max_completion_tokens"} if is_new else {}),
+            names={"prompt": "messages", "logprobs": "top_logprobs"}
+            | ({"max_tokens": "max_completion_tokens"} if is_new else {}),
         )
 
 

@@ -33,7 +33,7 @@ from metrics.state import HttpCounters
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, InternalError, NotFound, WrongState
 from protocol.logs import fields, logger
-from protocol.messages import Ended
+from protocol.messages import NO_LOGPROBS, Ended
 from protocol.settings import CoordinatorSettings
 
 #: Submissions that the coordinator has not answered; of one API key.
@@ -58,7 +58,7 @@ class FollowedOutput:
         self.grace_s = grace_s
         self.began_at = now
         self.followers = 0
-        self.chunks: list[Int32Array] = []
+        self.chunks: list[tuple[Int32Array, Int32Array]] = []  # tokens, and their rows of log-probabilities
         self._accepted = False
         self._ended: Ended | None = None
         self._failure: HiSparseError | None = None
@@ -72,15 +72,18 @@ class FollowedOutput:
         if not self._accepted and self._failure is not None:
             raise self._failure
 
-    async def read(self) -> AsyncIterator[list[int]]:
-        """All tokens from the first on, as they come. Raises what went wrong, at the latest Unavailable when the
-        coordinator stays away."""
+    async def read(self) -> AsyncIterator[tuple[list[int], Int32Array]]:
+        """All tokens from the first on, as they come, with their rows int32[tokens, words], of 0 words where none are
+        asked for. Those come in the pieces in which the coordinator delivered them. Raises what went wrong, at the
+        latest Unavailable when the coordinator stays away."""
         at = 0
         while True:
             await self.until(partial(self._has_more, at))
             if len(self.chunks) > at:
-                fresh, at = self.chunks[at:], len(self.chunks)
-                yield np.concatenate(fresh).tolist()
+                stop = at + 1 if self.choice.sampling.logprobs != NO_LOGPROBS else len(self.chunks)
+                tokens, rows = zip(*self.chunks[at:stop], strict=True)
+                at = stop
+                yield np.concatenate(tokens).tolist(), np.concatenate(rows)
             elif self._failure is not None:
                 raise self._failure
             else:
@@ -127,8 +130,8 @@ class FollowedOutput:
         self._accepted = True
         self._tell()
 
-    def add(self, tokens: Int32Array) -> None:
-        self.chunks.append(tokens)
+    def add(self, tokens: Int32Array, rows: Int32Array) -> None:
+        self.chunks.append((tokens, rows))
         self._tell()
 
     def end(self, ended: Ended | None) -> None:
@@ -229,7 +232,7 @@ class FollowedOutputs:
             async for tokens in stream:
                 if not output.chunks:
                     self._counters.first_token_s.observe(trio.current_time() - output.began_at)
-                output.add(tokens)
+                output.add(tokens, stream.rows)
         except HiSparseError as error:
             output.fail(error)
         else:

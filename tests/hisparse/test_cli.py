@@ -714,6 +714,26 @@ def test_seed_is_drawn_for_each_submission(gateway: FakeGateway) -> None:
     assert 0 <= one.seed != other.seed < 2**63
 
 
+@pytest.mark.parametrize("output", ["json", "jsonl"])
+def test_log_probabilities_are_fields_of_json(gateway: FakeGateway, output: str) -> None:
+    rows = np.array([[0, 104, 0], [0, 120, 0]], np.int32)
+    rows.view(np.float32)[:, 0::2] = [[-0.25, -0.25], [-2.0, -0.5]]
+    logprobs = messages.Logprobs(pack_int32([3]), rows.tobytes())
+    tokens = pack_int32([104, 105])
+    delivery = messages.Delivery(pack_int32([3]), pack_int32([0]), pack_int32([2]), tokens, logprobs)
+    end = messages.Ended(3, "r1", "FINISHED", "length", 2)
+    gateway.on(messages.Submit, lambda m: [messages.Accepted(tag_of(m), "r1", 3), delivery, end])
+    told = json.loads(run("submit", "x", "--logprobs", "1", "-o", output).stdout.splitlines()[0])
+    assert told["logprobs"] == [
+        {"logprob": -0.25, "top": [{"token": 104, "logprob": -0.25}]},
+        {"logprob": -2.0, "top": [{"token": 120, "logprob": -0.5}]},
+    ]
+    (submit,) = gateway.received
+    assert isinstance(submit, messages.Submit)
+    assert submit.sampling.logprobs == 1
+    assert "--logprobs needs -o json" in run("submit", "x", "--logprobs", "1").stderr
+
+
 # ---------------------------------------------------------------- interruption
 
 

@@ -239,14 +239,21 @@ async def test_calls_in_flight_report_a_lost_connection(rig: GatewayRig) -> None
 
 def test_stream_drops_known_tokens_and_refuses_gaps() -> None:
     stream = TokenStream("a", 5, TrioNews())
-    stream.deliver(5, np.array([50, 60], np.int32))
-    stream.deliver(6, np.array([61, 70], np.int32))
-    stream.deliver(5, np.array([51], np.int32))
+
+    def deliver(start: int, *tokens: int) -> None:
+        """Each with a row of one word: ten times the token."""
+        array = np.array(tokens, np.int32)
+        stream.deliver(start, array, 10 * array.reshape(-1, 1))
+
+    deliver(5, 50, 60)
+    deliver(6, 61, 70)
+    deliver(5, 51)
     assert stream.received == 8
     with pytest.raises(ProtocolError, match="position 8 is missing"):
-        stream.deliver(9, np.array([90], np.int32))
+        deliver(9, 90)
     stream.end(Ended(0, "a", "FINISHED", "eos", 8))
     assert list(trio.run(stream.collect)) == [50, 60, 70]
+    assert stream.rows.tolist() == [[500], [600], [700]]
     assert stream.offset == 8
 
 

@@ -143,6 +143,40 @@ CASES: Final = {
         "must be 0 to 4 (got 5)",
         said(max_tokens=4, min_tokens=4),
     ),
+    "logprobs": Case(
+        COMPLETIONS, said(logprobs=21), 400, BAD, "logprobs", "must be 0 to 20 (got 21)", said(logprobs=20)
+    ),
+    "no logprobs": Case(COMPLETIONS, said(logprobs=-1), 400, BAD, "logprobs", "(got -1)", said(logprobs=0)),
+    "logprobs of completions": Case(
+        COMPLETIONS,
+        said(logprobs=True),
+        400,
+        BAD,
+        "logprobs",
+        "expected an integer, not a boolean",
+        said(logprobs=False),
+    ),
+    "logprobs of an echo": Case(
+        COMPLETIONS,
+        said(echo=True, logprobs=1),
+        *(400, BAD, "logprobs", "only the logits of its last token are computed; an echo would come without", said()),
+    ),
+    "logprobs of a prompt": Case(
+        COMPLETIONS, said(prompt_logprobs=1), 400, BAD, "prompt_logprobs", "(got 1). Leave prompt_logprobs out.", said()
+    ),
+    "many logprobs": Case(
+        COMPLETIONS,
+        said(n=16, max_tokens=1_000, logprobs=20),
+        *(400, BAD, "logprobs", "make 336000, and 262144 are accepted (got 20). Set max_tokens to 780 or less."),
+    ),
+    "top_logprobs": Case(
+        CHATS,
+        spoken(logprobs=True, top_logprobs=21),
+        *(400, BAD, "top_logprobs", "must be 0 to 20 (got 21)", spoken(logprobs=True, top_logprobs=20)),
+    ),
+    "top_logprobs alone": Case(
+        CHATS, spoken(top_logprobs=2), 400, BAD, "top_logprobs", "Set logprobs to true.", spoken(top_logprobs=0)
+    ),
     "stop_token_ids": Case(
         COMPLETIONS, said(stop_token_ids=[-1]), 400, BAD, "stop_token_ids", "(got -1)", said(stop_token_ids=[0])
     ),

@@ -342,6 +342,8 @@ CASES: Final[dict[str, Case]] = {
     "no token id": Case("submit --tokens '1 x 3'", 2, "'x' is not a token id"),
     "token id beyond int32": Case("submit --tokens '1 2147483648'", 2, "a token id does not fit int32"),
     "token id beyond int64": Case(f"submit --tokens '1 {10**30}'", 2, "expected a list of int32 token ids"),
+    "log-probabilities in a text": Case("submit a --logprobs 1", 2, "--logprobs needs -o json or -o jsonl"),
+    "too many log-probabilities": Case("submit a --logprobs 21 -o json", 2, "21 is not in the range"),
     "seed out of range": Case("submit a --seed -1", 2, "-1 is not in the range"),
     "not a terminal": Case("top", 2, "not a terminal that can draw (use: hisparse requests --watch)"),
     "two kinds of GPU memory": Case(
@@ -656,6 +658,11 @@ CALLS: Final[dict[str, Call]] = {
         BadInput,
         "(use one of auto, staged, direct)",
         lambda *_: check_submit(submission(prefill_mode="x"), MODEL),
+    ),
+    "more alternatives than tokens": Call(
+        BadInput,
+        "logprobs=20: tiny has 9 tokens (ask for 9 or less)",
+        lambda *_: check_submit(submission(logprobs=20), msgspec.structs.replace(MODEL, vocab_size=9)),
     ),
     "empty prompt": Call(BadInput, "(give at least one token)", lambda *_: check_submit(submission(prompt=b""), MODEL)),
     "bias of a token twice": Call(

@@ -1,11 +1,12 @@
 """Draws that requests adjust, as real processes that are disturbed: every token is that of a plain reference over the
-model library's logits."""
+model library's logits, and so are the log-probabilities of requests that ask for them."""
 
 from __future__ import annotations
 
 import random
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import trio
 from transformers import AutoModelForCausalLM
 
 from hisparse.client.client import Client
-from protocol.messages import Sampling
+from hisparse.client.token_stream import TokenStream
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import NO_LOGPROBS, Sampling
 from tests.processes.test_main_job import disturb, release_held
 from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, crash_config, prompts_of, write_model
 from tests.worker.runners.test_adjust import expected
@@ -24,12 +27,18 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 REQUESTS = 24
 NEW_TOKENS = 24
+#: Between a log-probability and the reference's: of nine in ten tokens, and of those where a near-tie at the edge of
+#: the indexer's top-k falls the other way.
+LOGPROB_BOUND = 1e-4
+LOGPROB_BOUND_OF_TIES = 1e-2
 #: A token may differ from the reference's where their adjusted logits are closer than this.
 TIE_BOUND = 1e-3
+#: Of the request during which the coordinator dies.
+LATE = Sampling(200, ignore_eos=True, logprobs=20)
 
 
 def samplings(seed: int) -> list[Sampling]:
-    """Of every kind, alone and together; every fourth adjusts nothing."""
+    """Of every kind, alone and together; every fourth adjusts nothing. Two of three ask for log-probabilities."""
     dice, found = random.Random(seed), []
     for number in range(REQUESTS):
         drawn = {
@@ -46,16 +55,32 @@ def samplings(seed: int) -> list[Sampling]:
         }
         chosen = {} if number % 4 == 0 else drawn
         temperature = dice.choice((0.0, 0.9))
+        chosen["logprobs"] = (NO_LOGPROBS, 0, 5)[number % 3]
         found.append(Sampling(NEW_TOKENS, temperature=temperature, top_p=0.9, seed=number, **chosen))  # type: ignore[arg-type]
     return found
 
 
-async def collect(
-    client: Client, name: str, prompt: Sequence[int], sampling: Sampling, outputs: dict[str, list[int]]
-) -> None:
-    outputs[name] = []
-    async for tokens in await client.submit(prompt, sampling, request_id=name):
-        outputs[name] += tokens.tolist()
+@dataclass
+class Received:
+    """By a client that follows a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    async def follow(self, stream: TokenStream) -> None:
+        async for tokens in stream:
+            self.tokens += tokens.tolist()
+            self.logprobs += stream.logprobs
+
+
+async def collect(client: Client, name: str, prompt: Sequence[int], sampling: Sampling, received: Received) -> None:
+    await received.follow(await client.submit(prompt, sampling, request_id=name))
+
+
+async def replayed(client: Client, name: str) -> Received:
+    received = Received()
+    await received.follow(await client.attach(name))
+    return received
 
 
 def wrong_from(logits: torch.Tensor, prompt: list[int], output: list[int], sampling: Sampling, eos: int) -> int:
@@ -75,33 +100,64 @@ def wrong_from(logits: torch.Tensor, prompt: list[int], output: list[int], sampl
     return -1
 
 
-async def test_adjusted_draws_survive_moves_and_the_death_of_a_worker(model: Path, tmp_path: Path) -> None:
+def logprob_errors(logits: torch.Tensor, received: Received, sampling: Sampling) -> list[float]:
+    """Of each token, where they are asked for: the largest difference of a value from the reference's, whose `logits`
+    are float32[tokens, vocab]. The ids are those of the reference up to ties."""
+    if sampling.logprobs == NO_LOGPROBS:
+        assert received.logprobs == []
+        return []
+    errors = []
+    for right, token, told in zip(logits.log_softmax(-1), received.tokens, received.logprobs, strict=True):
+        best = right.topk(sampling.logprobs).values.tolist() if told.top else []
+        assert len({it for it, _ in told.top}) == len(told.top) == sampling.logprobs
+        pairs = [(told.logprob, float(right[token]))]
+        pairs += [(value, float(right[other])) for other, value in told.top]
+        pairs += [(value, likeliest) for (_, value), likeliest in zip(told.top, best, strict=True)]
+        errors.append(max(abs(ours - its) for ours, its in pairs))
+    return errors
+
+
+async def test_adjusted_draws_and_log_probabilities_survive_moves_and_deaths(model: Path, tmp_path: Path) -> None:
     prompts, asked, moves = prompts_of(7, REQUESTS), samplings(8), {}
-    outputs: dict[str, list[int]] = {}
+    outputs = [Received() for _ in prompts]
     async with cluster_of_two(crash_config(model, tmp_path), tmp_path, kept=True) as (cluster, client, _):
         async with trio.open_nursery() as disturbance:
             disturbance.start_soon(disturb, client, 2, moves)
             disturbance.start_soon(release_held, client, moves)
             async with trio.open_nursery() as nursery:
                 for number, (prompt, sampling) in enumerate(zip(prompts, asked, strict=True)):
-                    nursery.start_soon(collect, client, f"churned-{number}", prompt, sampling, outputs)
+                    nursery.start_soon(collect, client, f"churned-{number}", prompt, sampling, outputs[number])
                 await trio.sleep(2)
                 cluster.workers["w0"].signal(signal.SIGKILL)
             disturbance.cancel_scope.cancel()
         await client.undrain()
+        late = Received()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, client, "late", prompts[0], LATE, late)
+            while not late.tokens:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+            cluster.coordinator.signal(signal.SIGKILL)
         await assert_nothing_leaked(client)
+        assert client.reconnects > 0
+        again = [await replayed(client, f"churned-{number}") for number in range(REQUESTS)]
+        assert (again, await replayed(client, "late")) == (outputs, late), "the journal has what was delivered"
     assert moves["keep"] + moves["drop"] > 0
     judge = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     eos = judge.generation_config.eos_token_id
-    for number, (prompt, sampling) in enumerate(zip(prompts, asked, strict=True)):
-        output = outputs[f"churned-{number}"]
+    errors: list[float] = []
+    cases = zip([*prompts, prompts[0]], [*asked, LATE], [*outputs, late], strict=True)
+    for number, (prompt, sampling, received) in enumerate(cases):
+        output = received.tokens
         with torch.inference_mode():
             logits = judge(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
+        errors += logprob_errors(logits, received, sampling)
         at = wrong_from(logits, prompt, output, sampling, eos)
         assert at < 0, f"request {number} differs at {at}: {sampling}"
-        ended = output[-1] in (eos, *sampling.stop_token_ids)
-        assert ended or len(output) == NEW_TOKENS
-        assert not {eos, *sampling.stop_token_ids} & set(output[: max(sampling.min_tokens, len(output) - 1)])
+        ends = {*sampling.stop_token_ids} if sampling.ignore_eos else {eos, *sampling.stop_token_ids}
+        assert output[-1] in ends or len(output) == sampling.max_tokens
+        assert not ends & set(output[: max(sampling.min_tokens, len(output) - 1)])
+    assert max(errors) < LOGPROB_BOUND_OF_TIES
+    assert sum(error < LOGPROB_BOUND for error in errors) > 0.9 * len(errors)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ import pytest
 
 from hisparse.client.client import Client, run_client
 from protocol.errors import NotFound
+from protocol.logprobs import TokenLogprobs
 from protocol.messages import HistoryLine, RequestRow, Sampling
 from tests import ROOT
 from tests.processes.test_up import Up, eventually, running
@@ -203,6 +204,38 @@ def test_samples_differ_and_a_seed_repeats_them(site: Site) -> None:
     assert len(set(first)) == 3
 
 
+def test_log_probabilities_come_whole_and_streamed_and_are_those_of_the_python_client(site: Site) -> None:
+    async def submit(client: Client) -> list[TokenLogprobs]:
+        stream = await client.submit(list(b"probable"), Sampling(8, ignore_eos=True, logprobs=3))
+        await stream.collect()
+        return stream.logprobs
+
+    own, asked = site.ask(submit), {"prompt": "probable", "max_tokens": 8, "logprobs": 3} | GREEDY
+    whole = site.client().completions.create(n=2, **asked).choices
+    parts = [chunk.choices[0] for chunk in site.client().completions.create(stream=True, **asked)]
+    for told in (whole[0].logprobs, whole[1].logprobs):
+        assert told is not None
+        assert told.token_logprobs == [it.logprob for it in own], "the same bits, from another run"
+        assert [list(it.values())[:3] for it in told.top_logprobs or ()] == [[p for _, p in it.top] for it in own]
+    told = [it.logprobs for it in parts if it.logprobs is not None]
+    assert whole[0].logprobs is not None
+    assert [it for part in told for it in part.tokens or ()] == whole[0].logprobs.tokens
+    assert [it for part in told for it in part.text_offset or ()] == whole[0].logprobs.text_offset
+
+
+def test_log_probabilities_of_a_chat_are_whole_tokens_of_its_text(site: Site) -> None:
+    answer = site.client().chat.completions.create(
+        messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=8, logprobs=True, top_logprobs=2, **GREEDY
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.content is not None
+    data = bytes(byte for it in told.content for byte in it.bytes or ())
+    assert data.decode(errors="replace") == answer.choices[0].message.content
+    assert [len(it.top_logprobs) for it in told.content] == [2] * 8
+    assert all(it.top_logprobs[0].token == it.token for it in told.content), "greedy: the likeliest"
+
+
 def test_prompts_may_be_many_or_token_ids(site: Site) -> None:
     answer = site.client().completions.create(prompt=[[72, 105], [66]], max_tokens=6, **GREEDY)
     assert [choice.text for choice in answer.choices] == [site.tokens(ids, 6).decode() for ids in ([72, 105], [66])]
@@ -217,7 +250,7 @@ def test_the_model_is_listed(site: Site) -> None:
     ("request_of", "kind", "code"),
     [
         ({"model": MODEL, "prompt": ""}, openai.BadRequestError, "bad_input"),
-        ({"model": MODEL, "prompt": "x", "logprobs": 2}, openai.BadRequestError, "bad_input"),
+        ({"model": MODEL, "prompt": "x", "logprobs": 21}, openai.BadRequestError, "bad_input"),
         ({"model": MODEL, "prompt": "x", "max_tokens": 100_000}, openai.BadRequestError, "context_length_exceeded"),
         ({"model": MODEL, "prompt": "x", "temperature": -1}, openai.BadRequestError, "bad_input"),
         ({"model": "other", "prompt": "x"}, openai.NotFoundError, "not_found"),

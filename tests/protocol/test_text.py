@@ -212,3 +212,33 @@ def test_unreadable_tokenizer_is_refused() -> None:
         make_tokenizer("sentencepiece")
     with pytest.raises(ConfigError, match="unreadable"):
         make_tokenizer("json", b"{}")
+
+
+@given(st.text())
+def test_bytes_of_tokens_are_the_text_that_they_are_cut_from(tokenizer_json: bytes, text: str) -> None:
+    for tokenizer in (ByteTokenizer(), JsonTokenizer(tokenizer_json)):
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+def test_special_tokens_have_their_own_text_and_unknown_ids_none(tokenizer_json: bytes) -> None:
+    library = JsonTokenizer(tokenizer_json)
+    assert (library.token_bytes(256), library.token_bytes(9_999)) == (b"<eos>", b"")
+    assert (ByteTokenizer().token_bytes(255), ByteTokenizer().token_bytes(256)) == (b"\xff", b"")
+
+
+def test_bytes_of_sentencepiece_tokens_and_of_words() -> None:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models
+
+    def tokenizer(decoder: object, *words: str) -> JsonTokenizer:
+        library = Library(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+        if decoder is not None:
+            library.decoder = decoder
+        return JsonTokenizer(library.to_str().encode())
+
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    pieces = tokenizer(decoders.Sequence(steps), "\u2581so", "so", "<0xF0>")
+    assert [pieces.token_bytes(it) for it in range(3)] == [b" so", b"so", b"\xf0"]
+    assert tokenizer(decoders.Metaspace(), "\u2581so").token_bytes(0) == b" so"
+    assert tokenizer(decoders.WordPiece(), "##so").token_bytes(0) == b"##so", "as the library has it"
+    assert tokenizer(None, "so").token_bytes(0) == b"so"

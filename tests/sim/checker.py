@@ -31,13 +31,15 @@ import trio._core._run
 from coordinator.journal.records import Rank, RequestFacts
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import EntryPhase, RequestEntry
+from coordinator.tokens.logprob_rows import unpack_logprobs
 from coordinator.workers.epoch_link import WorkerLink
 from protocol import messages, units
 from protocol.arrays import unpack_int32
 from protocol.errors import InternalError
+from protocol.logprobs import row_words
 from tests.sim.fake_worker import EPOCHS_PER_PROCESS, Run, Transfer
 from tests.sim.group_checker import GroupChecker
-from tests.sim.oracle import Truth
+from tests.sim.oracle import Truth, logprobs_of
 from tests.sim.trace import Violation
 from worker.link.outbox import REPORTS_UNACKED_MAX
 
@@ -288,11 +290,15 @@ class Checker(trio.abc.Instrument):
         disk = self._cluster.disk if self.expects_crashes else None
         tokens, at = unpack_int32(delivery.tokens, "tokens").tolist(), 0
         arrays = map(_ints, (delivery.handles, delivery.starts, delivery.counts))
-        for handle, start, count in zip(*arrays, strict=True):
+        logprobs = unpack_logprobs(delivery.logprobs, unpack_int32(delivery.counts, "counts"))
+        for entry, (handle, start, count) in enumerate(zip(*arrays, strict=True)):
             request_id, expected = readers.handles[handle]
             if start != expected:
                 raise Violation("I5", f"{request_id} is delivered from position {start}, {expected} comes next")
-            self.check_output(self._cluster.truths[request_id], start, tokens[at : at + count])
+            truth = self._cluster.truths[request_id]
+            self.check_output(truth, start, tokens[at : at + count])
+            rows = b"" if logprobs is None else logprobs.of(entry).tobytes()
+            self.check_rows(truth, start, tokens[at : at + count], rows)
             readers.handles[handle] = (request_id, start + count)
             if disk is not None and disk.tokens[request_id] < start + count:
                 raise Violation(
@@ -312,6 +318,13 @@ class Checker(trio.abc.Instrument):
                 f"{truth.request_id} says {tokens[place : place + 3]} at position {start + place}, "
                 f"the oracle {right[place : place + 3]}",
             )
+
+    @staticmethod
+    def check_rows(truth: Truth, start: int, tokens: list[int], rows: bytes) -> None:
+        words = row_words(truth.sampling.logprobs)
+        right = b"".join(logprobs_of(token, start + place, words) for place, token in enumerate(tokens))
+        if rows != right:
+            raise Violation("output", f"{truth.request_id} has wrong log-probabilities from position {start} on")
 
     def _ended(self, readers: Readers, ended: messages.Ended) -> None:
         request_id, position = readers.handles.pop(ended.handle)

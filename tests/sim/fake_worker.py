@@ -32,6 +32,7 @@ import trio
 from metrics.state import WorkerCounters
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.inventory import InventoryRow
+from protocol.logprobs import row_words
 from protocol.messages import (
     NO_HOT_BUFFER,
     NO_TOKEN,
@@ -40,6 +41,7 @@ from protocol.messages import (
     Command,
     Exited,
     Finished,
+    FirstToken,
     Grant,
     Parked,
     Receive,
@@ -57,7 +59,7 @@ from protocol.units import PAGE_TOKENS, pages_for
 from tests.sim.alarms import Alarm, sleep, sleep_until
 from tests.sim.groups import RankRounds, next_chunks
 from tests.sim.links import Latch
-from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, next_token, prompt_rows
+from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, logprobs_of, next_token, prompt_rows
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
 from worker.device.inventory import FreeDeviceMemory, take_inventory
@@ -226,14 +228,15 @@ class Run:
         published, prompt = self.output.published, len(self.prompt)
         return min(rows, prompt + published - 1) if published and rows >= prompt else 0
 
-    def left_behind(self, rows: int) -> tuple[int, int]:
+    def left_behind(self, rows: int) -> tuple[int, FirstToken]:
         """As `durable`, when it leaves; and the first token, if only that is known of what follows the prompt."""
         tokens = self.output.tokens
         if self.sending is not None and not self.sending.out.is_delivered:
             return 0, NO_TOKEN
         if self.output.published or not tokens or rows < len(self.prompt):
             return self.durable(rows), NO_TOKEN
-        return len(self.prompt), tokens[0]
+        first = self.output.first_held
+        return len(self.prompt), first if first.logprobs else first.token
 
 
 @dataclass(eq=False)
@@ -416,14 +419,13 @@ class FakeExecutor:
     def _admit(self, admit: Admit) -> None:
         self._admit_once(admit.placement)
         prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated").tolist()
-        held_back = () if admit.first_token == NO_TOKEN else (admit.first_token,)
-        output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER, held_back)
+        output = Output(generated, admit.sampling, MODEL.eos_token_ids, _DETOKENIZER, admit.first_token)
         if output.finished:
             self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
             self._reports.add_event(Released(admit.placement, admit.durable_tokens))
             return
         durable, by_steps = admit.durable_tokens, bool(admit.prefix_tokens and not admit.slab_pages)
-        if durable and not len(prompt) <= durable < len(prompt) + len(generated) + len(held_back):
+        if durable and not len(prompt) <= durable < len(prompt) + output.forced:
             raise Violation(
                 "I3",
                 f"placement {admit.placement} resumes at {durable} rows: "
@@ -691,11 +693,12 @@ class FakeExecutor:
         return run.last_token
 
     def _take_token(self, run: Run, token: int) -> None:
-        run.output.push(token)
+        place, words = len(run.output.tokens), row_words(run.admit.sampling.logprobs)
+        run.output.push(token, logprobs_of(token, place, words))
         start, ids = run.output.take_publishable()
         if ids:
-            durable = run.durable(run.durable_rows)
-            self._reports.add_tokens(run.admit.request_index, run.placement, start, ids, durable)
+            durable, rows = run.durable(run.durable_rows), run.output.take_rows(len(ids))
+            self._reports.add_tokens(run.admit.request_index, run.placement, start, ids, durable, rows)
         if run.output.finished:
             output = run.output
             self._reports.add_event(Finished(run.placement, output.reason, output.generated_tokens, output.tail_text))

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.arrays import Int32Array
+from protocol.arrays import Int32Array, pack_int32
 from protocol.messages import AUTO, ModelInfo, Sampling
 from tests.sim.shape import PAGE_TOKENS
 
@@ -73,6 +73,11 @@ def next_token(digest: int) -> int:
     """What follows rows that have `digest`."""
     drawn = (digest ^ (digest >> 31)) * _A >> 24 & 0xFFFFFFFF
     return EOS if drawn % _END_ODDS == 0 else 32 + drawn // _END_ODDS % _CHARACTERS
+
+
+def logprobs_of(token: int, place: int, words: int) -> bytes:
+    """The row of log-probabilities of the generated token at `place`."""
+    return pack_int32([token * 65_536 + place * 64 + word for word in range(words)])
 
 
 @dataclass(eq=False)

@@ -20,18 +20,25 @@ def make_facts(
     prompt: bytes = b"",
     tenant: str = "",
     user: str = "",
+    logprobs: int = messages.NO_LOGPROBS,
 ) -> RequestFacts:
-    sampling = messages.Sampling(max_tokens=max_tokens)
+    sampling = messages.Sampling(max_tokens=max_tokens, logprobs=logprobs)
     digest = digest_of(prompt)
     about = request_index, request_id, rank, "me", user, prompt_tokens
     return RequestFacts(*about, digest, sampling, 0.0, prefill_mode, tenant)
 
 
 def make_accepted(
-    request_index: int, prompt: bytes, max_tokens: int = 100, *, request_id: str = "", rank: Rank = (0, 0, 1)
+    request_index: int,
+    prompt: bytes,
+    max_tokens: int = 100,
+    *,
+    request_id: str = "",
+    rank: Rank = (0, 0, 1),
+    logprobs: int = messages.NO_LOGPROBS,
 ) -> RequestAccepted:
-    name = request_id or f"r{request_index}"
-    facts = make_facts(request_index, len(prompt) // 4, max_tokens, request_id=name, rank=rank, prompt=prompt)
+    name, tokens = request_id or f"r{request_index}", len(prompt) // 4
+    facts = make_facts(request_index, tokens, max_tokens, request_id=name, rank=rank, prompt=prompt, logprobs=logprobs)
     return RequestAccepted(facts, prompt)
 
 

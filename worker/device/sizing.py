@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from kernels.layout import QUEUE_RING, Geometry
 from protocol.byte_sizes import AUTO, parse_size
 from protocol.errors import ConfigError
+from protocol.logprobs import ROW_BYTES_MAX
 from protocol.messages import (
     DECODE,
     EOS_IDS_MAX,
@@ -218,10 +219,11 @@ def _bookkeeping_bytes(
     settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int, vocab: int
 ) -> int:
     """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks]; per group tails, counters, and the
-    eviction queue; draws."""
+    eviction queue; draws, and rows of log-probabilities, one more for prefill."""
     per_group = 4 * settings.tail_slots + 48 + 6 * QUEUE_RING
     per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * per_group
-    return settings.seats * (per_seat + sampler_seat_bytes(vocab)) + 2 * vocab
+    draws = settings.seats * sampler_seat_bytes(vocab) + 2 * vocab + (settings.seats + 1) * ROW_BYTES_MAX
+    return settings.seats * per_seat + draws
 
 
 def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, left: int) -> int:

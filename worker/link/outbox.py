@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -41,6 +41,7 @@ from protocol.messages import (
     Event,
     Grant,
     Inventory,
+    Logprobs,
     Parked,
     Progress,
     Receive,
@@ -54,7 +55,7 @@ from protocol.messages import (
 
 #: Reports sent and not acknowledged; at one per 20 ms they cover an absence of a second before coalescing begins.
 REPORTS_UNACKED_MAX: Final = 64
-#: Tokens in one report: 1 MiB on the wire.
+#: Tokens in one report, and words of their rows of log-probabilities: 1 MiB on the wire.
 REPORT_TOKENS_MAX: Final = 262_144
 #: Requests whose progress one report carries; 28 bytes each.
 REPORT_REQUESTS_MAX: Final = 16_384
@@ -77,6 +78,18 @@ class _Dirt:
     start: int
     durable: int
     ids: list[int] = field(default_factory=list)
+    rows: list[bytes] = field(default_factory=list)  # of log-probabilities: one of each token, or none
+
+    @property
+    def places(self) -> int:
+        """Words that a token takes in a report, with its row."""
+        return 1 + len(self.rows[0]) // 4 if self.rows else 1
+
+    def cut(self, count: int) -> _Dirt:
+        """Take the first `count` tokens off."""
+        first = _Dirt(self.request_index, self.start, self.durable, self.ids[:count], self.rows[:count])
+        self.start, self.ids, self.rows = self.start + count, self.ids[count:], self.rows[count:]
+        return first
 
 
 @dataclass(slots=True)
@@ -127,17 +140,21 @@ class Outbox:
 
     # ---------------------------------------------------------------- executor's side
 
-    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
-        """`ids` are the tokens at generated positions `start`...; `durable` rows are known to be in host memory.
+    def add_tokens(
+        self, request_index: int, placement: int, start: int, ids: list[int], durable: int, rows: Sequence[bytes] = ()
+    ) -> None:
+        """`ids` are the tokens at generated positions `start`...; `durable` rows are known to be in host memory. `rows`
+        are their log-probabilities, of a request that asks for them.
 
         Raises InternalError when they do not continue what this placement added before and no report took yet.
         """
         with self._lock:
             dirt = self._dirt.get(placement)
             if dirt is None:
-                self._dirt[placement] = _Dirt(request_index, start, durable, list(ids))
+                self._dirt[placement] = _Dirt(request_index, start, durable, list(ids), list(rows))
             else:
                 _extend(dirt, placement, start, ids)
+                dirt.rows.extend(rows)
                 dirt.durable = max(dirt.durable, durable)
             self._note(placement, start + len(ids), durable)
         self._signal()
@@ -334,12 +351,12 @@ class Outbox:
         cut: list[tuple[int, _Dirt]] = []
         for placement in list(islice(self._dirt, REPORT_REQUESTS_MAX)):
             dirt = self._dirt[placement]
-            if len(dirt.ids) > room:
-                if room:
-                    cut.append((placement, _Dirt(dirt.request_index, dirt.start, dirt.durable, dirt.ids[:room])))
-                    self._dirt[placement] = _Dirt(dirt.request_index, dirt.start + room, dirt.durable, dirt.ids[room:])
+            fits = room // dirt.places
+            if len(dirt.ids) > fits:
+                if fits:
+                    cut.append((placement, dirt.cut(fits)))
                 break
-            room -= len(dirt.ids)
+            room -= len(dirt.ids) * dirt.places
             cut.append((placement, self._dirt.pop(placement)))
         return _pack(cut) if cut else None
 
@@ -381,4 +398,12 @@ def _pack(cut: list[tuple[int, _Dirt]]) -> Progress:
         counts=pack_int32([len(dirt.ids) for _, dirt in cut]),
         tokens=pack_int32([token for _, dirt in cut for token in dirt.ids]),
         durables=pack_int32([dirt.durable for _, dirt in cut]),
+        logprobs=_pack_logprobs([dirt for _, dirt in cut]),
     )
+
+
+def _pack_logprobs(cut: Sequence[_Dirt]) -> Logprobs | None:
+    if not any(dirt.rows for dirt in cut):
+        return None
+    words = pack_int32([dirt.places - 1 for dirt in cut])
+    return Logprobs(words, b"".join(row for dirt in cut for row in dirt.rows))

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from protocol.arrays import Int32Array
-from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Resize
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, Resize
 from protocol.units import PAGE_TOKENS
 from worker.device.hot_buffer import HotBuffer
 from worker.loop.output import Output
@@ -77,8 +77,8 @@ class RunningRequest:
     `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how
     many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
     `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the chunk).
-    `adjust` is what it asks of its logits. `since_s` is when prefill, then staging, or loading began. `topk_place` is
-    where its last top-k is downloaded to.
+    `adjust` is what it asks of its logits, `logprob_words` how long its rows of log-probabilities are. `since_s` is
+    when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
     """
 
     placement: int
@@ -98,6 +98,7 @@ class RunningRequest:
     first_token: Fence | None = None
     resize: Resize | None = None
     adjust: Adjust | None = None
+    logprob_words: int = 0
     outgoing: Outgoing | None = None
     staged_marks: deque[tuple[Fence, int, int]] = field(default_factory=deque)
     chunk_marks: deque[tuple[Fence, int]] = field(default_factory=deque)
@@ -168,11 +169,12 @@ class RunningRequest:
         rows = self.durable_rows if rows is None else rows
         return min(rows, self.prompt_tokens + published - 1) if published and rows >= self.prompt_tokens else 0
 
-    def left_behind(self, rows: int) -> tuple[int, int]:
+    def left_behind(self, rows: int) -> tuple[int, FirstToken]:
         """As `durable`, when it leaves; and the first token if that is needed to go on, being held back."""
         tokens = self.output.tokens
         if self.outgoing is not None and not self.outgoing.is_delivered:
             return 0, NO_TOKEN
         if self.output.published or not tokens or rows < self.prompt_tokens:
             return self.durable(rows), NO_TOKEN
-        return self.prompt_tokens, tokens[0]
+        first = self.output.first_held
+        return self.prompt_tokens, first if first.logprobs else first.token

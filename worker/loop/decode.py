@@ -17,8 +17,9 @@ those of the moment of launch.
 One step in TIMED_EVERY is timed, and stands for as many: the device's part of it, and each swap-in. Where there are
 graphs, such a step replays a second one, captured with timing events as nodes.
 
-A step with a request that adjusts its logits (worker/runners/logits.py) replays a graph of its forward pass alone, and
-launches its draws behind it one by one. All other steps are one graph, draws included.
+A step with a request that adjusts its logits (worker/runners/logits.py) or asks for log-probabilities
+(worker/runners/logprobs.py) replays a graph of its forward pass alone, and launches its draws behind it one by one. All
+other steps are one graph, draws included.
 
 Rejected: timing events in every step's graph (a microsecond or two each, two per layer); begin_step and the upload
 inside the graph (a graph for each of the T backup plans), and the backup in it (its fences lie between replays, since
@@ -30,7 +31,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -38,6 +39,8 @@ import torch
 
 from kernels.begin_step import begin_step
 from kernels.state import BackupPlan, DeviceState
+from protocol.arrays import Int32Array
+from protocol.logprobs import ROW_WORDS_MAX
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.loop.recording import SelectionRecorder
@@ -45,6 +48,7 @@ from worker.loop.swap import Swap
 from worker.loop.swap_counts import Int64s
 from worker.runners.adjust import Adjust
 from worker.runners.base import Runner, SamplerState, StepOutputs
+from worker.runners.logprobs import allocate_rows
 from worker.streams import Fence, Streams
 
 #: Steps of which one is timed.
@@ -54,7 +58,7 @@ TIMED_EVERY: Final = 64
 class _Bucket:
     """What steps of one padded size use: the batch, its inputs' ring, backup plans of the last T steps, outputs."""
 
-    def __init__(self, rows: int, state: DeviceState, outputs: StepOutputs) -> None:
+    def __init__(self, rows: int, state: DeviceState, outputs: StepOutputs, logprobs: torch.Tensor) -> None:
         groups, device = state.geometry.groups, state.rows.device
         self.rows = rows
         self.inputs = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
@@ -62,6 +66,7 @@ class _Bucket:
         self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
         self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(state.tail_slots)]
         self.outputs = outputs
+        self.outputs_with_logprobs = replace(outputs, logprobs=logprobs[:rows])
         self.replay: Callable[[], object] | None = None  # what the runner launches, as one operation on compute
         self.timed_replay: Callable[[], object] | None = None  # likewise, with each swap-in timed
         self.forward: Callable[[], object] | None = None  # without the draws
@@ -76,13 +81,17 @@ class _Results:
         self.tokens = host_tensor(state.seats, dtype=torch.int32, device=device, fill=-1)
         self.counts = host_tensor(2, state.geometry.groups, state.seats, dtype=torch.int64, device=device)
         self.logits = host_tensor(state.seats, vocab, dtype=torch.float32, device=device)
+        self.logprobs = host_tensor(state.seats, ROW_WORDS_MAX, dtype=torch.int32, device=device)
 
     def download(self, outputs: StepOutputs, state: DeviceState | None) -> None:
-        """Operation: keep tokens and logits, and the hits and misses of every seat when `state` is given."""
+        """Operation: keep tokens, logits and log-probabilities, and the hits and misses of every seat when `state` is
+        given."""
         rows = len(outputs.tokens)
         self.tokens[:rows].copy_(outputs.tokens, non_blocking=True)
         if outputs.logits is not None:
             self.logits[:rows].copy_(outputs.logits, non_blocking=True)
+        if outputs.logprobs is not None:
+            self.logprobs[:rows].copy_(outputs.logprobs, non_blocking=True)
         if state is not None:
             self.counts[0].copy_(state.hits, non_blocking=True)
             self.counts[1].copy_(state.misses, non_blocking=True)
@@ -95,6 +104,7 @@ class _Launched:
     sampled: Fence
     results: _Results
     counted: bool
+    has_logprobs: bool
     number: int
     at_s: float
 
@@ -104,7 +114,8 @@ class StepTokens:
     """A step that was read: requests, the row each wrote, the token each drew; if asked for, `counts` int64[2, G, S],
     hits and misses by index group and seat.
 
-    `logits` float32[requests, vocab] if they are kept: true until as many steps have been launched as are in flight.
+    `logits` float32[requests, vocab] if they are kept, `logprobs` int32[requests, ROW_WORDS_MAX] if a request asks for
+    them: true until as many steps have been launched as are in flight.
     """
 
     requests: list[RunningRequest]
@@ -113,6 +124,12 @@ class StepTokens:
     counts: Int64s | None
     launched_s: float
     logits: torch.Tensor
+    logprobs: Int32Array | None
+
+    def row(self, number: int) -> bytes:
+        """Log-probabilities of the token of a request, as far as it asks for them."""
+        words = self.requests[number].logprob_words
+        return self.logprobs[number, :words].tobytes() if self.logprobs is not None and words else b""
 
 
 class Decoder:
@@ -140,8 +157,9 @@ class Decoder:
         self._swap = swap
         self._recorder = recorder
         vocab, device = runner.info.vocab_size, state.rows.device
+        logprobs = allocate_rows(max(buckets), device)
         self._buckets = [
-            _Bucket(rows, state, StepOutputs.allocate(rows, vocab, keep_logits=keep_logits, device=device))
+            _Bucket(rows, state, StepOutputs.allocate(rows, vocab, keep_logits=keep_logits, device=device), logprobs)
             for rows in sorted(buckets)
         ]
         self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
@@ -191,6 +209,8 @@ class Decoder:
         bucket = next(bucket for bucket in self._buckets if bucket.rows >= max(rows, len(requests)))
         positions = [request.position for request in requests]
         adjust = Adjust.together(request.adjust for request in requests)
+        has_logprobs = any(request.logprob_words for request in requests)
+        outputs = bucket.outputs_with_logprobs if has_logprobs else bucket.outputs
         compute = self._streams.compute
         self._upload(bucket, requests, positions)
         if len(self._backed_up) == self._state.tail_slots:
@@ -198,15 +218,16 @@ class Decoder:
         plan = bucket.plans[self._number % len(bucket.plans)]
         compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
         is_timed = self._timed_every > 0 and self._number % self._timed_every == self._timed_every - 1
-        self._launch_bucket(bucket, adjust, is_timed=is_timed)
+        self._launch_bucket(bucket, outputs, adjust, is_timed=is_timed)
         backed_up, durable = self._swap.backup(plan, len(requests))
         results = self._results[self._number % len(self._results)]
-        compute.launch("download", partial(results.download, bucket.outputs, self._state if count else None))
+        compute.launch("download", partial(results.download, outputs, self._state if count else None))
         if self._recorder is not None:
             download = partial(self._recorder.download, self._number, len(requests))
             compute.launch("download selections", download)
         sampled = compute.record("sampled")
-        self._launched.append(_Launched(requests, positions, sampled, results, count, self._number, now_s))
+        step = _Launched(requests, positions, sampled, results, count, has_logprobs, self._number, now_s)
+        self._launched.append(step)
         self._backed_up.append(backed_up)
         self._undurable.append((durable, requests, positions))
         self._number += 1
@@ -223,7 +244,8 @@ class Decoder:
         tokens = step.results.tokens[: len(step.requests)].tolist()
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
-        return StepTokens(step.requests, step.positions, tokens, counts, step.at_s, logits)
+        logprobs = step.results.logprobs[: len(step.requests)].numpy() if step.has_logprobs else None
+        return StepTokens(step.requests, step.positions, tokens, counts, step.at_s, logits, logprobs)
 
     def note_durable(self) -> Iterator[RunningRequest]:
         """Raise `durable_rows` as far as completions have been observed; yields the requests concerned."""
@@ -238,13 +260,14 @@ class Decoder:
         if self._backed_up:
             self._streams.compute.wait(self._backed_up[-1])
 
-    def _launch_bucket(self, bucket: _Bucket, adjust: Adjust | None, *, is_timed: bool) -> None:
-        """A step in one graph, where there are graphs; with the draws behind it where rows adjust their logits."""
-        if adjust is None:
+    def _launch_bucket(self, bucket: _Bucket, outputs: StepOutputs, adjust: Adjust | None, *, is_timed: bool) -> None:
+        """A step in one graph, where there are graphs; with the draws behind it where rows adjust their logits or ask
+        for log-probabilities."""
+        if adjust is None and outputs.logprobs is None:
             self._launch_part(bucket.timed_replay if is_timed else bucket.replay, self._launch_runner, bucket, is_timed)
             return
         self._launch_part(bucket.timed_forward if is_timed else bucket.forward, self._launch_forward, bucket, is_timed)
-        self._runner.launch_sample(self._streams, self._sampler, bucket.batch, bucket.outputs, adjust)
+        self._runner.launch_sample(self._streams, self._sampler, bucket.batch, outputs, adjust)
 
     def _launch_part(
         self,

@@ -54,7 +54,7 @@ from worker.loop.prefill import Prefill
 from worker.loop.recording import SelectionRecorder
 from worker.loop.reporting import Reporter, Reports
 from worker.loop.rounds import Rounds, next_chunks
-from worker.loop.seats import Seats, allocate_state, check_admit, held_back
+from worker.loop.seats import Seats, allocate_state, check_admit
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
 from worker.runners.base import GroupRunner, Runner, SamplerState, StepOutputs, prefix_unit_tokens
@@ -437,7 +437,7 @@ class Executor:
     def _output(self, admit: Admit) -> Output:
         generated = unpack_int32(admit.generated, "generated").tolist()
         eos, detokenizer = self._runner.info.eos_token_ids, self._tokenizer.detokenizer
-        return Output(generated, admit.sampling, eos, detokenizer, held_back(admit))
+        return Output(generated, admit.sampling, eos, detokenizer, admit.first_token)
 
     def _grant(self, request: RunningRequest, grant: Grant) -> None:
         if request.resize is not None:  # granted for the buffer that is to come
@@ -512,7 +512,8 @@ class Executor:
         request.prefill_s, request.since_s = now - request.since_s, now
         self._report.prefilled(request)
         if not request.output.forced:
-            self._take_token(request, self._prefill.first_token(request.seat))
+            first, row = self._prefill.first_token(request.seat), self._prefill.first_logprobs(request)
+            self._take_token(request, first, row)
 
     def _take_over(self, request: RunningRequest) -> None:
         """A prompt seen in host memory: its rows are durable, its slab becomes the hot buffer. Or it has been here for
@@ -593,18 +594,19 @@ class Executor:
             now = self._clock()
             self.counters.stepped(now - max(step.launched_s, self._read_at))
             self._read_at = now
-            for request, position, token in zip(step.requests, step.positions, step.tokens, strict=True):
+            tokens = zip(step.requests, step.positions, step.tokens, strict=True)
+            for number, (request, position, token) in enumerate(tokens):
                 if request.status is Status.LEAVING:
                     self.counters.surplus_tokens += 1
                 elif request.is_drawn(position):
-                    self._contain(self._take_token, request, token)
+                    self._contain(self._take_token, request, token, step.row(number))
             self._report.swaps(step)
         return busy
 
     # ---------------------------------------------------------------- tokens and ends
 
-    def _take_token(self, request: RunningRequest, token: int) -> None:
-        request.output.push(token)
+    def _take_token(self, request: RunningRequest, token: int, row: bytes) -> None:
+        request.output.push(token, row)
         self._report.publish(request)
         if request.output.finished:
             self._report.finished(request)

@@ -3,20 +3,28 @@
 Tokens come from earlier placements (delivered then, forced now) and from steps. Those that may be part of a stop string
 are held back; a new placement draws them again, but for the first one, which only prefill can draw: it is handed on. A
 request ends with an end-of-sequence token (part of the output), with a stop string (not part of it) or with its last
-allowed token.
+allowed token. Where a request asks for log-probabilities, each token comes and goes with its row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from protocol.messages import Sampling
+from protocol.messages import NO_TOKEN, FirstToken, HeldToken, Sampling
 from protocol.text import Detokenizer, StopMatcher
 
 
 def end_token_ids(sampling: Sampling, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """Tokens that end an output and are part of it."""
     return (*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids)
+
+
+def held_back(first_token: FirstToken) -> tuple[HeldToken, ...]:
+    """The first token, if it was drawn in an earlier placement and not published; without a row where none is asked
+    for."""
+    if isinstance(first_token, HeldToken):
+        return (first_token,)
+    return () if first_token == NO_TOKEN else (HeldToken(first_token, b""),)
 
 
 class Output:
@@ -28,11 +36,12 @@ class Output:
         sampling: Sampling,
         eos_token_ids: Sequence[int],
         detokenizer: Callable[[], Detokenizer],
-        held_back: Sequence[int] = (),
+        first_token: FirstToken = NO_TOKEN,
     ) -> None:
-        """`generated` were delivered in earlier placements, `held_back` after them drawn and not published."""
+        """`generated` were delivered in earlier placements; `first_token` was drawn in one and not published."""
+        held = held_back(first_token)
         self.tokens: list[int] = []
-        self.forced = len(generated) + len(held_back)
+        self.forced = len(generated) + len(held)
         self.published = len(generated)
         self.reason = ""
         self.tail_text = ""
@@ -40,8 +49,11 @@ class Output:
         self._publishable = 0
         self._eos = frozenset(end_token_ids(sampling, eos_token_ids))
         self._matcher = StopMatcher(sampling.stop, detokenizer()) if sampling.stop else None
-        for token in (*generated, *held_back):
+        self._rows: list[bytes] = []  # of tokens that are not published
+        for token in generated:
             self.push(token)
+        for it in held:
+            self.push(it.token, it.logprobs)
 
     @property
     def finished(self) -> bool:
@@ -52,9 +64,12 @@ class Output:
         """Length of the output once finished: tokens of a stop string do not count."""
         return self._publishable
 
-    def push(self, token: int) -> None:
-        """Take the next token in. Nothing may follow once finished."""
+    def push(self, token: int, row: bytes = b"") -> None:
+        """Take the next token in, with its row of log-probabilities if they are asked for. Nothing may follow once
+        finished."""
         self.tokens.append(token)
+        if row:
+            self._rows.append(row)
         self._publishable = len(self.tokens)
         if self._matcher is not None:
             state = self._matcher.push((token,))
@@ -74,3 +89,13 @@ class Output:
         start = self.published
         self.published = max(start, self._publishable)
         return start, self.tokens[start : self.published]
+
+    def take_rows(self, count: int) -> list[bytes]:
+        """Rows of the next `count` tokens that `take_publishable` has returned; none where they are not asked for."""
+        rows, self._rows = self._rows[:count], self._rows[count:]
+        return rows
+
+    @property
+    def first_held(self) -> HeldToken:
+        """The first token, while nothing was published."""
+        return HeldToken(self.tokens[0], self._rows[0] if self._rows else b"")

@@ -10,23 +10,26 @@ reads: for the index keys as a whole, for rows before the layers of a layer grou
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from kernels.state import DeviceState
+from protocol.logprobs import ROW_WORDS_MAX
 from worker.loop.batch import INDEX_KEYS, RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring, host_tensor
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
 from worker.runners.base import Runner, SamplerState, StepOutputs
+from worker.runners.logprobs import allocate_rows
 from worker.streams import Streams
 from worker.transfer.layer_groups import LayerGroups
 
 
 class Prefill:
-    """Launches prompt chunks. First tokens are read from `first_tokens`, one place per seat."""
+    """Launches prompt chunks. First tokens and their log-probabilities are kept in one place per seat."""
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Prefill:
         self._swap = swap
         self._groups = groups
         self._outputs = outputs
+        self._outputs_with_logprobs = replace(outputs, logprobs=allocate_rows(1, state.rows.device))
         self._warm_starts = warm_start
         self._staging = staging
         device = state.rows.device
@@ -57,22 +61,24 @@ class Prefill:
         self._ring = Ring(buffers)
         self._tokens = torch.zeros(chunk_tokens, dtype=torch.int64, device=device)
         self._first_tokens = host_tensor(state.seats, dtype=torch.int32, device=device)
+        self._first_logprobs = host_tensor(state.seats, ROW_WORDS_MAX, dtype=torch.int32, device=device)
 
     def launch_chunk(self, request: RunningRequest) -> bool:
         """Launch the next chunk of `request` and its staging; whether it was the last, with `first_token` set then."""
         start = request.prefilled
         stop = min(start + len(self._tokens), request.prompt_tokens)
         last = stop == request.prompt_tokens
-        tokens, outputs = self._upload(request, start, stop), self._outputs if last else None
+        tokens, outputs = self._upload(request, start, stop), self._outputs_of(request) if last else None
         self._await_prefix(request, INDEX_KEYS)
         written = partial(self._written, request, start, stop)
         self._runner.launch_prefill_chunk(
             self._streams, self._state, self._sampler, request.seat, tokens, start, outputs, written, request.adjust
         )
-        if last:
+        if outputs is not None:
             if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
                 request.topk_place = self._warm_starts.take()
-            self._streams.compute.launch("keep results", partial(self._keep, request.seat, request.topk_place))
+            keep = partial(self._keep, outputs, request.seat, request.topk_place)
+            self._streams.compute.launch("keep results", keep)
             request.first_token = self._streams.compute.record("sampled")
         request.prefilled = stop
         return last
@@ -80,6 +86,13 @@ class Prefill:
     def first_token(self, seat: int) -> int:
         """What prefill drew for `seat`; read it once the request's `first_token` fence is complete."""
         return int(self._first_tokens[seat])
+
+    def first_logprobs(self, request: RunningRequest) -> bytes:
+        """Likewise the row of it, as far as the request asks for log-probabilities."""
+        return self._first_logprobs.numpy()[request.seat, : request.logprob_words].tobytes()
+
+    def _outputs_of(self, request: RunningRequest) -> StepOutputs:
+        return self._outputs_with_logprobs if request.logprob_words else self._outputs
 
     def _written(self, request: RunningRequest, start: int, stop: int, layer: int) -> None:
         """`layer` of start..stop-1 is written, and attends next. Staging does not wait for the prefix."""
@@ -108,7 +121,9 @@ class Prefill:
         self._ring.launched(self._streams.compute.record("inputs_consumed"))
         return tokens
 
-    def _keep(self, seat: int, topk_place: int | None) -> None:
-        self._first_tokens[seat : seat + 1].copy_(self._outputs.tokens[:1], non_blocking=True)
-        if topk_place is not None and self._outputs.warm_start is not None:
-            self._warm_starts[topk_place].copy_(self._outputs.warm_start, non_blocking=True)
+    def _keep(self, outputs: StepOutputs, seat: int, topk_place: int | None) -> None:
+        self._first_tokens[seat : seat + 1].copy_(outputs.tokens[:1], non_blocking=True)
+        if outputs.logprobs is not None:
+            self._first_logprobs[seat].copy_(outputs.logprobs[0], non_blocking=True)
+        if topk_place is not None and outputs.warm_start is not None:
+            self._warm_starts[topk_place].copy_(outputs.warm_start, non_blocking=True)

@@ -18,6 +18,7 @@ from protocol.messages import (
     Event,
     Faulted,
     Finished,
+    FirstToken,
     Inventory,
     Parked,
     Released,
@@ -37,7 +38,9 @@ class Reports(Protocol):
     """Where results go; thread-safe and never waiting. A port: worker.link.outbox.Outbox in a worker, others in
     benchmarks and tests, which run an executor without a link."""
 
-    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None: ...
+    def add_tokens(
+        self, request_index: int, placement: int, start: int, ids: list[int], durable: int, rows: Sequence[bytes] = ()
+    ) -> None: ...
     def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
     def add_event(self, event: Event) -> None: ...
     def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None: ...
@@ -56,7 +59,8 @@ class Reporter:
         self._counters.tokens += 1
         start, ids = request.output.take_publishable()
         if ids:
-            self._reports.add_tokens(request.request_index, request.placement, start, ids, request.durable())
+            rows = request.output.take_rows(len(ids))
+            self._reports.add_tokens(request.request_index, request.placement, start, ids, request.durable(), rows)
 
     def durable(self, request: RunningRequest) -> None:
         """The durable length alone, of a request that draws no tokens at present."""
@@ -110,7 +114,7 @@ class Reporter:
         self,
         placement: int,
         durable: int,
-        first_token: int = NO_TOKEN,
+        first_token: FirstToken = NO_TOKEN,
         warm_start: bytes = b"",
     ) -> None:
         self._counters.released += 1

@@ -32,8 +32,9 @@ from kernels.seat import clear_seat, latest_tokens
 from kernels.state import DeviceState
 from protocol.arrays import unpack_int32
 from protocol.errors import BadInput, CapacityError, InternalError
+from protocol.logprobs import row_words
 from protocol.logs import fields, logger
-from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, Admit, Grant, ModelInfo
+from protocol.messages import NO_HOT_BUFFER, Admit, Grant, ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.arena import Arena
@@ -43,7 +44,7 @@ from worker.device.sizing import Sizing
 from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
 from worker.loop.inputs import SeatTables, host_tensor
-from worker.loop.output import Output
+from worker.loop.output import Output, held_back
 from worker.loop.sampler_seats import SamplerSeats
 from worker.loop.swap import Swap
 from worker.loop.swap_counts import Int64s, SwapCounts
@@ -81,9 +82,13 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo, prefix_unit: int 
     """BadInput, naming the field, when this worker can never carry `admit` out. A shared prefix is a multiple of
     `prefix_unit` tokens."""
     prompt, generated = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.generated, "generated")
-    if len(generated) and held_back(admit):
+    held = held_back(admit.first_token)
+    if len(generated) and held:
         raise BadInput("held back behind tokens that were said", field="first_token", value=admit.first_token)
-    named = ("prompt", prompt), ("generated", generated), ("first_token", np.asarray(held_back(admit), dtype=np.int32))
+    row_bytes = 4 * row_words(admit.sampling.logprobs)
+    if any(len(it.logprobs) != row_bytes for it in held):
+        raise BadInput(f"comes without {row_bytes} bytes of log-probabilities", field="first_token", value=held)
+    named = ("prompt", prompt), ("generated", generated), ("first_token", np.array([it.token for it in held], np.int32))
     for name, ids in named:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
             raise BadInput(f"ids must lie in 0..{info.vocab_size - 1}", field=name, value=ids[:8].tolist())
@@ -95,7 +100,7 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo, prefix_unit: int 
             field="prompt",
             value=f"{tokens} + {admit.sampling.max_tokens} tokens",
         )
-    known = len(generated) + len(held_back(admit))
+    known = len(generated) + len(held)
     if durable and not tokens <= durable < tokens + known:
         raise BadInput(
             f"a resume builds on {tokens} to {tokens + known - 1} rows", field="durable_tokens", value=durable
@@ -148,11 +153,6 @@ def _check_prefix(admit: Admit, tokens: int, unit: int) -> None:
 def by_steps(admit: Admit) -> bool:
     """Whether what follows a shared prefix goes through decode steps."""
     return admit.prefix_tokens > 0 and not admit.slab_pages
-
-
-def held_back(admit: Admit) -> tuple[int, ...]:
-    """The first token, if it was drawn in an earlier placement and not reported."""
-    return () if admit.first_token == NO_TOKEN else (admit.first_token,)
 
 
 def check_hot_size(hot_slots: int, hot_chunks: int, rows: int, sizing: Sizing) -> None:
@@ -236,6 +236,7 @@ class Seats:
             position=rows or len(prompt),
             durable_rows=admit.durable_tokens or admit.prefix_tokens,
             adjust=Adjust.of(admit.sampling),
+            logprob_words=row_words(admit.sampling.logprobs),
             prefilled=len(prompt) if resumes else admit.prefix_tokens,
         )
         self.swap_counts.open(request.seat)

@@ -113,6 +113,8 @@ class StepOutputs:
     | logits    | float32 [rows, vocab] | raw logits, kept when allocated so (tests, tie analysis); else None    |
     | warm_start | int32 [G, k]          | prefill alone, if wanted: positions that the prompt's last token       |
     |           |                       | selected, by index group, -1 padded                                    |
+    | logprobs  | int32 [rows,          | log-probabilities of the tokens (protocol/logprobs.py), where a        |
+    |           | ROW_WORDS_MAX]        | request of the step asks for them; else None                           |
 
     A prefill writes row 0 alone.
     """
@@ -120,6 +122,7 @@ class StepOutputs:
     tokens: torch.Tensor
     logits: torch.Tensor | None = None
     warm_start: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
 
     @classmethod
     def allocate(
@@ -191,7 +194,8 @@ class Runner(Protocol):
     ) -> None:
         """Behind `launch_forward` of the same batch: draw the token of position `length` of each real row.
 
-        `adjust` is what the rows ask for together; None: no row does. With it nothing of the launch is captured.
+        `adjust` is what the rows ask for together; None: no row does. With it, or with `outputs.logprobs`, nothing of
+        the launch is captured.
         """
         ...
 

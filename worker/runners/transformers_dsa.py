@@ -45,6 +45,7 @@ from worker.runners.adjust import Adjust
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, arithmetic, no_listener, prefix_unit_tokens
 from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
 from worker.runners.layers import Angles, Compressed, Layer, Layers, row_multiple
+from worker.runners.logprobs import write_logprobs
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import draw
 from worker.runners.swapping import launch_swap_in
@@ -316,6 +317,8 @@ class TransformersRunner:
         sampler.last_token[own] = token
         if outputs.logits is not None:
             outputs.logits[:1] = logits
+        if outputs.logprobs is not None:
+            write_logprobs(logits, token, outputs.logprobs[:1])
 
     @torch.inference_mode()
     def _embed(self, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch) -> None:
@@ -376,6 +379,8 @@ class TransformersRunner:
         _keep_drawn(sampler.last_token, seats, tokens, real)
         if outputs.logits is not None:
             outputs.logits.copy_(logits)
+        if outputs.logprobs is not None:
+            write_logprobs(logits, tokens, outputs.logprobs)
 
     # ---------------------------------------------------------------- set-up
 

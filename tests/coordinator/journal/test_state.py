@@ -52,6 +52,7 @@ from coordinator.memory.changes import (
 from coordinator.memory.ledger import Ledger
 from coordinator.tokens.token_log import TokenLog
 from protocol.errors import CapacityError
+from protocol.logprobs import row_words
 from protocol.sizing import Memory
 from tests.support.facts import make_accepted
 from tests.support.fakes.fake_cluster import MODEL, capacity
@@ -69,7 +70,11 @@ Picture = tuple[object, ...]
 def picture_of(state: JournalState, log: TokenLog) -> Picture:
     """All that a replay must bring back."""
     outputs = {
-        request_index: (log.tokens(request_index, 0), log.durable(request_index) if it.placed else 0)
+        request_index: (
+            log.tokens(request_index, 0),
+            log.durable(request_index) if it.placed else 0,
+            rows_in(log, request_index),
+        )
         for request_index, it in state.requests.items()
     }
     requests = {
@@ -81,6 +86,13 @@ def picture_of(state: JournalState, log: TokenLog) -> Picture:
     images = {node: list(parts_of(node, ledger)) for node, ledger in state.ledgers.items()}
     workers = {node: [it.epoch for it in state.joined(node)] for node in state.ledgers}
     return images, state.pools, workers, dict(state.drains), requests, orders, outputs, state.arrivals, state.placements
+
+
+def rows_in(log: TokenLog, request_index: int) -> list[int]:
+    """Of all its tokens: rows of log-probabilities, if it asks for them."""
+    index, stop = np.array([request_index], np.int32), np.array([log.length(request_index)], np.int32)
+    found = log.gather_logprobs(index, np.zeros(1, np.int32), stop)
+    return [] if found is None else found.rows.tolist()
 
 
 def new_log(*, journalled: bool) -> TokenLog:
@@ -198,13 +210,18 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(priority=st.integers(-2, 2))
     def submit(self, priority: int) -> None:
+        """Two of three ask for log-probabilities."""
+        logprobs = self.names % 3 - 1
         try:
-            request_index = self.log.open(MAX_TOKENS)
+            request_index = self.log.open(MAX_TOKENS, row_words(logprobs))
         except CapacityError:
             return
         self.names += 1
-        rank = -priority, 0, self.names
-        self.write(make_accepted(request_index, PROMPT.tobytes(), MAX_TOKENS, request_id=f"r{self.names}", rank=rank))
+        name, rank = f"r{self.names}", (-priority, 0, self.names)
+        accepted = make_accepted(
+            request_index, PROMPT.tobytes(), MAX_TOKENS, request_id=name, rank=rank, logprobs=logprobs
+        )
+        self.write(accepted)
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0), pages=st.integers(2, 5))
@@ -230,7 +247,10 @@ class JournalMachine(RuleBasedStateMachine):
         start, placed = self.log.length(request_index), self.state.requests[request_index].placed
         assert placed is not None
         tokens = list(range(start, min(start + count, MAX_TOKENS)))
-        self.log.append(progress(RequestEntry(request_index, placed.placement, start, tokens, durable)), 1)
+        words = row_words(self.state.requests[request_index].facts.sampling.logprobs)
+        rows = [1_000 * (request_index + 1) + token for token in tokens for _ in range(words)]
+        entry = RequestEntry(request_index, placed.placement, start, tokens, durable, words, rows)
+        self.log.append(progress(entry), 1)
 
     @rule(pick=st.integers(0))
     def grow(self, pick: int) -> None:

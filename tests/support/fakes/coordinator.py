@@ -8,7 +8,7 @@ fall nor exceed what was published, one Released per admission and nothing after
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -23,6 +23,7 @@ from protocol.messages import (
     Event,
     Faulted,
     Finished,
+    FirstToken,
     Grant,
     Parked,
     Released,
@@ -59,9 +60,10 @@ class Life:
     prompt: tuple[int, ...]
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
+    rows: list[bytes] = field(default_factory=list)  # of log-probabilities
     durable: int = 0
     prompt_rows: int = 0  # said to be in host memory while the prompt was computed
-    first_token: int = NO_TOKEN
+    first_token: FirstToken = NO_TOKEN
     warm_start: bytes = b""
     host_pages: list[int] = field(default_factory=list)
     shared: tuple[int, ...] = ()  # host pages of another request that hold the first rows of the prompt
@@ -197,11 +199,14 @@ class FakeCoordinator:
 
     # ---------------------------------------------------------------- reports
 
-    def add_tokens(self, request_index: int, placement: int, start: int, ids: list[int], durable: int) -> None:
+    def add_tokens(
+        self, request_index: int, placement: int, start: int, ids: list[int], durable: int, rows: Sequence[bytes] = ()
+    ) -> None:
         life = self._by_admission[placement]
         assert life.number == request_index
         assert start == len(life.tokens), "I5: each position once and in order"
         life.tokens += ids
+        life.rows += rows
         self._note_durable(life, durable)
         self.grant(life)
 
@@ -270,7 +275,7 @@ class FakeCoordinator:
             life.outcome = "aborted"
         if life.outcome or life.leaving == "drop" or not life.durable:
             self.host_pages.extend(life.host_pages[len(life.shared) :])
-            life.host_pages, life.durable = [], 0
+            life.host_pages, life.durable, life.first_token = [], 0, NO_TOKEN
 
     def _free_slab(self, life: Life) -> None:
         self.slab_pages += life.slab_pages

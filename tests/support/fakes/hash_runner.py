@@ -31,6 +31,7 @@ from protocol.messages import ModelInfo
 from protocol.units import PAGE_TOKENS
 from worker.runners.adjust import Adjust
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
+from worker.runners.logprobs import write_logprobs
 from worker.runners.swapping import launch_swap_in
 from worker.streams import Fence, Streams
 
@@ -207,6 +208,8 @@ class FakeRunner:
         token = draw(hidden, sampler.seed[own], torch.full_like(hidden, position))
         outputs.tokens[:1] = token
         sampler.last_token[own] = token
+        if outputs.logprobs is not None:
+            write_logprobs(logits_of(hidden), token, outputs.logprobs[:1])
 
     def _embed(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch) -> None:
         drawn = sampler.last_token[batch.seats.long().clamp(min=0)]
@@ -236,6 +239,8 @@ class FakeRunner:
         sampler.last_token.copy_(torch.where(owners.any(1), drawn, sampler.last_token))
         if outputs.logits is not None:
             outputs.logits.copy_(logits_of(scratch.hidden))
+        if outputs.logprobs is not None:
+            write_logprobs(logits_of(scratch.hidden), tokens, outputs.logprobs)
 
     def _scratch_for(self, rows: int, device: torch.device) -> _Scratch:
         if rows not in self._scratch:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.arrays import pack_int64, unpack_int32, unpack_int64
+from protocol.arrays import pack_int32, pack_int64, unpack_int32, unpack_int64
 from protocol.errors import InternalError, ProtocolError
 from protocol.inventory import InventoryRow, unpack_rows
 from protocol.messages import (
@@ -17,6 +17,7 @@ from protocol.messages import (
     Counters,
     Finished,
     Grant,
+    Logprobs,
     Parked,
     Released,
     Report,
@@ -182,6 +183,25 @@ def test_large_backlog_is_split_and_events_follow_their_tokens(monkeypatch: pyte
     assert entries(reports[2]) == {2: (1, 13, list(range(13, 20)), 4)}
     assert [len(report.events) for report in reports] == [0, 0, 1]
     assert outbox.take(0, 0.0) is None
+
+
+def test_rows_of_log_probabilities_go_with_their_tokens_and_count_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "REPORT_TOKENS_MAX", 12)
+    outbox = Outbox(epoch=1)
+    outbox.add_tokens(0, 1, 0, [5, 6], 0)
+    outbox.add_tokens(1, 2, 0, [7, 8], 0, [pack_int32([70, 71, 72]), pack_int32([80, 81, 82])])
+    outbox.add_tokens(1, 2, 2, [9], 0, [pack_int32([90, 91, 92])])
+    outbox.add_tokens(2, 3, 0, [4], 0)
+    reports = [taken(outbox) for _ in range(2)]
+    assert entries(reports[0]) == {1: (0, 0, [5, 6], 0), 2: (1, 0, [7, 8], 0)}
+    assert entries(reports[1]) == {2: (1, 2, [9], 0), 3: (2, 0, [4], 0)}
+    sent = [report.progress.logprobs for report in reports if report.progress is not None]
+    assert sent[0] == Logprobs(pack_int32([0, 3]), pack_int32([70, 71, 72, 80, 81, 82]))
+    assert sent[1] == Logprobs(pack_int32([3, 0]), pack_int32([90, 91, 92]))
+    outbox.add_tokens(2, 3, 1, [4], 0)
+    plain = taken(outbox).progress
+    assert plain is not None
+    assert plain.logprobs is None
 
 
 def test_pending_events_are_bounded_by_a_named_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,3 +77,14 @@ def test_output_may_be_complete_from_the_start(generated: str) -> None:
     assert out.finished
     assert out.reason == "length"
     assert out.generated_tokens == len(generated)
+
+
+def test_rows_go_with_their_tokens_when_some_are_held() -> None:
+    output = Output([], Sampling(9, stop=("aab",)), (EOS,), ByteTokenizer().detokenizer)
+    for row in (b"1", b"2", b"3"):
+        output.push(ord("a"), row)
+    start, tokens = output.take_publishable()
+    assert (start, tokens, output.take_rows(len(tokens))) == (0, [97], [b"1"])
+    output.push(ord("c"), b"4")
+    start, tokens = output.take_publishable()
+    assert (start, tokens, output.take_rows(len(tokens))) == (1, [97, 97, 99], [b"2", b"3", b"4"])

@@ -11,11 +11,13 @@ import pytest
 
 from protocol.arrays import pack_int32
 from protocol.errors import InternalError
+from protocol.logprobs import row_words
 from protocol.messages import (
     Admit,
     Faulted,
     Finished,
     Grant,
+    HeldToken,
     Parked,
     Released,
     Resize,
@@ -120,6 +122,39 @@ def test_held_stop_string_tokens_are_drawn_again_after_resume() -> None:
     assert rig.coordinator.admit(life, 64)
     rig.run()
     assert life.tokens == tokens
+    rig.check_end()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("keep", ["keep", "drop"])
+def test_rows_of_log_probabilities_are_those_of_an_undisturbed_run(keep: str, is_first: bool) -> None:
+    """Retracted while a token is held back, the first one too, which no later placement draws again."""
+    number = next(it for it in range(1, 99) if 32 <= oracle(it, 90, 1)[0] < 127)
+    tokens = oracle(number, 90, 40)
+    place = 0 if is_first else first_letter(tokens)
+    whole = Rig()
+    undisturbed = whole.coordinator.create(number, 90, 40, logprobs=2)
+    assert whole.coordinator.admit(undisturbed, 64)
+    whole.run()
+    words = row_words(2)
+    assert [len(row) for row in undisturbed.rows] == [4 * words] * 40
+    rig = Rig(settings=replace(SETTINGS, lookahead_steps=0))
+    life = rig.coordinator.create(number, 90, 40, stop=(chr(tokens[place]) + " never",), logprobs=2)
+    other = rig.coordinator.create(number + 1, 40, 12)
+    assert rig.coordinator.admit(life, 64)
+    assert rig.coordinator.admit(other, 64)
+    rig.run_until(
+        lambda: any(len(it.output.tokens) > place for it in rig.executor.held() if it.request_index == number)
+    )
+    rig.coordinator.withdraw(life, keep)
+    rig.run()
+    assert len(life.tokens) == place
+    if keep == "keep" and not place:
+        assert isinstance(life.first_token, HeldToken)
+    assert rig.coordinator.admit(life, 64)
+    rig.run()
+    assert (life.tokens, life.rows) == (tokens, undisturbed.rows)
+    assert (len(other.tokens), other.rows) == (12, [])
     rig.check_end()
 
 

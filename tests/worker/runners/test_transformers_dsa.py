@@ -18,7 +18,8 @@ from torch import Tensor
 
 import worker.oracle
 from protocol.errors import ConfigError
-from protocol.messages import ModelInfo
+from protocol.logprobs import read_rows
+from protocol.messages import LOGPROBS_MAX, ModelInfo
 from protocol.settings import WorkerSettings
 from tests.support.oracle_rig import run_oracle
 from tests.support.runner_rig import Rig
@@ -26,6 +27,7 @@ from worker.runners import layers, swapping, transformers_dsa
 from worker.runners.checkpoint import geometry_of
 from worker.runners.experts import experts_for
 from worker.runners.invariance import not_apart, remedies, rows_apart
+from worker.runners.logprobs import allocate_rows
 from worker.runners.sampling import sample
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
@@ -183,6 +185,25 @@ def test_random_indexer_selects_as_the_library(family: str) -> None:
         expected = model(torch.tensor([prompt + drawn[:-1]])).logits[0, len(prompt) - 1 :]
     near = torch.isclose(logits, expected, rtol=0, atol=1e-3).all(1)
     assert int((~near).sum()) <= 2  # near-ties at the edge of the top-k
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_match_the_library(family: str) -> None:
+    """All tokens selected, only rounding may differ: values, and ids up to ties."""
+    model, runner = odd_model(family, 512)
+    prompt, rig = prompt_of(200), Rig(runner, seats=1, context_tokens=300)
+    drawn, told = [rig.open(0, prompt, hot_slots=0)[0]], []
+    rig._step(BATCH_ROWS).outputs.logprobs = rows = allocate_rows(BATCH_ROWS)
+    for _ in range(8):
+        drawn += rig.decode([0], rows=BATCH_ROWS)[0]
+        told += read_rows(rows[:1].numpy())
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt + drawn[:-1]])).logits[0, len(prompt) :].log_softmax(-1)
+    for right, token, row in zip(expected, drawn[1:], told, strict=True):
+        ids, values = zip((token, row.logprob), *row.top, strict=True)
+        torch.testing.assert_close(torch.tensor(values), right[torch.tensor(ids)], rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(values[1:]), right.topk(LOGPROBS_MAX).values, rtol=0, atol=1e-4)
+        assert len(set(ids[1:])) == LOGPROBS_MAX
 
 
 # ---------------------------------------------------------------- hot buffers
