@@ -103,7 +103,7 @@ def worker(config: Config, die_with: int | None) -> int:
     return _worker_process()(config)
 
 
-@click.command("http", short_help="Serve OpenAI's API over HTTP.")
+@click.command("http", short_help="Serve the APIs of OpenAI and Anthropic.")
 @with_config(
     *HTTP_SETTINGS,
     Setting("--coordinator", "cluster.client_endpoint", "Where the coordinator listens for clients."),
@@ -112,7 +112,9 @@ def worker(config: Config, die_with: int | None) -> int:
 )
 @die_with_option
 def http(config: Config, die_with: int | None) -> int:
-    """Serve OpenAI's API: completions, chat, models. A client of the coordinator; it needs no GPU and no torch.
+    """Serve the APIs of OpenAI (chat, completions, responses) and Anthropic (messages).
+
+    A client of the coordinator; it needs no GPU and no torch.
 
     After SIGINT or SIGTERM running answers may finish, within a time limit; a second signal exits at once.
     """
@@ -136,7 +138,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
         return None
     host, _, port = value.rpartition(":")
     if not (host and port.isdecimal()):
-        raise click.BadParameter(f"{value!r} is not HOST:PORT", ctx=context, param=parameter)
+        raise click.BadParameter(f"{value!r} is not HOST:PORT, as in 127.0.0.1:8000", ctx=context, param=parameter)
     return host.strip("[]"), int(port)
 
 
