@@ -58,6 +58,7 @@ from worker.transfer import receiving, sending
 
 DOCUMENTS = {path.name: path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
 ARCHITECTURE = DOCUMENTS["architecture.md"]
+PICTURES = sorted(path for room in ("docs", "benchmarks/results") for path in (ROOT / room).glob("*.svg"))
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
@@ -409,7 +410,7 @@ def test_each_known_bug_names_tests_that_mention_it() -> None:
     assert len(re.findall(r"\.py::", text)) == sum(len(re.findall(r"`tests/[\w/]+\.py::\w+`", row[2])) for row in rows)
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda it: it.name)
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda it: it.name)
 def test_pictures_load_nothing_from_elsewhere(picture: Path) -> None:
     assert re.findall(r"(?:url\([\"']?|href=[\"']|src=[\"'])(?!#)[^)\"']*|@import[^;]*", picture.read_text()) == []
 
