@@ -49,8 +49,8 @@ WORKER_SETTINGS: Final = (
 
 #: Settings of the HTTP front in both `http` and `up`.
 FRONT_SETTINGS: Final = (
-    Setting("--api-keys", "http.api_keys_file", "File of keys for OpenAI's API, one a line."),
-    Setting("--tls-cert", "http.tls_cert_file", "Certificate chain of that API, PEM: HTTPS instead of HTTP."),
+    Setting("--api-keys", "http.api_keys_file", "File of keys for the HTTP APIs, one a line."),
+    Setting("--tls-cert", "http.tls_cert_file", "Certificate chain of those APIs, PEM: HTTPS instead of HTTP."),
     Setting("--tls-key", "http.tls_key_file", "Private key of the certificate, PEM, without access for other users."),
 )
 HTTP_SETTINGS: Final = (
@@ -112,7 +112,7 @@ def worker(config: Config, die_with: int | None) -> int:
 )
 @die_with_option
 def http(config: Config, die_with: int | None) -> int:
-    """Serve the APIs of OpenAI (chat, completions, responses) and Anthropic (messages).
+    """Serve the APIs of OpenAI (chat, completions, responses) and Anthropic (messages), and a chat page.
 
     A client of the coordinator; it needs no GPU and no torch.
 
@@ -174,7 +174,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
     "--http",
     metavar="HOST:PORT",
     callback=_address,
-    help="Serve OpenAI's API there, too; port 0: any free port, printed at start.",
+    help="Serve the APIs of OpenAI and Anthropic there, and a chat page; port 0: any free port, printed at start.",
 )
 @click.option(
     "--abort-unfinished", is_flag=True, help="Abort unfinished requests of another model that are in the journal."
