@@ -55,6 +55,9 @@ def test_command_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     """So is output that is not the one shown."""
     from tests.support import follow_docs
 
+    kept = tmp_path / "run" / "hisparse" / "journal.sqlite"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
     blocks = {"run": "\n$ echo a\nb", "run ": "\nfalse\ntrue", "shows settings": "toml\nx = 1"}
     text = "\n\n".join(f"<!-- {mark.strip()} -->\n```{block}\n```" for mark, block in blocks.items())
     clone = tmp_path / "clone"
@@ -69,3 +72,4 @@ def test_command_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
         ("hisparse config show --config FILE", "failed"),
     ]
     assert outcomes[0].detail == "printed ['a'], not ['b']"
+    assert not kept.exists(), "the next document begins without it"

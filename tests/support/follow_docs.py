@@ -327,6 +327,11 @@ class Follower:
             time.sleep(0.2)
         return ""
 
+    def end_document(self) -> None:
+        """Stop what serves and forget its journal: the first request of the next document is r1 again."""
+        self.stop_servers()
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
     def stop_servers(self) -> None:
         """Ctrl-C in each terminal, the last one first."""
         while self.servers:
@@ -403,7 +408,7 @@ def follow_all(
             for block in blocks_of(document, (clone / document).read_text()):
                 follower.follow(block)
         finally:
-            follower.stop_servers()
+            follower.end_document()
     return follower.outcomes
 
 
