@@ -272,8 +272,10 @@ def _field_types(section: str) -> dict[str, Any]:
 def _require_known(name: str, known: Iterable[str], field: str, value: object, origin: str) -> None:
     if name in known:
         return
-    close = difflib.get_close_matches(name, list(known), n=1)
-    remedy = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+    has_no_section = known is SECTIONS and field == name
+    places = [f"{it}.{name}" for it in SECTIONS if has_no_section and name in _field_types(it)]
+    close = places or difflib.get_close_matches(name, list(known), n=1)
+    remedy = f"did you mean {' or '.join(close)}?" if close else f"known here: {', '.join(sorted(known))}"
     raise ConfigError(f"unknown setting in {origin}", field=field, value=value, remedy=remedy)
 
 

@@ -338,7 +338,7 @@ class UndrainWorkers(Message, frozen=True, tag="undrain_workers"):
 
 
 class AuditWorkers(Message, frozen=True, tag="audit_workers"):
-    """Compare the memory of all connected workers with the ledgers, now and twice; answered by AuditRows."""
+    """Compare the memory of all connected workers with the ledgers, now, in two rounds; answered by AuditRows."""
 
     tag: int
 

@@ -235,7 +235,7 @@ class Gateway:
                 f"{attach.request_id} has {length} tokens so far",
                 field="offset",
                 value=attach.offset,
-                remedy="attach from a position that exists",
+                remedy=f"choose 0 to {length}",
             )
         return messages.Accepted(
             attach.tag, attach.request_id, self._deliveries.subscribe(connection, request_index, attach.offset)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @click.group(short_help="Show settings and their origin.")
 def config() -> None:
-    """Settings of every process: defaults, one TOML file, environment variables and options, the later before the
-    earlier."""
+    """Settings of every process. An option overrides an environment variable, which overrides the TOML file, which
+    overrides the default."""
 
 
 @config.command(short_help="Print all settings.")

@@ -24,7 +24,7 @@ def journal() -> None:
     """
 
 
-@journal.command()
+@journal.command(short_help="Report damages, lost requests, and what a salvage would keep.")
 @path_argument
 def check(path: Path) -> None:
     """Read the whole journal at PATH and report damages, lost requests, and what a salvage would keep.

@@ -25,7 +25,7 @@ def keys() -> None:
     """
 
 
-@keys.command(name="init")
+@keys.command(name="init", short_help="Make a server key, and keys for a client, an admin, a worker.")
 @with_config()
 def init(config: Config) -> None:
     """Make a server key, and a key for a client, for an admin and for a worker."""
@@ -61,7 +61,7 @@ def add(config: Config, role: str, name: str, path: Path | None, priority_max: i
     note("to allow it: hisparse reload coordinator")
 
 
-@keys.command()
+@keys.command(short_help="Remove the keys of NAME from allowed.keys.")
 @role_argument
 @name_argument
 @click.option("--keep-newest", is_flag=True, help="Of several keys, keep the one made last.")

@@ -16,7 +16,7 @@ def model() -> None:
     """Make small checkpoints for trials."""
 
 
-@model.command()
+@model.command(short_help="Write a small random checkpoint.")
 @click.argument("path", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--family", type=click.Choice(FAMILIES), default="deepseek-v3.2", show_default=True, help="Model code.")
 @click.option("--topk", default=128, show_default=True, type=click.IntRange(1), help="Rows the indexer selects.")
@@ -36,7 +36,7 @@ def tiny(path: Path, family: str, topk: int, seed: int, fp8: bool, force: bool) 
     note(f"{family} checkpoint written to {path}; serve it with: hisparse up --model {path}")
 
 
-@model.command()
+@model.command(short_help="Write a checkpoint of published shapes, with fewer layers.")
 @click.argument("path", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--like", "family", required=True, type=click.Choice(FAMILIES), help="The published model.")
 @click.option("--layers", required=True, type=click.IntRange(1), help="Layers, of the published 61 or 78.")

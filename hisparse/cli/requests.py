@@ -24,7 +24,7 @@ ENDED_SHOWN = 10
 ids_argument = click.argument("request_ids", nargs=-1, required=True, metavar="ID...")
 
 
-@click.command()
+@click.command(short_help="List live and recently ended requests.")
 @click.option("--live", "live_only", is_flag=True, help="Only requests that have not ended.")
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Only these, e.g. running or held; repeatable.")
 @click.option("--limit", default=1_000, show_default=True, type=click.IntRange(1), help="Most rows.")
@@ -146,7 +146,7 @@ def _history_lines(detail: RequestDetail) -> Iterator[str]:
         yield f"  {moment}  {line.event:<12} {line.state:<11} {line.reason}".rstrip()
 
 
-@click.command()
+@click.command(short_help="End requests now.")
 @ids_argument
 @output_option
 @with_config()
@@ -157,10 +157,12 @@ def abort(config: Config, output: str, request_ids: tuple[str, ...]) -> None:
     run_command(config, "client", output, lambda client: client.abort(request_ids))
 
 
-@click.command()
+@click.command(short_help="Take running requests off their workers.")
 @ids_argument
-@click.option("--keep/--drop", default=True, help="Keep host pages (resumes without prefill), or free them.")
-@click.option("--hold/--no-hold", default=True, help="Wait for `hisparse resume`, or resume when memory allows.")
+@click.option("--keep/--drop", default=True, help="Keep host pages (resumes without prefill; default), or free them.")
+@click.option(
+    "--hold/--no-hold", default=True, help="Wait for `hisparse resume` (default), or resume when memory allows."
+)
 @output_option
 @with_config()
 def retract(config: Config, output: str, request_ids: tuple[str, ...], keep: bool, hold: bool) -> None:
@@ -170,7 +172,7 @@ def retract(config: Config, output: str, request_ids: tuple[str, ...], keep: boo
     run_command(config, "admin", output, lambda client: client.retract(request_ids, keep=keep, hold=hold))
 
 
-@click.command()
+@click.command(short_help="Let held requests run again.")
 @ids_argument
 @output_option
 @with_config()
@@ -181,7 +183,7 @@ def resume(config: Config, output: str, request_ids: tuple[str, ...]) -> None:
     run_command(config, "admin", output, lambda client: client.resume(request_ids))
 
 
-@click.command()
+@click.command(short_help="Force the hot sizes of running requests.")
 @ids_argument
 @click.option(
     "--hot-slots",

@@ -49,8 +49,8 @@ WORKER_SETTINGS: Final = (
 
 #: Settings of the HTTP front in both `http` and `up`.
 FRONT_SETTINGS: Final = (
-    Setting("--api-keys", "http.api_keys_file", "File of keys for OpenAI's API, one a line."),
-    Setting("--tls-cert", "http.tls_cert_file", "Certificate chain of that API, PEM: HTTPS instead of HTTP."),
+    Setting("--api-keys", "http.api_keys_file", "File of keys for the HTTP APIs, one a line."),
+    Setting("--tls-cert", "http.tls_cert_file", "Certificate chain of those APIs, PEM: HTTPS instead of HTTP."),
     Setting("--tls-key", "http.tls_key_file", "Private key of the certificate, PEM, without access for other users."),
 )
 HTTP_SETTINGS: Final = (
@@ -103,7 +103,7 @@ def worker(config: Config, die_with: int | None) -> int:
     return _worker_process()(config)
 
 
-@click.command("http", short_help="Serve OpenAI's API over HTTP.")
+@click.command("http", short_help="Serve the APIs of OpenAI and Anthropic.")
 @with_config(
     *HTTP_SETTINGS,
     Setting("--coordinator", "cluster.client_endpoint", "Where the coordinator listens for clients."),
@@ -112,7 +112,9 @@ def worker(config: Config, die_with: int | None) -> int:
 )
 @die_with_option
 def http(config: Config, die_with: int | None) -> int:
-    """Serve OpenAI's API: completions, chat, models. A client of the coordinator; it needs no GPU and no torch.
+    """Serve the APIs of OpenAI (chat, completions, responses) and Anthropic (messages), and a chat page.
+
+    A client of the coordinator; it needs no GPU and no torch.
 
     After SIGINT or SIGTERM running answers may finish, within a time limit; a second signal exits at once.
     """
@@ -136,7 +138,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
         return None
     host, _, port = value.rpartition(":")
     if not (host and port.isdecimal()):
-        raise click.BadParameter(f"{value!r} is not HOST:PORT", ctx=context, param=parameter)
+        raise click.BadParameter(f"{value!r} is not HOST:PORT, as in 127.0.0.1:8000", ctx=context, param=parameter)
     return host.strip("[]"), int(port)
 
 
@@ -172,7 +174,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
     "--http",
     metavar="HOST:PORT",
     callback=_address,
-    help="Serve OpenAI's API there, too; port 0: any free port, printed at start.",
+    help="Serve the APIs of OpenAI and Anthropic there, and a chat page; port 0: any free port, printed at start.",
 )
 @click.option(
     "--abort-unfinished", is_flag=True, help="Abort unfinished requests of another model that are in the journal."

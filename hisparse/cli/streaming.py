@@ -104,7 +104,7 @@ class Follow:
             row = await _row_of(client, stream.request_id)
             note(
                 f"{said}, {count_text(ended.generated_tokens, 'token')}"
-                + (f", swap-in {swap_text(row)}" if row else "")
+                + (f", swap-in: {swap_text(row)}" if row else "")
             )
         return 0
 

@@ -114,7 +114,7 @@ def drain(
         wait_drained(config, chosen, limit_s=deadline)
 
 
-@click.command()
+@click.command(short_help="Place requests on drained workers again.")
 @click.argument("names", nargs=-1, metavar="WORKER|GROUP...")
 @click.option("--all", "every", is_flag=True, help="All workers.")
 @output_option
@@ -131,7 +131,7 @@ def undrain(config: Config, output: str, names: tuple[str, ...], every: bool) ->
 @output_option
 @with_config()
 def audit(config: Config, output: str) -> int:
-    """Compare the memory of every connected worker with its node's ledger, now and twice; exit 1 on differences.
+    """Compare the memory of every connected worker with its node's ledger, now, in two rounds; exit 1 on differences.
 
     The coordinator also audits periodically. It logs each difference with the history of its request, and repairs it
     if only one side still holds the memory.

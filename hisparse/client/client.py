@@ -236,7 +236,7 @@ class Client:
         return await self._do(lambda tag: messages.DropPrefixes(tag, ids(prefix_ids), ids(owners)))
 
     async def audit(self) -> messages.AuditRows:
-        """Compare the memory of all workers with the ledgers, now and twice."""
+        """Compare the memory of all workers with the ledgers, now, in two rounds."""
         return await self._call(messages.AuditWorkers, messages.AuditRows)
 
     async def reload_keys(self) -> tuple[str, ...]:

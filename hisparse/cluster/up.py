@@ -465,7 +465,8 @@ async def _serve(config: Config, options: UpOptions, gpus: int, interrupts: _Int
         interrupts.is_up = True
         _report(f"coordinator and {_names(cluster)} are up; clients at {config.cluster.client_endpoint}")
         if options.http:
-            _report(f"OpenAI's API at {cluster.config.http.url}/v1")
+            url, page = cluster.config.http.url, ", and a chat page," if cluster.config.http.page else ""
+            _report(f"OpenAI's API at {url}/v1; Anthropic's{page} at {url}")
         for name, url in cluster.metrics.items():
             _report(f"metrics of {name} at {url}")
         _report("Ctrl-C drains and stops; a second one exits at once")

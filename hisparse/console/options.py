@@ -33,6 +33,13 @@ EXIT_CODES: Final = {
     "not_allowed": 9,
     "internal": 70,
 }
+#: What click calls a number in an error, the longer name first, and what a person calls it.
+CLICK_TYPES: Final = {
+    "integer range": "a whole number",
+    "integer": "a whole number",
+    "float range": "a number",
+    "float": "a number",
+}
 #: Largest number of tokens; a text of as many digits is larger.
 TOKENS_MAX: Final = 2**31 - 1
 TOKEN_DIGITS_MAX: Final = 11
@@ -45,13 +52,13 @@ EXIT_MEANINGS: Final = {
     EXIT_FAILED: "it ran, and the outcome is bad: a request aborted or failed, a mismatch or a leak in the demo",
     EXIT_CODES["bad_input"]: "bad usage or bad input",
     EXIT_CODES["not_found"]: "no such request or worker",
-    EXIT_CODES["wrong_state"]: "right command, wrong moment",
+    EXIT_CODES["wrong_state"]: "right command, wrong state (retract a finished request)",
     EXIT_CODES["capacity"]: "does not fit, now or ever (the message says which)",
     EXIT_CODES["unavailable"]: "no coordinator answers, or it is draining; the time of --timeout has passed",
     EXIT_CODES["protocol"]: "the peer speaks another protocol",
     EXIT_CODES["config"]: "a setting was refused",
     EXIT_CODES["not_allowed"]: "permission denied: this key's role may not use the endpoint",
-    EXIT_CODES["internal"]: "a defect of hisparse",
+    EXIT_CODES["internal"]: "a defect of hisparse, or a child of hisparse up that restarts did not keep running",
     EXIT_PEER_LOST: "a worker has lost a peer of its group, and is not to blame",
     EXIT_INTERRUPTED: "interrupted",
 }
@@ -111,7 +118,7 @@ def fail(error: BaseException) -> NoReturn:
         case click.exceptions.Exit():
             sys.exit(error.exit_code)
         case click.ClickException():
-            _complain(error.format_message() + _usage_hint(error))
+            _complain(_in_plain_words(error.format_message()) + _usage_hint(error))
             sys.exit(error.exit_code)
         case KeyboardInterrupt() | click.Abort():
             sys.exit(EXIT_INTERRUPTED)
@@ -130,6 +137,13 @@ def exit_code(error: HiSparseError) -> int:
 
 def _complain(text: str) -> None:
     click.echo(f"hisparse: {' '.join(text.split())}", err=True)
+
+
+def _in_plain_words(text: str) -> str:
+    """click's text without the names of its types."""
+    for theirs, ours in CLICK_TYPES.items():
+        text = text.replace(f"is not a valid {theirs}", f"is not {ours}")
+    return text
 
 
 def _usage_hint(error: click.ClickException) -> str:

@@ -30,8 +30,8 @@ def swap_text(row: RequestRow) -> str:
     if share is not None:
         return f"{100 * share:.1f}% hits ({count_text(row.hits, 'hit')}, {count_text(row.misses, 'miss', 'misses')})"
     if row.hot_slots == RESIDENT:
-        return "none needed: all rows are on the device"
-    return "none needed: all rows were on the device" if row.hits else "none yet"
+        return "none needed (all rows are on the device)"
+    return "none needed (all rows were on the device)" if row.hits else "none yet"
 
 
 def count_text(count: int, one: str, more: str = "") -> str:

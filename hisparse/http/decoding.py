@@ -20,6 +20,8 @@ from protocol.errors import BadInput
 #: What a decoder may raise about bytes that a client chose.
 UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
+#: Names that are less like each other are not suggested: /v1/completions for /v1/embeddings.
+LIKENESS_MIN: Final = 0.75
 _AT: Final = re.compile(r"at `\$([^`]*)`$")
 _EXPECTED: Final = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
 _WORDS: Final = {
@@ -126,7 +128,7 @@ def path_of(error: Exception, root: str = "") -> str:
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
     """The remedy for an unknown name; `otherwise` where no known one is like it."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=LIKENESS_MIN)
     return f"did you mean {close[0]}?" if close else otherwise
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Final
 
-from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, View
+from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, View, named
 
 HEALTH: Final = Row(
     "Is it healthy?",
     (
         Panel(
-            "Workers",
+            "Workers by state",
             "Workers by state, as the coordinator sees them. Bad: disconnected; draining past its deadline.",
             "none",
             (Query("sum by (state) (hisparse_workers)", "{{state}}"),),
             View.NUMBER,
         ),
         Panel(
-            "Ranks of groups",
+            "Ranks of groups by state",
             "Ranks of each group by state. Bad: missing above 0 for longer than a start takes: no request is placed on "
             "any rank of that group.",
             "none",
@@ -33,14 +33,14 @@ HEALTH: Final = Row(
             bad_above=1,
         ),
         Panel(
-            "Tokens",
+            "Tokens per second",
             "Tokens per second that reached the coordinator. Bad: 0 while requests run; a step down without less load.",
             "none",
             (Query("sum(rate(hisparse_tokens_total[$__rate_interval]))", "tokens/s"),),
             span=2,
         ),
         Panel(
-            "Requests",
+            "Live requests by state",
             "Live requests by state. Bad: QUEUED grows and does not shrink; RELEASING or RETRACTING stays (a worker "
             "does not let go); forgotten held requests.",
             "none",
@@ -49,7 +49,7 @@ HEALTH: Final = Row(
             span=2,
         ),
         Panel(
-            "Ended",
+            "Ended requests by outcome",
             "Requests per second by outcome. Bad: FAILED above 0.",
             "reqps",
             (Query("sum by (outcome) (rate(hisparse_ended_total[$__rate_interval]))", "{{outcome}}"),),
@@ -62,7 +62,7 @@ PRESSURE: Final = Row(
     "Where is the pressure?",
     (
         Panel(
-            "Host pages",
+            "Host pages by state",
             "Pages of each node by state. Bad: free near 0 (requests wait, then lose their rows); quarantined that "
             "stays (the exit of a process is not proved).",
             "none",
@@ -70,7 +70,7 @@ PRESSURE: Final = Row(
             View.STACK,
         ),
         Panel(
-            "Prefix hits",
+            "Prompt tokens reused",
             "Share of prompt tokens whose rows were reused, at admission. Bad: far below what clients repeat; "
             "docs/runbook.md says why hits may be low.",
             "percentunit",
@@ -93,7 +93,7 @@ PRESSURE: Final = Row(
             ),
         ),
         Panel(
-            "KV events",
+            "Batches of KV events",
             "Batches per second for routers, and those dropped. Bad: any dropped: routers do not know what is cached.",
             "cps",
             (
@@ -108,15 +108,17 @@ PRESSURE: Final = Row(
             "percentunit",
             (
                 Query(
-                    'sum by (instance, memory) (hisparse_worker_memory_units{state="used"})'
-                    " / sum by (instance, memory) (hisparse_worker_memory_units)",
-                    "{{instance}} {{memory}}",
+                    named(
+                        'sum by (job, instance, memory) (hisparse_worker_memory_units{state="used"})'
+                        " / sum by (job, instance, memory) (hisparse_worker_memory_units)"
+                    ),
+                    "{{name}} {{memory}}",
                 ),
             ),
             bad_above=0.95,
         ),
         Panel(
-            "Retractions",
+            "Retractions and admissions",
             "Requests per second taken off their workers: keep (host rows stay) or drop (prefilled again), and why. "
             "Bad: gpu_memory or host_pages at half the rate of admissions; any steady drop.",
             "reqps",
@@ -133,9 +135,11 @@ PRESSURE: Final = Row(
             "percentunit",
             (
                 Query(
-                    "rate(hisparse_worker_hits_total[$__rate_interval]) / (rate(hisparse_worker_hits_total"
-                    "[$__rate_interval]) + rate(hisparse_worker_misses_total[$__rate_interval]))",
-                    "{{instance}}",
+                    named(
+                        "rate(hisparse_worker_hits_total[$__rate_interval]) / (rate(hisparse_worker_hits_total"
+                        "[$__rate_interval]) + rate(hisparse_worker_misses_total[$__rate_interval]))"
+                    ),
+                    "{{name}}",
                 ),
             ),
             bad_below=0.5,
@@ -147,9 +151,11 @@ PRESSURE: Final = Row(
             "s",
             (
                 Query(
-                    "histogram_quantile(0.5, sum by (instance, le) "
-                    "(rate(hisparse_worker_step_seconds_bucket[$__rate_interval])))",
-                    "{{instance}}",
+                    named(
+                        "histogram_quantile(0.5, sum by (job, instance, le) "
+                        "(rate(hisparse_worker_step_seconds_bucket[$__rate_interval])))"
+                    ),
+                    "{{name}}",
                 ),
             ),
         ),
@@ -160,7 +166,7 @@ CONTROL: Final = Row(
     "Control path and journal",
     (
         Panel(
-            "Command acknowledgement",
+            "Time until a command is acknowledged",
             "From sending a command to a worker to its acknowledgement, which comes at a step boundary. Bad: far "
             "above the step time: the worker or its link is slow; grants come late and requests park.",
             "s",
@@ -174,7 +180,7 @@ CONTROL: Final = Row(
             ),
         ),
         Panel(
-            "Journal commit",
+            "Time of a journal commit",
             "Time of one group commit, fsync included; tokens and grants wait for it. Bad: p99 above 0.1 s.",
             "s",
             tuple(
@@ -188,16 +194,20 @@ CONTROL: Final = Row(
             bad_above=0.1,
         ),
         Panel(
-            "Journal written",
-            "Bytes per second, and records per commit. Bad: growth without load; records per commit in the thousands: "
-            "the disk does not keep up.",
+            "Bytes written to the journal",
+            "Bytes per second. Bad: growth without load.",
             "Bps",
+            (Query("sum(rate(hisparse_journal_written_bytes_total[$__rate_interval]))", "written"),),
+        ),
+        Panel(
+            "Journal records per commit",
+            "Records that one commit makes durable. Bad: thousands: the disk does not keep up.",
+            "none",
             (
-                Query("sum(rate(hisparse_journal_written_bytes_total[$__rate_interval]))", "bytes/s"),
                 Query(
                     "sum(rate(hisparse_journal_records_total[$__rate_interval]))"
                     " / sum(rate(hisparse_journal_commits_total[$__rate_interval]))",
-                    "records per commit",
+                    "records",
                 ),
             ),
         ),
@@ -218,14 +228,14 @@ TRUST: Final = Row(
     "Links, audit, processes",
     (
         Panel(
-            "Last heard",
+            "Time since a worker was heard",
             "Seconds since the coordinator heard of each worker; heartbeats come twice a second. Bad: above 5.",
             "s",
             (Query("hisparse_worker_link_age_seconds", "{{worker}}"),),
             bad_above=5,
         ),
         Panel(
-            "Losses and replays",
+            "Links dropped, messages repeated",
             "Links that ended, by reason, and messages sent again or too early. Bad: a steady rate: a link loses "
             "messages, or a process is too slow to read them.",
             "cps",
@@ -242,7 +252,7 @@ TRUST: Final = Row(
             ),
         ),
         Panel(
-            "Audit",
+            "Audits and differences",
             "Workers compared with the ledger per second, and differences so far. Bad: no audits; any difference.",
             "none",
             (
@@ -251,7 +261,7 @@ TRUST: Final = Row(
             ),
         ),
         Panel(
-            "Refused messages",
+            "Dropped messages by socket",
             "Messages per second that were unreadable, too large or out of role, by socket. Bad: any: an outdated or "
             "hostile peer.",
             "cps",
@@ -264,16 +274,16 @@ TRUST: Final = Row(
             ),
         ),
         Panel(
-            "Resident memory",
+            "Resident memory by process",
             "Of each process; a worker's holds the pages of the pool that it has touched. Bad: growth without end.",
             "bytes",
-            (Query("process_resident_memory_bytes", "{{job}} {{instance}}"),),
+            (Query(named("process_resident_memory_bytes"), "{{name}} {{instance}}"),),
         ),
         Panel(
-            "CPU",
+            "CPU cores by process",
             "Cores used by each process. Bad: the coordinator near 1: it is one thread.",
             "none",
-            (Query("rate(process_cpu_seconds_total[$__rate_interval])", "{{job}} {{instance}}"),),
+            (Query(named("rate(process_cpu_seconds_total[$__rate_interval])"), "{{name}} {{instance}}"),),
         ),
     ),
 )

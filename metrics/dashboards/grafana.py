@@ -21,6 +21,8 @@ COLUMNS: Final = 24
 ROW_HEIGHT: Final = 8
 SCHEMA_VERSION: Final = 39
 SOURCE: Final[Json] = {"type": "prometheus", "uid": "prometheus"}
+#: Of a series of `hisparse_info`, what a variable shows and what it stands for.
+NAME_AND_INSTANCE: Final = '/[{,]name="(?<text>[^"]+)|[{,]instance="(?<value>[^"]+)/g'
 
 
 class View(Enum):
@@ -42,6 +44,11 @@ class Query:
     expr: str
     legend: str = ""
     rare: bool = False
+
+
+def named(expr: str) -> str:
+    """`expr`, whose series have the labels `job` and `instance`, with the name of each one's process as `name`."""
+    return f"({expr}) * on (job, instance) group_left (name) hisparse_info"
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Variable:
-    """A choice at the top, filled from the values of `label` of `metric`; `$name` in expressions."""
+    """A choice at the top among the processes of one kind: it shows their names. `$name` in expressions is a pattern of
+    their instances."""
 
     name: str
-    label: str
-    metric: str
+    process: str
+
+    @property
+    def query(self) -> str:
+        """The series that are offered, one line each: `hisparse_info{instance="...", ...} 1 TIME`."""
+        return f'query_result(hisparse_info{{process="{self.process}"}})'
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,8 @@ def _variable(variable: Variable) -> Json:
         "name": variable.name,
         "type": "query",
         "datasource": SOURCE,
-        "query": f"label_values({variable.metric}, {variable.label})",
+        "query": variable.query,
+        "regex": NAME_AND_INSTANCE,
         "refresh": 2,  # on each change of the time range
         "includeAll": True,
         "multi": True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, View
+from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, View, named
 
 
 def quantiles(histogram: str, *shares: float, rare: bool = False) -> tuple[Query, ...]:
@@ -23,7 +23,7 @@ LIFE: Final = Row(
     "Life cycle",
     (
         Panel(
-            "Accepted, refused, ended",
+            "Requests accepted, refused, ended",
             "Requests per second. Bad: accepted above ended for long; refused above 0.",
             "reqps",
             (
@@ -33,28 +33,28 @@ LIFE: Final = Row(
             ),
         ),
         Panel(
-            "By state",
+            "Live requests by state",
             "Live requests. Bad: QUEUED or RETRACTED grow; PREFILLING stays high (prompts wait for the prefill slab).",
             "none",
             (Query("sum by (state) (hisparse_requests)", "{{state}}"),),
             View.STACK,
         ),
         Panel(
-            "Held",
+            "Held requests",
             "Requests that wait until an operator resumes them. Bad: more than you know of: they keep host pages.",
             "none",
             (Query("sum(hisparse_requests_held)", "held"),),
             View.NUMBER,
         ),
         Panel(
-            "Stays per request",
+            "Admissions per request",
             "Admissions to workers per accepted request. Bad: above 1.5: requests are pushed off and come back.",
             "none",
             (
                 Query(
                     "sum(rate(hisparse_admissions_total[$__rate_interval]))"
                     " / sum(rate(hisparse_submitted_total[$__rate_interval]))",
-                    "stays",
+                    "admissions",
                 ),
             ),
             bad_above=1.5,
@@ -63,17 +63,17 @@ LIFE: Final = Row(
 )
 
 REASONS: Final = Row(
-    "Why not?",
+    "Refused, retracted, failed",
     (
         Panel(
-            "Refusals",
+            "Refused requests by error code",
             "Per second, by error code: capacity (can never fit, or the queue is full), unavailable (stopping, or the "
             "journal fails), bad_input. Bad: capacity at the usual load; unavailable at all.",
             "reqps",
             (Query("sum by (code) (rate(hisparse_refused_total[$__rate_interval]))", "{{code}}", rare=True),),
         ),
         Panel(
-            "Retractions",
+            "Retractions by mode and reason",
             "Per second, by mode and reason. Bad: drop, since its prompt is prefilled again; gpu_memory and host_pages "
             "at half the rate of admissions.",
             "reqps",
@@ -86,7 +86,7 @@ REASONS: Final = Row(
             ),
         ),
         Panel(
-            "Failed",
+            "Failed requests by cause",
             "Requests that ended FAILED, per second, by cause: fault (a worker could not go on with it), poison (it "
             "kills workers), lost_tokens, stopped; and what workers call faulted. Bad: above 0; `hisparse request ID` "
             "has the reason.",
@@ -110,28 +110,28 @@ LATENCY: Final = Row(
             quantiles("hisparse_time_to_first_token_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Wait for a place",
+            "Wait for a place on a worker",
             "Until a request that may run is admitted to a worker, each time. Bad: above what clients were promised; "
             "growth while seats are free: memory, not seats, is short.",
             "s",
             quantiles("hisparse_queue_wait_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Prefill of a prompt",
+            "Prefill time of a prompt",
             "All workers: most of the time to the first token of a request that did not wait. Bad: growth at the same "
             "prompt lengths.",
             "s",
             quantiles("hisparse_worker_prefill_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Between two tokens",
+            "Time between two tokens",
             "As tokens reach the coordinator, pauses of retracted requests included. Bad: p99 far above the median "
             "while steps are even: retractions, a busy coordinator, a lossy link.",
             "s",
             quantiles("hisparse_inter_token_seconds", 0.5, 0.95, 0.99),
         ),
         Panel(
-            "Decode steps",
+            "Time of a decode step",
             "All workers: what a running request waits for its next token. Bad: p99 far above the median.",
             "s",
             quantiles("hisparse_worker_step_seconds", 0.5, 0.95, 0.99),
@@ -140,24 +140,24 @@ LATENCY: Final = Row(
 )
 
 RETURNS: Final = Row(
-    "Leaving and coming back",
+    "Retraction, handover, return",
     (
         Panel(
-            "Retraction",
+            "Time of a retraction",
             "From telling a worker to let a request go to having its memory back: one step and what is in flight. Bad: "
             "seconds: the worker hangs, or its link does.",
             "s",
             quantiles("hisparse_retract_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Handover",
+            "Time of a handover",
             "Where some workers only prefill: from a prompt's being prefilled to its rows being where it is decoded. "
             "Bad: as long as a prefill: the link between nodes is the limit.",
             "s",
             quantiles("hisparse_hand_over_seconds", 0.5, 0.99, rare=True),
         ),
         Panel(
-            "Resumption",
+            "Time of a resumption",
             "From admitting a request whose rows are there to its running: loading index keys, and rows if resident. "
             "Bad: as long as a prefill.",
             "s",
@@ -176,7 +176,7 @@ TRAFFIC: Final = Row(
     "Tokens and deliveries",
     (
         Panel(
-            "Tokens",
+            "Tokens of prompts and outputs",
             "Prompt tokens accepted and tokens generated per second. Bad: generated falls while requests run.",
             "none",
             (
@@ -185,13 +185,13 @@ TRAFFIC: Final = Row(
             ),
         ),
         Panel(
-            "Repeated tokens",
+            "Tokens reported again",
             "Tokens per second that were known already. Bad: steady: links or workers are lost often.",
             "none",
             (Query("sum(rate(hisparse_repeated_tokens_total[$__rate_interval]))", "repeated"),),
         ),
         Panel(
-            "Deliveries",
+            "Deliveries to clients",
             "Messages per second to clients, and those put off since a client reads too slowly. Bad: put off near all.",
             "cps",
             (
@@ -200,7 +200,7 @@ TRAFFIC: Final = Row(
             ),
         ),
         Panel(
-            "Connections",
+            "Connections by role",
             "Clients and admins. Bad: near coordinator.connections_max.",
             "none",
             (Query("sum by (role) (hisparse_connections)", "{{role}}"),),
@@ -212,25 +212,30 @@ FRONT: Final = Row(
     "HTTP front",
     (
         Panel(
-            "Answers",
-            "Per second, by path and status, and completions being answered. Bad: 5xx; 429 at the usual load.",
+            "Answers by path and status",
+            "Answers per second. Bad: 5xx; 429 at the usual load.",
             "reqps",
             (
                 Query(
                     "sum by (path, status) (rate(hisparse_http_answers_total[$__rate_interval]))",
                     "{{path}} {{status}}",
                 ),
-                Query("sum(hisparse_http_requests)", "now"),
             ),
         ),
         Panel(
-            "To a first token",
+            "Completions being answered",
+            "Completions that are under way at each HTTP front. Bad: near http.requests_max.",
+            "none",
+            (Query(named("hisparse_http_requests"), "{{name}} {{instance}}"),),
+        ),
+        Panel(
+            "Time to first token over HTTP",
             "As HTTP clients see it. Bad: far above what the coordinator sees: tokenization, or the journal.",
             "s",
             quantiles("hisparse_http_first_token_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Whole answers",
+            "Time of a whole answer",
             "To the end of a completion. Bad: growth at the same lengths.",
             "s",
             quantiles("hisparse_http_answer_seconds", 0.5, 0.99),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, Variable, View
+from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, Variable, View, named
 
 #: What a GPU's link to the host carries one way, bytes per second: PCIe 5.0 x16, less protocol.
 LINK_BYTES_PER_S: Final = 55e9
@@ -29,6 +29,11 @@ def per_step(seconds: str) -> str:
     return f"({seconds}) / {rate('hisparse_worker_steps_total')}"
 
 
+def by_worker(expr: str, legend: str = "", *, rare: bool = False) -> Query:
+    """A series for each worker, under the worker's name."""
+    return Query(named(expr), f"{{{{name}}}} {legend}".strip(), rare)
+
+
 COMPUTE: Final = rate("hisparse_worker_compute_seconds_total")
 #: Swap-in of the layers that a step waits for; others are copied beside it.
 SWAP: Final = of_workers("hisparse_swap_seconds_total", f'{ONE}, stream="compute"')
@@ -38,9 +43,9 @@ BACKED_UP: Final = of_workers("hisparse_worker_fence_wait_seconds_total", f'{ONE
 def quantiles(name: str, *shares: float) -> tuple[Query, ...]:
     """Of one histogram, per worker."""
     return tuple(
-        Query(
-            f"histogram_quantile({share}, sum by (instance, le) ({rate(f'{name}_bucket')}))",
-            f"{{{{instance}}}} p{share * 100:.0f}",
+        by_worker(
+            f"histogram_quantile({share}, sum by (job, instance, le) ({rate(f'{name}_bucket')}))",
+            f"p{share * 100:.0f}",
         )
         for share in shares
     )
@@ -68,44 +73,44 @@ STEPS: Final = Row(
             View.HEATMAP,
         ),
         Panel(
-            "Parts of a step",
+            "Parts of the step time",
             "What the step time is made of: swap-in, other kernels, the wait for earlier rows to be backed up (on "
             "GPUs), and the rest, in which the device has nothing to do. Bad: swap-in above a third; the rest above a "
             "tenth of a step on a GPU: the host is too slow.",
             "s",
             (
-                Query(per_step(SWAP), "{{instance}} swap-in"),
-                Query(per_step(f"{COMPUTE} - {SWAP}"), "{{instance}} compute"),
-                Query(per_step(BACKED_UP), "{{instance}} waits for backup", rare=True),
-                Query(
+                by_worker(per_step(SWAP), "swap-in"),
+                by_worker(per_step(f"{COMPUTE} - {SWAP}"), "compute"),
+                by_worker(per_step(BACKED_UP), "waits for backup", rare=True),
+                by_worker(
                     per_step(f"clamp_min({rate('hisparse_worker_step_seconds_sum')} - {COMPUTE}, 0)"),
-                    "{{instance}} rest",
+                    "rest",
                 ),
             ),
             View.STACK,
         ),
         Panel(
-            "Waits per step",
+            "Waiting time per step, by fence",
             "Seconds of waiting per decode step, by fence: copies, the host, or compute itself (sampled). Measured on "
             "GPUs alone. Bad: any fence but sampled at a tenth of the step time.",
             "s",
             (
-                Query(
+                by_worker(
                     f"{rate('hisparse_worker_fence_wait_seconds_total')}"
                     f" / ignoring (fence) group_left {rate('hisparse_worker_steps_total')}",
-                    "{{instance}} {{fence}}",
+                    "{{fence}}",
                     rare=True,
                 ),
             ),
         ),
         Panel(
-            "Mean wait by fence",
+            "Mean wait, by fence",
             "Mean of the waits that were measured. Bad: three times what it was at the same load.",
             "s",
             (
-                Query(
+                by_worker(
                     f"{rate('hisparse_worker_fence_wait_seconds_total')} / {rate('hisparse_worker_fence_waits_total')}",
-                    "{{instance}} {{fence}}",
+                    "{{fence}}",
                     rare=True,
                 ),
             ),
@@ -117,43 +122,43 @@ OUTPUT: Final = Row(
     "Output",
     (
         Panel(
-            "Tokens",
+            "Tokens generated and thrown away",
             "Tokens generated per second, and those decoded past a request's end and thrown away. Bad: surplus above "
             "one in a hundred.",
             "none",
             (
-                Query(rate("hisparse_worker_tokens_total"), "{{instance}}"),
-                Query(rate("hisparse_worker_surplus_tokens_total"), "{{instance}} surplus"),
+                by_worker(rate("hisparse_worker_tokens_total")),
+                by_worker(rate("hisparse_worker_surplus_tokens_total"), "surplus"),
             ),
         ),
         Panel(
-            "Batch",
+            "Requests per step, and seats",
             "Mean requests per decode step, and seats. Bad: far below the seats while requests are queued: memory, "
             "not compute, is the limit.",
             "none",
             (
-                Query(
+                by_worker(
                     f"({rate('hisparse_worker_tokens_total')} + {rate('hisparse_worker_surplus_tokens_total')})"
                     f" / {rate('hisparse_worker_steps_total')}",
-                    "{{instance}} batch",
+                    "batch",
                 ),
-                Query(f"hisparse_worker_seats{{{ONE}}}", "{{instance}} seats"),
+                by_worker(f"hisparse_worker_seats{{{ONE}}}", "seats"),
             ),
         ),
         Panel(
-            "Requests here",
+            "Requests by state",
             "By state. Bad: parked for more than a moment: grants of host pages come late.",
             "none",
-            (Query(f"hisparse_worker_requests{{{ONE}}}", "{{instance}} {{state}}"),),
+            (by_worker(f"hisparse_worker_requests{{{ONE}}}", "{{state}}"),),
             View.STACK,
         ),
         Panel(
-            "Requests taken in, released, faulted",
+            "Requests admitted, released, faulted",
             "Requests per second taken in, released and faulted; times a request parked or its hot buffer was resized. "
             "Bad: faulted above 0; parked or resized several times per request.",
             "cps",
             tuple(
-                Query(rate(f"hisparse_worker_{name}_total"), f"{{{{instance}}}} {name}")
+                by_worker(rate(f"hisparse_worker_{name}_total"), name)
                 for name in ("admitted", "released", "faulted", "parked", "resized")
             ),
         ),
@@ -168,10 +173,9 @@ MEMORY: Final = Row(
             "Share of top-k rows found in hot buffers. Bad: below 0.5 for long.",
             "percentunit",
             (
-                Query(
+                by_worker(
                     f"{rate('hisparse_worker_hits_total')}"
                     f" / ({rate('hisparse_worker_hits_total')} + {rate('hisparse_worker_misses_total')})",
-                    "{{instance}}",
                 ),
             ),
             bad_below=0.5,
@@ -181,25 +185,25 @@ MEMORY: Final = Row(
             "Misses of all layers and requests in one step. Bad: times the bytes of a row, over the link's bandwidth, "
             "it comes near the step time.",
             "none",
-            (Query(f"{rate('hisparse_worker_misses_total')} / {rate('hisparse_worker_steps_total')}", "{{instance}}"),),
+            (by_worker(f"{rate('hisparse_worker_misses_total')} / {rate('hisparse_worker_steps_total')}"),),
         ),
         Panel(
-            "Sizes",
+            "Hot buffers by size",
             "Hot buffers by size: resident, or managed with so many slots. Bad: many of the smallest while device "
             "memory is free; all resident while requests are queued.",
             "none",
-            (Query(f"hisparse_worker_hot_buffers{{{ONE}}}", "{{instance}} {{size}}"),),
+            (by_worker(f"hisparse_worker_hot_buffers{{{ONE}}}", "{{size}}"),),
             View.STACK,
         ),
         Panel(
-            "Device memory",
+            "Device memory, used and free",
             "Bytes of hot chunks and index pages, used and free. Bad: free at 0 while requests wait.",
             "bytes",
             (
-                Query(
+                by_worker(
                     f"hisparse_worker_memory_units{{{ONE}}} * ignoring (state) group_left "
                     f"hisparse_worker_memory_unit_bytes{{{ONE}}}",
-                    "{{instance}} {{memory}} {{state}}",
+                    "{{memory}} {{state}}",
                 ),
             ),
             View.STACK,
@@ -230,7 +234,7 @@ LAYERS: Final = Row(
             View.ROWS,
         ),
         Panel(
-            "Swap-in by layer",
+            "Swap-in time by layer",
             "Seconds per decode step, one row per layer. Bad: layers that take several times what others with the same "
             "hit rate take.",
             "s",
@@ -244,13 +248,13 @@ LAYERS: Final = Row(
             View.ROWS,
         ),
         Panel(
-            "Loaded and evicted",
+            "Rows loaded and evicted",
             "Rows of all layers per second that came into hot buffers from the host, and that made way. Bad: evictions "
             "near loads at a low hit rate: buffers are too small for what is selected.",
             "none",
             (
-                Query(of_workers("hisparse_swap_misses_total"), "{{instance}} loaded"),
-                Query(of_workers("hisparse_swap_evictions_total"), "{{instance}} evicted"),
+                by_worker(of_workers("hisparse_swap_misses_total"), "loaded"),
+                by_worker(of_workers("hisparse_swap_evictions_total"), "evicted"),
             ),
         ),
     ),
@@ -260,11 +264,11 @@ LINK: Final = Row(
     "The link to the host",
     (
         Panel(
-            "Bytes",
+            "Bytes copied, by purpose",
             "Bytes per second between host and device, by purpose. Bad: near what the link carries one way (the line: "
             "PCIe 5.0 x16); backup above what tokens explain.",
             "Bps",
-            (Query(rate("hisparse_worker_copied_bytes_total"), "{{instance}} {{direction}} {{purpose}}"),),
+            (by_worker(rate("hisparse_worker_copied_bytes_total"), "{{direction}} {{purpose}}"),),
             bad_above=LINK_BYTES_PER_S,
         ),
         Panel(
@@ -274,19 +278,19 @@ LINK: Final = Row(
             "few rows at a time and lie below it by nature.",
             "Bps",
             (
-                Query(
+                by_worker(
                     f"{rate('hisparse_worker_copied_bytes_total')} / {rate('hisparse_worker_copy_seconds_total')}",
-                    "{{instance}} {{direction}} {{purpose}}",
+                    "{{direction}} {{purpose}}",
                 ),
             ),
             bad_above=LINK_BYTES_PER_S,
         ),
         Panel(
-            "Time spent copying",
+            "Share of time spent copying",
             "Share of the time in which copies of each purpose ran. Bad: one direction at 1 in all: what is copied "
             "there waits.",
             "percentunit",
-            (Query(rate("hisparse_worker_copy_seconds_total"), "{{instance}} {{direction}} {{purpose}}"),),
+            (by_worker(rate("hisparse_worker_copy_seconds_total"), "{{direction}} {{purpose}}"),),
             View.STACK,
         ),
     ),
@@ -296,27 +300,30 @@ TRANSFERS: Final = Row(
     "Pages to and from other nodes",
     (
         Panel(
-            "Bytes carried",
+            "Bytes verified, by end",
             "Verified bytes of host pages per second, by end. Bad: far below the network while transfers are open.",
             "Bps",
-            (Query(rate("hisparse_transfer_bytes_total"), "{{instance}} {{end}}", rare=True),),
+            (by_worker(rate("hisparse_transfer_bytes_total"), "{{end}}", rare=True),),
         ),
         Panel(
-            "Open transfers",
-            "Transfers under way, and bytes written and not yet verified. Bad: transfers that stay open at no bytes.",
+            "Open transfers, by end",
+            "Transfers under way. Bad: transfers that stay open while no bytes are verified.",
             "none",
-            (
-                Query(f"hisparse_transfer_open{{{ONE}}}", "{{instance}} {{end}} transfers", rare=True),
-                Query(f"hisparse_transfer_in_flight_bytes{{{ONE}}}", "{{instance}} {{end}} bytes", rare=True),
-            ),
+            (by_worker(f"hisparse_transfer_open{{{ONE}}}", "{{end}}", rare=True),),
         ),
         Panel(
-            "Failed transfers",
+            "Bytes not yet verified, by end",
+            "Bytes of open transfers that are written and not yet verified. Bad: the same for long.",
+            "bytes",
+            (by_worker(f"hisparse_transfer_in_flight_bytes{{{ONE}}}", "{{end}}", rare=True),),
+        ),
+        Panel(
+            "Failed transfers, by cause",
             "Per second: units whose checksum did not fit, transfers ended early, senders shut out. "
             "Bad: checksums at all.",
             "cps",
             tuple(
-                Query(rate(f"hisparse_transfer_{name}_total"), f"{{{{instance}}}} {{{{end}}}} {words}", rare=True)
+                by_worker(rate(f"hisparse_transfer_{name}_total"), f"{{{{end}}}} {words}", rare=True)
                 for name, words in (
                     ("refused_units", "checksum"),
                     ("ended_early", "early"),
@@ -331,29 +338,29 @@ PROMPTS: Final = Row(
     "Prompts and returns",
     (
         Panel(
-            "Prefill",
+            "Prefill time of a prompt",
             "Time to prefill one prompt. Bad: growth at the same prompt lengths; decoding waits meanwhile.",
             "s",
             quantiles("hisparse_worker_prefill_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Staging",
+            "Staging time of a prompt",
             "Time to bring one prompt's rows to the host. Bad: more than prefill itself took.",
             "s",
             quantiles("hisparse_worker_stage_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Loading",
+            "Loading time of a return",
             "Time until a request that returns, or whose buffer became resident, has its index keys and rows again. "
             "Bad: more than staging takes: the link is busy with something else.",
             "s",
             quantiles("hisparse_worker_load_seconds", 0.5, 0.99),
         ),
         Panel(
-            "Prompt tokens",
+            "Prompt tokens prefilled",
             "Tokens prefilled per second. Bad: above what clients send: prompts are prefilled again after drops.",
             "none",
-            (Query(rate("hisparse_worker_prompt_tokens_total"), "{{instance}}"),),
+            (by_worker(rate("hisparse_worker_prompt_tokens_total")),),
         ),
     ),
 )
@@ -362,40 +369,40 @@ PROCESS: Final = Row(
     "The process and its link to the coordinator",
     (
         Panel(
-            "Decode loop silent",
+            "Time since the decode loop turned",
             "Seconds since the loop turned. Bad: above 30: it hangs.",
             "s",
-            (Query(f"hisparse_worker_executor_silent_seconds{{{ONE}}}", "{{instance}}"),),
+            (by_worker(f"hisparse_worker_executor_silent_seconds{{{ONE}}}"),),
             bad_above=30,
         ),
         Panel(
-            "Turns of the loop",
+            "Turns of the decode loop",
             "Turns per second, busy or idle. Bad: 0.",
             "cps",
-            (Query(rate("hisparse_worker_executor_beats_total"), "{{instance}}"),),
+            (by_worker(rate("hisparse_worker_executor_beats_total")),),
         ),
         Panel(
-            "In the cluster",
+            "Welcomed by the coordinator",
             "1 while the coordinator's commands are obeyed. Bad: 0.",
             "none",
-            (Query(f"hisparse_link_welcomed{{{ONE}}}", "{{instance}}"),),
+            (by_worker(f"hisparse_link_welcomed{{{ONE}}}"),),
             bad_below=1,
         ),
         Panel(
-            "Not yet acknowledged",
+            "Tokens and reports not acknowledged",
             "Tokens in no report, and reports without an acknowledgement. Bad: growth: the coordinator, or its "
             "journal, is behind.",
             "none",
             (
-                Query(f"hisparse_worker_unreported_tokens{{{ONE}}}", "{{instance}} tokens"),
-                Query(f"hisparse_link_reports_in_flight{{{ONE}}}", "{{instance}} reports"),
+                by_worker(f"hisparse_worker_unreported_tokens{{{ONE}}}", "tokens"),
+                by_worker(f"hisparse_link_reports_in_flight{{{ONE}}}", "reports"),
             ),
         ),
         Panel(
-            "Memory of the process",
+            "Resident memory of the process",
             "Resident bytes, pages of the pool that it touched included. Bad: growth without end.",
             "bytes",
-            (Query(f"process_resident_memory_bytes{{{ONE}}}", "{{instance}}"),),
+            (by_worker(f"process_resident_memory_bytes{{{ONE}}}"),),
         ),
     ),
 )
@@ -405,5 +412,5 @@ WORKER: Final = Dashboard(
     "HiSparse: Worker",
     "One worker: what a step waits for, what its memories hold, what crosses the link to the host.",
     (STEPS, OUTPUT, MEMORY, LAYERS, LINK, PROMPTS, TRANSFERS, PROCESS),
-    (Variable("worker", "instance", "hisparse_worker_seats"),),
+    (Variable("worker", "worker"),),
 )

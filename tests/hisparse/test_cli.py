@@ -110,6 +110,21 @@ def test_every_command_has_help_and_every_error_an_exit_code() -> None:
     assert set(EXIT_CODES.values()) <= set(EXIT_MEANINGS)
 
 
+def groups(command: click.Command) -> Iterator[click.Group]:
+    """A group, and those in it."""
+    if isinstance(command, click.Group):
+        yield command
+        for inner in command.commands.values():
+            yield from groups(inner)
+
+
+def test_no_line_of_a_list_of_commands_is_cut_at_80_columns() -> None:
+    for group in groups(main):
+        room = 78 - len("    ") - 2 - max(map(len, group.commands))
+        cut = [name for name, it in group.commands.items() if it.get_short_help_str(room).endswith("...")]
+        assert cut == []
+
+
 COMMON = ("--config", "--set", "--runtime-dir", "--keys-dir", "--insecure", "--as")
 
 
@@ -655,8 +670,8 @@ def test_timeout_tells_the_state_of_a_request_that_does_not_wait(gateway: FakeGa
 @pytest.mark.parametrize(
     ("change", "swaps"),
     [
-        ({"hits": 30, "misses": 10, "hot_slots": 64}, "swap-in 75.0% hits (30 hits, 10 misses)"),
-        ({"hits": 30, "misses": 0, "hot_slots": -1}, "swap-in none needed: all rows were on the device"),
+        ({"hits": 30, "misses": 10, "hot_slots": 64}, "swap-in: 75.0% hits (30 hits, 10 misses)"),
+        ({"hits": 30, "misses": 0, "hot_slots": -1}, "swap-in: none needed (all rows were on the device)"),
     ],
 )
 def test_terminal_is_told_id_tokens_and_hit_rate_at_the_end(
@@ -766,7 +781,7 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
         ({"hot_slots": 64, "hits": 3, "misses": 1}, ("swap-in   75.0% hits (3 hits, 1 miss)", "retracted twice")),
         (
             {"hot_slots": 0, "hits": 4, "misses": 0, "retractions": 1},
-            ("swap-in   none needed: all rows are on the device", "retracted once"),
+            ("swap-in   none needed (all rows are on the device)", "retracted once"),
         ),
         ({"hits": 0, "misses": 0, "retractions": 0}, ("swap-in   none yet", "retracted never")),
         ({"retractions": 5}, ("retracted 5 times", "age       1m15s")),
@@ -775,7 +790,7 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
         ({"state": "FINISHED", "hot_slots": -1}, ("r1  FINISHED", "took      1m15s")),
         (
             {"state": "FINISHED", "hot_slots": -1, "hits": 9, "misses": 0},
-            ("swap-in   none needed: all rows were on the device",),
+            ("swap-in   none needed (all rows were on the device)",),
         ),
         ({"state": "HELD", "hot_slots": -1, "hits": 9, "misses": 3}, ("75.0% hits (9 hits, 3 misses)",)),
     ],

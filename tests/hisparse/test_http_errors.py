@@ -282,6 +282,9 @@ CASES: Final = {
     "path without version": Case(
         "/chat/completions", {}, 404, "not_found", "path", "Did you mean /v1/chat/completions?"
     ),
+    "path of another API": Case(
+        "/v1/embeddings", {}, 404, "not_found", "path", "(got /v1/embeddings). Known: /health, "
+    ),
     "path": Case("/x", {}, 404, "not_found", "path", "path: no such path (got /x). Known: /health, "),
     "method": Case("/v1/models", {}, 405, "method", "method", "Use GET."),
 }

@@ -188,6 +188,14 @@ CASES: Final[dict[str, Case]] = {
     "no size of the pool": Case(
         f"{SHOW} worker.host_mem=lots", 8, f"({SIZES}; or auto)", [f"{SHOW} worker.host_mem=auto"]
     ),
+    "setting without its section": Case(
+        f"{SHOW} seats=1",
+        8,
+        "seats=1: unknown setting in the command line (did you mean worker.seats?)",
+        [f"{SHOW} worker.seats=1"],
+    ),
+    "no whole number": Case("submit a --max-tokens 1.5", 2, "'--max-tokens': '1.5' is not a whole number. (see"),
+    "no number of seconds": Case("stop --deadline soon", 2, "'--deadline': 'soon' is not a number. (see"),
     "no number": Case(f"{SHOW} worker.seats=many", 8, "worker.seats=many: expected a whole number"),
     "no assignment": Case("workers --set nonsense", 2, "is not SECTION.FIELD=VALUE"),
     "no settings file": Case("workers --config {tmp}/none.toml", 8, "No such file"),
@@ -299,7 +307,9 @@ CASES: Final[dict[str, Case]] = {
         tiny,
     ),
     "unmakeable checkpoint": Case("model tiny /proc/none", 2, "path=/proc/none: No such file or directory"),
-    "no address": Case("up --model {tmp}/tiny --http 8000", 2, "'8000' is not HOST:PORT", given=tiny),
+    "no address": Case(
+        "up --model {tmp}/tiny --http 8000", 2, "'8000' is not HOST:PORT, as in 127.0.0.1:8000", given=tiny
+    ),
     "no directory of the ready file": Case(
         "up --model {tmp}/tiny --ready-file {tmp}/none/ready", 2, "no directory {tmp}/none", given=tiny
     ),

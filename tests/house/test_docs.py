@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 import tokenize
@@ -57,6 +58,7 @@ from worker.transfer import receiving, sending
 
 DOCUMENTS = {path.name: path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
 ARCHITECTURE = DOCUMENTS["architecture.md"]
+PICTURES = sorted(path for room in ("docs", "benchmarks/results") for path in (ROOT / room).glob("*.svg"))
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
@@ -408,6 +410,24 @@ def test_each_known_bug_names_tests_that_mention_it() -> None:
     assert len(re.findall(r"\.py::", text)) == sum(len(re.findall(r"`tests/[\w/]+\.py::\w+`", row[2])) for row in rows)
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda it: it.name)
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda it: it.name)
 def test_pictures_load_nothing_from_elsewhere(picture: Path) -> None:
     assert re.findall(r"(?:url\([\"']?|href=[\"']|src=[\"'])(?!#)[^)\"']*|@import[^;]*", picture.read_text()) == []
+
+
+def test_demo_picture_shows_the_demo_of_today() -> None:
+    """Files that exist, notes that the code prints, and the hit rate and sizes that the README's caption names.
+    `python -m tests.support.demo_picture docs/demo.svg` draws it anew."""
+    spans = re.findall(r"<text class=\"[\w-]+-r\d[^>]*>([^<]*)</text>", (ROOT / "docs" / "demo.svg").read_text())
+    lines = "".join(map(html.unescape, spans)).replace("\xa0", " ").splitlines()
+    prompts = [words[1] for line in lines if re.search("128 +0 ", line) and (words := line.split())]
+    assert len(prompts) == 8
+    assert [it for it in prompts if not (ROOT / it).is_file()] == []
+    printed = "".join(path.read_text() for path in (ROOT / "hisparse" / "demo").glob("*.py"))
+    notes = [line for line in lines if re.match("> (?!  )", line)]
+    pieces = [piece for note in notes for piece in re.findall(r"(?<= )[a-z()]+(?: [a-z()]+)+(?=[ ,;:]|$)", note)]
+    assert len(pieces) > 8
+    assert [it for it in pieces if it not in printed] == []
+    hits, slots, topk = re.findall(r"([\d.]+)% hits with (\d+) hot slots for top-(\d+);", "\n".join(lines))[0]
+    caption = f"*{float(hits):.0f} % hits are few, on purpose: the hot buffers hold {slots} rows for a top-k of {topk},"
+    assert caption in DOCUMENTS["README.md"]

@@ -17,7 +17,9 @@ import yaml
 
 from hisparse.client.client import Client, open_client
 from metrics.dashboards import DASHBOARDS, DIRECTORY, as_text
-from metrics.dashboards.grafana import COLUMNS, Dashboard, Panel
+from metrics.dashboards.grafana import COLUMNS, NAME_AND_INSTANCE, Dashboard, Panel, Query
+from metrics.dashboards.worker import ONE
+from metrics.families import Metric
 from metrics.names import BY_NAME
 from protocol.errors import BadInput, WrongState
 from protocol.messages import Sampling
@@ -30,6 +32,8 @@ PANELS: Final = [(dashboard, panel) for dashboard in DASHBOARDS.values() for pan
 ALL_PANELS: Final = pytest.mark.parametrize(
     ("dashboard", "panel"), PANELS, ids=[f"{dashboard.uid}: {panel.title}" for dashboard, panel in PANELS]
 )
+#: Expressions without a series for each process.
+AGGREGATED: Final = re.compile(r"(sum|max|count)(\(| by)|histogram_quantile")
 #: The scrape interval of the test is half a second.
 WINDOW: Final = "6s"
 #: Metrics of alerts without a sample until there is trouble, or a GPU.
@@ -72,6 +76,52 @@ def test_panel_series_have_distinct_legends(dashboard: Dashboard, panel: Panel) 
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
+def test_titles_differ_within_a_dashboard(name: str) -> None:
+    titles = Counter(panel.title for panel in DASHBOARDS[name].panels)
+    assert [title for title, count in titles.items() if count > 1] == []
+
+
+@ALL_PANELS
+def test_panel_title_names_what_is_shown(dashboard: Dashboard, panel: Panel) -> None:
+    """By words of its metrics: their names, labels, units and meanings."""
+    words = set(re.findall(r"[a-z]{3,}", panel.title.lower())) - {"the", "and", "per", "was"}
+    declared = [metric for query in panel.queries for metric in metrics_of(query)]
+    about = " ".join(" ".join((it.name, *it.labels, it.unit, it.help)) for it in declared).lower()
+    assert len(panel.title.split()) > 1
+    assert any(re.search(rf"(?<![a-z]){word[:4]}", about) for word in words) or not declared
+
+
+@ALL_PANELS
+def test_legend_calls_a_process_by_its_name(dashboard: Dashboard, panel: Panel) -> None:
+    """Not by its address alone, which a person cannot tell from another."""
+    for query in panel.queries:
+        assert ("{{name}}" in query.legend) == query.expr.endswith("group_left (name) hisparse_info")
+        assert "{{name}}" in query.legend or "{{instance}}" not in query.legend
+        is_by_process = re.search(r"\binstance\b", query.expr.replace(ONE, "")) or not re.match(AGGREGATED, query.expr)
+        assert "{{name}}" in query.legend or "{{worker}}" in query.legend or not is_by_process
+
+
+@ALL_PANELS
+def test_panel_unit_is_that_of_its_queries(dashboard: Dashboard, panel: Panel) -> None:
+    for query in panel.queries:
+        units = {metric.unit for metric in metrics_of(query)}
+        match panel.unit:
+            case "s":
+                assert "seconds" in units
+            case "bytes" | "Bps":
+                assert "bytes" in units
+            case "percentunit":
+                assert " / " in query.expr or units == {"seconds"}
+        assert panel.unit not in ("Bps", "cps", "reqps") or "rate(" in query.expr
+
+
+def metrics_of(query: Query) -> list[Metric[Any]]:
+    """The metrics that a query shows; not `hisparse_info`, which gives their processes' names."""
+    names = [re.sub("_(bucket|sum|count)$", "", it) for it in re.findall(r"\b(?:hisparse|process)_\w+", query.expr)]
+    return [BY_NAME[name] for name in names if name != "hisparse_info"]
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
 def test_panels_fill_the_grid_without_overlap(name: str) -> None:
     written = json.loads((DIRECTORY / name).read_text())
     assert len({panel["id"] for panel in written["panels"]}) == len(written["panels"])
@@ -87,9 +137,14 @@ def test_panels_fill_the_grid_without_overlap(name: str) -> None:
         taken |= cells
 
 
-def test_variables_are_labels_that_exist() -> None:
+def test_variable_offers_names_and_stands_for_instances() -> None:
+    """The line is one of Grafana's `query_result`, the expression one of JavaScript."""
+    line = 'hisparse_info{instance="10.0.0.1:9401",job="hisparse-worker",name="w0",process="worker",version="1"} 1 17'
+    matches = list(re.finditer(NAME_AND_INSTANCE.strip("/g").replace("(?<", "(?P<"), line))
+    assert [it["text"] for it in matches if it["text"]] == ["w0"]
+    assert [it["value"] for it in matches if it["value"]] == ["10.0.0.1:9401"]
     for variable in (it for dashboard in DASHBOARDS.values() for it in dashboard.variables):
-        assert variable.label in ("instance", *BY_NAME[variable.metric].labels)
+        assert unknown_in(variable.query) == set()
 
 
 def test_grafana_has_the_data_source_that_panels_name() -> None:
@@ -135,7 +190,9 @@ async def test_every_panel_and_rule_has_data_from_a_real_cluster(tmp_path: Path)
                 await until(lambda: not without_data(server, wanted), lambda: without_data(server, wanted))
                 for _, panel in PANELS:
                     for query in panel.queries:
-                        server.query(filled(query.expr))
+                        labels = set(re.findall(r"\{\{(\w+)}}", query.legend))
+                        for series in server.query(filled(query.expr)):
+                            assert labels <= series.get("metric", {}).keys(), query
                 rules = [rule for group in server.get("rules")["groups"] for rule in group["rules"]]
                 assert {rule["name"]: rule["health"] for rule in rules} == {it["alert"]: "ok" for it in alerts()}
                 assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []

@@ -20,10 +20,44 @@ def test_commands_and_programs_of_the_documents_run(tmp_path: Path) -> None:
     assert all(it.detail.startswith(("needs ", "takes ")) for it in outcomes if it.state == "skipped")
 
 
+def test_block_without_what_it_is_given_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the documents behind it are followed. The command that makes a checkpoint ends with an error here."""
+    from tests.support import follow_docs
+
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "hisparse").symlink_to("/bin/false")
+    (tmp_path / "x.md").write_text(
+        "<!-- run: with a tiny checkpoint -->\n```\ntrue\n```\n\n<!-- run -->\n```\ntrue\n```\n"
+    )
+    follower = follow_docs.Follower(tmp_path, tmp_path / "clone", tmp_path / "bin")
+    for block in follow_docs.blocks_of("x.md", (tmp_path / "x.md").read_text()):
+        follower.follow(block)
+    assert [(it.place, it.state) for it in follower.outcomes] == [("x.md:2", "failed"), ("x.md:7", "ok")]
+    assert follower.outcomes[0].detail.startswith("lacks a tiny checkpoint: exit code 1")
+
+
+def test_installation_may_take_longer_than_another_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support import follow_docs
+
+    monkeypatch.setattr(follow_docs, "COMMAND_LIMIT_S", 0.2)
+    monkeypatch.setattr(follow_docs, "LONG_LIMIT_S", 60.0)
+    (tmp_path / "clone").mkdir()
+    follower = follow_docs.Follower(tmp_path, tmp_path / "clone", tmp_path, is_install=True)
+    for mark in ("run: needs an empty environment", "run"):
+        for block in follow_docs.blocks_of("x.md", f"<!-- {mark} -->\n```\nsleep 1\n```\n"):
+            follower.follow(block)
+    assert [it.state for it in follower.outcomes] == ["ok", "failed"]
+    assert follower.outcomes[1].detail == "not ended after 0.2 s"
+
+
 def test_command_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So is output that is not the one shown."""
     from tests.support import follow_docs
 
+    kept = tmp_path / "run" / "hisparse" / "journal.sqlite"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
     blocks = {"run": "\n$ echo a\nb", "run ": "\nfalse\ntrue", "shows settings": "toml\nx = 1"}
     text = "\n\n".join(f"<!-- {mark.strip()} -->\n```{block}\n```" for mark, block in blocks.items())
     clone = tmp_path / "clone"
@@ -38,3 +72,4 @@ def test_command_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
         ("hisparse config show --config FILE", "failed"),
     ]
     assert outcomes[0].detail == "printed ['a'], not ['b']"
+    assert not kept.exists(), "the next document begins without it"

@@ -327,7 +327,7 @@ def test_front_on_any_port_prints_it(model: Path, tmp_path: Path) -> None:
         assert int(url.rpartition(":")[2]) > 0
         with urlopen(f"{url}/v1/models", timeout=30) as answer:
             assert json.load(answer)["object"] == "list"
-        up.until(f"OpenAI's API at {url}/v1")
+        up.until(f"OpenAI's API at {url}/v1; Anthropic's, and a chat page, at {url}")
 
 
 def test_impossible_settings_are_refused_before_any_start(model: Path, tmp_path: Path) -> None:

@@ -140,6 +140,13 @@ def test_cuda_device_defaults_to_cuda_streams_and_memory_pool() -> None:
         ({"environ": {"HISPARSE_WORKER_SEATS": "many"}}, "worker.seats", "many", "HISPARSE_WORKER_SEATS"),
         ({"table": {"worker": {"seats": 1.5}}}, "worker.seats", "1.5", "hisparse.toml"),
         ({"flags": {"worker.seets": 1}}, "worker.seets", "1", "did you mean seats?"),
+        ({"table": {"seats": 1}}, "seats", "1", "did you mean worker.seats?"),
+        (
+            {"flags": {"metrics_port": 1}},
+            *("metrics_port", "1"),
+            "did you mean coordinator.metrics_port or worker.metrics_port or http.metrics_port?",
+        ),
+        ({"environ": {"HISPARSE_SEATS": "1"}}, "HISPARSE_SEATS", "1", "known here: cluster"),
         ({"flags": {"worker.device_mem": "lots"}}, "worker.device_mem", "lots", "GiB"),
         ({"flags": {"worker.host_mem": "0"}}, "worker.host_mem", "0", "size"),
         ({"flags": {"worker.hot_size_classes": (256, 128)}}, "worker.hot_size_classes", "(256, 128)", "sort"),

@@ -178,7 +178,7 @@ SCENES: Final = (
         "4. Another model, with requests left over",
         (
             Step("hisparse submit more --max-tokens 9000 --ignore-eos --id left --detach"),
-            Step("$INTERRUPT", r"draining|stopped at once"),
+            Step("$INTERRUPT", r"up:? +(draining|stopped at once)"),
             Step("hisparse up --model other", r"^hisparse: |exited with 8"),
             Step(
                 "hisparse up --model other --abort-unfinished --ready-file ready & "

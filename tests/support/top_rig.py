@@ -35,11 +35,13 @@ LINES: Final = 24
 
 
 class Tmux:
-    """One pane of 80x24 that runs a command; `close` ends the server, which is its own."""
+    """One pane that runs a command; `close` ends the server, which is its own."""
 
-    def __init__(self, socket: Path, command: str, environ: dict[str, str]) -> None:
+    def __init__(
+        self, socket: Path, command: str, environ: dict[str, str], columns: int = COLUMNS, lines: int = LINES
+    ) -> None:
         self._socket = socket
-        size = ("-x", str(COLUMNS), "-y", str(LINES))
+        size = ("-x", str(columns), "-y", str(lines))
         settings = [f"-e{name}={value}" for name, value in environ.items()]
         self._run("-f", "/dev/null", "new-session", "-d", *size, *settings, command)
 
@@ -94,12 +96,12 @@ async def watched_cluster(path: Path) -> AsyncIterator[tuple[Cluster, Tmux]]:
         nursery.cancel_scope.cancel()
 
 
-def to_svg(screen: str) -> str:
-    """A styled capture of a screen as a picture."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="256", force_terminal=True)
+def to_svg(screen: str, name: str, title: str, columns: int = COLUMNS) -> str:
+    """A styled capture of a screen as a picture; `name` begins the ids in it."""
+    console = Console(record=True, width=columns, file=io.StringIO(), color_system="256", force_terminal=True)
     for line in screen.splitlines():
         console.print(Text.from_ansi(line), no_wrap=True, crop=True)
-    picture = console.export_svg(title="hisparse top, 3 workers, 50 requests, 80x24", unique_id="top")
+    picture = console.export_svg(title=title, unique_id=name)
     return re.sub(r" *@font-face \{.*?\}\n", "", picture, flags=re.DOTALL)  # fonts of another site
 
 
@@ -117,4 +119,5 @@ async def _held_by_key(path: Path) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="top") as directory:
-        Path(sys.argv[1]).write_text(to_svg(trio.run(_held_by_key, Path(directory))))
+        shown = trio.run(_held_by_key, Path(directory))
+    Path(sys.argv[1]).write_text(to_svg(shown, "top", "hisparse top, 3 workers, 50 requests, 80x24"))
