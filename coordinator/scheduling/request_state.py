@@ -280,10 +280,9 @@ class RequestState:
 
     def _released(self, event: messages.Released, target: Target, rows: Rows, now: float) -> list[Action]:
         first_token = messages.NO_TOKEN if rows.generated else event.first_token
-        durable, warm_start = event.durable_tokens, event.warm_start
-        own = self.own_tokens
+        durable, warm_start, own = event.durable_tokens, event.warm_start, self.own_tokens
         return self._depart(
-            EventKind.RELEASED, target, durable, own, rows, now, first_token=first_token, warm_start=warm_start
+            EventKind.RELEASED, target, durable, rows, now, first_token=first_token, warm_start=warm_start, own=own
         )
 
     def _lost(self, event: WorkerLost, target: Target, rows: Rows, now: float) -> list[Action]:
@@ -291,7 +290,7 @@ class RequestState:
         after them, whose rows are therefore computed again."""
         durable = rows.durable if event.proved_exit else rows.durable // PAGE_TOKENS * PAGE_TOKENS
         own = self._own_after_loss(rows, event.unit_tokens)
-        return self._depart(EventKind.LOST, target, durable, own, rows, now, event.reason)
+        return self._depart(EventKind.LOST, target, durable, rows, now, event.reason, own=own)
 
     def _own_after_loss(self, rows: Rows, unit_tokens: int) -> int:
         """Rows of its prompt, and not all, that it keeps where decoding cannot go on from what is durable. Of a prompt
@@ -307,12 +306,12 @@ class RequestState:
         kind: EventKind,
         target: Target,
         durable: int,
-        own: int,
         rows: Rows,
         now: float,
         reason: str = "",
         first_token: int = messages.NO_TOKEN,
         warm_start: bytes = b"",
+        own: int = 0,
     ) -> list[Action]:
         """Leave the worker. Rows are kept if decoding can go on from them: prompt rows, and the token after, be it one
         that was said or `first_token`. Else `own` rows of the prompt are, to compute the rest behind them."""
