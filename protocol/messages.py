@@ -724,9 +724,9 @@ class Admit(Part, frozen=True, tag="admit"):
     buffer with. It is a hint: an unreadable one is counted, and the request starts cold.
 
     `prefix_tokens`, whole pages and less than the prompt, only with `durable_tokens` 0: the first host pages hold those
-    rows and index keys already. They are shared with other requests, and never written. Prefill begins behind them,
-    with slab pages for the whole prompt. With `slab_pages` 0 the rest is short: it goes through decode steps, on a hot
-    buffer that begins like that of a resume.
+    rows and index keys already. They are shared with other requests or with a lost process, and never written. Prefill
+    begins behind them, with slab pages for the whole prompt. With `slab_pages` 0 the rest is short: it goes through
+    decode steps, on a hot buffer that begins like that of a resume.
     """
 
     placement: int

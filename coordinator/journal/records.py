@@ -92,6 +92,10 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
         """Orders requests of one owner and priority."""
         return self.rank[2]
 
+    def part_of_prompt(self, rows: int) -> int:
+        """`rows`, where decoding cannot go on from them: where they are fewer than those of its prompt. Else 0."""
+        return rows if rows < self.prompt_tokens else 0
+
 
 class RequestAccepted(JournalEntry, frozen=True, tag="accepted"):
     """A request, as it was submitted. `prompt` is int32 token ids."""

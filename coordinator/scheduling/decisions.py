@@ -27,8 +27,8 @@ class Transfer(msgspec.Struct, frozen=True):
 
 class AdmitDecision(msgspec.Struct, frozen=True):
     """`memory.host_pages` are fresh; those kept under the departed placement `take_over` come first, and `first_token`
-    with them. `decoder` names the worker for which a prompt is prefilled on another; on another node its rows go there
-    by `transfer_id`. With `share`, cached pages, the list begins: they hold the rows of its first `prefix_tokens`."""
+    with them: they hold `durable_tokens` rows. `decoder` names the worker for which a prompt is prefilled on another;
+    on another node its rows go there by `transfer_id`. With `share`, cached pages, the list begins."""
 
     entry: RequestEntry
     worker: WorkerEntry
@@ -44,7 +44,13 @@ class AdmitDecision(msgspec.Struct, frozen=True):
 
     @property
     def prefix_tokens(self) -> int:
-        return int(self.share.size) * PAGE_TOKENS
+        """Rows of its prompt, not all, that are there: in cached pages, or in those that it kept."""
+        return int(self.share.size) * PAGE_TOKENS or self.entry.facts.part_of_prompt(self.durable_tokens)
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Rows that it goes on from, those of its prompt among them; 0: its prompt is to be computed."""
+        return self.durable_tokens - self.entry.facts.part_of_prompt(self.durable_tokens)
 
 
 class GrowDecision(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ from coordinator.scheduling.groups import life_of
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
 from coordinator.scheduling.policy import Policy
-from coordinator.scheduling.prefix_reuse import OFF, PrefixReuse
+from coordinator.scheduling.prefix_reuse import OFF, PrefixReuse, own_unit
 from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
 from protocol.sizing import Memory
@@ -306,8 +306,9 @@ class Dispatch:
         self.placement_table.poison_detector.lost(key, lost, life_of(worker), is_leaving=is_leaving)
         self.dirty = True
         ends, struck = self._judge(key, died=died) if proved_exit else (NOTHING, None)
+        unit = own_unit(worker.model, worker.capacity)
         tells = tuple(
-            AddressedOrder(entry.request_index, WorkerLost(entry.placement, proved_exit, reason)) for entry in lost
+            AddressedOrder(it.request_index, WorkerLost(it.placement, proved_exit, reason, unit)) for it in lost
         )
         step = LedgerStep(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit), struck)
         effects = Effects((step, *ends.steps), (*ends.tells, *tells), ends.sends)

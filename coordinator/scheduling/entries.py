@@ -23,6 +23,7 @@ from coordinator.scheduling.events import WorkerPort
 from protocol.arrays import Int32Array
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, GroupMember, ModelInfo, WorkerCapacity
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
+from protocol.units import PAGE_TOKENS
 
 
 class Match(NamedTuple):
@@ -63,7 +64,7 @@ class RequestEntry:
     pages: int = 0  # host pages held; index pages too while on a worker
     chain: Chain | None = None  # None: it reuses nothing, and nothing of it is reused
     matches: dict[str, Match] = field(default_factory=dict)  # by node, while it waits
-    shared_pages: int = 0  # of its placement: cached before, and with which its page list began
+    shared_pages: int = 0  # of its placement: written before, and with which its page list began
     follows: tuple[int, int, float] | None = None  # waiting: a leader's placement, its pages cached, since when
     goes_alone: bool = False  # it has followed for long enough (coordinator.scheduling.following)
     by_steps: bool = False  # the rest of its prompt, behind cached pages, goes through decode steps
@@ -95,6 +96,11 @@ class RequestEntry:
     def length(self) -> Length:
         facts = self.facts
         return Length(facts.prompt_tokens, self.generated, facts.sampling.max_tokens)
+
+    @property
+    def own_pages(self) -> int:
+        """Waiting: full pages that it keeps, where they do not hold all rows of its prompt."""
+        return self.facts.part_of_prompt(self.kept_tokens) // PAGE_TOKENS
 
     @property
     def is_ending(self) -> bool:

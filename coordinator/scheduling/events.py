@@ -23,6 +23,7 @@ import msgspec
 
 from protocol import messages
 from protocol.arrays import Int32Array
+from protocol.units import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
@@ -373,11 +374,14 @@ class EndOrder(msgspec.Struct, frozen=True):
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
-    """The worker is gone. Rows it reported durable can be kept: all with `proved_exit`, else those of full pages."""
+    """The worker is gone. Rows it reported durable can be kept: all with `proved_exit`, else those of full pages.
+
+    Where those end within a prompt that was staged, its rows are kept in multiples of `unit_tokens`; 0: none."""
 
     placement: int
     proved_exit: bool
     reason: str
+    unit_tokens: int = PAGE_TOKENS
 
 
 class PlacementAdopted(msgspec.Struct, frozen=True):

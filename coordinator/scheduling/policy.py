@@ -247,6 +247,8 @@ class _Plan:
 
     def _asks(self, entry: RequestEntry) -> list[PlacementAsk]:
         """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
+        if entry.pages and not entry.transfer_id and entry.own_pages:
+            return self._asks_behind_own(entry)
         if entry.pages:
             return [] if entry.transfer_id else self._asks_of(entry, DECODE)
         asks = self._asks_of(entry, BOTH) if entry.facts.prefill_mode != DIRECT else []
@@ -268,10 +270,25 @@ class _Plan:
                 shapes[key] = self._shape(entry, worker, part)
             if shape := shapes[key]:
                 ask = PlacementAsk(worker, *shape)
-                if part == BOTH:
+                if part == BOTH and not entry.pages:
                     ask = self._sharing(entry, ask)
                 asks.append(self._with_margin(entry, ask) if entry.displaced and part != PREFILL else ask)
         return asks
+
+    def _asks_behind_own(self, entry: RequestEntry) -> list[PlacementAsk]:
+        """As `_asks`, of a request that kept the first pages of its prompt: the rest is computed behind them."""
+        if self._takes_steps(entry.facts.prompt_tokens - entry.kept_tokens):
+            return [ask._replace(by_steps=True) for ask in self._asks_of(entry, DECODE)]
+        if self.prefix_reuse.whole(entry.own_pages) != entry.own_pages:  # of workers with other prompt chunks
+            return []
+        slab_pages = pages_for(entry.facts.prompt_tokens)
+        asks = self._asks_of(entry, BOTH)
+        return [ask._replace(need=replace(ask.need, slab_pages=slab_pages)) for ask in asks]
+
+    def _takes_steps(self, rest_tokens: int) -> bool:
+        """Whether the rest of a prompt behind its own pages goes through decode steps: less than a page does, where its
+        rows need not be the bits of prefill."""
+        return self.prefix_reuse.with_generated and rest_tokens <= PAGE_TOKENS
 
     def _sharing(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
         """`ask`, beginning with what is cached on its node; a short rest needs no slab."""
@@ -393,14 +410,14 @@ class _Plan:
         chunks = self.free.on(worker).hot_chunks - ask.spare_chunks
         hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
         memory = first_memory(entry.length, ask.pages, entry.pages, hot_size)
-        memory = replace(memory, host_pages=memory.host_pages - ask.prefix.size)
-        memory = replace(memory, slab_pages=0) if ask.by_steps else memory
+        memory = replace(memory, host_pages=memory.host_pages - ask.prefix.size, slab_pages=ask.need.slab_pages)
         taken = memory.plus(Memory(self._hold(worker.node, ask.prefix)))
         take_over, durable_tokens = (entry.placement, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
         transfer = self._open_transfer(entry, ask)
+        shared_pages = int(ask.prefix.size) or entry.own_pages
         placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
-        entry.shared_pages, entry.by_steps = int(ask.prefix.size), ask.by_steps
+        entry.shared_pages, entry.by_steps = shared_pages, ask.by_steps
         entry.follows, entry.goes_alone = None, False
         self.free.take(worker, taken)
         entry.matches.clear()

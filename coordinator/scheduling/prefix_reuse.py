@@ -33,7 +33,7 @@ from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import Match, RequestEntry
 from coordinator.scheduling.kv_events import KvEvents
 from protocol.arrays import Int32Array
-from protocol.messages import ModelInfo
+from protocol.messages import ModelInfo, WorkerCapacity
 from protocol.units import PAGE_TOKENS
 
 #: Roots that are remembered, so that they are not computed for each request.
@@ -44,6 +44,12 @@ DISTRUSTED_MAX: Final = 1_024
 OFF: Final = "off"
 OWN: Final = "own"
 ALL: Final = "all"
+
+
+def own_unit(model: ModelInfo, capacity: WorkerCapacity) -> int:
+    """In multiples of how many tokens a request that was staged on such a worker, and whose worker is lost, keeps rows
+    of its prompt. 0: none, since a worker of its node that only decodes could not compute the rest in the same bits."""
+    return model.prefix_unit_tokens if model.reuses_generated or capacity.prefills else 0
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerEntry
 from coordinator.scheduling.events import AddressedOrder, PlacementAdopted, RequestOrder, RetractOrder, WorkerLost
+from coordinator.scheduling.prefix_reuse import own_unit
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow
 from protocol.messages import Grant, Resize, Withdraw
@@ -83,9 +84,9 @@ def _more_chunks(it: InventoryRow, missing_pages: int) -> int:
 
 def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Effects:
     dispatch.placement_table.leave(entry, frees_pages=entry.frees_pages)
-    return Effects(
-        (), (AddressedOrder(entry.request_index, WorkerLost(entry.placement, True, f"{worker.name} has it no more")),)
-    )
+    unit = own_unit(worker.model, worker.capacity)
+    lost = WorkerLost(entry.placement, True, f"{worker.name} has it no more", unit)
+    return Effects((), (AddressedOrder(entry.request_index, lost),))
 
 
 def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Ledger) -> Effects:

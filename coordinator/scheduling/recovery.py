@@ -35,6 +35,7 @@ from coordinator.scheduling.events import AddressedOrder, Ending, WorkerLost, Wo
 from coordinator.scheduling.groups import GroupLife
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
+from coordinator.scheduling.prefix_reuse import own_unit
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestTable
 from coordinator.tokens.token_log import TokenLog
@@ -255,7 +256,7 @@ def _restore_placed(
     place: Place,
 ) -> Effects:
     """On `worker`, or (None) on one that the earlier incarnation had lost."""
-    placement_table, entry = place.dispatch.placement_table, live.entry
+    placement_table, entry, facts = place.dispatch.placement_table, live.entry, live.facts
     ledger = journal_state.ledgers[placed.node]
     memory = ledger.held(placed.placement)
     placement_table.recover_placed(
@@ -270,6 +271,7 @@ def _restore_placed(
         placed.worker,
         staged=staged,
         ordered=ordered,
+        own_tokens=facts.part_of_prompt(placed.durable_tokens),
         prefills_only=placed.prefills_only,
         known=_in_words(record, entry.generated),
     )
@@ -281,14 +283,10 @@ def _restore_placed(
     if worker is not None:
         return Effects()
     exited = ledger.has_exited(placed.worker, placed.epoch)
-    return Effects(
-        (),
-        (
-            AddressedOrder(
-                entry.request_index, WorkerLost(placed.placement, exited, f"{placed.worker} was lost before")
-            ),
-        ),
-    )
+    joined = journal_state.workers.get((placed.worker, placed.epoch))
+    unit = own_unit(joined.model, joined.capacity) if joined is not None else 0
+    lost = WorkerLost(placed.placement, exited, f"{placed.worker} was lost before", unit)
+    return Effects((), (AddressedOrder(entry.request_index, lost),))
 
 
 def _in_words(record: RequestRecord, generated: int) -> str:

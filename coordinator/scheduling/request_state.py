@@ -103,6 +103,8 @@ class RequestState:
         self.retractions = 0
         self.admissions = 0
         self.prefix_tokens = 0  # of its prompt, reused when it was first admitted
+        self.own_tokens = 0  # of its prompt, and not all: rows with which this placement, or the last one, began
+        self.is_staged = False  # in this placement, or the last one
         # what the worker has yet to say in this placement; said twice, it is heard once
         self.staging = False
         self.parked = False
@@ -141,13 +143,14 @@ class RequestState:
         *,
         staged: bool,
         ordered: RequestOrdered,
+        own_tokens: int = 0,
         prefills_only: bool = False,
         known: str = "",
     ) -> None:
         """It was on a worker that is yet to be heard. How far it is there, `PlacementAdopted` will say; told to leave
         in the earlier incarnation, it is leaving."""
         self.placement, self.worker, self.keep, self.staging = placement, worker, True, not staged
-        self.ordered, self.prefills_only = ordered, prefills_only
+        self.ordered, self.prefills_only, self.own_tokens = ordered, prefills_only, own_tokens
         self._move(
             State.RETRACTING if ordered.held else HAND_ON if staged else State.PREFILLING,
             now,
@@ -206,7 +209,7 @@ class RequestState:
             "RETRACTED is held or keeps rows": self.state is not State.RETRACTED or self.held or self.kept_tokens > 0,
             "PREFILLED keeps rows": self.state is not State.PREFILLED or self.kept_tokens > 0,
             "QUEUED holds nothing": self.state is not State.QUEUED or not (self.held or self.kept_tokens),
-            "kept rows can be resumed": not self.kept_tokens or self.kept_tokens >= self.facts.prompt_tokens,
+            "kept rows can be resumed, or begun with": not self.facts.part_of_prompt(self.kept_tokens) % PAGE_TOKENS,
         }
         for claim, holds in checks.items():
             if not holds:
@@ -230,7 +233,7 @@ class RequestState:
     def _staged(self, event: messages.Staged, target: Target, _: Rows, now: float) -> list[Action]:
         if not self.staging:
             return []
-        self.staging = False
+        self.staging, self.is_staged = False, True
         self._move(target, now, EventKind.STAGED, f"prefill {event.prefill_ms:.0f} ms, staging {event.stage_ms:.0f} ms")
         took_s = (event.prefill_ms + event.stage_ms) / 1e3
         return [PlacementProgressed(self.facts.request_index, self.placement, Stage.STAGED, took_s)]
@@ -277,16 +280,26 @@ class RequestState:
 
     def _released(self, event: messages.Released, target: Target, rows: Rows, now: float) -> list[Action]:
         first_token = messages.NO_TOKEN if rows.generated else event.first_token
-        durable, warm_start = event.durable_tokens, event.warm_start
+        durable, warm_start, own = event.durable_tokens, event.warm_start, self.own_tokens
         return self._depart(
-            EventKind.RELEASED, target, durable, rows, now, first_token=first_token, warm_start=warm_start
+            EventKind.RELEASED, target, durable, rows, now, first_token=first_token, warm_start=warm_start, own=own
         )
 
     def _lost(self, event: WorkerLost, target: Target, rows: Rows, now: float) -> list[Action]:
         """A process not proved gone shares full pages of durable rows with its successor; it may still write the page
-        after them, whose rows are therefore decoded again."""
+        after them, whose rows are therefore computed again."""
         durable = rows.durable if event.proved_exit else rows.durable // PAGE_TOKENS * PAGE_TOKENS
-        return self._depart(EventKind.LOST, target, durable, rows, now, event.reason)
+        own = self._own_after_loss(rows, event.unit_tokens)
+        return self._depart(EventKind.LOST, target, durable, rows, now, event.reason, own=own)
+
+    def _own_after_loss(self, rows: Rows, unit_tokens: int) -> int:
+        """Rows of its prompt, and not all, that it keeps where decoding cannot go on from what is durable. Of a prompt
+        that was not staged, those with which its placement began."""
+        if not unit_tokens or self.prefills_only:
+            return 0
+        prompt = self.facts.prompt_tokens
+        durable = prompt if self.is_staged else self.own_tokens if self.staging else max(self.own_tokens, rows.durable)
+        return min(durable, prompt - 1) // unit_tokens * unit_tokens
 
     def _depart(
         self,
@@ -298,14 +311,16 @@ class RequestState:
         reason: str = "",
         first_token: messages.FirstToken = messages.NO_TOKEN,
         warm_start: bytes = b"",
+        own: int = 0,
     ) -> list[Action]:
-        """Leave the worker. Rows are kept only if decoding can go on from them: prompt rows, and the token after, be it
-        one that was said or `first_token`."""
+        """Leave the worker. Rows are kept if decoding can go on from them: prompt rows, and the token after, be it one
+        that was said or `first_token`. Else `own` rows of the prompt are, to compute the rest behind them."""
         known = rows.generated or int(first_token != messages.NO_TOKEN)
         kept = min(durable, self.facts.prompt_tokens + known - 1)
-        self.kept_tokens = kept if self.keep and target is WAIT and kept >= self.facts.prompt_tokens else 0
-        first_token = first_token if self.kept_tokens else messages.NO_TOKEN
-        warm_start = warm_start if self.kept_tokens else b""
+        resumes = self.keep and target is WAIT and kept >= self.facts.prompt_tokens
+        self.kept_tokens = kept if resumes else own if self.keep and target is WAIT else 0
+        first_token = first_token if resumes else messages.NO_TOKEN
+        warm_start = warm_start if resumes else b""
         has_failed = target is OUTCOME and self.outcome is State.FAILED
         cacheable = durable if kind is EventKind.LOST else max(durable, rows.durable)
         departed = PlacementEnded(
@@ -337,7 +352,8 @@ class RequestState:
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
         self.placement, self.worker, self.keep = event.command.placement, event.worker, True
-        self.staging, self.parked, self.resize = event.command.slab_pages > 0 and not self.kept_tokens, False, None
+        self.own_tokens, self.is_staged = self.facts.part_of_prompt(self.kept_tokens), False
+        self.staging, self.parked, self.resize = event.command.slab_pages > 0, False, None
         self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
         if not self.admissions:
             self.prefix_tokens = event.command.prefix_tokens

@@ -550,7 +550,7 @@ class Scheduler(SchedulerApi):
             request_id=live.facts.request_id,
             prompt=live.prompt,
             generated=self._token_log.tokens(entry.request_index, 0),
-            durable_tokens=decision.durable_tokens,
+            durable_tokens=decision.resumed_tokens,
             sampling=live.facts.sampling,
             host_pages=pages.tobytes(),
             index_pages=decision.memory.index_pages,
@@ -562,7 +562,7 @@ class Scheduler(SchedulerApi):
             unsent_tokens=transfer.share.size * PAGE_TOKENS if transfer else 0,
             transfer_id=transfer.transfer_id if transfer else 0,
             destination=transfer.worker.receiver if transfer else b"",
-            warm_start=warm_start if decision.durable_tokens else b"",
+            warm_start=warm_start if decision.resumed_tokens else b"",
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {prefix_tokens} tokens of the prompt reused" if prefix_tokens else ""

@@ -120,6 +120,7 @@ PURE = [
     "worker/group/awaiting",
     "worker/group/hub",
     "worker/group/messages",
+    "worker/group/newcomers",
     "worker/weights/dimensions",
     "worker/weights/shares",
     "worker/transfer/handover",

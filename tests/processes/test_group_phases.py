@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
@@ -19,14 +20,16 @@ from hisparse.cluster.children import Child, child_environ
 from hisparse.cluster.up import Cluster
 from protocol.config import to_environ
 from protocol.settings import Config
+from protocol.units import PAGE_TOKENS
 from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, until_all_connected, write_model
 from tests.support.group_cluster import (
     BACK_LIMIT_S,
     assert_nothing_prefilled_again,
+    count_prefilled_from_full_pages,
     decode_all,
+    fork_workers,
     group_config,
     pids,
-    rows_of,
     until_decoding,
     until_restarted,
 )
@@ -70,18 +73,18 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
         environ = child_environ() | to_environ(config)
         return Child.start(config.worker.name, command, environ, log_dir / f"{config.worker.name}.log")
 
+    fork_workers(monkeypatch)
     monkeypatch.setattr(up, "_start", start_planted)
     monkeypatch.setenv(PLANTED_WHILE, str(tmp_path / "signal"))
     monkeypatch.setattr(keeper, "STABLE_S", 0.0)  # so that each pause is the first
     return Order(tmp_path / "signal")
 
 
-async def lose(cluster: Cluster, client: Client, phase: str, number: int, order: Order) -> set[str]:
-    """Bring the group to `phase`, and let its rank get the signal there. Gives the requests that ran beside it then."""
-    name, point, beside = LOST[phase], "decode" if phase == "coordinator" else phase, set[str]()
+async def lose(cluster: Cluster, client: Client, phase: str, number: int, order: Order) -> None:
+    """Bring the group to `phase`, and let its rank get the signal there."""
+    name, point = LOST[phase], "decode" if phase == "coordinator" else phase
     if phase != "prompt":
         await until_decoding(client, phase, 10)
-        beside = {row.request_id for row in await rows_of(client, phase) if row.worker not in ("", name)}
         order.write(name, point, number)
     if phase == "start":  # another rank ends first: this one is lost while the group starts again
         cluster.workers["w0"].signal(signal.SIGKILL)
@@ -92,7 +95,13 @@ async def lose(cluster: Cluster, client: Client, phase: str, number: int, order:
             nursery.start_soon(partial(client.drain, (name,), handover=True, deadline_s=30.0))
         await order.until_taken()
         nursery.cancel_scope.cancel()
-    return beside
+
+
+def without_cache(config: Config) -> Config:
+    """Prompts are computed page by page, and none is cached: what a request begins with again is its own."""
+    coordinator = msgspec.structs.replace(config.coordinator, prefix_reuse="off")
+    worker = msgspec.structs.replace(config.worker, prefill_chunk_tokens=PAGE_TOKENS)
+    return msgspec.structs.replace(config, coordinator=coordinator, worker=worker)
 
 
 def losses_in(log: Path) -> list[str]:
@@ -117,14 +126,12 @@ async def until_gone(processes: Mapping[str, int]) -> float:
 async def test_rank_lost_in_any_phase_changes_no_output(
     number: signal.Signals, model: Path, tmp_path: Path, order: Order
 ) -> None:
-    config = group_config(model, tmp_path)
+    config = without_cache(group_config(model, tmp_path))
     async with cluster_of_two(config, tmp_path, kept=True, group_size=2) as (cluster, client, said):
         quiet = await decode_all(client, "quiet")
 
-        beside: dict[str, set[str]] = {}
-
         async def disturb(phase: str) -> None:
-            beside[phase] = await lose(cluster, client, phase, number, order)
+            await lose(cluster, client, phase, number, order)
             lost_at, lost = trio.current_time(), pids(cluster)
             ended = await until_gone(lost)
             await until_restarted(cluster, RANKS, lost)
@@ -132,7 +139,7 @@ async def test_rank_lost_in_any_phase_changes_no_output(
             back = trio.current_time() - lost_at
             print(f"{phase} {number.name}: processes gone after {ended:.2f} s, all ranks connected after {back:.1f} s")
 
-        losses = dict.fromkeys(RANKS, 0)
+        losses, begun_anew = dict.fromkeys(RANKS, 0), 0
         for phase, name in LOST.items():
             told = len(said)
             if phase == "prompt":
@@ -150,7 +157,9 @@ async def test_rank_lost_in_any_phase_changes_no_output(
             assert len(losses_in(tmp_path / f"{other}.log")) == losses[other], phase
             assert f"lost={RANKS.index(name)} " in losses_in(tmp_path / f"{other}.log")[-1], phase
             if phase in ("decode", "exchange", "leave"):
-                assert beside[phase]
-                is_proved = number == signal.SIGKILL  # a stopped rank may still write the last page of its requests
-                await assert_nothing_prefilled_again(client, phase, None if is_proved else beside[phase])
+                if number == signal.SIGKILL:
+                    await assert_nothing_prefilled_again(client, phase)
+                else:  # a stopped rank may still write the last page of its requests
+                    begun_anew += await count_prefilled_from_full_pages(client, phase)
             await assert_nothing_leaked(client)
+        assert bool(begun_anew) == (number == signal.SIGSTOP)

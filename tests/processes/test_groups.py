@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 import msgspec
@@ -20,12 +22,14 @@ from protocol.config import to_environ
 from protocol.errors import EXIT_PEER_LOST, HiSparseError
 from protocol.messages import Sampling
 from protocol.settings import Config
+from tests.support import zygote
 from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, until_all_connected, write_model
 from tests.support.group_cluster import (
     BACK_LIMIT_S,
     NEW_TOKENS,
     assert_nothing_prefilled_again,
     decode_all,
+    fork_workers,
     group_config,
     rows_of,
     states_of,
@@ -38,6 +42,11 @@ pytestmark = [pytest.mark.process, pytest.mark.group, pytest.mark.timeout(600)]
 #: For a worker to start on busy cores.
 START_LIMIT_S = 240.0
 PROMPT = [31 * place % 250 for place in range(600)]
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_workers(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -162,17 +171,13 @@ async def kill_when_met(runtime_dir: Path, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def workers_of(runtime_dir: Path, name: str = "") -> list[int]:
-    """Process numbers of the workers, or of worker `name`, of the cluster in `runtime_dir`."""
+def workers_of(runtime_dir: Path, name: str = "w?") -> list[int]:
+    """Process numbers of the workers, or of worker `name`, of the cluster in `runtime_dir`: who writes their logs."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        ours = f"HISPARSE_CLUSTER_RUNTIME_DIR={runtime_dir}" in environ
-        if ours and any(it.startswith(f"HISPARSE_WORKER_NAME={name}") for it in environ):
-            found.append(int(process.name))
+        with suppress(OSError):
+            if fnmatch(os.readlink(process / "fd" / "2"), f"{runtime_dir}/{name}.log"):
+                found.append(int(process.name))
     return found
 
 
@@ -190,7 +195,7 @@ def start_rank(
     worker = msgspec.structs.replace(config.worker, **own)
     environ = child_environ() | to_environ(msgspec.structs.replace(config, worker=worker))
     with log.open("wb") as file:
-        return subprocess.Popen([sys.executable, *command], env=environ, stderr=file)
+        return zygote.start([sys.executable, *command], env=environ, stderr=file)
 
 
 def meeting_at(config: Config, directory: Path) -> Config:

@@ -10,6 +10,7 @@
     I7  what only asks changes nothing
     I8  every queue is within its bound; every request ends within LIVE_LIMIT_S once faults have stopped
     output  what a request says is what the oracle says
+    staged  tests.sim.staged_rows
     groups  tests.sim.group_checker
     drains  a worker drains if, and only if, the journal says so of its process, in whichever life of the coordinator
 
@@ -40,6 +41,7 @@ from protocol.logprobs import row_words
 from tests.sim.fake_worker import EPOCHS_PER_PROCESS, Run, Transfer
 from tests.sim.group_checker import GroupChecker
 from tests.sim.oracle import Truth, logprobs_of
+from tests.sim.staged_rows import check_staged
 from tests.sim.trace import Violation
 from worker.link.outbox import REPORTS_UNACKED_MAX
 
@@ -224,6 +226,8 @@ class Checker(trio.abc.Instrument):
         life, disk = self._cluster.coordinator, self._cluster.disk
         assert life is not None
         self._given[life.incarnation, link.name, link.state.epoch].append(command)
+        if isinstance(command, messages.Admit):
+            self._check_staged(life, command)
         if (
             disk is not None
             and self.expects_crashes
@@ -233,6 +237,12 @@ class Checker(trio.abc.Instrument):
             held = ledger.pages_of(command.placement) if ledger and ledger.holds(command.placement) else ()
             if not set(unpack_int32(command.host_pages, "host_pages").tolist()) <= set(held):
                 raise Violation("I4", f"{type(command).__name__} of {command.placement} is sent before it is committed")
+
+    def _check_staged(self, life: CoordinatorLife, admit: messages.Admit) -> None:
+        shape = self._cluster.shape
+        live = life.scheduler._requests.by_index[admit.request_index]
+        history, prompt_tokens = live.state.history(), live.facts.prompt_tokens
+        check_staged(admit, history, prompt_tokens, lambda name: shape.capacity_of(name).prefills)
 
     def obeyed(self, worker: str, epoch: int, incarnation: int, command: messages.Command) -> None:
         """A worker applies `command` as the next one of its epoch."""

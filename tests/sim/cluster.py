@@ -575,6 +575,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         *_tapped_for_groups(cluster),
         (coordinator.memory.host_pool, "apply", tapped_apply),
         (coordinator.scheduling.policy._Plan, "_prefers_steps", lambda _, __, rest: rest in SHORT_RESTS),
+        (coordinator.scheduling.policy._Plan, "_takes_steps", lambda _, rest: rest in SHORT_RESTS),
     )
     pages = [
         module for name, module in sys.modules.items() if name.startswith(PAGED) and hasattr(module, "PAGE_TOKENS")

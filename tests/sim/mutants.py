@@ -359,6 +359,12 @@ def share_pages_that_are_given_out_in_the_same_turn() -> Plan:
     yield HostPool, "_make_room", lambda self, pages, changes: original(self, pages, ())
 
 
+@plant
+def prefill_again_what_a_lost_worker_had_staged() -> Plan:
+    """Decoding cannot go on from the full pages: so they are of no use."""
+    yield RequestState, "_own_after_loss", lambda self, rows, unit_tokens: 0
+
+
 # ---------------------------------------------------------------- clients
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 import trio
 
 from hisparse.client.client import Client
+from hisparse.cluster import children
 from hisparse.cluster.up import Cluster
 from protocol.messages import RequestRow, Sampling
 from protocol.settings import Config
+from protocol.units import PAGE_TOKENS
+from tests.support import zygote
 from tests.support.cluster_rig import crash_config, prompts_of
 
 REQUESTS = 6
 NEW_TOKENS = 48
 #: Time for a group to be restarted, and to answer, on busy cores.
 BACK_LIMIT_S = 240.0
+
+
+def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `hisparse up` fork its workers from a process that has imported what they need (tests.support.zygote)."""
+    monkeypatch.setattr(children, "subprocess", SimpleNamespace(Popen=zygote.start, DEVNULL=subprocess.DEVNULL))
 
 
 def group_config(model: Path, runtime_dir: Path) -> Config:
@@ -68,11 +78,28 @@ async def states_of(client: Client, request_id: str) -> list[str]:
     return [line.state for line in (await client.request(request_id)).history]
 
 
-async def assert_nothing_prefilled_again(client: Client, prefix: str, ran_on: Collection[str] | None = None) -> None:
-    """What has run once never waits for a prefill again. `ran_on`: requests to look at; by default all."""
+async def assert_nothing_prefilled_again(client: Client, prefix: str) -> None:
+    """What has run once never waits for a prefill again."""
     rows = await rows_of(client, prefix)
     assert len(rows) == REQUESTS
     for row in rows:
         states = await states_of(client, row.request_id)
-        again = {"QUEUED", "PREFILLING"} & set(states[states.index("RUNNING") :])
-        assert not again or (ran_on is not None and row.request_id not in ran_on), states
+        assert not {"QUEUED", "PREFILLING"} & set(states[states.index("RUNNING") :]), states
+
+
+async def count_prefilled_from_full_pages(client: Client, prefix: str) -> int:
+    """How many requests that had run were prefilled again: from the page on in which their prompt ends, or it fails."""
+    count, rows = 0, await rows_of(client, prefix)
+    assert len(rows) == REQUESTS
+    for row in rows:
+        history = (await client.request(row.request_id)).history
+        states = [line.state for line in history]
+        after = [line for line in history[states.index("RUNNING") :] if line.state in ("QUEUED", "PREFILLING")]
+        full = (row.prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+        if full and after:
+            count += 1
+            begun = [line.reason for line in after if line.event == "admitted"]
+            assert begun, states
+            assert all(f"; {full} tokens of the prompt reused" in reason for reason in begun), begun
+            assert "QUEUED" not in {line.state for line in after}, states
+    return count

@@ -26,6 +26,7 @@ import torch
 
 from protocol.settings import ClusterSettings, Config, WorkerSettings
 from tests import ROOT
+from tests.support import zygote
 
 #: Longest run of one group here, on busy cores.
 LIMIT_S = 400.0
@@ -101,7 +102,8 @@ class GroupRig:
                 "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
             command = [*(prefix[rank] if prefix else []), sys.executable, "-m", "tests.support.group_rig"]
-            child = subprocess.Popen(
+            start = zygote.start if config.worker.device == "cpu" else subprocess.Popen  # CUDA outlives no fork
+            child = start(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -71,6 +71,8 @@ BEAT_S: Final = 0.25
 #: How often a rank joins again until it is answered, and who is missing is logged.
 JOIN_S: Final = 1.0
 MISSING_S: Final = 5.0
+#: How often a line says how many connections of strangers were ended.
+STRANGERS_S: Final = 10.0
 #: Longest wait for the other ranks: they meet before they load weights, some seconds after their processes started.
 MEET_LIMIT_S: Final = 300.0
 #: A rank whose connection broke is lost after this silence.
@@ -161,6 +163,8 @@ class Control:
         self._sockets = ControlSockets(config, self._rank == 0)
         self._hub = Hub(self._join, time.time_ns() // 1_000_000) if self._rank == 0 else None
         self._broke_at = float("inf")
+        self._strangers = 0  # ended since the last line about them
+        self._strangers_said_at = 0.0
         self._thread = threading.Thread(target=self._run_or_die, name="group", daemon=True)
 
     # ---------------------------------------------------------------- any thread
@@ -292,6 +296,7 @@ class Control:
     def _take_all(self) -> None:
         if self._sockets.broke():
             self._broke_at = min(self._broke_at, time.monotonic())
+        self._strangers += self._sockets.end_strangers()
         for peer, frame in self._sockets.from_ranks():
             self._answer(peer, frame)
         for frame in self._sockets.from_hub():
@@ -344,6 +349,9 @@ class Control:
             self._outgoing.append(Beat(self.progress.standing()))
             self._watch_processes(poller)
             self._judge(now)
+        if self._strangers and now - self._strangers_said_at >= STRANGERS_S:
+            log.warning("connections that said nothing were ended", extra=fields(ended=self._strangers))
+            self._strangers, self._strangers_said_at = 0, now
         if self._hub is not None:
             self._send_out(self._hub.tick(now))
             if now - self._broke_at > LOST_S:

@@ -3,6 +3,9 @@
 On a path the endpoint is protected by its directory (0700). On tcp the ranks prove that they know one secret: both key
 pairs of CURVE, that of rank 0 and that of all ranks, are derived from it. The connections of the collectives are not
 encrypted: they need a network that strangers cannot reach (docs/security.md).
+
+Rank 0 bounds the connections that say nothing (newcomers.py), and ends one by the shutdown of its descriptor, which
+libzmq takes for a disconnect by the peer. The end of such a connection is none of a rank's.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket as unix
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,19 +22,23 @@ from typing import Final
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from protocol.errors import ConfigError, NotAllowed
 from protocol.settings import Config
 from protocol.small_files import read_small_file
+from protocol.transport.monitor import monitor_of
 from protocol.transport.private_dir import make_private_dir
 from worker.group.messages import MESSAGE_BYTES_MAX
+from worker.group.newcomers import Newcomers
 
 SECRET_CHARS_MIN: Final = 32
 SECRET_BYTES_MAX: Final = 4_096
 #: For messages queued when the process ends.
 LINGER_MS: Final = 500
 RECONNECT_MS: Final = 50
+#: libzmq closes connections whose handshake takes longer.
+HANDSHAKE_LIMIT_MS: Final = 5_000
 IDENTITY_BYTES: Final = 16
 #: Messages taken at once from one socket; the rest is taken next.
 MESSAGES_MAX: Final = 1_024
@@ -45,6 +53,7 @@ class ControlSockets:
         self._secret = _secret(config)
         self._context = zmq.Context()
         self._router: zmq.Socket[bytes] | None = None
+        self._newcomers = Newcomers()
         self._monitors: list[zmq.Socket[bytes]] = []
         self._authenticator: ThreadAuthenticator | None = None
         if self._endpoint.startswith("ipc://"):
@@ -82,20 +91,40 @@ class ControlSockets:
                 raise
 
     def from_hub(self) -> list[bytes]:
-        return [frames[-1] for frames in _received(self._dealer)]
+        return [frames[-1].bytes for frames in _received(self._dealer)]
 
     def from_ranks(self) -> list[tuple[bytes, bytes]]:
         if self._router is None:
             return []
-        return [(frames[0], frames[1]) for frames in _received(self._router) if len(frames) == 2]
+        received = _received(self._router)
+        for frames in received:
+            self._newcomers.spoke(_descriptor_of(frames[-1]))
+        return [(frames[0].bytes, frames[1].bytes) for frames in received if len(frames) == 2]
 
     def broke(self) -> bool:
-        """Whether a connection broke since the last call."""
+        """Whether a connection of a rank broke since the last call."""
         found = False
         for monitor in self._monitors:
-            while int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                found |= recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+            with suppress(zmq.Again):
+                while True:
+                    event = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
+                    found |= self._ended(int(event["event"]), int(event["value"]))
         return found
+
+    def end_strangers(self) -> int:
+        """On rank 0: end connections that stay silent; returns how many. After `broke`, which reads what has closed."""
+        overdue = self._newcomers.take_overdue(time.monotonic())
+        for descriptor in overdue:
+            with suppress(OSError), unix.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(unix.SHUT_RDWR)
+        return len(overdue)
+
+    def _ended(self, event: int, descriptor: int) -> bool:
+        """Whether this event is the end of a connection of a rank."""
+        if event == zmq.EVENT_ACCEPTED:
+            self._newcomers.came(descriptor, time.monotonic())
+            return False
+        return not self._newcomers.left(descriptor)
 
     def close(self) -> None:
         if self._authenticator is not None:
@@ -140,7 +169,8 @@ class ControlSockets:
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._monitors.append(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
+        self._monitors.append(monitor_of(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
         return socket
 
 
@@ -155,11 +185,19 @@ class _OneKey:
         return key == self._key
 
 
-def _received(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    found: list[list[bytes]] = []
+def _descriptor_of(frame: zmq.Frame) -> int:
+    """Of the frame's connection. -1: the peer speaks a ZMTP before 3.0, to which libzmq gives no properties."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+def _received(socket: zmq.Socket[bytes]) -> list[list[zmq.Frame]]:
+    found: list[list[zmq.Frame]] = []
     with suppress(zmq.Again):
         while len(found) < MESSAGES_MAX:
-            found.append(socket.recv_multipart(zmq.DONTWAIT))
+            found.append(socket.recv_multipart(zmq.DONTWAIT, copy=False))
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from coordinator.journal import records as journal
 from coordinator.memory.changes import Keep, Release, Shrink, apply
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.decisions import AdmitDecision
+from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
 from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
@@ -21,6 +21,7 @@ from coordinator.scheduling.events import (
     Stage,
     WorkerLost,
 )
+from coordinator.scheduling.policy import STRANDED_LIMIT_S
 from protocol.sizing import Memory
 from tests.support.facts import add_request
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
@@ -75,6 +76,34 @@ def test_durable_rows_are_kept(desk: Desk) -> None:
     (again,) = desk.settle()
     assert isinstance(again, AdmitDecision)
     assert (again.take_over, again.durable_tokens, again.memory.slab_pages) == (placement, 130, 0)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "slab_pages"), [(False, 0), (True, 2)], ids=["rest by decode steps", "rest by prefill"]
+)
+def test_request_begins_again_with_its_own_pages(desk: Desk, deterministic: bool, slab_pages: int) -> None:
+    """I3: full pages of a prompt that does not end with them, after a loss without proof. Prefix reuse is off."""
+    desk.dispatch.prefix_reuse.with_generated = not deterministic
+    placement = desk.entry.placement
+    own = desk.ledger.pages_of(placement)[:1].tolist()
+    desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=False))
+    assert steps(desk.depart(64)) == [Keep(placement, 1)]
+    desk.hear(desk.dispatch.worker_up(WorkerEntry("w0", "n0", 2, capacity(), MODEL, FakePort())))
+    (again,) = desk.settle()
+    assert isinstance(again, AdmitDecision)
+    assert (again.take_over, again.prefix_tokens, again.resumed_tokens) == (placement, 64, 0)
+    assert (again.memory.slab_pages, desk.entry.by_steps, desk.entry.shared_pages) == (slab_pages, not slab_pages, 1)
+    assert desk.ledger.pages_of(again.placement)[:1].tolist() == own
+    desk.ledger.check_invariants()
+
+
+def test_own_pages_that_are_no_whole_chunk_wait_to_be_given_up(desk: Desk) -> None:
+    """In deterministic mode, when the workers came back with larger prompt chunks: it begins anew in the end."""
+    desk.dispatch.prefix_reuse.with_generated, desk.dispatch.prefix_reuse.unit_tokens = False, 128
+    desk.depart(64)
+    assert desk.settle() == []
+    desk.dispatch.plan(0.0, tick=True)
+    assert DemoteDecision in map(type, desk.dispatch.plan(STRANDED_LIMIT_S, tick=True))
 
 
 def test_more_rows_than_pages_are_refused(desk: Desk) -> None:

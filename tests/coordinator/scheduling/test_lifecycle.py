@@ -50,7 +50,16 @@ class FakePort:
 def admit(placement: int, durable: int = 0, *, prefills_only: bool = False) -> Admitted:
     sampling = messages.Sampling(max_tokens=50)
     hot = (messages.NO_HOT_BUFFER, 0) if prefills_only else (0, 2)
-    command = messages.Admit(placement, 3, "r", b"", b"", durable, sampling, b"", 2, 2, *hot)
+    slab_pages = 0 if durable else 2
+    command = messages.Admit(placement, 3, "r", b"", b"", durable, sampling, b"", 2, slab_pages, *hot)
+    return Admitted(command, "w0", FakePort(), "fits")
+
+
+def admit_behind_own(placement: int, prefix: int, *, slab_pages: int) -> Admitted:
+    """The rest of its prompt is computed behind pages that it kept: by decode steps without a slab."""
+    command = messages.Admit(
+        placement, 3, "r", b"", b"", 0, messages.Sampling(max_tokens=50), b"", 2, slab_pages, 0, 2, prefix_tokens=prefix
+    )
     return Admitted(command, "w0", FakePort(), "fits")
 
 
@@ -210,8 +219,8 @@ def test_tokens_that_never_arrived_fail_the_request() -> None:
     ("proved", "durable", "kept", "state"),
     [
         (True, 104, 104, State.RETRACTED),
-        (False, 104, 0, State.QUEUED),  # its full page has not the whole prompt
-        (False, 127, 0, State.QUEUED),
+        (False, 104, 64, State.RETRACTED),  # its full page has not the whole prompt: the rest is computed again
+        (False, 127, 64, State.RETRACTED),
         (False, 128, 128, State.RETRACTED),
         (False, 150, 128, State.RETRACTED),
     ],
@@ -226,6 +235,51 @@ def test_lost_worker_leaves_durable_rows(proved: bool, durable: int, kept: int, 
     ]
     assert history.request.state is state
     assert history.tell(messages.Released(1, 106)) == []
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_staged_prompt_whose_first_token_was_not_heard_keeps_its_full_pages(proved: bool) -> None:
+    """Decoding cannot go on without a token; the page with the last row is computed again, and draws it."""
+    history = History()
+    history.tell(admit(1), messages.Staged(1, 1.0, 1.0))
+    history.tell(WorkerLost(1, proved, "gone"))
+    assert (history.request.state, history.request.kept_tokens) == (State.RETRACTED, 64)
+
+
+def test_prompt_that_was_not_staged_is_queued_again() -> None:
+    history = History()
+    history.tell(admit(1))
+    history.rows = Rows(0, 64)
+    history.tell(WorkerLost(1, True, "killed"))
+    assert (history.request.state, history.request.kept_tokens) == (State.QUEUED, 0)
+
+
+@pytest.mark.parametrize(("unit", "kept"), [(0, 0), (PAGE_TOKENS, 64), (2 * PAGE_TOKENS, 0)])
+def test_pages_of_a_prompt_are_kept_in_units_that_can_be_begun_with(unit: int, kept: int) -> None:
+    """In deterministic mode whole chunks of prompts, and none where no worker there prefills."""
+    history = History()
+    history.run()
+    history.rows = Rows(5, 104)
+    history.tell(WorkerLost(1, False, "gone", unit))
+    assert history.request.kept_tokens == kept
+
+
+@pytest.mark.parametrize("slab_pages", [0, 2], ids=["by steps", "prefill"])
+@pytest.mark.parametrize("ends", ["lost", "retracted"])
+def test_own_pages_outlive_a_second_placement_that_does_not_come_further(slab_pages: int, ends: str) -> None:
+    history = History()
+    history.run()
+    history.rows = Rows(5, 104)
+    history.tell(WorkerLost(1, False, "gone"), admit_behind_own(2, 64, slab_pages=slab_pages))
+    assert history.request.state is (State.PREFILLING if slab_pages else State.READY)
+    history.rows = Rows(5, 64)
+    if ends == "lost":
+        history.tell(WorkerLost(2, True, "killed"))
+    else:
+        history.tell(retract(True, False, "GPU pressure"), messages.Released(2, 0))
+    assert (history.request.state, history.request.kept_tokens) == (State.RETRACTED, 64)
+    history.tell(retract(False, False, "host pages"), RowsGivenUp("dropped"))
+    assert (history.request.state, history.request.kept_tokens) == (State.QUEUED, 0)
 
 
 def test_memory_granted_to_a_leaving_request_is_not_announced() -> None:

@@ -287,7 +287,7 @@ class FakeCluster:
             live.state.facts.request_id,
             live.prompt,
             generated,
-            decision.durable_tokens,
+            decision.resumed_tokens,
             live.sampling,
             pages.tobytes(),
             decision.memory.index_pages,
@@ -295,6 +295,7 @@ class FakeCluster:
             decision.hot_size.hot_slots,
             decision.hot_size.hot_chunks,
             decision.first_token,
+            prefix_tokens=decision.prefix_tokens,
         )
         return self.tell(entry.request_index, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
 

@@ -117,11 +117,13 @@ class FakeWorker:
         self.seen.add(admit.placement)
         prompt, generated = len(admit.prompt) // 4, len(admit.generated) // 4
         pages = unpack_int32(admit.host_pages, "host_pages").tolist()
-        cold = admit.durable_tokens == 0
+        cold, by_steps = admit.durable_tokens == 0, admit.prefix_tokens > 0 and not admit.slab_pages
+        assert not admit.prefix_tokens % PAGE_TOKENS
         known = generated or int(admit.first_token != messages.NO_TOKEN)
         assert cold or prompt <= admit.durable_tokens <= prompt + known - 1, "rows to go on from"
         assert admit.warm_start in (b"", b"" if cold else admit.request_id.encode()), "another's, or of no rows"
-        assert (admit.slab_pages == pages_for(prompt)) if cold else admit.slab_pages == 0
+        assert admit.slab_pages == (pages_for(prompt) if cold and not by_steps else 0)
+        there = admit.durable_tokens or admit.prefix_tokens
         assert len(pages) >= pages_for(max(prompt, admit.durable_tokens))
         run = FakeRun(
             admit,
@@ -132,15 +134,15 @@ class FakeWorker:
             admit.hot_slots,
             admit.hot_chunks,
             generated,
-            admit.durable_tokens,
-            admit.durable_tokens,
-            "prefilling" if cold else "staged",
+            there,
+            there,
+            "prefilling" if cold and not by_steps else "staged",
         )
         self.runs[admit.placement] = run
         for position in range(generated):
             token = int(unpack_int32(admit.generated, "generated")[position])
             assert token == token_of(admit.request_id, position), "what was delivered never changes"
-        for position in range(admit.durable_tokens):
+        for position in range(there):
             self._check_row(run, position)
 
     def inventory(self, number: int) -> messages.Inventory:
@@ -255,6 +257,6 @@ class FakeWorker:
             managed = managed_chunks(run.hot_slots) if run.hot_slots > 0 else 0
             assert run.hot_chunks == (managed if run.hot_slots else len(run.pages))
             assert capacity.decodes or run.hot_slots == messages.NO_HOT_BUFFER, "it only prefills"
-            assert capacity.prefills or run.admit.durable_tokens, "it only decodes"
+            assert capacity.prefills or run.admit.durable_tokens or not run.admit.slab_pages, "it only decodes"
             limit = run.prompt_tokens + run.admit.sampling.max_tokens + capacity.overshoot_tokens
             assert len(run.pages) <= pages_for(limit), "never granted beyond what can be used"

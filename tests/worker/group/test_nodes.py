@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,7 @@ from protocol.settings import ClusterSettings, Config, CoordinatorSettings, Work
 from tests.support.group_rig import Ask, GroupRig, settings_of
 from tests.support.netns_rig import Namespace, cut, namespaces, why_not
 from tests.worker.group.test_ranks import SETTINGS, asks_of, spread, wrong
+from worker.group import newcomers
 from worker.group.control import Control
 from worker.group.messages import Join, encode
 from worker.runners.tiny import write_tiny_checkpoint
@@ -170,6 +173,60 @@ def test_only_ranks_that_know_the_secret_join(secret: Path, tmp_path: Path) -> N
     finally:
         stranger.kill()
         control.leave()
+
+
+def test_connections_that_say_nothing_are_few_end_in_time_and_hold_no_rank_up(
+    secret: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ranks meet beside more of them than rank 0 keeps, and their end is none of a rank's."""
+    monkeypatch.setattr(newcomers, "NEWCOMERS_MAX", 20)
+    monkeypatch.setattr(newcomers, "SPEAK_LIMIT_S", 3.0)
+    port = free_port()
+    control = Control(config_of(str(secret), port), {})
+    control.is_done = lambda: True  # it outlives rank 1
+    control._thread.start()
+    until(lambda: answers(port))
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(60)]
+        until(lambda: len(open_of(silent)) == 20)
+        assert control._broke_at == float("inf")
+        assert rank_one(config_of(str(secret), port)).wait(30) == 0
+        assert [member.worker for member in control.members] == ["w0", "w1"]
+        until(lambda: not open_of(silent))
+    assert "connections that said nothing were ended" in caplog.text
+    control.leave()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + BUSY_S + LIMIT_S
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)
+
+
+def answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), 1.0):
+            return True
+    except OSError:
+        return False
+
+
+def open_of(connections: Sequence[socket.socket]) -> list[socket.socket]:
+    """Those that the peer has not closed. libzmq's greeting is read, and no more comes."""
+    return [it for it in connections if not is_closed(it)]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while connection.recv(4_096):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
 
 
 @pytest.mark.parametrize(
