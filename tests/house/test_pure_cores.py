@@ -103,6 +103,7 @@ PURE = [
     "protocol/units",
     "worker/loop/batch",
     "worker/loop/output",
+    "worker/loop/reuse",
     "worker/loop/selections",
     "worker/loop/topk_bytes",
     "worker/runners/adjust",
