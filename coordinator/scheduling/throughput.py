@@ -222,8 +222,7 @@ class HotFloor:
     def _choose(self, room: FloorRoom) -> None:
         held = [it for it in room.sizes[1:] if it.hot_chunks <= room.chunks]  # by an empty worker
         forecasts = [self._forecast(size, room) for size in (room.sizes[0], *held)]
-        slots = [it.hot_slots for it in forecasts]
-        at = slots.index(self.floor) if self.floor in slots else 0
+        at = self._place([it.hot_slots for it in forecasts])
         self.now, self.best = forecasts[at], max(forecasts, key=lambda it: it.tokens_per_s)
         gain = self.best.tokens_per_s / self.now.tokens_per_s - 1
         limited = at > 0 and forecasts[0].requests > self.now.requests
@@ -250,6 +249,13 @@ class HotFloor:
         self.floor, self._votes, self._since_change = best.hot_slots, 0, 0
         self.changes += 1
         self.reason = f"{size_name(best.hot_slots)} promises {gain:.0%} more tokens a second"
+
+    def _place(self, slots: Sequence[int]) -> int:
+        """Of the floor among these hot sizes, or of the first above it: lengths change, and sizes with them."""
+        if self.floor is None:
+            return 0
+        above = (at for at, it in enumerate(slots) if it == RESIDENT or RESIDENT < self.floor <= it)
+        return next(above, 0)
 
     def _forecast(self, size: HotSize, room: FloorRoom) -> Forecast:
         assert self.model is not None

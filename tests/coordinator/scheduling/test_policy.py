@@ -148,6 +148,8 @@ def test_a_floor_keeps_waiting_requests_off_until_they_fit_at_it() -> None:
         fake.round()
         assert all(hot(fake, it) == RESIDENT for it in running(fake))
     assert fake.retracted == []
+    reason = fake.pending.explain(fake.entry(15), fake.now).text
+    assert "smaller hot buffers would cost throughput" in reason
     run_to_end(fake)
 
 

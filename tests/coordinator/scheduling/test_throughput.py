@@ -117,6 +117,15 @@ def test_a_seen_size_between_is_chosen_where_it_pays() -> None:
     assert control.best.requests == 62
 
 
+def test_a_floor_that_contexts_no_longer_have_counts_as_the_next_above() -> None:
+    """Contexts become shorter than 8,192 rows: with that floor they are resident, and probes go on."""
+    control, sizes = HotFloor(floor=8192), (HotSize(4096, 65), HotSize(RESIDENT, 100))
+    control.shares.learn({4096: 0.001})
+    for _ in range(30):
+        control.look(Look(128, 5_000.0, 0.0, 60, 16_384.0, {}, 0.0, 656.0), FloorRoom(6_000, sizes, 200))
+    assert control.floor == 4096
+
+
 def test_unknown_sizes_lie_between_their_neighbours() -> None:
     shares, sizes = MissShares(), (HotSize(64, 10), HotSize(128, 20), HotSize(RESIDENT, 30))
     shares.learn({64: 0.4})
