@@ -6,6 +6,7 @@ livelock. On the way: strict rank order, no victim of the top rank, no page in t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -128,6 +129,9 @@ def test_a_floor_retracts_the_last_in_rank_until_the_others_rise_to_it() -> None
     assert {cause for _, cause in fake.retracted} == {Cause.THROUGHPUT}
     assert len(fake.retracted) == 20 - len(there), "each once"
     assert all(fake.entry(it).pages for it in range(20)), "all keep their rows"
+    first = len(there)
+    needed = re.findall(r"needs (\d+) hot chunks", fake.pending.explain(fake.entry(first), fake.now).text)
+    assert int(needed[0]) >= fake.entry(first).pages + 2 * len(there), "it comes back where the others can grow"
 
 
 def test_without_a_floor_all_run_again() -> None:
