@@ -224,7 +224,6 @@ def main() -> None:
         prepared = [cell.concurrency, options.of * cell.concurrency]
         with patch.object(transformers_dsa, "PREPARED_ROWS", prepared), patch.object(decode, "STEPS", STEPS):
             row = measured(cell, runner, pool, options.hot_slots, config, options.of, found)
-        runner._prepared = None  # holds the state of the cell
         print(show(row), flush=True)
         rows.append(row)
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,11 +18,11 @@ from prometheus_client.registry import Collector
 
 from metrics.coordinator_totals import COORDINATOR_METRICS, JOURNAL_METRICS, WAIT_METRICS
 from metrics.exporter import Health
-from metrics.families import Metric, families, gauge
+from metrics.families import Metric, counter, families, gauge
 from metrics.process import PROCESS_METRICS, process_statistics
 from metrics.state import CoordinatorCounters
 from protocol.errors import Unavailable
-from protocol.messages import NOT_SEEN, PoolRow, WorkerRow
+from protocol.messages import NOT_SEEN, HotFloorRow, PoolRow, WorkerRow
 
 #: Longest that a healthy trio loop takes to run a callback; a turn of it is bounded by batches of messages.
 LOOP_LIMIT_S: Final = 5.0
@@ -102,6 +102,25 @@ def _group_ranks(workers: Sequence[WorkerRow]) -> dict[tuple[str, str], float]:
                 ranks.add(row.rank)
     connected = {(group, "connected"): float(len(ranks)) for group, ranks in there.items()}
     return connected | {(group, "missing"): float(count) for group, count in missing.items()}
+
+
+def _by_sizing(workers: Sequence[WorkerRow], read: Callable[[HotFloorRow], T]) -> dict[str, T]:
+    """Of each worker whose hot floor is chosen by what its steps cost."""
+    return {row.worker: read(row.hot_sizing) for row in workers if row.hot_sizing and row.state != "disconnected"}
+
+
+def _steps_of_floors(workers: Sequence[WorkerRow]) -> dict[tuple[str, str], float]:
+    observed = _by_sizing(workers, lambda it: it.observed_step_us / 1e6)
+    predicted = _by_sizing(workers, lambda it: it.predicted_step_us / 1e6)
+    return {(name, "observed"): it for name, it in observed.items()} | {
+        (name, "predicted"): it for name, it in predicted.items()
+    }
+
+
+def _tokens_of_floors(workers: Sequence[WorkerRow]) -> dict[tuple[str, str], float]:
+    now = _by_sizing(workers, lambda it: it.predicted_tokens_per_s)
+    best = _by_sizing(workers, lambda it: it.best_tokens_per_s)
+    return {(name, "chosen"): it for name, it in now.items()} | {(name, "best"): it for name, it in best.items()}
 
 
 #: States of a request that waits for a place on a worker: WAITING of coordinator.scheduling.lifecycle.
@@ -211,6 +230,38 @@ CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
         "Time since the worker was last heard; of those that this coordinator has heard.",
         "Is a worker gone?",
         lambda it: {row.worker: row.link_age_s for row in it.workers if row.link_age_s != NOT_SEEN},
+        labels="worker",
+    ),
+    gauge(
+        "hisparse_hot_floor_slots",
+        "slots",
+        "Smallest hot size that policy gives on a worker; 0: resident. Of workers whose steps were observed.",
+        "Do hot buffers pay here?",
+        lambda it: _by_sizing(it.workers, lambda row: row.hot_slots),
+        labels="worker",
+    ),
+    gauge(
+        "hisparse_hot_floor_step_seconds",
+        "seconds",
+        "Decode step at the hot floor: observed since the last look, and as the model of steps predicts it.",
+        "Is the model of steps right?",
+        lambda it: _steps_of_floors(it.workers),
+        labels="worker kind",
+    ),
+    gauge(
+        "hisparse_hot_floor_tokens_per_second",
+        "tokens per second",
+        "What the model of steps promises: at the chosen hot floor, and at the best one.",
+        "What do hot buffers cost, or give?",
+        lambda it: _tokens_of_floors(it.workers),
+        labels="worker floor",
+    ),
+    counter(
+        "hisparse_hot_floor_changes_total",
+        "times",
+        "Changes of a worker's hot floor, of its present process.",
+        "Does it go back and forth?",
+        lambda it: _by_sizing(it.workers, lambda row: row.changes),
         labels="worker",
     ),
     gauge(

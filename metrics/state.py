@@ -133,6 +133,12 @@ class SwapTotals:
         """Of all layers, from the host."""
         return self.row_bytes * int(self.misses[list(self.group_of_layer)].sum())
 
+    @property
+    def waited_seconds(self) -> float:
+        """Of the first layer of each group."""
+        groups = self.group_of_layer
+        return sum(it for layer, it in enumerate(self.seconds) if groups.index(groups[layer]) == layer)
+
     def spent(self, weight: int, layer: int, seconds: float) -> None:
         self.seconds[layer] += weight * seconds
 

@@ -18,6 +18,7 @@ from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX, NAME_CHARS_MAX, ROLES
 from protocol.settings import (
     ANY_ORIGIN,
+    AUTO_FLOOR,
     ClusterSettings,
     Config,
     CoordinatorSettings,
@@ -34,6 +35,7 @@ DTYPES: Final = ("auto", "float32", "bfloat16")
 TRANSFER_ENGINES: Final = ("", "shared", "nixl", "mooncake")
 KV_DTYPES: Final = (*DTYPES, "fp8")
 PREFIX_REUSE: Final = ("off", "own", "all")
+HOT_FLOORS: Final = (AUTO_FLOOR, "smallest")
 KV_EVENT_ARRAYS: Final = "array"
 KV_EVENT_FORMATS: Final = ("map", KV_EVENT_ARRAYS)
 WEIGHT_ONLY: Final = "weight_only"
@@ -170,6 +172,7 @@ def _endpoint(field: str, endpoint: str, *, is_guarded: bool) -> Iterator[Settin
 
 def _coordinator(coordinator: CoordinatorSettings) -> Iterator[SettingCheck]:
     yield _one_of("coordinator.prefix_reuse", coordinator.prefix_reuse, PREFIX_REUSE)
+    yield _one_of("coordinator.hot_floor", coordinator.hot_floor, HOT_FLOORS)
     for field in (
         *("live_requests_max", "queue_max", "connections_max", "connections_per_key_max"),
         *("messages_burst", "grant_ahead_tokens"),

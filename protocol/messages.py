@@ -30,8 +30,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups. 5: reuse of prefixes.
-PROTOCOL_VERSION: Final = 5
+#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors.
+PROTOCOL_VERSION: Final = 6
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -543,6 +543,24 @@ class HistoryLine(Part, frozen=True):
     reason: str
 
 
+class HotFloorRow(Part, frozen=True):
+    """The hot floor of a worker: the smallest hot size that policy gives there, in slots (0: resident), and why.
+
+    `predicted_*` and `requests` are of that floor, with as many requests as memory and demand allow; `best_*` of the
+    floor that promises most. `changes` counts those of its epoch. `observed_step_us` 0: nothing was observed yet.
+    """
+
+    hot_slots: int
+    requests: int
+    observed_step_us: float
+    predicted_step_us: float
+    predicted_tokens_per_s: float
+    best_slots: int
+    best_tokens_per_s: float
+    changes: int
+    reason: str
+
+
 class WorkerRow(Part, frozen=True):
     """A worker with its capacity and what of it is free. Counters are of its `epoch`.
 
@@ -572,6 +590,9 @@ class WorkerRow(Part, frozen=True):
     ranks_missing: tuple[int, ...] = ()  # of its group: without them no request is placed on any of its ranks
     awaits: str = ""  # worker that its decode loop waits for
     exit_proved: bool = False
+    step_s: float = 0.0  # seconds of all decode steps
+    load_s: float = 0.0  # of these, seconds of swap-ins that steps wait for
+    hot_sizing: HotFloorRow | None = None
 
 
 class PoolRow(Part, frozen=True):
@@ -1045,6 +1066,8 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     step_us: float  # moving average of recent decode steps
     leaving: bool = False
     awaits: str = ""
+    step_s: float = 0.0  # of all decode steps of the epoch's process
+    load_s: float = 0.0  # of swap-ins that these steps wait for: of the first layer of each index group
 
 
 class TokenizerChunk(Message, frozen=True, tag="tokenizer_chunk"):

@@ -12,6 +12,8 @@ import msgspec
 
 #: Value of `journal` for a coordinator without a journal.
 NO_JOURNAL: Final = "none"
+#: Value of `hot_floor` that lets measured throughput choose it.
+AUTO_FLOOR: Final = "auto"
 #: Value of `cors_origins` that stands for all origins.
 ANY_ORIGIN: Final = "*"
 
@@ -52,6 +54,9 @@ class CoordinatorSettings(Settings, frozen=True):
     grant_ahead_tokens: int = 128
     stop_deadline_s: float = 30.0  # after SIGTERM or SIGINT, running requests may go on this long
     prefix_reuse: str = "own"  # prompts begin with cached pages of requests of their owner (own) or any (all); or off
+    hot_floor: str = (
+        AUTO_FLOOR  # smallest hot size that is given: as throughput asks for (auto), or held still (smallest)
+    )
     kv_events_endpoint: str = ""  # where events of the prefix cache are published, with token ids; empty: nowhere
     kv_events_replay_endpoint: str = ""  # where subscribers ask for batches that they missed; empty: nowhere
     kv_events_topic: str = ""  # first frame of each batch

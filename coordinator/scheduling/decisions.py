@@ -73,6 +73,7 @@ class Cause(StrEnum):
     HOST_PAGES = "host_pages"
     HANDOVER = "handover"
     DRAIN = "drain"
+    THROUGHPUT = "throughput"
 
 
 #: A request retracted to make room for another comes back only where that will not happen again.

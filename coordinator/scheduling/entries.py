@@ -21,7 +21,15 @@ from coordinator.journal.records import Rank, RequestFacts, RequestOrdered
 from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling.events import WorkerPort
 from protocol.arrays import Int32Array
-from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, GroupMember, ModelInfo, WorkerCapacity
+from protocol.messages import (
+    NO_HOT_BUFFER,
+    NO_TOKEN,
+    FirstToken,
+    GroupMember,
+    HotFloorRow,
+    ModelInfo,
+    WorkerCapacity,
+)
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 from protocol.units import PAGE_TOKENS
 
@@ -55,6 +63,7 @@ class RequestEntry:
     generated: int = 0  # of the token log, read before each plan
     phase: EntryPhase = EntryPhase.WAITING
     displaced: bool = False  # policy took it off a worker
+    thinned: bool = False  # policy took it off a worker so that the others there could rise to the hot floor
     strikes: int = 0  # deaths of its workers in a row, at `mark` generated tokens (coordinator.scheduling.poison)
     mark: int = -1
     # on a worker, or where its kept pages are
@@ -166,6 +175,10 @@ class WorkerEntry:
     member: GroupMember | None = None  # as a rank of a group
     ranks_missing: tuple[int, ...] = ()  # of its group: what PlacementTable noted last (coordinator.scheduling.groups)
     shrunk_at: float = 0.0
+    hot_floor: int | None = None  # slots of the smallest hot size that policy gives; None: any (hot_sizing.py)
+    probe_slots: int | None = None  # a smaller hot size that one request is to have for a while
+    probed: int = -1  # request index of that request
+    hot_sizing: HotFloorRow | None = None  # what listings say of the floor
     ranks: list[Rank] = field(default_factory=list)
     leaving: dict[int, RequestEntry] = field(default_factory=dict)
     resizing: dict[int, RequestEntry] = field(default_factory=dict)

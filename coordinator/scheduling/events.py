@@ -51,6 +51,8 @@ class LinkStats(NamedTuple):
     command_ack_ms: float
     swapped_bytes: int = 0
     awaits: str = ""  # worker that its decode loop waits for
+    step_s: float = 0.0
+    load_s: float = 0.0
 
 
 class WorkerPort(Protocol):

@@ -196,6 +196,8 @@ class PendingReasons:
             text += f" (the nearest of {len(refusal.asks)} choices)"
         if entry.displaced:
             text += "; counts what requests ahead of it may still need, since they displaced it before"
+        if short[0].kind is PendingKind.HOT_CHUNKS and any(it.worker.hot_floor is not None for it in refusal.asks):
+            text += "; smaller hot buffers would cost throughput"
         return PendingReason(short[0].kind, f"{text}; room is being made" if refusal.is_coming else text)
 
     def _quarantined(self, need: _Need) -> str:

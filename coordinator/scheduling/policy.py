@@ -30,6 +30,10 @@ Hot buffers. Resident while chunks suffice, else the largest class that fits. Gr
 no request waits, a reserve stays free and nothing was shrunk for GROW_QUIET_S. A size forced by an operator takes
 effect once its chunks are free, and policy leaves it alone.
 
+Hot floors. Below its hot floor (coordinator.scheduling.throughput) a worker gives no hot size. So fewer requests run
+there; those below it rise to it first, and where they cannot, the last in rank are retracted (keep). A running request
+that is nearly out of pages may still shrink others below it. What no worker could hold at the floor is exempt.
+
 No livelock. Rank is a total order that never changes, and victims are ranked below whom they make room for. So the
 highest-ranked request that is not held gets all it needs as soon as its inferiors have left, runs to its end, and
 then the next one does. Thrashing is bounded too: a request that policy has displaced comes back only where there is
@@ -68,7 +72,7 @@ from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, Wo
 from coordinator.scheduling.following import Leaders
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, is_pinned, next_lower
+from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, given_sizes, is_pinned, next_lower
 from coordinator.scheduling.prefill_costs import REST_TOKENS_MAX, PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from protocol.arrays import Int32Array
@@ -99,6 +103,14 @@ GROW_QUIET_S: Final = 5.0
 GROW_RESERVE_SHARE: Final = 1 / 8
 #: ... and at most this many at a time.
 GROW_BATCH_MAX: Final = 4
+#: Hot buffers that grow to their worker's hot floor at a time.
+RAISE_BATCH_MAX: Final = 8
+#: As many of the requests on a worker may stay below its hot floor.
+BELOW_FLOOR_SHARE: Final = 1 / 50
+#: A request that was retracted for that comes back where each resident ahead of it could grow by this many pages.
+FLOOR_MARGIN_PAGES: Final = 2
+#: Requests that one plan retracts for the others to rise to the floor.
+THIN_BATCH_MAX: Final = 8
 #: Requests that one plan takes off a draining worker.
 HANDOVER_BATCH_MAX: Final = 16
 #: Kept pages whose node has no worker that can take their request on for this long are given up, if it can begin anew.
@@ -141,6 +153,7 @@ class Policy:
         plan.meet_deadlines()
         if tick:
             plan.give_up_stranded()
+            plan.keep_floors()
         plan.meet_demands()
         plan.hand_over()
         plan.apply_forced()
@@ -272,7 +285,9 @@ class _Plan:
                 ask = PlacementAsk(worker, *shape)
                 if part == BOTH and not entry.pages:
                     ask = self._sharing(entry, ask)
-                asks.append(self._with_margin(entry, ask) if entry.displaced and part != PREFILL else ask)
+                if part != PREFILL:
+                    ask = self._above_floor(entry, self._with_margin(entry, ask) if entry.displaced else ask)
+                asks.append(ask)
         return asks
 
     def _asks_behind_own(self, entry: RequestEntry) -> list[PlacementAsk]:
@@ -362,7 +377,7 @@ class _Plan:
     def _hot_sizes(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
         if is_pinned(entry, worker):
             return [forced_hot_size(entry.ordered.forced_slots, pages)]
-        return hot_sizes_for(pages, worker.capacity)
+        return given_sizes(pages, worker)
 
     def _with_margin(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
         """Add what better-ranked requests may still come to need, so that they will not displace it again."""
@@ -377,6 +392,23 @@ class _Plan:
                     index_pages += growth
                     chunks += max(0, least_chunks(ahead.length, worker.capacity) - ahead.chunks)
         return ask._replace(need=ask.need.plus(Memory(host_pages, chunks, index_pages)), spare_chunks=chunks)
+
+    def _above_floor(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
+        """Add what requests ahead of it there lack of their hot floor and, for one that left for their sake, what
+        residents among them need soon, so that it does not leave again at once."""
+        worker = ask.worker
+        if worker.hot_floor is None:
+            return ask
+        chunks = 0
+        for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
+            ahead = self.placement_table.by_rank[rank]
+            if ahead.phase is EntryPhase.RUNNING and (size := self._lacked(ahead, worker)) is not None:
+                chunks += size.hot_chunks - ahead.chunks
+            elif entry.thinned and ahead.hot.hot_slots == RESIDENT:
+                growth = page_limit(ahead.length, worker.capacity) - ahead.pages
+                chunks += max(0, min(FLOOR_MARGIN_PAGES, growth))
+        need = ask.need.plus(Memory(hot_chunks=chunks))
+        return ask._replace(need=need, spare_chunks=ask.spare_chunks + chunks)
 
     def _preference(self, ask: PlacementAsk) -> tuple[bool, bool, int, bool, int, int, int, int]:
         """Rather directly, and within a node; where fewest tokens are to be computed before its first, those of prompts
@@ -612,6 +644,67 @@ class _Plan:
             elif hot_size.hot_chunks - entry.chunks <= self.free.on(worker).hot_chunks:
                 del self.placement_table.forcing[entry.request_index]
                 self._resize(entry, worker, hot_size)
+
+    # ---------------------------------------------------------------- hot floors
+
+    def keep_floors(self) -> None:
+        """Requests below their worker's hot floor rise to it, unless residents there wait for chunks to grow."""
+        for worker in self.placement_table.workers.values():
+            if worker.hot_floor is None or not worker.takes:
+                continue
+            self._probe(worker)
+            below = [(it, size) for it in self._resizable(worker) if (size := self._lacked(it, worker)) is not None]
+            below = [(it, size) for it, size in below if it.request_index != worker.probed]
+            starving = (it for it in self.placement_table.starving.values() if it.worker == worker.name)
+            if not any(it.hot.hot_slots == RESIDENT for it in starving):
+                below = self._raise_to_floor(worker, below)
+            is_settled = not worker.leaving and not worker.resizing
+            if is_settled and len(below) > BELOW_FLOOR_SHARE * len(worker.ranks):
+                self._thin_out(worker, below)
+
+    def _lacked(self, entry: RequestEntry, worker: WorkerEntry) -> HotSize | None:
+        """The size at the floor of a request below it; None: it is not below, or pinned."""
+        size = given_sizes(entry.pages, worker)[0]
+        return size if entry.chunks < size.hot_chunks and not is_pinned(entry, worker) else None
+
+    def _probe(self, worker: WorkerEntry) -> None:
+        """The last in rank that can gets the hot size that is to be observed."""
+        probed = self.placement_table.entries.get(worker.probed)
+        if worker.probe_slots is None:
+            worker.probed = -1
+        elif probed is None or probed.worker != worker.name or probed.phase is not EntryPhase.RUNNING:
+            for entry in reversed(list(self._resizable(worker))):
+                smaller = [it for it in hot_sizes_for(entry.pages, worker.capacity) if it.hot_chunks < entry.chunks]
+                size = next((it for it in smaller if it.hot_slots == worker.probe_slots), None)
+                if size is not None and not is_pinned(entry, worker):
+                    worker.probed = entry.request_index
+                    self._resize(entry, worker, size)
+                    return
+
+    def _raise_to_floor(
+        self, worker: WorkerEntry, below: list[tuple[RequestEntry, HotSize]]
+    ) -> list[tuple[RequestEntry, HotSize]]:
+        """Resize, best rank first, as far as chunks are free; returns those that stay below."""
+        left: list[tuple[RequestEntry, HotSize]] = []
+        for entry, size in below:
+            fits = size.hot_chunks - entry.chunks <= self.free.on(worker).hot_chunks
+            if fits and len(worker.resizing) < RAISE_BATCH_MAX:
+                self._resize(entry, worker, size)
+            else:
+                left.append((entry, size))
+        return left
+
+    def _thin_out(self, worker: WorkerEntry, below: list[tuple[RequestEntry, HotSize]]) -> None:
+        """Retract (keep) the last in rank until the others below the floor could rise to it."""
+        lacking = {entry.request_index: size.hot_chunks - entry.chunks for entry, size in below}
+        free = self.free.on(worker).hot_chunks
+        for entry in reversed(list(self._resizable(worker))[1:]):
+            if sum(lacking.values()) <= free or len(worker.leaving) >= THIN_BATCH_MAX:
+                return
+            lacking.pop(entry.request_index, None)
+            free += entry.chunks
+            entry.thinned = True
+            self._retract(entry, True, Cause.THROUGHPUT, f"hot buffers on {worker.name} would be too small to pay")
 
     def enlarge(self) -> None:
         """Grow managed hot buffers, smallest first, out of chunks that no request has asked for in a while."""

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import HotSize, Memory, can_force, hot_sizes_for
+from protocol.sizing import RESIDENT, HotSize, Memory, can_force, hot_sizes_for
 
 
 @dataclass(slots=True)
@@ -63,7 +63,9 @@ def find_preemption(
     lower = [entry for entry in _lower(placement_table, worker, asker) if not entry.prefills_only]
     lower.sort(key=RANK_OF, reverse=True)
     going = _going(placement_table, worker)
-    remedy = Preemption(worker, free.plus(_being_freed(placement_table, worker, _freed(going, freeing))))
+    floored = asker.phase is not EntryPhase.RUNNING
+    being_freed = _being_freed(placement_table, worker, _freed(going, freeing), floored=floored)
+    remedy = Preemption(worker, free.plus(being_freed))
     victims = _relieve_gpu(placement_table, remedy, need, lower, asker)
     if victims is None or not _relieve_host(placement_table, remedy, need, victims, going, asker, freeing):
         return None
@@ -82,14 +84,14 @@ def _freed(entries: Sequence[RequestEntry], freeing: Callable[[], Frees]) -> int
     return sum(map(freeing(), entries))
 
 
-def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_pages: int) -> Memory:
+def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_pages: int, *, floored: bool) -> Memory:
     """What leaving requests hold, shrinking ones give back, and starting ones will: their slab pages, or all of it when
     they are there for their prompt alone."""
     leaving = list(worker.leaving.values())
     shrinking = sum(entry.chunks - entry.resizing.hot_chunks for entry in worker.resizing.values() if entry.resizing)
     starting = [entry for entry in _active(placement_table, worker) if entry.phase is EntryPhase.STARTING]
     passing = [entry for entry in starting if entry.prefills_only]
-    later = sum(entry.chunks - _floor(entry, worker).hot_chunks for entry in starting)
+    later = sum(entry.chunks - _floor(entry, worker, floored=floored).hot_chunks for entry in starting)
     return Memory(
         seats=len(leaving) + len(passing),
         hot_chunks=sum(entry.chunks for entry in leaving) + shrinking + later,
@@ -103,9 +105,9 @@ def _relieve_gpu(
     placement_table: PlacementTable, remedy: Preemption, need: Memory, lower: list[RequestEntry], asker: RequestEntry
 ) -> list[RequestEntry] | None:
     """Choose whom to shrink and, if that is not enough, the fewest of `lower`, worst first; None: not enough."""
-    worker, gone = remedy.worker, 0
+    worker, gone, floored = remedy.worker, 0, asker.phase is not EntryPhase.RUNNING
     shrinkable = {
-        entry.request_index: entry.chunks - _floor(entry, worker).hot_chunks
+        entry.request_index: entry.chunks - _floor(entry, worker, floored=floored).hot_chunks
         for entry in _active(placement_table, worker)
         if entry is not asker and entry.phase is EntryPhase.RUNNING and entry.resizing is None
     }
@@ -120,21 +122,21 @@ def _relieve_gpu(
         gone += 1
         spare -= shrinkable.pop(victim.request_index, 0)
         starting = victim.phase is EntryPhase.STARTING
-        remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=starting))
-    _shrink_largest(placement_table, remedy, need.hot_chunks, shrinkable)
+        remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=starting, floored=floored))
+    _shrink_largest(placement_table, remedy, need.hot_chunks, shrinkable, floored=floored)
     return lower[:gone]
 
 
-def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool) -> Memory:
+def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool, floored: bool) -> Memory:
     """What a victim gives beyond what is already counted as on its way from it."""
     resizing = victim.chunks - victim.resizing.hot_chunks if victim.resizing else 0
-    counted = victim.chunks - _floor(victim, worker).hot_chunks if starting else resizing
+    counted = victim.chunks - _floor(victim, worker, floored=floored).hot_chunks if starting else resizing
     slab_pages = 0 if starting else victim.slab_pages
     return Memory(0, victim.chunks - counted, victim.pages, slab_pages, 1)
 
 
 def _shrink_largest(
-    placement_table: PlacementTable, remedy: Preemption, chunks: int, shrinkable: dict[int, int]
+    placement_table: PlacementTable, remedy: Preemption, chunks: int, shrinkable: dict[int, int], *, floored: bool
 ) -> None:
     """One hot size at a time from the largest hot buffer, until `chunks` will be free."""
     worker = remedy.worker
@@ -150,7 +152,7 @@ def _shrink_largest(
     heapify(sizes)
     while missing > 0:
         size, request_index = sizes[0]
-        hot_size = next_lower(placement_table.entries[request_index], -size, worker)
+        hot_size = next_lower(placement_table.entries[request_index], -size, worker, floored=floored)
         if hot_size is None:  # as small as it gets: the next largest
             heapreplace(sizes, (0, request_index))
             continue
@@ -225,17 +227,33 @@ def is_pinned(entry: RequestEntry, worker: WorkerEntry) -> bool:
     return slots != NO_HOT_BUFFER and can_force(slots, entry.length, worker.capacity)
 
 
-def _floor(entry: RequestEntry, worker: WorkerEntry) -> HotSize:
+def given_sizes(pages: int, worker: WorkerEntry) -> list[HotSize]:
+    """Hot sizes that policy gives there to a request with `pages` pages: from the worker's hot floor on, or all where
+    not even an empty worker could hold it so."""
+    hot_sizes = hot_sizes_for(pages, worker.capacity)
+    floor = worker.hot_floor
+    if floor is None:
+        return hot_sizes
+    given = [it for it in hot_sizes if it.hot_slots == RESIDENT or RESIDENT < floor <= it.hot_slots]
+    return given if given[0].hot_chunks <= worker.capacity.hot_chunks else hot_sizes
+
+
+def _sizes(pages: int, worker: WorkerEntry, *, floored: bool) -> list[HotSize]:
+    """A running request that is nearly out of pages may push others below the floor, rather than off the worker."""
+    return given_sizes(pages, worker) if floored else hot_sizes_for(pages, worker.capacity)
+
+
+def _floor(entry: RequestEntry, worker: WorkerEntry, *, floored: bool) -> HotSize:
     """The smallest that policy may make it."""
     if is_pinned(entry, worker):
         return entry.hot
-    smallest = hot_sizes_for(entry.pages, worker.capacity)[0]
+    smallest = _sizes(entry.pages, worker, floored=floored)[0]
     return smallest if smallest.hot_chunks < entry.hot.hot_chunks else entry.hot
 
 
-def next_lower(entry: RequestEntry, chunks: int, worker: WorkerEntry) -> HotSize | None:
+def next_lower(entry: RequestEntry, chunks: int, worker: WorkerEntry, *, floored: bool = False) -> HotSize | None:
     """The next hot size below `chunks` chunks."""
     if is_pinned(entry, worker):
         return None
-    hot_sizes = [hot_size for hot_size in hot_sizes_for(entry.pages, worker.capacity) if hot_size.hot_chunks < chunks]
-    return hot_sizes[-1] if hot_sizes else None
+    lower = [it for it in _sizes(entry.pages, worker, floored=floored) if it.hot_chunks < chunks]
+    return lower[-1] if lower else None

@@ -137,6 +137,10 @@ class RequestTable:
             if live is not None:
                 live.swaps = Swaps(*swaps)
 
+    def swaps_of(self, request_index: int) -> Swaps:
+        """Of the present placement of a live request."""
+        return self.by_index[request_index].swaps
+
     # ---------------------------------------------------------------- lookups
 
     def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:

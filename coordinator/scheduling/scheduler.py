@@ -35,6 +35,7 @@ from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
+from coordinator.scheduling.hot_sizing import HotSizing
 from coordinator.scheduling.kv_events import KvEvent, KvEvents
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.reconciliation import adopt
@@ -52,7 +53,7 @@ from protocol.arrays import Int32Array
 from protocol.errors import HiSparseError, WrongState
 from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
-from protocol.settings import CoordinatorSettings
+from protocol.settings import AUTO_FLOOR, CoordinatorSettings
 from protocol.sizing import page_limit
 from protocol.units import PAGE_TOKENS
 
@@ -139,6 +140,9 @@ class Scheduler(SchedulerApi):
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
         self._requests = RequestTable(token_log, settings, wall_offset_s, self._dispatch)
         self._warm_starts = WarmStarts()
+        self._hot_sizing: HotSizing | None = None
+        if settings.hot_floor == AUTO_FLOOR:
+            self._hot_sizing = HotSizing(self._placement_table, self._requests.swaps_of)
         self._auditor = Auditor(
             self._placement_table,
             self._ledgers,
@@ -233,6 +237,8 @@ class Scheduler(SchedulerApi):
             self._auditor.tick(now)
             self._submissions.forget(self._requests.forget_old(now))
             self._journal.summarize_if_long()
+            if self._hot_sizing is not None:
+                self._hot_sizing.look(now)
         await self._decide(now, tick)
         if self._stop is not None:
             await self._wind_up(self._stop, now)

@@ -219,6 +219,7 @@ class WorkerRegistry:
             group=member.group if member else "",
             rank=member.rank if member else 0,
             ranks_missing=worker.ranks_missing,
+            hot_sizing=worker.hot_sizing,
             **worker.port.stats()._asdict(),
         )
 

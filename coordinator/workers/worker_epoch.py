@@ -53,6 +53,8 @@ class WorkerEpoch:
         self.steps = 0
         self.step_us = 0.0
         self.awaits = ""
+        self.step_s = 0.0
+        self.load_s = 0.0
         self.hits = 0
         self.misses = 0
         self.swapped_bytes = 0
@@ -111,6 +113,7 @@ class WorkerEpoch:
             self._beats = beat.executor_beats
             self._beat_at = now
         self.steps, self.step_us = beat.steps, beat.step_us
+        self.step_s, self.load_s = beat.step_s, beat.load_s
         self.awaits = beat.awaits[:NAME_CHARS_MAX]
 
     def count_swaps(self, counters: Counters) -> None:
@@ -142,4 +145,6 @@ class WorkerEpoch:
             link_age_s=now - self._heard_at,
             command_ack_ms=1e3 * self.round_trip_s,
             awaits=self.awaits,
+            step_s=self.step_s,
+            load_s=self.load_s,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,8 +13,11 @@ from hisparse.console.options import TokenCount, load_config, named_by_flags, ou
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from hisparse.console.table import Column
+    from kernels.layout import Geometry
     from protocol.settings import WorkerSettings
     from worker.device.capacity import Choice, MemoryPlan
+    from worker.loop.reuse import TraceMisses
     from worker.weights.shares import RankBytes
 
 #: The printed settings for workers: those that sizes depend on.
@@ -21,6 +25,9 @@ PRINTED: Final = (
     *("seats", "device_mem", "host_mem", "kv_dtype", "context_max_tokens", "context_target_tokens"),
     *("hot_size_classes", "role"),
 )
+
+#: Rate of copies over the link: measured on an H200 (docs/operations.md).
+LINK_BYTES_PER_S: Final = 55e9
 
 #: The flag of each setting that a refusal may name.
 FLAGS: Final = {
@@ -71,6 +78,12 @@ FLAGS: Final = {
 )
 @click.option("--role", type=click.Choice(["both", "decode"]), help="decode: other workers compute prompts.")
 @click.option("--seats", type=click.IntRange(1), help="Requests in one decode batch at most; default: as many as fit.")
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Recorded by worker.record_selections: what each hot size misses of it, and from which step time it pays.",
+)
 @output_option
 def size(
     path: Path,
@@ -81,6 +94,7 @@ def size(
     workers: int | None,
     group_size: int,
     seats: int | None,
+    trace: Path | None,
     output: str,
     **sizes: Any,
 ) -> None:
@@ -119,9 +133,11 @@ def size(
         kind = kv_kind(dimensions, settings)
         info = anonymous_info(dimensions, dimensions.model_type)
         _require_context(context, info.context_max_tokens)
-        found = plan(settings, geometry_of(dimensions, kind), info, context, workers)
+        geometry = geometry_of(dimensions, kind)
+        found = plan(settings, geometry, info, context, workers)
+    traced = _read_trace(trace, geometry, found) if trace is not None else None
     if output == "table":
-        _print(found, dimensions.model_type, kind, held, group_size)
+        _print(found, dimensions.model_type, kind, held, group_size, traced)
     else:
         about = {
             "settings": _chosen(found.settings),
@@ -132,7 +148,50 @@ def size(
             "seats_per_gpu": found.recommended.batch,
             "host_bytes_per_gpu": found.host_pages * found.host_bytes_per_token * PAGE_TOKENS // workers,
         }
-        emit_one(asdict(found) | about, output, ())
+        emit_one(asdict(found) | about | ({"trace": traced.about} if traced else {}), output, ())
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What the choices would miss of a trace, by hot slots: rows of a request in a step, of all layers; seconds of the
+    link in a step of the whole batch; seconds from which that pays (None: it never does)."""
+
+    found: TraceMisses
+    misses: dict[int, float]
+    load_s: dict[int, float]
+    pays_from_s: dict[int, float | None]
+
+    @property
+    def about(self) -> dict[str, object]:
+        sizes = [
+            {"hot_slots": it, "misses": self.misses[it], "load_s": self.load_s[it], "pays_from_s": self.pays_from_s[it]}
+            for it in self.misses
+        ]
+        found = self.found
+        return {"requests": found.requests, "steps": found.steps, "selected": found.selected, "hot_sizes": sizes}
+
+
+def _read_trace(path: Path, geometry: Geometry, plan: MemoryPlan) -> _Traced:
+    """Raises BadInput, as worker.loop.reuse does, also for a trace of another top-k."""
+    from math import isfinite
+
+    from protocol.errors import BadInput
+    from worker.loop.reuse import misses_of, pays_from_s
+    from worker.loop.selections import read_head, read_records
+
+    hot_sizes = [it.hot_slots for it in plan.choices if it.hot_slots]
+    layers = [len(geometry.layers_of_group(group)) for group in range(geometry.groups)]
+    with path.open("rb") as file:
+        head = read_head(file)
+        if head.topk != geometry.topk:
+            message, remedy = f"the model's top-k is {geometry.topk}, the trace's another", "record this model"
+            raise BadInput(message, field="--trace", value=head.topk, remedy=remedy)
+        found = misses_of(read_records(file, head), head, hot_sizes, plan.settings.tail_slots, layers)
+    misses = dict(zip(hot_sizes, found.misses, strict=True)) | {0: 0.0}
+    load_s = {it.hot_slots: it.batch * misses[it.hot_slots] * plan.row_bytes / LINK_BYTES_PER_S for it in plan.choices}
+    pays = {it.hot_slots: pays_from_s(load_s[it.hot_slots], it.batch, plan.resident) for it in plan.choices}
+    chosen = {it.hot_slots: misses[it.hot_slots] for it in plan.choices}
+    return _Traced(found, chosen, load_s, {it: s if isfinite(s) else None for it, s in pays.items()})
 
 
 def _whole_memory(gpu_mem: str | None, device_mem: str | None) -> str:
@@ -233,7 +292,9 @@ def _chosen(settings: WorkerSettings) -> dict[str, object]:
     return {name: getattr(settings, name) for name in PRINTED}
 
 
-def _print(plan: MemoryPlan, model: str, kind: str, held: RankBytes | None, group_size: int) -> None:
+def _print(
+    plan: MemoryPlan, model: str, kind: str, held: RankBytes | None, group_size: int, traced: _Traced | None
+) -> None:
     from hisparse.console.output import print_table, size_text, write_line
     from hisparse.console.table import Column
 
@@ -253,13 +314,41 @@ def _print(plan: MemoryPlan, model: str, kind: str, held: RankBytes | None, grou
         Column("BY HOT CHUNKS", lambda it: str(it.by_hot_chunks), True),
         Column("BATCH", lambda it: str(it.batch), True),
     ]
+    if traced is not None:
+        columns += _trace_columns(traced)
     print_table(plan.choices, columns)
+    if traced is not None:
+        write_line(_trace_line(traced, plan))
     write_line(
         f"Without hot buffers, all rows on the GPU: {plan.resident}. The largest that does not reduce the batch:\n"
     )
     write_line("[worker]")
     for name, value in _chosen(plan.settings).items():
         write_line(f"{name} = {_toml(value)}")
+
+
+def _trace_columns(traced: _Traced) -> list[Column[Choice]]:
+    from hisparse.console.table import Column
+
+    def pays(it: Choice) -> str:
+        seconds = traced.pays_from_s[it.hot_slots]
+        return "never" if seconds is None else f"{1e3 * seconds:.1f}"
+
+    return [
+        Column("MISSES", lambda it: f"{traced.misses[it.hot_slots]:.0f}", True),
+        Column("LOAD MS", lambda it: f"{1e3 * traced.load_s[it.hot_slots]:.1f}", True),
+        Column("PAYS FROM MS", pays, True),
+    ]
+
+
+def _trace_line(traced: _Traced, plan: MemoryPlan) -> str:
+    found = traced.found
+    return (
+        f"MISSES of the {found.selected:.0f} rows that a request selects in a step, all layers, in the trace: "
+        f"{found.requests} requests, {found.steps} steps.\nLOAD MS of the batch at {LINK_BYTES_PER_S / 1e9:g} GB/s. "
+        f"PAYS FROM MS: a step without loads that takes longer gives more tokens a second than {plan.resident} "
+        "requests with all rows on the GPU."
+    )
 
 
 def _lines(plan: MemoryPlan, model: str, kind: str) -> Iterator[str]:

@@ -30,10 +30,11 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
     """List workers: state, running requests, free memory, step time, hit rate.
 
     GROUP is the name of a group and the worker's rank in it. While a rank is missing, no request is placed on the
-    others. HOT FREE counts hot chunks, INDEX FREE index pages. A narrow terminal shows fewer columns; -o json has all.
+    others. HOT FREE counts hot chunks, INDEX FREE index pages. HOT FLOOR is the smallest hot size that is given, and
+    PREDICTED MS a step with it. A narrow terminal shows fewer columns; -o json has all.
     """
     from hisparse.console.output import share_text
-    from hisparse.console.rows import worker_state_text
+    from hisparse.console.rows import floor_text, predicted_text, worker_state_text
     from hisparse.console.table import Column
     from protocol.messages import NOT_SEEN, WorkerRow
 
@@ -49,6 +50,8 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
         Column("INDEX FREE", lambda row: f"{row.index_pages_free}/{row.capacity.index_pages}", True, goes=5),
         Column("STEPS", lambda row: str(row.steps), True, goes=8),
         Column("STEP MS", lambda row: f"{row.step_us / 1000:.2f}", True, goes=1),
+        Column("PREDICTED MS", predicted_text, True, goes=10),
+        Column("HOT FLOOR", floor_text, True, goes=11),
         Column("HIT RATE", lambda row: share_text(row.hits, row.hits + row.misses), True, goes=2),
         Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True, goes=9),
         Column("LAST SEEN S", lambda row: "-" if row.link_age_s == NOT_SEEN else f"{row.link_age_s:.1f}", True),

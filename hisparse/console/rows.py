@@ -24,6 +24,19 @@ def hit_share(row: RequestRow) -> float | None:
     return row.hits / lookups if lookups and not is_whole else None
 
 
+def floor_text(row: WorkerRow) -> str:
+    """The smallest hot size that policy gives there, in slots; a dash where none was chosen yet."""
+    if row.hot_sizing is None:
+        return "-"
+    return str(row.hot_sizing.hot_slots) if row.hot_sizing.hot_slots else "resident"
+
+
+def predicted_text(row: WorkerRow) -> str:
+    """Milliseconds that the model of steps predicts at that size."""
+    it = row.hot_sizing
+    return f"{it.predicted_step_us / 1000:.2f}" if it is not None and it.predicted_step_us else "-"
+
+
 def swap_text(row: RequestRow) -> str:
     """Say "75.0% hits (3 hits, 1 miss)", or why there is no such figure."""
     share = hit_share(row)

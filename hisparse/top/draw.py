@@ -23,7 +23,7 @@ from rich.text import Text
 
 from coordinator.scheduling.lifecycle import HELD, state_text
 from hisparse.console.output import duration_text, hot_text, size_text
-from hisparse.console.rows import hit_share
+from hisparse.console.rows import floor_text, hit_share, predicted_text
 from hisparse.console.table import Column, clean, fit_cell, lay_out
 from hisparse.top.screen import ENDED, ORDERS, STATES, Mode, Screen
 from protocol.messages import NOT_SEEN, PoolRow, RequestDetail, RequestRow, WorkerRow
@@ -51,6 +51,7 @@ HELP: Final = (
     "",
     "r R a d D ask first: y confirms, any other key cancels.",
     "Workers: TOK/S, HIT, H2D/S (bytes of swap-in) over 5 s. HOT, INDX, HOST: shares in use.",
+    "FLOOR: smallest hot size that is given. PRED MS: a step there, as predicted.",
     "Requests: HIT since submission, a dash for a resident one. AGE of an ended one: until its end.",
     "HELD: a retracted request that waits for R.",
 )
@@ -183,6 +184,11 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
         Column("NODE", lambda row: row.node, goes=12, least=12, steady=12, cuts_middle=True),
         Column("SEEN", _seen, True, goes=8, steady=5),
     ]
+    if any(row.hot_sizing for row in rows):
+        columns += [
+            Column("FLOOR", floor_text, True, goes=13, steady=8),
+            Column("PRED MS", predicted_text, True, goes=14, steady=7),
+        ]
     selected = screen.selected(of_workers=True) if screen.focus_workers else ""
     return _table(rows, columns, lambda row: row.worker, selected, width, rows_max)
 

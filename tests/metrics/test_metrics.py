@@ -49,7 +49,7 @@ from metrics.state import (
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from protocol import messages
 from protocol.errors import ConfigError, Unavailable
-from protocol.messages import PoolRow, WorkerCapacity, WorkerRow
+from protocol.messages import HotFloorRow, PoolRow, WorkerCapacity, WorkerRow
 from tests import ROOT
 
 
@@ -90,8 +90,11 @@ class World:
 CAPACITY = WorkerCapacity(8, 64, 64, 64, 64, 1024, (4096,), 8, 1, "/tmp/pool")
 
 
+SIZING = HotFloorRow(0, 63, 5_300.0, 5_288.0, 11_914.0, 4_096, 12_421.0, 1, "4096 slots promises 4% more")
+
+
 def worker_row(state: str) -> WorkerRow:
-    return WorkerRow("w1", "n", state, 1, 2, CAPACITY, 1, 1, 1, 1, 5, 10.0, 1, 1, 0.25, 1.0)
+    return WorkerRow("w1", "n", state, 1, 2, CAPACITY, 1, 1, 1, 1, 5, 10.0, 1, 1, 0.25, 1.0, hot_sizing=SIZING)
 
 
 VIEW = CoordinatorView(
@@ -303,6 +306,13 @@ def test_coordinator_metrics_share_a_view() -> None:
     }
     assert values(scraped["hisparse_retractions_total"]) == {("keep", "gpu_pressure"): 2}
     assert values(scraped["hisparse_workers"]) == {("connected",): 1, ("draining",): 1}
+    assert values(scraped["hisparse_hot_floor_slots"]) == {("w1",): 0}
+    assert values(scraped["hisparse_hot_floor_step_seconds"]) == {
+        ("observed", "w1"): pytest.approx(0.0053),
+        ("predicted", "w1"): pytest.approx(0.005288),
+    }
+    assert values(scraped["hisparse_hot_floor_tokens_per_second"]) == {("chosen", "w1"): 11_914, ("best", "w1"): 12_421}
+    assert values(scraped["hisparse_hot_floor_changes_total"]) == {("w1",): 1}
 
 
 def test_ranks_of_groups_are_counted_without_stale_and_gone_ones() -> None:

@@ -215,6 +215,7 @@ def test_a_refusal_names_field_value_and_remedy(
     ("flags", "field", "remedy"),
     [
         ({"prefix_reuse": "some"}, "prefix_reuse", "use one of off, own, all"),
+        ({"hot_floor": "largest"}, "hot_floor", "use one of auto, smallest"),
         ({"kv_events_endpoint": "tcp://0.0.0.0:5557"}, "kv_events_endpoint", "hisparse keys init"),
         ({"kv_events_endpoint": "nonsense"}, "kv_events_endpoint", "ipc:///path"),
         ({"kv_events_replay_endpoint": "ipc:///r"}, "kv_events_replay_endpoint", "set coordinator.kv_events_endpoint"),

@@ -30,6 +30,7 @@ import trio._core._run
 
 import coordinator.memory.changes
 import coordinator.memory.host_pool
+import coordinator.scheduling.hot_sizing
 import coordinator.scheduling.policy
 import coordinator.service
 import coordinator.workers.worker_link
@@ -43,6 +44,7 @@ from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduling.throughput import FloorRoom, HotFloor, Look
 from coordinator.service import Coordinator
 from coordinator.workers.epoch_link import WorkerLink
 from coordinator.workers.processes import Process
@@ -54,6 +56,7 @@ from protocol.arrays import Int32Array
 from protocol.errors import HiSparseError
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX
 from protocol.settings import NO_JOURNAL, ClusterSettings, Config
+from protocol.sizing import RESIDENT
 from tests.sim.alarms import sleep_until
 from tests.sim.checker import Checker, Readers
 from tests.sim.fake_journal import FakeDisk, FakeStore
@@ -70,6 +73,10 @@ from worker.link.outbox import Outbox
 
 #: Modules that know how long a page is.
 PAGED: Final = ("coordinator.", "protocol.", "tests.sim.fake_worker")
+#: Looks at workers are so short that a seed has many.
+HASTY_LOOKS: Final = {"LOOK_S": 0.25, "LOOK_STEPS": 2, "TIMED_STEPS": 1}
+#: How many looks move a hot floor.
+MOVE_ODDS: Final = 0.5
 #: Exit of a process shows on its pidfd within this time.
 EXIT_SEEN_S: Final = 0.02
 #: The parent starts what died after a pause of this length.
@@ -521,6 +528,21 @@ def _tapped_for_groups(cluster: Cluster) -> Iterator[tuple[type, str, Callable[.
     yield PlacementTable, "worker_back", tapped(PlacementTable.worker_back)
 
 
+def _drawn_floors(rng: random.Random) -> type[HotFloor]:
+    """Floors that move at any look, as the seed says: a seed is too short for a model to settle, and what is to be
+    checked is that no request is lost whatever it says."""
+
+    class DrawnFloor(HotFloor):
+        def look(self, look: Look, room: FloorRoom) -> None:
+            super().look(look, room)
+            slots = [it.hot_slots for it in room.sizes]
+            if rng.random() < MOVE_ODDS:
+                self.floor = rng.choice([None, *slots, RESIDENT])
+                self.probe_slots = rng.choice([None, slots[0]]) if self.floor is not None else None
+
+    return DrawnFloor
+
+
 @contextmanager
 def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
     """Replace what the real code takes from the machine; the order of tasks is drawn from the seed."""
@@ -576,6 +598,8 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         (coordinator.memory.host_pool, "apply", tapped_apply),
         (coordinator.scheduling.policy._Plan, "_prefers_steps", lambda _, __, rest: rest in SHORT_RESTS),
         (coordinator.scheduling.policy._Plan, "_takes_steps", lambda _, rest: rest in SHORT_RESTS),
+        (coordinator.scheduling.hot_sizing, "HotFloor", _drawn_floors(random.Random(f"{cluster.seed} floors"))),
+        *((coordinator.scheduling.hot_sizing, name, value) for name, value in HASTY_LOOKS.items()),
     )
     pages = [
         module for name, module in sys.modules.items() if name.startswith(PAGED) and hasattr(module, "PAGE_TOKENS")

@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 import trio
 
-from metrics.state import WorkerCounters
+from metrics.state import SwapTotals, WorkerCounters
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.inventory import InventoryRow
 from protocol.logprobs import row_words
@@ -80,6 +80,10 @@ WISHES_S: Final = 0.005
 EPOCHS_PER_PROCESS: Final = 1_000
 #: How long an idle executor sleeps.
 IDLE_S: Final = 0.2
+#: Rows that a request looks up in a step, their bytes, and steps in a row in which misses are dear, or cheap.
+LOOKED_UP: Final = 16
+ROW_BYTES: Final = 64
+DEAR_STEPS: Final = 12
 #: Steps launched before the oldest is read.
 LOOKAHEAD: Final = 1
 
@@ -286,7 +290,8 @@ class FakeExecutor:
         self.transfers: dict[int, Transfer] = {}
         self._wire = wire
         self._receiver = receiver
-        self.counters = WorkerCounters()
+        self.counters = WorkerCounters(swap=SwapTotals((0,), row_bytes=ROW_BYTES))
+        self._swaps: dict[int, tuple[int, int]] = {}  # hits and misses by placement
         self.runs: dict[int, Run] = {}
         self.admitted: set[int] = set()
         self._process = process
@@ -656,8 +661,22 @@ class FakeExecutor:
         if not places:
             return 0.0
         self._steps.append(Step(places, number))
-        self.counters.steps += 1
-        return self._rng.uniform(*STEP_S)
+        seconds = self._rng.uniform(*STEP_S)
+        self.counters.stepped(seconds)
+        self._count_swaps([run for run, _, _ in places], seconds)
+        return seconds
+
+    def _count_swaps(self, runs: list[Run], seconds: float) -> None:
+        """Hot buffers are modelled by what they miss, which turns with time: hot floors move with it."""
+        swap, is_dear = self.counters.swap, self.counters.steps // DEAR_STEPS % 2 == 1
+        for run in runs:
+            missed = self._rng.randint(0, LOOKED_UP // (2 if is_dear else 8)) if run.hot_slots else 0
+            hits, misses = self._swaps.get(run.placement, (0, 0))
+            self._swaps[run.placement] = hits + LOOKED_UP - missed, misses + missed
+            swap.hits += LOOKED_UP - missed
+            swap.misses += missed
+        swap.spent(1, 0, seconds * (0.8 if is_dear and any(run.hot_slots for run in runs) else 0.0))
+        self._reports.count_swaps({run.placement: self._swaps[run.placement] for run in runs}, swap.totals)
 
     def _park_starved(self) -> None:
         for run in self.runs.values():

@@ -388,6 +388,8 @@ class LinkState:
             step_us=executor.step_us,
             leaving=self.stopping,
             awaits=executor.awaits,
+            step_s=executor.step_s.total,
+            load_s=executor.swap.waited_seconds,
         )
         return [Send(beat)]
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 import msgspec
 import torch
@@ -135,7 +136,7 @@ class TransformersRunner:
         self._gathered = gathered
         self._round_rows = 0  # of the prompt round of the group
         self._scratch: dict[int, _RunnerScratch] = {}
-        self._prepared: DeviceState | None = None
+        self._prepared: ref[DeviceState] | None = None  # weakly: gigabytes, and their owner's
         if deterministic_rows:
             layers.require_rows_apart(deterministic_rows)
 
@@ -385,7 +386,7 @@ class TransformersRunner:
     # ---------------------------------------------------------------- set-up
 
     def _prepare(self, state: DeviceState) -> None:
-        if self._prepared is state:
+        if self._prepared is not None and self._prepared() is state:
             return
         self._layers.warm_up()
         config, rows, dtype = self._layers.model.config, self._layers.rows, self._layers.index_dtype
@@ -395,7 +396,7 @@ class TransformersRunner:
         prepare_index(state, config.index_n_heads, config.index_head_dim, dtype)
         prepare_prompt(state, config.index_n_heads, config.index_head_dim, dtype)
         prepare_products(self._layers.model, PREPARED_ROWS, config.num_experts_per_tok)
-        self._prepared = state
+        self._prepared = ref(state)
 
     def _scratch_for(self, rows: int) -> _RunnerScratch:
         if rows not in self._scratch:

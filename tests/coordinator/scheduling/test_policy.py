@@ -6,6 +6,7 @@ livelock. On the way: strict rank order, no victim of the top rank, no page in t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -78,6 +79,160 @@ def run_until_resized(fake: FakeCluster, request_index: int) -> int:
 
 
 LONG = 50_000  # tokens: will not end while a test watches
+
+
+# ---------------------------------------------------------------- hot floors
+
+
+def full_cluster(requests: int = 20) -> FakeCluster:
+    """Twenty requests of 10 pages in 60 chunks: all at the smallest size (3 chunks), or 6 of them resident."""
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    for request_index in range(requests):
+        fake.submit(request_index, 550, LONG)
+    run_until(fake, lambda: is_running(fake, *range(requests)))
+    assert {hot(fake, request_index) for request_index in range(requests)} == {128}
+    return fake
+
+
+def set_floor(fake: FakeCluster, floor: int | None, probe: int | None = None) -> None:
+    worker = fake.dispatch.placement_table.workers["w0"]
+    worker.hot_floor, worker.probe_slots = floor, probe
+
+
+def running(fake: FakeCluster) -> list[int]:
+    return [it for it in fake.live if state(fake, it) is State.RUNNING]
+
+
+def pause(fake: FakeCluster, rounds: int) -> None:
+    """Commands and answers are exchanged, and no request decodes."""
+    for _ in range(rounds):
+        fake.now += 1.0
+        while fake.ports["w0"].downlink:
+            fake.obey_next("w0")
+        for placement, run in list(fake.workers["w0"].runs.items()):
+            if run.phase != "running" or run.resize is not None:
+                fake.workers["w0"].advance(placement)
+        while fake.uplinks["w0"]:
+            fake.hear_next("w0")
+        fake.settle(tick=True)
+        fake.check_invariants()
+
+
+def test_a_floor_retracts_the_last_in_rank_until_the_others_rise_to_it() -> None:
+    fake = full_cluster()
+    set_floor(fake, RESIDENT)
+    pause(fake, 20)
+    there = running(fake)
+    assert there == list(range(len(there)))
+    assert len(there) == 60 // fake.entry(0).pages
+    assert all(hot(fake, it) == RESIDENT for it in there)
+    assert {cause for _, cause in fake.retracted} == {Cause.THROUGHPUT}
+    assert len(fake.retracted) == 20 - len(there), "each once"
+    assert all(fake.entry(it).pages for it in range(20)), "all keep their rows"
+    first = len(there)
+    needed = re.findall(r"needs (\d+) hot chunks", fake.pending.explain(fake.entry(first), fake.now).text)
+    assert int(needed[0]) >= fake.entry(first).pages + 2 * len(there), "it comes back where the others can grow"
+
+
+def test_without_a_floor_all_run_again() -> None:
+    fake = full_cluster()
+    set_floor(fake, RESIDENT)
+    for _ in range(12):
+        fake.round()
+    set_floor(fake, None)
+    run_until(fake, lambda: is_running(fake, *range(20)))
+
+
+def test_a_floor_keeps_waiting_requests_off_until_they_fit_at_it() -> None:
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    set_floor(fake, RESIDENT)
+    for request_index in range(20):
+        fake.submit(request_index, 550, 30)
+    for _ in range(6):
+        fake.round()
+        assert all(hot(fake, it) == RESIDENT for it in running(fake))
+    assert fake.retracted == []
+    reason = fake.pending.explain(fake.entry(15), fake.now).text
+    assert "smaller hot buffers would cost throughput" in reason
+    run_to_end(fake)
+
+
+def test_a_size_between_is_a_floor_too() -> None:
+    fake = full_cluster()
+    set_floor(fake, 256)
+    for _ in range(20):
+        fake.round()
+    assert {hot(fake, it) for it in running(fake)} == {256}
+    assert len(running(fake)) == 12
+
+
+def test_what_no_worker_could_hold_at_the_floor_is_exempt() -> None:
+    fake = cluster(hot_chunks=5)
+    set_floor(fake, RESIDENT)
+    fake.submit(0, 2_000, 100)
+    run_until(fake, lambda: is_running(fake, 0))
+    assert hot(fake, 0) == 256
+    run_to_end(fake)
+
+
+def test_residents_that_outgrow_a_floor_send_the_last_in_rank_away_for_a_while() -> None:
+    """It comes back where the others can grow a while; so retractions are few for the rows that come."""
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    set_floor(fake, RESIDENT)
+    for request_index in range(6):
+        fake.submit(request_index, 550, LONG)
+    run_until(fake, lambda: len(running(fake)) >= 4)
+    pages = {it: fake.entry(it).pages for it in running(fake)}
+    for _ in range(60):
+        fake.round()
+        assert sum(hot(fake, it) not in (RESIDENT, NO_HOT_BUFFER) for it in running(fake)) <= 2
+    assert fake.entry(0).pages > 2 * pages[0], "the first in rank never stops"
+    grown = sum(fake.entry(it).pages - pages.get(it, 0) for it in range(6))
+    assert {cause for _, cause in fake.retracted} <= {Cause.THROUGHPUT}
+    assert 1 <= len(fake.retracted) <= grown / 4
+
+
+def test_a_probe_is_one_request_and_ends() -> None:
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    set_floor(fake, RESIDENT)
+    for request_index in range(8):
+        fake.submit(request_index, 550, LONG)
+    run_until(fake, lambda: len(running(fake)) >= 5)
+    at_first = running(fake)
+    set_floor(fake, RESIDENT, probe=128)
+    pause(fake, 6)
+    assert [hot(fake, it) for it in running(fake)].count(128) == 1
+    assert running(fake) == at_first, "its chunks are kept for it"
+    set_floor(fake, RESIDENT)
+    pause(fake, 6)
+    assert {hot(fake, it) for it in running(fake)} == {RESIDENT}
+    assert fake.retracted == []
+
+
+def test_pinned_sizes_stay_below_the_floor() -> None:
+    fake = full_cluster()
+    fake.dispatch.placement_table.force(fake.entry(0), 128)
+    set_floor(fake, RESIDENT)
+    for _ in range(12):
+        fake.round()
+    assert hot(fake, 0) == 128
+
+
+def test_requests_that_come_and_go_under_a_floor_all_end() -> None:
+    """Floors move all the time; rank keeps its order, and retractions are few for each move."""
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    for request_index in range(60):
+        fake.submit(request_index, 200 + 7 * request_index, 60)
+    moves = 0
+    for count in range(ROUNDS_MAX):
+        if not fake.unfinished():
+            break
+        if count % 30 == 0:
+            set_floor(fake, (RESIDENT, None, 256)[moves % 3])
+            moves += 1
+        fake.round()
+    assert not fake.unfinished()
+    assert len(fake.retracted) <= 20 * moves
 
 
 # ---------------------------------------------------------------- hot sizes
@@ -521,6 +676,16 @@ class PolicyMachine(RuleBasedStateMachine):
     def drain(self, name: str, handover: bool, seconds: int) -> None:
         if name in self.cluster.workers:
             self.cluster.drain_worker(name, WorkerDrain(self.cluster.now + seconds, handover))
+
+    @rule(
+        name=st.sampled_from(["w0", "w1"]),
+        floor=st.sampled_from([None, 256, RESIDENT]),
+        probe=st.sampled_from([None, None, 128]),
+    )
+    def hot_floor_moves(self, name: str, floor: int | None, probe: int | None) -> None:
+        if name in self.cluster.workers:
+            worker = self.cluster.dispatch.placement_table.workers[name]
+            worker.hot_floor, worker.probe_slots = floor, probe
 
     @rule(name=st.sampled_from(["w0", "w1"]))
     def undrain(self, name: str) -> None:

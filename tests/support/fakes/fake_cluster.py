@@ -254,7 +254,7 @@ class FakeCluster:
             self._carry_out(decision)
             if isinstance(decision, decisions.RetractDecision):
                 self.retracted.append((decision.entry, decision.cause))
-                memory = decision.cause in decisions.DISPLACING
+                memory = decision.cause in (*decisions.DISPLACING, Cause.THROUGHPUT)
                 assert not memory or decision.entry.rank != best, "the oldest of the top priority is never a victim"
         self._check_order(plan)
         if tick:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -33,6 +34,8 @@ from tests import ROOT
 from worker.device.capacity import MemoryPlan, plan
 from worker.device.sizing import DEVICE_SHARE, Sizing, size_worker
 from worker.group.exchange import Alike, Exchange
+from worker.loop.reuse import WARM_UP_STEPS
+from worker.loop.selections import TraceSizes, encode, encode_head
 from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
@@ -529,3 +532,72 @@ def test_small_models_have_a_whole_table_and_settings_from_it(tiny: Path) -> Non
             assert len(slots) > 1
             usable = {*slots, 1024 if context == "1k" else 16384}  # the last holds all rows: resident
             assert set(found["settings"]["hot_size_classes"]) <= usable
+
+
+# ---------------------------------------------------------------- with a trace
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small")
+    write_tiny_checkpoint(path, index_topk=32)
+    return path
+
+
+SMALL = (
+    *("--host-mem", "1GB", "--device-mem", "64MB", "--context", "4096", "--seats", "128"),
+    *("--hot-size-classes", "64,128,256"),
+)
+
+
+def write_trace(path: Path, config: Path, topk: int = 32, groups: int = 0) -> None:
+    """One request; each step selects 32 positions, of which three leave and three come by turns of 96 tokens."""
+    sizes = TraceSizes(groups or geometry_of(read_dimensions(config), "float32").groups, topk)
+    with path.open("wb") as file:
+        file.write(encode_head(sizes))
+        for step in range(200):
+            positions = [(3 * step + at) % 96 for at in range(min(topk, 32))]
+            file.write(encode(step, 1, 500 + step, np.array([positions] * sizes.groups, np.int32)))
+
+
+def test_a_trace_says_which_hot_size_pays(small: Path, tmp_path: Path) -> None:
+    """96 tokens come by turns: a buffer of 64 slots misses three a layer in each step, one of 128 none."""
+    trace = tmp_path / "trace"
+    write_trace(trace, small)
+    found = json.loads(size(small, *SMALL, "--trace", str(trace), "--json"))
+    first, *others = found["trace"]["hot_sizes"]
+    assert (found["trace"]["requests"], found["trace"]["steps"]) == (1, 200 - WARM_UP_STEPS)
+    assert found["trace"]["selected"] == 32 * found["layers"]
+    assert first["hot_slots"] == 64
+    assert first["misses"] == pytest.approx(3 * found["layers"], rel=0.05)
+    assert all(it["misses"] <= 0.5 * found["layers"] for it in others)
+    batch, resident = found["choices"][0]["batch"], found["resident"]
+    load_s = batch * first["misses"] * found["row_bytes"] / 55e9
+    assert first["load_s"] == pytest.approx(load_s)
+    assert batch > resident
+    step_s = first["pays_from_s"]
+    assert batch / (step_s + load_s) == pytest.approx(resident / step_s), "both give the same there"
+
+
+def test_a_trace_is_a_part_of_the_table(small: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    write_trace(trace, small)
+    text = size(small, *SMALL, "--trace", str(trace))
+    assert "PAYS FROM MS" in text
+    assert "1 requests, 184 steps" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"topk": 16}, "top-k is 32"), ({"groups": 1}, "index groups"), (None, "no trace")]
+)
+def test_traces_of_other_models_are_refused(
+    small: Path, tmp_path: Path, change: dict[str, int] | None, message: str
+) -> None:
+    trace = tmp_path / "trace"
+    if change is None:
+        trace.write_text("nothing that a worker wrote")
+    else:
+        write_trace(trace, small, **change)
+    refused = CliRunner().invoke(main, ["size", "--config", str(small), *SMALL, "--trace", str(trace)])
+    assert refused.exit_code != 0
+    assert message in refused.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import random
 import re
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -355,6 +357,16 @@ def shared_layer_logits(checkpoints: dict[str, Path], seed: int, **options: Any)
 
 
 # ---------------------------------------------------------------- refusals and description
+
+
+def test_a_runner_does_not_keep_the_state_that_it_served(checkpoints: dict[str, Path]) -> None:
+    """Benchmarks serve one state after the other; each holds gigabytes."""
+    rig = Rig(runner_of(checkpoints["glm-5/32"]), seats=1, context_tokens=200)
+    greedy(rig, 0, prompt_of(70), 0, 2)
+    state = ref(rig.state)
+    del rig
+    gc.collect()
+    assert state() is None
 
 
 def test_geometry_and_info_follow_the_config(checkpoints: dict[str, Path]) -> None:

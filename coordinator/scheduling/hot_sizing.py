@@ -1,0 +1,144 @@
+"""What workers' steps cost, looked at, and the hot floors that follow. Pure.
+
+Each worker that decodes alone has a `HotFloor` (throughput.py); its looks are differences of what the link heard,
+LOOK_S apart at least. The floor stands in the WorkerEntry, where policy reads it. Ranks of a group have none: their
+steps end together, so that the slowest rank, not a rank's own hot buffers, says how long one takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.events import LinkStats
+from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.throughput import LOOK_STEPS, FloorRoom, HotFloor, Look
+from protocol.messages import HotFloorRow
+from protocol.sizing import hot_sizes_for
+from protocol.units import PAGE_TOKENS
+
+#: Seconds between two looks at least.
+LOOK_S: Final = 1.0
+#: Steps between two looks with which swap-in was timed on enough of them: one in 64 is.
+TIMED_STEPS: Final = 128
+
+#: Looks that say more than this are dropped: an hour for a step; of other numbers, what no worker comes near.
+STEP_US_MAX: Final = 3.6e9
+NUMBER_MAX: Final = 1e15
+
+#: Hits and misses of the present placement of a request, by request index.
+SwapsOf = Callable[[int], tuple[int, int]]
+
+
+class _Seen(NamedTuple):
+    """A worker at the last look: what its link had heard, and the hot size and the swaps of each running placement."""
+
+    at: float
+    stats: LinkStats
+    running: int
+    swaps: Mapping[int, tuple[int, int, int]]
+
+
+class HotSizing:
+    """The floors of all workers, by name and epoch."""
+
+    def __init__(self, placement_table: PlacementTable, swaps_of: SwapsOf) -> None:
+        self._placement_table = placement_table
+        self._swaps_of = swaps_of
+        self._floors: dict[tuple[str, int], HotFloor] = {}
+        self._seen: dict[tuple[str, int], _Seen] = {}
+
+    def look(self, now: float) -> bool:
+        """Look at each worker that is due; whether a floor or a probe has changed."""
+        workers = self._placement_table.workers.values()
+        governed = {(it.name, it.epoch): it for it in workers if it.takes and it.decodes and it.member is None}
+        for kept in (self._floors, self._seen):
+            for key in kept.keys() - governed.keys():
+                del kept[key]
+        return sum(self._look(key, worker, now) for key, worker in governed.items()) > 0
+
+    def _look(self, key: tuple[str, int], worker: WorkerEntry, now: float) -> bool:
+        seen = self._seen.get(key)
+        stats = worker.port.stats()
+        if seen is not None and (now - seen.at < LOOK_S or stats.steps - seen.stats.steps < LOOK_STEPS):
+            return False
+        running = [it for it in self._placement_table.on(worker.name) if it.phase is EntryPhase.RUNNING]
+        this = _Seen(now, stats, len(running), {it.placement: self._swaps(it) for it in running})
+        self._seen[key] = this
+        if seen is None or not running:
+            return False
+        look = _difference(seen, this, _bytes_of_miss(worker))
+        if not _is_sound(look):
+            return False
+        floor = self._floors.setdefault(key, HotFloor())
+        floor.look(look, self._room(worker, running))
+        return _note(worker, floor, look)
+
+    def _swaps(self, entry: RequestEntry) -> tuple[int, int, int]:
+        return (entry.hot.hot_slots if entry.resizing is None else -1, *self._swaps_of(entry.request_index))
+
+    def _room(self, worker: WorkerEntry, running: list[RequestEntry]) -> FloorRoom:
+        """As of the mean length there. Requests that wait are shared evenly among the workers that could take them."""
+        capacity, pages = worker.capacity, max(1, round(sum(it.pages for it in running) / len(running)))
+        takers = sum(it.takes and it.decodes for it in self._placement_table.workers.values())
+        demand = len(worker.ranks) + -(-len(self._placement_table.waiting) // takers)
+        others = capacity.seats, capacity.index_pages // pages, capacity.host_pages // pages
+        return FloorRoom(capacity.hot_chunks, tuple(hot_sizes_for(pages, capacity)), max(1, min(demand, *others)))
+
+
+def _bytes_of_miss(worker: WorkerEntry) -> float:
+    """Of all layers of a group, where nothing was missed yet: at most, as if there were one group."""
+    return worker.capacity.page_bytes / PAGE_TOKENS
+
+
+def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look:
+    steps = after.stats.steps - before.stats.steps
+    running = max(1.0, (before.running + after.running) / 2)
+    hits, misses = after.stats.hits - before.stats.hits, after.stats.misses - before.stats.misses
+    loaded = after.stats.swapped_bytes - before.stats.swapped_bytes
+    load_s = after.stats.load_s - before.stats.load_s
+    looked_up, missed = Counter[int](), Counter[int]()
+    for placement, (slots, *now) in after.swaps.items():
+        was_slots, *was = before.swaps.get(placement, (-1, 0, 0))
+        if slots == was_slots > 0:
+            looked_up[slots] += sum(now) - sum(was)
+            missed[slots] += now[1] - was[1]
+    return Look(
+        steps=steps,
+        step_us=1e6 * (after.stats.step_s - before.stats.step_s) / steps,
+        load_us=1e6 * load_s / steps if steps >= TIMED_STEPS else 0.0,
+        running=running,
+        selected=(hits + misses) / steps / running,
+        shares={slots: missed[slots] / count for slots, count in looked_up.items() if count > 0},
+        misses=misses / steps,
+        miss_bytes=loaded / misses if misses > 0 else miss_bytes,
+    )
+
+
+def _is_sound(look: Look) -> bool:
+    """Workers say what they like: no number of theirs may be none, negative or without end."""
+    numbers = look.load_us, look.selected, look.misses, look.miss_bytes, *look.shares.values()
+    return 0 < look.step_us < STEP_US_MAX and all(0 <= it < NUMBER_MAX for it in numbers)
+
+
+def _note(worker: WorkerEntry, floor: HotFloor, look: Look) -> bool:
+    """Put it where policy and listings read it; whether policy has something to do."""
+    classes = worker.capacity.hot_size_classes
+    lowest = None if floor.floor in (None, classes[0]) else floor.floor
+    changed = (worker.hot_floor, worker.probe_slots) != (lowest, floor.probe_slots)
+    worker.hot_floor, worker.probe_slots = lowest, floor.probe_slots
+    now, best = floor.now, floor.best
+    worker.hot_sizing = HotFloorRow(
+        hot_slots=classes[0] if lowest is None else lowest,
+        requests=now.requests if now else 0,
+        observed_step_us=look.step_us,
+        predicted_step_us=now.step_us if now else 0.0,
+        predicted_tokens_per_s=now.tokens_per_s if now else 0.0,
+        best_slots=best.hot_slots if best else classes[0],
+        best_tokens_per_s=best.tokens_per_s if best else 0.0,
+        changes=floor.changes,
+        reason=floor.reason,
+    )
+    return changed

@@ -1,0 +1,137 @@
+"""From what links hear to hot floors and back: the real policy on fake workers whose steps cost what a model says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, nan
+
+import pytest
+
+from coordinator.scheduling.decisions import Cause
+from coordinator.scheduling.entries import EntryPhase, RequestEntry
+from coordinator.scheduling.events import LinkStats
+from coordinator.scheduling.hot_sizing import HotSizing
+from coordinator.scheduling.throughput import REACTION_LOOKS_MAX
+from protocol.messages import GroupMember
+from protocol.sizing import RESIDENT
+from tests.coordinator.scheduling.test_policy import full_cluster, pause, running
+from tests.support.fakes.fake_cluster import FakeCluster
+
+SELECTED = 2048
+STEPS = 200
+#: Looks of one worker until its floor must be settled.
+SETTLED = 30
+
+
+@dataclass
+class Bench:
+    """Twenty requests of which some can be resident. `share` of its rows is missed by each that is not; a missed row
+    takes `by_miss` microseconds."""
+
+    share: float
+    by_miss: float = 2.0
+    fake: FakeCluster = field(default_factory=full_cluster)
+    stats: LinkStats = field(default_factory=lambda: LinkStats(0, 0.0, 0, 0, 0.0, 1.0))
+
+    def __post_init__(self) -> None:
+        self.swaps: dict[int, tuple[int, int]] = {}
+        table = self.fake.dispatch.placement_table
+        self.worker = table.workers["w0"]
+        self.fake.ports["w0"].stats = lambda: self.stats  # type: ignore[method-assign]
+        self.sizing = HotSizing(table, lambda index: self.swaps.get(index, (0, 0)))
+
+    def step_us(self, requests: int, managed: int) -> float:
+        return 3_000 + 20 * requests + self.by_miss * managed * self.share * SELECTED
+
+    def look(self) -> float:
+        """STEPS steps; then the coordinator looks and acts. Tokens a second while they ran."""
+        entries = [it for it in map(self.fake.entry, running(self.fake)) if it.phase is EntryPhase.RUNNING]
+        managed = [it for it in entries if it.hot.hot_slots != RESIDENT]
+        for it in entries:
+            self._swap(it, self.share if it in managed else 0.0)
+        step_us = self.step_us(len(entries), len(managed))
+        loads_us = self.by_miss * len(managed) * self.share * SELECTED
+        hits, misses = (sum(it[at] for it in self.swaps.values()) for at in (0, 1))
+        self.stats = self.stats._replace(
+            steps=self.stats.steps + STEPS,
+            step_s=self.stats.step_s + STEPS * step_us / 1e6,
+            load_s=self.stats.load_s + STEPS * loads_us / 1e6,
+            hits=hits,
+            misses=misses,
+            swapped_bytes=656 * misses,
+        )
+        self.sizing.look(self.fake.now)
+        pause(self.fake, 2)
+        return len(entries) / step_us * 1e6
+
+    def _swap(self, entry: RequestEntry, share: float) -> None:
+        hits, misses = self.swaps.get(entry.request_index, (0, 0))
+        missed = round(STEPS * SELECTED * share)
+        self.swaps[entry.request_index] = hits + STEPS * SELECTED - missed, misses + missed
+
+    def best(self) -> float:
+        fits = 60 // self.fake.entry(0).pages
+        resident, full = fits / self.step_us(fits, 0), 20 / self.step_us(20, 20)
+        return 1e6 * max(resident, full)
+
+
+def test_dear_misses_lead_to_residents_and_cheap_ones_back() -> None:
+    bench = Bench(share=0.3)
+    for _ in range(SETTLED):
+        bench.look()
+    row = bench.worker.hot_sizing
+    assert row is not None
+    assert (bench.worker.hot_floor, row.hot_slots, row.changes) == (RESIDENT, RESIDENT, 1)
+    assert row.predicted_step_us == pytest.approx(row.observed_step_us, rel=0.15)
+    assert bench.look() >= 0.98 * bench.best()
+    retracted = len(bench.fake.retracted)
+    assert retracted == 20 - len(running(bench.fake))
+    assert {cause for _, cause in bench.fake.retracted} == {Cause.THROUGHPUT}
+
+    bench.share = 0.002
+    for _ in range(REACTION_LOOKS_MAX):
+        bench.look()
+    assert (bench.worker.hot_floor, len(running(bench.fake))) == (None, 20)
+    assert bench.look() >= 0.98 * bench.best()
+    assert len(bench.fake.retracted) == retracted, "none leaves on the way back"
+
+
+def test_cheap_misses_change_nothing() -> None:
+    bench = Bench(share=0.01)
+    for _ in range(SETTLED):
+        bench.look()
+    assert bench.worker.hot_floor is None
+    assert bench.worker.hot_sizing is not None
+    assert bench.worker.hot_sizing.changes == 0
+    assert bench.fake.retracted == []
+
+
+def test_probes_under_a_floor_retract_no_request() -> None:
+    bench = Bench(share=0.3)
+    for _ in range(SETTLED):
+        bench.look()
+    retracted, there, probes = len(bench.fake.retracted), running(bench.fake), 0
+    for _ in range(150):
+        bench.look()
+        probes += bench.worker.probe_slots is not None
+    assert probes >= 2
+    assert (len(bench.fake.retracted), running(bench.fake)) == (retracted, there)
+
+
+@pytest.mark.parametrize("number", [nan, inf, -1.0, 0.0, 1e300])
+def test_step_times_that_cannot_be_are_dropped(number: float) -> None:
+    bench = Bench(share=0.3)
+    bench.look()
+    for count in range(1, 9):
+        bench.stats = bench.stats._replace(steps=bench.stats.steps + STEPS, step_s=number * count, load_s=number)
+        bench.fake.now += 2.0
+        bench.sizing.look(bench.fake.now)
+    assert (bench.worker.hot_floor, bench.worker.hot_sizing) == (None, None)
+
+
+def test_ranks_of_groups_and_draining_workers_have_no_floor() -> None:
+    bench = Bench(share=0.3)
+    bench.worker.member = GroupMember("g", 0, 2, 1)
+    for _ in range(SETTLED):
+        bench.look()
+    assert (bench.worker.hot_floor, bench.worker.hot_sizing) == (None, None)
