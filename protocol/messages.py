@@ -30,8 +30,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups. 5: reuse of prefixes.
-PROTOCOL_VERSION: Final = 5
+#: 4: ranks of groups. 5: reuse of prefixes. 6: grammars.
+PROTOCOL_VERSION: Final = 6
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -53,6 +53,8 @@ STOP_CHARS_MAX: Final = 256
 #: Most entries of `Sampling.logit_bias` and of `Sampling.stop_token_ids`.
 LOGIT_BIAS_MAX: Final = 300
 STOP_TOKEN_IDS_MAX: Final = 64
+#: Longest `Sampling.grammar`, in characters.
+GRAMMAR_CHARS_MAX: Final = 256 * 1024
 #: Most end-of-sequence tokens of a model.
 EOS_IDS_MAX: Final = 64
 #: Most ids or names in one command. Decoding 8 million empty ones would take 0.3 s.
@@ -107,6 +109,10 @@ class Sampling(Part, frozen=True):
     Of what temperature then leaves, `min_p` drops tokens less likely than that share of the likeliest, and `top_k` (0:
     none) all but the k likeliest, ties kept, before `top_p`. A token of `stop_token_ids` ends the output and is part of
     it, as an end-of-sequence token.
+
+    `grammar`, where it is not empty, is a grammar that the output is held to, in the Lark syntax of llguidance or its
+    JSON: before all else, tokens that no output of the grammar continues with are barred. An end-of-sequence token is
+    drawn where the grammar may end, and no other where it must.
     """
 
     max_tokens: int
@@ -123,6 +129,7 @@ class Sampling(Part, frozen=True):
     logit_bias: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
     min_tokens: int = 0
     stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
+    grammar: str = ""
 
 
 class ModelInfo(Part, frozen=True):

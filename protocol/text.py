@@ -75,8 +75,8 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def special_texts(self) -> tuple[str, ...]:
-        """The texts of special tokens."""
+    def special_ids(self) -> Mapping[str, int]:
+        """Special tokens by their texts."""
         ...
 
 
@@ -104,8 +104,8 @@ class ByteTokenizer:
         return len(text.encode()) == 1
 
     @property
-    def special_texts(self) -> tuple[str, ...]:
-        return ()
+    def special_ids(self) -> Mapping[str, int]:
+        return {}
 
 
 class _ByteDetokenizer:
@@ -157,12 +157,16 @@ class JsonTokenizer:
         special = {number for number, it in self._added_tokens.items() if it.special}
         return _JsonDetokenizer(self._tokenizer, {it: texts[it] for it in special & texts.keys()})
 
+    def source(self) -> str:
+        """The tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
     def knows(self, text: str) -> bool:
         return self._tokenizer.token_to_id(text) is not None
 
     @property
-    def special_texts(self) -> tuple[str, ...]:
-        return tuple(it.content for it in self._added_tokens.values() if it.special)
+    def special_ids(self) -> Mapping[str, int]:
+        return {it.content: number for number, it in self._added_tokens.items() if it.special}
 
     @cached_property
     def _added_tokens(self) -> dict[int, Any]:
