@@ -82,7 +82,7 @@ def vocabulary() -> Vocabulary:
     made = Vocabulary(ByteTokenizer(), BYTE_IDS + 1, (BYTE_IDS,))
     made.size = len(tokens.tokens)
     began = time.perf_counter()
-    made.library = LLTokenizer(TokenizerWrapper(tokens), n_vocab=made.size, eos_token=[tokens.eos_token_id])  # type: ignore[arg-type]
+    made.library = LLTokenizer(TokenizerWrapper(tokens), n_vocab=made.size, eos_token=[tokens.eos_token_id])
     click.echo(f"{made.size} tokens in {time.perf_counter() - began:.2f} s")
     return made
 
