@@ -53,8 +53,8 @@ STOP_CHARS_MAX: Final = 256
 #: Most entries of `Sampling.logit_bias` and of `Sampling.stop_token_ids`.
 LOGIT_BIAS_MAX: Final = 300
 STOP_TOKEN_IDS_MAX: Final = 64
-#: Longest `Sampling.grammar`, in characters.
-GRAMMAR_CHARS_MAX: Final = 256 * 1024
+#: Longest `Sampling.grammar`, in characters: coordinators keep it as long as the request is listed.
+GRAMMAR_CHARS_MAX: Final = 64 * 1024
 #: Most end-of-sequence tokens of a model.
 EOS_IDS_MAX: Final = 64
 #: Most ids or names in one command. Decoding 8 million empty ones would take 0.3 s.

@@ -11,7 +11,7 @@ from protocol.errors import BadInput
 from protocol.messages import GRAMMAR_CHARS_MAX
 
 #: JSON of a field that holds a schema or a grammar.
-STRUCTURE_BYTES_MAX: Final = GRAMMAR_CHARS_MAX
+STRUCTURE_BYTES_MAX: Final = 4 * GRAMMAR_CHARS_MAX
 #: Of structured_outputs.choice.
 CHOICES_MAX: Final = 4_096
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hisparse.http.formats.arguments import resolved
 from hisparse.http.formats.conversation import Tool
-from hisparse.http.formats.lark import ANY, Rules, schema_of
+from hisparse.http.formats.lark import ANNOTATIONS, ANY, Rules, schema_of
 from protocol.errors import BadInput
 
 #: Of an object as a whole, in JSON schema.
@@ -25,8 +25,6 @@ _OF_THE_WHOLE: Final = (
 )
 #: Where schemas are kept that others refer to.
 _DEFINITIONS: Final = ("$defs", "definitions")
-#: What says nothing about a value.
-_ANNOTATIONS: Final = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 _CHOICES: Final = ("anyOf", "oneOf")
 #: Choices within choices, and references to references.
 DEPTH_MAX: Final = 8
@@ -81,7 +79,7 @@ def optional(member: Member, expression: str) -> str:
 
 def _values(schema: Any, parameters: Mapping[str, Any], field: str, depth: int) -> Values:
     schema = resolved(schema, parameters)
-    said = set(schema) - _ANNOTATIONS if isinstance(schema, Mapping) else set()
+    said = set(schema) - ANNOTATIONS if isinstance(schema, Mapping) else set()
     if schema is True or (isinstance(schema, Mapping) and not said):
         return Values(patterns=(ANY,), schemas=({},))
     if not isinstance(schema, Mapping) or not depth:

@@ -17,6 +17,21 @@ ANY: Final = r"(.|\n)*"
 BLANKS: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 #: What llguidance is told with each schema. A client cannot change it.
 _OPTIONS: Final = {"x-guidance": {"whitespace_pattern": BLANKS}}
+#: What says nothing about a value.
+ANNOTATIONS: Final = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+    "x-guidance",
+}
+#: Words of values, and of schemas by their names: keys in these are no words.
+_VALUES: Final = ("enum", "const")
+_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _UNESCAPED: Final = re.compile(r"\\.|/|\n", re.DOTALL)
 _REPLACED: Final = {"/": r"\/", "\n": r"\n"}
 
@@ -70,4 +85,22 @@ def regex(pattern: str) -> str:
 
 def schema_of(schema: Mapping[str, Any]) -> str:
     """JSON that is valid under a schema."""
-    return f"%json {json.dumps({**schema, **_OPTIONS}, ensure_ascii=False)}"
+    return f"%json {json.dumps({**lean(schema), **_OPTIONS}, ensure_ascii=False)}"
+
+
+def lean(schema: Any) -> Any:
+    """A schema without what says nothing about values."""
+    if isinstance(schema, list):
+        return [lean(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {word: value for word, value in schema.items() if word not in ANNOTATIONS}
+    return {word: _lean_member(word, value) for word, value in kept.items()}
+
+
+def _lean_member(word: str, value: Any) -> Any:
+    if word in _VALUES:
+        return value
+    if word in _BY_NAME and isinstance(value, Mapping):
+        return {name: lean(part) for name, part in value.items()}
+    return lean(value)
