@@ -213,7 +213,7 @@ class Hour:
             (binaries / name).write_text(f'#!/bin/sh\nexec {sys.executable}{module} "$@"\n')
             (binaries / name).chmod(0o755)
         self.environ = inherited() | {
-            "PATH": f"{binaries}:{inherited['PATH']}",
+            "PATH": f"{binaries}:{inherited()['PATH']}",
             "PYTHONPATH": str(self.code),
             "HISPARSE_CLUSTER_RUNTIME_DIR": str(self.directory / "run"),
             "XDG_CACHE_HOME": str(self.directory / "cache"),
