@@ -26,8 +26,8 @@ from hisparse.http.generation import NULL, Generation
 from hisparse.http.structured import (
     GUIDED,
     STRUCTURE_BYTES_MAX,
+    OutputForm,
     ResponseFormat,
-    Structure,
     StructuredOutputs,
     of_response_format,
     of_structured_outputs,
@@ -171,7 +171,7 @@ class Body(ApiBody, frozen=True, kw_only=True):
         return {name: value for name, value in said.items() if value is not None}
 
     @property
-    def structure(self) -> Structure | None:
+    def structure(self) -> OutputForm | None:
         """What the output is held to. Raises BadInput."""
         return one_of(
             of_response_format(self.read("response_format", STRUCTURE_BYTES_MAX)),

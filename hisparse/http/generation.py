@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from hisparse.http.formats.conversation import Conversation
-from hisparse.http.structured import Structure
+from hisparse.http.structured import OutputForm
 
 NULL: Final = msgspec.Raw(b"null")
 
@@ -41,7 +41,7 @@ class Generation:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     adjustments: Mapping[str, Any] = field(default_factory=dict)
-    structure: Structure | None = None
+    structure: OutputForm | None = None
     priority: int = 0
     cache_salt: str = ""
     stream: bool = False

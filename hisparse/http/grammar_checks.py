@@ -46,14 +46,14 @@ _EXCERPT: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 NICENESS: Final = 5
 
 
-class CheckRequest(msgspec.Struct, frozen=True, array_like=True):
+class GrammarRequest(msgspec.Struct, frozen=True, array_like=True):
     plan: GrammarPlan
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     special: dict[str, int]
 
 
-class CheckReply(msgspec.Struct, frozen=True, array_like=True):
+class GrammarReply(msgspec.Struct, frozen=True, array_like=True):
     """`message` is empty where `source` is the grammar."""
 
     source: str
@@ -76,7 +76,7 @@ class GrammarChecks:
             text = f"makes a grammar of more than {GRAMMAR_CHARS_MAX} characters"
             raise BadInput(text, field=plan.field, value=size, remedy="shorten it")
         ends = model.eos_token_ids
-        request = msgspec.msgpack.encode(CheckRequest(plan, model.vocab_size, ends, dict(tokenizer.special_ids)))
+        request = msgspec.msgpack.encode(GrammarRequest(plan, model.vocab_size, ends, dict(tokenizer.special_ids)))
         digest = hashlib.sha256(request).digest()
         known = self._recalled(digest)
         if known is not None:
@@ -85,7 +85,7 @@ class GrammarChecks:
         if reply is None:
             text = f"takes more than {self._children.limits} to build"
             raise BadInput(text, field=plan.field, remedy="simplify it")
-        answer = msgspec.msgpack.decode(reply, type=CheckReply)
+        answer = msgspec.msgpack.decode(reply, type=GrammarReply)
         if answer.message:
             remedy = "leave out what is not supported, or correct it"
             raise BadInput(f"cannot be held to: {answer.message}", field=answer.field, remedy=remedy)
@@ -113,7 +113,7 @@ class GrammarChecks:
 
 
 def _checked(data: bytes) -> bytes:
-    request = msgspec.msgpack.decode(data, type=CheckRequest)
+    request = msgspec.msgpack.decode(data, type=GrammarRequest)
     plan, special = request.plan, tuple(request.special.items())
     vocabulary = _vocabulary(request.vocab_size, request.eos_token_ids, special)
     try:
@@ -122,8 +122,8 @@ def _checked(data: bytes) -> bytes:
     except BadInput as error:
         blamed = _blamed(plan, vocabulary)
         field, message = (plan.field, error.message) if blamed is None else blamed
-        return msgspec.msgpack.encode(CheckReply("", _words(message), field))
-    return msgspec.msgpack.encode(CheckReply(source))
+        return msgspec.msgpack.encode(GrammarReply("", _words(message), field))
+    return msgspec.msgpack.encode(GrammarReply(source))
 
 
 def _lark(plan: GrammarPlan) -> str:

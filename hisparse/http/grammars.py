@@ -20,7 +20,7 @@ from hisparse.http.formats.conversation import Conversation
 from hisparse.http.formats.known import ChatFormat
 from hisparse.http.formats.lark import Rules, quoted, regex, schema_of
 from hisparse.http.formats.replies import PLAIN, THINK, THINK_END, ReplyPlan
-from hisparse.http.structured import Structure
+from hisparse.http.structured import OutputForm
 
 #: Between reasoning and what follows it.
 _BETWEEN: Final = r"/[ \n]{1,4}/"
@@ -49,7 +49,7 @@ class GrammarPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def plan_of(
-    structure: Structure | None,
+    structure: OutputForm | None,
     special: Mapping[str, int],
     conversation: Conversation | None = None,
     known: ChatFormat | None = None,
@@ -76,7 +76,7 @@ def plan_of(
     return GrammarPlan(rules.grammar(start), field, inner, bool(inner) and not _IS_LARK.search(inner), tuple(schemas))
 
 
-def _text(structure: Structure) -> str:
+def _text(structure: OutputForm) -> str:
     match structure.kind:
         case "json":
             return schema_of(structure.value)

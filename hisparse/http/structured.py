@@ -30,7 +30,7 @@ Kind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 
 
 @dataclass(frozen=True)
-class Structure:
+class OutputForm:
     """What an output is held to: JSON by the schema `value`, a text by a regular expression, one of a list of texts, or
     a grammar in Lark's or GBNF's syntax. `field` is where the body says so."""
 
@@ -77,17 +77,17 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 OBJECT: Final = {"type": "object"}
 
 
-def of_response_format(said: ResponseFormat | None, field: str = "response_format") -> Structure | None:
+def of_response_format(said: ResponseFormat | None, field: str = "response_format") -> OutputForm | None:
     """Raises BadInput."""
     if isinstance(said, ObjectFormat):
-        return Structure("json", OBJECT, field)
+        return OutputForm("json", OBJECT, field)
     if isinstance(said, SchemaFormat):
         where = f"{field}.json_schema.schema"
-        return Structure("json", schema_in(said.json_schema.schema, where), where)
+        return OutputForm("json", schema_in(said.json_schema.schema, where), where)
     return None
 
 
-def of_structured_outputs(said: StructuredOutputs | None) -> Structure | None:
+def of_structured_outputs(said: StructuredOutputs | None) -> OutputForm | None:
     """Raises BadInput."""
     if said is None:
         return None
@@ -99,15 +99,15 @@ def of_structured_outputs(said: StructuredOutputs | None) -> Structure | None:
     name = given[0]
     where, value = f"{field}.{name}", getattr(said, name)
     if name == "json_object":
-        return Structure("json", OBJECT, where)
+        return OutputForm("json", OBJECT, where)
     if name == "json":
-        return Structure("json", schema_in(value, where), where)
+        return OutputForm("json", schema_in(value, where), where)
     if name == "choice" and not 0 < len(value) <= CHOICES_MAX:
         text = f"has 1 to {CHOICES_MAX} texts"
         raise BadInput(text, field=where, value=f"{len(value)} texts", remedy="change their number")
     if not value or (name == "choice" and not all(value)):
         raise BadInput("is empty, or has an empty text", field=where, remedy="give a text")
-    return Structure(name, value, where)  # type: ignore[arg-type]
+    return OutputForm(name, value, where)  # type: ignore[arg-type]
 
 
 def schema_in(said: dict[str, Any] | str | None, field: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def schema_in(said: dict[str, Any] | str | None, field: str) -> dict[str, Any]:
     return schema
 
 
-def one_of(*said: Structure | None) -> Structure | None:
+def one_of(*said: OutputForm | None) -> OutputForm | None:
     """The one that was given. Raises BadInput for two."""
     given = [it for it in said if it is not None]
     if len(given) > 1:

@@ -46,7 +46,7 @@ from hisparse.http.formats.conversation import Tool
 from hisparse.http.grammar_checks import GrammarChecks, _lark
 from hisparse.http.grammars import GrammarPlan
 from hisparse.http.prompts import text_ids
-from hisparse.http.structured import Structure, StructuredOutputs, of_structured_outputs, one_of, schema_in
+from hisparse.http.structured import OutputForm, StructuredOutputs, of_structured_outputs, one_of, schema_in
 from protocol import messages
 from protocol.errors import (
     BY_CODE,
@@ -714,7 +714,7 @@ CALLS: Final[dict[str, Call]] = {
         BadInput, "(give one of json, json_object,", lambda *_: of_structured_outputs(StructuredOutputs())
     ),
     "empty expression": Call(BadInput, "(give a text)", lambda *_: of_structured_outputs(StructuredOutputs(regex=""))),
-    "two structures": Call(BadInput, "(give one of the two)", lambda *_: one_of(*[Structure("regex", "a", "f")] * 2)),
+    "two structures": Call(BadInput, "(give one of the two)", lambda *_: one_of(*[OutputForm("regex", "a", "f")] * 2)),
     "no schema": Call(BadInput, "(add it)", lambda *_: schema_in(None, "f")),
     "schema that is no JSON": Call(BadInput, "(send the schema itself)", lambda *_: schema_in("{", "f")),
     "arguments as a whole": Call(

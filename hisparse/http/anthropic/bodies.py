@@ -10,7 +10,7 @@ import msgspec
 from hisparse.http.bodies import ApiBody
 from hisparse.http.formats.conversation import Conversation, PastCall, Tool, Turn
 from hisparse.http.generation import NULL, Generation, absent
-from hisparse.http.structured import STRUCTURE_BYTES_MAX, Structure
+from hisparse.http.structured import STRUCTURE_BYTES_MAX, OutputForm
 from hisparse.http.tools import TOOLS_BYTES_MAX, Arguments, check_choice, checked_tools, refuse_media
 from protocol.errors import BadInput
 
@@ -208,7 +208,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
             stop=tuple(self.read("stop_sequences") or ()),
             ignore_eos=self.ignore_eos,
             adjustments={} if self.top_k is None else {"top_k": max(0, self.top_k)},
-            structure=None if form is None else Structure("json", form.schema, "output_config.format.schema"),
+            structure=None if form is None else OutputForm("json", form.schema, "output_config.format.schema"),
             priority=self.priority,
             cache_salt=self.cache_salt,
             stream=bool(self.stream),

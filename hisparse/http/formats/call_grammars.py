@@ -43,13 +43,13 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Member:
+class Argument:
     name: str
     is_required: bool
     values: Values
 
 
-def members_of(tool: Tool, field: str) -> Iterator[Member]:
+def members_of(tool: Tool, field: str) -> Iterator[Argument]:
     """The arguments of `tool`. `field` is where its parameters are. Raises BadInput."""
     parameters = tool.parameters or {}
     for word in _OF_THE_WHOLE:
@@ -60,7 +60,7 @@ def members_of(tool: Tool, field: str) -> Iterator[Member]:
         raise BadInput("is no JSON schema of an object", field=field, remedy="correct it")
     for name in dict.fromkeys((*properties, *(it for it in required if isinstance(it, str)))):
         values = _values(properties.get(name, True), parameters, f"{field}.properties.{name}", DEPTH_MAX)
-        yield Member(name, name in required, values)
+        yield Argument(name, name in required, values)
 
 
 def expressions(rules: Rules, values: Values, end: str) -> tuple[list[str], list[str]]:
@@ -70,7 +70,7 @@ def expressions(rules: Rules, values: Values, end: str) -> tuple[list[str], list
     return texts, [f"{rules.rule(schema_of(schema))} {rules.literal(end)}" for schema in values.schemas]
 
 
-def optional(member: Member, expression: str) -> str:
+def optional(member: Argument, expression: str) -> str:
     return expression if member.is_required else f"({expression})?"
 
 

@@ -11,7 +11,7 @@ from hisparse.http.bodies import IGNORED, ApiBody
 from hisparse.http.chat_bodies import Choice, Effort
 from hisparse.http.formats.conversation import Conversation, PastCall, Role, Tool, Turn
 from hisparse.http.generation import NULL, Generation, absent
-from hisparse.http.structured import STRUCTURE_BYTES_MAX, ObjectFormat, Structure, TextFormat, of_response_format
+from hisparse.http.structured import STRUCTURE_BYTES_MAX, ObjectFormat, OutputForm, TextFormat, of_response_format
 from hisparse.http.tools import TOOLS_BYTES_MAX, Arguments, check_choice, checked_tools, refuse_media
 from protocol.errors import BadInput
 
@@ -251,10 +251,10 @@ def _tools(body: ResponsesBody) -> tuple[tuple[Tool, ...], list[str]]:
     return checked_tools(tools, [f"{it}.name" for it in where]), where
 
 
-def _structure(config: TextConfig) -> Structure | None:
+def _structure(config: TextConfig) -> OutputForm | None:
     """Raises BadInput."""
     if isinstance(config.format, FlatSchemaFormat):
-        return Structure("json", config.format.schema, "text.format.schema")
+        return OutputForm("json", config.format.schema, "text.format.schema")
     return of_response_format(config.format, "text.format")
 
 
