@@ -356,6 +356,7 @@ class Coordinator:
         )
 
     def _view(self, scheduler: Scheduler) -> CoordinatorView:
+        model = scheduler.model()
         return CoordinatorView(
             requests=scheduler.count_by_state(),
             held=scheduler.count_held(),
@@ -365,6 +366,7 @@ class Coordinator:
             stopping=scheduler.stopping,
             journal_failing=scheduler.journal_failing,
             unready=scheduler.refusal() or scheduler.unserved(),
+            model=model.name if model is not None else "",
         )
 
 

@@ -33,7 +33,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class CoordinatorView:
     """What is true now: taken in one piece, in the trio loop. `requests` counts live ones by state; `journal_failing`
-    says why new work is refused; `unready`, why a request submitted now would not be served."""
+    says why new work is refused; `unready`, why a request submitted now would not be served. `model` is the name of the
+    served model, empty until a worker has registered."""
 
     requests: Mapping[str, int]
     held: int
@@ -43,6 +44,7 @@ class CoordinatorView:
     stopping: bool
     journal_failing: str = ""
     unready: str = ""
+    model: str = ""
 
 
 def ask_loop(token: trio.lowlevel.TrioToken, look: Callable[[], T]) -> T:
@@ -101,6 +103,59 @@ def _group_ranks(workers: Sequence[WorkerRow]) -> dict[tuple[str, str], float]:
     connected = {(group, "connected"): float(len(ranks)) for group, ranks in there.items()}
     return connected | {(group, "missing"): float(count) for group, count in missing.items()}
 
+
+#: States of a request that waits for a place on a worker: WAITING of coordinator.scheduling.lifecycle.
+WAITING_STATES: Final = ("QUEUED", "PREFILLED", "RETRACTED")
+
+
+def _waiting(view: CoordinatorView) -> int:
+    """Held requests wait for an operator, not for capacity; they are RETRACTED or on their way to it."""
+    return max(0, sum(view.requests.get(state, 0) for state in WAITING_STATES) - view.held)
+
+
+def _running(view: CoordinatorView) -> int:
+    return sum(count for state, count in view.requests.items() if state not in WAITING_STATES)
+
+
+def _kv_use(view: CoordinatorView) -> float:
+    """Share of all host pages that hold rows of requests; rows that are only cached make room for others."""
+    total = sum(pool.host_pages for pool in view.pools)
+    free = sum(pool.free + pool.cached for pool in view.pools)
+    return (total - free) / total if total else 0.0
+
+
+def _by_model(read: Callable[[CoordinatorView], float]) -> Callable[[CoordinatorView], dict[str, float]]:
+    """No sample until the model's name is known."""
+    return lambda view: {view.model: read(view)} if view.model else {}
+
+
+#: By the names of vLLM, which routers (Gateway API's inference extension) and autoscalers look for.
+ROUTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
+    gauge(
+        "vllm:num_requests_waiting",
+        "requests",
+        "Requests that wait for a place on a worker, held ones aside. By vLLM's name, for routers and autoscalers.",
+        "Are more groups needed?",
+        _by_model(_waiting),
+        labels="model_name",
+    ),
+    gauge(
+        "vllm:num_requests_running",
+        "requests",
+        "Requests on workers. By vLLM's name, for routers and autoscalers.",
+        "Which deployment is least busy?",
+        _by_model(_running),
+        labels="model_name",
+    ),
+    gauge(
+        "vllm:kv_cache_usage_perc",
+        "",
+        "Share of host pages in use, 0 to 1; cached ones count as free. By vLLM's name, for routers and autoscalers.",
+        "Has this deployment room for another request?",
+        _by_model(_kv_use),
+        labels="model_name",
+    ),
+)
 
 CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
     gauge(
@@ -185,6 +240,7 @@ class CoordinatorCollector(Collector):
         view = it.view()
         yield from families(PROCESS_METRICS, process_statistics("coordinator", it.name, it.version))
         yield from families(CLUSTER_METRICS, view)
+        yield from families(ROUTER_METRICS, view)
         yield from families(COORDINATOR_METRICS, it.counters)
         yield from families(WAIT_METRICS, it.counters.waits)
         yield from families(JOURNAL_METRICS, it.counters.journal)

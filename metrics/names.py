@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
-from metrics.coordinator import CLUSTER_METRICS
+from metrics.coordinator import CLUSTER_METRICS, ROUTER_METRICS
 from metrics.coordinator_totals import COORDINATOR_METRICS, JOURNAL_METRICS, WAIT_METRICS
 from metrics.executor import EXECUTOR_METRICS, SWAP_METRICS
 from metrics.families import Metric
@@ -22,7 +22,7 @@ Metrics: TypeAlias = tuple[Metric[Any], ...]
 
 EVERY_PROCESS: Final[Metrics] = PROCESS_METRICS
 WORKER: Final[Metrics] = (*WORKER_METRICS, *EXECUTOR_METRICS, *SWAP_METRICS, *LINK_METRICS, *TRANSFER_METRICS)
-COORDINATOR: Final[Metrics] = (*CLUSTER_METRICS, *COORDINATOR_METRICS, *WAIT_METRICS, *JOURNAL_METRICS)
+COORDINATOR: Final[Metrics] = (*CLUSTER_METRICS, *ROUTER_METRICS, *COORDINATOR_METRICS, *WAIT_METRICS, *JOURNAL_METRICS)
 HTTP: Final[Metrics] = HTTP_METRICS
 
 TABLE: Final[Metrics] = (*EVERY_PROCESS, *WORKER, *COORDINATOR, *HTTP)

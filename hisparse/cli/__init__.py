@@ -17,6 +17,7 @@ from hisparse.cli import (
     demo,
     journal,
     keys,
+    manifests,
     model,
     prefix,
     reload,
@@ -48,7 +49,16 @@ def _root() -> RootGroup:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     for command in (
-        *(serve.up, serve.coordinator, serve.worker, serve.http, demo.demo, model.model, size.size),
+        *(
+            serve.up,
+            serve.coordinator,
+            serve.worker,
+            serve.http,
+            demo.demo,
+            model.model,
+            size.size,
+            manifests.manifests,
+        ),
         *(submit.submit, submit.attach),
         *(requests.requests, requests.request, requests.abort, requests.retract, requests.resume, requests.resize),
         *(top.top, workers.workers, workers.pool, workers.drain, workers.undrain, workers.audit),

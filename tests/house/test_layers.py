@@ -50,7 +50,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
     "hisparse": [
         {"clashes", "lazy"},
         {"client", "kernels"},
-        {"console"},
+        {"console", "manifests"},
         {"http", "top"},
         {"cluster"},
         {"demo"},

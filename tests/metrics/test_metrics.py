@@ -19,9 +19,12 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from coordinator.scheduling.lifecycle import WAITING
 from metrics import coordinator as coordinator_module
 from metrics.coordinator import (
     CLUSTER_METRICS,
+    ROUTER_METRICS,
+    WAITING_STATES,
     CoordinatorCollector,
     CoordinatorSources,
     CoordinatorView,
@@ -98,6 +101,7 @@ VIEW = CoordinatorView(
     workers=(worker_row("connected"), worker_row("draining")),
     connections={"client": 2},
     stopping=False,
+    model="m",
 )
 
 
@@ -176,6 +180,24 @@ def test_the_documented_table_is_the_table() -> None:
 
 
 # ---------------------------------------------------------------- the numbers
+
+
+def test_routers_read_waiting_running_and_use_by_model() -> None:
+    """By vLLM's names: held requests do not wait for capacity, cached pages are room."""
+    requests = {"QUEUED": 4, "PREFILLED": 2, "RETRACTED": 3, "PREFILLING": 1, "RUNNING": 5, "RELEASING": 1}
+    pools = (PoolRow("n", 60, 6, 30, 0, 4, 1024, 0, (), cached=20), PoolRow("o", 40, 24, 16, 0, 0, 1024, 0, ()))
+    view = CoordinatorView(requests, 2, pools, (), {}, stopping=False, model="m")
+    with served(CoordinatorCollector(coordinator_sources(lambda: view))) as exporter:
+        scraped = scrape(exporter)
+    told = {name.removeprefix("vllm:"): values(it) for name, it in scraped.items() if name.startswith("vllm:")}
+    assert told == {
+        "num_requests_waiting": {("m",): 7},
+        "num_requests_running": {("m",): 7},
+        "kv_cache_usage_perc": {("m",): 0.5},
+    }
+    assert frozenset(WAITING_STATES) == WAITING
+    nameless = CoordinatorView({}, 0, (), (), {}, stopping=False)
+    assert [it.samples for it in families(ROUTER_METRICS, nameless)] == [[], [], []]
 
 
 def test_worker_numbers_are_read_at_scrape_time() -> None:
