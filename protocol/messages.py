@@ -30,7 +30,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors.
+#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars.
 PROTOCOL_VERSION: Final = 6
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
@@ -56,6 +56,8 @@ STOP_TOKEN_IDS_MAX: Final = 64
 #: Most alternatives to each token that `Sampling.logprobs` may ask for, and its value where it asks for nothing.
 LOGPROBS_MAX: Final = 20
 NO_LOGPROBS: Final = -1
+#: Longest `Sampling.grammar`, in characters: coordinators keep it as long as the request is listed.
+GRAMMAR_CHARS_MAX: Final = 64 * 1024
 #: Most end-of-sequence tokens of a model.
 EOS_IDS_MAX: Final = 64
 #: Most ids or names in one command. Decoding 8 million empty ones would take 0.3 s.
@@ -113,6 +115,10 @@ class Sampling(Part, frozen=True):
 
     `logprobs`: each token comes with its log-probability and those of so many likeliest tokens (protocol/logprobs.py),
     LOGPROBS_MAX at most; NO_LOGPROBS: without. They are those of the logits before all of the above.
+
+    `grammar`, where it is not empty, is a grammar that the output is held to, in the Lark syntax of llguidance or its
+    JSON: before all else, tokens that no output of the grammar continues with are barred. An end-of-sequence token is
+    drawn where the grammar may end, and no other where it must.
     """
 
     max_tokens: int
@@ -130,6 +136,7 @@ class Sampling(Part, frozen=True):
     min_tokens: int = 0
     stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
     logprobs: int = NO_LOGPROBS
+    grammar: str = ""
 
 
 class Logprobs(Part, frozen=True):

@@ -82,8 +82,8 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def special_texts(self) -> tuple[str, ...]:
-        """The texts of special tokens."""
+    def special_ids(self) -> Mapping[str, int]:
+        """Special tokens by their texts."""
         ...
 
 
@@ -114,8 +114,8 @@ class ByteTokenizer:
         return bytes([token]) if 0 <= token < BYTE_IDS else b""
 
     @property
-    def special_texts(self) -> tuple[str, ...]:
-        return ()
+    def special_ids(self) -> Mapping[str, int]:
+        return {}
 
 
 class _ByteDetokenizer:
@@ -167,6 +167,10 @@ class JsonTokenizer:
         special = {number for number, it in self._added_tokens.items() if it.special}
         return _JsonDetokenizer(self._tokenizer, {it: texts[it] for it in special & texts.keys()})
 
+    def source(self) -> str:
+        """The tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
     def knows(self, text: str) -> bool:
         return self._tokenizer.token_to_id(text) is not None
 
@@ -193,8 +197,8 @@ class JsonTokenizer:
         return frozenset(it["type"] for it in state.get("decoders", [state] if state else []))
 
     @property
-    def special_texts(self) -> tuple[str, ...]:
-        return tuple(it.content for it in self._added_tokens.values() if it.special)
+    def special_ids(self) -> Mapping[str, int]:
+        return {it.content: number for number, it in self._added_tokens.items() if it.special}
 
     @cached_property
     def _added_tokens(self) -> dict[int, Any]:

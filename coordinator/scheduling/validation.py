@@ -13,6 +13,7 @@ from protocol.messages import (
     BOTH,
     DECODE,
     DIRECT,
+    GRAMMAR_CHARS_MAX,
     LOGIT_BIAS_MAX,
     LOGPROBS_MAX,
     NAME_CHARS_MAX,
@@ -64,10 +65,18 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
 
 
 def check_token_ids(sampling: Sampling, model: ModelInfo) -> None:
-    """Raises BadInput for ids in `sampling` that `model` has not, and for more alternatives than it has."""
+    """Raises BadInput for ids in `sampling` that `model` has not, for more alternatives than it has, and for a grammar
+    that no token of it can end."""
     if sampling.logprobs > model.vocab_size:
         text = f"{model.name} has {model.vocab_size} tokens"
         raise BadInput(text, field="logprobs", value=sampling.logprobs, remedy=f"ask for {model.vocab_size} or less")
+    if sampling.grammar and not model.eos_token_ids:
+        raise BadInput(
+            f"{model.name} has no end-of-sequence token, with which an output of a grammar ends",
+            field="grammar",
+            value=f"{len(sampling.grammar)} characters",
+            remedy="leave it out",
+        )
     named = {"logit_bias": [token for token, _ in sampling.logit_bias], "stop_token_ids": sampling.stop_token_ids}
     for field, ids in named.items():
         for token in ids:
@@ -247,6 +256,26 @@ def _check_adjustments(sampling: Sampling) -> None:
         raise BadInput("names a token twice", field="logit_bias", remedy="give each token one bias")
     for _, bias in sampling.logit_bias:
         _check_range("logit_bias", bias, -LOGIT_BIAS_LIMIT, LOGIT_BIAS_LIMIT)
+    if sampling.grammar:
+        _check_grammar(sampling)
+
+
+def _check_grammar(sampling: Sampling) -> None:
+    if len(sampling.grammar) > GRAMMAR_CHARS_MAX:
+        raise BadInput(
+            f"a grammar has {GRAMMAR_CHARS_MAX} characters at most",
+            field="grammar",
+            value=f"{len(sampling.grammar)} characters",
+            remedy="shorten it",
+        )
+    for field in ("min_tokens", "ignore_eos"):
+        if getattr(sampling, field):
+            raise BadInput(
+                "does not go with a grammar, which says where an output ends",
+                field=field,
+                value=getattr(sampling, field),
+                remedy=f"leave {field} out",
+            )
 
 
 def _check_count(field: str, count: int, most: int) -> None:

@@ -23,6 +23,7 @@ from hisparse.http.errors import ContextExceeded
 from hisparse.http.exchange import HttpExchange
 from hisparse.http.formats.replies import Piece
 from hisparse.http.generation import Generation
+from hisparse.http.grammar_checks import GrammarChecks
 from hisparse.http.large_bodies import LargeBodies
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.logprobs import ToldTokens
@@ -57,6 +58,7 @@ class Answering:
         body_reader: BodyReader,
         renderers: Renderers,
         large_bodies: LargeBodies,
+        grammar_checks: GrammarChecks,
     ) -> None:
         self._settings = settings
         self._link = link
@@ -65,6 +67,7 @@ class Answering:
         self._body_reader = body_reader
         self._renderers = renderers
         self._large_bodies = large_bodies
+        self._grammar_checks = grammar_checks
 
     async def answer(self, exchange: HttpExchange, key: KeyOwner, api: Api) -> None:
         """Raises HiSparseError for what is refused, or goes wrong before an answer has begun."""
@@ -78,6 +81,7 @@ class Answering:
             served=served,
             ask_id=ask_id,
             render=self._renderers.render,
+            check=self._grammar_checks.check,
             scope=key.scope if chosen else "",
             priority_max=key.priority_max,
         )

@@ -22,6 +22,7 @@ from hisparse.http.formats.conversation import Conversation, template_messages, 
 from hisparse.http.formats.known import ChatFormat, format_of
 from hisparse.http.formats.replies import PLAIN, ReplyPlan
 from hisparse.http.generation import Generation
+from hisparse.http.grammars import GrammarPlan, plan_of
 from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, NotFound
@@ -40,6 +41,9 @@ ECHO_CHARS_MAX: Final = 1024 * 1024
 LOGPROBS_OF_ANSWER_MAX: Final = 262_144
 #: Template, messages, variables, the most characters, and tools, as in hisparse.http.chat.
 Render = Callable[[str, Sequence[Mapping[str, Any]], Mapping[str, Any], int, Sequence[Mapping[str, Any]] | None], str]
+
+#: A plan as a grammar, built once, as hisparse.http.grammar_checks has it.
+Check = Callable[[GrammarPlan, ModelInfo, Tokenizer], str]
 
 NO_PROMPT: Final[Int32Array] = np.empty(0, np.int32)
 
@@ -117,10 +121,12 @@ def ask_of(
     served: Served,
     ask_id: str,
     render: Render,
+    check: Check,
     scope: str = "",
     priority_max: int = PRIORITY_MAX,
 ) -> Ask:
-    """Raises BadInput, or NotFound for another model. Takes as long as tokenizing the prompts does.
+    """Raises BadInput, or NotFound for another model. Takes as long as tokenizing the prompts does, and as building a
+    grammar.
 
     `scope` keeps an id that a client chose apart from those of other owners at the coordinator. `priority_max` is the
     limit of the client's key.
@@ -135,15 +141,20 @@ def ask_of(
         prompts, plan, shown = [chat.ids], chat.plan, chat.shown
         room = max(1, served.model.context_max_tokens - chat.ids.size)
         limit = _first(wanted.max_tokens, min(CHAT_TOKENS_DEFAULT, room))
+        form = chat_plan(wanted, wanted.conversation, served, plan)
     else:
         prompts = list(prompts_of(wanted.prompt, served.tokenizer, served.model))
         limit = _first(wanted.max_tokens, COMPLETION_TOKENS_DEFAULT)
+        form = plan_of(wanted.structure, served.tokenizer.special_ids)
     echoes = echoes_of(prompts, wanted.prompt, served.tokenizer) if wanted.echo else []
     samples = _first(wanted.n, 1)
+    grammar = "" if form is None else check(form, served.model, served.tokenizer)
     return Ask(
         id=ask_id,
         model=served.model.name,
-        choices=tuple(_choices(wanted, prompts, limit, f"{ask_id}.{scope}" if scope else ask_id, served.model)),
+        choices=tuple(
+            _choices(wanted, prompts, limit, f"{ask_id}.{scope}" if scope else ask_id, served.model, grammar)
+        ),
         prompt_tokens=sum(prompt.size for prompt in prompts),
         stream=wanted.stream,
         include_usage=wanted.include_usage,
@@ -163,7 +174,7 @@ def check_model(name: str | None, model: ModelInfo) -> None:
 
 
 def _choices(
-    wanted: Generation, prompts: Sequence[Int32Array], limit: int, base_id: str, model: ModelInfo
+    wanted: Generation, prompts: Sequence[Int32Array], limit: int, base_id: str, model: ModelInfo, grammar: str
 ) -> Iterator[SampleAsk]:
     """Checked as the coordinator does: what it would refuse is not sent to it."""
     samples = _first(wanted.n, 1)
@@ -182,6 +193,7 @@ def _choices(
             seed=_seed(wanted.seed, index % samples, request_id),
             stop=wanted.stop,
             ignore_eos=wanted.ignore_eos,
+            grammar=grammar,
             **wanted.adjustments,
         )
         _check_orders(sampling, wanted)
@@ -253,6 +265,14 @@ def chat_prompt(conversation: Conversation, served: Served, render: Render, fiel
         raise type(error)(error.message, field=field, value=error.value, remedy=error.remedy) from error
     ids = text_ids(text, tokenizer, model, special=False, field=field)
     return ChatPrompt(ids, known.plan(conversation, text), known.markers)
+
+
+def chat_plan(wanted: Generation, conversation: Conversation, served: Served, reply: ReplyPlan) -> GrammarPlan | None:
+    """What the reply is held to; None: to nothing. Raises BadInput."""
+    if wanted.structure is None and not conversation.must_call:
+        return None
+    known, special = format_of(served.model.chat_template, served.tokenizer), served.tokenizer.special_ids
+    return plan_of(wanted.structure, special, conversation, known, reply, conversation.parameters)
 
 
 def _encoded(known: ChatFormat, conversation: Conversation, served: Served, render: Render) -> str:

@@ -23,6 +23,16 @@ import msgspec
 from hisparse.http.decoding import decoded
 from hisparse.http.errors import VALUE_CHARS_MAX
 from hisparse.http.generation import NULL, Generation
+from hisparse.http.structured import (
+    GUIDED,
+    STRUCTURE_BYTES_MAX,
+    OutputForm,
+    ResponseFormat,
+    StructuredOutputs,
+    of_response_format,
+    of_structured_outputs,
+    one_of,
+)
 from protocol.errors import BadInput
 from protocol.messages import LOGPROBS_MAX
 
@@ -49,10 +59,10 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "verbosity": (),
     "web_search_options": (),
+    **dict.fromkeys(GUIDED, ()),
 }
 
 
@@ -90,6 +100,8 @@ class Body(ApiBody, frozen=True, kw_only=True):
         "stop": str | list[str],
         "logit_bias": dict[int, float],
         "stop_token_ids": list[int],
+        "response_format": ResponseFormat,
+        "structured_outputs": StructuredOutputs,
     }
 
     max_tokens: int | None = None
@@ -110,6 +122,8 @@ class Body(ApiBody, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: msgspec.Raw = NULL
+    response_format: msgspec.Raw = NULL
+    structured_outputs: msgspec.Raw = NULL
     priority: int = 0
     cache_salt: str = ""
     ignore_eos: bool = False
@@ -125,6 +139,13 @@ class Body(ApiBody, frozen=True, kw_only=True):
 
     # Unsupported: NEUTRAL.
     prompt_logprobs: msgspec.Raw = NULL
+    guided_json: msgspec.Raw = NULL
+    guided_regex: msgspec.Raw = NULL
+    guided_choice: msgspec.Raw = NULL
+    guided_grammar: msgspec.Raw = NULL
+    guided_json_object: msgspec.Raw = NULL
+    guided_decoding_backend: msgspec.Raw = NULL
+    guided_whitespace_pattern: msgspec.Raw = NULL
 
     def check(self) -> None:
         if self.n is not None and not 1 <= self.n <= N_MAX:
@@ -159,6 +180,14 @@ class Body(ApiBody, frozen=True, kw_only=True):
         """To each token, with log-probabilities; None: without."""
         raise NotImplementedError
 
+    @property
+    def structure(self) -> OutputForm | None:
+        """What the output is held to. Raises BadInput."""
+        return one_of(
+            of_response_format(self.read("response_format", STRUCTURE_BYTES_MAX)),
+            of_structured_outputs(self.read("structured_outputs", STRUCTURE_BYTES_MAX)),
+        )
+
     def wanted(self, **further: Any) -> Generation:
         """What both ask for, and `further`."""
         options = self.stream_options or StreamOptions()
@@ -171,6 +200,7 @@ class Body(ApiBody, frozen=True, kw_only=True):
             stop=self.stops,
             ignore_eos=self.ignore_eos,
             adjustments=self.adjustments,
+            structure=self.structure,
             priority=self.priority,
             cache_salt=self.cache_salt,
             stream=bool(self.stream),
@@ -249,7 +279,8 @@ def refuse_unless(neutral: Sequence[object], field: str, value: object) -> None:
     if value is not None and not any(value == it and type(value) is type(it) for it in neutral):
         told = msgspec.json.encode(value).decode()[:VALUE_CHARS_MAX]
         text = REASONS.get(field, "is not supported")
-        raise BadInput(text, field=field, value=told, remedy=f"leave {field} out")
+        remedy = f"use {GUIDED[field]}" if GUIDED.get(field) else f"leave {field} out"
+        raise BadInput(text, field=field, value=told, remedy=remedy)
 
 
 def parameters(kind: type[ApiBody]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from hisparse.http.bodies import Body, check_alternatives
 from hisparse.http.formats.conversation import Conversation, PastCall, Tool, Turn
 from hisparse.http.generation import NULL, Generation
-from hisparse.http.tools import TOOLS_BYTES_MAX, Arguments, checked_tools, refuse_choice, refuse_media
+from hisparse.http.tools import TOOLS_BYTES_MAX, Arguments, check_choice, checked_tools, refuse_media
 from protocol.errors import BadInput
 
 
@@ -116,7 +116,6 @@ class ChatBody(Body, frozen=True, kw_only=True):
     functions: msgspec.Raw = NULL
     modalities: msgspec.Raw = NULL
     prediction: msgspec.Raw = NULL
-    response_format: msgspec.Raw = NULL
     verbosity: msgspec.Raw = NULL
     web_search_options: msgspec.Raw = NULL
 
@@ -154,10 +153,17 @@ def conversation_of(body: ChatBody) -> Conversation:
     variables = body.read("chat_template_kwargs") or {}
     if body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort} | variables
+    choice = body.read("tool_choice")
+    named = choice.function.name if isinstance(choice, NamedChoice) else ""
+    tools, where = _tools(body)
+    check_choice(tools, "tool_choice", named or choice or "", named)
     return Conversation(
         turns=tuple(turns_of(body.messages)),
-        tools=_tools(body),
+        tools=() if choice == "none" else tools,
+        parameters=() if choice == "none" else tuple(f"{it}.function.parameters" for it in where),
         parallel=body.parallel_tool_calls is not False,
+        must_call=bool(named) or choice == "required",
+        called=named,
         thinking=None if body.reasoning_effort is None else body.reasoning_effort != "none",
         variables=variables,
     )
@@ -217,12 +223,9 @@ def _text(message: ChatMessage, field: str) -> str:
     return "".join(texts)
 
 
-def _tools(body: ChatBody) -> tuple[Tool, ...]:
-    """Those that the model is shown. Raises BadInput."""
-    choice = body.read("tool_choice")
-    if choice == "required" or isinstance(choice, NamedChoice):
-        raise refuse_choice("tool_choice", choice.function.name if isinstance(choice, NamedChoice) else choice)
+def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], list[str]]:
+    """The tools, and where each is. Raises BadInput."""
     said: list[ToolBody] = body.read("tools", TOOLS_BYTES_MAX) or []
     tools = [Tool(it.function.name, it.function.description, it.function.parameters, it.function.strict) for it in said]
-    checked = checked_tools(tools, [f"tools[{number}].function.name" for number in range(len(tools))])
-    return () if choice == "none" else checked
+    where = [f"tools[{number}]" for number in range(len(tools))]
+    return checked_tools(tools, [f"{it}.function.name" for it in where]), where

@@ -40,6 +40,7 @@ from hisparse.http.cors import Cors
 from hisparse.http.decoding import nearest
 from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body
 from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, HttpExchange
+from hisparse.http.grammar_checks import GrammarChecks
 from hisparse.http.large_bodies import LargeBodies
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.openapi import document
@@ -88,13 +89,13 @@ class Front:
         self._budget = Shares(BODIES_BYTES_MAX)
         self._renderers = Renderers()
         self._large_bodies = LargeBodies()
+        self._grammar_checks = GrammarChecks()
         self._body_reader = BodyReader(settings.requests_max, counters)
         self._progress = ProgressWatch(link)
         self._scrape_threads = trio.CapacityLimiter(1)
         self._created = int(time.time())
-        self.answering = Answering(
-            settings, link, outputs, counters, self._body_reader, self._renderers, self._large_bodies
-        )
+        helpers = self._renderers, self._large_bodies, self._grammar_checks
+        self.answering = Answering(settings, link, outputs, counters, self._body_reader, *helpers)
         self._pages = FILES if settings.page else {}
         self._routes = self._made_routes()
 
@@ -125,6 +126,7 @@ class Front:
         """Once nothing is served any more."""
         self._renderers.close()
         self._large_bodies.close()
+        self._grammar_checks.close()
 
     async def serve(self, head: RequestHead, channel: Channel) -> None:
         """Answer one request. Raises nothing that a client can bring about."""

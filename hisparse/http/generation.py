@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from hisparse.http.formats.conversation import Conversation
+from hisparse.http.structured import OutputForm
 
 NULL: Final = msgspec.Raw(b"null")
 
@@ -25,8 +26,8 @@ def absent() -> msgspec.Raw:
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """`conversation`, or else `prompt` as hisparse.http.prompts reads it; with `echo` a prompt is part of its answer.
-    None: the default of docs/http.md. `adjustments` are further
-    fields of Sampling, `settings` what the answer repeats of the body."""
+    None: the default of docs/http.md. `adjustments` are further fields of Sampling, `structure` is what the output is
+    held to, `settings` what the answer repeats of the body."""
 
     model: str | None = None
     conversation: Conversation | None = None
@@ -40,6 +41,7 @@ class Generation:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     adjustments: Mapping[str, Any] = field(default_factory=dict)
+    structure: OutputForm | None = None
     priority: int = 0
     cache_salt: str = ""
     stream: bool = False

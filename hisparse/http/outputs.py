@@ -215,7 +215,7 @@ class FollowedOutputs:
         that is every key."""
         async with self._submits.turn(output.owner):
             it = output.choice
-            await self._pace.spend(cost_of(it.prompt.nbytes))
+            await self._pace.spend(cost_of(it.prompt.nbytes + len(it.sampling.grammar)))
             stream = await client.submit(
                 it.prompt,
                 it.sampling,

@@ -91,7 +91,7 @@ def detokenized(body: DetokenizeBody, served: Served, _: Render) -> DetokenizeRe
     """Special tokens as their texts."""
     check_model(body.model, served.model)
     ids = flat_ids(bytes(body.tokens), served.model, "tokens")
-    return DetokenizeReply(text_of(ids.tolist(), served.tokenizer, served.tokenizer.special_texts))
+    return DetokenizeReply(text_of(ids.tolist(), served.tokenizer, served.tokenizer.special_ids))
 
 
 def counted(body: CountBody, served: Served, render: Render) -> CountReply:

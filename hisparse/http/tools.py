@@ -16,6 +16,9 @@ TOOLS_BYTES_MAX: Final = 1024 * 1024
 #: JSON of the arguments of all earlier calls of a body, which becomes twenty times as much in memory.
 ARGUMENTS_BYTES_MAX: Final = 2 * 1024 * 1024
 
+#: Choices that want a call, of any tool.
+MUST_CALL: Final = ("required", "any")
+
 #: What content parts of other kinds are called.
 MEDIA: Final[Mapping[str, str]] = {
     **dict.fromkeys(("image_url", "image", "input_image"), "images are"),
@@ -42,10 +45,13 @@ def check_name(name: str, field: str) -> None:
         raise BadInput(text, field=field, value=name[:VALUE_CHARS_MAX], remedy="rename the tool")
 
 
-def refuse_choice(field: str, value: str) -> BadInput:
-    """Of a tool choice that the model would have to be held to."""
-    text = "needs structured output, which is not supported"
-    return BadInput(text, field=field, value=value[:VALUE_CHARS_MAX], remedy="use auto, or none")
+def check_choice(tools: Sequence[Tool], field: str, choice: str, called: str) -> None:
+    """Raises BadInput for a choice that must call a tool, or the one that is `called`, where there is none."""
+    if called and all(tool.name != called for tool in tools):
+        remedy = "name one of the tools, or send it with them"
+        raise BadInput("is the name of no tool", field=field, value=called[:VALUE_CHARS_MAX], remedy=remedy)
+    if choice in MUST_CALL and not tools:
+        raise BadInput("needs a tool to call", field=field, value=choice, remedy="send tools, or use auto")
 
 
 def refuse_media(kind: str, field: str) -> BadInput:

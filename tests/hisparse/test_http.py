@@ -38,6 +38,7 @@ from hisparse.http.errors import (
     status_of,
 )
 from hisparse.http.formats.replies import Text
+from hisparse.http.grammars import GrammarPlan
 from hisparse.http.prompts import prompts_of, text_ids
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
@@ -73,13 +74,18 @@ def here(template: str, messages: Any, variables: Any, bytes_max: int, tools: An
     return render(template, messages, variables, bytes_max, lambda form: form, tools)
 
 
+def unchecked(plan: GrammarPlan, *_: object) -> str:
+    """Builds nothing."""
+    return plan.source(plan.inner)
+
+
 def completion(ask_id: str = "a", **body: Any) -> Ask:
-    return ask_of(read_body(json.dumps(body).encode(), CompletionBody).generation(), served(), ask_id, here)
+    return ask_of(read_body(json.dumps(body).encode(), CompletionBody).generation(), served(), ask_id, here, unchecked)
 
 
 def chat(template: str | None = None, **body: Any) -> Ask:
     known = served() if template is None else served(template)
-    return ask_of(read_body(json.dumps(body).encode(), ChatBody).generation(), known, "a", here)
+    return ask_of(read_body(json.dumps(body).encode(), ChatBody).generation(), known, "a", here, unchecked)
 
 
 def refusal(kind: type[CompletionBody] | type[ChatBody], **body: Any) -> BadInput:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import anthropic
+import jsonschema
 import openai
 import pytest
 import trio
+from pydantic import BaseModel
 
 from tests.support.agents_rig import AgentsRig, agents_rig
-from tests.support.fakes.fake_model import Said
+from tests.support.fakes.fake_model import Said, Walk
 from tests.support.http_rig import KEY
 
 T = TypeVar("T")
@@ -314,6 +316,68 @@ async def test_responses_agent_takes_twenty_turns(tmp_path: Path) -> None:
     assert "Step 19." in rig.model.prompts[-1], "reasoning is fed back"
 
 
+# ---------------------------------------------------------------- structured output
+
+
+class Weather(BaseModel):
+    city: str
+    days: int
+
+
+@families
+async def test_openai_gets_what_it_asks_for_by_schema(tmp_path: Path, family: str) -> None:
+    """The package reads the answers as its own structured outputs: a parsed message, and calls with arguments."""
+    async with agents_rig(tmp_path, lambda _: Walk(), family=family) as rig:
+        client = rig.openai(strict=False)  # what it parses is of a type of its own
+        said: dict[str, Any] = {"model": MODEL, "messages": ASKED, "reasoning_effort": "none", "seed": 3}
+        text = await in_thread(lambda: client.chat.completions.parse(response_format=Weather, **said))
+        called = await in_thread(
+            lambda: client.chat.completions.create(tools=OPENAI_TOOLS, tool_choice="required", **said)
+        )
+        named: Any = {"type": "function", "function": {"name": "step"}}
+        chunks = await in_thread(
+            lambda: list(client.chat.completions.create(tools=OPENAI_TOOLS, tool_choice=named, stream=True, **said))
+        )
+        response = await in_thread(
+            lambda: client.responses.parse(
+                model=MODEL, input="Weather?", text_format=Weather, reasoning={"effort": "none"}
+            )
+        )
+        item = await in_thread(
+            lambda: client.responses.create(
+                model=MODEL, input="x", tools=RESPONSES_TOOLS, tool_choice="required", reasoning={"effort": "none"}
+            )
+        )
+    assert isinstance(text.choices[0].message.parsed, Weather)
+    assert isinstance(response.output_parsed, Weather)
+    assert response.text.format.type == "json_schema"
+    for call in called.choices[0].message.tool_calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    assert called.choices[0].finish_reason == "tool_calls"
+    deltas = [call for it in chunks for call in it.choices[0].delta.tool_calls or ()]
+    assert [call.function.name for call in deltas] == ["step"]
+    assert {it.type for it in item.output} == {"function_call"}
+
+
+@families
+async def test_anthropic_gets_what_it_asks_for_by_schema(tmp_path: Path, family: str) -> None:
+    async with agents_rig(tmp_path, lambda _: Walk(), family=family) as rig:
+        client = rig.anthropic()
+        said: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": 2_000,
+            "messages": ASKED,
+            "thinking": {"type": "disabled"},
+            "tools": ANTHROPIC_TOOLS,
+        }
+        one = await in_thread(lambda: client.messages.create(tool_choice={"type": "tool", "name": "step"}, **said))
+        some = await in_thread(lambda: client.messages.create(tool_choice={"type": "any"}, **said))
+    assert [(block.type, block.name) for block in one.content] == [("tool_use", "step")]
+    for block in (*one.content, *some.content):
+        jsonschema.validate(block.input, SCHEMA)
+    assert (one.stop_reason, some.stop_reason) == ("tool_use", "tool_use")
+
+
 # ---------------------------------------------------------------- errors
 
 IMAGE: Final = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -329,11 +393,11 @@ AUDIO: Final = {"type": "input_audio", "input_audio": {"data": "", "format": "wa
             "images are not supported",
         ),
         ({"messages": [{"role": "user", "content": [AUDIO]}]}, "messages[0].content[0].type", "audio is not supported"),
-        ({"tools": OPENAI_TOOLS, "tool_choice": "required"}, "tool_choice", "needs structured output"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs a tool to call"),
         (
-            {"tools": OPENAI_TOOLS, "tool_choice": {"type": "function", "function": {"name": "step"}}},
+            {"tools": OPENAI_TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
             "tool_choice",
-            "needs structured output",
+            "is the name of no tool",
         ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "rename the tool"),
         ({"tools": OPENAI_TOOLS[:1] * 2}, "tools[1].function.name", "another tool too"),
@@ -371,7 +435,7 @@ async def test_chat_refusal_is_openais(tmp_path: Path, changes: dict[str, Any], 
     ("changes", "text"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images are not supported"),
-        ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}}, "tool_choice.type: needs structured output"),
+        ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice.type: needs a tool to call"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "So"}]}, "cannot be continued"),
         ({"max_tokens": 1_000_000}, "Lower max_tokens to"),
@@ -404,7 +468,7 @@ async def test_message_refusal_is_anthropics(tmp_path: Path, changes: dict[str, 
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "is missing"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "Use one of function"),
         ({"max_output_tokens": 1_000_000}, "input", "Lower max_output_tokens to"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "Use one of text"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "Use one of text, json_object"),
         ({"input": []}, "input", "is empty"),
     ],
 )

@@ -249,13 +249,38 @@ CASES: Final = {
     ),
     "tool choice": Case(
         CHATS,
-        spoken(tools=[tool("f")], tool_choice="required"),
-        *(
-            400,
-            BAD,
-            "tool_choice",
-            "which is not supported (got required). Use auto, or none.",
-        ),
+        spoken(tool_choice="required"),
+        *(400, BAD, "tool_choice", "needs a tool to call (got required). Send tools, or use auto."),
+        spoken(tool_choice="auto"),
+    ),
+    "tool that is none": Case(
+        CHATS,
+        spoken(tools=[tool("f")], tool_choice=tool("g")),
+        *(400, BAD, "tool_choice", "is the name of no tool (got g). Name one of the tools, or send it with them."),
+    ),
+    "schema": Case(
+        COMPLETIONS,
+        said(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {"if": 1}}}}),
+        *(400, BAD, "response_format.json_schema.schema.not", "cannot be held to: Unimplemented keys: "),
+        said(response_format={"type": "json_object"}),
+    ),
+    "regular expression": Case(
+        COMPLETIONS,
+        said(structured_outputs={"regex": "(a"}),
+        *(400, BAD, "structured_outputs.regex", "unclosed group"),
+        said(structured_outputs={"regex": "(a)"}),
+    ),
+    "vLLM's name of old": Case(
+        COMPLETIONS,
+        said(guided_regex="a"),
+        *(400, BAD, "guided_regex", 'is not supported (got "a"). Use structured_outputs.regex.'),
+        said(structured_outputs={"regex": "a"}),
+    ),
+    "grammar without an end": Case(
+        COMPLETIONS,
+        said(structured_outputs={"regex": "a"}, ignore_eos=True),
+        *(400, BAD, "ignore_eos", "which says where an output ends (got True). Leave ignore_eos out."),
+        said(structured_outputs={"regex": "a"}),
     ),
     "tools that the template has not": Case(
         CHATS, spoken(tools=[tool("f")]), 400, BAD, "tools", "(got 1 tools). Leave tools out.", spoken()

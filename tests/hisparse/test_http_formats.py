@@ -422,7 +422,7 @@ def test_markers_have_text_though_they_are_special_tokens() -> None:
     assert len(ids) == 2 + 1 + 3 + 1 + 1
     assert shown(tokenizer, ids, ()) == "énow"
     assert shown(tokenizer, ids, GLM.markers) == "é<tool_call>now</tool_call>"
-    assert shown(tokenizer, ids, tokenizer.special_texts) == "é<tool_call>now</tool_call><｜x｜>"
+    assert shown(tokenizer, ids, tokenizer.special_ids) == "é<tool_call>now</tool_call><｜x｜>"
 
 
 def shown(tokenizer: JsonTokenizer, ids: list[int], texts: tuple[str, ...]) -> str:

@@ -36,9 +36,17 @@ from hisparse.console.session import _until_drained
 from hisparse.demo.oracles import consult
 from hisparse.demo.plan import DemoOptions, DemoRequest, memory_for
 from hisparse.demo.setup import write_checkpoint
+from hisparse.http.anthropic.bodies import MessagesBody
 from hisparse.http.asks import chat_prompt
+from hisparse.http.bodies import read_body
 from hisparse.http.chat import render
+from hisparse.http.children import Children
+from hisparse.http.formats.call_grammars import members_of
+from hisparse.http.formats.conversation import Tool
+from hisparse.http.grammar_checks import GrammarChecks, _lark
+from hisparse.http.grammars import GrammarPlan
 from hisparse.http.prompts import text_ids
+from hisparse.http.structured import OutputForm, StructuredOutputs, of_structured_outputs, one_of, schema_in
 from protocol import messages
 from protocol.errors import (
     BY_CODE,
@@ -51,10 +59,11 @@ from protocol.errors import (
     Unavailable,
     WrongState,
 )
+from protocol.grammars import Matcher, Vocabulary
 from protocol.rereading import state_of
 from protocol.settings import WorkerSettings
 from protocol.sizing import Length
-from protocol.text import make_tokenizer
+from protocol.text import ByteTokenizer, JsonTokenizer, make_tokenizer
 from protocol.tokenizer_files import read_tokenizer
 from protocol.transport.keys import add_peer, make_keys, read_allowed, read_peer_key
 from tests import ROOT
@@ -62,11 +71,14 @@ from tests.hisparse.test_cli import CAPACITY, MODEL, WORKER
 from tests.hisparse.test_http_errors import CASES as HTTP_CASES
 from tests.hisparse.test_http_errors import WIRE_CASES, check_http_case, check_wire_case
 from tests.support.fakes.gateway import FakeGateway
+from tests.support.http_rig import byte_tokenizer_json
 from tests.support.other_refusals import OTHER_TESTS
 from tests.support.refusals import reached, sites
+from tests.support.walks import BYTES
 from worker.runners.tiny import write_tiny_checkpoint
 
 DONE = 0
+NO_TOKENIZER: Final = ByteTokenizer()
 BY_EXIT: Final = {exit_code: BY_CODE[code] for code, exit_code in EXIT_CODES.items()}
 
 
@@ -572,6 +584,16 @@ def endless_chat(*_: object) -> None:
     chat_prompt(cast(Any, conversation), cast(Any, served), cast(Any, None), "messages")
 
 
+def endless_grammar(_: Path, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(Children, "ask", lambda *_: None)
+    GrammarChecks().check(GrammarPlan("start: x", "f"), MODEL, NO_TOKENIZER)
+
+
+def nameless_tool(*_: object) -> None:
+    said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "tool_choice": {"type": "tool"}}
+    read_body(msgspec.json.encode(said), MessagesBody).conversation()
+
+
 def damaged_template(directory: Path, _: pytest.MonkeyPatch) -> None:
     for name, text in (("tokenizer.json", b"{}"), ("chat_template.jinja", b"\xff")):
         written(name, text)(directory)
@@ -683,6 +705,44 @@ CALLS: Final[dict[str, Call]] = {
     "too many tokens that stop": Call(
         BadInput, "(give fewer)", lambda *_: check_submit(submission(stop_token_ids=(1,) * 9_999), MODEL)
     ),
+    "long grammar": Call(BadInput, "(shorten it)", lambda *_: check_submit(submission(grammar="x" * 99_999), MODEL)),
+    "grammar of a model without an end": Call(
+        BadInput,
+        "has no end-of-sequence token",
+        lambda *_: check_submit(submission(grammar="x"), msgspec.structs.replace(MODEL, eos_token_ids=())),
+    ),
+    "grammar that is none": Call(BadInput, "(correct or simplify it)", lambda *_: Matcher(BYTES, "start: x")),
+    "tokenizer that no grammar can use": Call(
+        ConfigError,
+        "(replace the file)",
+        lambda *_: Vocabulary(cast(Any, JsonTokenizer(byte_tokenizer_json())), 9, (8,)),
+    ),
+    "neither Lark nor GBNF": Call(
+        BadInput, "is neither Lark (no rule start) nor GBNF", lambda *_: _lark(GrammarPlan("", "grammar", "?", True))
+    ),
+    "grammar of a large schema": Call(
+        BadInput, "(shorten it)", lambda *_: GrammarChecks().check(GrammarPlan("x" * 99_999, "f"), MODEL, NO_TOKENIZER)
+    ),
+    "grammar beyond limits": Call(BadInput, "(simplify it)", endless_grammar),
+    "choices of nothing": Call(
+        BadInput, "(change their number)", lambda *_: of_structured_outputs(StructuredOutputs(choice=[]))
+    ),
+    "structure of nothing": Call(
+        BadInput, "(give one of json, json_object,", lambda *_: of_structured_outputs(StructuredOutputs())
+    ),
+    "empty expression": Call(BadInput, "(give a text)", lambda *_: of_structured_outputs(StructuredOutputs(regex=""))),
+    "two structures": Call(BadInput, "(give one of the two)", lambda *_: one_of(*[OutputForm("regex", "a", "f")] * 2)),
+    "no schema": Call(BadInput, "(add it)", lambda *_: schema_in(None, "f")),
+    "schema that is no JSON": Call(BadInput, "(send the schema itself)", lambda *_: schema_in("{", "f")),
+    "arguments as a whole": Call(
+        BadInput,
+        "(use tool_choice auto, or types, enum, and anyOf of these)",
+        lambda *_: list(members_of(Tool("f", parameters={"not": {}}), "f")),
+    ),
+    "parameters that are no schema": Call(
+        BadInput, "(correct it)", lambda *_: list(members_of(Tool("f", parameters={"properties": 5}), "f"))
+    ),
+    "tool without a name": Call(BadInput, "tool_choice.name=: is missing (add it)", nameless_tool),
     "prompt beyond the context": Call(
         BadInput, "the context of tiny holds 8192", lambda *_: check_submit(submission(max_tokens=9_000), MODEL)
     ),

@@ -1,14 +1,15 @@
-"""Draws that requests adjust, as real processes that are disturbed: every token is that of a plain reference over the
-model library's logits, and so are the log-probabilities of requests that ask for them."""
+"""Draws that requests adjust or hold to grammars, as real processes that are disturbed: every token is that of a plain
+reference over the model library's logits, and so are the log-probabilities of requests that ask for them."""
 
 from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import trio
@@ -16,8 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from hisparse.client.client import Client
 from hisparse.client.token_stream import TokenStream
+from protocol.grammars import Matcher, Vocabulary
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import NO_LOGPROBS, Sampling
+from protocol.text import ByteTokenizer
 from tests.processes.test_main_job import disturb, release_held
 from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, crash_config, prompts_of, write_model
 from tests.worker.runners.test_adjust import expected
@@ -37,8 +40,18 @@ TIE_BOUND = 1e-3
 LATE = Sampling(200, ignore_eos=True, logprobs=20)
 
 
+#: One that goes on to the end, one that may end early, and one of each kind that bodies ask for.
+GRAMMARS = (
+    "start: /([a-m][n-z]){40}/",
+    "start: /[0-9]{2,9}(-[a-z]{1,4}){1,2}/",
+    'start: "yes" | "no" | "maybe, after a while"',
+    'start: %json {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
+)
+
+
 def samplings(seed: int) -> list[Sampling]:
-    """Of every kind, alone and together; every fourth adjusts nothing. Two of three ask for log-probabilities."""
+    """Of every kind, alone and together; every fourth adjusts nothing, every second has a grammar. Two of three ask for
+    log-probabilities."""
     dice, found = random.Random(seed), []
     for number in range(REQUESTS):
         drawn = {
@@ -54,6 +67,8 @@ def samplings(seed: int) -> list[Sampling]:
             "min_p": dice.choice((0.0, 0.1)),
         }
         chosen = {} if number % 4 == 0 else drawn
+        if number % 2:
+            chosen |= {"grammar": GRAMMARS[number // 2 % len(GRAMMARS)], "min_tokens": 0}
         temperature = dice.choice((0.0, 0.9))
         chosen["logprobs"] = (NO_LOGPROBS, 0, 5)[number % 3]
         found.append(Sampling(NEW_TOKENS, temperature=temperature, top_p=0.9, seed=number, **chosen))  # type: ignore[arg-type]
@@ -83,9 +98,25 @@ async def replayed(client: Client, name: str) -> Received:
     return received
 
 
+def allowed_after(output: list[int], grammar: str, vocab: int, eos: int) -> Iterator[set[int] | None]:
+    """What `grammar` allows before each token of `output`; None: it has none."""
+    matcher = Matcher(Vocabulary(ByteTokenizer(), vocab, (eos,)), grammar) if grammar else None
+    for token in output:
+        if matcher is None:
+            yield None
+            continue
+        yield set(np.flatnonzero(np.unpackbits(matcher.mask(), bitorder="little")).tolist())
+        if token != eos:
+            matcher.push((token,))
+
+
 def wrong_from(logits: torch.Tensor, prompt: list[int], output: list[int], sampling: Sampling, eos: int) -> int:
     """The first place of `output` that the reference does not give, up to ties; -1: none."""
-    wanted = [expected(row.tolist(), prompt, output[:place], sampling, (eos,)) for place, row in enumerate(logits)]
+    masks = allowed_after(output, sampling.grammar, logits.shape[1], eos)
+    wanted = [
+        expected(row.tolist(), prompt, output[:place], sampling, (eos,), mask)
+        for place, (row, mask) in enumerate(zip(logits, masks, strict=True))
+    ]
     rows, count = torch.tensor(wanted).float(), len(output)
     drawn = sample(
         rows,
@@ -152,7 +183,7 @@ async def test_adjusted_draws_and_log_probabilities_survive_moves_and_deaths(mod
             logits = judge(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
         errors += logprob_errors(logits, received, sampling)
         at = wrong_from(logits, prompt, output, sampling, eos)
-        assert at < 0, f"request {number} differs at {at}: {sampling}"
+        assert at < 0, f"request {number} differs at {at}: {sampling}, {bytes(it for it in output if it < 256)}"
         ends = {*sampling.stop_token_ids} if sampling.ignore_eos else {eos, *sampling.stop_token_ids}
         assert output[-1] in ends or len(output) == sampling.max_tokens
         assert not ends & set(output[: max(sampling.min_tokens, len(output) - 1)])

@@ -112,13 +112,15 @@ class Rig:
         decoder.read = read_and_keep  # type: ignore[method-assign]
 
     def wrong(self) -> list[int]:
-        """Numbers of the requests whose tokens are not the oracle's, as far as they went; none may have faulted."""
-        assert not [event for event in self.coordinator.events if isinstance(event, Faulted)]
+        """Numbers of the requests whose tokens are not the oracle's, as far as they went, or are none of their
+        grammar; none may have faulted otherwise."""
+        faults = [event.message for event in self.coordinator.events if isinstance(event, Faulted)]
+        assert all(message.startswith("grammar=: Parser Error: token") for message in faults), faults
         groups, bad = self.runner.geometry.group_of_layer, []
         for life in self.coordinator.lives:
             expected = life.expected(groups, self.settings.prefill_chunk_tokens)
             whole = life.outcome == "length"
-            if life.tokens != (expected if whole else expected[: len(life.tokens)]):
+            if life.outcome in faults or life.tokens != (expected if whole else expected[: len(life.tokens)]):
                 bad.append(life.number)
         return bad
 

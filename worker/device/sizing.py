@@ -210,9 +210,10 @@ def _context(settings: WorkerSettings, info: ModelInfo) -> int:
 
 
 def sampler_seat_bytes(vocab: int) -> int:
-    """Device bytes of a seat's draws (worker/runners/base.py): occurrences of each token of the vocabulary, int16;
-    biases, ends and parameters."""
-    return vocab * 2 + LOGIT_BIAS_MAX * 12 + (EOS_IDS_MAX + STOP_TOKEN_IDS_MAX) * 8 + 61
+    """Device bytes of a seat's draws (worker/runners/base.py): occurrences of each token of the vocabulary, int16; a
+    mask, one bit for each; biases, ends and parameters."""
+    mask = 4 * -(-vocab // 32)
+    return vocab * 2 + mask + LOGIT_BIAS_MAX * 12 + (EOS_IDS_MAX + STOP_TOKEN_IDS_MAX) * 8 + 63
 
 
 def _bookkeeping_bytes(

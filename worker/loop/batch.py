@@ -27,6 +27,7 @@ from worker.streams import Fence
 from worker.transfer.handover import Outgoing
 
 if TYPE_CHECKING:
+    from worker.loop.grammars import Grammar
     from worker.runners.adjust import Adjust
 
 #: In `prefix_loads`: the place of what comes before every layer.
@@ -77,8 +78,9 @@ class RunningRequest:
     `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how
     many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
     `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the chunk).
-    `adjust` is what it asks of its logits, `logprob_words` how long its rows of log-probabilities are. `since_s` is
-    when prefill, then staging, or loading began. `topk_place` is where its last top-k is downloaded to.
+    `adjust` is what it asks of its logits, `grammar` what holds its output to a grammar, `logprob_words` how long its
+    rows of log-probabilities are. `since_s` is when prefill, then staging, or loading began. `topk_place` is where its
+    last top-k is downloaded to.
     """
 
     placement: int
@@ -99,6 +101,7 @@ class RunningRequest:
     resize: Resize | None = None
     adjust: Adjust | None = None
     logprob_words: int = 0
+    grammar: Grammar | None = None
     outgoing: Outgoing | None = None
     staged_marks: deque[tuple[Fence, int, int]] = field(default_factory=deque)
     chunk_marks: deque[tuple[Fence, int]] = field(default_factory=deque)
@@ -116,6 +119,15 @@ class RunningRequest:
     def prompt_rows(self) -> int:
         """Rows of its prompt that were computed, or were there before."""
         return min(self.prefilled, self.position)
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.status is Status.LEAVING
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether it has a grammar, and what may come next is not known yet."""
+        return self.grammar is not None and not self.grammar.has_mask
 
     @property
     def prefills_only(self) -> bool:

@@ -19,7 +19,9 @@ graphs, such a step replays a second one, captured with timing events as nodes.
 
 A step with a request that adjusts its logits (worker/runners/logits.py) or asks for log-probabilities
 (worker/runners/logprobs.py) replays a graph of its forward pass alone, and launches its draws behind it one by one. All
-other steps are one graph, draws included.
+other steps are one graph, draws included. With a request that has a grammar the draws are launched later, by `draw`:
+its mask depends on the token of the step before, which is read meanwhile. A row whose mask is late draws nothing, and
+its step is launched again.
 
 Rejected: timing events in every step's graph (a microsecond or two each, two per layer); begin_step and the upload
 inside the graph (a graph for each of the T backup plans), and the backup in it (its fences lie between replays, since
@@ -29,7 +31,7 @@ step n+T waits for them).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,12 +109,27 @@ class _Launched:
     has_logprobs: bool
     number: int
     at_s: float
+    undrawn: Collection[RunningRequest] = ()
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step whose draws were not launched yet."""
+
+    bucket: _Bucket
+    outputs: StepOutputs
+    adjust: Adjust | None
+    requests: list[RunningRequest]
+    positions: list[int]
+    counted: bool
+    number: int
+    at_s: float
 
 
 @dataclass(slots=True)
 class StepTokens:
     """A step that was read: requests, the row each wrote, the token each drew; if asked for, `counts` int64[2, G, S],
-    hits and misses by index group and seat.
+    hits and misses by index group and seat. `undrawn` drew no token.
 
     `logits` float32[requests, vocab] if they are kept, `logprobs` int32[requests, ROW_WORDS_MAX] if a request asks for
     them: true until as many steps have been launched as are in flight.
@@ -125,6 +142,7 @@ class StepTokens:
     launched_s: float
     logits: torch.Tensor
     logprobs: Int32Array | None
+    undrawn: Collection[RunningRequest] = ()
 
     def row(self, number: int) -> bytes:
         """Log-probabilities of the token of a request, as far as it asks for them."""
@@ -167,18 +185,19 @@ class Decoder:
         self._counters = swap.counters
         self._number = 0
         self._launched: deque[_Launched] = deque()
+        self._begun: _Begun | None = None
         self._backed_up: deque[Fence] = deque()
         self._undurable: deque[tuple[Fence, list[RunningRequest], list[int]]] = deque()
 
     @property
     def in_flight(self) -> int:
-        """Steps launched and not read; at most lookahead + 1."""
+        """Steps launched with their draws and not read; at most lookahead + 1."""
         return len(self._launched)
 
     @property
     def settled(self) -> bool:
         """Whether everything launched was read and seen durable."""
-        return not self._launched and not self._undurable
+        return not self._launched and not self._undurable and self._begun is None
 
     def warm_up(self, *, graphs: bool) -> None:
         """Run each bucket once on padding alone and, where there are graphs and if asked for, capture it. Blocks."""
@@ -204,7 +223,7 @@ class Decoder:
     def launch(self, requests: list[RunningRequest], now_s: float, *, count: bool = False, rows: int = 0) -> None:
         """Launch one step of `requests`, each of which has memory for its next row, and advance their positions.
 
-        It is padded to `rows` at least.
+        It is padded to `rows` at least. With a grammar in it, `draw` must follow before the next.
         """
         bucket = next(bucket for bucket in self._buckets if bucket.rows >= max(rows, len(requests)))
         positions = [request.position for request in requests]
@@ -218,21 +237,44 @@ class Decoder:
         plan = bucket.plans[self._number % len(bucket.plans)]
         compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
         is_timed = self._timed_every > 0 and self._number % self._timed_every == self._timed_every - 1
-        self._launch_bucket(bucket, outputs, adjust, is_timed=is_timed)
+        begun = _Begun(bucket, outputs, adjust, requests, positions, count, self._number, now_s)
+        draws_later = adjust is not None and adjust.grammar
+        if draws_later:
+            self._begun = begun
+            self._launch_forward_of(bucket, is_timed=is_timed)
+        else:
+            self._launch_bucket(begun, is_timed=is_timed)
         backed_up, durable = self._swap.backup(plan, len(requests))
-        results = self._results[self._number % len(self._results)]
-        compute.launch("download", partial(results.download, outputs, self._state if count else None))
-        if self._recorder is not None:
-            download = partial(self._recorder.download, self._number, len(requests))
-            compute.launch("download selections", download)
-        sampled = compute.record("sampled")
-        step = _Launched(requests, positions, sampled, results, count, has_logprobs, self._number, now_s)
-        self._launched.append(step)
         self._backed_up.append(backed_up)
         self._undurable.append((durable, requests, positions))
         self._number += 1
         for request in requests:
             request.position += 1
+        if not draws_later:
+            self._download(begun, ())
+
+    def draw(self, mask_ready: Fence, undrawn: Collection[RunningRequest]) -> None:
+        """Launch the draws of the step launched last, behind `mask_ready`; `undrawn` are those whose mask is late."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        self._streams.compute.wait(mask_ready)
+        self._launch_draws(begun.bucket, begun.outputs, begun.adjust)
+        self._download(begun, undrawn)
+
+    def _download(self, begun: _Begun, undrawn: Collection[RunningRequest]) -> None:
+        compute, number, requests = self._streams.compute, begun.number, begun.requests
+        results = self._results[number % len(self._results)]
+        counted = self._state if begun.counted else None
+        compute.launch("download", partial(results.download, begun.outputs, counted))
+        if self._recorder is not None:
+            compute.launch("download selections", partial(self._recorder.download, number, len(requests)))
+        sampled = compute.record("sampled")
+        has_logprobs = begun.outputs.logprobs is not None
+        self._launched.append(
+            _Launched(
+                requests, begun.positions, sampled, results, begun.counted, has_logprobs, number, begun.at_s, undrawn
+            )
+        )
 
     def read(self) -> StepTokens:
         """The oldest step in flight. Blocks the host until its tokens are there."""
@@ -245,7 +287,7 @@ class Decoder:
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
         logprobs = step.results.logprobs[: len(step.requests)].numpy() if step.has_logprobs else None
-        return StepTokens(step.requests, step.positions, tokens, counts, step.at_s, logits, logprobs)
+        return StepTokens(step.requests, step.positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn)
 
     def note_durable(self) -> Iterator[RunningRequest]:
         """Raise `durable_rows` as far as completions have been observed; yields the requests concerned."""
@@ -260,13 +302,20 @@ class Decoder:
         if self._backed_up:
             self._streams.compute.wait(self._backed_up[-1])
 
-    def _launch_bucket(self, bucket: _Bucket, outputs: StepOutputs, adjust: Adjust | None, *, is_timed: bool) -> None:
+    def _launch_bucket(self, begun: _Begun, *, is_timed: bool) -> None:
         """A step in one graph, where there are graphs; with the draws behind it where rows adjust their logits or ask
         for log-probabilities."""
-        if adjust is None and outputs.logprobs is None:
+        bucket = begun.bucket
+        if begun.adjust is None and begun.outputs.logprobs is None:
             self._launch_part(bucket.timed_replay if is_timed else bucket.replay, self._launch_runner, bucket, is_timed)
             return
+        self._launch_forward_of(bucket, is_timed=is_timed)
+        self._launch_draws(begun.bucket, begun.outputs, begun.adjust)
+
+    def _launch_forward_of(self, bucket: _Bucket, *, is_timed: bool) -> None:
         self._launch_part(bucket.timed_forward if is_timed else bucket.forward, self._launch_forward, bucket, is_timed)
+
+    def _launch_draws(self, bucket: _Bucket, outputs: StepOutputs, adjust: Adjust | None) -> None:
         self._runner.launch_sample(self._streams, self._sampler, bucket.batch, outputs, adjust)
 
     def _launch_part(
@@ -296,7 +345,7 @@ class Decoder:
 
     def _launch_runner(self, bucket: _Bucket) -> None:
         self._launch_forward(bucket)
-        self._runner.launch_sample(self._streams, self._sampler, bucket.batch, bucket.outputs, None)
+        self._launch_draws(bucket, bucket.outputs, None)
 
     def _launch_forward(self, bucket: _Bucket) -> None:
         self._runner.launch_forward(self._streams, self._state, self._sampler, bucket.batch)

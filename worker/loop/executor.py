@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Concatenate, Final, ParamSpec, cast
 
 from torch import Tensor
@@ -49,6 +49,7 @@ from worker.group.agreement import Agreement, RoundKind, Wish, chunk_sizes
 from worker.group.group import Group
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
+from worker.loop.grammars import MASK_WAIT_S, Grammars
 from worker.loop.output import Output
 from worker.loop.prefill import Prefill
 from worker.loop.recording import SelectionRecorder
@@ -144,6 +145,7 @@ class Executor:
             ),
             warm_start=warm_start,
         )
+        self._grammars = Grammars(streams, sampler.adjust, tokenizer, runner.info, self.wake)
         self._seats = Seats(
             streams,
             self.state,
@@ -216,6 +218,7 @@ class Executor:
             if not self.turn():
                 self._sleep()
         self._streams.close()
+        self._grammars.close()
 
     def _may_end(self) -> bool:
         """A rank of a group goes on until the group sleeps: until then the others need it for their rounds."""
@@ -317,9 +320,8 @@ class Executor:
     def _sleep(self) -> None:
         with self._news:
             if not self._commands and not self._stopped:
-                self._news.wait(
-                    POLL_S if self._waiting or not self.transfers.is_idle or not self._decoder.settled else IDLE_S
-                )
+                waits = self._waiting or self._running or not self.transfers.is_idle or not self._decoder.settled
+                self._news.wait(POLL_S if waits else IDLE_S)
 
     def _contain(
         self,
@@ -402,6 +404,8 @@ class Executor:
             self._report.released(admit.placement, 0)
             return
         request.since_s = self._clock()
+        if admit.sampling.grammar:
+            request.grammar = self._grammars.open(request.seat, admit.sampling.grammar, output.tokens)
         self._requests[request.placement] = self._waiting[request.placement] = request
         if request.status is Status.PREFILLING:
             self._prompts.append(request)
@@ -474,7 +478,10 @@ class Executor:
         """Whether what `request` waits for was seen to be complete."""
         if request.status is Status.LEAVING:
             return self._poll_leaving(request)
-        if request.outgoing is not None and self._poll_outgoing(request, request.outgoing):
+        self._contain(_check_grammar, request)
+        if request.outgoing is not None:
+            self._poll_outgoing(request, request.outgoing)
+        if request.is_leaving:
             return True
         if request.chunk_marks and (rows := request.note_staged()) is not None:
             self._report.prompt_rows(request, rows)
@@ -498,13 +505,12 @@ class Executor:
         self._release(request)
         return True
 
-    def _poll_outgoing(self, request: RunningRequest, out: Outgoing) -> bool:
-        """Whether it leaves: its pages were delivered, or cannot be."""
+    def _poll_outgoing(self, request: RunningRequest, out: Outgoing) -> None:
+        """It leaves when its pages were delivered, or cannot be."""
         if request.staged_marks:
             self._contain(self._send_staged, request, out)
         if request.status is Status.SENDING and out.is_over:
             self._leave(request)
-        return request.status is Status.LEAVING
 
     def _take_first_token(self, request: RunningRequest) -> None:
         request.first_token = None
@@ -550,11 +556,23 @@ class Executor:
         return True
 
     def _launchable(self) -> list[RunningRequest]:
-        """Prompts in order, without those whose prefix a batch, or other ranks, would wait for."""
+        """Prompts in order, without those whose prefix a batch, or other ranks, would wait for, and without those whose
+        next chunk draws a token before its mask is there."""
         is_waited_for = bool(self._running) or self._rounds is not None
-        return [request for request in self._prompts if not (is_waited_for and request.prefix_loads)]
+        return [
+            request
+            for request in self._prompts
+            if not (is_waited_for and request.prefix_loads) and not (self._draws(request) and request.lacks_mask)
+        ]
+
+    def _draws(self, request: RunningRequest) -> bool:
+        """Whether the next chunk of a prompt is its last."""
+        return request.prefilled + self._chunk_tokens >= request.prompt_tokens
 
     def _launch_chunk(self, request: RunningRequest) -> None:
+        if request.grammar is not None and self._draws(request):
+            self._set_mask(request, 0.0, [])
+            self._streams.compute.wait(self._grammars.upload())
         is_last = self._prefill.launch_chunk(request)
         staged = self._swap.staged()
         if is_last:
@@ -565,11 +583,14 @@ class Executor:
             request.chunk_marks.append((staged, request.prefilled))
 
     def _ready(self) -> list[RunningRequest]:
-        """Running requests that have memory for their next row; others park."""
+        """Running requests that have memory for their next row, and whose mask is not late; those without memory
+        park."""
         ready: list[RunningRequest] = []
         starved: list[RunningRequest] = []
-        for request in self._running:
-            if request.position < request.rows_max:
+        for request in tuple(self._running):
+            if request.lacks_mask:
+                self._contain(_check_grammar, request)
+            elif request.position < request.rows_max:
                 ready.append(request)
             elif request.starved:
                 starved.append(request)
@@ -585,6 +606,28 @@ class Executor:
         if count:
             self._counted_at = now
         self._decoder.launch(ready, now, count=count, rows=rows)
+        held = [request for request in ready if request.grammar is not None]
+        if held:
+            self._read(0)
+            self._draw(held)
+
+    def _draw(self, held: Sequence[RunningRequest]) -> None:
+        """The draws of the step launched last; `held` are its requests with a grammar."""
+        until_s, undrawn = time.monotonic() + MASK_WAIT_S, list[RunningRequest]()
+        for request in held:
+            if not request.is_leaving and request.is_drawn(request.position - 1):
+                self._contain(self._set_mask, request, until_s, undrawn)
+        for request in undrawn:
+            self._seats.step_back(request)
+        self._decoder.draw(self._grammars.upload(), undrawn)
+
+    def _set_mask(self, request: RunningRequest, until_s: float, undrawn: list[RunningRequest]) -> None:
+        """What the next draw of `request` is held to; where that is not known by `until_s` it draws nothing."""
+        assert request.grammar is not None
+        mask = request.grammar.wait(until_s)
+        self._grammars.set(request.seat, mask)
+        if mask is None:
+            undrawn.append(request)
 
     def _read(self, keep: int) -> bool:
         """Read the oldest steps in flight, all but `keep`; whether there were any."""
@@ -596,7 +639,7 @@ class Executor:
             self._read_at = now
             tokens = zip(step.requests, step.positions, step.tokens, strict=True)
             for number, (request, position, token) in enumerate(tokens):
-                if request.status is Status.LEAVING:
+                if request.status is Status.LEAVING or request in step.undrawn:
                     self.counters.surplus_tokens += 1
                 elif request.is_drawn(position):
                     self._contain(self._take_token, request, token, step.row(number))
@@ -611,6 +654,8 @@ class Executor:
         if request.output.finished:
             self._report.finished(request)
             self._leave(request)
+        elif request.grammar is not None:
+            request.grammar.advance(token)
 
     def _leave(self, request: RunningRequest) -> None:
         """Out of the batch for good: what was launched for it goes on, nothing more is."""
@@ -655,6 +700,12 @@ class Executor:
             self._running.remove(request)
         request.status = status
         self._waiting[request.placement] = request
+
+
+def _check_grammar(request: RunningRequest) -> None:
+    """Raises what has ended the grammar of `request`."""
+    if request.grammar is not None:
+        request.grammar.check()
 
 
 def _row_of(request: RunningRequest) -> InventoryRow:

@@ -70,6 +70,7 @@ class _Lists:
         tables.prompt_tokens[seat].fill_(prompt_tokens)
         tables.ends_from[seat].fill_(prompt_tokens + sampling.min_tokens)
         tables.adjusts[seat].fill_(True)
+        tables.has_grammar[seat].fill_(bool(sampling.grammar))
         if not counts:
             return
         device, row = tables.occurs.device, tables.occurs[seat]

@@ -305,6 +305,15 @@ class Seats:
             request.fences = (self._load_rows(request),)
         return done.reload
 
+    def step_back(self, request: RunningRequest) -> None:
+        """The step launched last for `request` is to be launched again. A managed buffer has its row in a tail slot
+        already, and begins cold."""
+        self._decoder.wait_backed_up()
+        request.position -= 1
+        hot = request.memory.hot
+        if hot.hot_slots:
+            self._set_up(request, HotBufferChange(hot, (), SetUp.MANAGED))
+
     def keep_topk(self, request: RunningRequest) -> None:
         """Keep what the last step of a request selected that is about to leave, if its buffer tells. Before `close`."""
         hot = request.memory.hot

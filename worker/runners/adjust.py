@@ -10,17 +10,18 @@ from protocol.messages import Sampling
 
 @dataclass(frozen=True)
 class Adjust:
-    """What some rows of a step ask for: `top_k` is the largest of them, 0 for none."""
+    """What some rows of a step ask for: `top_k` is the largest of them, 0 for none. `grammar`: some are held to one."""
 
     top_k: int = 0
     min_p: bool = False
     penalties: bool = False
+    grammar: bool = False
 
     @classmethod
     def of(cls, sampling: Sampling) -> Adjust | None:
         """What a request asks for; None where its logits stay as they are."""
         penalties = sampling.repetition_penalty != 1 or bool(sampling.frequency_penalty or sampling.presence_penalty)
-        asks = cls(sampling.top_k, sampling.min_p > 0, penalties)
+        asks = cls(sampling.top_k, sampling.min_p > 0, penalties, bool(sampling.grammar))
         is_plain = asks == cls() and not sampling.logit_bias and not sampling.min_tokens
         return None if is_plain else asks
 
@@ -34,4 +35,5 @@ class Adjust:
             max(it.top_k for it in present),
             any(it.min_p for it in present),
             any(it.penalties for it in present),
+            any(it.grammar for it in present),
         )

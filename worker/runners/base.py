@@ -101,6 +101,7 @@ class SamplerState:
         self.top_p[seat].fill_(top_p)
         self.seed[seat].fill_((seed + 2**63) % 2**64 - 2**63)
         self.adjust.adjusts[seat].fill_(False)
+        self.adjust.has_grammar[seat].fill_(False)
 
 
 @dataclass
@@ -195,7 +196,8 @@ class Runner(Protocol):
         """Behind `launch_forward` of the same batch: draw the token of position `length` of each real row.
 
         `adjust` is what the rows ask for together; None: no row does. With it, or with `outputs.logprobs`, nothing of
-        the launch is captured.
+        the launch is captured. A row whose mask is late (sampler.adjust.drawn) counts and draws nothing: -1, and its
+        last_token stays.
         """
         ...
 

@@ -17,6 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from protocol.grammars import mask_bytes
 from protocol.messages import EOS_IDS_MAX, LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
 from worker.runners.adjust import Adjust
 
@@ -42,8 +43,12 @@ class AdjustTables:
     | bias         | float32 [seats, LOGIT_BIAS_MAX] |                                                                |
     | occurs       | int16 [seats + 1, vocab]        | where penalties apply: twice how often a generated token was   |
     |              |                                 | fed, COUNT_MAX at most, and 1 if it is in the prompt           |
+    | has_grammar  | bool [seats]                    | written with `adjusts`                                         |
+    | masks        | uint8 [seats, bytes + 1]        | where it has: tokens that its grammar allows next, one bit     |
+    |              |                                 | each, and 1; 0: the mask is late, and no token is drawn        |
 
-    The last row of `occurs` takes the writes of padding.
+    The last row of `occurs` takes the writes of padding. `masks` is written on `load`, behind the draw before and
+    before the one that reads it (fence mask_ready).
     """
 
     adjusts: Tensor
@@ -55,6 +60,8 @@ class AdjustTables:
     bias_ids: Tensor
     bias: Tensor
     occurs: Tensor
+    has_grammar: Tensor
+    masks: Tensor
 
     @classmethod
     def allocate(cls, seats: int, vocab: int, device: torch.device | str = "cpu") -> AdjustTables:
@@ -71,6 +78,8 @@ class AdjustTables:
             bias_ids=zeros(seats, LOGIT_BIAS_MAX, dtype=torch.int64),
             bias=zeros(seats, LOGIT_BIAS_MAX, dtype=torch.float32),
             occurs=zeros(seats + 1, vocab, dtype=torch.int16),
+            has_grammar=zeros(seats, dtype=torch.bool),
+            masks=zeros(seats, mask_bytes(vocab) + 1, dtype=torch.uint8),
         )
 
     @property
@@ -87,9 +96,22 @@ class AdjustTables:
         before = self.occurs[rows, tokens]
         self.occurs[rows, tokens] = torch.where((before >> 1) < COUNT_MAX, before + 2, before)
 
+    def drawn(self, seats: Tensor) -> Tensor:
+        """bool[B]: rows of `seats` int64[B] that may draw: those without a grammar, and those whose mask is there."""
+        return ~self.has_grammar[seats] | self.masks[seats, -1].bool()
+
+    def allowed(self, seats: Tensor) -> Tensor:
+        """bool[B, vocab]: what the grammars of `seats` int64[B] allow next; all where there is none."""
+        bits = torch.arange(8, dtype=torch.uint8, device=seats.device)
+        words = self.masks[seats, :-1].unsqueeze(-1)
+        allowed = ((words >> bits) & 1).flatten(1)[:, : self.vocab].bool()
+        return allowed | ~self.has_grammar[seats].unsqueeze(1)
+
 
 def adjusted(tables: AdjustTables, asks: Adjust, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
     """float32[B, vocab]: what greedy rows choose the highest of, for draws at `positions` int64[B]."""
+    if asks.grammar:
+        logits = logits.masked_fill(~tables.allowed(seats), -torch.inf)
     place = logits.new_zeros(len(logits), tables.vocab + 1)
     added = place.scatter_add(1, tables.bias_ids[seats], tables.bias[seats])
     barred = (positions < tables.ends_from[seats]).unsqueeze(1)

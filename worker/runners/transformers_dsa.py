@@ -372,6 +372,8 @@ class TransformersRunner:
     ) -> None:
         logits = self._layers.logits(scratch.final)
         real, seats, positions = real_rows(batch), batch.seats.long().clamp(min=0), batch.lengths.long()
+        if adjust is not None and adjust.grammar:
+            real = real & sampler.adjust.drawn(seats)
         if adjust is not None and adjust.penalties:
             fed = torch.where(batch.inputs >= 0, batch.inputs, sampler.last_token[seats]).masked_fill(~real, 0)
             sampler.adjust.feed(seats, fed.long(), positions - 1, real)

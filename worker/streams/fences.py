@@ -68,6 +68,7 @@ FENCES: Final[dict[str, FenceSpec]] = {
     "swapped_in": _spec("swap", "compute", "a layer gathers rows that swap-in found or loaded", "inside capture"),
     "prefetched": _spec("swap", "compute", "a shared-index layer gathers rows that replay copied", "inside capture"),
     "chunk_reclaimed": _spec("compute", "load", "rows are loaded into chunks that launched steps still read"),
+    "mask_ready": _spec("load", "compute", "draws read the masks of this step, of requests with a grammar"),
     "sampled": _spec("compute", "host", "the host reads the tokens of a step"),
     "wishes_gathered": _spec("compute", "host", "the host reads what the ranks of a group wish to run next"),
     "quiesced": _spec("compute stage backup load", "host", "memory of a request that left goes to another owner"),

@@ -10,7 +10,8 @@ import msgspec
 from hisparse.http.bodies import ApiBody
 from hisparse.http.formats.conversation import Conversation, PastCall, Tool, Turn
 from hisparse.http.generation import NULL, Generation, absent
-from hisparse.http.tools import TOOLS_BYTES_MAX, Arguments, checked_tools, refuse_choice, refuse_media
+from hisparse.http.structured import STRUCTURE_BYTES_MAX, OutputForm
+from hisparse.http.tools import TOOLS_BYTES_MAX, Arguments, check_choice, checked_tools, refuse_media
 from protocol.errors import BadInput
 
 
@@ -89,9 +90,14 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     display: str | None = None  # ignored
 
 
+class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: dict[str, Any]
+    type: Literal["json_schema"] = "json_schema"
+
+
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: None = None
+    format: OutputFormat | None = None
 
 
 _NAMES: Final = {"prompt": "messages", "stop": "stop_sequences"}
@@ -133,14 +139,28 @@ class CountBody(ApiBody, frozen=True, kw_only=True):
             text = "an assistant's turn cannot be continued"
             raise BadInput(text, field=field, value="assistant", remedy="end with a message of the user")
 
+    @property
+    def config(self) -> OutputConfig:
+        said: OutputConfig | None = self.read("output_config", STRUCTURE_BYTES_MAX)
+        return said or OutputConfig()
+
     def conversation(self) -> Conversation:
         """Raises BadInput."""
         choice: ToolChoice | None = self.read("tool_choice")
-        config: OutputConfig = self.read("output_config") or OutputConfig()
+        config = self.config
         effort = {} if config.effort is None else {"reasoning_effort": config.effort}
+        kind = "auto" if choice is None else choice.type
+        named = choice.name or "" if choice is not None and kind == "tool" else ""
+        tools, where = _tools(self)
+        check_choice(tools, "tool_choice.name" if kind == "tool" else "tool_choice.type", kind, named)
+        if kind == "tool" and not named:
+            raise BadInput("is missing", field="tool_choice.name", remedy="add it")
         return Conversation(
             turns=tuple(_turns(self)),
-            tools=_tools(self, choice),
+            tools=() if kind == "none" else tools,
+            parameters=() if kind == "none" else tuple(f"{it}.input_schema" for it in where),
+            must_call=kind in ("any", "tool"),
+            called=named,
             parallel=choice is None or not choice.disable_parallel_tool_use,
             thinking=None if self.thinking is None else self.thinking.type != "disabled",
             variables=effort | (self.read("chat_template_kwargs") or {}),
@@ -177,6 +197,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
 
     def generation(self) -> Generation:
         """Raises BadInput."""
+        form = self.config.format
         return Generation(
             model=self.model,
             conversation=self.conversation(),
@@ -187,6 +208,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
             stop=tuple(self.read("stop_sequences") or ()),
             ignore_eos=self.ignore_eos,
             adjustments={} if self.top_k is None else {"top_k": max(0, self.top_k)},
+            structure=None if form is None else OutputForm("json", form.schema, "output_config.format.schema"),
             priority=self.priority,
             cache_salt=self.cache_salt,
             stream=bool(self.stream),
@@ -194,13 +216,12 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         )
 
 
-def _tools(body: CountBody, choice: ToolChoice | None) -> tuple[Tool, ...]:
-    if choice is not None and choice.type in ("any", "tool"):
-        raise refuse_choice("tool_choice.type", choice.type)
+def _tools(body: CountBody) -> tuple[tuple[Tool, ...], list[str]]:
+    """The tools, and where each is. Raises BadInput."""
     said: list[CustomTool] = body.read("tools", TOOLS_BYTES_MAX) or []
     tools = [Tool(it.name, it.description, it.input_schema, it.strict) for it in said]
-    checked = checked_tools(tools, [f"tools[{number}].name" for number in range(len(tools))])
-    return () if choice is not None and choice.type == "none" else checked
+    where = [f"tools[{number}]" for number in range(len(tools))]
+    return checked_tools(tools, [f"{it}.name" for it in where]), where
 
 
 def _turns(body: CountBody) -> Iterator[Turn]:

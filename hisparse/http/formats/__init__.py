@@ -6,5 +6,7 @@ scanning.py         what the readers of both formats have in common
 glm.py              calls as GLM writes them
 deepseek.py         calls as DeepSeek-V3.2 writes them (DSML), and its prompts, for which it ships no template
 arguments.py        arguments of a call as JSON
+lark.py             grammars, put together from parts
+call_grammars.py    arguments of tools as grammars
 known.py            which format a served model has
 """

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
+#: References to references in a schema.
+REFERENCES_MAX: Final = 8
 _TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
@@ -55,12 +57,27 @@ def _accepting(types: frozenset[str]) -> frozenset[str]:
 
 def types_of(parameters: Mapping[str, Any] | None, name: str) -> frozenset[str]:
     """The types that a JSON schema of an object accepts for its member `name`; none: it does not say."""
-    properties = (parameters or {}).get("properties")
+    parameters = parameters or {}
+    properties = parameters.get("properties")
     member = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(member, 4)
+    return _types(member, parameters, 4)
 
 
-def _types(schema: Any, depth: int) -> frozenset[str]:
+def resolved(schema: Any, parameters: Mapping[str, Any]) -> Any:
+    """What `schema` refers to within `parameters`, or itself."""
+    for _ in range(REFERENCES_MAX):
+        name = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(name, str) or not name.startswith("#/"):
+            break
+        found: Any = parameters
+        for word in name.split("/")[1:]:
+            found = found.get(word) if isinstance(found, Mapping) else None
+        schema = found
+    return schema
+
+
+def _types(schema: Any, parameters: Mapping[str, Any], depth: int) -> frozenset[str]:
+    schema = resolved(schema, parameters)
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
     said = schema.get("type")
@@ -71,5 +88,5 @@ def _types(schema: Any, depth: int) -> frozenset[str]:
     if isinstance(values := schema.get("enum"), list):
         return frozenset("null" if value is None else _TYPES.get(type(value), "") for value in values) - {""}
     branches = [it for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) for it in schema[word]]
-    found = [_types(branch, depth - 1) for branch in branches]
+    found = [_types(branch, parameters, depth - 1) for branch in branches]
     return frozenset().union(*found) if all(found) else frozenset()

@@ -49,17 +49,33 @@ class Tool:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`turns` to continue. `tools` are those that the model is shown: none where it may call none.
+    """`turns` to continue. `tools` are those that the model is shown: none where it may call none. `parameters` are the
+    fields of theirs, in the body.
 
-    `parallel`: the reply may hold several calls. `thinking`: whether the model is to reason first; None: as its
-    template has it. `variables` are further ones of the chat template, and come before `thinking`.
+    `parallel`: the reply may hold several calls. `must_call`: it holds calls and no text; with `called`, one of that
+    tool. `thinking`: whether the model is to reason first; None: as its template has it. `variables` are further ones
+    of the chat template, and come before `thinking`.
     """
 
     turns: tuple[Turn, ...]
     tools: tuple[Tool, ...] = ()
+    parameters: tuple[str, ...] = ()
     parallel: bool = True
+    must_call: bool = False
+    called: str = ""
     thinking: bool | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def many(self) -> bool:
+        """Whether calls after the first are calls."""
+        return self.parallel and not self.called
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether the client wants no reasoning."""
+        said = self.all_variables
+        return said.get("enable_thinking", said.get("thinking")) is False
 
     @property
     def all_variables(self) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from hisparse.http.formats.arguments import json_or_quoted, object_of, quoted
+from hisparse.http.formats.call_grammars import any_of, expressions, members_of, optional
 from hisparse.http.formats.conversation import Conversation, PastCall, Tool, Turn, in_call_order
+from hisparse.http.formats.lark import Rules
 from hisparse.http.formats.replies import THINK, THINK_END, CallSyntax, Schemas
 from hisparse.http.formats.scanning import Reading, Scan, UnreadableOutput
 from protocol.errors import BadInput
@@ -40,6 +42,7 @@ _INVOKE_END: Final = f"</{DSML}invoke>"
 _PARAMETER: Final = f'<{DSML}parameter name="'
 _PARAMETER_END: Final = f"</{DSML}parameter>"
 _IS_STRING: Final = '" string="'
+_TAG_END: Final = '">'
 
 #: What the model reads before the tools' schemas: part of its format, so to the letter.
 _TOOLS: Final = f"""## Tools
@@ -95,6 +98,22 @@ def _read_call(scan: Scan, _: Schemas) -> Reading[tuple[str, str]]:
             raise UnreadableOutput
         values[key] = quoted(value) if is_string else json_or_quoted(value)
     return name, object_of(values.items())
+
+
+def call_grammar(rules: Rules, tools: Sequence[tuple[Tool, str]], many: bool) -> str:
+    """Of a block with one call of `tools`, each with the field of its parameters, or with several. Raises BadInput."""
+    call = rules.rule(any_of([_written(rules, tool, field) for tool, field in tools]))
+    return f'{rules.literal(_CALLS)} "\\n" ({call} "\\n"){"+" if many else ""} {rules.literal(_CALLS_END)}'
+
+
+def _written(rules: Rules, tool: Tool, field: str) -> str:
+    parts = [rules.literal(f'{_INVOKE}{tool.name}">\n')]
+    for member in members_of(tool, field):
+        kinds = zip(("true", "false"), expressions(rules, member.values, _PARAMETER_END), strict=True)
+        opening = f"{_PARAMETER}{member.name}{_IS_STRING}"
+        said = [f"{rules.literal(opening + kind + _TAG_END)} {any_of(values)}" for kind, values in kinds if values]
+        parts.append(optional(member, f'{any_of(said)} "\\n"'))
+    return " ".join((*parts, rules.literal(_INVOKE_END)))
 
 
 SYNTAX: Final = CallSyntax(_CALLS, _read_call, next_call=_INVOKE, block_end=_CALLS_END)

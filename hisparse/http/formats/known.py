@@ -13,41 +13,45 @@ A checkpoint's program is never run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from hisparse.http.formats import deepseek, glm
-from hisparse.http.formats.conversation import Conversation
+from hisparse.http.formats.conversation import Conversation, Tool
+from hisparse.http.formats.lark import Rules
 from hisparse.http.formats.replies import THINK, THINK_END, CallSyntax, ReplyPlan
 from protocol.text import Tokenizer
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """`encode` makes a prompt, where no template does. `markers` are the texts that stand for structure, shown even
-    where the tokenizer has them as special tokens."""
+    """`encode` makes a prompt, where no template does. `call_grammar` holds to calls of tools. `markers` are the texts
+    that stand for structure, shown even where the tokenizer has them as special tokens."""
 
     syntax: CallSyntax | None
     reasons: bool
     markers: tuple[str, ...] = ()
     encode: Callable[[Conversation], str] | None = None
+    call_grammar: Callable[[Rules, Sequence[tuple[Tool, str]], bool], str] | None = None
 
     def plan(self, conversation: Conversation, prompt: str) -> ReplyPlan:
         """How to read the reply to `prompt`."""
+        end = prompt.rstrip()
         return ReplyPlan(
             reasons=self.reasons,
-            is_within=prompt.rstrip().endswith(THINK),
+            is_within=end.endswith(THINK),
+            may_reason=self.reasons and not end.endswith(THINK_END) and not conversation.answers_at_once,
             syntax=self.syntax if conversation.tools else None,
-            many=conversation.parallel,
+            many=conversation.many,
             schemas={tool.name: tool.parameters for tool in conversation.tools},
         )
 
 
 _THINKING: Final = (THINK, THINK_END)
-GLM: Final = ChatFormat(CallSyntax(glm.START, glm.read_call), True, (*_THINKING, *glm.MARKERS))
-DEEPSEEK_CALLS: Final = ChatFormat(deepseek.SYNTAX, True, (*_THINKING, deepseek.DSML))
-DEEPSEEK: Final = ChatFormat(deepseek.SYNTAX, True, (*_THINKING, deepseek.DSML), deepseek.encode)
+GLM: Final = ChatFormat(CallSyntax(glm.START, glm.read_call), True, (*_THINKING, *glm.MARKERS), None, glm.call_grammar)
+DEEPSEEK_CALLS: Final = ChatFormat(deepseek.SYNTAX, True, (*_THINKING, deepseek.DSML), None, deepseek.call_grammar)
+DEEPSEEK: Final = ChatFormat(deepseek.SYNTAX, True, (*_THINKING, deepseek.DSML), deepseek.encode, deepseek.call_grammar)
 REASONING: Final = ChatFormat(None, True, _THINKING)
 PLAIN: Final = ChatFormat(None, False)
 

@@ -61,6 +61,7 @@ class CallSyntax:
 @dataclass(frozen=True)
 class ReplyPlan:
     """What an output is read as. `reasons`: it may begin with reasoning; `is_within`: it begins in the middle of it.
+    `may_reason`: one that is held to a grammar may begin with reasoning, too.
     `syntax`: None where no call is expected, so that all that follows is text. `many`: calls after the first are calls
     too, and not text."""
 
@@ -69,6 +70,7 @@ class ReplyPlan:
     syntax: CallSyntax | None = None
     many: bool = True
     schemas: Schemas = field(default_factory=dict)
+    may_reason: bool = False
 
 
 #: All is text.

@@ -77,7 +77,6 @@ class ResponsesAnswer:
             "store": False,
             "background": False,
             "truncation": "disabled",
-            "text": {"format": {"type": "text"}},
             "usage": None,
             **self._ask.settings,
         }

@@ -11,7 +11,8 @@ from hisparse.http.bodies import IGNORED, ApiBody
 from hisparse.http.chat_bodies import Choice, Effort
 from hisparse.http.formats.conversation import Conversation, PastCall, Role, Tool, Turn
 from hisparse.http.generation import NULL, Generation, absent
-from hisparse.http.tools import TOOLS_BYTES_MAX, Arguments, checked_tools, refuse_choice, refuse_media
+from hisparse.http.structured import STRUCTURE_BYTES_MAX, ObjectFormat, OutputForm, TextFormat, of_response_format
+from hisparse.http.tools import TOOLS_BYTES_MAX, Arguments, check_choice, checked_tools, refuse_media
 from protocol.errors import BadInput
 
 
@@ -89,12 +90,17 @@ class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generate_summary: str | None = None  # ignored
 
 
-class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"] = "text"
+class FlatSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="json_schema", tag_field="type"):
+    """`schema` binds, `strict` or not."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None  # ignored
+    strict: bool | None = None
 
 
 class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: TextFormat | None = None
+    format: TextFormat | ObjectFormat | FlatSchemaFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -129,6 +135,7 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
         "tool_choice": Choice | NamedTool,
         "chat_template_kwargs": dict[str, Any],
         "metadata": dict[str, str],
+        "text": TextConfig,
     }
 
     input: str | list[Item]
@@ -139,7 +146,7 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     reasoning: ReasoningConfig | None = None
-    text: TextConfig | None = None
+    text: msgspec.Raw = NULL
     parallel_tool_calls: bool | None = None
     tools: msgspec.Raw = NULL
     tool_choice: msgspec.Raw = NULL
@@ -180,13 +187,25 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
         if not self.input:
             raise BadInput("is empty", field="input", remedy="give a text, or at least one item")
 
+    @property
+    def config(self) -> TextConfig:
+        said: TextConfig | None = self.read("text", STRUCTURE_BYTES_MAX)
+        return said or TextConfig()
+
     def generation(self) -> Generation:
         """Raises BadInput."""
         effort = self.reasoning.effort if self.reasoning else None
         variables = {} if effort is None else {"reasoning_effort": effort}
+        choice = self.read("tool_choice")
+        named = choice.name if isinstance(choice, NamedTool) else ""
+        tools, where = _tools(self)
+        check_choice(tools, "tool_choice", named or choice or "", named)
         conversation = Conversation(
             turns=tuple(_turns(self)),
-            tools=_tools(self),
+            tools=() if choice == "none" else tools,
+            parameters=() if choice == "none" else tuple(f"{it}.parameters" for it in where),
+            must_call=bool(named) or choice == "required",
+            called=named,
             parallel=self.parallel_tool_calls is not False,
             thinking=None if effort is None else effort != "none",
             variables=variables | (self.read("chat_template_kwargs") or {}),
@@ -199,6 +218,7 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
             top_p=self.top_p,
             seed=self.seed,
             ignore_eos=self.ignore_eos,
+            structure=_structure(self.config),
             priority=self.priority,
             cache_salt=self.cache_salt,
             stream=bool(self.stream),
@@ -215,6 +235,7 @@ def _settings(body: ResponsesBody, conversation: Conversation) -> dict[str, Any]
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.read("metadata") or {},
         "parallel_tool_calls": conversation.parallel,
+        "text": {"format": body.config.format or TextFormat()},
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "tool_choice": body.read("tool_choice") or "auto",
         "tools": said,
@@ -222,17 +243,19 @@ def _settings(body: ResponsesBody, conversation: Conversation) -> dict[str, Any]
     }
 
 
-def _tools(body: ResponsesBody) -> tuple[Tool, ...]:
-    """Those that the model is shown. Raises BadInput."""
-    choice = body.read("tool_choice")
-    if isinstance(choice, NamedTool):
-        raise refuse_choice("tool_choice", choice.name)
-    if choice == "required":
-        raise refuse_choice("tool_choice", choice)
+def _tools(body: ResponsesBody) -> tuple[tuple[Tool, ...], list[str]]:
+    """The tools, and where each is. Raises BadInput."""
     said: list[FunctionTool] = body.read("tools", TOOLS_BYTES_MAX) or []
     tools = [Tool(it.name, it.description, it.parameters, it.strict) for it in said]
-    checked = checked_tools(tools, [f"tools[{number}].name" for number in range(len(tools))])
-    return () if choice == "none" else checked
+    where = [f"tools[{number}]" for number in range(len(tools))]
+    return checked_tools(tools, [f"{it}.name" for it in where]), where
+
+
+def _structure(config: TextConfig) -> OutputForm | None:
+    """Raises BadInput."""
+    if isinstance(config.format, FlatSchemaFormat):
+        return OutputForm("json", config.format.schema, "text.format.schema")
+    return of_response_format(config.format, "text.format")
 
 
 # ---------------------------------------------------------------- items as turns

@@ -34,7 +34,7 @@ from protocol.messages import (
     Withdraw,
 )
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
-from tests.support.fakes.hash_runner import expected_tokens
+from tests.support.fakes.hash_runner import ALTERNATING, expected_tokens
 from worker.device.sizing import Sizing
 
 
@@ -47,9 +47,16 @@ def prompt_of(number: int, tokens: int) -> tuple[int, ...]:
 
 @cache
 def _expected(
-    number: int, tokens: int, count: int, seed: int, chunk_tokens: int, groups: tuple[int, ...], prefilled: int
+    number: int,
+    tokens: int,
+    count: int,
+    seed: int,
+    chunk_tokens: int,
+    groups: tuple[int, ...],
+    prefilled: int,
+    is_held: bool,
 ) -> tuple[int, ...]:
-    return tuple(expected_tokens(prompt_of(number, tokens), count, seed, chunk_tokens, groups, prefilled))
+    return tuple(expected_tokens(prompt_of(number, tokens), count, seed, chunk_tokens, groups, prefilled, is_held))
 
 
 @dataclass(eq=False)
@@ -90,10 +97,12 @@ class Life:
         return len(self.prompt) + self.sampling.max_tokens - 1
 
     def expected(self, groups: tuple[int, ...], chunk_tokens: int) -> list[int]:
-        """What the oracle says of a greedy or seeded request."""
+        """What the oracle says of a greedy or seeded request, or of one that is held to ALTERNATING."""
+        assert self.sampling.grammar in ("", ALTERNATING)
         count, seed = self.sampling.max_tokens, self.sampling.seed
         prefilled = len(self.shared) * PAGE_TOKENS if self.by_steps else len(self.prompt)
-        return list(_expected(self.number, len(self.prompt), count, seed, chunk_tokens, groups, prefilled))
+        is_held = bool(self.sampling.grammar)
+        return list(_expected(self.number, len(self.prompt), count, seed, chunk_tokens, groups, prefilled, is_held))
 
 
 class FakeCoordinator:

@@ -15,6 +15,7 @@ import trio
 
 from protocol import messages
 from tests.support.gateway_rig import GatewayRig
+from tests.support.walks import walk
 
 #: Between two looks for prompts, and between two pieces of an output.
 POLL_S = 0.002
@@ -30,8 +31,12 @@ class Said:
     prefix_tokens: int = 0
 
 
+class Walk:
+    """An output that the request's grammar allows, by chance."""
+
+
 #: Of a prompt, as text, the output.
-Script: TypeAlias = Callable[[str], Said | str]
+Script: TypeAlias = Callable[[str], Said | Walk | str]
 
 
 class FakeModel:
@@ -61,6 +66,8 @@ class FakeModel:
         prompt = bytes(int(token) for token in ids if token < 256).decode(errors="replace")
         self.prompts.append(prompt)
         said = self._script(prompt)
+        if isinstance(said, Walk):
+            said = walk(submit.sampling.grammar, submit.sampling.seed, ends_after=20, most=submit.sampling.max_tokens)
         said = Said(said) if isinstance(said, str) else said
         data = list(said.text.encode())[: submit.sampling.max_tokens]
         while data:

@@ -96,6 +96,23 @@ def draw(hidden: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return (mix(hidden + mix(seeds * 1_000_003 + positions * seeds.sign())).abs() % VOCAB).int()
 
 
+def draw_allowed(hidden: Tensor, allowed: Tensor) -> Tensor:
+    """Tokens int32[B] of those that `allowed` bool[B, VOCAB] marks."""
+    scores = mix(hidden.unsqueeze(1) + torch.arange(VOCAB, device=hidden.device)) >> 1
+    return scores.masked_fill(~allowed, torch.iinfo(torch.int64).min).argmax(1).int()
+
+
+#: A grammar whose outputs of up to 120 tokens take turns between two sets of bytes.
+ALTERNATING = "start: /([a-m][n-z]){60}/"
+
+
+def alternates(place: int) -> Tensor:
+    """bool[1, VOCAB]: what ALTERNATING allows at a place of the output."""
+    tokens = torch.arange(VOCAB)
+    first = ord("n" if place % 2 else "a")
+    return ((tokens >= first) & (tokens < first + 13)).unsqueeze(0)
+
+
 def logits_of(hidden: Tensor) -> Tensor:
     return (mix(hidden.unsqueeze(1) + torch.arange(VOCAB, device=hidden.device)).abs() % 1_000_003).float()
 
@@ -162,7 +179,8 @@ class FakeRunner:
             layer_written(layer)
             compute.launch("prefill attend", partial(self._attend_prompt, chunk, state, layer))
         if outputs is not None:
-            compute.launch("first token", partial(self._first_token, chunk, sampler, start + len(tokens), outputs))
+            draw_first = partial(self._first_token, chunk, sampler, start + len(tokens), outputs, adjust)
+            compute.launch("first token", draw_first)
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
@@ -181,9 +199,9 @@ class FakeRunner:
     def launch_sample(
         self, streams: Streams, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
     ) -> None:
-        """Adjusts nothing: its draws are hashes, and have no logits."""
+        """Adjusts nothing but by grammars: its draws are hashes, and have no logits."""
         scratch = self._scratch_for(len(batch.seats), batch.seats.device)
-        streams.compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs))
+        streams.compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs, adjust))
 
     def _embed_prompt(self, chunk: _Chunk, tokens: Tensor) -> None:
         chunk.hidden = embed(tokens)
@@ -203,9 +221,12 @@ class FakeRunner:
         rows = read_slab_rows(state, layer, chunk.seat, chunk.start + len(chunk.hidden)).view(torch.int64)
         chunk.hidden = attend_prompt(chunk.hidden, chunk.start, rows)
 
-    def _first_token(self, chunk: _Chunk, sampler: SamplerState, position: int, outputs: StepOutputs) -> None:
+    def _first_token(
+        self, chunk: _Chunk, sampler: SamplerState, position: int, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
         hidden, own = chunk.hidden[-1:], slice(chunk.seat, chunk.seat + 1)
-        token = draw(hidden, sampler.seed[own], torch.full_like(hidden, position))
+        seats = torch.full_like(hidden, chunk.seat)
+        token = _drawn(sampler, adjust, hidden, seats, torch.full_like(hidden, position))
         outputs.tokens[:1] = token
         sampler.last_token[own] = token
         if outputs.logprobs is not None:
@@ -230,9 +251,13 @@ class FakeRunner:
         rows = gather_rows(state, layer, scratch.out_rows).view(torch.int64)
         scratch.hidden = attend(scratch.hidden, rows, scratch.out_rows >= 0)
 
-    def _sample(self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs) -> None:
+    def _sample(
+        self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
         real, seats = real_rows(batch), batch.seats.long().clamp(min=0)
-        tokens = draw(scratch.hidden, sampler.seed[seats], batch.lengths.long())
+        if adjust is not None and adjust.grammar:
+            real = real & sampler.adjust.drawn(seats)
+        tokens = _drawn(sampler, adjust, scratch.hidden, seats, batch.lengths.long())
         outputs.tokens.copy_(tokens.masked_fill(~real, -1))
         owners = torch.arange(len(sampler.seed), device=seats.device).unsqueeze(1) == batch.seats.masked_fill(~real, -1)
         drawn = (owners * tokens).sum(1).int()
@@ -250,6 +275,14 @@ class FakeRunner:
         return self._scratch[rows]
 
 
+def _drawn(sampler: SamplerState, adjust: Adjust | None, hidden: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
+    tokens = draw(hidden, sampler.seed[seats], positions)
+    if adjust is None or not adjust.grammar:
+        return tokens
+    held = draw_allowed(hidden, sampler.adjust.allowed(seats))
+    return torch.where(sampler.adjust.has_grammar[seats], held, tokens)
+
+
 def expected_tokens(
     prompt: Sequence[int],
     count: int,
@@ -257,14 +290,21 @@ def expected_tokens(
     chunk_tokens: int,
     groups: tuple[int, ...] = SHARED,
     prefilled: int | None = None,
+    is_held: bool = False,
 ) -> list[int]:
     """What `count` generated tokens must be, over plain lists of rows and keys. The prompt goes through decode steps
-    from position `prefilled` on."""
+    from position `prefilled` on. `is_held`: to ALTERNATING."""
+
+    def drawn(hidden: Tensor, position: int) -> int:
+        if is_held:
+            return int(draw_allowed(hidden, alternates(position - len(prompt))))
+        return int(draw(hidden, torch.tensor([seed]), torch.tensor([position])))
+
     prefilled = len(prompt) if prefilled is None else prefilled
     layers = range(len(groups))
     rows: list[list[Tensor]] = [[] for _ in layers]
     keys: list[list[Tensor]] = [[] for _ in groups]
-    seeds, hidden = torch.tensor([seed]), torch.zeros(0)
+    hidden = torch.zeros(0)
     for start in range(0, prefilled, chunk_tokens):
         hidden = embed(torch.tensor(prompt[start : min(start + chunk_tokens, prefilled)]))
         for layer in layers:
@@ -273,7 +313,7 @@ def expected_tokens(
                 keys[groups[layer]].append(keys_of(hidden, groups[layer]))
                 hidden = mix(hidden + torch.cat(keys[groups[layer]]).sum())
             hidden = attend_prompt(hidden, start, torch.cat(rows[layer]))
-    tokens = list(prompt[prefilled:]) or [int(draw(hidden[-1:], seeds, torch.tensor([len(prompt)])))]
+    tokens = list(prompt[prefilled:]) or [drawn(hidden[-1:], len(prompt))]
     for length in range(prefilled + 1, len(prompt) + count):
         hidden = embed(torch.tensor(tokens[length - prefilled - 1 : length - prefilled]))
         chosen = torch.zeros(0)
@@ -285,7 +325,7 @@ def expected_tokens(
                 chosen = select(hidden, all_keys, torch.ones_like(all_keys, dtype=torch.bool))
             hidden = attend(hidden, torch.cat(rows[layer])[chosen.clamp(min=0)], chosen >= 0)
         if length >= len(prompt) + (prefilled == len(prompt)):
-            tokens.append(int(draw(hidden, seeds, torch.tensor([length]))))
+            tokens.append(drawn(hidden, length))
     return tokens[len(prompt) - prefilled :]
 
 

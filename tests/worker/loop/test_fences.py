@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.support.fakes.coordinator import Life
-from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
+from tests.support.fakes.hash_runner import ALTERNATING, SEPARATE, SHARED, FakeRunner
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.loop.batch import Status
 from worker.loop.swap import Swap
@@ -187,6 +187,16 @@ def a_crash(make: MakeStreams) -> Rig:
     return heir
 
 
+def a_grammar(make: MakeStreams) -> Rig:
+    """Two requests are held to a grammar, which allows other tokens in each step; a third is not."""
+    rig = Rig(make())
+    for number in range(3):
+        grammar = ALTERNATING if number else ""
+        assert rig.coordinator.admit(rig.coordinator.create(number, 40, 10, seed=number, grammar=grammar), 64)
+    rig.run()
+    return rig
+
+
 #: The scenario that each omitted fence spoils.
 SCENARIOS: dict[str, Callable[[MakeStreams], Rig]] = {
     "inputs_consumed": a_long_prompt,
@@ -202,6 +212,7 @@ SCENARIOS: dict[str, Callable[[MakeStreams], Rig]] = {
     "swapped_in": partial(a_day, groups=SEPARATE),
     "prefetched": partial(a_day, groups=SHARED),
     "chunk_reclaimed": a_chunk_that_changes_hands,
+    "mask_ready": a_grammar,
     "sampled": a_batch,
     "quiesced": a_change_of_owner,
 }

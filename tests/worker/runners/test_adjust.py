@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -47,14 +49,20 @@ def seated(seat: int, prompt: list[int], generated: list[int], durable: int, sam
 
 
 def expected(
-    logits: list[float], prompt: list[int], generated: list[int], sampling: Sampling, eos: tuple[int, ...] = EOS
+    logits: list[float],
+    prompt: list[int],
+    generated: list[int],
+    sampling: Sampling,
+    eos: tuple[int, ...] = EOS,
+    allowed: Collection[int] | None = None,
 ) -> list[float]:
-    """What is drawn from, by the words of messages.Sampling, one token at a time."""
+    """What is drawn from, by the words of messages.Sampling, one token at a time. `allowed`: by its grammar."""
     found = []
     bias = dict(sampling.logit_bias)
     ends = (*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids)
     for token, logit in enumerate(logits):
-        if token in ends and len(generated) < sampling.min_tokens:
+        barred = token in ends and len(generated) < sampling.min_tokens
+        if barred or (allowed is not None and token not in allowed):
             found.append(-math.inf)
             continue
         value = logit + bias.get(token, 0.0)
@@ -102,15 +110,19 @@ samplings = st.builds(
     min_tokens=st.integers(0, 12),
     stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=2).map(tuple),
 )
+#: None: it has no grammar.
+masks = st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=1)
 tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(st.tuples(samplings, tokens, tokens), min_size=1, max_size=3), st.integers(0, 2**32), st.data())
+@given(st.lists(st.tuples(samplings, tokens, tokens, masks), min_size=1, max_size=3), st.integers(0, 2**32), st.data())
 def test_draws_are_those_of_the_definition(
-    rows: list[tuple[Sampling, list[int], list[int]]], seed: int, data: st.DataObject
+    asked: list[tuple[Sampling, list[int], list[int], set[int] | None]], seed: int, data: st.DataObject
 ) -> None:
     """Wherever the request came to its worker: some generated tokens were fed before, the others are fed here."""
+    allowed = [mask for _, _, _, mask in asked]
+    rows = [(held(it[0]) if it[3] else it[0], it[1], it[2]) for it in asked]
     requests: list[tuple[Seated, Sampling]] = []
     fed_here: list[int] = []
     for seat, (sampling, prompt, generated) in enumerate(rows):
@@ -119,6 +131,9 @@ def test_draws_are_those_of_the_definition(
         requests.append((seated(seat, prompt, generated, durable, sampling), sampling))
         fed_here.append(fed_before)
     sampler, asks = sampler_of(requests), together(requests)
+    for seat, mask in enumerate(allowed):
+        bits = np.isin(np.arange(VOCAB), list(mask or ()))
+        sampler.adjust.masks[seat, : VOCAB // 8] = torch.from_numpy(np.packbits(bits, bitorder="little"))
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     for seat, ((_, prompt, generated), start) in enumerate(zip(rows, fed_here, strict=True)):
         for place in range(start, len(generated)):
@@ -129,11 +144,17 @@ def test_draws_are_those_of_the_definition(
     positions = torch.tensor([len(prompt) + len(generated) for _, prompt, generated in rows])
     drawn = draw(logits, sampler, seats, positions, asks)
     for row, (sampling, prompt, generated) in enumerate(rows):
-        wanted = torch.tensor([expected(logits[row].double().tolist(), prompt, generated, sampling)]).float()
+        values = logits[row].double().tolist()
+        wanted = torch.tensor([expected(values, prompt, generated, sampling, EOS, allowed[row])]).float()
         alone = SamplerState.allocate(1, VOCAB)
         alone.set_seat(0, sampling.temperature, sampling.top_p, sampling.seed)
         best = draw(wanted, alone, torch.tensor([0]), positions[row : row + 1], None)
         assert drawn[row] == best or _is_tie(wanted[0], int(drawn[row]), int(best))
+
+
+def held(sampling: Sampling) -> Sampling:
+    """With a grammar, which says where the output ends."""
+    return msgspec.structs.replace(sampling, grammar="any", min_tokens=0, ignore_eos=False)
 
 
 def _is_tie(logits: Tensor, one: int, other: int) -> bool:
@@ -199,6 +220,14 @@ def test_counts_end_below_their_width() -> None:
         sampler.adjust.feed(seats, torch.tensor([7]), torch.tensor([5]), torch.tensor([True]))
     assert occurs[0, 9] == 2 * COUNT_MAX
     assert occurs[0, 7] == 2 * 3 + 1
+
+
+def test_row_whose_mask_is_late_draws_nothing() -> None:
+    plain = Sampling(max_tokens=5)
+    requests = [(seated(seat, [1], [], 0, it), it) for seat, it in enumerate((held(plain), held(plain), plain))]
+    tables = sampler_of(requests).adjust
+    tables.masks[0, -1] = 1
+    assert tables.drawn(torch.arange(3)).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(4), Sampling(4, temperature=1.0, top_p=0.5, stop=("x",))], ids=str)

@@ -1,0 +1,208 @@
+"""Grammars, built in processes (hisparse.http.children) before a worker gets them.
+
+A schema of some kilobytes may describe a grammar that takes gigabytes or minutes. Workers build what passes here, over
+the same special tokens and within the same limits of the library. What does not pass is refused, naming the innermost
+schema that is to blame. Grammars that passed lately are known again.
+
+Vocabularies differ in nothing else that could refuse a grammar: here all other tokens are bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+
+from hisparse.http.children import Children, serve
+from hisparse.http.errors import VALUE_CHARS_MAX
+from hisparse.http.formats.lark import schema_of
+from hisparse.http.grammars import GrammarPlan
+from hisparse.http.process import share_fairly
+from protocol.errors import BadInput
+from protocol.grammars import Vocabulary, check_grammar
+from protocol.messages import GRAMMAR_CHARS_MAX, ModelInfo
+from protocol.text import ByteTokenizer, Tokenizer
+
+#: For one grammar: to build it, and address space for it.
+CHECK_LIMIT_S: Final = 10.0
+MEMORY_BYTES_MAX: Final = 1024 * 1024 * 1024
+#: Of a request and its reply, after which a process is used again.
+KEPT_BYTES_MAX: Final = 256 * 1024
+#: Grammars that are known again.
+KNOWN_MAX: Final = 256
+#: Schemas within schemas that are tried, to find the one to blame.
+DEPTH_MAX: Final = 16
+#: Of the library's words: what comes before those on a schema, and an excerpt of the grammar.
+_OF_SCHEMAS: Final = "failed to compile JSON schema: "
+_EXCERPT: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+#: Of scheduling by the kernel: the front's loop comes first.
+NICENESS: Final = 5
+
+
+class GrammarRequest(msgspec.Struct, frozen=True, array_like=True):
+    plan: GrammarPlan
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    special: dict[str, int]
+
+
+class GrammarReply(msgspec.Struct, frozen=True, array_like=True):
+    """`message` is empty where `source` is the grammar."""
+
+    source: str
+    message: str = ""
+    field: str = ""
+
+
+class GrammarChecks:
+    """Any number of threads may check at once; each has a process for itself meanwhile."""
+
+    def __init__(self, limit_s: float = CHECK_LIMIT_S, memory_bytes_max: int = MEMORY_BYTES_MAX) -> None:
+        self._children = Children(__name__, limit_s, memory_bytes_max, KEPT_BYTES_MAX)
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> str:
+        """The grammar of `plan`, as workers take it. Raises BadInput for one that cannot be built within limits."""
+        if len(plan.lark) + len(plan.inner) > GRAMMAR_CHARS_MAX:
+            size = f"{len(plan.lark) + len(plan.inner)} characters"
+            text = f"makes a grammar of more than {GRAMMAR_CHARS_MAX} characters"
+            raise BadInput(text, field=plan.field, value=size, remedy="shorten it")
+        ends = model.eos_token_ids
+        request = msgspec.msgpack.encode(GrammarRequest(plan, model.vocab_size, ends, dict(tokenizer.special_ids)))
+        digest = hashlib.sha256(request).digest()
+        known = self._recalled(digest)
+        if known is not None:
+            return known
+        reply = self._children.ask(request)
+        if reply is None:
+            text = f"takes more than {self._children.limits} to build"
+            raise BadInput(text, field=plan.field, remedy="simplify it")
+        answer = msgspec.msgpack.decode(reply, type=GrammarReply)
+        if answer.message:
+            remedy = "leave out what is not supported, or correct it"
+            raise BadInput(f"cannot be held to: {answer.message}", field=answer.field, remedy=remedy)
+        self._remember(digest, answer.source)
+        return answer.source
+
+    def close(self) -> None:
+        """While nothing is checked."""
+        self._children.close()
+
+    def _recalled(self, digest: bytes) -> str | None:
+        with self._lock:
+            if digest in self._known:
+                self._known.move_to_end(digest)
+            return self._known.get(digest)
+
+    def _remember(self, digest: bytes, source: str) -> None:
+        with self._lock:
+            self._known[digest] = source
+            if len(self._known) > KNOWN_MAX:
+                self._known.popitem(last=False)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def _checked(data: bytes) -> bytes:
+    request = msgspec.msgpack.decode(data, type=GrammarRequest)
+    plan, special = request.plan, tuple(request.special.items())
+    vocabulary = _vocabulary(request.vocab_size, request.eos_token_ids, special)
+    try:
+        source = plan.source(_lark(plan))
+        check_grammar(vocabulary, source)
+    except BadInput as error:
+        blamed = _blamed(plan, vocabulary)
+        field, message = (plan.field, error.message) if blamed is None else blamed
+        return msgspec.msgpack.encode(GrammarReply("", _words(message), field))
+    return msgspec.msgpack.encode(GrammarReply(source))
+
+
+def _lark(plan: GrammarPlan) -> str:
+    """The client's grammar in Lark's syntax. Raises BadInput."""
+    if not plan.is_gbnf:
+        return plan.inner
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(plan.inner))
+    except Exception as error:
+        raise BadInput(f"is neither Lark (no rule start) nor GBNF: {error}", field=plan.field) from error
+
+
+def _blamed(plan: GrammarPlan, vocabulary: Vocabulary) -> tuple[str, str] | None:
+    """The field of the innermost schema that cannot be built, and why; None: all can."""
+    for field, schema in plan.schemas:
+        message = _failure(schema, vocabulary)
+        if message:
+            return _innermost(field, schema, message, vocabulary)
+    return None
+
+
+def _innermost(field: str, schema: dict[str, Any], message: str, vocabulary: Vocabulary) -> tuple[str, str]:
+    definitions: dict[str, Any] = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+    for _ in range(DEPTH_MAX):
+        for place, part in _parts(schema):
+            found = _failure({**definitions, **part}, vocabulary)
+            if found:
+                field, schema, message = f"{field}.{place}", part, found
+                break
+        else:
+            break
+    return field, message
+
+
+def _failure(schema: Mapping[str, Any], vocabulary: Vocabulary) -> str:
+    """Why a schema cannot be built; empty: it can."""
+    try:
+        check_grammar(vocabulary, f"start: {schema_of(schema)}")
+    except BadInput as error:
+        return error.message
+    return ""
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Schemas within `schema`, by their places."""
+    for word, value in schema.items():
+        if word in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
+            yield from ((f"{word}.{name}", part) for name, part in value.items() if isinstance(part, dict))
+        elif word in ("items", "additionalProperties", "not", "if", "then", "else", "contains"):
+            yield from [(word, value)] if isinstance(value, dict) else []
+        elif word in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            yield from ((f"{word}[{number}]", part) for number, part in enumerate(value) if isinstance(part, dict))
+
+
+def _words(message: str) -> str:
+    """What the library says, without its place in a grammar of ours, and in one line."""
+    said = message.partition(_OF_SCHEMAS)[2] or message
+    return " ".join(_EXCERPT.sub("", said).split())[: 3 * VALUE_CHARS_MAX]
+
+
+class _Bytes(ByteTokenizer):
+    """Tokens are bytes, but for the special ones."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        return self._special
+
+
+@lru_cache(2)
+def _vocabulary(size: int, ends: tuple[int, ...], special: tuple[tuple[str, int], ...]) -> Vocabulary:
+    return Vocabulary(_Bytes(dict(special)), size, ends)
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)
+    share_fairly()
+    serve(_checked, frames=1)

@@ -1,0 +1,131 @@
+"""Grammars that outputs are held to, through llguidance: Earley's parser over lexemes that are regular expressions,
+and a trie of the vocabulary that it walks to find the tokens with which an output may go on.
+
+The library is imported when it is first needed. It lets go of the interpreter while it builds, and while it computes
+a mask, and it bounds both (LIMITS) by counting steps, so that a grammar does the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import BadInput, ConfigError
+from protocol.text import BYTE_IDS, ByteTokenizer, JsonTokenizer, Tokenizer
+
+#: One bit for each token, lowest first: 1 where an output may go on with it.
+Mask: TypeAlias = npt.NDArray[np.uint8]
+
+#: Of llguidance.LLParserLimits. A step of so much fuel takes about 15 ms, and 250,000 states 400 MB at most.
+LIMITS: Final[Mapping[str, Any]] = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 100_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+#: Of the library's words in an error.
+ERROR_CHARS_MAX: Final = 300
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """Bytes of a mask: whole words of 32 bits."""
+    return 4 * -(-vocab_size // 32)
+
+
+class Vocabulary:
+    """The tokens of a model as bytes. Raises ConfigError for a tokenizer that the library cannot read."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Takes about a second for a tokenizer.json of 130,000 tokens."""
+        from llguidance import LLTokenizer
+
+        self.size = vocab_size
+        ends = list(eos_token_ids) or [vocab_size - 1]  # a grammar wants an end; without one it is refused before
+        try:
+            if isinstance(tokenizer, JsonTokenizer):
+                self.library: Any = LLTokenizer(tokenizer.source(), n_vocab=vocab_size, eos_token=ends)
+            else:
+                plain = _PlainTokens(vocab_size, ends, tokenizer.special_ids)
+                self.library = LLTokenizer(_wrapped(plain), n_vocab=vocab_size, eos_token=ends)
+        except ValueError as error:
+            raise ConfigError(
+                f"grammars cannot use it: {str(error)[:ERROR_CHARS_MAX]}",
+                field="tokenizer.json",
+                value=f"{vocab_size} tokens",
+                remedy="replace the file",
+            ) from error
+
+
+class Matcher:
+    """One output, held to a grammar. Not thread-safe."""
+
+    def __init__(self, vocabulary: Vocabulary, grammar: str) -> None:
+        """Raises BadInput for a grammar that is none, or exceeds LIMITS."""
+        from llguidance import LLMatcher
+
+        self._bytes = mask_bytes(vocabulary.size)
+        self._library: Any = LLMatcher(vocabulary.library, grammar, log_level=0, limits=_limits())
+        self._check()
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """The output goes on with `tokens`. Raises BadInput for tokens that the grammar does not allow."""
+        self._library.consume_tokens(list(tokens))
+        self._check()
+
+    def mask(self) -> Mask:
+        """What may come next: uint8 of `mask_bytes`, end-of-sequence tokens where the output may end. Raises BadInput
+        where that takes more than LIMITS."""
+        mask: Mask = np.frombuffer(self._library.compute_bitmask(), np.uint8)
+        self._check()
+        return mask[: self._bytes]  # the library's has room for one token more
+
+    def _check(self) -> None:
+        if self._library.is_error():
+            raise refusal(self._library.get_error())
+
+
+def refusal(words: str) -> BadInput:
+    """Of a grammar, in the words of the library."""
+    return BadInput(words.strip()[:ERROR_CHARS_MAX], field="grammar", remedy="correct or simplify it")
+
+
+def check_grammar(vocabulary: Vocabulary, grammar: str) -> None:
+    """Raises BadInput for a grammar that a Matcher would refuse."""
+    Matcher(vocabulary, grammar).mask()
+
+
+def _limits() -> Any:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**LIMITS)
+
+
+def _wrapped(tokens: _PlainTokens) -> Any:
+    from llguidance import TokenizerWrapper
+
+    return TokenizerWrapper(tokens)
+
+
+class _PlainTokens:
+    """Ids below 256 are bytes; those above, and ends, are special tokens that have names. As llguidance expects them of
+    a tokenizer: `special` by their texts, other names are made."""
+
+    bos_token_id = None
+
+    def __init__(self, vocab_size: int, ends: Sequence[int], special: Mapping[str, int]) -> None:
+        self.eos_token_id = ends[0]
+        names = {number: text for text, number in special.items()}
+        self.special_token_ids = sorted({*range(BYTE_IDS, vocab_size), *ends, *names})
+        self.tokens = [bytes((number,)) for number in range(min(vocab_size, BYTE_IDS))]
+        self.tokens += [b""] * (vocab_size - len(self.tokens))
+        for number in self.special_token_ids:
+            self.tokens[number] = names.get(number, f"<|{number}|>").encode()
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return ByteTokenizer().encode(text if isinstance(text, str) else text.decode(errors="replace"))
