@@ -20,6 +20,8 @@ Node: TypeAlias = "Mapping[str, Node] | Sequence[Node] | Verbatim | str | int | 
 #: Text that every YAML reader takes for text. A word of YAML 1.1 that is none (yes, on, null) is in WORDS.
 PLAIN: Final = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 WORDS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+#: Longest key that stands before its colon on one line; a longer one is marked with "? " on a line of its own.
+KEY_CHARS_MAX: Final = 1_024
 #: Text of a literal block: all other characters need escapes, among them U+2028, which ends a line in YAML.
 PRINTABLE: Final = re.compile(r"[\x20-\x7e\n\xa0-\u2027\u2030-\ud7ff\ue000-\ufdff]*")
 
@@ -38,7 +40,11 @@ def documents(found: Iterable[Mapping[str, Node]]) -> str:
 
 def _mapping(value: Mapping[str, Node]) -> Iterator[str]:
     for key, inner in value.items():
-        head = f"{_scalar(key)}:"
+        text = _scalar(key)
+        head = f"{text}:"
+        if len(text) > KEY_CHARS_MAX:
+            yield f"? {text}"
+            head = ":"
         if isinstance(inner, Verbatim):
             yield head
             yield from _indented(inner.lines)

@@ -27,6 +27,14 @@ def test_all_documents_are_read_as_they_were(found: list[dict[str, Any]]) -> Non
     assert list(yaml.safe_load_all(documents(found))) == found
 
 
+@pytest.mark.parametrize("value", ["", "one\ntwo\n", {"a": [1]}, [{"b": "c"}], []])
+@pytest.mark.parametrize("length", [1_022, 1_023, 5_000])
+def test_long_keys_are_read_as_they_were(length: int, value: Any) -> None:
+    """1,024 characters with quotes are the most of a key on one line."""
+    found = {"first": 1, " " * length: value, "last": {"\u0339" * length: value, "z": [{" " * length: value, "y": 1}]}}
+    assert list(yaml.safe_load_all(documents([found]))) == [found]
+
+
 def test_script_is_a_block_that_people_can_read() -> None:
     assert documents([{"command": ["sh", "one\ntwo\n"]}]) == "---\ncommand:\n  - sh\n  - |\n    one\n    two\n"
 
