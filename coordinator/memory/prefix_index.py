@@ -112,6 +112,14 @@ class _Node:
     children: int = 0
 
 
+class Match(NamedTuple):
+    """Cached pages of one node with which a prompt can begin, as of the versions of its index."""
+
+    version: int
+    removals: int
+    pages: Int32Array
+
+
 class CachedPrefix(NamedTuple):
     """A cached prefix that none continues. `pages` lead to it; the last `own_pages` of them to no other."""
 

@@ -20,10 +20,9 @@ import trio
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
 from coordinator.memory.ledger import Ledger
-from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Scope
+from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Match, Scope
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
-from coordinator.scheduling.entries import Match
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.pending import unserved
 from coordinator.scheduling.placement_table import PlacementTable

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final
 
 from coordinator.journal.records import Rank, RequestFacts, RequestOrdered
-from coordinator.memory.prefix_index import Chain
+from coordinator.memory.prefix_index import Chain, Match
 from coordinator.scheduling.events import WorkerPort
-from protocol.arrays import Int32Array
 from protocol.messages import (
     NO_HOT_BUFFER,
     NO_TOKEN,
@@ -32,14 +31,6 @@ from protocol.messages import (
 )
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 from protocol.units import PAGE_TOKENS
-
-
-class Match(NamedTuple):
-    """Cached pages of one node with which a prompt can begin, as of the versions of its index."""
-
-    version: int
-    removals: int
-    pages: Int32Array
 
 
 class EntryPhase(Enum):

@@ -28,9 +28,8 @@ from protocol.units import PAGE_TOKENS
 if TYPE_CHECKING:
     from coordinator.actor import Reply
     from coordinator.journal.records import RequestFacts, RequestOrdered
-    from coordinator.memory.prefix_index import Chain
+    from coordinator.memory.prefix_index import Chain, Match
     from coordinator.scheduling.effects import LedgerStep, WorkerSend
-    from coordinator.scheduling.entries import Match
 
 
 class Handle(NamedTuple):

@@ -28,9 +28,19 @@ import numpy as np
 from coordinator.journal.records import RequestFacts
 from coordinator.memory.changes import Cache, Evict
 from coordinator.memory.ledger import NO_PAGES, Ledger
-from coordinator.memory.prefix_index import NO_SOURCE, Chain, Digest, PrefixIndex, Scope, Source, extend_chain, root_of
+from coordinator.memory.prefix_index import (
+    NO_SOURCE,
+    Chain,
+    Digest,
+    Match,
+    PrefixIndex,
+    Scope,
+    Source,
+    extend_chain,
+    root_of,
+)
 from coordinator.scheduling.effects import LedgerStep
-from coordinator.scheduling.entries import Match, RequestEntry
+from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.kv_events import KvEvents
 from protocol.arrays import Int32Array
 from protocol.messages import ModelInfo, WorkerCapacity
