@@ -507,6 +507,22 @@ def test_handover_moves_requests_that_fit_elsewhere() -> None:
     assert all(len(fake.live[request_index].tokens) >= rows[request_index] for request_index in range(3))
 
 
+def test_handover_pushes_no_request_below_the_floor_of_the_worker_that_takes_it() -> None:
+    """Room that only its own admission, which keeps to the floor, could not make: it stays where it runs."""
+    fake = cluster(2, hot_chunks=24, index_pages=400, host_pages=800, slab_pages=100)
+    for request_index in range(4):
+        fake.submit(request_index, 400, 300)
+    run_until(fake, lambda: is_running(fake, 0, 1, 2, 3))
+    there = {it: fake.entry(it).worker for it in range(4)}
+    assert sorted(there.values()) == ["w0", "w0", "w1", "w1"]
+    assert {hot(fake, it) for it in there} == {RESIDENT}
+    fake.dispatch.placement_table.workers["w0"].hot_floor = RESIDENT
+    fake.drain_worker("w1", WorkerDrain(1e9, handover=True))
+    for _ in range(3):
+        fake.round()
+    assert fake.retracted == []
+
+
 def test_drain_deadline_retracts_all_and_skips_held_requests() -> None:
     fake = cluster()
     fake.submit(0, 100, 2_000)
