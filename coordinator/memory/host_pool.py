@@ -106,5 +106,6 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
     def _apply(self, change: Change) -> Int32Array:
         free_before = self.ledger.pages_free
         given = apply(self.ledger, change)
+        self._prefixes.given_out(lambda: self.ledger.moved(free_before)[0])
         self._lifetimes.observe_all(self._ages.note(free_before, self._clock()))
         return given

@@ -141,6 +141,7 @@ class PrefixIndex:
         self._ends: dict[Digest, None] = {}  # nodes without children
         self._scopes: dict[Digest, tuple[Scope, int]] = {}  # by root: with the number of nodes behind it
         self._on_forget = on_forget
+        self._suspects: set[int] = set()  # pages that are held, and may not come (back) in
         self._uses = 0
         self.version = 0  # grows whenever a match may change
         self.removals = 0  # grows whenever one may become shorter
@@ -246,6 +247,27 @@ class PrefixIndex:
         gone = self._forget_below([self._digests[page] for page in pages if page in self._digests])
         self._note_removed(len(gone))
         return np.array(gone, dtype=np.int32)
+
+    def distrust(self, pages: Iterable[int]) -> Int32Array:
+        """`remove`, for rows that may be wrong: what is forgotten does not come back in while it is held."""
+        gone = self.remove(pages)
+        self._suspects.update(gone.tolist())
+        return gone
+
+    def keep_out(self, pages: Iterable[int]) -> None:
+        """These, as far as they are not here, may hold wrong rows: they do not come in while they are held."""
+        self._suspects.update(page for page in pages if page not in self._digests)
+
+    def given_out(self, pages: Callable[[], Int32Array]) -> None:
+        """These were free, and what they held is gone."""
+        if self._suspects:
+            self._suspects.difference_update(pages().tolist())
+
+    def sound(self, pages: Int32Array) -> int:
+        """How many of a list of pages come before the first that may hold wrong rows."""
+        if not self._suspects:
+            return int(pages.size)
+        return next((place for place, page in enumerate(pages.tolist()) if page in self._suspects), int(pages.size))
 
     def written_by(self, source: Source) -> list[int]:
         """The pages of one source. O(index): for the rare source that is not to be trusted."""

@@ -271,14 +271,15 @@ class _Plan:
 
     def _asks_of(self, entry: RequestEntry, part: str) -> list[PlacementAsk]:
         """Of each worker that takes requests and does `part` of what is to be done: BOTH, or one of the two."""
-        shapes: dict[int, _Shape | None] = {}  # by identity of the capacity: most workers of a group share one
+        # by identity of the capacity, and by hot floor: most workers of a group share them
+        shapes: dict[tuple[int, int | None], _Shape | None] = {}
         asks: list[PlacementAsk] = []
         for worker in self.takers:
             if worker.node in self.blocked or (entry.pages and worker.node != entry.node):
                 continue
             if worker.capacity.role not in (part, BOTH):
                 continue
-            key = id(worker.capacity)
+            key = id(worker.capacity), worker.hot_floor
             if key not in shapes:
                 shapes[key] = self._shape(entry, worker, part)
             if shape := shapes[key]:

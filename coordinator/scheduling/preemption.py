@@ -63,7 +63,7 @@ def find_preemption(
     lower = [entry for entry in _lower(placement_table, worker, asker) if not entry.prefills_only]
     lower.sort(key=RANK_OF, reverse=True)
     going = _going(placement_table, worker)
-    floored = asker.phase is not EntryPhase.RUNNING
+    floored = _keeps_to_floor(asker, worker)
     being_freed = _being_freed(placement_table, worker, _freed(going, freeing), floored=floored)
     remedy = Preemption(worker, free.plus(being_freed))
     victims = _relieve_gpu(placement_table, remedy, need, lower, asker)
@@ -105,7 +105,7 @@ def _relieve_gpu(
     placement_table: PlacementTable, remedy: Preemption, need: Memory, lower: list[RequestEntry], asker: RequestEntry
 ) -> list[RequestEntry] | None:
     """Choose whom to shrink and, if that is not enough, the fewest of `lower`, worst first; None: not enough."""
-    worker, gone, floored = remedy.worker, 0, asker.phase is not EntryPhase.RUNNING
+    worker, gone, floored = remedy.worker, 0, _keeps_to_floor(asker, remedy.worker)
     shrinkable = {
         entry.request_index: entry.chunks - _floor(entry, worker, floored=floored).hot_chunks
         for entry in _active(placement_table, worker)
@@ -236,6 +236,11 @@ def given_sizes(pages: int, worker: WorkerEntry) -> list[HotSize]:
         return hot_sizes
     given = [it for it in hot_sizes if it.hot_slots == RESIDENT or RESIDENT < floor <= it.hot_slots]
     return given if given[0].hot_chunks <= worker.capacity.hot_chunks else hot_sizes
+
+
+def _keeps_to_floor(asker: RequestEntry, worker: WorkerEntry) -> bool:
+    """A request that is to come does, be it from a worker that drains; one that runs there need not."""
+    return asker.phase is not EntryPhase.RUNNING or asker.worker != worker.name
 
 
 def _sizes(pages: int, worker: WorkerEntry, *, floored: bool) -> list[HotSize]:

@@ -200,7 +200,13 @@ class PrefixReuse:
         self, entry: RequestEntry, ledger: Ledger, pages: int, tokens: Callable[[], bytes]
     ) -> tuple[LedgerStep, ...]:
         index, chain = self.by_node.get(entry.node), entry.chain
-        if index is None or chain is None or not ledger.holds(entry.placement):
+        if index is None or not ledger.holds(entry.placement):
+            return ()
+        source = ledger.holder_of(entry.placement) or NO_SOURCE
+        if source in self.distrusted:
+            index.keep_out(ledger.pages_of(entry.placement).tolist())
+            return ()
+        if chain is None:
             return ()
         pages = self.whole(pages)
         first = entry.indexed if entry.indexed and chain.digests[entry.indexed - 1] in index else 0
@@ -210,9 +216,11 @@ class PrefixReuse:
         if pages > len(digests):
             rest = tokens()[len(digests) * PAGE_TOKENS * 4 : pages * PAGE_TOKENS * 4]
             digests += self.digests(digests[-1] if digests else chain.root, rest)
-        held, source = ledger.pages_of(entry.placement)[: len(digests)], ledger.holder_of(entry.placement) or NO_SOURCE
-        if source in self.distrusted:
-            return ()
+        held = ledger.pages_of(entry.placement)[: len(digests)]
+        if (sound := index.sound(held)) < len(digests):
+            digests, held = digests[:sound], held[:sound]
+            if sound <= first:
+                return ()
         parent = digests[first - 1] if first else chain.root
         fresh = index.add(parent, digests[first:], held[first:], source, chain.scope)
         entry.indexed = min(len(digests), len(chain.digests))
@@ -256,7 +264,8 @@ class PrefixReuse:
 
     def distrust_epoch(self, source: Source) -> tuple[LedgerStep, ...]:
         """What this epoch wrote may be wrong: it leaves the index, with all that follows it, and what it still writes
-        does not enter."""
+        does not enter. Nor do these pages later, under the name of another epoch, for as long as requests keep or share
+        them."""
         self.distrusted[source] = None
         if len(self.distrusted) > DISTRUSTED_MAX:
             self.distrusted.popitem(last=False)
@@ -271,7 +280,7 @@ class PrefixReuse:
         return self._forget(entry.node, ledger.pages_of(entry.placement)[entry.shared_pages :].tolist())
 
     def _forget(self, node: str, pages: Iterable[int]) -> tuple[LedgerStep, ...]:
-        gone = self.by_node[node].remove(pages)
+        gone = self.by_node[node].distrust(pages)
         return (LedgerStep(node, Evict(gone.tobytes())),) if gone.size else ()
 
     def begin_empty(self, ledgers: Mapping[str, Ledger]) -> tuple[LedgerStep, ...]:

@@ -20,7 +20,7 @@ others are chosen only once their misses were seen.
     look      at least LOOK_STEPS steps; the only time that this module knows
     change    at most one in `dwell` looks, once CONFIRM looks in a row predict GAIN more for the same floor; `dwell`
               doubles each time a change takes the last one back, up to DWELL_MAX, and is DWELL_MIN again after as many
-              looks without a change. SETTLE looks after a change are not learnt from
+              looks without a change. SETTLE looks after a change, and the first ones, are not learnt from
     probe     where nothing is missed, nothing is learnt of misses. So while the floor keeps requests waiting, one
               request gets the smallest hot size every PROBE_EVERY looks, until PROBE_LOOKS have seen it. Its misses are
               learnt, its step is not: few rows take longer each than many
@@ -188,7 +188,7 @@ class HotFloor:
     shares: MissShares = field(default_factory=MissShares)
     dwell: int = DWELL_MIN
     _selected: float = 0.0
-    _since_change: int = DWELL_MIN
+    _since_change: int = 0
     _since_probe: int = PROBE_EVERY
     _probe_seen: int = 0
     _left: int | None = None  # the floor before the last change

@@ -106,6 +106,16 @@ def test_cheap_misses_change_nothing() -> None:
     assert bench.fake.retracted == []
 
 
+def test_dear_first_steps_of_a_process_change_nothing() -> None:
+    """Caches are cold and kernels are compiled in its first seconds."""
+    bench = Bench(share=0.03, by_miss=10.0)
+    for number in range(SETTLED):
+        bench.by_miss = 10.0 if number < 6 else 1.0
+        bench.look()
+    assert bench.worker.hot_floor is None
+    assert bench.fake.retracted == []
+
+
 def test_probes_under_a_floor_retract_no_request() -> None:
     bench = Bench(share=0.3)
     for _ in range(SETTLED):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -107,13 +108,14 @@ def pause(fake: FakeCluster, rounds: int) -> None:
     """Commands and answers are exchanged, and no request decodes."""
     for _ in range(rounds):
         fake.now += 1.0
-        while fake.ports["w0"].downlink:
-            fake.obey_next("w0")
-        for placement, run in list(fake.workers["w0"].runs.items()):
-            if run.phase != "running" or run.resize is not None:
-                fake.workers["w0"].advance(placement)
-        while fake.uplinks["w0"]:
-            fake.hear_next("w0")
+        for name, worker in fake.workers.items():
+            while fake.ports[name].downlink:
+                fake.obey_next(name)
+            for placement, run in list(worker.runs.items()):
+                if run.phase != "running" or run.resize is not None:
+                    worker.advance(placement)
+            while fake.uplinks[name]:
+                fake.hear_next(name)
         fake.settle(tick=True)
         fake.check_invariants()
 
@@ -505,6 +507,38 @@ def test_handover_moves_requests_that_fit_elsewhere() -> None:
     assert fake.dispatch.placement_table.workers[crowded].requests == 1
     assert is_running(fake, 0, 1, 2)
     assert all(len(fake.live[request_index].tokens) >= rows[request_index] for request_index in range(3))
+
+
+@pytest.mark.parametrize(("floored", "other"), [("w0", "w1"), ("w1", "w0")])
+def test_equal_workers_with_unequal_floors_keep_each_to_its_own(floored: str, other: str) -> None:
+    fake = cluster(2, hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    for request_index in range(40):
+        fake.submit(request_index, 550, LONG)
+    run_until(fake, lambda: is_running(fake, *range(40)))
+    fake.dispatch.placement_table.workers[floored].hot_floor = RESIDENT
+    pause(fake, 20)
+    settled = len(fake.retracted)
+    pause(fake, 20)
+    assert len(fake.retracted) == settled, "none comes back below the floor, to leave again"
+    sizes = {name: [hot(fake, it) for it in running(fake) if fake.entry(it).worker == name] for name in ("w0", "w1")}
+    assert set(sizes[floored]) == {RESIDENT}
+    assert sizes[other] == 20 * [128], "as many as before"
+
+
+def test_handover_pushes_no_request_below_the_floor_of_the_worker_that_takes_it() -> None:
+    """Room that only its own admission, which keeps to the floor, could not make: it stays where it runs."""
+    fake = cluster(2, hot_chunks=24, index_pages=400, host_pages=800, slab_pages=100)
+    for request_index in range(4):
+        fake.submit(request_index, 400, 300)
+    run_until(fake, lambda: is_running(fake, 0, 1, 2, 3))
+    there = {it: fake.entry(it).worker for it in range(4)}
+    assert sorted(there.values()) == ["w0", "w0", "w1", "w1"]
+    assert {hot(fake, it) for it in there} == {RESIDENT}
+    fake.dispatch.placement_table.workers["w0"].hot_floor = RESIDENT
+    fake.drain_worker("w1", WorkerDrain(1e9, handover=True))
+    for _ in range(3):
+        fake.round()
+    assert fake.retracted == []
 
 
 def test_drain_deadline_retracts_all_and_skips_held_requests() -> None:

@@ -93,6 +93,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.quarantined: dict[tuple[str, int], set[int]] = {}
         self.cached: dict[Rows, int] = {}  # the model of the index
         self.rows: dict[int, Rows] = {}  # of durable pages
+        self.wrong: set[int] = set()  # pages whose rows may be wrong, until they are given out
         self.epochs = {"w0": 0, "w1": 0}
         for worker in self.epochs:
             self._join(worker)
@@ -179,6 +180,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert not given & held, "a page has two owners"
         assert not given & set(self.cached.values()), "a page is given out while it can be matched"
         assert not given & set(share.tolist())
+        self.wrong -= given
         for page in given:
             self.rows.pop(page, None)
         entry.phase, entry.worker, entry.node, entry.placement = EntryPhase.STARTING, worker, NODE, placement
@@ -203,6 +205,8 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def _note_cached(self, life: Life, pages: int) -> None:
         for place in range(pages):
+            if life.pages[place] in self.wrong:
+                return
             self.cached.setdefault(life.rows(place), life.pages[place])
 
     @rule(data=st.data(), pages=st.integers(1, 4))
@@ -214,7 +218,7 @@ class PrefixMachine(RuleBasedStateMachine):
         steps = self.reuse.keep_prompt(life.entry, self.ledger, life.written * PAGE_TOKENS)
         self._note_cached(life, min(life.written, life.prompt_pages))
         self.carry_out(steps)
-        if life.entry.chain is not None:
+        if life.entry.chain is not None and not self.wrong & set(life.pages):
             assert all(life.rows(place) in self.cached for place in range(life.written)), "durable pages are cached"
 
     @rule(data=st.data(), generated=st.integers(0, 1), keeps=st.booleans())
@@ -256,6 +260,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def _forgotten(self, steps: Sequence[LedgerStep], wrong: set[int]) -> None:
         gone = [rows for rows, page in self.cached.items() if page in wrong]
         below = {rows for rows in self.cached for owner, top in gone if rows[0] == owner and rows[1][: len(top)] == top}
+        self.wrong |= {self.cached[rows] for rows in below}
         self.cached = {rows: page for rows, page in self.cached.items() if rows not in below}
         self.carry_out(steps)
         assert not wrong & set(self.ledger.cached_pages().tolist())
@@ -288,13 +293,16 @@ class PrefixMachine(RuleBasedStateMachine):
             del self.quarantined[key]
             self.transact(ProveExit(*key))
 
-    @rule(worker=st.sampled_from(("w0", "w1")))
-    def distrust(self, worker: str) -> None:
+    @rule(worker=st.sampled_from(("w0", "w1")), keeps=st.booleans())
+    def distrust(self, worker: str, keeps: bool) -> None:
         """An audit differs twice with this epoch. The model asks the index alone who wrote what."""
         key = worker, self.epochs[worker]
         wrong = set(self.reuse.by_node[NODE].written_by(key))
         self._forgotten(self.reuse.distrust_epoch(key), wrong)
-        self.lose(worker, True, False)
+        for life in self.lives.values():
+            if life.worker == key:
+                self.wrong |= set(life.pages) - set(self.cached.values())
+        self.lose(worker, True, keeps)
 
     @rule(owner=st.sampled_from(OWNERS), contents=CONTENTS)
     def receive(self, owner: tuple[str, str], contents: list[int]) -> None:
@@ -348,6 +356,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def accounts_are_sound(self) -> None:
         self.ledger.check_invariants()
         assert self.ledger.find_mismatch() == ""
+        assert not self.wrong & set(self.ledger.cached_pages().tolist()), "wrong rows can be matched"
         self.reuse.by_node[NODE].check_invariants(self.ledger.cached_pages())
         assert sorted(self.cached.values()) == self.ledger.cached_pages().tolist()
         held = set().union(*(life.pages for life in self.lives.values()), *self.quarantined.values())

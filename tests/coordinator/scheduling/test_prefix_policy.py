@@ -15,7 +15,7 @@ from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling import decisions
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep
-from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import LinkStats, PlacementEnded, PlacementProgressed, Stage
 from coordinator.scheduling.following import FOLLOW_LIMIT_S
 from coordinator.scheduling.pending import PendingKind, PendingReasons
@@ -78,7 +78,7 @@ class Planner:
 
     def take(self, effects: Effects) -> None:
         for step in effects.steps:
-            apply(self.ledgers[step.node], step.change)
+            self._apply(step)
 
     def plan(self) -> list[decisions.Decision]:
         plan = self.dispatch.plan(self.now, tick=True)
@@ -86,11 +86,17 @@ class Planner:
             for step in (self.dispatch.transfer_step(decision), self.dispatch.step(decision)):
                 if step is not None:
                     self._make_room(step)
-                    apply(self.ledgers[step.node], step.change)
+                    self._apply(step)
             if isinstance(decision, decisions.AdmitDecision):
                 self.reuse.use(decision.entry, decision.worker.node, decision.share.size)
         self.check()
         return plan
+
+    def _apply(self, step: LedgerStep) -> None:
+        ledger = self.ledgers[step.node]
+        free_before = ledger.pages_free
+        apply(ledger, step.change)
+        self.reuse.by_node[step.node].given_out(lambda: ledger.moved(free_before)[0])
 
     def _make_room(self, step: LedgerStep) -> None:
         """As the HostPool does."""
@@ -392,6 +398,50 @@ def test_what_a_distrusted_epoch_still_writes_does_not_enter() -> None:
     planner.compute(entry, 1)
     planner.take(Effects(planner.reuse.distrust_epoch(("w0", 1))))
     planner.compute(entry, 3)
+    assert len(planner.reuse.by_node["n0"]) == 0
+
+
+@pytest.mark.parametrize("kept_tokens", [3 * PAGE_TOKENS, 3 * PAGE_TOKENS + 1])
+def test_kept_pages_of_a_distrusted_epoch_do_not_enter_under_the_name_of_the_next(kept_tokens: int) -> None:
+    """A request was beside one that is failed for its worker's death. It goes on behind the pages that it kept."""
+    planner = one_worker()
+    beside = planner.submit(0, "abc")
+    assert 0 in planner.admitted()
+    planner.stage(beside)
+    poison = planner.submit(1, "xyz")
+    assert 1 in planner.admitted()
+    poison.strikes, poison.mark = POISON_STRIKES - 1, poison.generated
+    planner.take(planner.dispatch.worker_down(planner.table.workers["w0"], proved_exit=True, died=True))
+    index = planner.reuse.by_node["n0"]
+    assert poison.is_ending
+    assert len(index) == 0
+    lost = PlacementEnded(0, beside.placement, kept_tokens, False, cacheable_tokens=kept_tokens)
+    planner.take(planner.dispatch.departed(lost, 1))
+    planner.add_worker("w1", "n0")
+    assert planner.admitted()[0].take_over is not None
+    planner.stage(beside)
+    planner.leave(beside, 3 * PAGE_TOKENS + 1)
+    assert len(index) == 0
+    planner.cached_by(2, "abc")
+    assert len(index) == 3, "pages that were free between are new ones"
+
+
+@pytest.mark.parametrize("whole_epoch", [True, False])
+def test_shared_pages_that_are_distrusted_do_not_enter_again_behind_those_who_share_them(whole_epoch: bool) -> None:
+    planner = one_worker()
+    leader = planner.submit(0, "ab")
+    assert 0 in planner.admitted()
+    planner.compute(leader, 2)
+    planner.table.workers["w0"].drain = WorkerDrain(1e9, handover=False)
+    planner.add_worker("w1", "n0")
+    follower = planner.submit(1, "abcd")
+    decision = planner.admitted()[1]
+    assert (decision.worker.name, decision.prefix_tokens) == ("w1", 128)
+    if whole_epoch:
+        planner.take(Effects(planner.reuse.distrust_epoch(("w0", 1))))
+    else:
+        planner.leave(leader, is_suspect=True)
+    planner.compute(follower, 4)
     assert len(planner.reuse.by_node["n0"]) == 0
 
 
