@@ -16,9 +16,9 @@ from coordinator.scheduling.validation import check_name
 from hisparse.http.answers import Answer, Transcript
 from hisparse.http.api_keys import OWNER_CHARS, KeyOwner
 from hisparse.http.apis import Api
-from hisparse.http.asks import Ask, ask_of
+from hisparse.http.asks import Ask, Served, ask_of
 from hisparse.http.bodies import read_body
-from hisparse.http.body_reader import BodyReader
+from hisparse.http.body_reader import BodyReader, in_thread
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.exchange import HttpExchange
 from hisparse.http.formats.replies import Piece
@@ -29,6 +29,7 @@ from hisparse.http.link import CoordinatorLink
 from hisparse.http.logprobs import ToldTokens
 from hisparse.http.outputs import FollowedOutput, FollowedOutputs
 from hisparse.http.renderers import Renderers
+from hisparse.http.turns import Turns
 from metrics.state import HttpCounters
 from protocol.errors import BadInput, CapacityError, HiSparseError, Unavailable
 from protocol.logs import fields, logger
@@ -38,6 +39,9 @@ from protocol.text import Tokenizer
 
 #: Longest id of a client's choice, so that its owner and the numbers of its samples still fit.
 ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999") - len(".") - OWNER_CHARS
+#: Grammars that are built at the same time; of one API key.
+BUILDERS_MAX: Final = 4
+BUILDERS_PER_KEY: Final = 1
 #: How long a stream may be silent.
 KEEPALIVE_S: Final = 15.0
 #: How often to look whether a worker could take a request.
@@ -68,6 +72,8 @@ class Answering:
         self._renderers = renderers
         self._large_bodies = large_bodies
         self._grammar_checks = grammar_checks
+        self._builders = Turns(BUILDERS_MAX, BUILDERS_PER_KEY)
+        self._build_threads = trio.CapacityLimiter(BUILDERS_MAX)
 
     async def answer(self, exchange: HttpExchange, key: KeyOwner, api: Api) -> None:
         """Raises HiSparseError for what is refused, or goes wrong before an answer has begun."""
@@ -81,14 +87,13 @@ class Answering:
             served=served,
             ask_id=ask_id,
             render=self._renderers.render,
-            check=self._grammar_checks.check,
             scope=key.scope if chosen else "",
             priority_max=key.priority_max,
         )
         check = partial(self._large_bodies.check, kind=api.body, model=served.model, tokenizer=served.tokenizer)
         read = partial(_read, api=api, check=check, ask_of_body=asked)
         with ExitStack() as stack:
-            ask = await self._body_reader.receive(exchange, owner, stack, read)
+            ask = await self._with_grammar(await self._body_reader.receive(exchange, owner, stack, read), served, owner)
             grace_s = self._settings.reattach_grace_s if chosen else 0.0
             outputs = [stack.enter_context(self._outputs.following(it, owner, grace_s)) for it in ask.choices]
             ask = ask.without_prompts()
@@ -104,6 +109,17 @@ class Answering:
         tokens = sum(transcript.tokens for transcript in transcripts)
         told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
         log.info("answered", extra=told)
+
+    async def _with_grammar(self, ask: Ask, served: Served, owner: str) -> Ask:
+        """Raises BadInput for a form that no grammar can be built of. No body that is read waits for one."""
+        if ask.form is None:
+            return ask
+        about = ask.form, served.model, served.tokenizer
+        grammar = self._grammar_checks.known(*about)
+        if grammar is None:
+            async with self._builders.turn(owner):
+                grammar = await in_thread(partial(self._grammar_checks.check, *about), self._build_threads)
+        return ask.held_to(grammar)
 
     async def _created(self, output: FollowedOutput, chosen: str) -> int:
         """Seconds since 1970. Of an id that the client chose, when the coordinator first had it, so that it is answered
@@ -159,7 +175,10 @@ def _read(
 ) -> Ask:
     """In a thread: a long prompt takes a second to tokenize. Raises HiSparseError."""
     check(data)
-    return ask_of_body(read_body(data, api.body).generation())
+    try:
+        return ask_of_body(read_body(data, api.body).generation())
+    except RecursionError as error:
+        raise BadInput("is nested too deeply", field="body", remedy="nest its schemas less deeply") from error
 
 
 def _transcript(ask: Ask, tokenizer: Tokenizer) -> Transcript:

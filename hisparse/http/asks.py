@@ -42,8 +42,6 @@ LOGPROBS_OF_ANSWER_MAX: Final = 262_144
 #: Template, messages, variables, the most characters, and tools, as in hisparse.http.chat.
 Render = Callable[[str, Sequence[Mapping[str, Any]], Mapping[str, Any], int, Sequence[Mapping[str, Any]] | None], str]
 
-#: A plan as a grammar, built once, as hisparse.http.grammar_checks has it.
-Check = Callable[[GrammarPlan, ModelInfo, Tokenizer], str]
 
 NO_PROMPT: Final[Int32Array] = np.empty(0, np.int32)
 
@@ -75,8 +73,8 @@ class SampleAsk:
 class Ask:
     """A body, checked and tokenized. `id` is what its client calls it. `prompt_tokens` counts each prompt once, however
     many samples it has. `plan` says what the outputs are read as, `shown` which special tokens have text in them.
-    `echoes`, of each choice, go before its text; none: nothing does. `stops` are the stop
-    strings, `settings` what the answer repeats of the body."""
+    `echoes`, of each choice, go before its text; none: nothing does. `stops` are the stop strings, `settings` what the
+    answer repeats of the body. `form` is what the outputs are held to, until its grammar is built."""
 
     id: str
     model: str
@@ -90,10 +88,16 @@ class Ask:
     echoes: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    form: GrammarPlan | None = None
 
     @property
     def has_logprobs(self) -> bool:
         return self.choices[0].sampling.logprobs != NO_LOGPROBS
+
+    def held_to(self, grammar: str) -> Ask:
+        """With the grammar that was built of its `form`."""
+        choices = (replace(it, sampling=msgspec.structs.replace(it.sampling, grammar=grammar)) for it in self.choices)
+        return replace(self, choices=tuple(choices), form=None)
 
     def without_prompts(self) -> Ask:
         return replace(self, choices=tuple(choice.without_prompt() for choice in self.choices))
@@ -121,12 +125,11 @@ def ask_of(
     served: Served,
     ask_id: str,
     render: Render,
-    check: Check,
     scope: str = "",
     priority_max: int = PRIORITY_MAX,
 ) -> Ask:
-    """Raises BadInput, or NotFound for another model. Takes as long as tokenizing the prompts does, and as building a
-    grammar.
+    """Raises BadInput, or NotFound for another model. Takes as long as tokenizing the prompts does. The grammar of the
+    Ask's `form` is yet to be built: see `Ask.held_to`.
 
     `scope` keeps an id that a client chose apart from those of other owners at the coordinator. `priority_max` is the
     limit of the client's key.
@@ -148,7 +151,9 @@ def ask_of(
         form = plan_of(wanted.structure, served.tokenizer.special_ids)
     echoes = echoes_of(prompts, wanted.prompt, served.tokenizer) if wanted.echo else []
     samples = _first(wanted.n, 1)
-    grammar = "" if form is None else check(form, served.model, served.tokenizer)
+    if form is not None:
+        form.check_size()
+    grammar = "" if form is None else form.lark
     return Ask(
         id=ask_id,
         model=served.model.name,
@@ -164,6 +169,7 @@ def ask_of(
         echoes=tuple(echo for echo in echoes for _ in range(samples)),
         stops=wanted.stop,
         settings=wanted.settings,
+        form=form,
     )
 
 

@@ -45,17 +45,7 @@ class BodyReader:
                 arriving.close()
                 place.enter_context(self._share(self._places, owner))
                 async with self._readers.turn(owner):
-                    return await self._in_thread(partial(read, data))
-
-    async def _in_thread(self, read: Callable[[], T]) -> T:
-        """Raises what `read` does."""
-        result = await trio.to_thread.run_sync(_refusal_or, read, limiter=self._threads)
-        if not isinstance(result, HiSparseError):
-            return result
-        try:
-            raise result
-        finally:
-            del result
+                    return await in_thread(partial(read, data), self._threads)
 
     @contextmanager
     def _share(self, shares: Shares, owner: str) -> Iterator[None]:
@@ -72,6 +62,17 @@ class BodyReader:
         finally:
             shares.give(owner)
             self._counters.in_flight = self._places.total
+
+
+async def in_thread(read: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
+    """What `read` returns. Raises the HiSparseError that it does, in no cycle. Cancelled: once `read` is done."""
+    result = await trio.to_thread.run_sync(_refusal_or, read, limiter=limiter)
+    if not isinstance(result, HiSparseError):
+        return result
+    try:
+        raise result
+    finally:
+        del result
 
 
 def _refusal_or(read: Callable[[], T]) -> T | HiSparseError:

@@ -68,6 +68,7 @@ class HttpConnection:
         self._clients = turns
         self._turns = turns.strangers
         self._party = self._address = address
+        self._is_admitted = False  # whether the request that is served has shown whose it is
         self._parts = 0
         self._wire = Wire()
         self._waiting: trio.CancelScope | None = None
@@ -83,6 +84,7 @@ class HttpConnection:
                 return await self._refuse(error)
             if not isinstance(head, RequestHead):
                 return head
+            self._is_admitted = False
             await self._handler(head, self)
             self.evictable = True
             if not self._wire.answer_is_whole:
@@ -167,7 +169,7 @@ class HttpConnection:
     # ------------------------------------------------------------ for the exchange: Channel
 
     async def admit(self, owner: str) -> None:
-        self.evictable = False
+        self.evictable, self._is_admitted = False, True
         party = owner or self._address
         if (self._turns, self._party) != (self._clients.owners, party):
             self._turns, self._party = self._clients.owners, party
@@ -201,7 +203,7 @@ class HttpConnection:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Goes out with what follows, in one piece."""
         if 400 <= status < 500:
-            self._clients.refused(self._party)
+            self._clients.refused(self._party if self._is_admitted else self._address)
         self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
 
     async def write(self, data: bytes) -> None:

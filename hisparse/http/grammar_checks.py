@@ -27,11 +27,11 @@ from hisparse.http.grammars import GrammarPlan
 from hisparse.http.process import share_fairly
 from protocol.errors import BadInput
 from protocol.grammars import Vocabulary, check_grammar
-from protocol.messages import GRAMMAR_CHARS_MAX, ModelInfo
+from protocol.messages import ModelInfo
 from protocol.text import ByteTokenizer, Tokenizer
 
 #: For one grammar: to build it, and address space for it.
-CHECK_LIMIT_S: Final = 10.0
+CHECK_LIMIT_S: Final = 5.0
 MEMORY_BYTES_MAX: Final = 1024 * 1024 * 1024
 #: Of a request and its reply, after which a process is used again.
 KEPT_BYTES_MAX: Final = 256 * 1024
@@ -70,13 +70,9 @@ class GrammarChecks:
         self._lock = threading.Lock()
 
     def check(self, plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> str:
-        """The grammar of `plan`, as workers take it. Raises BadInput for one that cannot be built within limits."""
-        if len(plan.lark) + len(plan.inner) > GRAMMAR_CHARS_MAX:
-            size = f"{len(plan.lark) + len(plan.inner)} characters"
-            text = f"makes a grammar of more than {GRAMMAR_CHARS_MAX} characters"
-            raise BadInput(text, field=plan.field, value=size, remedy="shorten it")
-        ends = model.eos_token_ids
-        request = msgspec.msgpack.encode(GrammarRequest(plan, model.vocab_size, ends, dict(tokenizer.special_ids)))
+        """The grammar of `plan`, of a size that is checked, as workers take it. Blocks until it is built. Raises
+        BadInput for one that cannot be built within limits."""
+        request = _request(plan, model, tokenizer)
         digest = hashlib.sha256(request).digest()
         known = self._recalled(digest)
         if known is not None:
@@ -91,6 +87,10 @@ class GrammarChecks:
             raise BadInput(f"cannot be held to: {answer.message}", field=answer.field, remedy=remedy)
         self._remember(digest, answer.source)
         return answer.source
+
+    def known(self, plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> str | None:
+        """The same, if it passed lately. Does not block."""
+        return self._recalled(hashlib.sha256(_request(plan, model, tokenizer)).digest())
 
     def close(self) -> None:
         """While nothing is checked."""
@@ -107,6 +107,11 @@ class GrammarChecks:
             self._known[digest] = source
             if len(self._known) > KNOWN_MAX:
                 self._known.popitem(last=False)
+
+
+def _request(plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> bytes:
+    ends, special = model.eos_token_ids, dict(tokenizer.special_ids)
+    return msgspec.msgpack.encode(GrammarRequest(plan, model.vocab_size, ends, special))
 
 
 # ---------------------------------------------------------------- the process

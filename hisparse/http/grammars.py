@@ -21,6 +21,8 @@ from hisparse.http.formats.known import ChatFormat
 from hisparse.http.formats.lark import Rules, quoted, regex, schema_of
 from hisparse.http.formats.replies import PLAIN, THINK, THINK_END, ReplyPlan
 from hisparse.http.structured import OutputForm
+from protocol.errors import BadInput
+from protocol.messages import GRAMMAR_CHARS_MAX
 
 #: Between reasoning and what follows it.
 _BETWEEN: Final = r"/[ \n]{1,4}/"
@@ -39,6 +41,13 @@ class GrammarPlan(msgspec.Struct, frozen=True, array_like=True):
     inner: str = ""
     is_gbnf: bool = False
     schemas: tuple[tuple[str, Any], ...] = ()
+
+    def check_size(self) -> None:
+        """Raises BadInput for more than workers take."""
+        size = len(self.lark) + len(self.inner)
+        if size > GRAMMAR_CHARS_MAX:
+            text = f"makes a grammar of more than {GRAMMAR_CHARS_MAX} characters"
+            raise BadInput(text, field=self.field, value=f"{size} characters", remedy="shorten it")
 
     def source(self, inner: str) -> str:
         """The grammar as workers take it, with `inner` in Lark's syntax."""

@@ -38,7 +38,6 @@ from hisparse.http.errors import (
     status_of,
 )
 from hisparse.http.formats.replies import Text
-from hisparse.http.grammars import GrammarPlan
 from hisparse.http.prompts import prompts_of, text_ids
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
@@ -74,18 +73,13 @@ def here(template: str, messages: Any, variables: Any, bytes_max: int, tools: An
     return render(template, messages, variables, bytes_max, lambda form: form, tools)
 
 
-def unchecked(plan: GrammarPlan, *_: object) -> str:
-    """Builds nothing."""
-    return plan.source(plan.inner)
-
-
 def completion(ask_id: str = "a", **body: Any) -> Ask:
-    return ask_of(read_body(json.dumps(body).encode(), CompletionBody).generation(), served(), ask_id, here, unchecked)
+    return ask_of(read_body(json.dumps(body).encode(), CompletionBody).generation(), served(), ask_id, here)
 
 
 def chat(template: str | None = None, **body: Any) -> Ask:
     known = served() if template is None else served(template)
-    return ask_of(read_body(json.dumps(body).encode(), ChatBody).generation(), known, "a", here, unchecked)
+    return ask_of(read_body(json.dumps(body).encode(), ChatBody).generation(), known, "a", here)
 
 
 def refusal(kind: type[CompletionBody] | type[ChatBody], **body: Any) -> BadInput:

@@ -388,6 +388,23 @@ async def test_known_client_is_not_slowed_down_for_strangers(monkeypatch: pytest
             assert b"200" in await known.receive_some()
 
 
+async def test_refusals_of_strangers_slow_down_no_owner_of_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A proxy sends requests of several clients over one connection."""
+    monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
+    async with running() as rig, await rig.open() as shared, await rig.open() as own:
+        for stream in (own, shared):
+            await stream.send_all(GET.replace(b"/x", b"/known"))
+            assert b"200" in await stream.receive_some()
+        for _ in range(4):
+            await shared.send_all(GET.replace(b"/x", b"/unread"))
+            assert b"403" in await shared.receive_some()
+        with trio.fail_after(LIMIT_S):
+            await own.send_all(GET.replace(b"/x", b"/known"))
+            assert b"200" in await own.receive_some()
+
+
 async def test_handshakes_take_turns(tmp_path: Path) -> None:
     async with running(tls=Tls(*write_pair(tmp_path))) as rig:
         with ExitStack() as stack:

@@ -57,6 +57,14 @@ def asked(*messages: Any) -> dict[str, Any]:
     return {"max_tokens": 5, "messages": list(messages)}
 
 
+def nested(levels: int) -> dict[str, object]:
+    """A schema of lists within lists."""
+    schema: dict[str, object] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
@@ -263,6 +271,12 @@ CASES: Final = {
         said(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {"if": 1}}}}),
         *(400, BAD, "response_format.json_schema.schema.not", "cannot be held to: Unimplemented keys: "),
         said(response_format={"type": "json_object"}),
+    ),
+    "schema of many levels": Case(
+        COMPLETIONS,
+        said(structured_outputs={"json": nested(400)}),
+        *(400, BAD, "body", "is nested too deeply. Nest its schemas less deeply."),
+        said(structured_outputs={"json": nested(4)}),
     ),
     "regular expression": Case(
         COMPLETIONS,

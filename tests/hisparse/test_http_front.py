@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from hisparse.http import answering, exchange, front, link, outputs, server
 from hisparse.http.api_keys import owner_of
 from hisparse.http.exchange import BODY_BYTES_MAX
+from hisparse.http.grammar_checks import GrammarChecks
+from hisparse.http.grammars import GrammarPlan
 from hisparse.http.server import run_http
 from metrics.exporter import Health, serve
 from metrics.http import HttpCollector, http_health, http_readiness
@@ -75,6 +78,34 @@ async def test_completion_without_stream(rig: FrontRig) -> None:
     }
     assert rig.aborted() == []
     await until(lambda: len(rig.outputs) == 0)
+
+
+async def test_no_body_waits_for_grammars_that_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other owners, and those without a grammar of the same owner; a known grammar is not built again."""
+    release, building = threading.Event(), list[str]()
+
+    def built(_: object, plan: GrammarPlan, *__: object) -> str:
+        building.append(plan.lark)
+        assert release.wait(10)
+        return plan.lark
+
+    monkeypatch.setattr(GrammarChecks, "check", built)
+    async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
+        bodies = [
+            {"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": "a" * 9 + str(it)}} for it in range(8)
+        ]
+        peers = [await rig.complete(it, **bearer(key)) for it in bodies for key in (KEY, OTHER_KEY)]
+        await until(lambda: len(building) == 2)
+        plain = [await rig.complete({"prompt": "abc", "max_tokens": 1}, **bearer(key)) for key in (KEY, OTHER_KEY)]
+        for name in await rig.submitted(2):
+            rig.speak(name, "!")
+            rig.gateway.scheduler.finish(name)
+        assert [(await it.answer())["choices"][0]["text"] for it in plain] == ["!", "!"]
+        assert len(building) == 2, "one of each owner"
+        release.set()
+        for name in (await rig.submitted(2 + len(peers)))[2:]:
+            rig.gateway.scheduler.finish(name)
+        assert [(await it.answer())["object"] for it in peers] == ["text_completion"] * len(peers)
 
 
 async def test_stream_sends_tokens_as_they_come(rig: FrontRig) -> None:

@@ -65,7 +65,9 @@ class Asker:
 
     def __call__(self, kind: type[ApiBody], template: str = "glm-5", **body: Any) -> Ask:
         generation = read_body(json.dumps(body).encode(), kind).generation()  # type: ignore[attr-defined]
-        return ask_of(generation, served(TEMPLATES[template]), "a", here, self.checks.check)
+        known = served(TEMPLATES[template])
+        made = ask_of(generation, known, "a", here)
+        return made.held_to(self.checks.check(made.form, known.model, known.tokenizer)) if made.form else made
 
     def refused(self, kind: type[ApiBody], template: str = "glm-5", **body: Any) -> BadInput:
         with pytest.raises(BadInput) as caught:
@@ -327,6 +329,15 @@ def test_choice_of_a_tool_needs_that_tool(ask: Asker) -> None:
     assert error.field == "tool_choice.type"
     error = ask.refused(MessagesBody, messages=[USER], max_tokens=5, tool_choice={"type": "tool"})
     assert error.field == "tool_choice.name"
+
+
+@pytest.mark.parametrize("nothing", [{"enum": []}, {"type": []}, {"anyOf": []}])
+def test_argument_without_any_value_is_refused(ask: Asker, nothing: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": nothing}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    error = ask.refused(ChatBody, messages=[USER], tools=tools, tool_choice="required")
+    assert error.field == "tools[0].function.parameters.properties.a"
+    assert "allows no value" in error.message
 
 
 def test_grammar_beyond_limits_is_refused_and_the_next_is_built() -> None:

@@ -720,9 +720,7 @@ CALLS: Final[dict[str, Call]] = {
     "neither Lark nor GBNF": Call(
         BadInput, "is neither Lark (no rule start) nor GBNF", lambda *_: _lark(GrammarPlan("", "grammar", "?", True))
     ),
-    "grammar of a large schema": Call(
-        BadInput, "(shorten it)", lambda *_: GrammarChecks().check(GrammarPlan("x" * 99_999, "f"), MODEL, NO_TOKENIZER)
-    ),
+    "grammar of a large schema": Call(BadInput, "(shorten it)", lambda *_: GrammarPlan("x" * 99_999, "f").check_size()),
     "grammar beyond limits": Call(BadInput, "(simplify it)", endless_grammar),
     "choices of nothing": Call(
         BadInput, "(change their number)", lambda *_: of_structured_outputs(StructuredOutputs(choice=[]))

@@ -59,7 +59,10 @@ def members_of(tool: Tool, field: str) -> Iterator[Argument]:
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise BadInput("is no JSON schema of an object", field=field, remedy="correct it")
     for name in dict.fromkeys((*properties, *(it for it in required if isinstance(it, str)))):
-        values = _values(properties.get(name, True), parameters, f"{field}.properties.{name}", DEPTH_MAX)
+        place = f"{field}.properties.{name}"
+        values = _values(properties.get(name, True), parameters, place, DEPTH_MAX)
+        if values == Values():
+            raise _refusal("allows no value", place)
         yield Argument(name, name in required, values)
 
 
