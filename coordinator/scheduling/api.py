@@ -142,9 +142,12 @@ class SchedulerApi(Actor[Message]):
         return Chain(root, tuple(found), scope)
 
     async def _digest_recovered(self) -> None:
-        """Prompts of requests that an earlier incarnation accepted: the keys of their digests went with it."""
+        """Prompts of requests that an earlier incarnation accepted: the keys of their digests went with it, and so did
+        which pages are not to be trusted. What a request keeps that was on a worker when it died is never cached."""
         for live in [*self._requests.live.values()]:
             await trio.lowlevel.checkpoint()
+            if live.entry.strikes:
+                continue
             scope = self._prefix_reuse.scope_of(live.facts)
             chain = await self._chain_of(live.prompt, scope, {}) if scope is not None else None
             if chain is not None:

@@ -47,6 +47,8 @@ from hisparse.http.grammar_checks import GrammarChecks, _lark
 from hisparse.http.grammars import GrammarPlan
 from hisparse.http.prompts import text_ids
 from hisparse.http.structured import OutputForm, StructuredOutputs, of_structured_outputs, one_of, schema_in
+from hisparse.manifests.environments import check_settings
+from hisparse.manifests.values import read_values, size_bytes
 from protocol import messages
 from protocol.errors import (
     BY_CODE,
@@ -70,6 +72,7 @@ from tests import ROOT
 from tests.hisparse.test_cli import CAPACITY, MODEL, WORKER
 from tests.hisparse.test_http_errors import CASES as HTTP_CASES
 from tests.hisparse.test_http_errors import WIRE_CASES, check_http_case, check_wire_case
+from tests.manifests.test_values import SMALL
 from tests.support.fakes.gateway import FakeGateway
 from tests.support.http_rig import byte_tokenizer_json
 from tests.support.other_refusals import OTHER_TESTS
@@ -781,6 +784,20 @@ CALLS: Final[dict[str, Call]] = {
     "no id of a prefix": Call(BadInput, "(take an ID from `hisparse prefix`)", lambda *_: _digest_of("xyz")),
     "text for ids": Call(BadInput, "(give ['r1'])", asking(lambda client: client.abort("r1"))),
     "no worker yet": Call(Unavailable, "(start one with: hisparse worker --model PATH)", unserved),
+    "values that are no TOML": Call(ConfigError, "(correct the file)", lambda *_: read_values("x =", "values.toml")),
+    "values in a thousand lists": Call(
+        ConfigError, "is nested too deeply", lambda *_: read_values(f"x = {'[' * 9_999}", "values.toml")
+    ),
+    "values without a model": Call(ConfigError, "model", lambda *_: read_values('name = "a"', "values.toml")),
+    "values of no namespace": Call(
+        ConfigError, "namespace=a b", lambda *_: read_values(f'namespace = "a b"\n{SMALL}', "values.toml")
+    ),
+    "size of nothing": Call(ConfigError, "(give it a size, as in 4GiB)", lambda *_: size_bytes("0", "memory")),
+    "setting of the manifests": Call(
+        ConfigError,
+        "(leave it out of settings)",
+        lambda *_: check_settings("worker", {"seats": 1}, {"HISPARSE_WORKER_SEATS": "2"}, "workers[0]"),
+    ),
     "run_client inside trio": Call(WrongState, "(async with hisparse.open_client(ENDPOINT)", nested),
     "client outside of loops": Call(
         WrongState, "call hisparse.run_client", lambda *_: hisparse.open_client().__aenter__().send(None)

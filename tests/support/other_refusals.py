@@ -160,6 +160,9 @@ PRODUCED: Final = {
     "tests/hisparse/test_leftovers.py::test_the_wait_for_aborted_requests_is_bounded": [
         "hisparse/cluster/leftovers.py:check_leftovers:Unavailable"
     ],
+    "tests/worker/device/test_capacity.py::test_traces_of_other_models_are_refused[topk]": [
+        "hisparse/cli/size.py:_read_trace:BadInput"
+    ],
 }
 
 #: The test that produces a site.

@@ -296,6 +296,25 @@ async def test_rows_of_a_recovered_placement_are_cached_once_its_worker_says_tha
         life.check()
 
 
+@pytest.mark.parametrize("died", [False, True])
+async def test_what_a_dead_worker_may_have_spoiled_is_not_cached_after_a_restart(
+    autojump_clock: trio.testing.MockClock, died: bool
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, prefix_reuse="own")
+    async with Life.over(settings=settings) as life:
+        await life.add_worker("w0")
+        await life.submit("r!", prompt=150)
+        await run_until(life, "r!", "RUNNING")
+        if died:
+            life.scheduler.worker_down("w0", 1, True, died=True)
+            await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups, settings) as life:
+        await life.settle()
+        (entry,) = life.scheduler._placement_table.entries.values()
+        assert (entry.chain is None) == died
+
+
 async def test_numbers_are_never_reused(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         link = await life.add_worker("w0", seats=2)
