@@ -56,6 +56,9 @@ STOP_TOKEN_IDS_MAX: Final = 64
 #: Most alternatives to each token that `Sampling.logprobs` may ask for, and its value where it asks for nothing.
 LOGPROBS_MAX: Final = 20
 NO_LOGPROBS: Final = -1
+#: Most log-probabilities of a request, `max_tokens` x (1 + `logprobs`), and of an answer of the HTTP front, where they
+#: are some 20 MB of JSON.
+LOGPROBS_OF_ANSWER_MAX: Final = 262_144
 #: Longest `Sampling.grammar`, in characters: coordinators keep it as long as the request is listed.
 GRAMMAR_CHARS_MAX: Final = 64 * 1024
 #: Most end-of-sequence tokens of a model.
@@ -114,7 +117,8 @@ class Sampling(Part, frozen=True):
     it, as an end-of-sequence token.
 
     `logprobs`: each token comes with its log-probability and those of so many likeliest tokens (protocol/logprobs.py),
-    LOGPROBS_MAX at most; NO_LOGPROBS: without. They are those of the logits before all of the above.
+    LOGPROBS_MAX at most, and LOGPROBS_OF_ANSWER_MAX a request; NO_LOGPROBS: without. They are those of the logits
+    before all of the above.
 
     `grammar`, where it is not empty, is a grammar that the output is held to, in the Lark syntax of llguidance or its
     JSON: before all else, tokens that no output of the grammar continues with are barred. An end-of-sequence token is

@@ -16,6 +16,7 @@ from protocol.messages import (
     GRAMMAR_CHARS_MAX,
     LOGIT_BIAS_MAX,
     LOGPROBS_MAX,
+    LOGPROBS_OF_ANSWER_MAX,
     NAME_CHARS_MAX,
     NO_LOGPROBS,
     PREFILL,
@@ -53,6 +54,7 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
     _check_tokens(prompt, model)
     check_orders(submit.sampling, submit.priority)
     check_token_ids(submit.sampling, model)
+    _check_logprobs(submit.sampling)
     if submit.prefill_mode not in PREFILL_MODES:
         raise BadInput(
             "no such prefill mode",
@@ -87,6 +89,18 @@ def check_token_ids(sampling: Sampling, model: ModelInfo) -> None:
                     value=token,
                     remedy="use the tokenizer of the served model",
                 )
+
+
+def _check_logprobs(sampling: Sampling) -> None:
+    """Raises BadInput for more than a request may take of the room of all outputs."""
+    each = 1 + sampling.logprobs
+    if sampling.max_tokens * each > LOGPROBS_OF_ANSWER_MAX:
+        text = (
+            f"{sampling.max_tokens} tokens with {each} log-probabilities each make {sampling.max_tokens * each}, "
+            f"and {LOGPROBS_OF_ANSWER_MAX} are accepted"
+        )
+        remedy = f"set max_tokens to {LOGPROBS_OF_ANSWER_MAX // each} or less"
+        raise BadInput(text, field="logprobs", value=sampling.logprobs, remedy=remedy)
 
 
 def check_salt(cache_salt: str) -> None:

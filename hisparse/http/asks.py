@@ -26,7 +26,7 @@ from hisparse.http.grammars import GrammarPlan, plan_of
 from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, NotFound
-from protocol.messages import NO_LOGPROBS, PRIORITY_MAX, ModelInfo, Sampling
+from protocol.messages import LOGPROBS_OF_ANSWER_MAX, NO_LOGPROBS, PRIORITY_MAX, ModelInfo, Sampling
 from protocol.text import Tokenizer
 
 #: As OpenAI has it for /v1/completions.
@@ -37,8 +37,6 @@ TEMPERATURE_DEFAULT: Final = 1.0
 SEED_BITS: Final = 63
 #: Of all prompts of a body that are sent back before their outputs: they are kept until then.
 ECHO_CHARS_MAX: Final = 1024 * 1024
-#: Log-probabilities in one answer, of tokens and of alternatives: some 20 MB of JSON.
-LOGPROBS_OF_ANSWER_MAX: Final = 262_144
 #: Template, messages, variables, the most characters, and tools, as in hisparse.http.chat.
 Render = Callable[[str, Sequence[Mapping[str, Any]], Mapping[str, Any], int, Sequence[Mapping[str, Any]] | None], str]
 

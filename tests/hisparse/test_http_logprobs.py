@@ -16,14 +16,14 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from hisparse.http.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer, Transcript, text_in
-from hisparse.http.asks import LOGPROBS_OF_ANSWER_MAX, Ask
+from hisparse.http.asks import Ask
 from hisparse.http.bodies import CompletionBody, read_body
 from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.logprobs import ToldTokens, spelling_of
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput
 from protocol.logprobs import row_words
-from protocol.messages import NO_LOGPROBS, Ended
+from protocol.messages import LOGPROBS_OF_ANSWER_MAX, NO_LOGPROBS, Ended
 from protocol.text import ByteTokenizer
 from tests.hisparse.test_http import chat, completion, events
 

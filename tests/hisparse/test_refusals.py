@@ -581,6 +581,12 @@ def submission(prompt: bytes = b"\1\0\0\0", prefill_mode: str = "auto", **sampli
     return messages.Submit(1, prompt, messages.Sampling(**({"max_tokens": 1} | sampling)), prefill_mode=prefill_mode)
 
 
+def too_many_logprobs(*_: object) -> None:
+    model = msgspec.structs.replace(MODEL, context_max_tokens=2**20)
+    check_submit(submission(logprobs=20, max_tokens=12_483), model)
+    check_submit(submission(logprobs=20, max_tokens=12_484), model)
+
+
 def endless_chat(*_: object) -> None:
     conversation = SimpleNamespace(turns=[None] * (MODEL.context_max_tokens + 1))
     served = SimpleNamespace(model=msgspec.structs.replace(MODEL, chat_template="x"), tokenizer=None)
@@ -698,6 +704,12 @@ CALLS: Final[dict[str, Call]] = {
         BadInput,
         "logprobs=20: tiny has 9 tokens (ask for 9 or less)",
         lambda *_: check_submit(submission(logprobs=20), msgspec.structs.replace(MODEL, vocab_size=9)),
+    ),
+    "too many log-probabilities of a request": Call(
+        BadInput,
+        "logprobs=20: 12484 tokens with 21 log-probabilities each make 262164, and 262144 are accepted "
+        "(set max_tokens to 12483 or less)",
+        too_many_logprobs,
     ),
     "empty prompt": Call(BadInput, "(give at least one token)", lambda *_: check_submit(submission(prompt=b""), MODEL)),
     "bias of a token twice": Call(

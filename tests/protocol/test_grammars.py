@@ -40,3 +40,13 @@ def test_special_token_is_none_of_its_letters() -> None:
     matcher = Matcher(vocabulary, "start: /(.|\\n)*/ <[258]>")
     assert 258 in allowed(matcher.mask())
     assert 256 not in allowed(matcher.mask())
+
+
+def test_copy_goes_on_by_itself() -> None:
+    one = Matcher(Vocabulary(ByteTokenizer(), SIZE, (EOS,)), 'start: "a" ("b" | "c" "d")')
+    one.push((ord("a"),))
+    other = one.copy()
+    one.push((ord("c"),))
+    assert allowed(other.mask()) == [ord("b"), ord("c")]
+    other.push((ord("b"),))
+    assert (allowed(one.mask()), allowed(other.mask())) == ([ord("d")], [EOS])

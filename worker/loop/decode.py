@@ -259,7 +259,15 @@ class Decoder:
         assert begun is not None
         self._streams.compute.wait(mask_ready)
         self._launch_draws(begun.bucket, begun.outputs, begun.adjust)
+        self._leave_undurable(undrawn)
         self._download(begun, undrawn)
+
+    def _leave_undurable(self, undrawn: Collection[RunningRequest]) -> None:
+        """Rows that the step launched last wrote for `undrawn` are written again, and do not count as durable."""
+        if undrawn:
+            durable, requests, positions = self._undurable.pop()
+            kept = [pair for pair in zip(requests, positions, strict=True) if pair[0] not in undrawn]
+            self._undurable.append((durable, [request for request, _ in kept], [position for _, position in kept]))
 
     def _download(self, begun: _Begun, undrawn: Collection[RunningRequest]) -> None:
         compute, number, requests = self._streams.compute, begun.number, begun.requests

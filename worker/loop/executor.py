@@ -268,7 +268,7 @@ class Executor:
             runner.launch_padding(self._streams)
 
     def _wish(self) -> Wish:
-        rows = sum(request.position < request.rows_max for request in self._running)
+        rows = sum(request.position < request.rows_max and not request.lacks_mask for request in self._running)
         prompts = [(request.prefilled, request.prompt_tokens) for request in self._launchable()]
         return Wish(rows, next_chunks(prompts, self._chunk_tokens, self._lookahead + 1))
 
@@ -661,6 +661,8 @@ class Executor:
         """Out of the batch for good: what was launched for it goes on, nothing more is."""
         self._set_aside(request, Status.LEAVING)
         request.staged_marks.clear()
+        if request.grammar is not None:
+            request.grammar.cancel()
         if request.outgoing is not None:
             self.transfers.cancel(request.outgoing, "its request leaves")
         if request in self._prompts:

@@ -1,11 +1,15 @@
 """Grammars of requests, and the masks of their next tokens on the way to the device.
 
-    decode loop    open ─► advance(token) ─► … wait ─► mask into its seat's row ─► upload on `load`, mask_ready
-    threads        build the matcher, push known tokens, mask · push the token, mask
+    decode loop     open ─► advance(token) ─► … wait ─► mask into its seat's row ─► upload on `masks`, mask_ready
+    build threads   build the matcher, or copy one of the same source · push known tokens, mask
+    mask threads    push the token, mask
 
 A matcher is built and moved by threads, since a grammar may take a second to build and a mask milliseconds; the library
-lets go of the interpreter meanwhile. Each request has at most one job at a time. A state is a function of the grammar
-and the tokens so far, so another worker, or the same one after a retraction, builds it from these.
+lets go of the interpreter meanwhile. Builds and tokens have threads and a queue each, so that no build is in the way of
+a batch that decodes. Each request has at most one job at a time, and none once it has left. A state is a function of
+the grammar and the tokens so far, so another worker, or the same one after a retraction, builds it from these.
+
+The library recurses as deep as rules refer to each other: its threads have STACK_BYTES.
 
 A mask depends on the token before, so that a step is launched without its draws, and these follow once the masks are
 there (worker/loop/decode.py). The loop waits MASK_WAIT_S for them; what is late by then is not drawn.
@@ -18,10 +22,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, TypeAlias
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -33,26 +39,33 @@ from worker.loop.inputs import host_tensor
 from worker.runners.logits import AdjustTables
 from worker.streams import Fence, Streams
 
-#: Threads that build matchers and compute masks.
-THREADS: Final = 3
+#: Threads that build matchers, and threads that compute masks behind a new token.
+BUILD_THREADS: Final = 2
+MASK_THREADS: Final = 2
+#: Stack of each, of which pages are taken as they are touched: several times what a grammar of GRAMMAR_CHARS_MAX
+#: characters needs whose rules, 8,500 at most, form one chain.
+STACK_BYTES: Final = 256 * 1024 * 1024
 #: How long draws wait for masks, behind a forward pass that may take as long.
 MASK_WAIT_S: Final = 0.01
-#: How long a matcher may take to be built, or a mask to be computed, before its request fails.
+#: How long a matcher may take to be built, or a mask to be computed, before its request fails. Time in a queue does not
+#: count.
 GRAMMAR_LIMIT_S: Final = 60.0
 
 
 class Grammar:
     """The grammar of one request. Used by the decode loop; `work` runs in a thread."""
 
-    def __init__(self, source: str, tokens: Sequence[int], submit: Callable[[Grammar], None]) -> None:
-        """`tokens` are known already."""
-        self._source = source
-        self._submit = submit
+    def __init__(self, build: _Build, tokens: Sequence[int], builds: _Jobs, masks: _Jobs) -> None:
+        """`tokens` are known already. `builds` takes the first job, `masks` all others."""
+        self._build = build
+        self._builds, self._masks = builds, masks
         self._matcher: Matcher | None = None
         self._mask: Mask | None = None
         self._failure: HiSparseError | None = None
+        self._has_left = False
+        self._since_s: float | None = None  # when a thread began with the job
         self._done = threading.Event()
-        self._begin(tokens)
+        self._begin(tokens, builds)
 
     @property
     def has_mask(self) -> bool:
@@ -63,16 +76,21 @@ class Grammar:
         """The output goes on with `token`."""
         if not self.has_mask:
             raise InternalError("a token came before its mask", field="token", value=token)
-        self._begin((token,))
+        self._begin((token,), self._masks)
+
+    def cancel(self) -> None:
+        """Its request has left: what was begun is dropped, unless a thread works on it."""
+        self._has_left = True
 
     def check(self) -> None:
         """Raises what made it fail, and BadInput when it takes too long."""
+        since_s = self._since_s
         if self._done.is_set():
             if self._failure is not None:
                 raise self._failure
-        elif time.monotonic() - self._since_s > GRAMMAR_LIMIT_S:
+        elif since_s is not None and time.monotonic() - since_s > GRAMMAR_LIMIT_S:
             text = f"takes more than {GRAMMAR_LIMIT_S:g} s"
-            raise BadInput(text, field="grammar", value=f"{len(self._source)} characters", remedy="simplify it")
+            raise BadInput(text, field="grammar", value=f"{len(self._build.source)} characters", remedy="simplify it")
 
     def wait(self, until_s: float) -> Mask | None:
         """The mask of the next token; None: it is not there by `until_s` of time.monotonic(). Raises as `check`."""
@@ -81,23 +99,81 @@ class Grammar:
         return self._mask if self.has_mask else None
 
     def work(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """In a thread: what was begun."""
+        """In a thread: what was begun. Raises nothing."""
+        if self._has_left:
+            return
+        self._since_s = time.monotonic()
         try:
             if self._matcher is None:
-                self._matcher = Matcher(vocabulary(), self._source)
+                self._matcher = self._build.matcher(self, vocabulary)
+                if self._matcher is None:
+                    return
             self._matcher.push(self._tokens)
             self._mask = self._matcher.mask()
-        except HiSparseError as error:
-            self._failure = error
-        except Exception as error:
-            self._failure = InternalError(f"the matcher failed: {error}", field="grammar")
+        except BaseException as error:
+            self._failure = _failure(error)
         self._done.set()
 
-    def _begin(self, tokens: Sequence[int]) -> None:
+    def build_again(self) -> None:
+        """In a thread: the first job is to be done from its start."""
+        self._since_s = None
+        self._builds.put(self)
+
+    def _begin(self, tokens: Sequence[int], jobs: _Jobs) -> None:
         self._tokens = tuple(tokens)
-        self._since_s = time.monotonic()
+        self._since_s = None
         self._done.clear()
-        self._submit(self)
+        jobs.put(self)
+
+
+class _Build:
+    """The matcher of one source, built once for all requests that ask for it as long as one of them is here."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._lock = threading.Lock()
+        self._is_building = False
+        self._waiting: list[Grammar] = []
+        self._built: Matcher | None = None
+        self._failure: HiSparseError | None = None
+
+    def matcher(self, grammar: Grammar, vocabulary: Callable[[], Vocabulary]) -> Matcher | None:
+        """In a thread: a matcher for `grammar` alone. None: another thread builds it, and has `grammar` ask again
+        then. Raises what building raised."""
+        with self._lock:
+            if self._is_building:
+                self._waiting.append(grammar)
+                return None
+            self._is_building = self._built is None and self._failure is None
+            builds = self._is_building
+        if builds:
+            self._do_build(vocabulary)
+        if self._failure is not None:
+            raise self._failure
+        assert self._built is not None
+        return self._built.copy()
+
+    def _do_build(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        try:
+            self._built = Matcher(vocabulary(), self.source)
+        except BaseException as error:
+            self._failure = _failure(error)
+        with self._lock:
+            self._is_building = False
+            waiting, self._waiting = self._waiting, []
+        for grammar in waiting:
+            grammar.build_again()
+
+
+#: Of threads; None ends one.
+_Jobs: TypeAlias = SimpleQueue[Grammar | None]
+
+
+def _failure(error: BaseException) -> HiSparseError:
+    """What the library's error means for a request. Its panics are no Exception."""
+    if isinstance(error, HiSparseError):
+        return error
+    return BadInput(f"the matcher failed: {error}", field="grammar", remedy="simplify it")
 
 
 class Grammars:
@@ -107,24 +183,27 @@ class Grammars:
         self, streams: Streams, tables: AdjustTables, tokenizer: Tokenizer, info: ModelInfo, wake: Callable[[], None]
     ) -> None:
         """`wake` is told, from a thread, of each mask."""
-        self._load = streams.load
+        self._stream = streams.masks
         self._tables = tables
         self._rows = host_tensor(*tables.masks.shape, dtype=tables.masks.dtype, device=tables.masks.device)
         self._make = partial(Vocabulary, tokenizer, info.vocab_size, info.eos_token_ids)
         self._wake = wake
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
-        self._jobs: SimpleQueue[Grammar | None] = SimpleQueue()
+        self._building: WeakValueDictionary[str, _Build] = WeakValueDictionary()
+        self._builds: _Jobs = SimpleQueue()
+        self._masks: _Jobs = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def open(self, seat: int, source: str, tokens: Sequence[int]) -> Grammar:
         """Of the request that takes `seat`, whose draws are free until a mask is set: they give known tokens."""
         self._rows[seat].fill_(255)
         if not self._threads:
-            self._threads = [threading.Thread(target=self._work, name="grammars", daemon=True) for _ in range(THREADS)]
-            for thread in self._threads:
-                thread.start()
-        return Grammar(source, tokens, self._jobs.put)
+            self._start()
+        build = self._building.get(source)
+        if build is None:
+            build = self._building[source] = _Build(source)
+        return Grammar(build, tokens, self._builds, self._masks)
 
     def set(self, seat: int, mask: Mask | None) -> None:
         """What the next draw of `seat` is held to; None: it does not draw."""
@@ -138,20 +217,31 @@ class Grammars:
 
     def upload(self) -> Fence:
         """Launch the way of all masks to the device, and return the fence that draws wait for."""
-        self._load.launch("upload masks", self._copy)
-        return self._load.record("mask_ready")
+        self._stream.launch("upload masks", self._copy)
+        return self._stream.record("mask_ready")
 
     def close(self) -> None:
         """End the threads once they have done what was begun."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        if self._threads:
+            for jobs, count in ((self._builds, BUILD_THREADS), (self._masks, MASK_THREADS)):
+                for _ in range(count):
+                    jobs.put(None)
 
     def _copy(self) -> None:
         self._tables.masks.copy_(self._rows, non_blocking=True)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _start(self) -> None:
+        queues = (self._builds,) * BUILD_THREADS + (self._masks,) * MASK_THREADS
+        with _deep_stacks():
+            for jobs in queues:
+                thread = threading.Thread(target=self._work, args=(jobs,), name="grammars", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def _work(self, jobs: _Jobs) -> None:
+        while (job := jobs.get()) is not None:
             job.work(self._known)
+            del job  # a thread that waits keeps no matcher
             self._wake()
 
     def _known(self) -> Vocabulary:
@@ -159,3 +249,13 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._make()
             return self._vocabulary
+
+
+@contextmanager
+def _deep_stacks() -> Iterator[None]:
+    """Threads that start within have STACK_BYTES."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)

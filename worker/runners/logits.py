@@ -29,7 +29,9 @@ COUNT_MAX: Final = 16_383
 
 @dataclass
 class AdjustTables:
-    """By seat, written by operations on `compute` only. Rows of seats where `adjusts` is false mean nothing.
+    """By seat, written by operations on `compute`; `masks` on the stream of that name.
+
+    Rows of seats where `adjusts` is false mean nothing.
 
     | tensor       | dtype, shape                    | meaning                                                        |
     |--------------|---------------------------------|----------------------------------------------------------------|
@@ -47,7 +49,7 @@ class AdjustTables:
     | masks        | uint8 [seats, bytes + 1]        | where it has: tokens that its grammar allows next, one bit     |
     |              |                                 | each, and 1; 0: the mask is late, and no token is drawn        |
 
-    The last row of `occurs` takes the writes of padding. `masks` is written on `load`, behind the draw before and
+    The last row of `occurs` takes the writes of padding. `masks` is written behind the draw before and
     before the one that reads it (fence mask_ready).
     """
 

@@ -4,6 +4,7 @@
 |---------|----------|-----------------------------------------------------------------------------------------|
 | compute | high     | every other kernel in the way delays the next token of the whole batch                  |
 | swap    | high     | layers of the same step wait for the rows that it replays                               |
+| masks   | high     | the draws of a step wait for the masks that it copies                                   |
 | stage   | low      | a prompt's copies may fill the card for milliseconds; the batch does not wait for them  |
 | load    | low      | likewise, for a context that returns                                                    |
 | backup  | low      | has as many steps to finish as there are tail slots                                     |
@@ -59,7 +60,7 @@ from worker.streams.spans import Span, SpanQueue, TimedGraph
 
 HIGH: Final = -1
 LOW: Final = 0
-PRIORITIES: Final = {"compute": HIGH, "swap": HIGH, "stage": LOW, "backup": LOW, "load": LOW}
+PRIORITIES: Final = {"compute": HIGH, "swap": HIGH, "stage": LOW, "backup": LOW, "load": LOW, "masks": HIGH}
 #: Between two looks at an event that the host waits for.
 POLL_S: Final = 0.00005
 #: A fence that takes longer will not come: a step or prompt chunk takes seconds at most.
@@ -170,7 +171,7 @@ class CudaStreams(Streams):
         self._thread = 0
         self._closed = False
         self._by_name = {name: CudaStream(self, name, self._device) for name in STREAM_NAMES}
-        self.compute, self.stage, self.backup, self.swap, self.load = self._by_name.values()
+        self.compute, self.stage, self.backup, self.swap, self.load, self.masks = self._by_name.values()
 
     def adopt_thread(self) -> None:
         """Blocks until the device is idle: what others launched before, on any stream, is done."""

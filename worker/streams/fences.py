@@ -7,7 +7,8 @@ Host memory that operations read when they run (step inputs, results) is ordered
 like any stream. The other direction needs none: what the host writes before it launches an operation is seen by it
 (`inputs_ready` is launch order).
 
-`swap` needs no fence to quiesce: whatever it does belongs to a step, which `compute` does not end without it.
+`swap` and `masks` need no fence to quiesce: whatever they do belongs to a step or a prompt chunk, which `compute` does
+not end without it.
 
 A fence lies *inside* a captured graph or *between* its replays. Recorded inside a capture it becomes an edge of the
 graph and means nothing outside; recorded before a capture it cannot be waited for inside, since every replay would
@@ -33,7 +34,7 @@ Work: TypeAlias = Callable[[], object]
 Spent: TypeAlias = Callable[[float], None]
 
 HOST: Final = "host"
-STREAM_NAMES: Final = ("compute", "stage", "backup", "swap", "load")
+STREAM_NAMES: Final = ("compute", "stage", "backup", "swap", "load", "masks")
 
 
 class FenceError(InternalError):
@@ -68,7 +69,7 @@ FENCES: Final[dict[str, FenceSpec]] = {
     "swapped_in": _spec("swap", "compute", "a layer gathers rows that swap-in found or loaded", "inside capture"),
     "prefetched": _spec("swap", "compute", "a shared-index layer gathers rows that replay copied", "inside capture"),
     "chunk_reclaimed": _spec("compute", "load", "rows are loaded into chunks that launched steps still read"),
-    "mask_ready": _spec("load", "compute", "draws read the masks of this step, of requests with a grammar"),
+    "mask_ready": _spec("masks", "compute", "draws read the masks of this step, of requests with a grammar"),
     "sampled": _spec("compute", "host", "the host reads the tokens of a step"),
     "wishes_gathered": _spec("compute", "host", "the host reads what the ranks of a group wish to run next"),
     "quiesced": _spec("compute stage backup load", "host", "memory of a request that left goes to another owner"),
@@ -119,6 +120,7 @@ class Streams(ABC):
     backup: Stream
     swap: Stream
     load: Stream
+    masks: Stream
 
     def __init__(self) -> None:
         self.waits = FenceWaits()
@@ -127,7 +129,7 @@ class Streams(ABC):
 
     @property
     def all(self) -> tuple[Stream, ...]:
-        return (self.compute, self.stage, self.backup, self.swap, self.load)
+        return (self.compute, self.stage, self.backup, self.swap, self.load, self.masks)
 
     def adopt_thread(self) -> None:
         """Called first in each thread that launches, one thread after another."""

@@ -2,21 +2,88 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import NoReturn, cast
 
 import pytest
 
 from protocol import grammars as library
-from protocol.grammars import Mask
+from protocol.grammars import Mask, Vocabulary
 from protocol.messages import Faulted
+from tests import ROOT
 from tests.support.fakes.hash_runner import ALTERNATING, EOS, SHARED, FakeRunner
 from tests.support.worker_rig import Rig
 from tests.worker.loop.test_fences import a_day, come_back, simulated
 from worker.loop import executor, grammars
+from worker.loop.batch import RunningRequest
+from worker.loop.decode import Decoder
+from worker.streams import SimulatedStreams
 
 #: Bytes that no fake prompt needs: any of them, and then the end.
 LETTER = "start: /[a-z]/"
+
+
+#: Builds chains of rules in a worker's threads, the longest that fit a grammar, and drops them in the main thread.
+CHAINS = """
+import time
+from types import SimpleNamespace
+from protocol.messages import GRAMMAR_CHARS_MAX
+from protocol.text import ByteTokenizer
+from worker.loop.grammars import Grammars
+from worker.runners.logits import AdjustTables
+from worker.streams import make_streams
+
+info = SimpleNamespace(vocab_size=259, eos_token_ids=(257,))
+tables = AdjustTables.allocate(1, 259)
+found = Grammars(make_streams("inline"), tables, ByteTokenizer(), info, lambda: None)
+letters = [chr(number) for number in range(ord("a"), ord("z") + 1)]
+names = [a + b + c for a in letters for b in letters for c in letters]
+for rule, last, case in (("{}", "/a/", str), ('("a" {})?', '"b"', str), ("{}", "/a/", str.upper)):
+    lines, size = ["start: " + case(names[0])], 0
+    for name, following in zip(names, names[1:]):
+        lines.append(case(name) + ":" + rule.format(case(following)))
+        size += len(lines[-1]) + 1
+        if size > GRAMMAR_CHARS_MAX - 100:
+            break
+    source = "\\n".join([*lines, case(following) + ":" + last])
+    assert GRAMMAR_CHARS_MAX - 200 < len(source) <= GRAMMAR_CHARS_MAX
+    assert found.open(0, source, ()).wait(time.monotonic() + 60) is not None
+print("built")
+"""
+
+
+class FakeMatcher(library.Matcher):
+    """Counts the sources that are built. Those that `holds` names wait for `goes_on`."""
+
+    built: list[str]
+    holds: str
+    goes_on: threading.Event
+
+    def __init__(self, vocabulary: Vocabulary, source: str) -> None:
+        self.built.append(source)
+        if source.endswith(self.holds):
+            self.goes_on.wait(60)
+        super().__init__(vocabulary, source)
+
+
+class FakePanic(BaseException):
+    """As panics of a library in Rust, which are no Exception."""
+
+
+@pytest.fixture
+def matchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeMatcher]]:
+    monkeypatch.setattr(FakeMatcher, "built", [], raising=False)
+    monkeypatch.setattr(FakeMatcher, "holds", "held", raising=False)
+    monkeypatch.setattr(FakeMatcher, "goes_on", threading.Event(), raising=False)
+    monkeypatch.setattr(grammars, "Matcher", FakeMatcher)
+    yield FakeMatcher
+    FakeMatcher.goes_on.set()
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,3 +209,144 @@ def test_fences_of_a_day_are_those_without_grammars() -> None:
     """No request with a grammar: no thread is started, and nothing waits for masks."""
     rig = a_day(simulated(1), SHARED)
     assert not rig.executor._grammars._threads
+
+
+def test_longest_chain_of_rules_does_not_end_the_process() -> None:
+    """The library recurses once or more for each of 8,000 rules."""
+    command = [sys.executable, "-c", CHAINS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "built\n"), done.stderr
+
+
+def test_time_in_a_queue_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "GRAMMAR_LIMIT_S", 0.0)
+    jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
+    grammar = grammars.Grammar(grammars._Build(LETTER), (), jobs, jobs)
+    time.sleep(0.01)
+    grammar.check()
+
+
+def test_grammar_of_a_request_that_left_is_not_built(matchers: type[FakeMatcher]) -> None:
+    rig = Rig()
+    sources = [f"{ALTERNATING}\n// {number} held" for number in range(grammars.BUILD_THREADS)] + [LETTER]
+    lives = [rig.coordinator.create(number, 40, 8, grammar=source) for number, source in enumerate(sources)]
+    for life in lives:
+        assert rig.coordinator.admit(life, 64)
+        rig.turn()
+    rig.coordinator.withdraw(lives[-1], "drop")
+    rig.run_until(lambda: not lives[-1].placement)
+    matchers.goes_on.set()
+    rig.run()
+    assert sorted(matchers.built) == sources[:-1]
+    rig.check_end()
+
+
+def test_builds_do_not_delay_the_masks_of_a_batch(matchers: type[FakeMatcher], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More builds than there are threads."""
+    monkeypatch.setattr(grammars, "BUILD_THREADS", 1)
+    monkeypatch.setattr(grammars, "MASK_THREADS", 1)
+    rig = Rig()
+    decodes = rig.coordinator.create(9, 40, 8, grammar=ALTERNATING)
+    assert rig.coordinator.admit(decodes, 64)
+    rig.run_until(lambda: len(decodes.tokens) >= 1)
+    built = [rig.coordinator.create(number, 40, 8, grammar=f"{ALTERNATING}\n// {number} held") for number in range(3)]
+    for life in built:
+        assert rig.coordinator.admit(life, 64)
+    rig.run_until(lambda: decodes.outcome == "length")
+    assert not any(life.tokens for life in built)
+    matchers.goes_on.set()
+    rig.run()
+    assert {life.outcome for life in built} == {"length"}
+    rig.check_end()
+
+
+def test_equal_grammars_are_built_once(matchers: type[FakeMatcher]) -> None:
+    """Also where a thread asks for one that another thread builds."""
+    rig = Rig()
+    lives = [rig.coordinator.create(number, 40, 8 + number, seed=number, grammar=ALTERNATING) for number in range(4)]
+    matchers.holds = ALTERNATING
+    for life in lives:
+        assert rig.coordinator.admit(life, 64)
+        rig.turn()
+    time.sleep(0.05)
+    matchers.goes_on.set()
+    rig.run()
+    assert matchers.built == [ALTERNATING]
+    assert not rig.wrong()
+    rig.check_end()
+
+
+@pytest.mark.parametrize("method", ["push", "copy"])
+@pytest.mark.parametrize("error", [RuntimeError("a defect"), FakePanic("a defect")])
+def test_failure_of_the_library_ends_its_request_alone(
+    method: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as there are threads, so that a request after them finds one only if none has ended."""
+    original: Callable[..., object] = getattr(library.Matcher, method)
+
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(library.Matcher, method, fail)
+    rig = Rig()
+    free = rig.coordinator.create(99, 40, 8)
+    assert rig.coordinator.admit(free, 64)
+    for number in range(grammars.BUILD_THREADS):
+        assert rig.coordinator.admit(rig.coordinator.create(number, 40, 8, grammar=ALTERNATING), 64)
+        rig.run()
+    faults = [event for event in rig.coordinator.events if isinstance(event, Faulted)]
+    assert [fault.message for fault in faults] == ["grammar=: the matcher failed: a defect (simplify it)"] * 2
+    monkeypatch.setattr(library.Matcher, method, original)
+    good = rig.coordinator.create(100, 40, 8, grammar=ALTERNATING)
+    assert rig.coordinator.admit(good, 64)
+    rig.run()
+    assert (free.outcome, good.outcome) == ("length", "length")
+    rig.check_end()
+
+
+def test_row_of_a_step_that_is_launched_again_is_not_durable_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_late(monkeypatch)
+    note_durable, seen = Decoder.note_durable, list[int]()
+
+    def checked(decoder: Decoder) -> Iterator[RunningRequest]:
+        for request in note_durable(decoder):
+            seen.append(request.position - request.durable_rows)
+            yield request
+
+    monkeypatch.setattr(Decoder, "note_durable", checked)
+    rig = Rig()
+    assert rig.coordinator.admit(rig.coordinator.create(1, 90, 12, grammar=ALTERNATING), 64)
+    assert rig.coordinator.admit(rig.coordinator.create(2, 90, 12), 64)
+    rig.run()
+    assert seen
+    assert min(seen) >= 0
+    rig.check_end()
+
+
+def test_rank_wishes_no_row_for_a_request_whose_mask_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    held, free = (rig.coordinator.create(number, 40, 8, grammar=it) for number, it in enumerate((ALTERNATING, "")))
+    for life in (held, free):
+        assert rig.coordinator.admit(life, 64)
+    rig.run_until(lambda: min(len(held.tokens), len(free.tokens)) >= 2)
+    for request in rig.executor._running:
+        if request.grammar is not None:
+            request.grammar.wait(time.monotonic() + 60)
+    assert rig.executor._wish().rows == 2
+    monkeypatch.setattr(grammars.Grammar, "has_mask", False)
+    assert rig.executor._wish().rows == 1
+
+
+def test_masks_do_not_wait_for_rows_that_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(simulated(1)())
+    life = rig.coordinator.create(1, 40, 8, grammar=ALTERNATING)
+    assert rig.coordinator.admit(life, 64)
+    rig.run_until(lambda: len(life.tokens) >= 1)
+    load = cast(SimulatedStreams, rig.streams).load
+    load.launch("a context that returns", lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(load, "runnable", lambda: False)
+        rig.run_until(lambda: life.outcome == "length")
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()

@@ -45,7 +45,8 @@ def test_each_stream_is_current_while_launched_on(fake: FakeCuda) -> None:
     assert seen == {name: stream.cuda for name, stream in streams._by_name.items()}
     assert len(set(map(id, seen.values()))) == len(STREAM_NAMES)
     priorities = {name: stream.cuda.priority for name, stream in streams._by_name.items()}
-    assert priorities == {"compute": HIGH, "swap": HIGH, "stage": LOW, "backup": LOW, "load": LOW}
+    low = {"stage": LOW, "backup": LOW, "load": LOW}
+    assert priorities == {"compute": HIGH, "swap": HIGH, "masks": HIGH} | low
 
 
 def test_compute_is_current_after_an_error_naming_the_operation(fake: FakeCuda) -> None:
