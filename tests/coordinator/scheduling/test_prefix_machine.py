@@ -120,6 +120,10 @@ class PrefixMachine(RuleBasedStateMachine):
         self.replayed = len(self.journal)
         return list(replies[0].given)
 
+    def _held(self) -> set[int]:
+        """Host pages of requests and of quarantined workers."""
+        return set().union(*(life.pages for life in self.lives.values()), *self.quarantined.values())
+
     def carry_out(self, steps: Sequence[LedgerStep]) -> None:
         """Of the prefix reuse: the model learns what is cached from the life that it was said of, before."""
         if steps:
@@ -158,12 +162,23 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS), contents=CONTENTS, worker=st.sampled_from(("w0", "w1")))
     def admit(self, owner: tuple[str, str], contents: list[int], worker: str) -> None:
+        self._admit(owner, contents, worker)
+
+    @rule(owner=st.sampled_from(OWNERS), contents=CONTENTS, worker=st.sampled_from(("w0", "w1")), leaves=st.booleans())
+    def serve(self, owner: tuple[str, str], contents: list[int], worker: str, leaves: bool) -> None:
+        """A whole prompt at once: so lives that fill the pool are drawn often."""
+        if (life := self._admit(owner, contents, worker)) is not None:
+            self._compute(life, life.prompt_pages)
+            if leaves:
+                self._leave(life, generated=False, keeps=False)
+
+    def _admit(self, owner: tuple[str, str], contents: Sequence[int], worker: str) -> Life | None:
         entry = self._make(owner, contents)
         share = self.reuse.match(entry, NODE)
         assert share.tolist() == self._expected(owner, contents), "the longest cached beginning, of its owner alone"
         for place, page in enumerate(share.tolist()):
             assert self.rows[page] == (owner, tuple(contents[: place + 1])), "rows of these tokens, behind these"
-        self._place(entry, owner, contents, worker, share)
+        return self._place(entry, owner, contents, worker, share)
 
     def _place(
         self, entry: RequestEntry, owner: tuple[str, str], contents: Sequence[int], worker: str, share: np.ndarray
@@ -172,7 +187,7 @@ class PrefixMachine(RuleBasedStateMachine):
         idle = int(self.ledger.is_idle(share).sum()) if share.size else 0
         if fresh > self.ledger.pages_available - idle:
             return None
-        held = set().union(*(life.pages for life in self.lives.values()), *self.quarantined.values())
+        held = self._held()
         self.placements += 1
         placement = self.placements
         (pages,) = self.transact(Reserve(placement, worker, Memory(fresh), None, share.tobytes()))
@@ -212,8 +227,10 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(data=st.data(), pages=st.integers(1, 4))
     def compute(self, data: st.DataObject, pages: int) -> None:
         """More of its prompt is durable, and its worker says so."""
-        if (life := self._draw(data, kept=False)) is None:
-            return
+        if (life := self._draw(data, kept=False)) is not None:
+            self._compute(life, pages)
+
+    def _compute(self, life: Life, pages: int) -> None:
         self._write(life, min(life.written + pages, life.prompt_pages))
         steps = self.reuse.keep_prompt(life.entry, self.ledger, life.written * PAGE_TOKENS)
         self._note_cached(life, min(life.written, life.prompt_pages))
@@ -224,8 +241,10 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(data=st.data(), generated=st.integers(0, 1), keeps=st.booleans())
     def leave(self, data: st.DataObject, generated: int, keeps: bool) -> None:
         """Retracted, aborted or finished: what is durable is cached, and kept or released."""
-        if (life := self._draw(data, kept=False)) is None:
-            return
+        if (life := self._draw(data, kept=False)) is not None:
+            self._leave(life, bool(generated), keeps)
+
+    def _leave(self, life: Life, generated: bool, keeps: bool) -> None:
         if generated and life.written == life.prompt_pages and life.prompt_pages < len(life.pages):
             life.contents = (*life.contents, 9)
             self._write(life, life.prompt_pages + 1)
@@ -359,7 +378,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert not self.wrong & set(self.ledger.cached_pages().tolist()), "wrong rows can be matched"
         self.reuse.by_node[NODE].check_invariants(self.ledger.cached_pages())
         assert sorted(self.cached.values()) == self.ledger.cached_pages().tolist()
-        held = set().union(*(life.pages for life in self.lives.values()), *self.quarantined.values())
+        held = self._held()
         idle = set(self.cached.values()) - held
         assert self.ledger.pages_available == POOL_PAGES - len(held)
         counts = self.ledger.count_pages()
@@ -462,7 +481,7 @@ BUGS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_caught(bug: str) -> None:
     tried = settings(
-        max_examples=5_000,
+        max_examples=20_000,  # the rarest is caught after some 200
         stateful_step_count=40,
         deadline=None,
         derandomize=True,
