@@ -639,8 +639,10 @@ class Executor:
             self._read_at = now
             tokens = zip(step.requests, step.positions, step.tokens, strict=True)
             for number, (request, position, token) in enumerate(tokens):
-                if request.status is Status.LEAVING or request in step.undrawn:
+                if request.status is Status.LEAVING:
                     self.counters.surplus_tokens += 1
+                elif request in step.undrawn:
+                    self.counters.late_masks += 1
                 elif request.is_drawn(position):
                     self._contain(self._take_token, request, token, step.row(number))
             self._report.swaps(step)
