@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import NoReturn, cast
@@ -15,11 +14,12 @@ import pytest
 
 from protocol import grammars as library
 from protocol.errors import BadInput
-from protocol.grammars import Mask, Vocabulary
+from protocol.grammars import Vocabulary
 from protocol.messages import Faulted
 from protocol.text import ByteTokenizer
 from tests import ROOT
 from tests.support.fakes.hash_runner import ALTERNATING, EOS, SHARED, VOCAB, FakeRunner
+from tests.support.late_masks import late_once
 from tests.support.worker_rig import Rig
 from tests.worker.loop.test_fences import a_day, come_back, simulated
 from worker.loop import executor, grammars
@@ -93,16 +93,7 @@ def matchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeMatcher]]:
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mask is late once, so that every step that draws is launched twice."""
-    wait, calls = grammars.Grammar.wait, Counter[grammars.Grammar]()
-
-    def late_once(grammar: grammars.Grammar, until_s: float) -> Mask | None:
-        if not until_s:  # before a prompt's last chunk, which is launched once
-            return wait(grammar, until_s)
-        calls[grammar] += 1
-        return None if calls[grammar] % 2 else wait(grammar, until_s + 60)
-
-    monkeypatch.setattr(grammars.Grammar, "wait", late_once)
+    monkeypatch.setattr(grammars.Grammar, "wait", late_once())
 
 
 @pytest.mark.parametrize("is_late", [False, True])
