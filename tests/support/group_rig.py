@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -215,10 +216,10 @@ def _plant(masks: str, requests: Requests, path: Path) -> None:
             time.sleep(0.005)
 
     if masks == LATE:
-        Grammar.wait = late_once()  # type: ignore[method-assign]
+        patch.object(Grammar, "wait", late_once()).start()
     if masks == HELD:
-        Matcher.push = held_until(wait_for_others)  # type: ignore[method-assign]
-        Matcher.__init__ = held_build(wait_for_others, HELD)  # type: ignore[method-assign]
+        patch.object(Matcher, "push", held_until(wait_for_others)).start()
+        patch.object(Matcher, "__init__", held_build(wait_for_others, HELD)).start()
 
 
 def _pool(config: Config, sizing: Any) -> torch.Tensor:

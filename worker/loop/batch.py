@@ -110,10 +110,10 @@ class RunningRequest:
     topk_place: int | None = None
     since_s: float = 0.0
     prefill_s: float = 0.0
+    prompt_tokens: int = field(init=False)
 
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt)
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.prompt)
 
     @property
     def prompt_rows(self) -> int:

@@ -592,7 +592,7 @@ class Executor:
         ready: list[RunningRequest] = []
         starved: list[RunningRequest] = []
         for request in tuple(self._running):
-            if request.lacks_mask:
+            if request.grammar is not None and request.lacks_mask:
                 self._contain(_check_grammar, request)
             elif request.position < request.rows_max:
                 ready.append(request)
@@ -641,14 +641,14 @@ class Executor:
             now = self._clock()
             self.counters.stepped(now - max(step.launched_s, self._read_at))
             self._read_at = now
-            tokens = zip(step.requests, step.positions, step.tokens, strict=True)
+            tokens, has_rows = zip(step.requests, step.positions, step.tokens, strict=True), step.logprobs is not None
             for number, (request, position, token) in enumerate(tokens):
                 if request.status is Status.LEAVING:
                     self.counters.surplus_tokens += 1
                 elif request in step.undrawn:
                     self.counters.late_masks += 1
                 elif request.is_drawn(position):
-                    self._contain(self._take_token, request, token, step.row(number))
+                    self._contain(self._take_token, request, token, step.row(number) if has_rows else b"")
             self._report.swaps(step)
         return busy
 

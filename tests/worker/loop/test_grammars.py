@@ -343,6 +343,7 @@ def test_row_of_a_step_that_is_launched_again_is_not_durable_yet(monkeypatch: py
 
 
 def test_rank_wishes_no_row_for_a_request_whose_mask_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MASK_WAIT_S", 60.0)
     rig = Rig()
     held, free = (rig.coordinator.create(number, 40, 8, grammar=it) for number, it in enumerate((ALTERNATING, "")))
     for life in (held, free):
