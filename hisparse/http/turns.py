@@ -130,13 +130,20 @@ class ClientTurns:
         self.owners = LoopTurns(OWNER_PIECES)
         self._arrears = Arrears()
 
-    def refused(self, party: str) -> None:
-        self._arrears.refused(party, trio.current_time())
+    def refused(self, owner: str) -> None:
+        """The owner's next request may wait for it."""
+        self._arrears.refused(owner, trio.current_time())
 
-    async def next_request(self, party: str) -> None:
-        """Wait until one of `party` may be read; no checkpoint where it may at once."""
+    async def refuse(self, address: str) -> None:
+        """Wait until a client there, who has shown no key, may be refused; no checkpoint where it may at once."""
         now = trio.current_time()
-        if (at := self._arrears.next_at(party, now)) > now:
+        if (at := self._arrears.refused(address, now)) > now:
+            await trio.sleep_until(at)
+
+    async def next_request(self, owner: str) -> None:
+        """Wait until one of `owner` may be read; no checkpoint where it may at once."""
+        now = trio.current_time()
+        if (at := self._arrears.next_at(owner, now)) > now:
             await trio.sleep_until(at)
 
     async def run(self) -> None:
