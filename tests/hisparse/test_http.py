@@ -41,7 +41,7 @@ from hisparse.http.formats.replies import Text
 from hisparse.http.prompts import prompts_of, text_ids
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
-from hisparse.http.turns import LoopTurns, SubmissionPace, Turns
+from hisparse.http.turns import PIECE_S, PIECES_MAX, LoopTurns, SubmissionPace, Turns
 from protocol.errors import (
     BY_CODE,
     BadInput,
@@ -386,6 +386,39 @@ async def test_parties_share_turns_of_the_loop() -> None:
     assert order[0] == "a"
     assert sorted(order) == list("aaaaaaaabc")
     assert max(order.index("b"), order.index("c")) <= 5, "each of a, b and c in turn, behind two of a at once"
+
+
+class LongestTurn(trio.abc.Instrument):
+    """`pieces` of work in the turn of the loop that had most."""
+
+    def __init__(self) -> None:
+        self.pieces = self._now = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self._now = 0
+
+    def work(self) -> None:
+        self._now += 1
+        self.pieces = max(self.pieces, self._now)
+
+
+async def test_turn_of_the_loop_does_not_grow_by_slow_pieces(mock_clock: trio.testing.MockClock) -> None:
+    turns, longest = LoopTurns(2), LongestTurn()
+
+    async def work() -> None:
+        await turns.turn("a")
+        mock_clock.jump(10 * PIECE_S)
+        longest.work()
+
+    trio.lowlevel.add_instrument(longest)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(turns.run)
+        async with trio.open_nursery() as working:
+            for _ in range(8 * PIECES_MAX):
+                working.start_soon(work)
+        nursery.cancel_scope.cancel()
+    trio.lowlevel.remove_instrument(longest)
+    assert 2 < longest.pieces <= PIECES_MAX
 
 
 async def test_cancelled_party_leaves_its_turn_of_the_loop(autojump_clock: trio.testing.MockClock) -> None:
