@@ -40,6 +40,7 @@ from coordinator.scheduling.kv_events import KvEvent, KvEvents
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, endings_of, restore
+from coordinator.scheduling.request import BeginTrace
 from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.submission import Submissions
@@ -117,8 +118,10 @@ class Scheduler(SchedulerApi):
         clock: Callable[[], float] = trio.current_time,
         wall_offset_s: float = 0.0,
         publish: Callable[[Sequence[KvEvent]], None] | None = None,
+        begin_trace: BeginTrace | None = None,
     ) -> None:
-        """`publish` is called at the end of each turn that changed which prefixes are cached."""
+        """`publish` is called at the end of each turn that changed which prefixes are cached, `begin_trace` for each
+        request that is submitted or recovered."""
         mailbox_max = settings.live_requests_max * MESSAGES_PER_REQUEST + MESSAGES_BESIDES
         super().__init__("scheduler", mailbox_max=mailbox_max, batch_max=BATCH_MAX)
         self.stopped = trio.Event()
@@ -164,6 +167,7 @@ class Scheduler(SchedulerApi):
             counters=self._counters,
             clock=clock,
             wall_offset_s=wall_offset_s,
+            begin_trace=begin_trace,
         )
         self._stop: _Stop | None = None
 
