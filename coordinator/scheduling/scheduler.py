@@ -508,8 +508,10 @@ class Scheduler(SchedulerApi):
         """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something
         was given out, it is committed, and all before it."""
         given, commit = [NO_PAGES] * len(steps), DONE
-        for node in dict.fromkeys(step.node for step in steps):
-            places = [place for place, step in enumerate(steps) if step.node == node]
+        by_node: dict[str, list[int]] = {}
+        for place, step in enumerate(steps):
+            by_node.setdefault(step.node, []).append(place)
+        for node, places in by_node.items():
             applied = await self._transact_node(node, [steps[place] for place in places])
             for place, result in zip(places, applied.given, strict=True):
                 given[place] = result

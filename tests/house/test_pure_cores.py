@@ -46,6 +46,7 @@ PURE = [
     "coordinator/scheduling/request_state",
     "coordinator/scheduling/request_table",
     "coordinator/scheduling/placement_table",
+    "coordinator/scheduling/shortcut",
     "coordinator/scheduling/throughput",
     "coordinator/scheduling/turns",
     "coordinator/scheduling/validation",
