@@ -63,9 +63,7 @@ def is_sampled(caller: TraceContext | None, trace_id: bytes, ratio: float) -> bo
 
 def _state(text: str) -> str:
     text = text.strip() if _STATE.fullmatch(text) else ""
-    while len(text) > TRACE_STATE_CHARS_MAX:
-        text = text.rpartition(",")[0]
-    return text
+    return text if len(text) <= TRACE_STATE_CHARS_MAX else text[: TRACE_STATE_CHARS_MAX + 1].rpartition(",")[0]
 
 
 assert (TRACE_ID_BYTES, SPAN_ID_BYTES) == (16, 8)  # of version 00

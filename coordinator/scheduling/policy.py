@@ -282,7 +282,7 @@ class _Plan:
         return self.leaders.followed_by(entry, nodes, self.now) is None
 
     def _first_of(self, order: WorkerOrder, entry: RequestEntry) -> PlacementAsk | None:
-        """Of workers of one capacity."""
+        """Of workers of equal sizes."""
         shape = self._shape(entry, order.any, BOTH)
         if shape is None:
             return None
@@ -294,13 +294,13 @@ class _Plan:
         return None if worker is None else PlacementAsk(worker, *shape)
 
     def _worker_orders(self) -> list[WorkerOrder]:
-        """Of the workers that prefill and decode, by capacity."""
+        """Of the workers that prefill and decode, by their sizes."""
         if self._orders is None:
-            by_capacity: dict[int, list[WorkerEntry]] = {}
+            by_sizes: dict[int, list[WorkerEntry]] = {}
             for worker in self.takers:
                 if worker.capacity.role == BOTH:
-                    by_capacity.setdefault(id(worker.capacity), []).append(worker)
-            self._orders = [WorkerOrder(it, self._standing) for it in by_capacity.values()]
+                    by_sizes.setdefault(id(worker.sizes), []).append(worker)
+            self._orders = [WorkerOrder(it, self._standing) for it in by_sizes.values()]
         return self._orders
 
     def _standing(self, worker: WorkerEntry) -> Standing:
@@ -330,7 +330,7 @@ class _Plan:
 
     def _asks_of(self, entry: RequestEntry, part: str) -> list[PlacementAsk]:
         """Of each worker that takes requests and does `part` of what is to be done: BOTH, or one of the two."""
-        # by identity of the capacity, and by hot floor: most workers of a group share them
+        # by identity of the sizes, and by hot floor: most workers share them
         shapes: dict[tuple[int, int | None], _Shape | None] = {}
         asks: list[PlacementAsk] = []
         for worker in self.takers:
@@ -338,7 +338,7 @@ class _Plan:
                 continue
             if worker.capacity.role not in (part, BOTH):
                 continue
-            key = id(worker.capacity), worker.hot_floor
+            key = id(worker.sizes), worker.hot_floor
             if key not in shapes:
                 shapes[key] = self._shape(entry, worker, part)
             if shape := shapes[key]:
@@ -508,6 +508,7 @@ class _Plan:
         transfer = self._open_transfer(entry, ask)
         shared_pages = int(ask.prefix.size) or entry.own_pages
         placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
+        self.leaders.begun(entry)
         entry.shared_pages, entry.by_steps = shared_pages, ask.by_steps
         entry.follows, entry.goes_alone = None, False
         self.free.take(worker, taken)

@@ -1,6 +1,6 @@
 """Which worker a plain request goes to, without asking each of them. Pure.
 
-A *plain* request tells workers of one capacity apart by what is free on them and by nothing else: no rows of its prompt
+A *plain* request tells workers of equal sizes apart by what is free on them and by nothing else: no rows of its prompt
 are cached or kept, nothing of it is reserved, no worker has a hot floor. Then the worker that policy prefers is the one
 that stands first among those that fit, and a heap knows it: an admission costs a few steps, however many workers there
 are. `Policy` asks all workers where a request is not plain, or where none of the first fits.
@@ -29,7 +29,7 @@ class _Place(NamedTuple):
 
 
 class WorkerOrder:
-    """Workers of one capacity. `standing_of` gives a worker's standing as it is now; no two are equal."""
+    """Workers of equal sizes. `standing_of` gives a worker's standing as it is now; no two are equal."""
 
     def __init__(self, workers: Iterable[WorkerEntry], standing_of: Callable[[WorkerEntry], Standing]) -> None:
         self._standing_of = standing_of

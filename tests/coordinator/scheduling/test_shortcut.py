@@ -6,9 +6,11 @@ import random
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import PlacementAsk
+from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.policy import _Plan
 from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.messages import AUTO, BOTH, DIRECT, PREFILL, STAGED, GroupMember
@@ -110,3 +112,15 @@ def test_an_admission_looks_at_few_of_many_workers() -> None:
         free[worker.name] -= 1
     assert looks < 10 * WORKERS * 4
     assert set(free.values()) == {990}
+
+
+def test_workers_that_differ_in_their_pools_alone_are_of_equal_sizes() -> None:
+    """What a request asks is worked out once for all of equal sizes, whatever their nodes."""
+    table = PlacementTable()
+    for number in range(4):
+        size = replace(capacity(BOTH), pool_path=f"/n{number}.pool", pool_id=number + 1, seats=8 + number // 2)
+        table.add_worker(WorkerEntry(f"w{number}", f"n{number}", 1, size, MODEL, FakePort()))
+    first, second, third, last = table.workers.values()
+    assert first.sizes is second.sizes
+    assert third.sizes is last.sizes is not first.sizes
+    assert first.capacity is not second.capacity
