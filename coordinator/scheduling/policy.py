@@ -276,10 +276,9 @@ class _Plan:
 
     def _begins_new(self, entry: RequestEntry) -> bool:
         """Whether nothing of its prompt is cached anywhere, nor is about to be."""
-        nodes = self._taker_nodes - self.blocked.keys()
-        if any(self.match(entry, node).size for node in nodes):
+        if self.prefix_reuse.is_begun(entry):
             return False
-        return self.leaders.followed_by(entry, nodes, self.now) is None
+        return self.leaders.followed_by(entry, self._taker_nodes - self.blocked.keys(), self.now) is None
 
     def _first_of(self, order: WorkerOrder, entry: RequestEntry) -> PlacementAsk | None:
         """Of workers of equal sizes."""
