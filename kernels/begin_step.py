@@ -40,7 +40,7 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     placed stays as it was. On CUDA it also leaves the seats' tables by row in `batch.opened`: until the step ends they
     must not change.
 
-    Where state.seat_rows is above 1 it first fills `seats` and `lengths` of turns from 1 on. Row j of a seat has the
+    Where state.seat_rows is above 1 it first fills `seats` and `lengths` at depths from 1 on. Row j of a seat has the
     length of row 0 and j, and is no row (length 0) if its position is not below `state.granted_rows`. Padding is
     no row either, nor is any row of a seat that trips Tripwire.SEAT, which counts once. `batch.rejected` is 0 for rows
     that were placed, 1 elsewhere. Raises BadInput before any change.
