@@ -74,6 +74,35 @@ def goes_draft_steps(twin: Twin, steps: int) -> None:
     assert not int(twin.cpu.tripwires[Tripwire.VICTIMS])
 
 
+SHRUNK_SIZES = {
+    "groups": (0,),
+    "row_bytes": 16,
+    "topk": 40,
+    "seat_rows": 3,
+    "tail_slots": 6,
+    "hot_max": 128,
+    "seats": 1,
+}
+
+
+def shrinks_between_rejections(twin: Twin) -> None:
+    """Rejected rows that a resize left in ordinary slots become tail slots again, one of them when a queue is in use.
+
+    The slots that were reserved for their places are empty and ordinary from then on: they go first. `twin` has
+    SHRUNK_SIZES.
+    """
+    twin.open(0, 300, 128, 128)
+    for step in range(8):
+        if step == 4:
+            twin.resize(0, 64)
+        batches = twin.begin_drafts([0], [1 if step == 4 else 3])
+        twin.write_new_rows(batches[0])
+        topk = (torch.arange(40) + 7 * step).repeat(len(batches[0].seats), 1)
+        twin.swap_in(0, batches, topk.int())
+        twin.check()
+        twin.lengths[0] += 2 if step < 3 else 0  # of the steps before the last one, all rows; of that, the first
+
+
 def small_sizes(hot_slots: int) -> dict[str, int]:
     """Of a Twin for `uses_a_queue_for_long`."""
     return {"row_bytes": 16, "topk": TOPK, "hot_max": hot_slots, "max_tokens": 4096}

@@ -19,10 +19,12 @@ from kernels.swap_in import swap_in  # noqa: E402
 from tests.gpu.scenarios import (  # noqa: E402
     DRAFT_SIZES,
     FULL_SIZES,
+    SHRUNK_SIZES,
     TOPK,
     goes_draft_steps,
     goes_round,
     misses_on_corrupt_host_pages,
+    shrinks_between_rejections,
     small_sizes,
     uses_a_queue_for_long,
 )
@@ -55,6 +57,11 @@ def test_random_request_lifecycles() -> None:
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_steps_with_drafts(ranks: int | None, ids: torch.dtype) -> None:
     goes_draft_steps(Twin(17, ranks=ranks, ids=ids, **DRAFT_SIZES), steps=40)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_rejected_draft_rows_in_a_smaller_buffer(ranks: int) -> None:
+    shrinks_between_rejections(Twin(18, ranks=ranks, **SHRUNK_SIZES))
 
 
 def test_ages_beyond_the_bins_still_order_victims() -> None:

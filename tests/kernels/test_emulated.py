@@ -16,11 +16,13 @@ from tests.gpu.scenarios import (
     DRAFT_SIZES,
     FULL_SIZES,
     MIXED_SIZES,
+    SHRUNK_SIZES,
     TOPK,
     goes_draft_steps,
     goes_mixed_steps,
     goes_round,
     misses_on_corrupt_host_pages,
+    shrinks_between_rejections,
     small_sizes,
     uses_a_queue_for_long,
 )
@@ -103,8 +105,12 @@ def test_omitted_kernel_statement_is_caught(edit: Edit, said: str) -> None:
             steps()
 
 
+def test_rejected_rows_in_a_smaller_buffer(device: Device) -> None:
+    shrinks_between_rejections(EmulatedTwin(2, device, ranks=1, refill_blocks=False, **SHRUNK_SIZES))
+
+
 def test_row_that_does_not_fit_and_is_not_rejected_is_caught() -> None:
-    edit = ("if (DRAFT && victims < misses.total) p.rejected[row] = 1;", "")
+    edit = ("if (victims < misses.total) p.rejected[row] = 1;", "")
     with Device(edits=(edit,)).installed() as device, pytest.raises(AssertionError, match=r"rejected: .* differ"):
         goes_draft_steps(EmulatedTwin(1, device, ranks=1, **DRAFT_SIZES), steps=4)
 

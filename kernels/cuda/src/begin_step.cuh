@@ -173,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::ROTATE_THREADS, 4)
     i32* const stamp = s.stamp + group * s.arena_rows;
     const int ring = static_cast<int>(token % s.tail_slots);
     i32 retiring = -1;
+    bool starts_anew = false;  // the slot reserved for the place is ordinary from here on, and older than what is queued
     if (hot > 0) {
         retiring = tail[ring];
 #if DRAFTS
@@ -181,9 +182,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::ROTATE_THREADS, 4)
         constexpr i32 held = -1;
 #endif
         __syncthreads();  // the first thread writes these: the others have read them, and go the same way
-        if (held >= 0) slot = held;
-        else slot = retiring < 0 ? hot + ring : find_victim(s, chunks, tail, stamp, hot, now, minima);
-        if (held >= 0 && held == retiring) retiring = -1;
+        if (held < 0) slot = retiring < 0 ? hot + ring : find_victim(s, chunks, tail, stamp, hot, now, minima);
+        else slot = held, starts_anew = retiring < 0, retiring = retiring == held ? -1 : retiring;
     }
     if (threadIdx.x > 0) return;
     const i32 device_row = slot < 0 ? -1 : chunks[slot / PAGE_TOKENS] * PAGE_TOKENS + slot % PAGE_TOKENS;
@@ -197,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::ROTATE_THREADS, 4)
         const i32 page = begin_entry(s.index_table, s.max_pages, seat, held / PAGE_TOKENS);
         if (page >= 0) slot_of[page * PAGE_TOKENS + held % PAGE_TOKENS] = static_cast<u16>(SLOT_ABSENT);
     }
+    if (starts_anew) s.eviction_queue[group * static_cast<i64>(s.seats) + seat] = {-1, -1, -1, -1, -1, -1, -1, -1};
     tail[ring] = slot;
     held = static_cast<i32>(token);
     stamp[device_row] = now;
