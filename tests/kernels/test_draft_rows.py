@@ -32,7 +32,8 @@ SHAPES = st.fixed_dictionaries(
         "seed": st.integers(0, 2**32),
     }
 )
-ACTIONS = st.lists(st.sampled_from(["step"] * 8 + ["resize"] * 2 + ["remode", "reopen"]), min_size=4, max_size=12)
+KINDS = ["step"] * 9 + ["resize"] * 2 + ["remode", "reopen", "other rows"]
+ACTIONS = st.lists(st.sampled_from(KINDS), min_size=4, max_size=12)
 
 
 def draft_rig(*, seat_rows: int, more_tail: int = 0, **sizes: Any) -> Rig:
@@ -73,6 +74,8 @@ def act(rig: Rig, action: str) -> None:
     elif action == "resize" and (old := request.naive[0].hot_slots):
         new = draw_hot_slots(rig)
         rig.resize(request, new if new < old else max(new, old + rig.state.tail_slots))
+    elif action == "other rows":
+        rig.take_rows(rig.random.randint(1, rig.state.seat_rows))
     elif action == "reopen":
         rig.close(request)
         rig.open(request.seat, rig.random.randrange(150), draw_hot_slots(rig))
@@ -153,6 +156,17 @@ def test_rejected_row_in_an_ordinary_slot_becomes_the_tail_slot() -> None:
     assert 0 <= slot < 64
     rig.begin([request], [1])
     assert rig.state.tail[0, 0, rejected % rig.state.tail_slots] == slot
+    rig.check()
+
+
+def test_one_row_takes_the_slot_that_a_draft_left() -> None:
+    """How many rows a seat brings changes between steps."""
+    rig, request = begun(3, 4)
+    rig.accept(request, 1)
+    place = int(rig.batch.new_rows[0, rig.step_seats])
+    rig.take_rows(1)
+    rig.begin([request])
+    assert int(rig.batch.new_rows[0, 0]) == place
     rig.check()
 
 

@@ -94,18 +94,26 @@ class Rig:
         self.state.slot_of.random_(-5, 5)  # what earlier owners left
         self.state.slot_token.random_(0, 5)
         self.state.stamp.random_(0, 5)
-        self.step_seats, rows = batch, batch * seat_rows
-        self.batch = StepBatch.allocate(rows, self.geometry.groups, seat_rows=seat_rows)
-        self.plans = [BackupPlan.allocate(rows, self.geometry.groups) for _ in range(tail_slots // seat_rows)]
-        self.miss_plan = MissPlan.allocate(rows, topk)
+        self.step_seats = batch
+        self.plans: list[BackupPlan] = []
         self.placed: list[tuple[int, Request, int]] = []  # of the last step: row of the batch, request, position
-        self.rejected = torch.zeros(rows, dtype=torch.int32)  # what the naive buffers say
         self.free = {
             name: self._shuffled(size) for name, size in (("chunk", chunks), ("index", pages), ("host", pages))
         }
         self.steps = 0
         self.owners = 0
         self.requests: dict[int, Request] = {}
+        self.take_rows(seat_rows)
+
+    def take_rows(self, seat_rows: int) -> None:
+        """From the next step on a seat may bring so many rows: another graph, with a batch and plans of its own."""
+        self.finish_backups()
+        rows, groups = self.step_seats * seat_rows, self.geometry.groups
+        self.batch = StepBatch.allocate(rows, groups, seat_rows=seat_rows)
+        ring = range(self.state.tail_slots // self.state.seat_rows)
+        self.plans = [BackupPlan.allocate(rows, groups) for _ in ring]
+        self.miss_plan = MissPlan.allocate(rows, self.geometry.topk)
+        self.rejected = torch.zeros(rows, dtype=torch.int32)  # what the naive buffers say
 
     def _shuffled(self, size: int) -> list[int]:
         numbers = list(range(size))
