@@ -1,7 +1,7 @@
 """What one core of coordinator carries: live requests, token events, admissions, command round trips.
 
     process 1, core A   a coordinator as `hisparse coordinator` runs it, its threads included
-    process 2, core B   16 fake workers, one client subscribed to every request, one admin; over real ipc sockets
+    process 2, core B   fake workers, one client subscribed to every request, one admin; over real ipc sockets
 
 Fake workers keep the worker's side of the protocol (numbered reports and commands, acknowledgements, granted pages:
 a request out of granted pages waits) and compute nothing. The client checks every position of every request for gaps,
@@ -15,6 +15,11 @@ repeats and wrong tokens; one error fails the run.
     recovery_s            afterwards: from the start of a coordinator over the killed one's journal until it answers
 
     python benchmarks/coordinator.py [--json] [--requests N] [--rate N] [--seconds S] [--journal DIR|none]
+                                     [--workers N] [--groups N] [--rounds N]
+
+With another number of workers than WORKERS the same load is put on WORKERS workers, too, alternately and --rounds times
+each; what one has of the other is printed beside (medians). With --groups workers are ranks of so many groups, each on
+a node of its own, and the runs on WORKERS workers have groups of the same size.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,6 +60,8 @@ SUBMIT_WINDOW: Final = 512
 #: Reports of one worker not yet acknowledged; a step that finds the window full is put off.
 REPORT_WINDOW: Final = 8
 PROBE_INTERVAL_S: Final = 0.02
+#: Probes at the same time, and those that have ended and are listed.
+PROBES_MAX: Final = 8_192
 ABORT_LIMIT_S: Final = 30.0
 HEARTBEAT_INTERVAL_S: Final = 0.5
 VOCABULARY: Final = 32_000
@@ -74,9 +82,11 @@ class BenchmarkError(Exception):
 
 @dataclass
 class Load:
-    """What the generator is to do now; shared by its tasks."""
+    """What the generator is to do now; shared by its tasks. `groups` 0: workers of one node that are no ranks."""
 
     requests: int
+    workers: int = WORKERS
+    groups: int = 0
     rate: float = 0.0  # token events per second; 0: as fast as it goes
     is_running: bool = False
     admitted: int = 0
@@ -119,20 +129,26 @@ class FakeWorker:
             task_status.started()
 
     def _hello(self) -> messages.WorkerHello:
-        rows = self._load.requests
+        rows, workers, groups = self._load.requests, self._load.workers, self._load.groups
+        nodes = groups or 1
+        member, node = None, self._index * nodes // workers
+        if groups:
+            size = workers // groups
+            member = messages.GroupMember(f"bench-group-{node:02}", self._index % size, size, 1)
         capacity = messages.WorkerCapacity(
-            seats=rows // WORKERS + 64,
+            seats=rows // workers + 64,
             hot_chunks=64 * rows,
             index_pages=64 * rows,
             slab_pages=4 * rows,
-            host_pages=64 * rows,
+            host_pages=64 * (rows // nodes + 64),
             page_bytes=1 << 20,
             hot_size_classes=(4096, 8192),
             tail_slots=8,
             overshoot_tokens=2,
-            pool_path="/bench.pool",
+            pool_path=f"/bench-{node}.pool",
         )
-        return messages.WorkerHello(PROTOCOL_VERSION, self.name, "bench", 1, os.getpid(), 0, 0, 1, MODEL, capacity)
+        about = f"bench-node-{node:02}", 1, os.getpid(), 0, 0, 1, MODEL, capacity
+        return messages.WorkerHello(PROTOCOL_VERSION, self.name, *about, member=member)
 
     async def _listen(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         while True:
@@ -141,10 +157,11 @@ class FakeWorker:
                     case messages.WorkerWelcome():
                         task_status.started()
                     case messages.Commands(first=first, commands=commands):
-                        if first != self._command_ack + 1:
+                        if first > self._command_ack + 1:
                             raise BenchmarkError(f"command {first} came after {self._command_ack}")
-                        self._command_ack += len(commands)
-                        for command in commands:
+                        fresh = commands[self._command_ack + 1 - first :]  # a busy generator is sent some again
+                        self._command_ack += len(fresh)
+                        for command in fresh:
                             self._apply(command)
                         await self._report(None)
                     case messages.ReportAck(number=number):
@@ -190,7 +207,7 @@ class FakeWorker:
         load, step_at = self._load, trio.current_time()
         while True:
             interval_s = load.requests / load.rate if load.rate else 0.001
-            phase_s = self._index / WORKERS * interval_s
+            phase_s = self._index / load.workers * interval_s
             step_at = max(step_at + interval_s, trio.current_time() - interval_s)
             await trio.sleep_until(step_at + phase_s)
             while not load.is_running or self._reports - self._reports_acked >= REPORT_WINDOW:
@@ -339,6 +356,7 @@ class Result:
     """What was measured. Processor times (`_cpu_us`, user and system, all threads) say what a rate costs, also on a
     machine that has other work to do."""
 
+    workers: int
     live_requests: int
     token_events_per_s: float
     token_events_per_s_offered: float
@@ -357,11 +375,13 @@ class Result:
     recovery_s: float = 0.0
 
 
-async def run_phases(endpoints: dict[str, str], coordinator_pid: int, options: argparse.Namespace) -> Result:
-    load = Load(options.requests)
+async def run_phases(
+    endpoints: dict[str, str], coordinator_pid: int, options: argparse.Namespace, workers: int
+) -> Result:
+    load = Load(options.requests, workers, options.groups * workers // options.workers)
     client = CheckingClient(load)
     async with trio.open_nursery() as nursery:
-        for index in range(WORKERS):
+        for index in range(workers):
             await nursery.start(FakeWorker(index, load).run, endpoints["worker"])
         await nursery.start(client.run, endpoints["client"])
         start, cpu_s = time.perf_counter(), _cpu_s(coordinator_pid)
@@ -400,6 +420,7 @@ async def _measure(
     generator_cpu_s = time.process_time() - cpu[1]
     rtts_ms, acks_ms = 1e3 * np.array(client.round_trips_s), 1e3 * np.array(client.acknowledged_s)
     return Result(
+        workers=load.workers,
         live_requests=options.requests,
         token_events_per_s=events / elapsed_s,
         token_events_per_s_offered=options.rate,
@@ -430,13 +451,20 @@ def _rss_mib(pid: int) -> float:
 
 
 @contextmanager
-def running_coordinator(directory: Path, core: int | None, journal: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """A coordinator process confined to `core`; gives its pid and its endpoints. Killed at the end."""
+def running_coordinator(
+    directory: Path, core: int | None, journal: str, requests: int
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """A coordinator process confined to `core`, for `requests` and PROBES_MAX more; gives its pid and its endpoints.
+    Killed at the end."""
     environ = os.environ | {
         "HISPARSE_CLUSTER_RUNTIME_DIR": str(directory),
         "HISPARSE_CLUSTER_LOG_LEVEL": "warning",
-        "HISPARSE_COORDINATOR_QUEUE_MAX": "16384",
+        "HISPARSE_COORDINATOR_LIVE_REQUESTS_MAX": str(requests + PROBES_MAX),
+        "HISPARSE_COORDINATOR_QUEUE_MAX": str(requests + PROBES_MAX),
         "HISPARSE_COORDINATOR_JOURNAL": journal,
+        # a machine with other work to do may keep the generator waiting: that says nothing of the coordinator
+        "HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S": "60",
+        "HISPARSE_COORDINATOR_COMMAND_ACK_LIMIT_S": "30",
         "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
     }
     with confined_to(core):
@@ -466,24 +494,23 @@ def confined_to(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def measure(options: argparse.Namespace) -> Result:
-    """One run. Raises BenchmarkError when anything was lost, repeated or late."""
+def measure(options: argparse.Namespace, workers: int) -> Result:
+    """One run on `workers` workers. Raises BenchmarkError when anything was lost, repeated or late."""
     cores = sorted(os.sched_getaffinity(0))
     apart = len(cores) > 1
     core = cores[0] if apart else None
     with tempfile.TemporaryDirectory(dir=None if options.journal == "none" else options.journal) as name:
         directory = Path(name)
         journal = "none" if options.journal == "none" else str(directory / "journal")
-        with running_coordinator(directory / "run", core, journal) as (pid, endpoints):
-            if apart:
-                os.sched_setaffinity(0, {cores[1]})
-            result = trio.run(run_phases, endpoints, pid, options)
+        coordinator = running_coordinator(directory / "run", core, journal, options.requests)
+        with coordinator as (pid, endpoints), confined_to(cores[1] if apart else None):
+            result = trio.run(run_phases, endpoints, pid, options, workers)
         if journal == "none":
             return result
         journal_mib = sum(Path(journal + part).stat().st_size for part in ("", "-wal")) / 2**20
         shutil.rmtree(directory / "run")
         start = time.perf_counter()
-        with running_coordinator(directory / "run", core, journal) as (_, endpoints):
+        with running_coordinator(directory / "run", core, journal, options.requests) as (_, endpoints):
             trio.run(_greet, endpoints["client"])
             return replace(result, journal_mib=journal_mib, recovery_s=time.perf_counter() - start)
 
@@ -495,6 +522,20 @@ async def _greet(endpoint: str) -> None:
         await dealer.send(messages.encode(messages.Hello(PROTOCOL_VERSION, "client", "bench")))
         await dealer.recv_batch()
     dealer.close()
+
+
+def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Medians of runs on WORKERS workers and on `options.workers`, alternately, and the second divided by the first."""
+    numbers = dict.fromkeys((WORKERS, options.workers))
+    runs = [(workers, measure(options, workers)) for _ in range(options.rounds) for workers in numbers]
+    found: dict[str, dict[str, float]] = {}
+    for workers in numbers:
+        results = [vars(result) for number, result in runs if number == workers]
+        found[str(workers)] = {name: statistics.median(it[name] for it in results) for name in results[0]}
+    if len(numbers) > 1:
+        few, many = found.values()
+        found["ratio"] = {name: many[name] / few[name] if few[name] else 0.0 for name in few}
+    return found
 
 
 def main() -> int:
@@ -509,17 +550,22 @@ def main() -> int:
         help="on which disk, or without (default: %(default)s)",
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="of measuring under load")
+    parser.add_argument("--workers", type=int, default=WORKERS)
+    parser.add_argument("--groups", type=int, default=0, help="whose ranks the workers are; 0: workers of one node")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each number of workers")
     options = parser.parse_args()
+    if options.groups and (options.workers % options.groups or options.groups * WORKERS % options.workers):
+        parser.error(f"{options.workers} workers, and {WORKERS}, must be whole groups of one size")
     try:
-        result = measure(options)
+        found = compare(options)
     except* (BenchmarkError, HiSparseError, trio.TooSlowError) as group:
         print(f"void: {group.exceptions}", file=sys.stderr)
         sys.exit(1)
     if options.json:
-        print(json.dumps(result.__dict__))
+        print(json.dumps(found if len(found) > 1 else next(iter(found.values()))))
     else:
-        for name, value in result.__dict__.items():
-            print(f"{name:28} {value:>12,.2f}")
+        for name in next(iter(found.values())):
+            print(f"{name:28}", *(f"{column[name]:>12,.2f}" for column in found.values()))
     return 0
 
 

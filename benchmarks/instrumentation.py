@@ -239,9 +239,10 @@ def measure_scrapes(options: argparse.Namespace) -> bool:
     apart = len(cores) > 1
     is_met = True
     for rate in (0.0, options.rate):
+        core = cores[0] if apart else None
         with (
             tempfile.TemporaryDirectory() as name,
-            fleet.running_coordinator(Path(name) / "run", cores[0] if apart else None, "none") as (_, endpoints),
+            fleet.running_coordinator(Path(name) / "run", core, "none", options.requests) as (_, endpoints),
             fleet.confined_to(cores[1] if apart else None),
         ):
             url = f"http://127.0.0.1:{port}/metrics"

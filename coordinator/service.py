@@ -43,6 +43,7 @@ from coordinator.scheduling.prefix_reuse import ALL, OFF, OWN
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
+from coordinator.tracing.sender import Put, RequestTracing, open_sender
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_link import WORKERS_MAX, WorkerLinks
 from metrics.coordinator import (
@@ -91,12 +92,16 @@ def run_coordinator(config: Config) -> int:
         open_zap(config, counters) as zap,
         open_sockets(config) as sockets,
         open_publisher(config, counters) as publisher,
+        open_sender(config.cluster, "coordinator", counters.spans) as sender,
     ):
-        return trio.run(Coordinator(config, *sockets, zap=zap, publisher=publisher, counters=counters).serve)
+        put = sender.put if sender is not None else None
+        coordinator = Coordinator(config, *sockets, zap=zap, publisher=publisher, put_spans=put, counters=counters)
+        return trio.run(coordinator.serve)
 
 
 class Coordinator:
-    """The parts of one coordinator. Owns all of them but the sockets, the ZAP handler and the publisher."""
+    """The parts of one coordinator. Owns all of them but the sockets, the ZAP handler, the publisher and the sender of
+    spans."""
 
     def __init__(
         self,
@@ -107,10 +112,12 @@ class Coordinator:
         *,
         zap: ZapHandler | None = None,
         publisher: KvPublisher | None = None,
+        put_spans: Put | None = None,
         counters: CoordinatorCounters | None = None,
     ) -> None:
         settings = config.coordinator
         self._publisher = publisher
+        self._put_spans = put_spans
         self._config = config
         self._client_socket = client_socket
         self._admin_socket = admin_socket
@@ -194,6 +201,10 @@ class Coordinator:
 
     def _start_actors(self, supervisor: Supervisor, journal: Journal) -> Scheduler:
         settings = self._config.coordinator
+        wall_offset_s = time.time() - trio.current_time()
+        tracing = None
+        if self._put_spans is not None:
+            tracing = RequestTracing(self._put_spans, self._config.cluster.trace_ratio, wall_offset_s)
         scheduler = Scheduler(
             settings,
             token_log=self.token_log,
@@ -201,8 +212,9 @@ class Coordinator:
             supervisor=supervisor,
             counters=self.counters,
             journal=journal,
-            wall_offset_s=time.time() - trio.current_time(),
+            wall_offset_s=wall_offset_s,
             publish=self._publisher.publish if self._publisher is not None else None,
+            begin_trace=tracing.begin if tracing is not None else None,
         )
         gateway = Gateway(
             scheduler,

@@ -104,8 +104,9 @@ def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, s
 def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) -> None:
     """Tokens that the last step of `seat` used into `out` int32[G, n], in no order, -1 padded.
 
-    The buffer is managed, of `hot_slots`. The step's own token may be among them; where more were used than `out` has
-    room for, some are left out. Changes nothing else; another size counts Tripwire.SEAT and gives -1. Raises BadInput.
+    The buffer is managed, of `hot_slots`. The step's own tokens may be among them, those of rejected rows too; where
+    more were used than `out` has room for, some are left out. Changes nothing else; another size counts Tripwire.SEAT
+    and gives -1. Raises BadInput.
     """
     check_number("seat", seat, state.seats)
     _check_size(state, hot_slots)
@@ -114,7 +115,8 @@ def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) ->
 
 
 def clear_seat(state: DeviceState, seat: int) -> None:
-    """Empties the seat: tables unset, counters zero. Rows and slot maps in its former chunks and pages are void."""
+    """Empties the seat: tables unset, counters zero, granted_rows without limit. Rows and slot maps in its former
+    chunks and pages are void."""
     check_number("seat", seat, state.seats)
     in_torch.clear_seat(state, seat)
 

@@ -91,6 +91,14 @@ COORDINATOR_METRICS: Final[tuple[Metric[CoordinatorCounters], ...]] = (
         lambda it: it.kv_event_batches_dropped,
     ),
     counter(
+        "hisparse_spans_total",
+        "spans",
+        "Spans of traces: exported, failed (the receiver did not take them) or dropped (the queue was full).",
+        "Are traces whole?",
+        lambda it: it.spans.by_outcome,
+        labels="outcome",
+    ),
+    counter(
         "hisparse_tokens_total",
         "tokens",
         "Tokens received from workers.",

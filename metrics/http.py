@@ -80,6 +80,14 @@ HTTP_METRICS: Final[tuple[Metric[HttpSources], ...]] = (
         "What do those clients cost?",
         lambda it: it.counters.abandoned,
     ),
+    counter(
+        "hisparse_http_spans_total",
+        "spans",
+        "Spans of traces: exported, failed (the receiver did not take them) or dropped (the queue was full).",
+        "Are traces whole?",
+        lambda it: it.counters.spans.by_outcome,
+        labels="outcome",
+    ),
     histogram(
         "hisparse_http_answer_seconds",
         "To the end of a completion.",

@@ -10,6 +10,7 @@ has no copy here.
     SwapTotals         executor thread           worker collector
     FenceWaits         executor thread           worker collector
     TransferCounters   thread of that end        worker collector
+    SpanCounters       see there                 coordinator and front's collectors
     LinkCounters       the worker's trio thread  worker collector
     CoordinatorCounters the coordinator's thread  coordinator collector
     HttpCounters       the front's trio thread   front's collector
@@ -243,6 +244,19 @@ class LinkCounters:
 
 
 @dataclass(slots=True)
+class SpanCounters:
+    """Spans of traces. `dropped` is the loop's, found no room in the queue; the others are the sending thread's."""
+
+    exported: int = 0
+    failed: int = 0  # the receiver did not take them
+    dropped: int = 0
+
+    @property
+    def by_outcome(self) -> dict[str, int]:
+        return {"exported": self.exported, "failed": self.failed, "dropped": self.dropped}
+
+
+@dataclass(slots=True)
 class HttpCounters:
     """What HTTP clients asked the front for. `in_flight` (completions being answered) and `connections` are state."""
 
@@ -254,6 +268,7 @@ class HttpCounters:
     abandoned: int = 0  # requests aborted after their last client left
     answer_s: Buckets = field(default_factory=lambda: Buckets(ANSWER_BOUNDS_S))
     first_token_s: Buckets = field(default_factory=lambda: Buckets(ANSWER_BOUNDS_S))
+    spans: SpanCounters = field(default_factory=SpanCounters)
 
 
 @dataclass(slots=True)
@@ -318,3 +333,4 @@ class CoordinatorCounters:
     host_page_s: Buckets = field(default_factory=lambda: Buckets(PAGE_BOUNDS_S))  # from taken to free
     dropped_messages: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (socket, reason)
     journal: JournalCounters = field(default_factory=JournalCounters)
+    spans: SpanCounters = field(default_factory=SpanCounters)

@@ -53,6 +53,10 @@ _ORIGIN: Final = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?",
     re.ASCII,
 )
+#: Of an OTLP receiver: the whole address. A host is a name, an IPv4 address, or an IPv6 address in brackets.
+_TRACES_URL: Final = re.compile(
+    r"https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[!-~]*)?", re.ASCII
+)
 #: Ports that browsers leave out.
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
@@ -104,6 +108,7 @@ def _cluster(cluster: ClusterSettings) -> Iterator[SettingCheck]:
         f"cluster.keys_dir is set, too, to {cluster.keys_dir}",
         "set only one of cluster.insecure and cluster.keys_dir",
     )
+    yield from _traces(cluster)
     distinct = len(set(endpoints.values())) == len(endpoints)
     yield SettingCheck(
         distinct,
@@ -112,6 +117,15 @@ def _cluster(cluster: ClusterSettings) -> Iterator[SettingCheck]:
         "two endpoints are the same",
         "give client, admin and worker endpoint different addresses",
     )
+
+
+def _traces(cluster: ClusterSettings) -> Iterator[SettingCheck]:
+    field, endpoint = "cluster.traces_endpoint", cluster.traces_endpoint
+    found = _TRACES_URL.fullmatch(endpoint)
+    is_url = not endpoint or (found is not None and _is_port(found["port"]))
+    yield SettingCheck(is_url, field, endpoint, "not an address over HTTP", "write http://HOST:4318/v1/traces")
+    ratio = cluster.trace_ratio
+    yield SettingCheck(0.0 <= ratio <= 1.0, "cluster.trace_ratio", ratio, "not a share", "use 0 to 1")
 
 
 def _kv_events(config: Config) -> Iterator[SettingCheck]:

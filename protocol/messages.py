@@ -30,8 +30,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars.
-PROTOCOL_VERSION: Final = 6
+#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts.
+PROTOCOL_VERSION: Final = 7
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -63,6 +63,10 @@ LOGPROBS_OF_ANSWER_MAX: Final = 262_144
 GRAMMAR_CHARS_MAX: Final = 64 * 1024
 #: Most end-of-sequence tokens of a model.
 EOS_IDS_MAX: Final = 64
+#: Bytes of a trace's and of a span's id, and most characters of `TraceContext.state`, as W3C Trace Context has them.
+TRACE_ID_BYTES: Final = 16
+SPAN_ID_BYTES: Final = 8
+TRACE_STATE_CHARS_MAX: Final = 512
 #: Most ids or names in one command. Decoding 8 million empty ones would take 0.3 s.
 NAMES_MAX: Final = 65_536
 
@@ -141,6 +145,18 @@ class Sampling(Part, frozen=True):
     stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=NAMES_MAX)] = ()
     logprobs: int = NO_LOGPROBS
     grammar: str = ""
+
+
+class TraceContext(Part, frozen=True):
+    """The span of a caller that a request is part of, as W3C Trace Context has it (protocol/trace_context.py).
+
+    `is_sampled`: spans of this trace are exported. `state` is handed on as it came.
+    """
+
+    trace_id: Annotated[bytes, msgspec.Meta(min_length=TRACE_ID_BYTES, max_length=TRACE_ID_BYTES)]
+    span_id: Annotated[bytes, msgspec.Meta(min_length=SPAN_ID_BYTES, max_length=SPAN_ID_BYTES)]
+    is_sampled: bool
+    state: Annotated[str, msgspec.Meta(max_length=TRACE_STATE_CHARS_MAX)] = ""
 
 
 class Logprobs(Part, frozen=True):
@@ -243,7 +259,7 @@ class Submit(Message, frozen=True, tag="submit"):
     With `subscribe` the connection receives Delivery and Ended of the request, under the handle given in Accepted.
     `prefill_mode` is one of PREFILL_MODES. `tenant` is on whose behalf the connection's user asks, "" for its own:
     requests of one priority take turns by user and tenant. It counts from users who may name tenants (HTTP fronts).
-    Only requests of one `cache_salt` reuse each other's prefixes.
+    Only requests of one `cache_salt` reuse each other's prefixes. `trace`: the span of the caller; None: it has none.
     """
 
     tag: int
@@ -255,6 +271,7 @@ class Submit(Message, frozen=True, tag="submit"):
     prefill_mode: str = AUTO
     tenant: str = ""
     cache_salt: str = ""
+    trace: TraceContext | None = None
 
 
 class Attach(Message, frozen=True, tag="attach"):

@@ -35,6 +35,8 @@ class ClusterSettings(Settings, frozen=True):
     speak_as: str = "client"  # endpoint of commands that both roles have; an admin sees the requests of all users
     log_level: str = "info"
     log_format: str = "logfmt"  # or json
+    traces_endpoint: str = ""  # OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: no traces are made
+    trace_ratio: float = 1.0  # share of requests that are traced, where the caller's traceparent does not say
 
 
 class CoordinatorSettings(Settings, frozen=True):

@@ -39,6 +39,7 @@ from protocol.messages import (
     Logprobs,
     ModelInfo,
     Sampling,
+    TraceContext,
     WorkerCapacity,
 )
 
@@ -63,7 +64,8 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     `owner` is the name of the submitter, for the record. `user` is the user of the key that submitted it, "" without
     keys; `tenant` is on whose behalf that user submitted it, "" for its own. `prompt_digest` identifies the prompt,
     after the prompt itself is only in the journal. `at_s`: time of submission, in seconds since 1970. `prefill_mode`
-    is that of the Submit. `scope` says whose cached prefixes it may begin with; None: no one's.
+    is that of the Submit. `scope` says whose cached prefixes it may begin with; None: no one's. `trace` is the span
+    that it is part of; None: it has a trace of its own.
 
     `sampling` is as it was submitted in RequestAccepted alone. Elsewhere its grammar has a name in its place
     (`with_named_grammar`), and is kept beside the prompt, until the request ends.
@@ -81,6 +83,7 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     prefill_mode: str = AUTO
     tenant: str = ""
     scope: Scope | None = None
+    trace: TraceContext | None = None
 
     @property
     def turn_owner(self) -> tuple[str, str]:

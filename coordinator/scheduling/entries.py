@@ -17,6 +17,8 @@ from enum import Enum
 from operator import attrgetter
 from typing import Final
 
+from msgspec.structs import replace
+
 from coordinator.journal.records import Rank, RequestFacts, RequestOrdered
 from coordinator.memory.prefix_index import Chain, Match
 from coordinator.scheduling.events import WorkerPort
@@ -170,10 +172,14 @@ class WorkerEntry:
     probe_slots: int | None = None  # a smaller hot size that one request is to have for a while
     probed: int = -1  # request index of that request
     hot_sizing: HotFloorRow | None = None  # what listings say of the floor
+    sizes: WorkerCapacity = field(init=False)  # its capacity without where its pool lies: that of many workers
     ranks: list[Rank] = field(default_factory=list)
     leaving: dict[int, RequestEntry] = field(default_factory=dict)
     resizing: dict[int, RequestEntry] = field(default_factory=dict)
     managed: dict[int, RequestEntry] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sizes = replace(self.capacity, pool_path="", pool_id=0)
 
     @property
     def requests(self) -> int:

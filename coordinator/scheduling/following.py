@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from coordinator.memory.prefix_index import Digest
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.prefix_reuse import PrefixReuse
@@ -49,6 +50,12 @@ class Leaders:
     def __init__(self, placement_table: PlacementTable, prefix_reuse: PrefixReuse) -> None:
         self._placement_table = placement_table
         self._prefix_reuse = prefix_reuse
+        self._by_first: dict[Digest, list[RequestEntry]] | None = None
+
+    def begun(self, entry: RequestEntry) -> None:
+        """It was admitted by this plan, and may lead from now on."""
+        if self._by_first is not None:
+            self._list(entry, self._by_first)
 
     def followed_by(self, entry: RequestEntry, nodes: Iterable[str], now: float) -> Following | None:
         """What `entry`, which workers of `nodes` could take, is to wait for; None: it goes on alone."""
@@ -56,10 +63,10 @@ class Leaders:
             return None
         before = entry.follows
         entry.follows = None
-        if not (computing := self._placement_table.computing):
+        if not (candidates := self._candidates(entry)):
             return None
         present = {node: int(self._prefix_reuse.match(entry, node).size) for node in nodes}
-        found = [it for it in self._candidates(entry, computing.values()) if it.leader.node in present]
+        found = [it for it in candidates if it.leader.node in present]
         best = max(found, key=lambda it: it.pages, default=None)
         if best is None or best.pages <= max(present.values()):  # what is to come is there, here or elsewhere
             return None
@@ -72,12 +79,29 @@ class Leaders:
             return None
         return best
 
-    def _candidates(self, entry: RequestEntry, computing: Iterable[RequestEntry]) -> list[Following]:
+    def _candidates(self, entry: RequestEntry) -> list[Following]:
         mine, last = entry.chain, (entry.facts.prompt_tokens - 1) // PAGE_TOKENS
-        found: list[Following] = []
-        for leader in computing:
+        computing, found = self._placement_table.computing, list[Following]()
+        if mine is None or not mine.digests or not last or not computing:
+            return found
+        for leader in self._beginning_with(mine.digests[0]):
+            if leader.request_index not in computing:
+                continue
             is_own = leader.facts.turn_owner == entry.facts.turn_owner and leader.rank < entry.rank
-            if is_own and mine is not None and leader.chain is not None and leader.chain.root == mine.root:
+            if is_own and leader.chain is not None and leader.chain.root == mine.root:
                 pages = min(self._prefix_reuse.common_pages(leader.chain, mine), last)
                 found.append(Following(leader, self._prefix_reuse.whole(pages), 0))
         return found
+
+    def _beginning_with(self, first: Digest) -> list[RequestEntry]:
+        """Requests under way whose prompts begin with the page of this digest: of thousands that do not, none."""
+        if self._by_first is None:
+            self._by_first = {}
+            for leader in self._placement_table.computing.values():
+                self._list(leader, self._by_first)
+        return self._by_first.get(first, [])
+
+    @staticmethod
+    def _list(leader: RequestEntry, by_first: dict[Digest, list[RequestEntry]]) -> None:
+        if leader.chain is not None and leader.chain.digests:
+            by_first.setdefault(leader.chain.digests[0], []).append(leader)

@@ -39,6 +39,7 @@ class PlacementTable:
         self.by_rank: dict[Rank, RequestEntry] = {}
         self.waiting: list[Rank] = []
         self.workers: dict[str, WorkerEntry] = {}
+        self.changes = 0  # of `workers`: that one came or went
         self.unexplained: dict[int, RequestEntry] = {}  # waiting, and no reason is in the history yet
         self.starving: dict[int, RequestEntry] = {}
         self.kept: dict[int, RequestEntry] = {}  # off their workers, with host pages
@@ -315,10 +316,13 @@ class PlacementTable:
     # ---------------------------------------------------------------- workers
 
     def add_worker(self, worker: WorkerEntry) -> None:
-        """A new epoch. Equal capacities are made identical, so that they can be compared by identity."""
+        """A new epoch. Equal capacities are made identical, so that they can be compared by identity; so are sizes."""
+        self.changes += 1
         for other in self.workers.values():
             if other.capacity == worker.capacity:
                 worker.capacity = other.capacity
+            if other.sizes == worker.sizes:
+                worker.sizes = other.sizes
         self.workers[worker.name] = worker
         epoch, drain = self.drains.pop(worker.name, (0, None))
         if worker.epoch == epoch or follows(worker.epoch, epoch):
@@ -361,6 +365,7 @@ class PlacementTable:
             self.leave(entry, frees_pages=False)
             entry.lost = True
         del self.workers[worker.name]
+        self.changes += 1
         self._note_group(worker)
         return entries
 

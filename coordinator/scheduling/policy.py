@@ -75,6 +75,7 @@ from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, given_sizes, is_pinned, next_lower
 from coordinator.scheduling.prefill_costs import REST_TOKENS_MAX, PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
+from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.arrays import Int32Array
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import (
@@ -183,6 +184,11 @@ class _Plan:
         self.leaders = Leaders(policy.placement_table, policy.prefix_reuse)
         self.weighs_prefixes = False  # whether some prompt rows of the request that is considered are cached
         self._held_after: dict[str, Freeing] = {}
+        self._nodes = {worker.node for worker in self.placement_table.workers.values()}
+        self._taker_nodes = {worker.node for worker in self.takers}
+        self._orders: list[WorkerOrder] | None = None
+        self._index_of = {worker.name: index for index, worker in enumerate(self.takers)}
+        self._has_floors = any(worker.hot_floor is not None for worker in self.takers)
 
     def freeing(self, node: str, share: Int32Array = NO_PAGES) -> Callable[[], Frees]:
         """Sets of requests on `node` that end after the decisions so far, while `share` is held."""
@@ -222,7 +228,7 @@ class _Plan:
     def _admit_until(self, at: int, rank: Rank | None) -> int:
         """Consider waiting requests from list index `at` on that outrank `rank`; returns where to go on."""
         waiting = self.placement_table.waiting
-        nodes = {worker.node for worker in self.placement_table.workers.values()}
+        nodes = self._nodes
         while at < len(waiting) and (rank is None or waiting[at] < rank) and not nodes <= self.blocked.keys():
             at += not self._consider(self.placement_table.by_rank[waiting[at]])
         return at
@@ -233,6 +239,10 @@ class _Plan:
         if self.now < entry.paused_until:
             self.refused[entry.request_index] = Refusal([])
             return False
+        self.weighs_prefixes = False
+        if (plain := self._plain_ask(entry)) is not None:
+            self._admit(entry, plain)
+            return True
         all_asks = self._asks(entry)
         poison_detector = self.placement_table.poison_detector
         asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)] if poison_detector else all_asks
@@ -253,6 +263,54 @@ class _Plan:
             self.blocked.setdefault(ask.worker.node, entry)
         return False
 
+    def _plain_ask(self, entry: RequestEntry) -> PlacementAsk | None:
+        """What `_consider` would find for a plain request (coordinator.scheduling.shortcut) that fits; None: it has to
+        look at all workers."""
+        mode = entry.facts.prefill_mode
+        if entry.pages or entry.displaced or self._has_floors or self.placement_table.poison_detector:
+            return None
+        if mode == DIRECT or (self.has_prefillers and mode != STAGED) or not self._begins_new(entry):
+            return None
+        asks = [ask for order in self._worker_orders() if (ask := self._first_of(order, entry)) is not None]
+        return max(asks, key=lambda ask: (self._preference(ask), self._index_of[ask.worker.name]), default=None)
+
+    def _begins_new(self, entry: RequestEntry) -> bool:
+        """Whether nothing of its prompt is cached anywhere, nor is about to be."""
+        if self.prefix_reuse.is_begun(entry):
+            return False
+        return self.leaders.followed_by(entry, self._taker_nodes - self.blocked.keys(), self.now) is None
+
+    def _first_of(self, order: WorkerOrder, entry: RequestEntry) -> PlacementAsk | None:
+        """Of workers of equal sizes."""
+        shape = self._shape(entry, order.any, BOTH)
+        if shape is None:
+            return None
+        need, chunks = shape.need, shape.hot_sizes[-1].hot_chunks
+        worker = order.first(
+            lambda it: it.node not in self.blocked and self.free.on(it).covers(need),
+            lambda it: chunks <= self.free.on(it).hot_chunks,
+        )
+        return None if worker is None else PlacementAsk(worker, *shape)
+
+    def _worker_orders(self) -> list[WorkerOrder]:
+        """Of the workers that prefill and decode, by their sizes."""
+        if self._orders is None:
+            by_sizes: dict[int, list[WorkerEntry]] = {}
+            for worker in self.takers:
+                if worker.capacity.role == BOTH:
+                    by_sizes.setdefault(id(worker.sizes), []).append(worker)
+            self._orders = [WorkerOrder(it, self._standing) for it in by_sizes.values()]
+        return self._orders
+
+    def _standing(self, worker: WorkerEntry) -> Standing:
+        """As `_preference` orders workers where all else is equal."""
+        free = self.free.on(worker)
+        return self._crowding(worker), free.hot_chunks, free.seats, self._index_of[worker.name]
+
+    def _crowding(self, worker: WorkerEntry) -> int:
+        """Of a rank, the fewer requests, the better."""
+        return -len(worker.ranks) - self.promised[worker.name] if self.has_groups else 0
+
     def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
         """Whether poison detection lets it: a suspect waits its turn, and blocks like a request that waits for room."""
         present = (it for peer in self.placement_table.beside(worker) for it in self.placement_table.on(peer.name))
@@ -271,7 +329,7 @@ class _Plan:
 
     def _asks_of(self, entry: RequestEntry, part: str) -> list[PlacementAsk]:
         """Of each worker that takes requests and does `part` of what is to be done: BOTH, or one of the two."""
-        # by identity of the capacity, and by hot floor: most workers of a group share them
+        # by identity of the sizes, and by hot floor: most workers share them
         shapes: dict[tuple[int, int | None], _Shape | None] = {}
         asks: list[PlacementAsk] = []
         for worker in self.takers:
@@ -279,7 +337,7 @@ class _Plan:
                 continue
             if worker.capacity.role not in (part, BOTH):
                 continue
-            key = id(worker.capacity), worker.hot_floor
+            key = id(worker.sizes), worker.hot_floor
             if key not in shapes:
                 shapes[key] = self._shape(entry, worker, part)
             if shape := shapes[key]:
@@ -419,13 +477,12 @@ class _Plan:
         last = ask.decoder or ask
         free, seats = self.free.on(last.worker), self.free.on(ask.worker).seats
         is_near, is_resident = last.worker.node == ask.worker.node, last.hot_sizes[-1].hot_chunks <= free.hot_chunks
-        spare = -len(last.worker.ranks) - self.promised[last.worker.name] if self.has_groups else 0
         return (
             ask.decoder is not None,
             is_near,
             -self._pages_ahead(ask),
             is_resident,
-            spare,
+            self._crowding(last.worker),
             free.hot_chunks,
             free.seats,
             seats,
@@ -450,6 +507,7 @@ class _Plan:
         transfer = self._open_transfer(entry, ask)
         shared_pages = int(ask.prefix.size) or entry.own_pages
         placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
+        self.leaders.begun(entry)
         entry.shared_pages, entry.by_steps = shared_pages, ask.by_steps
         entry.follows, entry.goes_alone = None, False
         self.free.take(worker, taken)

@@ -147,6 +147,13 @@ class PrefixReuse:
         pages, whole = known.pages, self.whole(min(known.pages.size, limit))
         return pages if whole == pages.size else pages[:whole]
 
+    def is_begun(self, entry: RequestEntry) -> bool:
+        """Whether any node has the first page of its prompt, where `match` may find one: one look at each node."""
+        if not self.is_on or entry.chain is None or not entry.chain.digests:
+            return False
+        first = entry.chain.digests[0]
+        return entry.facts.prompt_tokens > PAGE_TOKENS and any(first in index for index in self.by_node.values())
+
     def look_ahead(self, digests: Sequence[Digest], matches: dict[str, Match]) -> None:
         """Match the digests that there are so far of a long prompt, so that little is left for the plan that admits
         it."""

@@ -8,14 +8,14 @@ that is after its end was written to the journal.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 import msgspec
 
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal
-from coordinator.journal.records import RequestEnded
+from coordinator.journal.records import RequestEnded, RequestFacts
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
@@ -28,7 +28,14 @@ from coordinator.scheduling.events import (
     WorkerPort,
 )
 from coordinator.scheduling.lifecycle import State
-from coordinator.scheduling.request_state import Action, IllegalEventError, RequestState, Rows, WorkerEvent
+from coordinator.scheduling.request_state import (
+    Action,
+    IllegalEventError,
+    RequestState,
+    Rows,
+    Transition,
+    WorkerEvent,
+)
 from coordinator.scheduling.waits import WaitFor, Waits
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
@@ -41,6 +48,10 @@ BATCH_MAX: Final = 64
 #: The cause of a failure that was decided in an earlier incarnation of the coordinator.
 UNKNOWN: Final = "unknown"
 
+#: Told the lines that a history has gained, the state after them and the tokens generated. Never waits.
+Follow: TypeAlias = Callable[[Sequence[Transition], RequestState, int], None]
+#: Asked once for each request; None: its history is followed by nothing. coordinator.tracing, which is a room above.
+BeginTrace: TypeAlias = Callable[[RequestFacts], Follow | None]
 ToScheduler: TypeAlias = PlacementProgressed | HotBufferResized | PlacementEnded | RequestClosed
 
 log = logger("coordinator.scheduling.request")
@@ -61,6 +72,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         wall_offset_s: float,
         counters: CoordinatorCounters,
         port: WorkerPort | None = None,
+        follow: Follow | None = None,
     ) -> None:
         super().__init__(f"request {state.facts.request_id}", mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX)
         self.state = state
@@ -72,16 +84,19 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         self._wall_offset_s = wall_offset_s
         self._counters = counters
         self._port = port
+        self._follow = follow
         self._waits = Waits(state.state, state.held, clock())
         self._lines_logged = 0
 
     def history(self) -> tuple[str, ...]:
         return tuple(f"{line.at:.3f} {line.event} -> {line.state} {line.reason}" for line in self.state.history())
 
-    def log_history(self) -> None:
-        """One log line for each line that the history has gained since the last call."""
+    def tell_history(self) -> None:
+        """One log line for each line that the history has gained since the last call; its trace hears of them, too."""
         state, logged = self.state, self._lines_logged
         self._lines_logged = state.lines_count
+        if self._follow is not None and state.lines_count > logged:
+            self._follow(state.lines_since(logged), state, self._token_log.length(state.facts.request_index))
         if not log.isEnabledFor(logging.INFO):
             return
         for line in state.lines_since(logged):
@@ -103,7 +118,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         except IllegalEventError as error:
             log.warning("event dropped", extra=fields(worker=state.worker, error=error))
             return
-        self.log_history()
+        self.tell_history()
         self._note_wait(now)
         for action in actions:
             if isinstance(action, Ending):

@@ -40,6 +40,7 @@ from coordinator.scheduling.kv_events import KvEvent, KvEvents
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, endings_of, restore
+from coordinator.scheduling.request import BeginTrace
 from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.submission import Submissions
@@ -117,8 +118,10 @@ class Scheduler(SchedulerApi):
         clock: Callable[[], float] = trio.current_time,
         wall_offset_s: float = 0.0,
         publish: Callable[[Sequence[KvEvent]], None] | None = None,
+        begin_trace: BeginTrace | None = None,
     ) -> None:
-        """`publish` is called at the end of each turn that changed which prefixes are cached."""
+        """`publish` is called at the end of each turn that changed which prefixes are cached, `begin_trace` for each
+        request that is submitted or recovered."""
         mailbox_max = settings.live_requests_max * MESSAGES_PER_REQUEST + MESSAGES_BESIDES
         super().__init__("scheduler", mailbox_max=mailbox_max, batch_max=BATCH_MAX)
         self.stopped = trio.Event()
@@ -164,6 +167,7 @@ class Scheduler(SchedulerApi):
             counters=self._counters,
             clock=clock,
             wall_offset_s=wall_offset_s,
+            begin_trace=begin_trace,
         )
         self._stop: _Stop | None = None
 
@@ -504,8 +508,10 @@ class Scheduler(SchedulerApi):
         """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something
         was given out, it is committed, and all before it."""
         given, commit = [NO_PAGES] * len(steps), DONE
-        for node in dict.fromkeys(step.node for step in steps):
-            places = [place for place, step in enumerate(steps) if step.node == node]
+        by_node: dict[str, list[int]] = {}
+        for place, step in enumerate(steps):
+            by_node.setdefault(step.node, []).append(place)
+        for node, places in by_node.items():
             applied = await self._transact_node(node, [steps[place] for place in places])
             for place, result in zip(places, applied.given, strict=True):
                 given[place] = result

@@ -15,7 +15,7 @@ from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch
 from coordinator.scheduling.events import Handle, Listener, WorkerPort
 from coordinator.scheduling.lifecycle import TERMINAL
-from coordinator.scheduling.request import Request, ToScheduler
+from coordinator.scheduling.request import BeginTrace, Request, ToScheduler
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.validation import check_fits, check_submit
@@ -30,7 +30,8 @@ from protocol.sizing import Length
 
 @dataclass(slots=True)
 class Submissions:
-    """Times are seconds of the Scheduler's clock. `ids_made` counts names given to requests that came without one."""
+    """Times are seconds of the Scheduler's clock. `ids_made` counts names given to requests that came without one.
+    `begin_trace` None: there are no traces."""
 
     requests: RequestTable
     dispatch: Dispatch
@@ -43,6 +44,7 @@ class Submissions:
     counters: CoordinatorCounters
     clock: Callable[[], float]
     wall_offset_s: float
+    begin_trace: BeginTrace | None = None
     ids_made: int = 0
 
     def submit(self, ask: events.SubmitAsk, now: float, *, stopping: bool) -> tuple[Handle, Commit]:
@@ -79,6 +81,7 @@ class Submissions:
             submit.prefill_mode,
             submit.tenant,
             ask.chain.scope if ask.chain is not None else None,
+            submit.trace,
         )
         facts = kept_facts(submitted)
         entry = placement_table.add(facts)
@@ -91,6 +94,7 @@ class Submissions:
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
         """The actor of a request; one that is over does not run."""
+        is_over = state.state in TERMINAL
         request = Request(
             state,
             token_log=self.token_log,
@@ -101,9 +105,10 @@ class Submissions:
             wall_offset_s=self.wall_offset_s,
             counters=self.counters,
             port=port,
+            follow=self.begin_trace(state.facts) if self.begin_trace is not None and not is_over else None,
         )
-        if state.state not in TERMINAL:
-            request.log_history()
+        if not is_over:
+            request.tell_history()
             self.supervisor.start(request, Level.REQUEST)
         return request
 

@@ -173,7 +173,12 @@ def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]],
 
 def _misfit_alone(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]]) -> tuple[str, ...] | None:
     """Why no worker could prefill and decode it, at best; None: there is none for that."""
-    found = [misfit(length, it, worker) for worker, it in capacities if it.role == BOTH]
+    found: list[tuple[str, ...]] = []
+    for worker, it in capacities:
+        if it.role == BOTH:
+            found.append(misfit(length, it, worker))
+            if not found[-1]:
+                return ()
     return sorted(found, key=len)[0] if found else None
 
 

@@ -70,6 +70,8 @@ class WorkerRegistry:
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._incarnations: OrderedDict[str, int] = OrderedDict()  # latest of each group
         self._gone: OrderedDict[str, _GoneWorker] = OrderedDict()
+        self._capacities: list[tuple[str, WorkerCapacity]] = []
+        self._capacities_since = -1
         self.model: ModelInfo | None = None
 
     # ---------------------------------------------------------------- joining and leaving
@@ -181,14 +183,16 @@ class WorkerRegistry:
         return list(found.values())
 
     def capacities(self) -> list[tuple[str, WorkerCapacity]]:
-        """Of connected workers, equal ones twice at most; while there are none, of those seen last."""
-        connected: list[tuple[str, WorkerCapacity]] = []
-        seen: dict[int, int] = {}
-        for worker in self._placement_table.workers.values():
-            seen[id(worker.capacity)] = times = seen.get(id(worker.capacity), 0) + 1
-            if times <= 2:
-                connected.append((worker.name, worker.capacity))
-        return connected or [(name, gone.row.capacity) for name, gone in self._gone.items()]
+        """Of connected workers, equal ones twice at most; while there are none, of those seen last. Asked for each
+        submission, and made when a worker has come or gone."""
+        if self._capacities_since != self._placement_table.changes:
+            self._capacities_since, self._capacities = self._placement_table.changes, []
+            seen: dict[int, int] = {}
+            for worker in self._placement_table.workers.values():
+                seen[id(worker.capacity)] = times = seen.get(id(worker.capacity), 0) + 1
+                if times <= 2:
+                    self._capacities.append((worker.name, worker.capacity))
+        return self._capacities or [(name, gone.row.capacity) for name, gone in self._gone.items()]
 
     # ---------------------------------------------------------------- rows
 

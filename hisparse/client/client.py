@@ -35,6 +35,7 @@ from protocol.arrays import pack_tokens
 from protocol.config import load
 from protocol.errors import Unavailable, WrongState
 from protocol.messages import ModelInfo, Sampling
+from protocol.trace_context import read_context
 from protocol.transport.keys import Insecure, PeerKey, access
 
 #: Default time limit of reconnecting.
@@ -78,6 +79,8 @@ class Client:
         prefill_mode: str = messages.AUTO,
         tenant: str = "",
         cache_salt: str = "",
+        traceparent: str = "",
+        tracestate: str = "",
     ) -> TokenStream:
         """Submit `prompt` and subscribe; returns once the request is in the journal.
 
@@ -86,15 +89,17 @@ class Client:
         higher goes first; a key has a limit. `prefill_mode`: one of messages.PREFILL_MODES. `tenant`: on whose behalf a
         front asks; requests of one priority take turns by tenant. Where the coordinator reuses prefixes, only requests
         of one `cache_salt`, 128 characters at most, reuse each other's; `TokenStream.ended` says how much was reused.
+        `traceparent`, `tracestate`: the caller's span as W3C Trace Context writes it, of which the request's spans are
+        children where the coordinator makes traces; an invalid one is as good as none.
 
         Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is full),
         Unavailable or ConnectionLost. Cancelled: the request may have been submitted; without a `request_id` its id is
         unknown then.
         """
-        packed = pack_tokens(prompt)
+        packed, trace = pack_tokens(prompt), read_context(traceparent, tracestate)
         return await self._subscribe(
             lambda tag: messages.Submit(
-                tag, packed, sampling, request_id, priority, True, prefill_mode, tenant, cache_salt
+                tag, packed, sampling, request_id, priority, True, prefill_mode, tenant, cache_salt, trace
             ),
             start=0,
             repeatable=bool(request_id),

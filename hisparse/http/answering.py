@@ -95,7 +95,9 @@ class Answering:
         with ExitStack() as stack:
             ask = await self._with_grammar(await self._body_reader.receive(exchange, owner, stack, read), served, owner)
             grace_s = self._settings.reattach_grace_s if chosen else 0.0
-            outputs = [stack.enter_context(self._outputs.following(it, owner, grace_s)) for it in ask.choices]
+            outputs = [
+                stack.enter_context(self._outputs.following(it, owner, grace_s, exchange.trace)) for it in ask.choices
+            ]
             ask = ask.without_prompts()
             for output in outputs:
                 await _accepted(output, api.prompt)

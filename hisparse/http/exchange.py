@@ -17,6 +17,7 @@ from hisparse.http.errors import TooLarge, TooSlow, error_body, error_headers, s
 from hisparse.http.shares import Shares
 from hisparse.http.wire import RequestHead
 from protocol.errors import CapacityError, HiSparseError
+from protocol.messages import TraceContext
 
 #: One body: a context of a million token ids with seven digits and their commas, twice.
 BODY_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -63,7 +64,8 @@ class Channel(Protocol):
 
 
 class HttpExchange:
-    """`status` is 0 until the answer begins. `leaving` is cancelled when the client goes before the answer is whole."""
+    """`status` is 0 until the answer begins. `leaving` is cancelled when the client goes before the answer is whole.
+    `trace` is the span that requests of the coordinator are part of."""
 
     def __init__(
         self, head: RequestHead, channel: Channel, budget: Shares, headers: Mapping[str, str] = NO_HEADERS
@@ -73,6 +75,7 @@ class HttpExchange:
         self.path = head.path
         self.header = head.header
         self.status = 0
+        self.trace: TraceContext | None = None
         self.disconnected = False
         self.leaving = trio.CancelScope()
         self._head = head

@@ -50,11 +50,13 @@ from hisparse.http.progress import ProgressWatch
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
 from hisparse.http.tokens import TOKEN_APIS, TokenApi
+from hisparse.http.tracing import ServerTracing
 from hisparse.http.wire import RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import HiSparseError, NotFound
 from protocol.logs import fields, logger
 from protocol.settings import HttpSettings
+from protocol.trace_context import context_of_headers
 from protocol.version import our_version
 
 #: Of a path, where it is told.
@@ -79,8 +81,10 @@ class Front:
         outputs: FollowedOutputs,
         counters: HttpCounters,
         scrape: Callable[[], bytes],
+        tracing: ServerTracing | None = None,
     ) -> None:
-        """`scrape` is called in a thread."""
+        """`scrape` is called in a thread. `tracing` None: completions have no spans here."""
+        self._tracing = tracing
         self._scrape = scrape
         self._keys = keys
         self._link = link
@@ -97,6 +101,7 @@ class Front:
         helpers = self._renderers, self._large_bodies, self._grammar_checks
         self.answering = Answering(settings, link, outputs, counters, self._body_reader, *helpers)
         self._pages = FILES if settings.page else {}
+        self._generating = frozenset(api.path for api in APIS)
         self._routes = self._made_routes()
 
     def _made_routes(self) -> dict[str, dict[str, Handler]]:
@@ -132,6 +137,10 @@ class Front:
         """Answer one request. Raises nothing that a client can bring about."""
         exchange = HttpExchange(head, channel, self._budget, self._cors.headers(head.header("origin")))
         preflight = self._cors.preflight(head)
+        span = None
+        if exchange.path in self._generating and preflight is None:
+            exchange.trace = context_of_headers(head.headers)
+            span = self._tracing.begin(exchange) if self._tracing is not None else None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(exchange.watch)
             with exchange.leaving:
@@ -141,6 +150,8 @@ class Front:
                     await exchange.answer_without_body(preflight)
             nursery.cancel_scope.cancel()
         route = self._route_of(exchange.path) or "other"  # for metrics: few values, all of them ours
+        if span is not None and self._tracing is not None:
+            self._tracing.end(span, exchange, route)
         if exchange.disconnected:
             self._counters.disconnects += 1
         else:

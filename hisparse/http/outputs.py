@@ -33,8 +33,9 @@ from metrics.state import HttpCounters
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, InternalError, NotFound, WrongState
 from protocol.logs import fields, logger
-from protocol.messages import NO_LOGPROBS, Ended
+from protocol.messages import NO_LOGPROBS, Ended, TraceContext
 from protocol.settings import CoordinatorSettings
+from protocol.trace_context import headers_of
 
 #: Submissions that the coordinator has not answered; of one API key.
 SUBMITS_MAX: Final = 8
@@ -52,8 +53,11 @@ log = logger("http.outputs")
 class FollowedOutput:
     """One request of the coordinator: its tokens so far, and how it ended. Kept whole: followers begin at the start."""
 
-    def __init__(self, choice: SampleAsk, owner: str, grace_s: float, now: float) -> None:
+    def __init__(
+        self, choice: SampleAsk, owner: str, grace_s: float, now: float, trace: TraceContext | None = None
+    ) -> None:
         self.choice = choice
+        self.trace = trace
         self.owner = owner
         self.grace_s = grace_s
         self.began_at = now
@@ -169,14 +173,18 @@ class FollowedOutputs:
         return len(self._by_id)
 
     @contextmanager
-    def following(self, choice: SampleAsk, owner: str, grace_s: float) -> Iterator[FollowedOutput]:
-        """The output of `choice`, submitted unless it already is. Raises WrongState for the id of another request.
+    def following(
+        self, choice: SampleAsk, owner: str, grace_s: float, trace: TraceContext | None = None
+    ) -> Iterator[FollowedOutput]:
+        """The output of `choice`, submitted, as part of the span `trace`, unless it already is. Raises WrongState for
+        the id of another request.
 
         On leaving it is abandoned, unless others follow: aborted after `grace_s`.
         """
         output = self._by_id.get(choice.request_id)
         if output is None:
-            output = self._by_id[choice.request_id] = FollowedOutput(choice, owner, grace_s, trio.current_time())
+            output = FollowedOutput(choice, owner, grace_s, trio.current_time(), trace)
+            self._by_id[choice.request_id] = output
             self._nursery.start_soon(self._run, output)
         elif not output.choice.same_as(choice):
             raise WrongState(
@@ -223,6 +231,7 @@ class FollowedOutputs:
                 priority=it.priority,
                 tenant=output.owner,
                 cache_salt=it.cache_salt,
+                **headers_of(output.trace),
             )
             output.accept()
         return stream

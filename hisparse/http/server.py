@@ -24,6 +24,7 @@ import msgspec
 import trio
 
 from coordinator import gc_policy
+from coordinator.tracing.sender import SpanSender, open_sender
 from hisparse.client.client import Client, open_client
 from hisparse.http.api_keys import ApiKeys, read_keys
 from hisparse.http.connection import READ_LIMIT_S
@@ -34,6 +35,7 @@ from hisparse.http.listener import BACKLOG, STOP_DEADLINE_S, HttpListener, conne
 from hisparse.http.outputs import FollowedOutputs
 from hisparse.http.process import share_fairly
 from hisparse.http.tls import Tls, tls_of
+from hisparse.http.tracing import ServerTracing
 from metrics.exporter import Exporter, serve
 from metrics.http import HttpCollector, HttpSources, http_health, http_readiness, scrape
 from metrics.state import HttpCounters
@@ -64,17 +66,28 @@ def run_http(config: Config) -> int:
     keys, tls = read_keys(config.http.api_keys_file), tls_of(config.http)
     _raise_descriptor_limit()
     share_fairly()
-    with _listening(config.http) as listener, control_socket(config.cluster.runtime_dir) as control:
-        trio.run(_serve, config, keys, tls, listener, control)
+    counters = HttpCounters()
+    with (
+        _listening(config.http) as listener,
+        control_socket(config.cluster.runtime_dir) as control,
+        open_sender(config.cluster, "http", counters.spans) as sender,
+    ):
+        trio.run(_serve, config, keys, tls, listener, control, counters, sender)
     log.info("stopped")
     return EXIT_CLEAN
 
 
 async def _serve(
-    config: Config, keys: ApiKeys, tls: Tls | None, listener: socket.socket, control: socket.socket | None
+    config: Config,
+    keys: ApiKeys,
+    tls: Tls | None,
+    listener: socket.socket,
+    control: socket.socket | None,
+    counters: HttpCounters,
+    sender: SpanSender | None,
 ) -> None:
-    files = _reloadable(config.http, keys, tls)
-    counters, stopping = HttpCounters(), trio.Event()
+    files, stopping = _reloadable(config.http, keys, tls), trio.Event()
+    tracing = ServerTracing(sender.put, config.cluster.trace_ratio) if sender is not None else None
     link = CoordinatorLink(lambda: _connect(config))
     sources = HttpSources(
         name=config.cluster.name,
@@ -92,7 +105,7 @@ async def _serve(
             nursery.start_soon(link.run)
             rate = config.coordinator.messages_per_s, config.coordinator.messages_burst
             outputs = FollowedOutputs(nursery, link, counters, rate)
-            front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources))
+            front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources), tracing)
             _announce(config, listener, exporter, keys)
             nursery.start_soon(gc_policy.collect, FULL_COLLECTION_INTERVAL_S, FULL_COLLECTION_SHARE)
             gc_policy.settle()

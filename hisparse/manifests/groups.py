@@ -14,7 +14,8 @@ pool can wedge its node (docs/known-bugs.md).
 
 Rejected: a pod for each rank (each would have its own pool, and NCCL no access to the neighbour's memory);
 RecreateGroupOnPodRestart (new pods have empty pools: all requests would be prefilled again); emptyDir volumes of medium
-HugePages (the pool asks the kernel for transparent huge pages of tmpfs).
+HugePages for the pool (hugetlbfs has no write(2), with which its header is made, and reserves pages for ever; the
+kernel is asked for transparent huge pages of tmpfs instead).
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ def group_set(values: ManifestValues, workers: WorkersValues) -> list[Document]:
 
 def _process(values: ManifestValues, workers: WorkersValues) -> Document:
     host_bytes = size_bytes(workers.host_mem, "workers.host_mem")
+    huge_bytes = size_bytes(workers.hugepages, "workers.hugepages") if workers.hugepages else 0
     drained = "$HISPARSE_WORKER_GROUP" if workers.ranks > 1 else "$HISPARSE_WORKER_NAME"
     drain = f'hisparse drain "{drained}" --deadline {workers.drain_s} --wait'
     return container(
@@ -162,7 +164,7 @@ def _process(values: ManifestValues, workers: WorkersValues) -> Document:
         ["sh", "-uc", script(workers)] if workers.ranks > 1 else ["hisparse", "worker"],
         worker_environ(values, workers),
         {"shm": "/dev/shm", "model": MODEL_DIR, "cache": CACHE},
-        resources(workers.cpus, host_bytes + size_bytes(workers.memory, "workers.memory"), workers.gpus),
+        resources(workers.cpus, host_bytes + size_bytes(workers.memory, "workers.memory"), workers.gpus, huge_bytes),
         worker_ports(workers),
         start_s=workers.start_s,
         pre_stop=["sh", "-uc", f"exec timeout {workers.drain_s + DRAIN_MARGIN_S} {drain}"],

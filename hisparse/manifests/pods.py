@@ -61,11 +61,14 @@ def quantity(size: int) -> str:
     return str(size)
 
 
-def resources(cpus: int, memory_bytes: int, gpus: int = 0) -> dict[str, Node]:
-    """Requests equal limits: nothing of a pod is taken away when its node is short."""
+def resources(cpus: int, memory_bytes: int, gpus: int = 0, hugepages_bytes: int = 0) -> dict[str, Node]:
+    """Requests equal limits: nothing of a pod is taken away when its node is short, and Kubernetes demands it of GPUs
+    and huge pages."""
     limits: dict[str, Node] = {"cpu": str(cpus), "memory": quantity(memory_bytes)}
     if gpus:
         limits["nvidia.com/gpu"] = str(gpus)
+    if hugepages_bytes:
+        limits["hugepages-2Mi"] = quantity(hugepages_bytes)
     return {"requests": dict(limits), "limits": limits}
 
 

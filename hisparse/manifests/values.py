@@ -24,6 +24,7 @@ from protocol.settings import Settings
 NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,18}[a-z0-9])?")
 KIND: Final = re.compile(r"[a-z][a-z0-9]{0,19}")
 NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+HUGE_PAGE_BYTES: Final = 2 << 20
 REMEDY: Final = "docs/kubernetes.md lists the values"
 
 
@@ -75,6 +76,7 @@ class WorkersValues(Settings, frozen=True):
     cpus: int = 16
     memory: str = "64GiB"  # of the processes of a pod, beside its host pool
     host_mem: str = "256GiB"  # host pool of a pod
+    hugepages: str = ""  # of 2 MiB, for libraries of page transfer that take such; the pool's large pages are others
     drain_s: int = 300  # requests may run on so long when a pod is to end
     stop_s: int = 180  # from SIGTERM to the end of the processes: they withdraw requests and unpin the pool
     start_s: int = 1800  # from the start of a container to /healthz: weights are loaded and the pool is pinned
@@ -180,6 +182,14 @@ def _check_workers(workers: WorkersValues, field: str) -> None:
     _at_least_one({f"{field}.{name}": getattr(workers, name) for name in numbers})
     size_bytes(workers.memory, f"{field}.memory")
     size_bytes(workers.host_mem, f"{field}.host_mem")
+    huge_bytes = size_bytes(workers.hugepages, f"{field}.hugepages") if workers.hugepages else 0
+    _require(
+        huge_bytes % HUGE_PAGE_BYTES == 0,
+        f"{field}.hugepages",
+        workers.hugepages,
+        "no whole number of pages of 2 MiB",
+        "use a multiple of 2MiB",
+    )
     _require(
         workers.ranks <= GROUP_SIZE_MAX,
         f"{field}.pods",

@@ -36,7 +36,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"memory", "tokens"},
         {"journal"},
         {"scheduling"},
-        {"gateway", "workers"},
+        {"gateway", "workers", "tracing"},
         {"service"},
     ],
     "worker": [

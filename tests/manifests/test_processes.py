@@ -163,6 +163,8 @@ def test_pool_fits_its_volume_and_the_limit(name: str) -> None:
         assert shm["medium"] == "Memory"
         assert pool < int(shm["sizeLimit"].removesuffix("Gi")) < int(limits["memory"].removesuffix("Gi"))
         assert limits["nvidia.com/gpu"] == str(workers.gpus)
+        assert limits.get("hugepages-2Mi", "") == workers.hugepages.removesuffix("B")
+        assert container["resources"]["requests"] == limits
 
 
 def test_keys_are_the_files_that_processes_read() -> None:

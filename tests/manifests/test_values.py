@@ -25,6 +25,8 @@ SMALL = '[model]\nname = "m"\nclaim = "c"\n[[workers]]\nname = "w"\n'
         (SMALL + "gpus = 0\n", "workers[0].gpus", 0),
         (SMALL + 'host_mem = "auto"\n', "workers[0].host_mem", "auto"),
         (SMALL + 'memory = "0"\n', "workers[0].memory", "0"),
+        (SMALL + 'hugepages = "3MiB"\n', "workers[0].hugepages", "3MiB"),
+        (SMALL + 'hugepages = "none"\n', "workers[0].hugepages", "none"),
         (SMALL + "pods = 200\ngpus = 8\n", "workers[0].pods", 200),
         (SMALL + "scaling = {groups_max = 0}\n", "workers[0].scaling.groups_max", 0),
         (SMALL + '[[workers]]\nname = "w"\n', "workers[1].name", "w"),

@@ -93,7 +93,7 @@ def tag_of(kind: type[msgspec.Struct]) -> str:
 
 
 def test_tags_are_those_of_this_protocol_version() -> None:
-    assert messages.PROTOCOL_VERSION == 6
+    assert messages.PROTOCOL_VERSION == 7
     assert {tag_of(kind) for union in UNIONS for kind in get_args(union)} == TAGS
 
 

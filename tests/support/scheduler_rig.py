@@ -19,6 +19,7 @@ import trio.testing
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.scheduling.events import Ending, LinkStats
 from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.request import BeginTrace
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
@@ -113,7 +114,14 @@ class FakeLink:
 
 
 class SchedulerRig:
-    def __init__(self, supervisor: Supervisor, seed: int, host_pages: int, settings: CoordinatorSettings) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        seed: int,
+        host_pages: int,
+        settings: CoordinatorSettings,
+        begin_trace: BeginTrace | None = None,
+    ) -> None:
         self.rng = random.Random(seed)
         self.host_pages = host_pages
         self.token_log = TokenLog(settings.live_requests_max + settings.ended_keep_max, 1 << 18)
@@ -126,6 +134,7 @@ class SchedulerRig:
             supervisor=supervisor,
             counters=self.counters,
             wall_offset_s=1e9,
+            begin_trace=begin_trace,
         )
         self.pools: dict[str, FakePool] = {}
         self.links: dict[str, FakeLink] = {}
@@ -237,7 +246,11 @@ class SchedulerRig:
 
 @asynccontextmanager
 async def open_rig(
-    seed: int = 0, *, host_pages: int = 64, settings: CoordinatorSettings = SETTINGS
+    seed: int = 0,
+    *,
+    host_pages: int = 64,
+    settings: CoordinatorSettings = SETTINGS,
+    begin_trace: BeginTrace | None = None,
 ) -> AsyncIterator[SchedulerRig]:
     async with open_supervisor() as supervisor:
-        yield SchedulerRig(supervisor, seed, host_pages, settings)
+        yield SchedulerRig(supervisor, seed, host_pages, settings, begin_trace)
