@@ -117,6 +117,8 @@ PURE = [
     "protocol/messages",
     "protocol/sizing",
     "protocol/units",
+    "worker/device/step_rows",
+    "worker/loop/acceptance",
     "worker/loop/batch",
     "worker/loop/output",
     "worker/loop/reuse",

@@ -6,8 +6,8 @@
         ▲                                                       │
         └───────────── resize from managed to resident ─────────┘          any ─► LEAVING ─ quiesced ─► (gone)
 
-`position` counts what was launched, not what was read. Steps are launched ahead, so `output` may be behind it; a step
-whose token turns out to lie past the end is discarded when it is read.
+`position` counts what was launched, not what was read. Steps are launched ahead, so `output` may be behind it; a token
+that turns out to lie past the end is discarded when its step is read.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from protocol.arrays import Int32Array
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, Resize
 from protocol.units import PAGE_TOKENS
 from worker.device.hot_buffer import HotBuffer
+from worker.loop.acceptance import RowProgress
 from worker.loop.output import Output
 from worker.streams import Fence
 from worker.transfer.handover import Outgoing
@@ -72,8 +73,8 @@ class SeatMemory:
 class RunningRequest:
     """The first four fields never change. Tokens are `output`'s, memory is `memory`'s.
 
-    `position` is the row that the next step writes, `rows_max` the first that no step may write. `outgoing` are its
-    pages for another node, `staged_marks` the fences after which a layer group of rows below a length may be sent.
+    `progress` counts its rows. `outgoing` are its pages for another node, `staged_marks` the fences after which a layer
+    group of rows below a length may be sent.
     `fences` are what the status waits for, `first_token` the one after which prefill's token can be read.
     `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how
     many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
@@ -90,10 +91,8 @@ class RunningRequest:
     output: Output
     memory: SeatMemory
     status: Status
-    position: int
-    durable_rows: int
+    progress: RowProgress
     prefilled: int = 0
-    rows_max: int = 0
     started: bool = False
     fences: Sequence[Fence] = ()
     prefix_loads: dict[int, Fence] = field(default_factory=dict)
@@ -114,6 +113,16 @@ class RunningRequest:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    @property
+    def position(self) -> int:
+        """The first row that no launched step writes."""
+        return self.progress.position
+
+    @property
+    def durable_rows(self) -> int:
+        """Rows that were seen in host memory."""
+        return self.progress.durable
 
     @property
     def prompt_rows(self) -> int:
@@ -153,13 +162,18 @@ class RunningRequest:
         return pages * PAGE_TOKENS if pages > before // PAGE_TOKENS else None
 
     def note_memory(self) -> None:
-        """Recompute `rows_max` after a change of pages or chunks."""
-        self.rows_max = min(self.rows_wanted, self.memory.rows_max)
+        """Recompute `progress.rows_max` after a change of pages or chunks."""
+        self.progress.rows_max = min(self.rows_wanted, self.memory.rows_max)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a step may write its next row."""
+        return self.progress.position < self.progress.rows_max
 
     @property
     def starved(self) -> bool:
-        """Whether only memory keeps it from its next step."""
-        return self.rows_max <= self.position < self.rows_wanted
+        """Whether only memory keeps it from its next step, whatever the steps in flight bring."""
+        return self.progress.rows_max <= self.progress.certain < self.rows_wanted
 
     def next_input(self) -> int:
         """The token to feed at `position`: known from an earlier placement, or -1 for the last one drawn on device."""

@@ -11,8 +11,8 @@ three are outside of it. `warm_up` runs each bucket on padding, so that scratch 
 workspaces exist, and then captures it, the largest first: the memory of its graph serves the others. In deterministic
 mode there is one bucket, of all seats.
 
-What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns; positions are
-those of the moment of launch.
+What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns. How many rows
+a step takes of a request, and which of them hold, is said by acceptance.py; T is StepRows.backup_steps there.
 
 One step in TIMED_EVERY is timed, and stands for as many: the device's part of it, and each swap-in. Where there are
 graphs, such a step replays a second one, captured with timing events as nodes.
@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -43,6 +43,8 @@ from kernels.begin_step import begin_step
 from kernels.state import BackupPlan, DeviceState
 from protocol.arrays import Int32Array
 from protocol.logprobs import ROW_WORDS_MAX
+from worker.device.step_rows import StepRows
+from worker.loop.acceptance import StepProgress
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.loop.recording import SelectionRecorder
@@ -60,13 +62,13 @@ TIMED_EVERY: Final = 64
 class _Bucket:
     """What steps of one padded size use: the batch, its inputs' ring, backup plans of the last T steps, outputs."""
 
-    def __init__(self, rows: int, state: DeviceState, outputs: StepOutputs, logprobs: torch.Tensor) -> None:
+    def __init__(self, rows: int, plans: int, state: DeviceState, outputs: StepOutputs, logprobs: torch.Tensor) -> None:
         groups, device = state.geometry.groups, state.rows.device
         self.rows = rows
         self.inputs = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
         self.batch = StepInputs.batch(self.inputs, groups)
         self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
-        self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(state.tail_slots)]
+        self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(plans)]
         self.outputs = outputs
         self.outputs_with_logprobs = replace(outputs, logprobs=logprobs[:rows])
         self.replay: Callable[[], object] | None = None  # what the runner launches, as one operation on compute
@@ -102,7 +104,7 @@ class _Results:
 @dataclass(slots=True)
 class _Launched:
     requests: list[RunningRequest]
-    positions: list[int]
+    progress: StepProgress
     sampled: Fence
     results: _Results
     counted: bool
@@ -120,16 +122,17 @@ class _Begun:
     outputs: StepOutputs
     adjust: Adjust | None
     requests: list[RunningRequest]
-    positions: list[int]
+    progress: StepProgress
     counted: bool
     number: int
     at_s: float
+    undrawn: list[RunningRequest] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepTokens:
-    """A step that was read: requests, the row each wrote, the token each drew; if asked for, `counts` int64[2, G, S],
-    hits and misses by index group and seat. `undrawn` drew no token.
+    """A step that was read: requests, the first row that each wrote, the tokens that its rows drew which hold; if asked
+    for, `counts` int64[2, G, S], hits and misses by index group and seat. `undrawn` drew no token.
 
     `logits` float32[requests, vocab] if they are kept, `logprobs` int32[requests, ROW_WORDS_MAX] if a request asks for
     them: true until as many steps have been launched as are in flight.
@@ -137,17 +140,17 @@ class StepTokens:
 
     requests: list[RunningRequest]
     positions: list[int]
-    tokens: list[int]
+    tokens: list[list[int]]
     counts: Int64s | None
     launched_s: float
     logits: torch.Tensor
     logprobs: Int32Array | None
     undrawn: Collection[RunningRequest] = ()
 
-    def row(self, number: int) -> bytes:
-        """Log-probabilities of the token of a request, as far as it asks for them."""
+    def rows(self, number: int) -> tuple[bytes, ...]:
+        """Log-probabilities of the tokens of a request, as far as it asks for them; none where it does not."""
         words = self.requests[number].logprob_words
-        return self.logprobs[number, :words].tobytes() if self.logprobs is not None and words else b""
+        return (self.logprobs[number, :words].tobytes(),) if self.logprobs is not None and words else ()
 
 
 class Decoder:
@@ -162,6 +165,7 @@ class Decoder:
         swap: Swap,
         *,
         buckets: Sequence[int],
+        rows: StepRows,
         lookahead: int,
         keep_logits: bool = False,
         timed_every: int = TIMED_EVERY,
@@ -177,9 +181,17 @@ class Decoder:
         vocab, device = runner.info.vocab_size, state.rows.device
         logprobs = allocate_rows(max(buckets), device)
         self._buckets = [
-            _Bucket(rows, state, StepOutputs.allocate(rows, vocab, keep_logits=keep_logits, device=device), logprobs)
-            for rows in sorted(buckets)
+            _Bucket(
+                size,
+                rows.backup_steps(state.tail_slots),
+                state,
+                StepOutputs.allocate(size, vocab, keep_logits=keep_logits, device=device),
+                logprobs,
+            )
+            for size in sorted(buckets)
         ]
+        self._rows = rows.rows
+        self._backup_steps = rows.backup_steps(state.tail_slots)
         self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
         self._timed_every = timed_every
         self._counters = swap.counters
@@ -187,7 +199,7 @@ class Decoder:
         self._launched: deque[_Launched] = deque()
         self._begun: _Begun | None = None
         self._backed_up: deque[Fence] = deque()
-        self._undurable: deque[tuple[Fence, list[RunningRequest], list[int]]] = deque()
+        self._undurable: deque[tuple[Fence, list[RunningRequest], StepProgress]] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -232,12 +244,13 @@ class Decoder:
         outputs = bucket.outputs_with_logprobs if has_logprobs else bucket.outputs
         compute = self._streams.compute
         self._upload(bucket, requests, positions)
-        if len(self._backed_up) == self._state.tail_slots:
+        if len(self._backed_up) == self._backup_steps:
             compute.wait(self._backed_up.popleft())
         plan = bucket.plans[self._number % len(bucket.plans)]
         compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
         is_timed = self._timed_every > 0 and self._number % self._timed_every == self._timed_every - 1
-        begun = _Begun(bucket, outputs, adjust, requests, positions, count, self._number, now_s)
+        progress = StepProgress([request.progress for request in requests], self._rows)
+        begun = _Begun(bucket, outputs, adjust, requests, progress, count, self._number, now_s)
         draws_later = adjust is not None and adjust.grammar
         if draws_later:
             self._begun = begun
@@ -246,30 +259,26 @@ class Decoder:
             self._launch_bucket(begun, is_timed=is_timed)
         backed_up, durable = self._swap.backup(plan, len(requests))
         self._backed_up.append(backed_up)
-        self._undurable.append((durable, requests, positions))
+        self._undurable.append((durable, requests, progress))
         self._number += 1
-        for request in requests:
-            request.position += 1
         if not draws_later:
-            self._download(begun, ())
+            self._download(begun)
 
-    def draw(self, mask_ready: Fence, undrawn: Collection[RunningRequest]) -> None:
-        """Launch the draws of the step launched last, behind `mask_ready`; `undrawn` are those whose mask is late."""
+    def withdraw(self, request: RunningRequest) -> None:
+        """`request` draws nothing in the step whose draws are to come: its mask is late. The step is launched again."""
+        assert self._begun is not None
+        self._begun.progress.withdraw(self._begun.requests.index(request))
+        self._begun.undrawn.append(request)
+
+    def draw(self, mask_ready: Fence) -> None:
+        """Launch the draws of the step launched last, behind `mask_ready`."""
         begun, self._begun = self._begun, None
         assert begun is not None
         self._streams.compute.wait(mask_ready)
         self._launch_draws(begun.bucket, begun.outputs, begun.adjust)
-        self._leave_undurable(undrawn)
-        self._download(begun, undrawn)
+        self._download(begun)
 
-    def _leave_undurable(self, undrawn: Collection[RunningRequest]) -> None:
-        """Rows that the step launched last wrote for `undrawn` are written again, and do not count as durable."""
-        if undrawn:
-            durable, requests, positions = self._undurable.pop()
-            kept = [pair for pair in zip(requests, positions, strict=True) if pair[0] not in undrawn]
-            self._undurable.append((durable, [request for request, _ in kept], [position for _, position in kept]))
-
-    def _download(self, begun: _Begun, undrawn: Collection[RunningRequest]) -> None:
+    def _download(self, begun: _Begun) -> None:
         compute, number, requests = self._streams.compute, begun.number, begun.requests
         results = self._results[number % len(self._results)]
         counted = self._state if begun.counted else None
@@ -280,7 +289,15 @@ class Decoder:
         has_logprobs = begun.outputs.logprobs is not None
         self._launched.append(
             _Launched(
-                requests, begun.positions, sampled, results, begun.counted, has_logprobs, number, begun.at_s, undrawn
+                requests,
+                begun.progress,
+                sampled,
+                results,
+                begun.counted,
+                has_logprobs,
+                number,
+                begun.at_s,
+                begun.undrawn,
             )
         )
 
@@ -288,22 +305,22 @@ class Decoder:
         """The oldest step in flight. Blocks the host until its tokens are there."""
         step = self._launched.popleft()
         step.sampled.wait()
+        positions = step.progress.read([int(request not in step.undrawn) for request in step.requests])
         if self._recorder is not None:
             placements = [request.placement for request in step.requests]
-            self._recorder.take(step.number, placements, [position + 1 for position in step.positions])
-        tokens = step.results.tokens[: len(step.requests)].tolist()
+            self._recorder.take(step.number, placements, [position + 1 for position in positions])
+        tokens = step.results.tokens[: len(step.requests)].unsqueeze(1).tolist()
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
         logprobs = step.results.logprobs[: len(step.requests)].numpy() if step.has_logprobs else None
-        return StepTokens(step.requests, step.positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn)
+        return StepTokens(step.requests, positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn)
 
     def note_durable(self) -> Iterator[RunningRequest]:
-        """Raise `durable_rows` as far as completions have been observed; yields the requests concerned."""
+        """Raise `durable_rows` as far as completions have been observed; yields the requests of those steps."""
         while self._undurable and self._undurable[0][0].done():
-            _, requests, positions = self._undurable.popleft()
-            for request, position in zip(requests, positions, strict=True):
-                request.durable_rows = position + 1
-                yield request
+            _, requests, progress = self._undurable.popleft()
+            progress.note_durable()
+            yield from requests
 
     def wait_backed_up(self) -> None:
         """What is launched on `compute` from now on finds every row of the steps so far in host memory (I3)."""

@@ -54,9 +54,9 @@ class Reporter:
         self._counters = counters
         self._swap_counts = swap_counts
 
-    def publish(self, request: RunningRequest) -> None:
-        """Tokens that may go out and have not, with what is durable by now."""
-        self._counters.tokens += 1
+    def publish(self, request: RunningRequest, drawn: int) -> None:
+        """Tokens that may go out and have not, with what is durable by now; `drawn` tokens came since the last call."""
+        self._counters.tokens += drawn
         start, ids = request.output.take_publishable()
         if ids:
             rows = request.output.take_rows(len(ids))

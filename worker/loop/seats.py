@@ -41,6 +41,7 @@ from worker.device.arena import Arena
 from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
 from worker.device.inventory import FreeDeviceMemory
 from worker.device.sizing import Sizing
+from worker.loop.acceptance import RowProgress
 from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
 from worker.loop.inputs import SeatTables, host_tensor
@@ -212,7 +213,7 @@ class Seats:
         """Seat a placement that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
         prompt, host_pages = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.host_pages, "host_pages").tolist()
         rows = admit.durable_tokens or (admit.prefix_tokens if by_steps(admit) else 0)  # that decoding goes on from
-        resumes = rows > 0
+        resumes, begins = rows > 0, rows or len(prompt)
         chunk_count = admit.hot_chunks if resumes else pages_for(len(prompt))
         if not self._free or self.index_pages.free < admit.index_pages:
             raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
@@ -233,8 +234,7 @@ class Seats:
             output=output,
             memory=memory,
             status=Status.LOADING if resumes else Status.PREFILLING,
-            position=rows or len(prompt),
-            durable_rows=admit.durable_tokens or admit.prefix_tokens,
+            progress=RowProgress(begins, begins, admit.durable_tokens or admit.prefix_tokens),
             adjust=Adjust.of(admit.sampling),
             logprob_words=row_words(admit.sampling.logprobs),
             prefilled=len(prompt) if resumes else admit.prefix_tokens,
@@ -308,8 +308,8 @@ class Seats:
     def step_back(self, request: RunningRequest) -> None:
         """The step launched last for `request` is to be launched again. A managed buffer has its row in a tail slot
         already, and begins cold."""
+        self._decoder.withdraw(request)
         self._decoder.wait_backed_up()
-        request.position -= 1
         hot = request.memory.hot
         if hot.hot_slots:
             self._set_up(request, HotBufferChange(hot, (), SetUp.MANAGED))
