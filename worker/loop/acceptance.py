@@ -59,11 +59,12 @@ def accepted_rows(fed: Sequence[int], drawn: Sequence[int], known: int, admitted
 @dataclass(slots=True)
 class RowProgress:
     """How far one request is: counts of rows, from the first of its prompt. `rows_max` is the first row that no step
-    may write, `durable` how many were seen in host memory."""
+    may write, `durable` how many were seen in host memory, `step_rows` how many a step takes at most."""
 
     settled: int
     position: int
     durable: int
+    step_rows: int
     rows_max: int = 0
     in_flight: int = 0
 
@@ -72,37 +73,35 @@ class RowProgress:
         """Rows that hold once every step in flight has run, at least."""
         return self.settled + self.in_flight
 
-    def settle(self, accepted: int, rows: int) -> int:
-        """The oldest step in flight, of `rows` rows at most, has `accepted` rows that hold; returns the row that it
-        began with."""
-        first = self.settled
+    def launch(self) -> int:
+        """A step is launched, with as many rows as there is room for; returns how many rows hold then, at least."""
+        self.position += granted_rows(self.position, self.rows_max, self.step_rows)
+        self.in_flight += 1
+        return self.settled + self.in_flight
+
+    def settle(self, accepted: int) -> None:
+        """The oldest step in flight has `accepted` rows that hold."""
         self.in_flight -= 1
         self.settled += accepted
-        self.position = min(self.position, self.settled + self.in_flight * rows)
-        return first
+        self.position = min(self.position, self.settled + self.in_flight * self.step_rows)
 
 
 class StepProgress:
     """What one launched step does for the progress of its requests: it is read once, and once seen in host memory, in
     either order."""
 
-    __slots__ = ("_is_durable", "_progress", "_rows", "_stops")
+    __slots__ = ("_is_durable", "_progress", "_stops")
 
-    def __init__(self, progress: list[RowProgress], rows: int) -> None:
-        """The step is launched, with `rows` rows of each request as far as there is room for them."""
+    def __init__(self, progress: list[RowProgress]) -> None:
+        """The step is launched for these."""
         self._progress = progress
-        self._rows = rows
         self._is_durable = False
-        self._stops: list[int] = []  # first row behind those that are known to hold
-        for it in progress:
-            it.position += granted_rows(it.position, it.rows_max, rows)
-            it.in_flight += 1
-            self._stops.append(it.settled + it.in_flight)
+        self._stops = [it.launch() for it in progress]  # first row behind those that are known to hold
 
     def withdraw(self, place: int) -> None:
         """Before the step is read: the request at `place` draws nothing. It is where it was, and the step is to be
         launched again for it."""
-        self._progress[place].settle(0, self._rows)
+        self._progress[place].settle(0)
         self._stops[place] = 0
 
     def read(self, accepted: Sequence[int]) -> list[int]:
@@ -112,7 +111,7 @@ class StepProgress:
         for place, (it, count) in enumerate(zip(self._progress, accepted, strict=True)):
             firsts.append(it.settled)
             if count:
-                it.settle(count, self._rows)
+                it.settle(count)
                 self._stops[place] = it.settled
         if self._is_durable:
             self.note_durable()

@@ -190,7 +190,6 @@ class Decoder:
             )
             for size in sorted(buckets)
         ]
-        self._rows = rows.rows
         self._backup_steps = rows.backup_steps(state.tail_slots)
         self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
         self._timed_every = timed_every
@@ -249,7 +248,7 @@ class Decoder:
         plan = bucket.plans[self._number % len(bucket.plans)]
         compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
         is_timed = self._timed_every > 0 and self._number % self._timed_every == self._timed_every - 1
-        progress = StepProgress([request.progress for request in requests], self._rows)
+        progress = StepProgress([request.progress for request in requests])
         begun = _Begun(bucket, outputs, adjust, requests, progress, count, self._number, now_s)
         draws_later = adjust is not None and adjust.grammar
         if draws_later:

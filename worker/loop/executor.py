@@ -121,12 +121,13 @@ class Executor:
         self._lookahead = settings.lookahead_steps
         sampler = SamplerState.allocate(settings.seats, runner.info.vocab_size, settings.device)
         self._swap = Swap(streams, self.state, self.counters)
+        rows = StepRows()
         parts = (runner, streams, self.state, sampler, self._swap)
         vocab = runner.info.vocab_size
         self._decoder = Decoder(
             *parts,
             buckets=batch_sizes(settings.seats, deterministic=settings.deterministic),
-            rows=StepRows(),
+            rows=rows,
             lookahead=self._lookahead,
             keep_logits=keep_logits,
             timed_every=timed_every,
@@ -157,6 +158,7 @@ class Executor:
             sizing,
             warm_start,
             self._groups,
+            rows,
             runner.info.eos_token_ids,
         )
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)

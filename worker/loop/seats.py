@@ -41,6 +41,7 @@ from worker.device.arena import Arena
 from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
 from worker.device.inventory import FreeDeviceMemory
 from worker.device.sizing import Sizing
+from worker.device.step_rows import StepRows
 from worker.loop.acceptance import RowProgress
 from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
@@ -189,6 +190,7 @@ class Seats:
         sizing: Sizing,
         warm_start: TopkBuffers,
         groups: LayerGroups,
+        rows: StepRows,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """`eos_token_ids` are the model's."""
@@ -196,6 +198,7 @@ class Seats:
         self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
         self.index_pages = Arena("index page", capacity.index_pages)
         self._sizing = sizing
+        self._step_rows = rows.rows
         self._compute = streams.compute
         self._state = state
         self._samplers = SamplerSeats(streams.compute, sampler, eos_token_ids)
@@ -234,7 +237,7 @@ class Seats:
             output=output,
             memory=memory,
             status=Status.LOADING if resumes else Status.PREFILLING,
-            progress=RowProgress(begins, begins, admit.durable_tokens or admit.prefix_tokens),
+            progress=RowProgress(begins, begins, admit.durable_tokens or admit.prefix_tokens, self._step_rows),
             adjust=Adjust.of(admit.sampling),
             logprob_words=row_words(admit.sampling.logprobs),
             prefilled=len(prompt) if resumes else admit.prefix_tokens,

@@ -135,7 +135,7 @@ class Life:
             output=output,
             memory=SeatMemory([0], [0], [], HotBuffer(64, (0, 1)), 64, 2),
             status=Status.RUNNING,
-            progress=RowProgress(rows, rows, rows),
+            progress=RowProgress(rows, rows, rows, self.sizes.rows),
             prefilled=len(self.prompt),
         )
         self.device = Device(self.chance, self.prompt + output.tokens, self.host, rows, model)
@@ -166,7 +166,7 @@ class Life:
 
     def _launch(self) -> None:
         progress, number = self.request.progress, self.device.steps
-        step = acceptance.StepProgress([progress], self.sizes.rows)
+        step = acceptance.StepProgress([progress])
         drawn, accepted = self.device.step(self.sizes, self.tail_slots, progress.rows_max)
         flight = Flight(number, step, drawn, accepted)
         self.unread.append(flight)
@@ -340,10 +340,10 @@ def takes_known_tokens_twice(patch: pytest.MonkeyPatch) -> None:
 def keeps_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
     settle = RowProgress.settle
 
-    def settle_alone(progress: RowProgress, accepted: int, rows: int) -> int:
-        position, first = progress.position, settle(progress, accepted, rows)
+    def settle_alone(progress: RowProgress, accepted: int) -> None:
+        position = progress.position
+        settle(progress, accepted)
         progress.position = position
-        return first
 
     patch.setattr(RowProgress, "settle", settle_alone)
 
