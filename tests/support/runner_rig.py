@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from kernels.cuda.launch import prepare
 from kernels.seat import init_managed, init_resident
 from kernels.state import BackupPlan, DeviceState, StepBatch
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
-from worker.runners.base import Runner, SamplerState, StepOutputs
+from worker.runners.base import DraftRows, DraftRunner, Runner, SamplerState, StepOutputs
 from worker.streams import Streams, make_streams
 
 TAIL_SLOTS = 4
@@ -67,10 +68,12 @@ class Rig:
         )
         if device != "cpu":
             prepare(self.state)
+        self.drafts = geometry.layers > runner.info.layers  # the runner has a draft layer
         self.sampler = SamplerState.allocate(seats, runner.info.vocab_size, device)
         self.lengths = [0] * seats
         self.device, self.graphs = device, graphs
         self._steps: dict[int, _Step] = {}
+        self._drafted: list[int] = []
         draw = random.Random(seed)
         self._chunks = draw.sample(range(seats * (2 * pages + 1)), seats * (2 * pages + 1))
         self._pages = draw.sample(range(seats * pages), seats * pages)
@@ -90,8 +93,9 @@ class Rig:
         outputs = StepOutputs.allocate(1, vocab, keep_logits=True, topk_shape=topk_shape, device=self.device)
         for start in range(0, len(tokens), CHUNK_TOKENS):
             last = outputs if start + CHUNK_TOKENS >= len(tokens) else None
-            chunk = tokens[start : start + CHUNK_TOKENS]
-            self.runner.launch_prefill_chunk(self.streams, state, self.sampler, seat, chunk, start, last)
+            chunk, behind = tokens[start : start + CHUNK_TOKENS], tokens[start + CHUNK_TOKENS :][:1]
+            drafts: dict[str, Any] = {"following": behind} if self.drafts and last is None else {}
+            self.runner.launch_prefill_chunk(self.streams, state, self.sampler, seat, chunk, start, last, **drafts)
         self.streams.compute.record("sampled").wait()
         self._stage(seat, len(tokens))
         self.set_hot(seat, hot_slots, len(tokens))
@@ -128,6 +132,26 @@ class Rig:
         assert outputs.logits is not None
         assert not self.state.tripwires.any(), self.state.tripwires
         return outputs.tokens[: len(seats)].tolist(), outputs.logits[: len(seats)].clone()
+
+    def draft(
+        self, seats: Sequence[int], following: Sequence[int], *, further: bool = False, rows: int = 0
+    ) -> DraftRows:
+        """Drafts, with logits, of the step of these `seats` and `rows` that ran last, and of the tokens `following`.
+        With `further` drafts: of what the launch before drafted, one position later."""
+        step, runner = self._step(rows or len(seats)), cast(DraftRunner, self.runner)
+        count = len(step.batch.seats)
+        draft = DraftRows.allocate(count, source_rows=count if further else 0, vocab_size=self.runner.info.vocab_size)
+        draft.following[: len(following)] = torch.tensor(following)
+        if draft.source is not None:
+            for seat in seats:
+                self.lengths[seat] += 1
+            draft.source[: len(seats)] = torch.tensor([self._drafted.index(seat) for seat in seats])
+            self._fill(step.batch, seats, [self.lengths[seat] for seat in seats], [-1] * len(seats))
+            self.streams.compute.launch("begin", lambda: begin_step(self.state, step.batch, step.plan))
+        self._drafted = list(seats)
+        runner.launch_draft(self.streams, self.state, self.sampler, step.batch, draft)
+        self.streams.compute.record("sampled").wait()
+        return draft
 
     def hit_rate(self) -> float:
         hits, misses = int(self.state.hits.sum()), int(self.state.misses.sum())

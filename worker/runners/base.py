@@ -202,6 +202,79 @@ class Runner(Protocol):
         ...
 
 
+@dataclass
+class DraftRows:
+    """What one launch of the draft layer reads and draws, for a batch of B padded rows, at fixed addresses.
+
+    | tensor    | dtype, shape       | meaning                                                                      |
+    |-----------|--------------------|------------------------------------------------------------------------------|
+    | following | int32 [B]          | the token behind the one that the row fed, at position `length`; anything for |
+    |           |                    | padding and for rows that will be rejected                                   |
+    | tokens    | int32 [B]          | the draft for position `length` + 1; -1 for padding                          |
+    | source    | int32 [B]          | the row of the launch before, of `source_rows` padded rows, whose output the |
+    |           |                    | layer is applied to, -1 for padding; None: the model's states                |
+    | logits    | float32 [B, vocab] | of the drafts, kept when allocated so (tests); else None                     |
+    """
+
+    following: torch.Tensor
+    tokens: torch.Tensor
+    source: torch.Tensor | None = None
+    source_rows: int = 0
+    logits: torch.Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        rows: int,
+        *,
+        source_rows: int = 0,
+        vocab_size: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> DraftRows:
+        """Of padding alone. `source_rows`: padded rows of the draft launch that it follows, 0: it follows the model.
+        `vocab_size` above 0: with logits."""
+        following, tokens, source = torch.full((3, rows), -1, dtype=torch.int32, device=device)
+        logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device) if vocab_size else None
+        return cls(following, tokens, source if source_rows else None, source_rows, logits)
+
+
+class DraftRunner(Runner, Protocol):
+    """A runner with a draft layer, the last of `geometry.layers` (docs/architecture.md, Speculative decoding)."""
+
+    def launch_prefill_chunk(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        seat: int,
+        tokens: torch.Tensor,
+        start: int,
+        outputs: StepOutputs | None,
+        layer_written: LayerWritten = no_listener,
+        adjust: Adjust | None = None,
+        following: torch.Tensor | None = None,
+    ) -> None:
+        """As Runner has it, and the draft layer's rows and index keys.
+
+        `following` int64[1] is the prompt's token behind the chunk, on the runner's device, alive and unchanged until
+        the operation ran; None, with `outputs` alone: the token that the chunk draws. Raises BadInput when neither is
+        there.
+        """
+        ...
+
+    def launch_draft(
+        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, draft: DraftRows
+    ) -> None:
+        """Behind `launch_forward` of the same batch, or behind another `launch_draft` and `begin_step` for `batch`: the
+        draft layer over every real row, then the draws of its drafts.
+
+        Writes the layer's row and index key at position length - 1, over what it wrote there before. A draft is drawn
+        with the seat's parameters, its seed and position length + 1; what adjusts logits has no part in it. Can be
+        captured. In a group all ranks launch it together.
+        """
+        ...
+
+
 class GroupRunner(Runner, Protocol):
     """The runner of a rank, which holds a share of the model's experts: all ranks launch the same rounds."""
 

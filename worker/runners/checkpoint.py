@@ -20,6 +20,7 @@ from protocol.settings import WorkerSettings
 from protocol.small_files import read_json_object
 from protocol.tokenizer_files import read_tokenizer
 from worker.weights.dimensions import VOCAB_MAX, check_dimensions
+from worker.weights.layout import require_draft_layer
 from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 from worker.weights.shards import Shards
@@ -121,10 +122,12 @@ def describe_model(path: str | Path, config: Any) -> ModelInfo:
     )
 
 
-def geometry_of(config: Any, kv_dtype: str) -> Geometry:
-    """Rows and index groups of a model whose KV is kept in `kv_dtype` (kernels.row_bytes.KINDS).
+def geometry_of(config: Any, kv_dtype: str, *, draft_layer: bool = False) -> Geometry:
+    """Rows and index groups of a model whose KV is kept in `kv_dtype` (kernels.row_bytes.KINDS). `draft_layer`: with
+    those of the draft layer, the last layer, in a group of its own.
 
-    Raises ConfigError when rows do not fit it, or when the first layer has no indexer to share.
+    Raises ConfigError when rows do not fit it, when the first layer has no indexer to share, or when the model has no
+    draft layer.
     """
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     if kinds[0] != "full":
@@ -138,8 +141,11 @@ def geometry_of(config: Any, kv_dtype: str) -> Geometry:
     for kind in kinds[: config.num_hidden_layers]:
         group += kind == "full"
         groups.append(group)
+    if draft_layer:
+        require_draft_layer(config)
+        groups.append(group + 1)
     return Geometry(
-        layers=config.num_hidden_layers,
+        layers=len(groups),
         row_bytes=kv_row_shape(kv_dtype, config.kv_lora_rank, config.qk_rope_head_dim).row_bytes,
         group_of_layer=tuple(groups),
         index_row_bytes=index_key_shape(kv_dtype, config.index_head_dim).row_bytes,

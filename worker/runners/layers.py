@@ -77,7 +77,10 @@ class Layer:
 
 
 class Layers:
-    """The layers of `model` in order, and what comes before and after them. N x S tokens; decode has S = 1."""
+    """The layers of `model` in order, and what comes before and after them. N x S tokens; decode has S = 1.
+
+    `draft` is the draft layer behind them, where `geometry` has one; iteration leaves it out.
+    """
 
     def __init__(
         self,
@@ -109,7 +112,9 @@ class Layers:
         self.decode_experts, self.prompt_experts = experts_for(self.device, self.dtype)
         self._row_multiple = row_multiple(config) if deterministic and self.device.type == "cpu" else 1
         self._geometry = geometry
-        self._layers = [self._layer(number) for number in range(geometry.layers)]
+        self._held = [self._layer(number) for number in range(geometry.layers)]
+        self._layers = self._held[: config.num_hidden_layers]
+        self.draft = self._held[-1] if len(self._held) > len(self._layers) else None
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(self._layers)
@@ -163,18 +168,26 @@ class Layers:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[B, vocab] of hidden states [B, 1, hidden]."""
-        logits: Tensor = self.model.lm_head(mla.normed(self.model.model.norm, hidden))
+        return self.head(self.final(hidden))
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """The model's final norm of hidden states [N, S, hidden]."""
+        return mla.normed(self.model.model.norm, hidden)
+
+    def head(self, normed: Tensor) -> Tensor:
+        """float32[B, vocab] of normed states [B, 1, hidden]."""
+        logits: Tensor = self.model.lm_head(normed)
         return logits.squeeze(1).float()
 
     def release_expanded(self) -> None:
         """Give up every kv_b_proj: only prefill in expanded form uses more of it than its absorbed halves."""
-        for layer in self._layers:
+        for layer in self._held:
             layer.attention.kv_b_proj = None
 
     def weights_bytes(self) -> dict[str, int]:
         """Bytes of all weights by dtype, the absorbed halves of kv_b_proj included."""
         held = held_bytes(self.model)
-        for layer in self._layers:
+        for layer in self._held:
             for half in (layer.absorbed.key, layer.absorbed.value):
                 name = str(half.dtype).removeprefix("torch.")
                 held[name] = held.get(name, 0) + half.numel() * half.element_size()
@@ -191,7 +204,7 @@ class Layers:
         self.project(self._layers[0], inputs, angles)
         self.project_index(self._layers[0], inputs, angles)
         attended = hidden.new_zeros(1, 1, self._layers[0].attention.o_proj.in_features)
-        for layer in {hasattr(layer.module.mlp, "experts"): layer for layer in self._layers}.values():
+        for layer in {hasattr(layer.module.mlp, "experts"): layer for layer in self._held}.values():
             self.finish(layer, hidden, attended, self.decode_experts)
 
     @torch.inference_mode()
@@ -217,7 +230,7 @@ class Layers:
     def _are_rows_apart(self, rows: int) -> bool:
         if self._exchange is not None and rows > self._exchange.rows_max:
             return False  # a batch that is tried as a remedy, and has no room in an exchange
-        kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._layers}
+        kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._held}
         hidden = self.model.config.hidden_size
         random_rows = partial(torch.randn, rows, 1, hidden, dtype=self.dtype, device=self.device)
         state = self._state_of_rows(rows)

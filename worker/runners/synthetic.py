@@ -49,13 +49,16 @@ def synthetic_runner(
     after_index_topk: AfterIndexTopk | None = None,
     collectives: Collectives | None = None,
     rows_max: int = 0,
+    draft_tokens: int = 0,
 ) -> TransformersRunner:
     """A runner over random weights on `device`, those that FP8 repositories convert in block-FP8 if `fp8`.
 
     `collectives` make it one rank of a group, with that rank's share of the experts and rounds of at most `rows_max`
-    rows. Raises ConfigError for dtypes that do not fit the model.
+    rows. `draft_tokens` above 0: with the draft layer, a DraftRunner. Raises ConfigError for dtypes that do not fit the
+    model.
     """
-    geometry = geometry_of(config, dtype if kv_dtype == "auto" else kv_dtype)
+    draft_layer = draft_tokens > 0
+    geometry = geometry_of(config, dtype if kv_dtype == "auto" else kv_dtype, draft_layer=draft_layer)
     share, exchange = None, None
     if collectives is not None:
         share = ExpertShare.of(collectives.rank, collectives.size, config.n_routed_experts)
@@ -68,7 +71,9 @@ def synthetic_runner(
             device=device,
             deterministic=False,
         )
-    model = random_model(config, dtype=DTYPES[dtype], device=device, fp8=fp8, experts=share, seed=seed)
+    model = random_model(
+        config, dtype=DTYPES[dtype], device=device, fp8=fp8, experts=share, draft_layer=draft_layer, seed=seed
+    )
     runner = TransformersRunner(
         model,
         anonymous_info(config, f"synthetic-{config.model_type}-{config.num_hidden_layers}"),

@@ -11,6 +11,8 @@ No operation of a step waits for the device or takes a shape from data: on a GPU
 flows from one operation to the next lies in a _RunnerScratch; in a graph, the library's intermediates lie in its pool.
 
 Rows and index keys are kept in a format of kernels/row_format.py (worker.kv_dtype), by default the model's own.
+
+With a draft layer (drafting.py) the runner is a DraftRunner: that layer's operations come behind the model's.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from kernels.layout import Geometry
 from kernels.prompt_topk import prepare_prompt
 from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
-from protocol.errors import ConfigError
+from protocol.errors import BadInput, ConfigError, InternalError
 from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
@@ -43,8 +45,17 @@ from worker.device.sizing import require_weights_fit
 from worker.group.exchange import Collectives, Exchange
 from worker.runners import attention as mla
 from worker.runners.adjust import Adjust
-from worker.runners.base import LayerWritten, SamplerState, StepOutputs, arithmetic, no_listener, prefix_unit_tokens
+from worker.runners.base import (
+    DraftRows,
+    LayerWritten,
+    SamplerState,
+    StepOutputs,
+    arithmetic,
+    no_listener,
+    prefix_unit_tokens,
+)
 from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
+from worker.runners.drafting import Drafting
 from worker.runners.layers import Angles, Compressed, Layer, Layers, row_multiple
 from worker.runners.logprobs import write_logprobs
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
@@ -84,6 +95,7 @@ class _RunnerScratch:
     compressed: Compressed | None  # of the layer whose *select* ran, for its *project*
     topk: Tensor  # int32[B, k]
     out_rows: Tensor  # int32[B, k]: device rows of the current group's selection
+    drafted: Tensor  # [B, 1, hidden]: the draft layer's output, likewise; empty without one
     plan: MissPlan  # one serves all groups (swapping.py)
 
 
@@ -133,6 +145,7 @@ class TransformersRunner:
         self._prompt: PromptAttention = (
             Gathered(geometry.topk) if gathered else Expanded(layers.rows, layers.keys, self.dtype, geometry.topk)
         )
+        self._drafting = Drafting(layers, self._prompt) if layers.draft is not None else None
         self._gathered = gathered
         self._round_rows = 0  # of the prompt round of the group
         self._scratch: dict[int, _RunnerScratch] = {}
@@ -153,14 +166,16 @@ class TransformersRunner:
         quantizes_rows: bool = False,
         collectives: Collectives | None = None,
         rows_max: int = 0,
+        draft_tokens: int = 0,
     ) -> TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served.
 
         `keeps_fp8`: weights stored in FP8 stay so in device memory, by default on a GPU; else they are decoded.
         `quantizes_rows`: FP8 products quantize their activations too (worker.matmul = "w8a8"). `collectives` of a
-        group, of which this rank holds a share of the experts; `rows_max` is its largest round.
+        group, of which this rank holds a share of the experts; `rows_max` is its largest round. `draft_tokens` above 0:
+        with the draft layer, a DraftRunner.
         """
-        config = read_config(path)
+        config, draft_layer = read_config(path), draft_tokens > 0
         torch_dtype = _torch_dtype(dtype, config)
         keeps = torch.device(device).type == "cuda" if keeps_fp8 is None else keeps_fp8
         quantization = read_quantization(config, Path(path) / "config.json")
@@ -170,7 +185,7 @@ class TransformersRunner:
                 block, about = quantization.block if quantization else None, AutoConfig.from_pretrained(path)
                 name, ranks = _dtype_name(torch_dtype), collectives.size if collectives is not None else 1
                 require_weights_fit(
-                    weights_bytes(about, name, block, on_gpu=True, experts=share),
+                    weights_bytes(about, name, block, on_gpu=True, experts=share, draft_layer=draft_layer),
                     free_device_bytes(device),
                     "worker.device",
                     device,
@@ -184,8 +199,10 @@ class TransformersRunner:
                 keeps_fp8=keeps,
                 quantizes_rows=quantizes_rows,
                 experts=share,
+                draft_layer=draft_layer,
             )
-        geometry = geometry_of(model.config, _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype)
+        kind = _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype
+        geometry = geometry_of(model.config, kind, draft_layer=draft_layer)
         exchange = None
         if collectives is not None:
             exchange = Exchange(
@@ -226,8 +243,16 @@ class TransformersRunner:
         outputs: StepOutputs | None,
         layer_written: LayerWritten = no_listener,
         adjust: Adjust | None = None,
+        following: Tensor | None = None,
     ) -> None:
-        """Two operations per layer on `compute`; a layer is written after its first one."""
+        """Two operations per layer on `compute`; a layer is written after its first one. One for the draft layer."""
+        if self._drafting is not None and outputs is None and following is None:
+            raise BadInput(
+                "the draft layer needs the token behind a chunk",
+                field="following",
+                value=following,
+                remedy="pass it, or outputs",
+            )
         compute, empty = streams.compute, torch.empty(0)
         chunk = _Chunk(seat, start, empty, (empty, empty), round_rows=self._round_rows)
         chunk.warm_start = outputs.warm_start if outputs else None
@@ -239,6 +264,10 @@ class TransformersRunner:
         if outputs is not None:
             draw = partial(self._first_token, chunk, sampler, start + len(tokens), outputs, adjust)
             compute.launch("first token", draw)
+        if self._drafting is not None:
+            write = partial(self._write_draft_rows, self._drafting, chunk, state, sampler, tokens, following)
+            compute.launch("prefill draft layer", write)
+            layer_written(self._drafting.layer.number)
 
     def begin_prompt_round(self, rows: int) -> None:
         self._round_rows = rows
@@ -258,14 +287,7 @@ class TransformersRunner:
         loaded: dict[int, Fence] = {}
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         for layer in self._layers:
-            if layer.anchor:
-                compute.launch(f"select {layer.number}", partial(self._select, scratch, state, batch, layer))
-                selection = scratch.topk, batch, scratch.out_rows, scratch.plan
-                loaded = launch_swap_in(streams, state, layer.group, *selection)
-            compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer))
-            if layer.number in loaded:
-                compute.wait(loaded[layer.number])
-            compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
+            loaded = self._launch_layer(streams, scratch, state, batch, layer, loaded)
         compute.launch("keep hidden", partial(self._keep_hidden, scratch))
 
     def launch_sample(
@@ -274,6 +296,40 @@ class TransformersRunner:
         """One operation on `compute`."""
         scratch = self._scratch_for(len(batch.seats))
         streams.compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs, adjust))
+
+    def launch_draft(
+        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, draft: DraftRows
+    ) -> None:
+        """The operations of a layer, and one on `compute` at either end. Raises InternalError without a draft layer."""
+        if self._drafting is None:
+            raise InternalError("this runner was loaded without the draft layer")
+        self._prepare(state)
+        scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
+        source = scratch if draft.source is None else self._scratch_for(draft.source_rows)
+        compute.launch("enter draft", partial(self._enter_draft, self._drafting, scratch, source, batch, draft))
+        self._launch_layer(streams, scratch, state, batch, self._drafting.layer, {})
+        compute.launch("draft", partial(self._draft, self._drafting, scratch, sampler, batch, draft))
+
+    def _launch_layer(
+        self,
+        streams: Streams,
+        scratch: _RunnerScratch,
+        state: DeviceState,
+        batch: StepBatch,
+        layer: Layer,
+        loaded: dict[int, Fence],
+    ) -> dict[int, Fence]:
+        """One layer of a decode step. `loaded`, and what returns: the swap-ins on `swap` of the layer's group."""
+        compute = streams.compute
+        if layer.anchor:
+            compute.launch(f"select {layer.number}", partial(self._select, scratch, state, batch, layer))
+            selection = scratch.topk, batch, scratch.out_rows, scratch.plan
+            loaded = launch_swap_in(streams, state, layer.group, *selection)
+        compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer))
+        if layer.number in loaded:
+            compute.wait(loaded[layer.number])
+        compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
+        return loaded
 
     # ---------------------------------------------------------------- operations
 
@@ -302,6 +358,21 @@ class TransformersRunner:
         attended = self._prompt.attend(state, layer, chunk.seat, chunk.projected, chunk.selection)
         experts, rows = self._layers.prompt_experts, chunk.round_rows
         chunk.hidden = self._layers.finish(layer, chunk.hidden, attended, experts, rows=rows)
+
+    @torch.inference_mode()
+    def _write_draft_rows(
+        self,
+        drafting: Drafting,
+        chunk: _Chunk,
+        state: DeviceState,
+        sampler: SamplerState,
+        tokens: Tensor,
+        following: Tensor | None,
+    ) -> None:
+        behind = sampler.last_token[chunk.seat : chunk.seat + 1].long() if following is None else following
+        shifted, hidden = torch.cat((tokens[1:], behind)), self._layers.final(chunk.hidden)
+        warm_start = None if chunk.warm_start is None else chunk.warm_start[drafting.layer.group]
+        drafting.write_prompt(state, chunk.seat, chunk.start, shifted, hidden, warm_start)
 
     @torch.inference_mode()
     def _pad(self, layer: Layer, round_rows: int) -> None:
@@ -358,6 +429,29 @@ class TransformersRunner:
         scratch.hidden = self._layers.finish(layer, scratch.hidden, attended, experts, real=real)
 
     @torch.inference_mode()
+    def _enter_draft(
+        self,
+        drafting: Drafting,
+        scratch: _RunnerScratch,
+        source: _RunnerScratch,
+        batch: StepBatch,
+        draft: DraftRows,
+    ) -> None:
+        if draft.source is None:
+            hidden = self._layers.final(scratch.final)
+        else:
+            hidden = source.drafted[draft.source.long().clamp(min=0)]
+        scratch.real = real_rows(batch)
+        scratch.hidden, scratch.angles = drafting.enter_step(batch, draft, hidden)
+
+    @torch.inference_mode()
+    def _draft(
+        self, drafting: Drafting, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch, draft: DraftRows
+    ) -> None:
+        scratch.drafted.copy_(drafting.leave(scratch.hidden))
+        drafting.draw(scratch.drafted, sampler, batch, draft)
+
+    @torch.inference_mode()
     def _keep_hidden(self, scratch: _RunnerScratch) -> None:
         scratch.final.copy_(scratch.hidden)
 
@@ -406,9 +500,10 @@ class TransformersRunner:
             empty = torch.empty(0, device=device)
             shape = (rows, self._layers.model.config.num_attention_heads, self._layers.rows.scaled)
             hidden = self._layers.model.config.hidden_size
+            final = torch.zeros(rows, 1, hidden, dtype=self.dtype, device=device)
             self._scratch[rows] = _RunnerScratch(
                 hidden=empty,
-                final=torch.zeros(rows, 1, hidden, dtype=self.dtype, device=device),
+                final=final,
                 real=empty,
                 angles=(empty, empty),
                 queries=empty,
@@ -416,6 +511,7 @@ class TransformersRunner:
                 compressed=None,
                 topk=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
                 out_rows=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
+                drafted=empty if self._drafting is None else torch.zeros_like(final),
                 plan=MissPlan.allocate(rows, topk, device),
             )
         return self._scratch[rows]

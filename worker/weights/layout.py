@@ -7,8 +7,14 @@
     model.layers.N.mlp.{gate, up, down}_proj                                dense layers
     model.layers.N.mlp.gate, mlp.shared_experts.*, mlp.experts.E.*_proj     layers with experts
 
+and, behind the last layer, the draft layer (MTP module), in config.json `num_nextn_predict_layers`: a layer with an
+indexer and experts, and
+
+    model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm}
+    model.layers.N.{embed_tokens, shared_head.head}                         the model's own, which some publish twice
+
 An FP8 repository stores a converted weight [N, K] as e4m3 values and, under the name with `_scale_inv`, a scale for
-each block of 128 x 128; the last block of a row or column may be smaller. Layers behind the last are the MTP module.
+each block of 128 x 128; the last block of a row or column may be smaller. eh_proj is not converted.
 """
 
 from __future__ import annotations
@@ -36,6 +42,8 @@ DIMENSIONS: Final = (
     *("num_attention_heads", "n_shared_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank"),
     *("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "index_n_heads"),
 )
+#: Of the draft layer, those that it shares with the model.
+SHARED_BY_DRAFT: Final = ("embed_tokens.weight", "shared_head.head.weight")
 BYTES: Final = {"float32": 4, "bfloat16": 2}
 #: Of one choice of an expert in an exchange: its number, int32, and its weight, float32.
 CHOICE_BYTES: Final = 8
@@ -90,17 +98,34 @@ def group_sizes(total: int) -> list[int]:
     return [size for size in range(1, min(total, GROUP_SIZE_MAX) + 1) if total % size == 0]
 
 
-def tensors_of(config: Any, experts: ExpertShare | None = None) -> Iterator[TensorSpec]:
-    """All tensors of the model that `config` describes, MTP layers apart; of routed experts those of the share.
+def tensors_of(config: Any, experts: ExpertShare | None = None, *, draft_layer: bool = False) -> Iterator[TensorSpec]:
+    """All tensors of the model that `config` describes; of routed experts those of the share. `draft_layer`: with those
+    of the draft layer, what it shares with the model apart.
 
     `config` has the fields of config.json as attributes. Raises ConfigError naming a field that is absent or unfit.
     """
     _require_dimensions(config)
+    if draft_layer:
+        require_draft_layer(config)
     yield TensorSpec("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     for layer in range(config.num_hidden_layers):
         yield from _layer(config, layer, experts or ExpertShare(0, config.n_routed_experts))
     yield TensorSpec("model.norm.weight", (config.hidden_size,))
     yield TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size))
+    if draft_layer:
+        yield from _draft_layer(config, experts or ExpertShare(0, config.n_routed_experts))
+
+
+def require_draft_layer(config: Any) -> None:
+    """Raise ConfigError unless `config` says that the model has one draft layer."""
+    layers = getattr(config, "num_nextn_predict_layers", None)
+    if layers != 1 or isinstance(layers, bool):
+        raise ConfigError(
+            "drafts need a model with one MTP layer",
+            field="config.json num_nextn_predict_layers",
+            value=layers,
+            remedy="draft no tokens, or use a checkpoint with that layer",
+        )
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -109,34 +134,42 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ..
 
 
 def is_of_mtp(name: str, layers: int) -> bool:
-    """Whether a tensor belongs to the MTP module, whose layers follow the model's `layers`."""
+    """Whether a tensor belongs to a draft layer (MTP module), which follow the model's `layers`."""
     found = LAYER.match(name)
     return found is not None and int(found[1]) >= layers
 
 
 def has_experts(config: Any, layer: int) -> bool:
     """Whether the MLP of `layer` is a mixture of experts."""
+    if layer >= config.num_hidden_layers:
+        return True
     kinds = getattr(config, "mlp_layer_types", None)
     return bool(kinds[layer] == "sparse") if kinds else layer >= getattr(config, "first_k_dense_replace", 0)
 
 
 def has_indexer(config: Any, layer: int) -> bool:
-    """Whether `layer` selects for itself and has an indexer's weights."""
+    """Whether `layer` selects for itself and has an indexer's weights, as the draft layer does."""
     kinds = getattr(config, "indexer_types", None)
-    return not kinds or kinds[layer] == "full"
+    return not kinds or layer >= config.num_hidden_layers or kinds[layer] == "full"
 
 
 def weights_bytes(
-    config: Any, dtype: str, block: tuple[int, int] | None, *, on_gpu: bool, experts: ExpertShare | None = None
+    config: Any,
+    dtype: str,
+    block: tuple[int, int] | None,
+    *,
+    on_gpu: bool,
+    experts: ExpertShare | None = None,
+    draft_layer: bool = False,
 ) -> Mapping[str, int]:
     """Bytes of the weights as one process holds them, by dtype: `float8_e4m3fn`, `dtype`, `float32`.
 
     `block`: the repository's blocks, None where it is not quantized. On a GPU converted weights stay FP8; on a CPU they
     are decoded at load. The two halves of kv_b_proj are held in `dtype`, on a CPU beside the weight itself. `experts`:
-    the share of a rank, by default all.
+    the share of a rank, by default all. `draft_layer`: with the draft layer's.
     """
     held = {"float8_e4m3fn": 0, dtype: 0, "float32": 0}
-    for it in tensors_of(config, experts):
+    for it in tensors_of(config, experts, draft_layer=draft_layer):
         count = prod(it.shape)
         halves = it.name.endswith("kv_b_proj.weight")
         if it.keeps_float32:
@@ -185,6 +218,15 @@ def _layer(config: Any, number: int, experts: ExpertShare) -> Iterator[TensorSpe
     yield from _mlp(f"{prefix}.mlp.shared_experts", hidden, shared)
     for expert in range(experts.first, experts.first + experts.count):
         yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, config.moe_intermediate_size)
+
+
+def _draft_layer(config: Any, experts: ExpertShare) -> Iterator[TensorSpec]:
+    prefix, hidden = f"model.layers.{config.num_hidden_layers}", config.hidden_size
+    yield TensorSpec(f"{prefix}.enorm.weight", (hidden,))
+    yield TensorSpec(f"{prefix}.hnorm.weight", (hidden,))
+    yield TensorSpec(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden))
+    yield from _layer(config, config.num_hidden_layers, experts)
+    yield TensorSpec(f"{prefix}.shared_head.norm.weight", (hidden,))
 
 
 def _attention(config: Any, prefix: str) -> Iterator[TensorSpec]:

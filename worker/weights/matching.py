@@ -2,7 +2,8 @@
 
 The result says of each needed tensor which stored one fills it, and in which form. A repository that lacks a tensor,
 holds one that the model does not have, or stores another shape or dtype is refused, with the names and their files.
-Left unread, though stored: the MTP module, indexers of layers that share a selection, and experts of other processes.
+Left unread, though stored: indexers of layers that share a selection, experts of other processes, and the draft layer
+(MTP module) unless it is asked for; of that layer, the embedding and the head, which are the model's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from protocol.errors import ConfigError
 from worker.weights.layout import (
     EXPERT,
     SCALE_SUFFIX,
+    SHARED_BY_DRAFT,
     ExpertShare,
     TensorSpec,
     has_indexer,
@@ -42,17 +44,21 @@ class TensorMatch(NamedTuple):
 
 
 def match(
-    config: Any, shards: Shards, quantization: Quantization | None, experts: ExpertShare | None = None
+    config: Any,
+    shards: Shards,
+    quantization: Quantization | None,
+    experts: ExpertShare | None = None,
+    *,
+    draft_layer: bool = False,
 ) -> list[TensorMatch]:
-    """What to read. Raises ConfigError as the head of this file says."""
-    wanted = list(tensors_of(config, experts))
+    """What to read, the draft layer too if asked for. Raises ConfigError as the head of this file says."""
+    wanted = list(tensors_of(config, experts, draft_layer=draft_layer))
     stored = shards.tensors
     if missing := [it.name for it in wanted if it.name not in stored]:
         raise _refusal(f"lacks {_names(missing)}", shards.path, "download all files of the checkpoint")
     matches = [_match(it, stored, shards, quantization) for it in wanted]
     known = {it.spec.name for it in matches} | {it.scale for it in matches}
-    layers = config.num_hidden_layers
-    extra = [name for name in stored if name not in known and not _is_left(name, layers, config, experts)]
+    extra = [name for name in stored if name not in known and not _is_left(name, config, experts, draft_layer)]
     if extra:
         raise _refusal(
             f"holds {_names(extra)}, which a {config.model_type} of this config.json does not have",
@@ -96,8 +102,11 @@ def _match(
     return TensorMatch(spec, scale)
 
 
-def _is_left(name: str, layers: int, config: Any, experts: ExpertShare | None) -> bool:
-    if is_of_mtp(name, layers) or name.endswith(TABLE):
+def _is_left(name: str, config: Any, experts: ExpertShare | None, draft_layer: bool) -> bool:
+    layers = config.num_hidden_layers
+    if name.endswith(TABLE) or name in {f"model.layers.{layers}.{it}" for it in SHARED_BY_DRAFT}:
+        return True
+    if is_of_mtp(name, layers) and not draft_layer:
         return True
     if of_indexer := INDEXER.match(name):
         return not has_indexer(config, int(of_indexer[1]))

@@ -4,10 +4,14 @@ The library builds the modules without memory, from config.json; its loader is n
 library expects it: the projections of experts into their slices of the library's stacked tensors, everything else
 under its own name. Where FP8 is kept, `BlockLinear` and `BlockExperts` take the place of the library's modules, except
 for kv_b_proj: its halves are used in absorbed form, in the model's dtype.
+
+The draft layer (MTP module), where asked for, is a layer of the library's own class behind the last of `model.layers`,
+with the parts that are a draft layer's alone. The library's forward does not reach it.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from math import prod
@@ -41,14 +45,15 @@ def load_model(
     keeps_fp8: bool = False,
     quantizes_rows: bool = False,
     experts: ExpertShare | None = None,
+    draft_layer: bool = False,
 ) -> Any:
     """The library's causal language model of a checkpoint directory, in `dtype`, without gradients.
 
     `keeps_fp8`: weights stored in FP8 stay so; else they are decoded. `quantizes_rows`: see modules.py. `experts`:
     those to read and hold, by default all. Of a share the library's modules of experts have stacks and `num_experts`
-    of that many, BlockExperts `first` and `total`; which rank has a token's expert is the caller's affair. Raises
-    ConfigError for files that do not make this model, before memory is taken. Host memory beyond the tensors is
-    bounded (reading.py).
+    of that many, BlockExperts `first` and `total`; which rank has a token's expert is the caller's affair.
+    `draft_layer`: with the draft layer, as `append_draft_layer` has it. Raises ConfigError for files that do
+    not make this model, before memory is taken. Host memory beyond the tensors is bounded (reading.py).
     """
     from transformers import AutoConfig
 
@@ -56,8 +61,10 @@ def load_model(
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with Shards.open(path) as shards:
-        matches = match(config, shards, quantization, experts)
+        matches = match(config, shards, quantization, experts, draft_layer=draft_layer)
         model = empty_model(config, dtype)
+        if draft_layer:
+            append_draft_layer(model)
         target = ModelTensors(
             model,
             torch.device(device),
@@ -81,6 +88,20 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def append_draft_layer(model: Any) -> None:
+    """Append a draft layer without memory to `model.model.layers`: its names are those of a published repository."""
+    config = copy.deepcopy(model.config)
+    config.mlp_layer_types, config.indexer_types = ["sparse"], ["full"]  # of layer 0, as which the library makes it
+    kind, norm, hidden = type(model.model.layers[0]), type(model.model.norm), config.hidden_size
+    with torch.device("meta"):
+        layer = kind(config, 0)
+        layer.enorm, layer.hnorm = (norm(hidden, eps=config.rms_norm_eps) for _ in range(2))
+        layer.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        layer.shared_head = nn.Module()
+        layer.shared_head.norm = norm(hidden, eps=config.rms_norm_eps)
+    model.model.layers.append(layer)
 
 
 def completed(model: Any, device: torch.device | str) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.block_weight import BlockFp8
 from worker.weights.layout import ExpertShare, TensorSpec, tensors_of
-from worker.weights.model import ModelTensors, completed, empty_model, is_held_in_fp8
+from worker.weights.model import ModelTensors, append_draft_layer, completed, empty_model, is_held_in_fp8
 from worker.weights.synth import QUANTILE_GAIN, normal_quantiles
 
 
@@ -27,17 +27,21 @@ def random_model(
     device: torch.device | str,
     fp8: bool,
     experts: ExpertShare | None = None,
+    draft_layer: bool = False,
     seed: int = 0,
 ) -> Any:
     """The library's causal language model of `config` in `dtype`, without gradients. `fp8`: weights that FP8
     repositories convert are block-FP8, kv_b_proj apart. `experts`: the share to hold, by default all.
+    `draft_layer`: with the draft layer.
 
     Raises ConfigError for a config that lacks dimensions.
     """
     model = empty_model(config, dtype)
+    if draft_layer:
+        append_draft_layer(model)
     tensors = ModelTensors(model, torch.device(device), dtype, keeps_fp8=fp8, quantizes_rows=False, experts=experts)
     draw = _Draw(torch.device(device), seed)
-    for spec in tensors_of(config, experts):
+    for spec in tensors_of(config, experts, draft_layer=draft_layer):
         if fp8 and is_held_in_fp8(spec):
             draw.blocks(spec, tensors.blocks(spec))
         else:

@@ -24,15 +24,22 @@ class RankBytes(NamedTuple):
 
 
 def rank_bytes(
-    config: Any, dtype: str, block: tuple[int, int] | None, group_size: int, rows: int, *, deterministic: bool = False
+    config: Any,
+    dtype: str,
+    block: tuple[int, int] | None,
+    group_size: int,
+    rows: int,
+    *,
+    deterministic: bool = False,
+    draft_layer: bool = False,
 ) -> RankBytes:
     """Of any rank of a group of `group_size`, whose rounds have at most `rows` rows of each rank.
 
-    `block` as in `weights_bytes`. Raises ConfigError where experts cannot be divided evenly.
+    `block` and `draft_layer` as in `weights_bytes`. Raises ConfigError where experts cannot be divided evenly.
     """
     share = ExpertShare.of(0, group_size, config.n_routed_experts)
     return RankBytes(
-        weights_bytes(config, dtype, block, on_gpu=True, experts=share),
+        weights_bytes(config, dtype, block, on_gpu=True, experts=share, draft_layer=draft_layer),
         exchange_bytes(config, dtype, group_size, rows, deterministic=deterministic),
     )
 
@@ -46,13 +53,15 @@ def fitting_group_size(
     device_bytes: int,
     *,
     deterministic: bool = False,
+    draft_layer: bool = False,
 ) -> int:
     """The first of `sizes` whose ranks each leave some of `device_bytes`; 0: none does."""
     return next(
         (
             size
             for size in sizes
-            if rank_bytes(config, dtype, block, size, rows, deterministic=deterministic).total < device_bytes
+            if rank_bytes(config, dtype, block, size, rows, deterministic=deterministic, draft_layer=draft_layer).total
+            < device_bytes
         ),
         0,
     )

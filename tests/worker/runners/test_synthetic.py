@@ -76,20 +76,26 @@ def test_synthetic_models_decode_with_a_replaced_indexer(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_rank_holds_its_share_in_fp8_and_decodes(family: str) -> None:
+def test_random_rank_holds_its_share_in_fp8_decodes_and_drafts(family: str) -> None:
     config = type(published_config(family))(**SMALL | MIXED)
-    runner = synthetic_runner(config, device="cpu", fp8=True, collectives=Alike(1, 2), rows_max=96)
+    config.num_nextn_predict_layers = 1
+    runner = synthetic_runner(config, device="cpu", fp8=True, collectives=Alike(1, 2), rows_max=96, draft_tokens=1)
     model = runner._layers.model
     blocks = [it for it in model.modules() if isinstance(it, BlockExperts)]
-    assert len(blocks) == config.mlp_layer_types.count("sparse") > 0
+    assert len(blocks) - 1 == config.mlp_layer_types.count("sparse") > 0
     assert all((it.first, it.total, len(it.up.values)) == (8, 16, 8) for it in blocks)
     assert any(isinstance(it, BlockLinear) for it in model.modules())
     held = runner.weights_bytes()
-    share = weights_bytes(config, "bfloat16", (128, 128), on_gpu=True, experts=ExpertShare.of(1, 2, 16))
+    share = weights_bytes(
+        config, "bfloat16", (128, 128), on_gpu=True, experts=ExpertShare.of(1, 2, 16), draft_layer=True
+    )
     assert held["float8_e4m3fn"] == share["float8_e4m3fn"]
     rig = Rig(runner, seats=1, context_tokens=200)
     runner.begin_prompt_round(90)
     rig.open(0, list(range(90)), hot_slots=32)
-    logits = rig.decode([0])[1]
-    assert torch.isfinite(logits).all()
-    assert logits.std() > 0
+    tokens, logits = rig.decode([0])
+    drafts = rig.draft([0], tokens).logits
+    for found in (logits, drafts):
+        assert found is not None
+        assert torch.isfinite(found).all()
+        assert found.std() > 0

@@ -1,0 +1,84 @@
+"""What the draft layer (MTP module) adds to a layer: what goes in, what comes out, and its rows of a prompt.
+
+    x = eh_proj [enorm(embedding of the token at p + 1), hnorm(h at p)]        y = shared_head.norm(layer of x)
+
+`h` is the output of the model's final norm, for further drafts the layer's own `y`. Logits of p + 2 are lm_head of `y`.
+The model library's MtpModel, SGLang's deepseek_nextn.py and vLLM since its pull request 45895 do so. The layer between
+is one like the model's (layers.py), with rows and index keys of position p (docs/architecture.md says why not p + 1).
+
+A prompt needs the layer's rows and index keys alone: no attention, no experts, nothing of other ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.encode import encode
+from kernels.rows import write_prompt_index_keys, write_slab_rows
+from kernels.state import DeviceState, StepBatch, real_rows
+from protocol.errors import InternalError
+from worker.runners import attention as mla
+from worker.runners.base import DraftRows
+from worker.runners.layers import Angles, Layer, Layers
+from worker.runners.prompt import PromptAttention
+from worker.runners.sampling import draw
+
+if TYPE_CHECKING:
+    from worker.runners.base import SamplerState
+
+
+class Drafting:
+    """The draft layer of `layers`, which must hold one."""
+
+    def __init__(self, layers: Layers, prompt: PromptAttention) -> None:
+        if layers.draft is None:
+            raise InternalError("this runner was loaded without the draft layer")
+        self._layers, self._prompt = layers, prompt
+        self.layer: Layer = layers.draft
+
+    def enter(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Angles]:
+        """x [N, S, hidden], and the angles of `positions` int64[N, S], of states `hidden` there and of the `tokens`
+        int64[N, S] behind them."""
+        embedded, angles = self._layers.embed(tokens, positions)
+        module = self.layer.module
+        pair = mla.normed(module.enorm, embedded), mla.normed(module.hnorm, hidden)
+        return module.eh_proj(torch.cat(pair, dim=-1)), angles
+
+    def enter_step(self, batch: StepBatch, draft: DraftRows, hidden: Tensor) -> tuple[Tensor, Angles]:
+        """`enter` for the rows of a step, whose states are `hidden` [B, 1, hidden]."""
+        tokens = draft.following.masked_fill(~real_rows(batch), 0).clamp(min=0)
+        positions = (batch.lengths.long() - 1).clamp(min=0)
+        return self.enter(tokens.long().unsqueeze(1), positions.unsqueeze(1), hidden)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """y [N, S, hidden]."""
+        return mla.normed(self.layer.module.shared_head.norm, hidden)
+
+    def draw(self, output: Tensor, sampler: SamplerState, batch: StepBatch, draft: DraftRows) -> None:
+        """Draw the drafts of the rows whose y is `output` [B, 1, hidden]."""
+        logits, real = self._layers.head(output), real_rows(batch)
+        seats, positions = batch.seats.long().clamp(min=0), batch.lengths.long() + 1
+        tokens = draw(logits, sampler, seats, positions, None, real)
+        draft.tokens.copy_(tokens.masked_fill(~real, -1))
+        if draft.logits is not None:
+            draft.logits.copy_(logits)
+
+    def write_prompt(
+        self, state: DeviceState, seat: int, start: int, following: Tensor, hidden: Tensor, warm_start: Tensor | None
+    ) -> None:
+        """Rows and index keys of a prompt chunk that begins at `start`: its states `hidden` [1, S, hidden], and the
+        tokens int64[S] behind each. `warm_start` int32[k] receives what the last one selects."""
+        layers, layer = self._layers, self.layer
+        positions = torch.arange(start, start + len(following), device=following.device)
+        entered, angles = self.enter(following[None], positions[None], hidden)
+        inputs = layers.compress(layer, entered)
+        projected, index = layers.project(layer, inputs, angles), layers.project_index(layer, inputs, angles)
+        write_slab_rows(state, layer.number, seat, start, encode(layers.rows, projected.rows[0]))
+        write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, index.keys[0]))
+        if warm_start is not None:
+            last = mla.IndexProjected(index.queries[:, -1:], index.keys[:, -1:], index.weights[:, -1:])
+            at, scale = start + len(following) - 1, layer.attention.indexer.softmax_scale
+            self._prompt.select(state, layer.group, seat, at, last, scale, warm_start)
