@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Final
 
 from kernels.cuda import block_plans
@@ -27,7 +28,10 @@ LAYOUTS: Final = ((656, 132, 0), (584, 132, 0), (1152, 256, 0), (13, 7, 0), (584
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
 # DeepSeek-V3.2's indexer in each pair of formats, and a small one whose heads fill no tile.
 INDEXERS: Final = (Indexer(64, 128, 2, 2), Indexer(64, 128, 2, 1), Indexer(64, 128, 4, 4), Indexer(4, 32, 4, 1))
-SHOWN: Final = ("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "TOKENS")
+SHOWN: Final = (
+    *("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "DRAFT", "DRAFTS"),
+    *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "TOKENS"),
+)
 
 
 def variants(arch: str) -> Iterator[tuple[str, Defines]]:
@@ -42,7 +46,10 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
         for unit in UNITS:
             if unit == "swap_in":
-                yield from ((unit, (*defines, ("RANKS", ranks))) for ranks in (RANKS if clusters else RANKS[:1]))
+                kinds = product(RANKS if clusters else RANKS[:1], (0, 1) if place == 0 else (0,))
+                yield from ((unit, (*defines, ("RANKS", ranks), ("DRAFT", draft))) for ranks, draft in kinds)
+            elif unit == "begin_step":
+                yield from ((unit, (*defines, ("DRAFTS", drafts))) for drafts in ((0, 1) if place == 0 else ()))
             elif place == 0 or unit not in ROWLESS:
                 yield unit, defines
 

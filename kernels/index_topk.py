@@ -7,6 +7,9 @@ float32, float32 keys are multiplied as such, and heads are summed in an order t
 the last bits from one backend to another; the selection is exact for the scores that a backend computed: the k highest,
 ties to the lowest position, NaN below everything, both zeros equal, ascending by position, -1 padded. A row's result
 depends neither on its neighbours nor on its place in the batch.
+
+A draft row selects among positions below its own length, like any row: itself and what comes before it. Keys of later
+rows of the step, and of rows that were rejected, lie at or beyond that length.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Of a managed seat, in every group:
     slot_token and slot_of are inverse: each token below the length is in one slot at most, and found there
     empty slots carry stamp -1, others a stamp between 0 and `now`
     a set tail place holds one of the T newest tokens, of its own residue; a place not set reserves an empty slot
+    of R rows of a seat, R - 1 may have been rejected: their slots hold tokens from the length on
 Of a resident seat: every page of the context has a chunk of its own.
 """
 
@@ -32,10 +33,11 @@ def check_state(state: DeviceState, seat: int, length: int) -> None:
         return
     device = state.rows.device
     rows = slot_rows(state, torch.tensor([seat], device=device), hot_slots + state.tail_slots)[0]
-    pages = state.index_table[seat, : pages_for(length)].long()
-    held = (pages >= 0).repeat_interleave(PAGE_TOKENS)[:length]
+    reach = length + state.seat_rows - 1  # tokens of rejected rows lie below it
+    pages = state.index_table[seat, : pages_for(reach)].long()
+    held = (pages >= 0).repeat_interleave(PAGE_TOKENS)[:reach]
     index_rows = (pages.clamp(min=0).unsqueeze(1) * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()[
-        :length
+        :reach
     ]
     for group in range(state.geometry.groups):
         where = f"group {group}: "
@@ -50,11 +52,12 @@ def check_state(state: DeviceState, seat: int, length: int) -> None:
 
 def _check_maps(tokens: Tensor, slots: Tensor, length: int, seat: int, where: str) -> None:
     filled = (tokens >= 0).nonzero().flatten()
-    _require(bool((tokens[filled] < length).all()), seat, f"{where}a slot holds a token at or beyond {length}")
+    reach = len(slots)
+    _require(bool((tokens[filled] < reach).all()), seat, f"{where}a slot holds a token at or beyond {reach}")
     wrong = filled[slots[tokens[filled]] != filled]
     _require(not len(wrong), seat, f"{where}tokens {tokens[wrong].tolist()} are not found in their slots")
-    found = (slots != SLOT_ABSENT).nonzero().flatten()
-    _require(len(found) == len(filled), seat, f"{where}{len(found)} tokens are mapped, {len(filled)} slots are filled")
+    found, valid = int((slots[:length] != SLOT_ABSENT).sum()), int((tokens[filled] < length).sum())
+    _require(found == valid, seat, f"{where}{found} tokens are mapped, {valid} slots are filled")
 
 
 def _check_tail(tokens: Tensor, tail: list[int], hot_slots: int, length: int, seat: int, where: str) -> None:

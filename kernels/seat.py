@@ -104,8 +104,9 @@ def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, s
 def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) -> None:
     """Tokens that the last step of `seat` used into `out` int32[G, n], in no order, -1 padded.
 
-    The buffer is managed, of `hot_slots`. The step's own token may be among them; where more were used than `out` has
-    room for, some are left out. Changes nothing else; another size counts Tripwire.SEAT and gives -1. Raises BadInput.
+    The buffer is managed, of `hot_slots`. The step's own tokens may be among them, those of rejected rows too; where
+    more were used than `out` has room for, some are left out. Changes nothing else; another size counts Tripwire.SEAT
+    and gives -1. Raises BadInput.
     """
     check_number("seat", seat, state.seats)
     _check_size(state, hot_slots)

@@ -1,7 +1,8 @@
 """The device memory of a worker, and the inputs and outputs of a decode step, as preallocated tensors.
 
 Nothing here is ever reallocated: streams, graphs and views keep the addresses. Sizes: S seats, C hot chunks and slab
-pages together (one arena), N index pages, B rows of a step, G index groups, L layers, T tail slots, k = topk.
+pages together (one arena), N index pages, B rows of a step, G index groups, L layers, T tail slots, k = topk,
+R rows of a seat in a step at most (seat_rows): 1, and a draft's rows.
 
     DeviceState   dtype   shape                        what, and which value means none
     rows          uint8   [L, C*64, row_bytes]         the arena; device row c*64+i is row i of chunk c in every layer.
@@ -20,6 +21,7 @@ pages together (one arena), N index pages, B rows of a step, G index groups, L l
     hot_slots     int32   [S]                          -1 empty seat, 0 resident (slot = token), H managed
     tail          int32   [G, S, T]                    slot at ring place p % T, -1 unset
     now           int32   [S]                          steps since the hot buffer was set up
+    granted_rows  int32   [S]                          positions below it may be written, where seat_rows is above 1
     hits, misses  int64   [G, S]                       top-k entries that got a row without a load, and loads
     tripwires     int64   [4]                          see Tripwire
     host          uint8   [host_pages, page_bytes]     the mapped pool
@@ -34,7 +36,7 @@ reinterpreted, only carried.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Final, Self
 
@@ -44,10 +46,13 @@ from torch import Tensor
 from kernels.check import Sizes
 from kernels.layout import OPENED_WORDS, QUEUE_RING, QUEUE_WORDS, Geometry
 from protocol.errors import BadInput
-from protocol.units import PAGE_TOKENS, TAIL_SLOTS_MAX
+from protocol.units import PAGE_TOKENS, SEAT_ROWS_MAX, TAIL_SLOTS_MAX
 
 ABSENT: Final = -1  # SLOT_ABSENT as the int16 that slot_of holds
 SLOT_MASK: Final = 0xFFFF
+UNLIMITED: Final = 2**31 - 1  # granted_rows of a seat whose rows end at its pages
+
+assert 2 * SEAT_ROWS_MAX <= TAIL_SLOTS_MAX  # a seat of any R has the tail that it needs
 
 
 class Tripwire(IntEnum):
@@ -65,6 +70,7 @@ class DeviceState:
 
     geometry: Geometry
     tail_slots: int
+    seat_rows: int
     rows: Tensor
     index_keys: Tensor
     slot_of: Tensor
@@ -80,6 +86,7 @@ class DeviceState:
     hot_slots: Tensor
     tail: Tensor
     now: Tensor
+    granted_rows: Tensor
     hits: Tensor
     misses: Tensor
     tripwires: Tensor
@@ -122,10 +129,14 @@ class DeviceState:
         tail_slots: int,
         host: Tensor,
         device: torch.device | str = "cpu",
+        seat_rows: int = 1,
     ) -> Self:
         """Empty seats, all tables unset. `host` is uint8[host_pages, page_bytes], used in place. Raises BadInput."""
-        if not 1 <= tail_slots <= TAIL_SLOTS_MAX:
-            raise BadInput("out of range", field="tail_slots", value=tail_slots, remedy=f"1 to {TAIL_SLOTS_MAX}")
+        if not 1 <= seat_rows <= SEAT_ROWS_MAX:
+            raise BadInput("out of range", field="seat_rows", value=seat_rows, remedy=f"1 to {SEAT_ROWS_MAX}")
+        least = 1 if seat_rows == 1 else 2 * seat_rows  # a row retires once it is accepted and backed up
+        if not least <= tail_slots <= TAIL_SLOTS_MAX:
+            raise BadInput("out of range", field="tail_slots", value=tail_slots, remedy=f"{least} to {TAIL_SLOTS_MAX}")
         Sizes().check("host", host, ("host_pages", geometry.page_bytes), torch.uint8)
         groups, arena, keys = geometry.groups, chunks * PAGE_TOKENS, index_pages * PAGE_TOKENS
 
@@ -135,6 +146,7 @@ class DeviceState:
         return cls(
             geometry=geometry,
             tail_slots=tail_slots,
+            seat_rows=seat_rows,
             rows=filled(0, torch.uint8, geometry.layers, arena, geometry.row_bytes),
             index_keys=filled(0, torch.uint8, groups, keys, geometry.index_row_bytes),
             slot_of=filled(ABSENT, torch.int16, groups, keys),
@@ -150,6 +162,7 @@ class DeviceState:
             hot_slots=filled(-1, torch.int32, seats),
             tail=filled(-1, torch.int32, groups, seats, tail_slots),
             now=filled(0, torch.int32, seats),
+            granted_rows=filled(UNLIMITED, torch.int32, seats),
             hits=filled(0, torch.int64, groups, seats),
             misses=filled(0, torch.int64, groups, seats),
             tripwires=filled(0, torch.int64, len(Tripwire)),
@@ -163,22 +176,34 @@ class DeviceState:
 
 @dataclass(eq=False)
 class StepBatch:
-    """Inputs and addresses of one decode step of up to B requests; filled by an upload op, then by begin_step.
+    """Inputs and addresses of one decode step of up to S requests; filled by an upload op, then by begin_step.
 
-    Rows at or beyond `num_real` are padding. A seat appears at most once in a step.
+    A seat appears once, with `seat_rows` = R rows at consecutive positions. Its rows lie turn by turn: row `j * S + i`
+    is row j of the i-th seat, B = R * S. Seats at or beyond `num_real` are padding. Where the state's seat_rows is 1,
+    begin_step changes none of the inputs; elsewhere rows 0..S-1 of `seats` and `lengths` are inputs, and begin_step
+    fills the rest and leaves length 0 wherever there is no row.
     """
 
     seats: Tensor  # int32[B], -1 padding
-    lengths: Tensor  # int32[B]: tokens including the one this step writes, 0 padding
+    lengths: Tensor  # int32[B]: tokens including the one this row writes, 0 no row
     inputs: Tensor  # int32[B]: token id fed, -1 = the last token sampled for the seat
-    num_real: Tensor  # int32[1]
-    new_rows: Tensor  # int32[G, B]: device row of this step's token, -1 padding; written by begin_step
+    num_real: Tensor  # int32[1]: seats
+    new_rows: Tensor  # int32[G, B]: device row of this row's token, -1 padding; written by begin_step
     new_index_rows: Tensor  # int32[B]: row of its index key, -1 padding; written by begin_step
     opened: Tensor  # int32[B, OPENED_WORDS]: seat, length and tables by row, of CUDA alone; written by begin_step
+    rejected: Tensor  # int32[B]: 1 no row, or one whose selection did not fit; written where the state's R is above 1
+    size: Tensor  # int32[1]: B
+    seat_rows: int = 1
 
     @classmethod
-    def allocate(cls, batch: int, groups: int, device: torch.device | str = "cpu", *, decodes: bool = True) -> Self:
-        """A batch of padding alone. `decodes`: with room for what begin_step leaves to swap_in."""
+    def allocate(
+        cls, batch: int, groups: int, device: torch.device | str = "cpu", *, decodes: bool = True, seat_rows: int = 1
+    ) -> Self:
+        """`batch` rows of padding alone. `decodes`: with room for what begin_step leaves to swap_in. Raises BadInput
+        unless `seat_rows` divides `batch`."""
+        if not 1 <= seat_rows <= SEAT_ROWS_MAX or batch % seat_rows:
+            remedy = f"1 to {SEAT_ROWS_MAX}, and a divisor of the batch"
+            raise BadInput(f"does not fit a batch of {batch}", field="seat_rows", value=seat_rows, remedy=remedy)
         return cls(
             seats=_unset(batch, device=device),
             lengths=torch.zeros(batch, dtype=torch.int32, device=device),
@@ -187,6 +212,27 @@ class StepBatch:
             new_rows=_unset(groups, batch, device=device),
             new_index_rows=_unset(batch, device=device),
             opened=_unset(batch if decodes else 0, OPENED_WORDS, device=device),
+            rejected=torch.zeros(batch, dtype=torch.int32, device=device),
+            size=torch.full((1,), batch, dtype=torch.int32, device=device),
+            seat_rows=seat_rows,
+        )
+
+    def turns(self) -> list[slice]:
+        """The rows of each turn, in order of position."""
+        seats = self.seats.shape[0] // self.seat_rows
+        return [slice(turn * seats, (turn + 1) * seats) for turn in range(self.seat_rows)]
+
+    def turn(self, rows: slice) -> Self:
+        """The batch that is one of `turns` of this one, by views; `size` and `new_rows` stay those of all rows."""
+        return replace(
+            self,
+            seats=self.seats[rows],
+            lengths=self.lengths[rows],
+            inputs=self.inputs[rows],
+            new_index_rows=self.new_index_rows[rows],
+            opened=self.opened[rows],
+            rejected=self.rejected[rows],
+            seat_rows=1,
         )
 
 
@@ -194,7 +240,7 @@ class StepBatch:
 class BackupPlan:
     """Where this step's rows and index keys lie, and where they go; written by begin_step, read by the backup stream.
 
-    The reader keeps a ring of T plans: `backed_up` of step n-T guards the plan that step n overwrites.
+    The reader keeps a ring of T // R plans: `backed_up` of step n - T // R guards the plan that step n overwrites.
     """
 
     device_row: Tensor  # int32[G, B], -1 nothing to copy
@@ -226,6 +272,16 @@ class MissPlan:
         device_row, host_page, host_offset = (_unset(batch, k, device=device) for _ in range(3))
         return cls(device_row, host_page, host_offset, torch.zeros(batch, dtype=torch.int32, device=device))
 
+    def turn(self, rows: slice) -> Self:
+        """The plan of one turn of a step, by views."""
+        return replace(
+            self,
+            device_row=self.device_row[rows],
+            host_page=self.host_page[rows],
+            host_offset=self.host_offset[rows],
+            count=self.count[rows],
+        )
+
 
 def active_rows(state: DeviceState, batch: StepBatch) -> Tensor:
     """bool[B]: rows that decode in this step. Padding is not active, nor is a row that would trip Tripwire.SEAT."""
@@ -233,8 +289,11 @@ def active_rows(state: DeviceState, batch: StepBatch) -> Tensor:
 
 
 def real_rows(batch: StepBatch) -> Tensor:
-    """bool[B]: rows below num_real."""
-    return torch.arange(batch.seats.shape[0], device=batch.seats.device) < batch.num_real
+    """bool[B]: rows of seats below num_real. Of a batch with drafts, behind begin_step: those of them that are rows."""
+    if batch.seat_rows == 1:
+        return torch.arange(batch.seats.shape[0], device=batch.seats.device) < batch.num_real
+    seats = torch.arange(batch.seats.shape[0] // batch.seat_rows, device=batch.seats.device)
+    return (seats < batch.num_real).repeat(batch.seat_rows) & (batch.lengths >= 1)
 
 
 def table_entries(table: Tensor, seats: Tensor, places: Tensor) -> Tensor:

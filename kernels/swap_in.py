@@ -8,6 +8,9 @@ Contract, the same for every backend:
   * Resident seats read the chunk table alone. Managed seats look tokens up in `slot_of`; absent tokens are loaded from
     host memory into the slots of LRU victims (kernels.lru). Tail slots and slots used by this step are never victims.
     With H >= k there is a victim for every miss; without one the entry is -1 and counts Tripwire.VICTIMS.
+  * Rows of a seat are resolved turn by turn, in order of position: what an earlier row of the step found or loaded is
+    a hit and no victim. A row of a turn behind the first whose distinct misses outnumber the slots that may be evicted
+    loads nothing: its misses give -1, its hits count and stay, `batch.rejected` is 1, and no tripwire counts.
   * A duplicate gets the row of its first occurrence, and is loaded once. `misses` counts what is loaded, `hits` every
     other entry that gets a row: together, the entries that do.
   * `batch` and the seats' tables are as begin_step left them. A change in between has undefined effect: CUDA reads the
@@ -34,8 +37,8 @@ def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_
     """Device rows of `topk` int32[B, k] into `out_rows` int32[B, k]; the misses of the anchor layer are copied.
 
     `plan` receives the copies for replay_misses. `batch` as begin_step left it. Changes slot_of,
-    slot_token, stamp, eviction queue, hits, misses of `group` and rows of its anchor layer; nothing else. Raises
-    BadInput before any change when a tensor does not fit.
+    slot_token, stamp, eviction queue, hits, misses of `group`, rows of its anchor layer, and `batch.rejected` of rows
+    behind the first turn that did not fit; nothing else. Raises BadInput before any change when a tensor does not fit.
     """
     check_swap_in(state, group, topk, batch, out_rows, plan)
     backend(state, __name__).swap_in(state, group, topk, batch, out_rows, plan)
@@ -58,6 +61,7 @@ def check_swap_in(
     sizes.check("batch.lengths", batch.lengths, ("batch",), torch.int32, torch.int64)
     sizes.check("batch.num_real", batch.num_real, (1,), torch.int32)
     sizes.check("batch.opened", batch.opened, ("batch", OPENED_WORDS), torch.int32)
+    sizes.check("batch.rejected", batch.rejected, ("batch",), torch.int32)
     if not 1 <= sizes["k"] <= TOPK_MAX:
         raise BadInput("out of range", field="topk", value=f"k={sizes['k']}", remedy=f"k from 1 to {TOPK_MAX}")
     for name in ("device_row", "host_page", "host_offset"):

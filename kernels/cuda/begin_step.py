@@ -1,9 +1,15 @@
-"""begin_step on CUDA: the contract of kernels/begin_step.py, launched on the current stream as two kernels."""
+"""begin_step on CUDA: the contract of kernels/begin_step.py, launched on the current stream as two kernels.
+
+The second one is launched once for each turn, since a turn's victims depend on what the turn before retired: on
+addresses that begin with the turn's rows. Entries by group lie as far apart as those of the whole batch.
+"""
 
 from __future__ import annotations
 
+import ctypes
+
 from kernels.cuda import parameters, structures
-from kernels.cuda.launch import kernel_of, stream_of
+from kernels.cuda.launch import begin_step_of, stream_of
 from kernels.state import BackupPlan, DeviceState, StepBatch
 
 OPEN_THREADS = 128
@@ -22,9 +28,27 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
         index_row=plan.index_row.data_ptr(),
         host_page=plan.host_page.data_ptr(),
         host_offset=plan.host_offset.data_ptr(),
+        granted_rows=state.granted_rows.data_ptr(),
+        rejected=batch.rejected.data_ptr(),
+        seat_rows=batch.seat_rows,
     )
     stream = stream_of(state)
-    grid = (-(-rows // OPEN_THREADS), 1)
-    kernel_of(state, "begin_step", "open_rows").launch(grid, block, stream, threads=OPEN_THREADS)
-    grid = (rows, state.geometry.groups + 1)  # blocks of the last one write batch.opened
-    kernel_of(state, "begin_step", "rotate_tail").launch(grid, block, stream, threads=structures.ROTATE_THREADS)
+    turn_rows = rows // batch.seat_rows
+    grid = (-(-turn_rows // OPEN_THREADS), 1)
+    begin_step_of(state, "open_rows").launch(grid, block, stream, threads=OPEN_THREADS)
+    grid = (turn_rows, state.geometry.groups + 1)  # blocks of the last one write batch.opened
+    rotate_tail = begin_step_of(state, "rotate_tail")
+    for turn in batch.turns():
+        rotate_tail.launch(grid, _of_turn(block, batch, turn.start), stream, threads=structures.ROTATE_THREADS)
+
+
+def _of_turn(block: structures.BeginStep, batch: StepBatch, first: int) -> structures.BeginStep:
+    """`block` as rotate_tail takes it, for the turn that begins with row `first`."""
+    block = structures.BeginStep.from_buffer_copy(block)
+    block.batch.seats += first * batch.seats.element_size()
+    block.batch.lengths += first * batch.lengths.element_size()
+    block.new_rows += first * batch.new_rows.element_size()
+    block.new_index_rows += first * batch.new_index_rows.element_size()
+    block.device_row += first * batch.new_rows.element_size()
+    block.opened += first * ctypes.sizeof(structures.OpenedRow)
+    return block

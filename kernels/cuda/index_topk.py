@@ -4,8 +4,8 @@ index_scores is compiled for one indexer (heads, dimensions, formats), so `prepa
 first index_topk without that compiles then, which must not happen inside a graph capture. Both kernels are one block
 per multiprocessor, whatever the batch: they cut the work by the lengths on the device (index_rows.cuh).
 
-Scratch is allocated once for a state, whatever its batches and longest context: a float per index-key row, since rows
-of a step hold pages of their own, and a histogram and lists per seat, since a seat is at most once in a step
+Scratch is allocated once for a state, whatever its batches and longest context: for each of the R rows that a seat may
+bring to a step, a float per index-key row, since seats hold pages of their own, and a histogram and lists per seat
 (`scratch_bytes`). Launches for one state share it: they must be ordered, as on one stream.
 """
 
@@ -88,34 +88,37 @@ class Indexer:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """N index pages, S seats. Histogram and counters are zero between launches."""
+    """N index pages, S seats, R rows a seat. Histogram and counters are zero between launches."""
 
-    scores: Tensor  # float32[N*64]: of the last step, row after row, each padded to a multiple of UNIT
-    histogram: Tensor  # int32[S, BINS]
-    edges: Tensor  # int64[S, EDGES_MAX]
-    sure: Tensor  # int32[S, TOPK_MAX]
-    counters: Tensor  # int32[S, COUNTERS]
+    scores: Tensor  # float32[R*N*64]: of the last step, row after row, each padded to a multiple of UNIT
+    histogram: Tensor  # int32[R*S, BINS]
+    edges: Tensor  # int64[R*S, EDGES_MAX]
+    sure: Tensor  # int32[R*S, TOPK_MAX]
+    counters: Tensor  # int32[R*S, COUNTERS]
 
 
 _scratch: WeakKeyDictionary[DeviceState, Scratch] = WeakKeyDictionary()
 
 
-def scratch_bytes(index_rows: int, seats: int) -> int:
-    """Device memory that index_topk takes for a state of `index_rows` index-key rows (64 a page) and `seats`."""
-    return 4 * index_rows + seats * (4 * BINS + 8 * EDGES_MAX + 4 * TOPK_MAX + 4 * COUNTERS)
+def scratch_bytes(index_rows: int, seats: int, seat_rows: int = 1) -> int:
+    """Device memory that index_topk takes for a state of `index_rows` index-key rows (64 a page) and `seats`, of which
+    each brings `seat_rows` rows to a step."""
+    return seat_rows * (4 * index_rows + seats * (4 * BINS + 8 * EDGES_MAX + 4 * TOPK_MAX + 4 * COUNTERS))
 
 
 def scratch_of(state: DeviceState, scores: int = 0) -> Scratch:
-    """The state's scratch, allocated on first use; with room for `scores`, by default one per index-key row."""
+    """The state's scratch, allocated on first use; with room for `scores`, by default one per index-key row and row
+    of a seat."""
     held = _scratch.get(state)
     if held is None:
-        device, seats = state.rows.device, state.seats
+        device, rows = state.rows.device, state.seats * state.seat_rows
+        scores = scores or state.index_keys.shape[1] * state.seat_rows
         held = _scratch[state] = Scratch(
-            scores=torch.zeros(scores or state.index_keys.shape[1], dtype=torch.float32, device=device),
-            histogram=torch.zeros(seats, BINS, dtype=torch.int32, device=device),
-            edges=torch.empty(seats, EDGES_MAX, dtype=torch.int64, device=device),
-            sure=torch.empty(seats, TOPK_MAX, dtype=torch.int32, device=device),
-            counters=torch.zeros(seats, COUNTERS, dtype=torch.int32, device=device),
+            scores=torch.zeros(scores, dtype=torch.float32, device=device),
+            histogram=torch.zeros(rows, BINS, dtype=torch.int32, device=device),
+            edges=torch.empty(rows, EDGES_MAX, dtype=torch.int64, device=device),
+            sure=torch.empty(rows, TOPK_MAX, dtype=torch.int32, device=device),
+            counters=torch.zeros(rows, COUNTERS, dtype=torch.int32, device=device),
         )
     return held
 
@@ -149,7 +152,7 @@ def index_topk(
     scratch = scratch_of(state)
     block = structures.IndexTopk(
         state=parameters.state_parameters(state),
-        batch=parameters.batch_parameters(batch),
+        batch=parameters.rows_parameters(batch),
         queries=queries.data_ptr(),
         weights=weights.data_ptr(),
         topk_out=topk_out.data_ptr(),
@@ -162,7 +165,7 @@ def index_topk(
         scale=scale,
         k=topk_out.shape[1],
         group=group,
-        rows=state.seats,
+        rows=len(scratch.counters),
     )
     score, select = _kernels(indexer, device)
     grid, stream = (processors(device), 1), stream_of(state)

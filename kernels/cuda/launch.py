@@ -43,9 +43,10 @@ def prepare(state: DeviceState) -> None:
         )
     check_pool(state.host.shape[0], state.geometry.page_bytes)
     for unit, name in KERNELS:
-        kernel_of(state, unit, name)
+        begin_step_of(state, name) if unit == "begin_step" else kernel_of(state, unit, name)
     for ranks in RANKS if has_clusters(state) else RANKS[:1]:
-        swap_in_of(state, ranks).allow_all(has_clusters(state))
+        for draft in range(min(state.seat_rows, 2)):
+            swap_in_of(state, ranks, draft=bool(draft)).allow_all(has_clusters(state))
 
 
 def check_pool(pages: int, page_bytes: int) -> None:
@@ -60,9 +61,19 @@ def kernel_of(state: DeviceState, unit: str, name: str) -> Kernel:
     return load(unit, name, defines_of(state), state.rows.device.index or 0)
 
 
-def swap_in_of(state: DeviceState, ranks: int) -> Kernel:
-    """swap_in for `ranks` blocks per request, one of RANKS. A kernel of its own for each: instructions bound it."""
-    return load("swap_in", "swap_in", (*defines_of(state), ("RANKS", ranks)), state.rows.device.index or 0)
+def begin_step_of(state: DeviceState, name: str) -> Kernel:
+    """A kernel of begin_step, as the seats of `state` bring one row or several."""
+    defines = (*defines_of(state), ("DRAFTS", int(state.seat_rows > 1)))
+    return load("begin_step", name, defines, state.rows.device.index or 0)
+
+
+def swap_in_of(state: DeviceState, ranks: int, *, draft: bool = False) -> Kernel:
+    """swap_in for `ranks` blocks per request, one of RANKS. A kernel of its own for each: instructions bound it.
+
+    `draft`: for turns behind the first.
+    """
+    defines = (*defines_of(state), ("RANKS", ranks), ("DRAFT", int(draft)))
+    return load("swap_in", "swap_in", defines, state.rows.device.index or 0)
 
 
 def defines_of(state: DeviceState) -> Defines:

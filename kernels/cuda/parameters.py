@@ -63,6 +63,14 @@ def batch_parameters(batch: StepBatch) -> Batch:
     )
 
 
+def rows_parameters(batch: StepBatch) -> Batch:
+    """As begin_step left them: of a batch with drafts, rows are told by their lengths, and all are looked at."""
+    block = batch_parameters(batch)
+    if batch.seat_rows > 1:
+        block.num_real = batch.size.data_ptr()
+    return block
+
+
 def plan_parameters(plan: MissPlan) -> Plan:
     return Plan(
         device_row=plan.device_row.data_ptr(),

@@ -76,6 +76,7 @@ def _make_view(state: DeviceState) -> DeviceState:
         state,
         index_table=torch.full((TOKENS_MAX, pages), -1, dtype=torch.int32, device=device),
         hot_slots=torch.zeros(TOKENS_MAX, dtype=torch.int32, device=device),
+        seat_rows=1,
     )
     scratch_of(view, max(SCORES_MAX, pages * PAGE_TOKENS))
     return view

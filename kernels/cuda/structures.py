@@ -202,6 +202,7 @@ class SwapIn(Structure):
         ("u8*", "device_rows[2]", "likewise: in its arena"),
         ("State", "state", "slot_of, slot_token, stamp, queues, tail, hits and misses of one group"),
         ("Plan", "plan"),
+        ("i32*", "rejected", "[rows]: of the rows of a draft"),
     )
     _fields_ = fields(members)
 
@@ -217,6 +218,9 @@ class BeginStep(Structure):
         ("i32*", "index_row", "[batch]"),
         ("i32*", "host_page", "[batch]"),
         ("i32*", "host_offset", "[batch]"),
+        ("const i32*", "granted_rows", "[seats]"),
+        ("i32*", "rejected", "[batch]"),
+        ("i32", "seat_rows, unused", "rows of a seat in this batch"),
     )
     _fields_ = fields(members)
 

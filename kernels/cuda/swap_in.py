@@ -41,23 +41,26 @@ def swap_in(
 ) -> None:
     """As kernels.swap_in.swap_in, unchecked; `state` has been through `prepare`. `ranks` overrides blocks per request.
 
-    Each row of `plan` is written by that row's blocks; nothing waits on the host. `early`: the launch may begin while
+    Launched once for each turn of `batch`, on its rows. Each row of `plan` is written by that row's blocks; nothing
+    waits on the host. `early`: the launch may begin while
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
     `refill_blocks`: further blocks refill eviction queues, where the device has room for them.
     """
-    rows, k = topk.shape
+    rows, k = topk.shape[0] // batch.seat_rows, topk.shape[1]
     ranks = ranks or ranks_of(state, rows, k)
     if not has_room(k, ranks):
         raise BadInput("more than a block has room for", field="ranks", value=ranks, remedy="a power of two")
     refilling = refill_clusters(rows, ranks, clusters_at_once(state, ranks)) if refill_blocks and ranks > 1 else 0
-    swap_in_of(state, ranks).launch(
-        (ranks, rows + refilling),
-        block_of(state, group, topk, batch, out_rows, plan, ranks, refill_blocks=refilling > 0),
-        stream_of(state),
-        cluster=ranks,
-        shared_bytes=structures.SWAP_IN_SHARED_BYTES,
-        early=early and has_clusters(state),
-    )
+    for turn in batch.turns():
+        part = topk[turn], batch.turn(turn), out_rows[turn], plan.turn(turn)
+        swap_in_of(state, ranks, draft=turn.start > 0).launch(
+            (ranks, rows + refilling),
+            block_of(state, group, *part, ranks, refill_blocks=refilling > 0),
+            stream_of(state),
+            cluster=ranks,
+            shared_bytes=structures.SWAP_IN_SHARED_BYTES,
+            early=early and has_clusters(state),
+        )
 
 
 def block_of(
@@ -71,7 +74,7 @@ def block_of(
     *,
     refill_blocks: bool,
 ) -> structures.SwapIn:
-    """The parameter block of a swap_in."""
+    """The parameter block of a swap_in of one row a seat."""
     rows, k = topk.shape
     geometry, layer = state.geometry, state.geometry.layers_of_group(group)[0]
     arena = state.rows.shape[1]
@@ -91,6 +94,7 @@ def block_of(
         refill_blocks=refill_blocks,
         host_rows=(state.host.data_ptr() + before[0] * PAGE_TOKENS, state.host.data_ptr() + before[1] * PAGE_TOKENS),
         device_rows=(state.rows.data_ptr() + before[0] * arena, state.rows.data_ptr() + before[1] * arena),
+        rejected=batch.rejected.data_ptr(),
     )
 
 

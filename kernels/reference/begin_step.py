@@ -6,31 +6,54 @@ import torch
 from torch import Tensor
 
 from kernels.reference.lru import eviction_keys, forget, key_slot, slot_rows
-from kernels.state import BackupPlan, DeviceState, StepBatch, Tripwire, active_rows, real_rows, table_entries
+from kernels.state import (
+    SLOT_MASK,
+    BackupPlan,
+    DeviceState,
+    StepBatch,
+    Tripwire,
+    active_rows,
+    real_rows,
+    table_entries,
+)
 from protocol.units import PAGE_TOKENS
 
 
 def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     """See kernels.begin_step."""
-    for output in (
-        batch.new_rows,
-        batch.new_index_rows,
-        plan.device_row,
-        plan.index_row,
-        plan.host_page,
-        plan.host_offset,
-    ):
+    outputs = (plan.device_row, plan.index_row, plan.host_page, plan.host_offset)
+    for output in (batch.new_rows, batch.new_index_rows, *outputs):
         output.fill_(-1)
-    active = active_rows(state, batch)
-    state.tripwires[Tripwire.SEAT] += (real_rows(batch) & ~active).sum()
-    places = _granted(state, batch, active.nonzero().flatten())
+    first = batch.turn(batch.turns()[0])
+    state.tripwires[Tripwire.SEAT] += (real_rows(first) & ~active_rows(state, first)).sum()
+    if state.seat_rows > 1:
+        _add_drafts(state, batch, first)
+        batch.rejected.fill_(1)
+    placed = _granted(state, batch, active_rows(state, batch).nonzero().flatten())
+    state.now[batch.seats[placed].long()] += 1  # once for a seat, however many rows it has
+    for rows in batch.turns():
+        _place_turn(state, batch, plan, placed[(placed >= rows.start) & (placed < rows.stop)])
+
+
+def _add_drafts(state: DeviceState, batch: StepBatch, first: StepBatch) -> None:
+    """Seats and lengths of all turns from those of the first; length 0 where there is no row."""
+    seats, lengths, active = first.seats.clone(), first.lengths.long(), active_rows(state, first)
+    granted = state.granted_rows[seats.long().clamp(0, state.seats - 1)]
+    for turn, rows in enumerate(batch.turns()):
+        batch.seats[rows] = seats
+        batch.lengths[rows] = torch.where(active & (lengths + turn <= granted), lengths + turn, 0).to(
+            batch.lengths.dtype
+        )
+
+
+def _place_turn(state: DeviceState, batch: StepBatch, plan: BackupPlan, places: Tensor) -> None:
+    """The new tokens of rows `places`, of different seats."""
     if not len(places):
         return
     seats = batch.seats[places].long()
     positions = batch.lengths[places].long() - 1
     pages, offsets = positions // PAGE_TOKENS, positions % PAGE_TOKENS
     index_rows = state.index_table[seats, pages].long() * PAGE_TOKENS + offsets
-    state.now[seats] += 1
     rows = _place_tokens(state, seats, positions, index_rows).int()
     batch.new_rows[:, places] = rows
     batch.new_index_rows[places] = index_rows.int()
@@ -38,6 +61,8 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     plan.index_row[places] = index_rows.int()
     plan.host_page[places] = state.host_table[seats, pages]
     plan.host_offset[places] = offsets.int()
+    if state.seat_rows > 1:
+        batch.rejected[places] = 0
 
 
 def _granted(state: DeviceState, batch: StepBatch, places: Tensor) -> Tensor:
@@ -67,11 +92,14 @@ def _rotate_tail(state: DeviceState, seats: Tensor, positions: Tensor, index_row
     rows = slot_rows(state, seats, int(hot.max()) + state.tail_slots).clamp_(min=0)
     retiring = state.tail[:, seats, ring].long()
     slots = (hot + ring).expand_as(retiring)
-    group, column = (retiring >= 0).nonzero(as_tuple=True)
-    if len(group):
+    if bool((retiring >= 0).any()):
         keys = eviction_keys(state.stamp[:, rows], state.tail[:, seats], hot, now)
         slots = torch.where(retiring >= 0, key_slot(keys.amin(-1)), slots)
-        state.stamp[group, rows[column, retiring[group, column]]] = now[column] - 1
+    if state.seat_rows > 1:
+        held = _slots_holding(state, rows, hot, positions, index_rows)
+        slots = torch.where(held >= 0, held, slots)
+    group, column = ((retiring >= 0) & (retiring != slots)).nonzero(as_tuple=True)
+    state.stamp[group, rows[column, retiring[group, column]]] = now[column] - 1
     new_rows = rows[columns, slots]
     forget(state, groups.expand_as(new_rows), seats.expand_as(new_rows), new_rows)
     state.tail[:, seats, ring] = slots.int()
@@ -79,3 +107,15 @@ def _rotate_tail(state: DeviceState, seats: Tensor, positions: Tensor, index_row
     state.stamp[groups, new_rows] = now
     state.slot_of[groups, index_rows] = slots.short()
     return new_rows
+
+
+def _slots_holding(state: DeviceState, rows: Tensor, hot: Tensor, positions: Tensor, index_rows: Tensor) -> Tensor:
+    """Slots that hold `positions` already, -1 where none does: int64[G, m].
+
+    slot_of may hold anything for a position that was never written; a slot of the seat that holds the token may not.
+    """
+    slots = state.slot_of[state.group_ids, index_rows].long() & SLOT_MASK
+    inside = slots < hot + state.tail_slots
+    columns = torch.arange(len(positions), device=positions.device)
+    tokens = state.slot_token[state.group_ids, rows[columns, torch.where(inside, slots, 0)]]
+    return torch.where(inside & (tokens == positions), slots, -1)

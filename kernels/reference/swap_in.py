@@ -23,13 +23,29 @@ NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
 
 def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
     """See kernels.swap_in."""
+    for turn, rows in enumerate(batch.turns()):
+        part = topk[rows], batch.turn(rows), out_rows[rows], plan.turn(rows)
+        _resolve_turn(state, group, *part, all_or_none=turn > 0)
+
+
+def _resolve_turn(
+    state: DeviceState,
+    group: int,
+    topk: Tensor,
+    batch: StepBatch,
+    out_rows: Tensor,
+    plan: MissPlan,
+    *,
+    all_or_none: bool,
+) -> None:
     found = _look_up(state, group, topk, batch)
     state.hits[group].index_add_(0, found.seats, found.hit.sum(1))
     used = found.hit & found.managed.unsqueeze(1)
     state.stamp[group][found.rows[used]] = state.now[found.seats].unsqueeze(1).expand_as(used)[used]
     plan.count.zero_()
     if bool(found.miss.any()):
-        _load(state, group, found, plan)
+        rejected = _load(state, group, found, plan, all_or_none=all_or_none)
+        batch.rejected.masked_fill_(rejected, 1)
         replay_misses(state, state.geometry.layers_of_group(group)[0], plan)
     out_rows.scatter_(1, found.order, found.rows.int())
 
@@ -90,13 +106,18 @@ def _resolve(
     return hit, granted & absent, index_rows, rows
 
 
-def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan) -> None:
-    """Give every miss a victim's slot, in the tables, in `found.rows` and in `plan`. Copies nothing."""
+def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan, *, all_or_none: bool) -> Tensor:
+    """Give every miss a victim's slot, in the tables, in `found.rows` and in `plan`. Copies nothing.
+
+    bool[B]: rows that load nothing since they do not fit, if `all_or_none`.
+    """
     host_pages = table_entries(state.host_table, found.seats.unsqueeze(1), found.tokens // PAGE_TOKENS)
     miss = found.miss & (host_pages >= 0)
     state.tripwires[Tripwire.UNGRANTED] += (found.miss & ~miss).sum()
     rank = (miss & found.first).cumsum(1) - 1
     slots = _victims(state, group, found, rank[:, -1] + 1).gather(1, rank.clamp(min=0))
+    rejected = (miss & (slots < 0)).any(1) & all_or_none
+    miss &= ~rejected.unsqueeze(1)
     state.tripwires[Tripwire.VICTIMS] += (miss & (slots < 0)).sum()
     miss &= slots >= 0
     chunks = table_entries(state.chunk_table, found.seats.unsqueeze(1), slots.clamp(min=0) // PAGE_TOKENS)
@@ -115,6 +136,7 @@ def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan) -> None
     plan.device_row[row, place] = rows.int()
     plan.host_page[row, place] = host_pages[row, column].int()
     plan.host_offset[row, place] = (tokens % PAGE_TOKENS).int()
+    return rejected
 
 
 def _victims(state: DeviceState, group: int, found: _Found, counts: Tensor) -> Tensor:

@@ -34,6 +34,46 @@ def goes_mixed_steps(twin: Twin, steps: int) -> None:
         twin.check()
 
 
+DRAFT_SIZES = {"groups": (0, 0, 1), "row_bytes": 16, "topk": 100, "seat_rows": 5, "tail_slots": 11, "hot_max": 320}
+
+
+def goes_draft_steps(twin: Twin, steps: int) -> None:
+    """Up to five rows a seat, of which a drawn number is accepted; the narrow seat has no room for all of their unions.
+
+    `twin` has DRAFT_SIZES. A narrow buffer of k slots, one of 3 k, a resident one.
+    """
+    narrow, wide, resident = 0, 1, 2
+    twin.open(narrow, 120, 100)
+    twin.open(wide, 300, 300, 64)
+    twin.open(resident, 300, 0)
+    rejected = 0
+    for step in range(steps):
+        seats = twin.random.sample(range(3), 3)
+        rows = [5 if step % 2 else twin.random.randint(0, 5) for _ in seats]
+        before = list(twin.lengths)
+        batches = twin.begin_drafts(seats, rows)
+        twin.write_new_rows(batches[0])
+        size, turns = len(batches[0].seats), batches[0].seat_rows
+        for group in range(2):
+            base = torch.randint(-2, 300, (size // turns, 100), generator=twin.torch, dtype=torch.int32)
+            topk = base.repeat(turns, 1)
+            topk[:, :20] = torch.randint(-2, 300, (size, 20), generator=twin.torch, dtype=torch.int32)
+            topk[:, 80:90] = topk[:, :10]
+            twin.swap_in(group, batches, topk)
+        flags = batches[0].rejected.view(turns, -1)[:, :3].tolist()
+        lengths = batches[0].lengths.view(turns, -1)
+        rejected += int((batches[0].rejected.bool() & (batches[0].lengths > 0)).sum())
+        for place, (seat, brought) in enumerate(zip(seats, rows, strict=True)):
+            assert int((lengths[:, place] > 0).sum()) == brought
+            fitting = next((turn for turn in range(brought) if flags[turn][place]), brought)
+            twin.lengths[seat] = before[seat] + (twin.random.randint(1, fitting) if brought else 0)
+        if step == 1:
+            twin.resize(wide, 128)
+        twin.check()
+    assert rejected > 0, "some unions did not fit"
+    assert not int(twin.cpu.tripwires[Tripwire.VICTIMS])
+
+
 def small_sizes(hot_slots: int) -> dict[str, int]:
     """Of a Twin for `uses_a_queue_for_long`."""
     return {"row_bytes": 16, "topk": TOPK, "hot_max": hot_slots, "max_tokens": 4096}

@@ -21,16 +21,16 @@ from kernels.integrity import check_state
 from kernels.layout import OPENED_CHUNKS, OPENED_PAGES, Geometry
 from kernels.rows import gather_rows
 from kernels.seat import grow_managed, init_managed, init_resident, shrink_managed
-from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, active_rows
+from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, active_rows, real_rows
 from kernels.swap_in import replay_misses, swap_in
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 
 TABLES = ("slot_of", "slot_token", "stamp", "tail", "now", "hits", "misses", "tripwires")
-GIVEN = ("index_table", "host_table", "chunk_table", "hot_slots")
+GIVEN = ("index_table", "host_table", "chunk_table", "hot_slots", "granted_rows")
 
 
 class Twin:
-    """Seats of any mode over both states; `batch` rows a step, of which some are padding."""
+    """Seats of any mode over both states; `batch` seats a step, of which some are padding, `seat_rows` rows each."""
 
     device = "cuda"
 
@@ -51,11 +51,13 @@ class Twin:
         ranks: int | None = None,
         refill_blocks: bool = True,
         ids: torch.dtype = torch.int32,
+        seat_rows: int = 1,
     ) -> None:
         self.random = random.Random(seed)
         self.torch = torch.Generator().manual_seed(seed)
         self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
         self.ranks, self.refill_blocks, self.ids, self.size = ranks, refill_blocks, ids, batch
+        self.seat_rows = seat_rows
         pages = pages_for(max_tokens)
         slots = max(pages, managed_chunks(hot_max))
         host = torch.randint(0, 256, (seats * pages + 1, self.geometry.page_bytes), generator=self.torch).byte()
@@ -67,6 +69,7 @@ class Twin:
             "max_chunks": slots,
             "max_slab_pages": 1,
             "tail_slots": tail_slots,
+            "seat_rows": seat_rows,
         }
         self.cpu = DeviceState.allocate(self.geometry, host=host, **sizes)
         self.gpu = DeviceState.allocate(self.geometry, host=self.pinned(host), device=self.device, **sizes)
@@ -135,23 +138,32 @@ class Twin:
         lengths = [self.lengths[seat] for seat in seats] + [self.random.randint(-2, 99) for _ in range(padding)]
         return self.begin_rows(ids, lengths, len(seats))
 
+    def begin_drafts(self, seats: list[int], rows: list[int]) -> tuple[StepBatch, StepBatch]:
+        """A step of `seats` with as many `rows` of each, all but the first rejected unless `lengths` grows by them."""
+        for seat, count in zip(seats, rows, strict=True):
+            for state in (self.cpu, self.gpu):
+                state.granted_rows[seat] = self.lengths[seat] + count
+        return self.begin(seats)
+
     def begin_rows(self, ids: list[int], lengths: list[int], real: int) -> tuple[StepBatch, StepBatch]:
         """begin_step on both, compared; returns the CPU's and the GPU's batch."""
         batches = []
         plans = []
         for state in (self.cpu, self.gpu):
-            device = state.rows.device
-            batch = StepBatch.allocate(self.size, self.geometry.groups, device)
-            batch.seats = torch.tensor(ids, dtype=self.ids, device=device)
-            batch.lengths = torch.tensor(lengths, dtype=self.ids, device=device)
+            device, size = state.rows.device, self.size * self.seat_rows
+            batch = StepBatch.allocate(size, self.geometry.groups, device, seat_rows=self.seat_rows)
+            batch.seats = torch.full((size,), -9, dtype=self.ids, device=device)
+            batch.lengths = torch.full_like(batch.seats, 9)
+            batch.seats[: self.size] = torch.tensor(ids, dtype=self.ids, device=device)
+            batch.lengths[: self.size] = torch.tensor(lengths, dtype=self.ids, device=device)
             batch.num_real.fill_(real)
-            plan = BackupPlan.allocate(self.size, self.geometry.groups, device)
+            plan = BackupPlan.allocate(size, self.geometry.groups, device)
             for tensor in (batch.new_rows, plan.device_row, plan.index_row, plan.host_page, plan.host_offset):
                 tensor.fill_(777)
             begin_step(state, batch, plan)
             batches.append(batch)
             plans.append(plan)
-        for name in ("new_rows", "new_index_rows"):
+        for name in ("seats", "lengths", "new_rows", "new_index_rows", "rejected"):
             same(name, getattr(batches[0], name), getattr(batches[1], name))
         for field in fields(BackupPlan):
             same(field.name, getattr(plans[0], field.name), getattr(plans[1], field.name))
@@ -179,9 +191,9 @@ class Twin:
 
     def write_new_rows(self, batch: StepBatch) -> None:
         """The new tokens' rows: on the device, and at once on the host."""
-        for row in range(int(batch.num_real)):
+        for row in real_rows(batch).nonzero().flatten().tolist():
             seat = int(batch.seats[row])
-            page, offset = divmod(self.lengths[seat] - 1, PAGE_TOKENS)
+            page, offset = divmod(int(batch.lengths[row]) - 1, PAGE_TOKENS)
             for layer, group in enumerate(self.geometry.group_of_layer):
                 place = int(batch.new_rows[group, row])
                 if place >= 0:
@@ -191,7 +203,7 @@ class Twin:
 
     def swap_in(self, group: int, batches: tuple[StepBatch, StepBatch], topk: torch.Tensor) -> None:
         """swap_in and every replay on both, compared: sets, counters, bytes (I6)."""
-        real = int(batches[0].num_real)
+        real = real_rows(batches[0])
         outs, plans = [], []
         for state, batch in zip((self.cpu, self.gpu), batches, strict=True):
             table = topk.to(state.rows.device)
@@ -211,7 +223,8 @@ class Twin:
         same("plan.count", plans[0].count, plans[1].count)
         same("copies", *(self.copies(plan) for plan in plans))
         same("absent", outs[0] < 0, outs[1] < 0)
-        assert bool((outs[1][real:] == -1).all()), "I6: padded rows are -1"
+        same("rejected", batches[0].rejected, batches[1].rejected)
+        assert bool((outs[1].cpu()[~real] == -1).all()), "I6: padded rows are -1"
         for layer, plane in product(self.geometry.layers_of_group(group), range(len(self.geometry.planes))):
             rows = [
                 gather_rows(state, layer, out, plane) for state, out in zip((self.cpu, self.gpu), outs, strict=True)

@@ -64,7 +64,7 @@ def test_swap_in_host_loads_do_not_wait_for_each_other(
     """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
     over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/NOTES.md: swap_in)."""
     layout = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
-    defines = (*layout, ("RANKS", ranks))
+    defines = (*layout, ("RANKS", ranks), ("DRAFT", 0))
     text = section(jit.cached_unit("swap_in", defines, "sm_90", kernel_cache).cubin, ".text.swap_in")
     code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
     loads = [place for place, it in enumerate(code) if it.loads_once]

@@ -13,9 +13,11 @@ from tests.gpu import lives, run_cases
 from tests.gpu.compare import check
 from tests.gpu.program import Machine, uploaded
 from tests.gpu.scenarios import (
+    DRAFT_SIZES,
     FULL_SIZES,
     MIXED_SIZES,
     TOPK,
+    goes_draft_steps,
     goes_mixed_steps,
     goes_round,
     misses_on_corrupt_host_pages,
@@ -35,6 +37,11 @@ def device() -> Iterator[Device]:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 def test_steps_of_managed_and_resident_requests(device: Device, ranks: int) -> None:
     goes_mixed_steps(EmulatedTwin(ranks, device, ranks=ranks, **MIXED_SIZES), steps=3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_steps_with_drafts(device: Device, ranks: int) -> None:
+    goes_draft_steps(EmulatedTwin(ranks, device, ranks=ranks, **DRAFT_SIZES), steps=6)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -4,6 +4,9 @@ Truth is a function: the row of (layer, owner, position) is a hash. Host pages h
 and the backup of a step runs as late as the fences allow (T steps), so a read before it shows as wrong bytes (I3).
 Page, chunk and index-page numbers are drawn apart, so that one used for another shows too. Offsets in host pages are
 computed here from the diagram in kernels/layout.py, not by its code.
+
+With `seat_rows` above 1 a step brings draft rows. They are rejected unless `accept` is called, and a position that is
+written again has other bytes: a rejected row that is read shows.
 """
 
 from __future__ import annotations
@@ -41,10 +44,16 @@ class Request:
     def __init__(self, owner: int, seat: int, length: int) -> None:
         self.owner = owner
         self.seat = seat
-        self.length = length
+        self.length = length  # with the row that begins a step; its drafts lie behind
+        self.rows = 0  # of the last step
+        self.writes: dict[int, int] = {}  # position -> how often it was written by decoding
         self.pages: dict[int, tuple[int, int]] = {}  # page of the context -> (index page, host page)
         self.chunks: list[int] = []
         self.naive: list[NaiveHotBuffer] = []
+
+    def writer(self, position: int) -> int:
+        """What makes the bytes of a position different from those of others, and from those of a rejected row."""
+        return self.owner + 10_000 * self.writes.get(position, 0)
 
 
 class Rig:
@@ -64,6 +73,7 @@ class Rig:
         max_pages: int = 16,
         max_chunks: int = 16,
         seed: int = 0,
+        seat_rows: int = 1,
     ) -> None:
         self.random = random.Random(seed)
         self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
@@ -78,14 +88,18 @@ class Rig:
             max_slab_pages=max_pages,
             tail_slots=tail_slots,
             host=self.host,
+            seat_rows=seat_rows,
         )
         self.state.rows.fill_(0xDD)
         self.state.slot_of.random_(-5, 5)  # what earlier owners left
         self.state.slot_token.random_(0, 5)
         self.state.stamp.random_(0, 5)
-        self.batch = StepBatch.allocate(batch, self.geometry.groups)
-        self.plans = [BackupPlan.allocate(batch, self.geometry.groups) for _ in range(tail_slots)]
-        self.miss_plan = MissPlan.allocate(batch, topk)
+        self.turn_rows, rows = batch, batch * seat_rows
+        self.batch = StepBatch.allocate(rows, self.geometry.groups, seat_rows=seat_rows)
+        self.plans = [BackupPlan.allocate(rows, self.geometry.groups) for _ in range(tail_slots // seat_rows)]
+        self.miss_plan = MissPlan.allocate(rows, topk)
+        self.placed: list[tuple[int, Request, int]] = []  # of the last step: row of the batch, request, position
+        self.rejected = torch.zeros(rows, dtype=torch.int32)  # what the naive buffers say
         self.free = {
             name: self._shuffled(size) for name, size in (("chunk", chunks), ("index", pages), ("host", pages))
         }
@@ -133,7 +147,8 @@ class Rig:
 
     def truth(self, kind: str, layer: int, request: Request, position: int) -> torch.Tensor:
         size = self.geometry.row_bytes if kind == "row" else self.geometry.index_row_bytes
-        return torch.frombuffer(bytearray(row_bytes_of(kind, layer, request.owner, position, size)), dtype=torch.uint8)
+        row = row_bytes_of(kind, layer, request.writer(position), position, size)
+        return torch.frombuffer(bytearray(row), dtype=torch.uint8)
 
     def check_host(self) -> None:
         """All rows and keys are durable and right once the backups are done (I3)."""
@@ -223,54 +238,95 @@ class Rig:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, requests: list[Request]) -> None:
-        """begin_step for `requests` in this order, with garbage in the padded rows; checks its outputs."""
-        plan = self.plans[self.steps % self.state.tail_slots]
+    def begin(self, requests: list[Request], rows: list[int] | None = None) -> None:
+        """begin_step for `requests` in this order, with garbage in the padded rows; checks its outputs.
+
+        `rows`: how many each of them may bring; by default as many as the batch has room for.
+        """
+        plan = self.plans[self.steps % len(self.plans)]
         copy_rows_to_host(self.state, plan.device_row, plan.index_row, plan.host_page, plan.host_offset)
         self.steps += 1
-        for request in requests:
-            request.length += 1
-            if (request.length - 1) // 64 not in request.pages:
-                self.grant(request, (request.length - 1) // 64)
-            if not request.naive[0].hot_slots:
-                self.take_chunks(request, -(-request.length // 64))
         self.batch.seats.random_(-2, self.state.seats + 2)
         self.batch.lengths.random_(-2, 200)
-        for row, request in enumerate(requests):
-            self.batch.seats[row], self.batch.lengths[row] = request.seat, request.length
+        self.placed = []
+        for number, request in enumerate(requests):
+            request.rows = self.batch.seat_rows if rows is None else rows[number]
+            self.batch.seats[number], self.batch.lengths[number] = request.seat, request.length + 1
+            self.state.granted_rows[request.seat] = request.length + request.rows
+            positions = range(request.length, request.length + request.rows)
+            self.placed += [(turn * self.turn_rows + number, request, p) for turn, p in enumerate(positions)]
+            self._make_room(request, positions)
+            request.length += request.rows > 0
+        self.placed.sort(key=lambda placed: placed[0])
         self.batch.num_real.fill_(len(requests))
         begin_step(self.state, self.batch, plan)
-        assert (self.batch.new_rows[:, len(requests) :] == -1).all()
-        assert (plan.host_page[len(requests) :] == -1).all()
-        self._write_new(requests)
+        self._check_begun(plan)
+        self._write_new()
 
-    def _write_new(self, requests: list[Request]) -> None:
+    def _make_room(self, request: Request, positions: range) -> None:
+        for position in positions:
+            request.writes[position] = request.writes.get(position, -1) + 1
+            if position // 64 not in request.pages:
+                self.grant(request, position // 64)
+        if not request.naive[0].hot_slots:
+            self.take_chunks(request, -(-(request.length + len(positions)) // 64))
+        for naive in request.naive if positions else ():
+            naive.begin(*positions)
+
+    def _check_begun(self, plan: BackupPlan) -> None:
+        held = torch.zeros(len(self.batch.seats), dtype=torch.bool)
+        for row, request, position in self.placed:
+            held[row] = True
+            assert (int(self.batch.seats[row]), int(self.batch.lengths[row])) == (request.seat, position + 1)
+        for output in (self.batch.new_rows, plan.host_page.unsqueeze(0)):
+            assert torch.equal(output >= 0, held.expand_as(output))
+        if self.state.seat_rows > 1:
+            self.rejected = 1 - held.int()
+            assert not self.batch.lengths[~held].any()
+        assert torch.equal(self.batch.rejected, self.rejected)
+
+    def accept(self, request: Request, rows: int) -> None:
+        """Of the last step, as many rows of `request`: at least one if it brought any, none that was rejected."""
+        brought = [row for row, of, _ in self.placed if of is request]
+        assert min(1, len(brought)) <= rows <= len(brought)
+        assert not self.rejected[brought[:rows]].any()
+        request.length += max(0, rows - 1)
+
+    def acceptable(self, request: Request) -> int:
+        """How many rows of the last step may be accepted: those before the first that was rejected."""
+        brought = [row for row, of, _ in self.placed if of is request]
+        return next((n for n, row in enumerate(brought) if self.rejected[row]), len(brought))
+
+    def _write_new(self) -> None:
         size = self.batch.seats.shape[0]
         for layer in range(self.geometry.layers):
             rows = torch.zeros(size, self.geometry.row_bytes, dtype=torch.uint8)
-            for row, request in enumerate(requests):
-                rows[row] = self.truth("row", layer, request, request.length - 1)
+            for row, request, position in self.placed:
+                rows[row] = self.truth("row", layer, request, position)
             for plane, part in enumerate(rows.split(self.geometry.planes, dim=1)):
                 write_new_rows(self.state, layer, self.batch, part.contiguous(), plane)
         for group in range(self.geometry.groups):
             keys = torch.zeros(size, self.geometry.index_row_bytes, dtype=torch.uint8)
-            for row, request in enumerate(requests):
-                keys[row] = self.truth("key", group, request, request.length - 1)
-                request.naive[group].begin(request.length - 1)
+            for row, request, position in self.placed:
+                keys[row] = self.truth("key", group, request, position)
             write_index_keys(self.state, group, self.batch, keys)
 
     def finish_backups(self) -> None:
         """All backups that may still be in flight, oldest first; then nothing is."""
-        for age in range(self.state.tail_slots):
-            plan = self.plans[(self.steps + age) % self.state.tail_slots]
+        for age in range(len(self.plans)):
+            plan = self.plans[(self.steps + age) % len(self.plans)]
             copy_rows_to_host(self.state, plan.device_row, plan.index_row, plan.host_page, plan.host_offset)
             plan.host_page.fill_(-1)
 
     def swap_in(self, group: int, requests: list[Request], topk: list[list[int]]) -> torch.Tensor:
-        """swap_in and replay for one group; checks counters, tripwires and the bytes behind every output."""
+        """swap_in and replay for one group; checks counters, tripwires and the bytes behind every output.
+
+        `topk`: of each row that the step of `requests` placed, turn by turn.
+        """
         size, k = self.batch.seats.shape[0], self.geometry.topk
         table = torch.randint(-9, 99, (size, k), dtype=torch.int32)
-        table[: len(requests)] = torch.tensor(topk, dtype=torch.int32).view(len(requests), k)
+        for (row, _, _), chosen in zip(self.placed, topk, strict=True):
+            table[row] = torch.tensor(chosen, dtype=torch.int32)
         out = torch.full((size, k), 12345, dtype=torch.int32)
         before = self.state.hits.clone(), self.state.misses.clone(), self.state.tripwires.clone()
         held = [self.held(group, request) for request in requests]
@@ -278,18 +334,29 @@ class Rig:
         layers = self.geometry.layers_of_group(group)
         for layer in layers[1:]:
             replay_misses(self.state, layer, self.miss_plan)
-        wanted = [r.naive[group].resolve(t, r.length) for r, t in zip(requests, topk, strict=True)]
+        wanted = [
+            request.naive[group].resolve(chosen, position + 1, draft=row >= self.turn_rows)
+            for (row, request, position), chosen in zip(self.placed, topk, strict=True)
+        ]
         assert int(self.miss_plan.count.sum()) == sum(len(w.misses) for w in wanted)
-        for request, want, had in zip(requests, wanted, held, strict=True):
-            assert had - self.held(group, request) == want.evicted
-            assert int(self.state.hits[group, request.seat] - before[0][group, request.seat]) == want.hits
-            assert int(self.state.misses[group, request.seat] - before[1][group, request.seat]) == len(want.misses)
+        for request, had in zip(requests, held, strict=True):
+            mine = [w for (_, of, _), w in zip(self.placed, wanted, strict=True) if of is request]
+            gone = set().union(*(w.evicted for w in mine)) - request.naive[group].held  # a later turn may load it again
+            assert had - self.held(group, request) == gone
+            hits, misses = (
+                int((new - old)[group, request.seat])
+                for new, old in zip((self.state.hits, self.state.misses), before[:2], strict=True)
+            )
+            assert hits == sum(w.hits for w in mine)
+            assert misses == sum(len(w.misses) for w in mine)
         assert int((self.state.tripwires - before[2])[0]) == sum(w.out_of_range for w in wanted)
         assert self.state.tripwires[1:].sum() == 0
-        assert (out[len(requests) :] == -1).all(), "I6: padded rows are -1"
+        for (row, _, _), w in zip(self.placed, wanted, strict=True):
+            self.rejected[row] |= not w.fits
+        assert torch.equal(self.batch.rejected, self.rejected)
         for layer in layers:
             planes = [gather_rows(self.state, layer, out, plane) for plane in range(len(self.geometry.planes))]
-            self._check_bytes(layer, torch.cat(planes, dim=-1), out, requests, [w.tokens for w in wanted])
+            self._check_bytes(layer, torch.cat(planes, dim=-1), out, [w.tokens for w in wanted])
         return out
 
     def held(self, group: int, request: Request) -> set[int]:
@@ -298,17 +365,18 @@ class Rig:
         rows = [request.chunks[slot // 64] * 64 + slot % 64 for slot in slots]
         return set(self.state.slot_token[group, rows].tolist()) - {-1}
 
-    def _check_bytes(
-        self, layer: int, got: torch.Tensor, out: torch.Tensor, requests: list[Request], tokens: list[list[int | None]]
-    ) -> None:
-        for row, (request, wanted) in enumerate(zip(requests, tokens, strict=True)):
+    def _check_bytes(self, layer: int, got: torch.Tensor, out: torch.Tensor, tokens: list[list[int | None]]) -> None:
+        padding = torch.ones(len(out), dtype=torch.bool)
+        for (row, request, _), wanted in zip(self.placed, tokens, strict=True):
+            padding[row] = False
             for column, token in enumerate(wanted):
                 where = f"layer {layer}, row {row}, entry {column}, token {token}"
                 assert (int(out[row, column]) == -1) == (token is None), f"I6: {where}"
                 size = self.geometry.row_bytes
-                want = bytes(size) if token is None else row_bytes_of("row", layer, request.owner, token, size)
+                want = bytes(size) if token is None else self.truth("row", layer, request, token).numpy().tobytes()
                 assert bytes(got[row, column].numpy()) == want, f"I3: {where}"
-        assert not got[len(requests) :].any()
+        assert (out[padding] == -1).all(), "I6: padded rows are -1"
+        assert not got[padding].any()
 
     def check(self) -> None:
         """Tables consistent in themselves, and equal to the naive buffers."""

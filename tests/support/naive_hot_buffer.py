@@ -22,6 +22,7 @@ class Resolved:
     misses: set[int] = field(default_factory=set)
     evicted: set[int] = field(default_factory=set)
     out_of_range: int = 0
+    fits: bool = True  # False: a draft's row that loads nothing, since its misses outnumber the slots that may go
 
 
 class NaiveHotBuffer:
@@ -44,22 +45,26 @@ class NaiveHotBuffer:
         reserved = [self.hot_slots + ring if slot is None else slot for ring, slot in enumerate(self.tail)]
         return [number for number in range(len(self.slots)) if number not in reserved]
 
-    def begin(self, position: int) -> set[int]:
-        """Place the new token; returns what had to go for it."""
+    def begin(self, *positions: int) -> None:
+        """A step: place its new tokens one after the other."""
         self.now += 1
-        if not self.hot_slots:
-            return set()
+        for position in positions if self.hot_slots else ():
+            self._place(position)
+
+    def _place(self, position: int) -> None:
         ring = position % self.tail_slots
         retiring = self.tail[ring]
-        chosen = self.hot_slots + ring if retiring is None else self._oldest(self.ordinary())
-        if retiring is not None:
+        holding = [number for number, slot in enumerate(self.slots) if slot.token == position]
+        if holding:
+            (chosen,) = holding
+        else:
+            chosen = self.hot_slots + ring if retiring is None else self._oldest(self.ordinary())
+        if retiring is not None and retiring != chosen:
             self.slots[retiring].used = self.now - 1
-        gone = self.slots[chosen].token
         self.tail[ring] = chosen
         self.slots[chosen] = Slot(position, self.now)
-        return set() if gone is None else {gone}
 
-    def resolve(self, topk: list[int], length: int) -> Resolved:
+    def resolve(self, topk: list[int], length: int, *, draft: bool = False) -> Resolved:
         result = Resolved([])
         result.out_of_range = sum(1 for t in topk if t != -1 and not 0 <= t < length)
         wanted = {t for t in topk if 0 <= t < length}
@@ -68,6 +73,9 @@ class NaiveHotBuffer:
             for slot in self.slots:
                 if slot.token in wanted:
                     slot.used = self.now
+            free = [n for n in self.ordinary() if self.slots[n].used != self.now]
+            if draft and len(free) < len(result.misses):
+                wanted, result.misses, result.fits = wanted - result.misses, set(), False
             for token in sorted(result.misses):
                 victim = self._oldest([n for n in self.ordinary() if self.slots[n].used != self.now])
                 gone = self.slots[victim].token

@@ -4,6 +4,9 @@
 // take part and where their keys and host rows lie; rotate_tail, one block per row and group, gives the new token its
 // device row, evicting the LRU victim of the ordinary slots by one minimum over (stamp + 1) << 16 | slot. One
 // block more per row leaves the seat's tables in the order of the batch (OpenedRow).
+//
+// DRAFTS: a seat may bring several rows, and take a position again that was rejected. open_rows then has a thread for
+// each seat, which fills in the rows of all turns; rotate_tail is launched once for each turn, on its slice of the batch.
 #pragma once
 
 #include "memory.cuh"
@@ -65,27 +68,87 @@ __device__ __forceinline__ void leave_tables(const BeginStep& p, int row) {
         to.chunk[i] = begin_entry(s.chunk_table, s.max_chunks, seat, i);
 }
 
+// Where the key and the host row of a row's new token lie; false, and trips, when they have no place.
+__device__ __forceinline__ bool open_row(const BeginStep& p, int row, i64 seat, i64 length) {
+    const State& s = p.state;
+    const i64 page = (length - 1) / PAGE_TOKENS, offset = (length - 1) % PAGE_TOKENS;
+    const i32 index_page = begin_entry(s.index_table, s.max_pages, seat, page);
+    const i32 host_page = begin_entry(s.host_table, s.max_pages, seat, page);
+    const bool placed = s.hot_slots[seat] > 0 || begin_entry(s.chunk_table, s.max_chunks, seat, page) >= 0;
+    if (index_page < 0 || host_page < 0 || !placed) {
+        trip(s, UNGRANTED, 1);
+        return false;
+    }
+    p.new_index_rows[row] = p.index_row[row] = static_cast<i32>(index_page * PAGE_TOKENS + offset);
+    p.host_page[row] = host_page;
+    p.host_offset[row] = static_cast<i32>(offset);
+    return true;
+}
+
+__device__ __forceinline__ bool is_seated(const State& s, i64 seat, i64 length) {
+    return seat >= 0 && seat < s.seats && length >= 1 && s.hot_slots[seat] >= 0;
+}
+
+#if DRAFTS
+
+__device__ __forceinline__ void write_id(const void* ids, int place, int wide, i64 value) {
+    if (wide) static_cast<i64*>(const_cast<void*>(ids))[place] = value;
+    else static_cast<i32*>(const_cast<void*>(ids))[place] = static_cast<i32>(value);
+}
+
+// The rows of the i-th seat in all turns, from its first row.
+__device__ void open_seat(const BeginStep& p, int i) {
+    const State& s = p.state;
+    const int turn_rows = p.batch.size / p.seat_rows;
+    if (i >= turn_rows) return;
+    const i64 seat = read_id(p.batch.seats, i, p.batch.wide_seats);
+    const i64 length = read_id(p.batch.lengths, i, p.batch.wide_lengths);
+    const bool real = i < *p.batch.num_real, seated = is_seated(s, seat, length);
+    if (real && !seated) trip(s, SEAT, 1);
+    const i64 granted = real && seated ? p.granted_rows[seat] : 0;
+    bool any = false;
+    for (int turn = 0; turn < p.seat_rows; ++turn) {
+        const int row = turn * turn_rows + i;
+        const i64 its = real && seated && length + turn <= granted ? length + turn : 0;
+        p.new_index_rows[row] = p.index_row[row] = p.host_page[row] = p.host_offset[row] = -1;
+        write_id(p.batch.seats, row, p.batch.wide_seats, seat);
+        write_id(p.batch.lengths, row, p.batch.wide_lengths, its);
+        const bool placed = its > 0 && open_row(p, row, seat, its);
+        p.rejected[row] = !placed;
+        any |= placed;
+    }
+    if (any) s.now[seat] += 1;
+}
+
+// The slot of a managed seat that holds `token` already, or -1. slot_of may hold anything for a token that was never
+// written; a slot of the seat that holds it may not.
+__device__ __forceinline__ i32 slot_holding(const State& s, const i32* chunks, const u16* slot_of, const i32* slot_token,
+                                            i32 key, i32 token, i32 hot) {
+    const i32 slot = slot_of[key];
+    if (slot >= hot + s.tail_slots) return -1;
+    const i32 chunk = chunks[slot / PAGE_TOKENS];
+    return chunk >= 0 && slot_token[chunk * PAGE_TOKENS + slot % PAGE_TOKENS] == token ? slot : -1;
+}
+
+#endif
+
 }  // namespace hisparse
 
 extern "C" __global__ void open_rows(const __grid_constant__ hisparse::BeginStep p) {
     using namespace hisparse;
-    const State& s = p.state;
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
+#if DRAFTS
+    open_seat(p, row);
+#else
+    const State& s = p.state;
     if (row >= p.batch.size) return;
     p.new_index_rows[row] = p.index_row[row] = p.host_page[row] = p.host_offset[row] = -1;
     if (row >= *p.batch.num_real) return;
     const i64 seat = read_id(p.batch.seats, row, p.batch.wide_seats);
     const i64 length = read_id(p.batch.lengths, row, p.batch.wide_lengths);
-    if (seat < 0 || seat >= s.seats || length < 1 || s.hot_slots[seat] < 0) return trip(s, SEAT, 1);
-    const i64 page = (length - 1) / PAGE_TOKENS, offset = (length - 1) % PAGE_TOKENS;
-    const i32 index_page = begin_entry(s.index_table, s.max_pages, seat, page);
-    const i32 host_page = begin_entry(s.host_table, s.max_pages, seat, page);
-    const bool placed = s.hot_slots[seat] > 0 || begin_entry(s.chunk_table, s.max_chunks, seat, page) >= 0;
-    if (index_page < 0 || host_page < 0 || !placed) return trip(s, UNGRANTED, 1);
-    s.now[seat] += 1;
-    p.new_index_rows[row] = p.index_row[row] = static_cast<i32>(index_page * PAGE_TOKENS + offset);
-    p.host_page[row] = host_page;
-    p.host_offset[row] = static_cast<i32>(offset);
+    if (!is_seated(s, seat, length)) return trip(s, SEAT, 1);
+    if (open_row(p, row, seat, length)) s.now[seat] += 1;
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(hisparse::ROTATE_THREADS, 4)
@@ -112,8 +175,16 @@ extern "C" __global__ void __launch_bounds__(hisparse::ROTATE_THREADS, 4)
     i32 retiring = -1;
     if (hot > 0) {
         retiring = tail[ring];
-        __syncthreads();  // the first thread writes it: the others have read it, and go the same way
-        slot = retiring < 0 ? hot + ring : find_victim(s, chunks, tail, stamp, hot, now, minima);
+#if DRAFTS
+        const i32 held = slot_holding(s, chunks, s.slot_of + group * s.key_rows, s.slot_token + group * s.arena_rows, key,
+                                      static_cast<i32>(token), hot);
+#else
+        constexpr i32 held = -1;
+#endif
+        __syncthreads();  // the first thread writes these: the others have read them, and go the same way
+        if (held >= 0) slot = held;
+        else slot = retiring < 0 ? hot + ring : find_victim(s, chunks, tail, stamp, hot, now, minima);
+        if (held >= 0 && held == retiring) retiring = -1;
     }
     if (threadIdx.x > 0) return;
     const i32 device_row = slot < 0 ? -1 : chunks[slot / PAGE_TOKENS] * PAGE_TOKENS + slot % PAGE_TOKENS;

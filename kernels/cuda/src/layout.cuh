@@ -118,21 +118,25 @@ struct SwapIn {
     u8* device_rows[2];       // likewise: in its arena
     State state;              // slot_of, slot_token, stamp, queues, tail, hits and misses of one group
     Plan plan;
+    i32* rejected;            // [rows]: of the rows of a draft
 };
-static_assert(sizeof(SwapIn) == 312, "as ctypes lays it out");
+static_assert(sizeof(SwapIn) == 320, "as ctypes lays it out");
 
 struct BeginStep {
     State state;
     Batch batch;
-    i32* new_rows;        // [groups, batch]
-    i32* new_index_rows;  // [batch]
-    OpenedRow* opened;    // [batch]
-    i32* device_row;      // [groups, batch]
-    i32* index_row;       // [batch]
-    i32* host_page;       // [batch]
-    i32* host_offset;     // [batch]
+    i32* new_rows;            // [groups, batch]
+    i32* new_index_rows;      // [batch]
+    OpenedRow* opened;        // [batch]
+    i32* device_row;          // [groups, batch]
+    i32* index_row;           // [batch]
+    i32* host_page;           // [batch]
+    i32* host_offset;         // [batch]
+    const i32* granted_rows;  // [seats]
+    i32* rejected;            // [batch]
+    i32 seat_rows, unused;    // rows of a seat in this batch
 };
-static_assert(sizeof(BeginStep) == 288, "as ctypes lays it out");
+static_assert(sizeof(BeginStep) == 312, "as ctypes lays it out");
 
 struct ReplayMisses {
     State state;

@@ -50,6 +50,10 @@
 //      refill block                                                      of slots; these before ages are counted; then each
 //                                                                        round of a refill before the next one
 //
+// A step with drafts launches this once for each row of a seat, in order of position: later launches find the slots of
+// earlier ones stamped with the same step, as hits and no victims. DRAFT is 1 in rows behind the first: one that does
+// not fit loads nothing and is rejected.
+//
 // Where a request has a block or two, all warps resolve entries: they read the queue only when something misses, and copies
 // begin when all entries are resolved.
 //
@@ -167,7 +171,7 @@ __device__ __forceinline__ void publish(const SwapIn& p, const Seat& at, const S
         const u32 slot = s.miss[it.m].victim, copy = begin + misses.before + l;
         if (slot == SLOT_ABSENT) {
             p.out_rows[begin + it.place] = -1;
-            trip(p.state, VICTIMS, 1);
+            if (!DRAFT) trip(p.state, VICTIMS, 1);
             continue;
         }
         const i32 device_row = slot_row(s, slot);
@@ -267,7 +271,9 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
     if (threadIdx.x == CONTROL_THREADS - 1) {  // of the lowest rank that misses any
         p.plan.count[row] = static_cast<i32>(victims);
         add_to_seat(p, at, p.state.misses, victims);
+        if (DRAFT && victims < misses.total) p.rejected[row] = 1;
     }
+    if (DRAFT && victims < misses.total) return;  // nothing was evicted: the queue stays
     advance_queue(p.state, at, s, misses.total, from_queue, !p.refill_blocks);
 }
 

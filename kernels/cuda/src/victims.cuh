@@ -150,7 +150,7 @@ __device__ __forceinline__ void find_oldest(const Seat& at, Shared& s, const i32
     if (threadIdx.x % 32 == 0) s.oldest[threadIdx.x / 32] = oldest;
 }
 
-// Chooses `total` victims among all slots, or as many as there are, in slot order: number `before` and the `wanted` that
+// Chooses `total` victims among all slots, or as many as there are (none at all in a DRAFT), in slot order: number `before` and the `wanted` that
 // follow go to `take(number, slot)`, counted from 0. Returns the number of victims. One loop over the stamps for both
 // phases, since that loop is most of the code.
 template <class Take>
@@ -202,6 +202,7 @@ __device__ __forceinline__ u32 choose(const Seat& at, Shared& s, const i32* stam
             ahead += class_of(in_warps_before, found);
             own += counts >> 8 * found & 0xFF;
         }
+        if (DRAFT && cut.victims < total) return 0;
         ahead += warp_inclusive_sum(own) - own;
         wanted = min(wanted, cut.victims - min(before, cut.victims));
         rank = cut.chosen(ahead);
