@@ -33,5 +33,5 @@ class StepRows:
 
     def backup_steps(self, tail_slots: int) -> int:
         """How many steps back the step lies whose backup a new step waits for; 1 at least, where the tail has room for
-        one step."""
-        return tail_slots // self.rows
+        two steps with drafts, or one without. A step that drafts more than one token begins rows of the next one."""
+        return tail_slots // self.rows - (self.draft_tokens > 1)

@@ -175,6 +175,17 @@ class RunningRequest:
         """Whether only memory keeps it from its next step, whatever the steps in flight bring."""
         return self.progress.rows_max <= self.progress.certain < self.rows_wanted
 
+    @property
+    def rows_end(self) -> int:
+        """The first row that the next step may not write."""
+        return min(self.progress.rows_max, self.progress.position + self.progress.step_rows)
+
+    def known_tokens(self, start: int, count: int) -> list[int]:
+        """Tokens from position `start` on that were known when it came, `count` at most."""
+        stop, prompt = start + count, self.prompt_tokens
+        tokens: list[int] = self.prompt[start:stop].tolist()
+        return tokens + self.output.tokens[max(0, start - prompt) : max(0, min(stop - prompt, self.output.forced))]
+
     def next_input(self) -> int:
         """The token to feed at `position`: known from an earlier placement, or -1 for the last one drawn on device."""
         place = self.position - self.prompt_tokens

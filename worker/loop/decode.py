@@ -46,6 +46,7 @@ from protocol.logprobs import ROW_WORDS_MAX
 from worker.device.step_rows import StepRows
 from worker.loop.acceptance import StepProgress
 from worker.loop.batch import RunningRequest
+from worker.loop.drafting import COUNTS, Drafting, DraftInputs, DraftStep, window_tokens
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.loop.recording import SelectionRecorder
 from worker.loop.swap import Swap
@@ -62,12 +63,28 @@ TIMED_EVERY: Final = 64
 class _Bucket:
     """What steps of one padded size use: the batch, its inputs' ring, backup plans of the last T steps, outputs."""
 
-    def __init__(self, rows: int, plans: int, state: DeviceState, outputs: StepOutputs, logprobs: torch.Tensor) -> None:
-        groups, device = state.geometry.groups, state.rows.device
-        self.rows = rows
-        self.inputs = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
-        self.batch = StepInputs.batch(self.inputs, groups)
-        self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
+    def __init__(
+        self,
+        seats: int,
+        plans: int,
+        state: DeviceState,
+        outputs: StepOutputs,
+        logprobs: torch.Tensor,
+        drafting: Drafting | None,
+        window: int,
+    ) -> None:
+        groups, device, rows = state.geometry.groups, state.rows.device, len(outputs.tokens)
+        self.seats = seats
+        self.drafts: DraftStep | None = None
+        self.ring: Ring[StepInputs] | Ring[DraftInputs]
+        if drafting is None:
+            self.inputs = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
+            self.batch = StepInputs.batch(self.inputs, groups)
+            self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
+        else:
+            self.drafts = DraftStep(drafting, seats, window)
+            self.inputs, self.batch = self.drafts.inputs, self.drafts.batch
+            self.ring = Ring([DraftInputs(seats, window, device) for _ in range(RING_BUFFERS)])
         self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(plans)]
         self.outputs = outputs
         self.outputs_with_logprobs = replace(outputs, logprobs=logprobs[:rows])
@@ -82,15 +99,19 @@ class _Results:
 
     def __init__(self, state: DeviceState, vocab: int) -> None:
         device = state.rows.device
-        self.tokens = host_tensor(state.seats, dtype=torch.int32, device=device, fill=-1)
+        rows = state.seats * state.seat_rows
+        self.tokens = host_tensor(rows, dtype=torch.int32, device=device, fill=-1)
+        self.drafts = host_tensor(len(COUNTS), state.seats, dtype=torch.int32, device=device)
         self.counts = host_tensor(2, state.geometry.groups, state.seats, dtype=torch.int64, device=device)
-        self.logits = host_tensor(state.seats, vocab, dtype=torch.float32, device=device)
-        self.logprobs = host_tensor(state.seats, ROW_WORDS_MAX, dtype=torch.int32, device=device)
+        self.logits = host_tensor(rows, vocab, dtype=torch.float32, device=device)
+        self.logprobs = host_tensor(rows, ROW_WORDS_MAX, dtype=torch.int32, device=device)
 
-    def download(self, outputs: StepOutputs, state: DeviceState | None) -> None:
-        """Operation: keep tokens, logits and log-probabilities, and the hits and misses of every seat when `state` is
-        given."""
+    def download(self, outputs: StepOutputs, state: DeviceState | None, drafts: torch.Tensor | None) -> None:
+        """Operation: keep tokens, logits and log-probabilities, the hits and misses of every seat when `state` is
+        given, and what a step that drafts counted."""
         rows = len(outputs.tokens)
+        if drafts is not None:
+            self.drafts[:, : drafts.shape[1]].copy_(drafts, non_blocking=True)
         self.tokens[:rows].copy_(outputs.tokens, non_blocking=True)
         if outputs.logits is not None:
             self.logits[:rows].copy_(outputs.logits, non_blocking=True)
@@ -112,6 +133,7 @@ class _Launched:
     number: int
     at_s: float
     undrawn: Collection[RunningRequest] = ()
+    seats: int = 0  # padded
 
 
 @dataclass(slots=True)
@@ -166,6 +188,7 @@ class Decoder:
         *,
         buckets: Sequence[int],
         rows: StepRows,
+        drafting: Drafting | None = None,
         lookahead: int,
         keep_logits: bool = False,
         timed_every: int = TIMED_EVERY,
@@ -179,18 +202,22 @@ class Decoder:
         self._swap = swap
         self._recorder = recorder
         vocab, device = runner.info.vocab_size, state.rows.device
-        logprobs = allocate_rows(max(buckets), device)
+        logprobs = allocate_rows(rows.rows * max(buckets), device)
+        window = window_tokens(rows, lookahead)
         self._buckets = [
             _Bucket(
                 size,
                 rows.backup_steps(state.tail_slots),
                 state,
-                StepOutputs.allocate(size, vocab, keep_logits=keep_logits, device=device),
+                StepOutputs.allocate(rows.rows * size, vocab, keep_logits=keep_logits, device=device),
                 logprobs,
+                drafting,
+                window,
             )
             for size in sorted(buckets)
         ]
         self._backup_steps = rows.backup_steps(state.tail_slots)
+        self._seat_rows = rows.rows
         self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
         self._timed_every = timed_every
         self._counters = swap.counters
@@ -214,7 +241,7 @@ class Decoder:
         """Run each bucket once on padding alone and, where there are graphs and if asked for, capture it. Blocks."""
         compute = self._streams.compute
         for bucket in reversed(self._buckets):
-            self._upload(bucket, [], [])
+            self._upload(bucket, [])
             compute.launch("begin step", partial(begin_step, self._state, bucket.batch, bucket.plans[0]))
             self._launch_runner(bucket)
             compute.record("sampled").wait()
@@ -229,20 +256,19 @@ class Decoder:
     @property
     def batch_sizes(self) -> list[int]:
         """What batches are padded to, ascending."""
-        return [bucket.rows for bucket in self._buckets]
+        return [bucket.seats for bucket in self._buckets]
 
     def launch(self, requests: list[RunningRequest], now_s: float, *, count: bool = False, rows: int = 0) -> None:
         """Launch one step of `requests`, each of which has memory for its next row, and advance their positions.
 
         It is padded to `rows` at least. With a grammar in it, `draw` must follow before the next.
         """
-        bucket = next(bucket for bucket in self._buckets if bucket.rows >= max(rows, len(requests)))
-        positions = [request.position for request in requests]
+        bucket = next(bucket for bucket in self._buckets if bucket.seats >= max(rows, len(requests)))
         adjust = Adjust.together(request.adjust for request in requests)
         has_logprobs = any(request.logprob_words for request in requests)
         outputs = bucket.outputs_with_logprobs if has_logprobs else bucket.outputs
         compute = self._streams.compute
-        self._upload(bucket, requests, positions)
+        self._upload(bucket, requests)
         if len(self._backed_up) == self._backup_steps:
             compute.wait(self._backed_up.popleft())
         plan = bucket.plans[self._number % len(bucket.plans)]
@@ -256,12 +282,15 @@ class Decoder:
             self._launch_forward_of(bucket, is_timed=is_timed)
         else:
             self._launch_bucket(begun, is_timed=is_timed)
-        backed_up, durable = self._swap.backup(plan, len(requests))
-        self._backed_up.append(backed_up)
-        self._undurable.append((durable, requests, progress))
+        self._back_up(plan, requests, progress)
         self._number += 1
         if not draws_later:
             self._download(begun)
+
+    def _back_up(self, plan: BackupPlan, requests: list[RunningRequest], progress: StepProgress) -> None:
+        backed_up, durable = self._swap.backup(plan, len(requests))
+        self._backed_up.append(backed_up)
+        self._undurable.append((durable, requests, progress))
 
     def withdraw(self, request: RunningRequest) -> None:
         """`request` draws nothing in the step whose draws are to come: its mask is late. The step is launched again."""
@@ -275,13 +304,19 @@ class Decoder:
         assert begun is not None
         self._streams.compute.wait(mask_ready)
         self._launch_draws(begun.bucket, begun.outputs, begun.adjust)
+        if begun.bucket.drafts is not None:  # the draft layer's rows follow the draws
+            plan = begun.bucket.plans[begun.number % len(begun.bucket.plans)]
+            self._backed_up.pop()
+            _, requests, progress = self._undurable.pop()
+            self._back_up(plan, requests, progress)
         self._download(begun)
 
     def _download(self, begun: _Begun) -> None:
         compute, number, requests = self._streams.compute, begun.number, begun.requests
         results = self._results[number % len(self._results)]
         counted = self._state if begun.counted else None
-        compute.launch("download", partial(results.download, begun.outputs, counted))
+        drafts = begun.bucket.drafts.counts if begun.bucket.drafts is not None else None
+        compute.launch("download", partial(results.download, begun.outputs, counted, drafts))
         if self._recorder is not None:
             compute.launch("download selections", partial(self._recorder.download, number, len(requests)))
         sampled = compute.record("sampled")
@@ -297,6 +332,7 @@ class Decoder:
                 number,
                 begun.at_s,
                 begun.undrawn,
+                begun.bucket.seats,
             )
         )
 
@@ -304,15 +340,27 @@ class Decoder:
         """The oldest step in flight. Blocks the host until its tokens are there."""
         step = self._launched.popleft()
         step.sampled.wait()
-        positions = step.progress.read([int(request not in step.undrawn) for request in step.requests])
+        accepted = self._accepted(step)
+        positions = step.progress.read(accepted)
         if self._recorder is not None:
             placements = [request.placement for request in step.requests]
             self._recorder.take(step.number, placements, [position + 1 for position in positions])
-        tokens = step.results.tokens[: len(step.requests)].unsqueeze(1).tolist()
+        by_seat = step.results.tokens[: self._seat_rows * step.seats].view(self._seat_rows, -1).T
+        tokens = [row[:count] for row, count in zip(by_seat[: len(step.requests)].tolist(), accepted, strict=True)]
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
         logprobs = step.results.logprobs[: len(step.requests)].numpy() if step.has_logprobs else None
         return StepTokens(step.requests, positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn)
+
+    def _accepted(self, step: _Launched) -> list[int]:
+        """Rows of each request that hold."""
+        if self._seat_rows == 1:
+            return [int(request not in step.undrawn) for request in step.requests]
+        counts: list[list[int]] = step.results.drafts[:, : len(step.requests)].tolist()
+        accepted, drafted, right = counts
+        self._counters.drafted_tokens += sum(drafted)
+        self._counters.accepted_tokens += sum(right)
+        return accepted
 
     def note_durable(self) -> Iterator[RunningRequest]:
         """Raise `durable_rows` as far as completions have been observed; yields the requests of those steps."""
@@ -341,6 +389,8 @@ class Decoder:
 
     def _launch_draws(self, bucket: _Bucket, outputs: StepOutputs, adjust: Adjust | None) -> None:
         self._runner.launch_sample(self._streams, self._sampler, bucket.batch, outputs, adjust)
+        if bucket.drafts is not None:
+            bucket.drafts.launch_verify(outputs)
 
     def _launch_part(
         self,
@@ -374,15 +424,13 @@ class Decoder:
     def _launch_forward(self, bucket: _Bucket) -> None:
         self._runner.launch_forward(self._streams, self._state, self._sampler, bucket.batch)
 
-    def _upload(self, bucket: _Bucket, requests: list[RunningRequest], positions: list[int]) -> None:
+    def _upload(self, bucket: _Bucket, requests: list[RunningRequest]) -> None:
         inputs = bucket.ring.next()
-        inputs.fill(
-            [request.seat for request in requests],
-            [position + 1 for position in positions],
-            [request.next_input() for request in requests],
-        )
+        inputs.fill(requests)
         self._streams.compute.launch("upload", partial(inputs.upload, bucket.inputs))
         bucket.ring.launched(self._streams.compute.record("inputs_consumed"))
+        if bucket.drafts is not None:
+            bucket.drafts.launch_begin()
 
 
 def batch_sizes(seats: int, *, deterministic: bool) -> list[int]:

@@ -50,6 +50,7 @@ from worker.group.agreement import Agreement, RoundKind, Wish, chunk_sizes
 from worker.group.group import Group
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
+from worker.loop.drafting import Drafting
 from worker.loop.grammars import MASK_WAIT_S, Grammars
 from worker.loop.output import Output
 from worker.loop.prefill import Prefill
@@ -59,7 +60,7 @@ from worker.loop.rounds import Rounds, next_chunks
 from worker.loop.seats import Seats, allocate_state, check_admit
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
-from worker.runners.base import GroupRunner, Runner, SamplerState, StepOutputs, prefix_unit_tokens
+from worker.runners.base import DraftRunner, GroupRunner, Runner, SamplerState, StepOutputs, prefix_unit_tokens
 from worker.streams import Streams
 from worker.transfer.handover import Outgoing
 from worker.transfer.layer_groups import LayerGroups
@@ -121,13 +122,17 @@ class Executor:
         self._lookahead = settings.lookahead_steps
         sampler = SamplerState.allocate(settings.seats, runner.info.vocab_size, settings.device)
         self._swap = Swap(streams, self.state, self.counters)
-        rows = StepRows()
+        rows = StepRows(settings.draft_tokens)
         parts = (runner, streams, self.state, sampler, self._swap)
         vocab = runner.info.vocab_size
+        drafting = (
+            Drafting(cast(DraftRunner, runner), streams, self.state, sampler, rows) if rows.draft_tokens else None
+        )
         self._decoder = Decoder(
             *parts,
             buckets=batch_sizes(settings.seats, deterministic=settings.deterministic),
             rows=rows,
+            drafting=drafting,
             lookahead=self._lookahead,
             keep_logits=keep_logits,
             timed_every=timed_every,
@@ -143,6 +148,7 @@ class Executor:
             chunk_tokens=settings.prefill_chunk_tokens,
             groups=self._groups,
             staging=self._note_staging,
+            drafts=rows.draft_tokens > 0,
             outputs=StepOutputs.allocate(
                 1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
             ),
@@ -159,6 +165,7 @@ class Executor:
             warm_start,
             self._groups,
             rows,
+            drafting,
             runner.info.eos_token_ids,
         )
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)

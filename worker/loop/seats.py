@@ -45,6 +45,7 @@ from worker.device.step_rows import StepRows
 from worker.loop.acceptance import RowProgress
 from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
+from worker.loop.drafting import Drafting
 from worker.loop.inputs import SeatTables, host_tensor
 from worker.loop.output import Output, held_back
 from worker.loop.sampler_seats import SamplerSeats
@@ -73,6 +74,7 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
         max_chunks=sizing.max_chunks,
         max_slab_pages=sizing.max_slab_pages,
         tail_slots=capacity.tail_slots,
+        seat_rows=StepRows(settings.draft_tokens).rows,
         host=host,
         device=settings.device,
     )
@@ -191,6 +193,7 @@ class Seats:
         warm_start: TopkBuffers,
         groups: LayerGroups,
         rows: StepRows,
+        drafting: Drafting | None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """`eos_token_ids` are the model's."""
@@ -199,6 +202,7 @@ class Seats:
         self.index_pages = Arena("index page", capacity.index_pages)
         self._sizing = sizing
         self._step_rows = rows.rows
+        self._drafting = drafting
         self._compute = streams.compute
         self._state = state
         self._samplers = SamplerSeats(streams.compute, sampler, eos_token_ids)
@@ -245,6 +249,10 @@ class Seats:
         self.swap_counts.open(request.seat)
         self._write_tables(request)
         self._samplers.set(request, admit.sampling)
+        if request.adjust is not None or request.logprob_words:
+            request.progress.step_rows = 1  # what a draw asks for depends on the draws before it
+        if self._drafting is not None:
+            self._drafting.open(request.seat, begins)
         if resumes:
             self._resume(request, admit.warm_start)
         elif admit.prefix_tokens:
