@@ -144,6 +144,7 @@ class FakeRunner:
         eos: tuple[int, ...] = (EOS,),
     ) -> None:
         self.geometry = geometry_of(groups)
+        self.layers = len(groups)
         self.info = ModelInfo(
             fingerprint="hash",
             name="hash",
@@ -170,23 +171,39 @@ class FakeRunner:
         layer_written: LayerWritten = no_listener,
         adjust: Adjust | None = None,
     ) -> None:
+        self.launch_model_chunk(streams, state, sampler, seat, tokens, start, outputs, layer_written, adjust)
+
+    def launch_model_chunk(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        seat: int,
+        tokens: Tensor,
+        start: int,
+        outputs: StepOutputs | None,
+        layer_written: LayerWritten,
+        adjust: Adjust | None,
+    ) -> _Chunk:
+        """What `launch_prefill_chunk` launches, of the model's own layers."""
         if self.poison is not None and int(sampler.seed[seat]) == self.poison:
             raise ValueError("a poisoned prompt")
         compute, chunk = streams.compute, _Chunk(seat, start, outputs.warm_start if outputs else None)
         compute.launch("prefill", partial(self._embed_prompt, chunk, tokens))
-        for layer in range(self.geometry.layers):
+        for layer in range(self.layers):
             compute.launch("prefill project", partial(self._project_prompt, chunk, state, layer))
             layer_written(layer)
             compute.launch("prefill attend", partial(self._attend_prompt, chunk, state, layer))
         if outputs is not None:
             draw_first = partial(self._first_token, chunk, sampler, start + len(tokens), outputs, adjust)
             compute.launch("first token", draw_first)
+        return chunk
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         loaded: dict[int, Fence] = {}
-        for layer, group in enumerate(self.geometry.group_of_layer):
+        for layer, group in enumerate(self.geometry.group_of_layer[: self.layers]):
             if layer == self.geometry.layers_of_group(group)[0]:
                 compute.launch("select", partial(self._select, scratch, state, batch, group))
                 selection = scratch.topk, batch, scratch.out_rows, scratch.plan
