@@ -1,11 +1,9 @@
-"""The hash runner with a draft layer. What it drafts is said by the test: right tokens or wrong ones, as it likes.
-
-The draft layer has rows, keys and a selection like the others, of hashes of the model's state and the token behind it.
-"""
+"""The hash runner with a draft layer: rows, keys and a selection like the other layers', of hashes of the model's state
+and the token behind it. Its drafts are hashes too: right ones are given by tests/support/drafting_rig.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from kernels.rows import write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, StepBatch, real_rows
-from tests.support.fakes.hash_runner import SHARED, FakeRunner, embed, geometry_of, keys_of, mix, rows_of
+from tests.support.fakes.hash_runner import SHARED, VOCAB, Chunk, FakeRunner, embed, geometry_of, keys_of, mix, rows_of
 from worker.runners.adjust import Adjust
 from worker.runners.base import DraftRows, LayerWritten, SamplerState, StepOutputs, no_listener
 from worker.runners.swapping import launch_swap_in
@@ -21,13 +19,12 @@ from worker.streams import Streams
 
 
 class DraftingFakeRunner(FakeRunner):
-    """`guess` gives the draft of a seat for a position; it runs when the operation does."""
+    """See worker/runners/base.py: DraftRunner."""
 
     def __init__(self, groups: Sequence[int] = SHARED, *, eos: tuple[int, ...] = ()) -> None:
         super().__init__(groups, eos=eos)
         self.layers = len(groups)
         self.geometry = geometry_of((*groups, groups[-1] + 1))
-        self.guess: Callable[[int, int], int] = lambda seat, position: 0
         self._outputs: dict[int, Tensor] = {}
 
     def launch_prefill_chunk(
@@ -62,7 +59,9 @@ class DraftingFakeRunner(FakeRunner):
         compute.launch("attend", partial(self._attend, scratch, state, self.layers))
         compute.launch("draft", partial(self._draft, len(batch.seats), batch, draft))
 
-    def _write_prompt(self, chunk, state, sampler, tokens, following) -> None:  # type: ignore[no-untyped-def]
+    def _write_prompt(
+        self, chunk: Chunk, state: DeviceState, sampler: SamplerState, tokens: Tensor, following: Tensor | None
+    ) -> None:
         behind = sampler.last_token[chunk.seat : chunk.seat + 1].long() if following is None else following
         hidden = mix(chunk.hidden + embed(torch.cat((tokens[1:], behind))))
         group = self.geometry.group_of_layer[self.layers]
@@ -78,9 +77,8 @@ class DraftingFakeRunner(FakeRunner):
 
     def _draft(self, rows: int, batch: StepBatch, draft: DraftRows) -> None:
         self._outputs[rows] = self._scratch[rows].hidden.clone()
-        real = real_rows(batch).tolist()
-        places = zip(batch.seats.tolist(), batch.lengths.tolist(), real, strict=True)
-        draft.tokens[:] = torch.tensor([self.guess(seat, length + 1) if it else -1 for seat, length, it in places])
+        drafts = (mix(self._outputs[rows]).abs() % VOCAB).int()
+        draft.tokens.copy_(drafts.masked_fill(~real_rows(batch), -1))
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+"""Decoding with drafts, right in any share of places: tokens are those of plain decoding, wherever a request is."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.messages import Finished
+from tests.support.drafting_rig import DraftRig, drafting_settings
+from tests.support.fakes.coordinator import Life
+from tests.support.fakes.drafting_runner import DraftingFakeRunner
+from tests.support.fakes.hash_runner import ALTERNATING
+from worker.streams import make_streams
+
+REQUESTS = ((100, 24), (70, 30), (9, 16))
+
+
+def decoded(rig: DraftRig, hot_slots: int) -> list[Life]:
+    lives = [rig.coordinator.create(number, *sizes, seed=number) for number, sizes in enumerate(REQUESTS)]
+    for life in lives:
+        assert rig.coordinator.admit(life, hot_slots)
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+    return lives
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "percent", "hot_slots", "lookahead"),
+    [(1, 100, 0, 0), (1, 50, 64, 1), (2, 100, 128, 1), (2, 0, 64, 1), (3, 60, 0, 1), (4, 50, 128, 0), (4, 100, 64, 1)],
+)
+def test_tokens_are_those_of_plain_decoding(draft_tokens: int, percent: int, hot_slots: int, lookahead: int) -> None:
+    rig = DraftRig(None, drafting_settings(draft_tokens, lookahead_steps=lookahead), percent)
+    decoded(rig, hot_slots)
+    counters = rig.executor.counters
+    assert (counters.accepted_tokens == 0) == (percent == 0)
+    if percent == 100 and hot_slots != 64:  # a buffer of top-k slots admits few drafts
+        assert counters.accepted_tokens > 0.5 * counters.drafted_tokens
+        assert counters.steps < 30 / draft_tokens**0.5
+
+
+def a_day(rig: DraftRig) -> None:
+    """Resident and managed buffers, resizes every way, keep and drop."""
+    coordinator = rig.coordinator
+    first, second, third = (
+        coordinator.create(number, *sizes, seed=number) for number, sizes in enumerate(((100, 20), (70, 16), (90, 14)))
+    )
+    assert coordinator.admit(first, 128)
+    assert coordinator.admit(second, 0)
+    assert coordinator.admit(third, 128)
+    rig.run_until(lambda: len(second.tokens) >= 3 and len(third.tokens) >= 2)
+    for life, leaving in ((second, "keep"), (third, "drop")):
+        if life.placement:
+            coordinator.withdraw(life, leaving)
+        rig.run_until(lambda life=life: not life.placement)  # type: ignore[misc]
+        assert life.outcome or coordinator.admit(life, 64)
+    for hot_slots in (0, 64):
+        rig.turn(2)
+        if first.placement:
+            coordinator.resize(first, hot_slots)
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+
+
+@pytest.mark.parametrize(("seed", "draft_tokens", "percent"), [(0, 1, 50), (1, 2, 100), (2, 3, 50), (3, 4, 80)])
+@pytest.mark.parametrize("backend", ["inline", "simulated"])
+def test_moves_and_orders_of_streams_change_no_token(backend: str, seed: int, draft_tokens: int, percent: int) -> None:
+    settings = drafting_settings(draft_tokens, lookahead_steps=seed % 2)
+    a_day(DraftRig(make_streams(backend, seed), settings, percent))
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_end_token_inside_a_draft_ends_the_output(lookahead: int) -> None:
+    plain = DraftRig(None, drafting_settings(2), 0)
+    tokens = list(plain.tokens_of(plain.coordinator.create(1, 90, 20)))
+    place = next(i for i in range(6, 20) if tokens[i] not in tokens[:i])
+    runner = DraftingFakeRunner(eos=(tokens[place],))
+    rig = DraftRig(None, drafting_settings(2, lookahead_steps=lookahead), 100, runner=runner)
+    life = rig.coordinator.create(1, 90, 20, ignore_eos=False)
+    assert rig.coordinator.admit(life, 128)
+    rig.run()
+    assert (life.outcome, life.tokens) == ("eos", tokens[: place + 1])
+    assert [it.generated_tokens for it in rig.coordinator.events if isinstance(it, Finished)] == [place + 1]
+    rig.check_end()
+
+
+def test_request_parks_once_its_pages_are_full_and_goes_on() -> None:
+    rig = DraftRig(None, drafting_settings(3), 60, ahead_tokens=0)
+    life = rig.coordinator.create(1, 60, 150)
+    assert rig.coordinator.admit(life, 64)
+    rig.run()
+    assert not rig.wrong()
+    assert rig.executor.counters.parked >= 2
+    rig.check_end()
+
+
+def test_requests_whose_draws_depend_on_each_other_take_one_row() -> None:
+    rig = DraftRig(None, drafting_settings(2), 100)
+    held = rig.coordinator.create(1, 40, 12, grammar=ALTERNATING)
+    told = rig.coordinator.create(2, 50, 12, logprobs=1)
+    free = rig.coordinator.create(3, 60, 20, seed=3)
+    for life in (held, told, free):
+        assert rig.coordinator.admit(life, 128)
+    rig.run()
+    assert not rig.wrong()
+    assert 0 < rig.executor.counters.drafted_tokens <= 2 * 20
+    rig.check_end()
