@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import pytest
 
 from protocol.messages import Finished
@@ -9,6 +11,8 @@ from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING
+from tests.worker.runners.test_drafting import pair_of
+from worker.runners.tiny import FAMILIES
 from worker.streams import make_streams
 
 REQUESTS = ((100, 24), (70, 30), (9, 16))
@@ -105,3 +109,34 @@ def test_requests_whose_draws_depend_on_each_other_take_one_row() -> None:
     assert not rig.wrong()
     assert 0 < rig.executor.counters.drafted_tokens <= 2 * 20
     rig.check_end()
+
+
+MODEL_REQUESTS = ((150, 0.0), (70, 0.9))
+
+
+def decode_model(rig: DraftRig, hot_slots: int) -> list[list[int]]:
+    """Greedy and sampled."""
+    for number, (prompt_tokens, temperature) in enumerate(MODEL_REQUESTS):
+        life = rig.coordinator.create(number, prompt_tokens, 16, seed=number, temperature=temperature)
+        assert rig.coordinator.admit(life, hot_slots)
+    rig.run()
+    rig.check_end()
+    return [life.tokens for life in rig.coordinator.lives]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_gives_the_tokens_of_plain_decoding(family: str) -> None:
+    """With drafts right in some places, and with those that random weights give."""
+    runner, sizes = pair_of(family).runner, {"prefill_chunk_tokens": 256, "host_mem": "16MiB", "device_mem": "16MiB"}
+    plain = decode_model(DraftRig(None, drafting_settings(0, **sizes), 0, runner=copy(runner)), 64)
+    for percent, hot_slots in ((70, 128), (None, 64)):
+        rig = DraftRig(
+            None,
+            drafting_settings(2, **sizes | {"prefill_chunk_tokens": 64}),
+            percent,
+            runner=copy(runner),
+            expected=lambda life: plain[life.number],
+        )
+        assert decode_model(rig, hot_slots) == plain
+        assert rig.executor.counters.drafted_tokens
+        assert rig.executor.counters.accepted_tokens or percent is None
