@@ -22,8 +22,9 @@ def model() -> None:
 @click.option("--topk", default=128, show_default=True, type=click.IntRange(1), help="Rows the indexer selects.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the random weights.")
 @click.option("--fp8", is_flag=True, help="Weights in block-FP8, in the layout of the published repositories.")
+@click.option("--predictable", is_flag=True, help="Output that the checkpoint's own draft layer mostly foretells.")
 @click.option("--force", is_flag=True, help="Overwrite an existing checkpoint.")
-def tiny(path: Path, family: str, topk: int, seed: int, fp8: bool, force: bool) -> None:
+def tiny(path: Path, family: str, topk: int, seed: int, fp8: bool, predictable: bool, force: bool) -> None:
     """Write a small random checkpoint at PATH, from the real configuration class of the family."""
     from hisparse.console.output import note
 
@@ -32,7 +33,7 @@ def tiny(path: Path, family: str, topk: int, seed: int, fp8: bool, force: bool) 
     except ModuleNotFoundError as error:
         raise _lacks(error) from error
     _prepare(path, force)
-    write_tiny_checkpoint(path, family=family, seed=seed, index_topk=topk, fp8=fp8)
+    write_tiny_checkpoint(path, family=family, seed=seed, index_topk=topk, fp8=fp8, predictable=predictable)
     note(f"{family} checkpoint written to {path}; serve it with: hisparse up --model {path}")
 
 
@@ -60,7 +61,8 @@ def synth(
     """Write a repository at PATH with the published shapes and layout, fewer layers, and random weights.
 
     Its output means nothing; loading, sizes and speed are those of the published model's layers. One layer of
-    DeepSeek-V3.2 takes 0.6 GB without experts and 11.5 GB with them, embeddings and output head 3.7 GB.
+    DeepSeek-V3.2 takes 0.6 GB without experts and 11.5 GB with them, embeddings and output head 3.7 GB. The draft
+    layer, one with experts, comes on top.
     """
     from hisparse.console.output import note, size_text
     from protocol.byte_sizes import parse_size

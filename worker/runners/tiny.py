@@ -16,6 +16,12 @@ steps, may be the very one that a head attends to. The weights here are random t
 | selections overlap from step to step   | embeddings share a component, and queries follow it more than the rest    |
 | the k-th index score has no exact tie  | head weights are positive through it: scores sum relus that are not all 0 |
 
+The draft layer attends as the first layers do: it copies the attention of the *leading* layer, the last that uses the
+first selection, with the indexer of the first. It sees the tokens one place on, and so foretells what the leading layer
+will add to the next state, and nothing else. In a `predictable` checkpoint the other layers, and all MLPs, add
+PREDICTABLE_GAIN of what they add else, and most drafts are right. The draft layer's own weights are drawn behind all of
+the model's, which are the same with and without it.
+
 Measured with seeds 0 to 2 on prompts of 2,000 to 4,500 tokens of text, 128 new tokens, a hot buffer of 1/8 of the
 context: 30 to 60 distinct tokens, hit rates of 0.35 to 0.49, gaps between the two best logits 0.3 in the median. Logits
 of absorbed decoding and of the library's generate() differ by 5e-6 in the median and 2e-4 at most.
@@ -37,6 +43,7 @@ from kernels.block_weight import BlockFp8
 from protocol.errors import ConfigError
 from worker.runners.tiny_template import TEMPLATES
 from worker.weights.layout import EXPERT, TensorSpec, tensors_of
+from worker.weights.model import append_draft_layer
 from worker.weights.writing import quantize_blocks, write_repository
 
 FAMILIES: Final = ("deepseek-v3.2", "glm-5")
@@ -60,6 +67,11 @@ HEAD_WEIGHT_OWN: Final = 0.2
 LAYER_GAIN: Final = 0.5
 FOLLOWED_GAIN: Final = 0.2
 LOGIT_NORM: Final = 2.0
+#: Of a predictable checkpoint: what attention, unless its layer leads, and any MLP add, in parts of what they add else.
+PREDICTABLE_GAIN: Final = 0.1
+#: Share of the hidden state in what the draft layer reads, beside the token's embedding; and of its experts.
+DRAFT_STATE_GAIN: Final = 0.03
+DRAFT_EXPERT_GAIN: Final = 0.05
 #: Random tokens whose final states say what all of them share.
 CALIBRATION_TOKENS: Final = 1_024
 
@@ -82,12 +94,13 @@ def write_tiny_checkpoint(
     fp8: bool = False,
     powers_of_two: bool = False,
     experts: int = EXPERTS,
+    predictable: bool = False,
 ) -> None:
-    """Write config.json, generation_config.json, tokenizer_config.json with a chat template, and model.safetensors, 9
-    MB in float32. Raises ConfigError.
+    """Write config.json, generation_config.json, tokenizer_config.json with a chat template, and model.safetensors, 13
+    MB in float32, the draft layer among it. Raises ConfigError.
 
     `fp8`: in the layout of published FP8 repositories, and with widths that make several blocks, ragged ones too;
-    `powers_of_two`: with scales as `scale_fmt` ue8m0 has them.
+    `powers_of_two`: with scales as `scale_fmt` ue8m0 has them. `predictable`: of a model whose drafts are mostly right.
     """
     if family not in FAMILIES:
         raise ConfigError("unknown family", field="family", value=family, remedy=f"use one of {', '.join(FAMILIES)}")
@@ -96,7 +109,9 @@ def write_tiny_checkpoint(
 
     config = tiny_config(family, index_topk, context_max_tokens, n_routed_experts=experts, **(RAGGED if fp8 else {}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    _shape(model, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    _shape(model, generator, predictable=predictable)
+    _add_draft_layer(model, generator)
     _write_template(Path(path), family)
     if fp8:
         _write_fp8(Path(path), model, powers_of_two=powers_of_two)
@@ -188,7 +203,7 @@ class _Weights:
 
 def _write_fp8(path: Path, model: Any, *, powers_of_two: bool) -> None:
     about = json.loads(model.config.to_json_string(use_diff=False))
-    source, specs = _Weights(model, powers_of_two=powers_of_two), tensors_of(model.config)
+    source, specs = _Weights(model, powers_of_two=powers_of_two), tensors_of(model.config, draft_layer=True)
     # Several shards, as published: a weight and its scales may lie in two of them.
     write_repository(
         path, about, specs, source, fp8=True, dtype=torch.float32, powers_of_two=powers_of_two, shard_bytes=1 << 20
@@ -196,7 +211,7 @@ def _write_fp8(path: Path, model: Any, *, powers_of_two: bool) -> None:
     model.generation_config.save_pretrained(path)
 
 
-def _shape(model: Any, generator: torch.Generator) -> None:
+def _shape(model: Any, generator: torch.Generator, *, predictable: bool) -> None:
     """All weights of `model`, in place."""
 
     def normal(*shape: int) -> Tensor:
@@ -217,6 +232,8 @@ def _shape(model: Any, generator: torch.Generator) -> None:
             _shape_indexer(layer.self_attn, common, model.config.model_type)
         else:
             _follow(layer.self_attn, anchor)
+    if predictable:
+        _let_one_layer_lead(model.model.layers)
     _shape_head(model, common, generator)
 
 
@@ -262,6 +279,37 @@ def _follow(attention: Any, anchor: Any) -> None:
     for name, weight in anchor.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             weight.mul_(FOLLOWED_GAIN)
+
+
+def _leading(layers: Any) -> int:
+    """The last layer of the first selection, whose attention the draft layer copies."""
+    anchors = [number for number, layer in enumerate(layers) if layer.self_attn.indexer is not None]
+    return anchors[1] - 1
+
+
+def _let_one_layer_lead(layers: Any) -> None:
+    for number, layer in enumerate(layers):
+        for name, weight in layer.named_parameters():
+            if "down_proj" in name or ("o_proj" in name and number != _leading(layers)):
+                weight.mul_(PREDICTABLE_GAIN)
+
+
+def _add_draft_layer(model: Any, generator: torch.Generator) -> None:
+    """See the head of this file."""
+    model.config.num_nextn_predict_layers = 1
+    append_draft_layer(model)
+    layers, hidden = model.model.layers, model.config.hidden_size
+    layer, copied = layers[-1], layers[_leading(layers)].self_attn.state_dict()
+    layer.to_empty(device="cpu").requires_grad_(False)
+    for name, weight in sorted(layer.state_dict().items()):
+        if weight.dim() < 2:
+            weight.fill_(float(name.endswith("norm.weight")))
+            continue
+        gain = DRAFT_EXPERT_GAIN if "down_proj" in name else 1.0
+        weight.copy_(torch.randn(weight.shape, generator=generator) * (gain / math.sqrt(weight.shape[-1])))
+    layer.self_attn.load_state_dict(layers[0].self_attn.state_dict() | copied)
+    layer.eh_proj.weight[:, hidden:] *= DRAFT_STATE_GAIN
+    layer.eh_proj.weight[:, :hidden] = torch.eye(hidden)
 
 
 def _shape_head(model: Any, common: Tensor, generator: torch.Generator) -> None:

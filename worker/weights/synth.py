@@ -37,7 +37,8 @@ def write_synthetic(
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write a repository of `layers` layers, `experts` routed experts (0: as published); returns its tensors' bytes.
+    """Write a repository of `layers` layers and the draft layer, `experts` routed experts (0: as published); returns
+    its tensors' bytes. Embedding and head are not written twice, as some publish them.
 
     Raises ConfigError for a family that is not served, or sizes that its configuration refuses.
     """
@@ -47,7 +48,7 @@ def write_synthetic(
     return write_repository(
         Path(path),
         about,
-        tensors_of(config),
+        tensors_of(config, draft_layer=True),
         source,
         fp8=fp8,
         powers_of_two=powers_of_two,
@@ -65,7 +66,7 @@ def published_config(family: str, *, layers: int = 0, experts: int = 0) -> Any:
     if family not in FAMILIES:
         raise ConfigError("unknown family", field="family", value=family, remedy=f"use one of {', '.join(FAMILIES)}")
     kind = DeepseekV32Config if family == "deepseek-v3.2" else GlmMoeDsaConfig
-    wanted = {"num_hidden_layers": layers, "n_routed_experts": experts}
+    wanted = {"num_hidden_layers": layers, "n_routed_experts": experts, "num_nextn_predict_layers": 1}
     chosen = {name: value for name, value in wanted.items() if value}
     if experts:
         groups = math.gcd(kind().n_group, experts)

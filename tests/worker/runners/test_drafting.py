@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from tests.support import runner_rig
 from tests.support.runner_rig import Rig
 from worker.runners.checkpoint import geometry_of
 from worker.runners.sampling import sample
-from worker.runners.tiny import FAMILIES, tiny_config
+from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
-from worker.weights.model import append_draft_layer
+from worker.weights.model import append_draft_layer, load_model
+from worker.weights.quantization import Quantization
 
 TOPK = 32
 PROMPT, STEPS = 150, 6
@@ -33,10 +35,6 @@ class Pair:
     model: Any
     theirs: Any
     runner: TransformersRunner
-
-    @property
-    def layer(self) -> Any:
-        return self.model.model.layers[self.model.config.num_hidden_layers]
 
 
 class _HiddenAlone(nn.Module):
@@ -56,33 +54,39 @@ class _HiddenAlone(nn.Module):
 def pair_of(family: str) -> Pair:
     """Unshaped random weights; loaded from no file."""
     from transformers import AutoModelForCausalLM
-    from transformers.modeling_layers import MtpModel
 
     config = tiny_config(family, TOPK, 1_024)
     config.num_nextn_predict_layers = 1
-    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["indexed_attention"], ["sparse"]
     config.index_n_heads = 12  # few heads make exact ties at a score of zero, which the library breaks arbitrarily
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
-    theirs = MtpModel(model.requires_grad_(False), 1).eval().requires_grad_(False)
-    append_draft_layer(model)
+    append_draft_layer(model.requires_grad_(False))
     model.model.layers[-1].to_empty(device="cpu").requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for name, weight in sorted(model.state_dict().items()):
         spread = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.2 * ("norm" in name)
         weight.copy_(torch.randn(weight.shape, generator=generator) * spread + (name.endswith("norm.weight")))
-    _copy_to_library(model.model.layers[-1], theirs.layers[0])
     info = ModelInfo("", "drafting", 1_024, config.vocab_size, 4, TOPK, (), "bytes", "")
     geometry = geometry_of(config, "float32", draft_layer=True)
-    return Pair(model, theirs, TransformersRunner(model, info, geometry))
+    return Pair(model, of_library(model), TransformersRunner(model, info, geometry))
 
 
-def _copy_to_library(layer: Any, theirs: Any) -> None:
-    ours = dict(layer.state_dict())
-    for name, weight in theirs.state_dict().items():
+def of_library(model: Any) -> Any:
+    """The library's MtpModel over `model`, with the weights of its draft layer."""
+    from transformers.modeling_layers import MtpModel
+
+    config = model.config
+    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["indexed_attention"], ["sparse"]
+    shared = [(it.weight, it.weight.clone()) for it in (model.model.embed_tokens, model.lm_head)]
+    theirs = MtpModel(model, 1).eval().requires_grad_(False)
+    for weight, kept in shared:  # which the library draws anew
+        weight.copy_(kept)
+    layer, ours = theirs.layers[0], dict(model.model.layers[-1].state_dict())
+    for name, weight in layer.state_dict().items():
         source = "shared_head.norm.weight" if name == "post_norm.weight" else name.removeprefix("mtp_block.")
         weight.copy_(ours.pop(source))
     assert not ours
-    theirs.mtp_block = _HiddenAlone(theirs.mtp_block)
+    layer.mtp_block = _HiddenAlone(layer.mtp_block)
+    return theirs
 
 
 def outputs_of_library(pair: Pair, hidden: Tensor, following: Tensor) -> Tensor:
@@ -144,6 +148,21 @@ def test_drafts_of_steps_are_those_of_the_library(
             torch.testing.assert_close(draft.logits[seat], wanted_logits(pair, known[seat]), **CLOSE)
         assert draft.tokens.tolist() == draft.logits.argmax(-1).tolist()
     assert not rig.state.tripwires.any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_of_an_fp8_checkpoint_are_those_of_its_decoded_weights(tmp_path: Path, family: str) -> None:
+    """FP8 is kept in ours, and decoded for the library's."""
+    write_tiny_checkpoint(tmp_path, family, index_topk=TOPK, fp8=True, powers_of_two=family == "glm-5")
+    decoded = load_model(tmp_path, Quantization(), dtype=torch.float32, draft_layer=True)
+    runner = TransformersRunner.load(tmp_path, draft_tokens=1, keeps_fp8=True)
+    pair = Pair(decoded, of_library(decoded), runner)
+    rig, known = opened(pair, hot_slots=64)
+    for _ in range(2):
+        draft = rig.draft([0, 1], stepped(rig, known))
+    assert draft.logits is not None
+    for seat in range(2):
+        torch.testing.assert_close(draft.logits[seat], wanted_logits(pair, known[seat]), **CLOSE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,6 +11,8 @@ import torch
 
 from protocol.errors import ConfigError
 from worker.weights.layout import DIMENSIONS, EXPERT, ExpertShare, is_of_mtp, tensors_of, weights_bytes
+from worker.weights.model import append_draft_layer, empty_model
+from worker.weights.shares import rank_bytes
 from worker.weights.synth import published_config
 
 FAMILIES = ("deepseek-v3.2", "glm-5")
@@ -45,6 +47,49 @@ def test_layers_that_share_a_selection_have_no_indexer() -> None:
     config.indexer_types = ["full", "shared", "full", "shared"]
     layers = {int(it.name.split(".")[2]) for it in tensors_of(config) if ".indexer." in it.name}
     assert layers == {0, 2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_draft_layer_is_that_of_the_librarys_modules(family: str) -> None:
+    config = published_config(family, layers=5, experts=16)
+    with torch.device("meta"):
+        model = empty_model(config, torch.bfloat16)
+    append_draft_layer(model)
+    prefix, wanted = "model.layers.5.", model.model.layers[5].state_dict()
+    specs = {it.name.removeprefix(prefix): it for it in tensors_of(config, draft_layer=True) if prefix in it.name}
+    plain = {name: it.shape for name, it in specs.items() if ".experts." not in name}
+    assert plain == {name: tuple(it.shape) for name, it in wanted.items() if ".experts." not in name}
+    assert len(specs) - len(plain) == 3 * 16
+    assert not specs["eh_proj.weight"].converts
+    assert specs["self_attn.indexer.wk.weight"].converts
+
+
+@pytest.mark.parametrize(("family", "billions"), [("deepseek-v3.2", 11.6), ("glm-5", 10.0)])
+def test_published_draft_layers_have_the_stated_parameters(family: str, billions: float) -> None:
+    config = published_config(family)
+    drafting, plain = ({it.name: prod(it.shape) for it in tensors_of(config, draft_layer=it)} for it in (True, False))
+    assert (sum(drafting.values()) - sum(plain.values())) / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_weights_of_the_draft_layer_are_counted_when_asked(on_gpu: bool) -> None:
+    config, rank = published_config("deepseek-v3.2"), ExpertShare(32, 32)
+    plain, drafting = (
+        weights_bytes(config, "bfloat16", BLOCK, on_gpu=on_gpu, experts=rank, draft_layer=it) for it in (False, True)
+    )
+    held = {name: size - plain[name] for name, size in drafting.items()}
+    experts = 3 * 33 * 2048 * 7168  # with the shared one
+    attention = 1536 * 7168 + 24576 * 1536 + 576 * 7168 + 7168 * 16384 + 8192 * 1536 + 128 * 7168
+    halves = 32768 * 512
+    plain_values = 2 * 7168 * 7168 + 256 * 7168 + 64 * 7168 + 5 * 7168 + 1536 + 512 + 2 * 128
+    if on_gpu:
+        assert held["float8_e4m3fn"] == experts + attention
+        assert held["bfloat16"] == 2 * (halves + plain_values)
+    else:
+        assert held["bfloat16"] == 2 * (experts + attention + 2 * halves + plain_values)
+    ranks = [rank_bytes(config, "bfloat16", BLOCK, 8, 512, draft_layer=it).weights for it in (False, True)]
+    if on_gpu:
+        assert sum(ranks[1].values()) - sum(ranks[0].values()) == sum(held.values())
 
 
 @pytest.mark.parametrize(("family", "billions"), [("deepseek-v3.2", 671.9), ("glm-5", 743.9)])

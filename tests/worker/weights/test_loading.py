@@ -13,14 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from protocol.errors import ConfigError
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
-from worker.weights import reading
-from worker.weights.layout import EXPERT, ExpertShare, weights_bytes
+from worker.runners.checkpoint import geometry_of, read_dimensions
+from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
+from worker.weights import reading, synth
+from worker.weights.layout import EXPERT, ExpertShare, is_of_mtp, weights_bytes
 from worker.weights.model import held_bytes, load_model
 from worker.weights.modules import BlockExperts, BlockLinear
 from worker.weights.quantization import read_quantization
 from worker.weights.shards import INDEX, Shards
 from worker.weights.writing import quantize_blocks
+
+NORM = "model.norm.weight"
+Q_A = "model.layers.1.self_attn.q_a_proj.weight"
 
 
 @pytest.fixture(scope="session")
@@ -158,7 +162,7 @@ def test_a_rank_reads_and_holds_the_bytes_of_its_share(
         needed = {
             name: located.tensor.end - located.tensor.begin
             for name, located in shards.tensors.items()
-            if not (it := EXPERT.match(_scale_or(name))) or int(it[2]) in share
+            if (not (it := EXPERT.match(_scale_or(name))) or int(it[2]) in share) and not is_of_mtp(name, 4)
         }
     assert read == needed
 
@@ -223,17 +227,94 @@ def test_power_of_two_scales_load_from_either_dtype(tmp_path: Path, dtype: torch
     assert all(torch.equal(found[name], it) for name, it in wanted.items())
 
 
-def test_mtp_tensors_and_rotary_tables_are_left_unread(copied: Path) -> None:
-    name = "model.norm.weight"
-    extra = ("model.layers.4.eh_proj.weight", "model.layers.4.embed_tokens.weight", "model.rotary_emb.inv_freq")
-    rewrite(copied, name, lambda tensors: tensors.update({it: torch.zeros(3) for it in extra}))
-    index = json.loads((copied / INDEX).read_text())
-    index["weight_map"] |= dict.fromkeys(extra, index["weight_map"][name])
-    (copied / INDEX).write_text(json.dumps(index))
+def add(path: Path, *names: str) -> None:
+    """Store tensors of these names beside the final norm."""
+    file = rewrite(path, NORM, lambda tensors: tensors.update({it: torch.zeros(3) for it in names}))
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"] |= dict.fromkeys(names, file.name)
+    (path / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("draft_layer", [False, True])
+def test_what_the_draft_layer_shares_and_rotary_tables_are_left_unread(copied: Path, draft_layer: bool) -> None:
+    add(copied, "model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
+    add(copied, "model.rotary_emb.inv_freq")
+    model = load(copied, draft_layer=draft_layer)
+    assert len(model.model.layers) == 4 + draft_layer
+
+
+DRAFT = "model.layers.4"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        (f"{DRAFT}.hnorm.weight", None, rf"lacks {DRAFT}\.hnorm\.weight"),
+        (f"{DRAFT}.eh_proj.weight", torch.zeros(160, 160), rf"{DRAFT}\.eh_proj\.weight is \[160, 160\], and"),
+        (f"{DRAFT}.enorm.weight", torch.zeros(160, dtype=torch.int8), rf"{DRAFT}\.enorm\.weight is stored as I8"),
+    ],
+)
+def test_a_wrong_draft_layer_is_refused_where_it_is_asked_for(
+    copied: Path, name: str, change: Tensor | None, match: str
+) -> None:
+    rewrite(copied, name, lambda tensors: tensors.pop(name) if change is None else tensors.update({name: change}))
+    if change is None:
+        index = json.loads((copied / INDEX).read_text())
+        del index["weight_map"][name]
+        (copied / INDEX).write_text(json.dumps(index))
     load(copied)
+    with pytest.raises(ConfigError, match=match):
+        load(copied, draft_layer=True)
 
 
-Q_A = "model.layers.1.self_attn.q_a_proj.weight"
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_synthetic_repository_has_a_draft_layer(
+    tmp_path: Path, family: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the published configuration, in the widths of a tiny one."""
+    config = synth.published_config(family, layers=4, experts=32)
+    assert config.num_nextn_predict_layers == 1
+    small = tiny_config(family, 64, 2_048)
+    small.num_nextn_predict_layers = config.num_nextn_predict_layers
+    monkeypatch.setattr(synth, "published_config", lambda *_, **__: small)
+    synth.write_synthetic(tmp_path, family, layers=4, fp8=fp8)
+    stored = index_of(tmp_path)
+    assert (f"{DRAFT}.self_attn.q_a_proj.weight_scale_inv" in stored) == fp8
+    assert f"{DRAFT}.eh_proj.weight_scale_inv" not in stored
+    model = load(tmp_path, draft_layer=True)
+    assert model.model.layers[4].mlp.experts.down_proj.std() > 0
+    dimensions = read_dimensions(tmp_path)
+    counts = [geometry_of(dimensions, "bfloat16", draft_layer=it).layers for it in (False, True)]
+    assert counts == [4, 5]
+
+
+@pytest.mark.parametrize("name", [f"{DRAFT}.strange.weight", "model.layers.5.eh_proj.weight"])
+def test_a_tensor_that_no_draft_layer_has_is_refused_where_it_is_asked_for(copied: Path, name: str) -> None:
+    add(copied, name)
+    load(copied)
+    with pytest.raises(ConfigError, match=f"holds {name}, which a deepseek_v32 of this config.json does not have"):
+        load(copied, draft_layer=True)
+
+
+@pytest.mark.parametrize("keeps_fp8", [False, True])
+def test_a_share_of_the_draft_layer_is_read_alone(quantized: Path, keeps_fp8: bool) -> None:
+    share = ExpertShare(8, 4)
+    model = load(quantized, experts=share, draft_layer=True, keeps_fp8=keeps_fp8, dtype=torch.bfloat16)
+    whole = load(quantized, draft_layer=True, keeps_fp8=keeps_fp8, dtype=torch.bfloat16)
+    ours, theirs = (it.model.layers[4].mlp.experts for it in (model, whole))
+    if keeps_fp8:
+        assert isinstance(ours, BlockExperts)
+        codes = [it.down.values.view(torch.uint8) for it in (ours, theirs)]
+        assert torch.equal(codes[0], codes[1][8:12])
+    else:
+        assert torch.equal(ours.down_proj, theirs.down_proj[8:12])
+    config = model.config
+    block = (128, 128)
+    wanted = dict(weights_bytes(config, "bfloat16", block, on_gpu=keeps_fp8, experts=share, draft_layer=True))
+    if not keeps_fp8:  # absorbed halves are made later
+        wanted["bfloat16"] -= 5 * 4 * (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank * 2
+    assert held_bytes(model) == wanted
 
 
 def _without(name: str) -> Callable[[dict[str, Tensor]], None]:
