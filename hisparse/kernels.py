@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 __all__ = [
     "PAGE_TOKENS",
+    "SEAT_ROWS_MAX",
     "SLOTS_MAX",
     "TAIL_SLOTS_MAX",
     "TOPK_MAX",
@@ -102,7 +103,15 @@ if TYPE_CHECKING:
     )
     from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, Tripwire
     from kernels.swap_in import replay_misses, swap_in
-    from protocol.units import PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX, TOPK_MAX, managed_chunks, pages_for
+    from protocol.units import (
+        PAGE_TOKENS,
+        SEAT_ROWS_MAX,
+        SLOTS_MAX,
+        TAIL_SLOTS_MAX,
+        TOPK_MAX,
+        managed_chunks,
+        pages_for,
+    )
 else:
     from hisparse.lazy import attributes as _attributes
     from protocol.errors import ConfigError as _ConfigError
@@ -124,7 +133,7 @@ else:
         "kernels.seat": "clear_seat grow_managed hold_tokens init_managed init_resident latest_tokens shrink_managed",
         "kernels.state": "BackupPlan DeviceState MissPlan StepBatch Tripwire",
         "kernels.swap_in": "replay_misses swap_in",
-        "protocol.units": "PAGE_TOKENS SLOTS_MAX TAIL_SLOTS_MAX TOPK_MAX managed_chunks pages_for",
+        "protocol.units": "PAGE_TOKENS SEAT_ROWS_MAX SLOTS_MAX TAIL_SLOTS_MAX TOPK_MAX managed_chunks pages_for",
     }
     _get, __dir__ = _attributes(__name__, _HOMES)
 

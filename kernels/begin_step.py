@@ -15,6 +15,7 @@ token that the model most probably reads again.
 Where a state's seats bring R > 1 rows (docs/architecture.md: "Speculative decoding: kernels"), a seat's rows are placed
 one after the other. A slot of the seat that holds position p already, since p was written and rejected, becomes (or
 stays) the tail slot of place r as it is; a slot at place r that holds another token retires, and nothing is evicted.
+If place r was unset, slot H+r is an ordinary one from then on, and the seat's eviction queue begins anew.
 
 A row retires once it cannot be rejected any more, and its last write is backed up. A step begins at most R positions
 behind the one before. So position p - T, which the last row of a step retires, lies more than j R positions before the
@@ -40,7 +41,7 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     placed stays as it was. On CUDA it also leaves the seats' tables by row in `batch.opened`: until the step ends they
     must not change.
 
-    Where state.seat_rows is above 1 it first fills `seats` and `lengths` of turns from 1 on. Row j of a seat has the
+    Where state.seat_rows is above 1 it first fills `seats` and `lengths` at depths from 1 on. Row j of a seat has the
     length of row 0 and j, and is no row (length 0) if its position is not below `state.granted_rows`. Padding is
     no row either, nor is any row of a seat that trips Tripwire.SEAT, which counts once. `batch.rejected` is 0 for rows
     that were placed, 1 elsewhere. Raises BadInput before any change.

@@ -115,7 +115,8 @@ def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) ->
 
 
 def clear_seat(state: DeviceState, seat: int) -> None:
-    """Empties the seat: tables unset, counters zero. Rows and slot maps in its former chunks and pages are void."""
+    """Empties the seat: tables unset, counters zero, granted_rows without limit. Rows and slot maps in its former
+    chunks and pages are void."""
     check_number("seat", seat, state.seats)
     in_torch.clear_seat(state, seat)
 

@@ -178,10 +178,10 @@ class DeviceState:
 class StepBatch:
     """Inputs and addresses of one decode step of up to S requests; filled by an upload op, then by begin_step.
 
-    A seat appears once, with `seat_rows` = R rows at consecutive positions. Its rows lie turn by turn: row `j * S + i`
-    is row j of the i-th seat, B = R * S. Seats at or beyond `num_real` are padding. Where the state's seat_rows is 1,
-    begin_step changes none of the inputs; elsewhere rows 0..S-1 of `seats` and `lengths` are inputs, and begin_step
-    fills the rest and leaves length 0 wherever there is no row.
+    A seat appears once, with `seat_rows` = R rows at consecutive positions: its depths 0..R-1. Rows lie depth by depth:
+    row `j * S + i` is row j of the i-th seat, B = R * S. Seats at or beyond `num_real` are padding. Where the state's
+    seat_rows is 1, begin_step changes none of the inputs; elsewhere rows 0..S-1 of `seats` and `lengths` are inputs,
+    and begin_step fills the rest and leaves length 0 wherever there is no row.
     """
 
     seats: Tensor  # int32[B], -1 padding
@@ -217,13 +217,13 @@ class StepBatch:
             seat_rows=seat_rows,
         )
 
-    def turns(self) -> list[slice]:
-        """The rows of each turn, in order of position."""
+    def depths(self) -> list[slice]:
+        """The rows of each depth, in order of position."""
         seats = self.seats.shape[0] // self.seat_rows
-        return [slice(turn * seats, (turn + 1) * seats) for turn in range(self.seat_rows)]
+        return [slice(depth * seats, (depth + 1) * seats) for depth in range(self.seat_rows)]
 
-    def turn(self, rows: slice) -> Self:
-        """The batch that is one of `turns` of this one, by views; `size` and `new_rows` stay those of all rows."""
+    def at_depth(self, rows: slice) -> Self:
+        """The batch of the rows that are one of `depths`, by views; `size` and `new_rows` stay those of all rows."""
         return replace(
             self,
             seats=self.seats[rows],
@@ -272,8 +272,8 @@ class MissPlan:
         device_row, host_page, host_offset = (_unset(batch, k, device=device) for _ in range(3))
         return cls(device_row, host_page, host_offset, torch.zeros(batch, dtype=torch.int32, device=device))
 
-    def turn(self, rows: slice) -> Self:
-        """The plan of one turn of a step, by views."""
+    def at_depth(self, rows: slice) -> Self:
+        """The plan of the rows that are one of `depths`, by views."""
         return replace(
             self,
             device_row=self.device_row[rows],

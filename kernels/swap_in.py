@@ -8,8 +8,8 @@ Contract, the same for every backend:
   * Resident seats read the chunk table alone. Managed seats look tokens up in `slot_of`; absent tokens are loaded from
     host memory into the slots of LRU victims (kernels.lru). Tail slots and slots used by this step are never victims.
     With H >= k there is a victim for every miss; without one the entry is -1 and counts Tripwire.VICTIMS.
-  * Rows of a seat are resolved turn by turn, in order of position: what an earlier row of the step found or loaded is
-    a hit and no victim. A row of a turn behind the first whose distinct misses outnumber the slots that may be evicted
+  * Rows of a seat are resolved depth by depth, in order of position: what an earlier row of the step found or loaded is
+    a hit and no victim. A row behind depth 0 whose distinct misses outnumber the slots that may be evicted
     loads nothing: its misses give -1, its hits count and stay, `batch.rejected` is 1, and no tripwire counts.
   * A duplicate gets the row of its first occurrence, and is loaded once. `misses` counts what is loaded, `hits` every
     other entry that gets a row: together, the entries that do.
@@ -38,7 +38,7 @@ def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_
 
     `plan` receives the copies for replay_misses. `batch` as begin_step left it. Changes slot_of,
     slot_token, stamp, eviction queue, hits, misses of `group`, rows of its anchor layer, and `batch.rejected` of rows
-    behind the first turn that did not fit; nothing else. Raises BadInput before any change when a tensor does not fit.
+    behind depth 0 that did not fit; nothing else. Raises BadInput before any change when a tensor does not fit.
     """
     check_swap_in(state, group, topk, batch, out_rows, plan)
     backend(state, __name__).swap_in(state, group, topk, batch, out_rows, plan)

@@ -1,7 +1,7 @@
 """begin_step on CUDA: the contract of kernels/begin_step.py, launched on the current stream as two kernels.
 
-The second one is launched once for each turn, since a turn's victims depend on what the turn before retired: on
-addresses that begin with the turn's rows. Entries by group lie as far apart as those of the whole batch.
+The second one is launched once for each depth, since victims at one depth depend on what the depth before retired: on
+addresses that begin with the rows at that depth. Entries by group lie as far apart as those of the whole batch.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
         seat_rows=batch.seat_rows,
     )
     stream = stream_of(state)
-    turn_rows = rows // batch.seat_rows
-    grid = (-(-turn_rows // OPEN_THREADS), 1)
+    step_seats = rows // batch.seat_rows
+    grid = (-(-step_seats // OPEN_THREADS), 1)
     begin_step_of(state, "open_rows").launch(grid, block, stream, threads=OPEN_THREADS)
-    grid = (turn_rows, state.geometry.groups + 1)  # blocks of the last one write batch.opened
+    grid = (step_seats, state.geometry.groups + 1)  # blocks of the last one write batch.opened
     rotate_tail = begin_step_of(state, "rotate_tail")
-    for turn in batch.turns():
-        rotate_tail.launch(grid, _of_turn(block, batch, turn.start), stream, threads=structures.ROTATE_THREADS)
+    for depth in batch.depths():
+        rotate_tail.launch(grid, _of_depth(block, batch, depth.start), stream, threads=structures.ROTATE_THREADS)
 
 
-def _of_turn(block: structures.BeginStep, batch: StepBatch, first: int) -> structures.BeginStep:
-    """`block` as rotate_tail takes it, for the turn that begins with row `first`."""
+def _of_depth(block: structures.BeginStep, batch: StepBatch, first: int) -> structures.BeginStep:
+    """`block` as rotate_tail takes it, for the depth that begins with row `first`."""
     block = structures.BeginStep.from_buffer_copy(block)
     block.batch.seats += first * batch.seats.element_size()
     block.batch.lengths += first * batch.lengths.element_size()

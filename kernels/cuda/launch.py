@@ -70,7 +70,7 @@ def begin_step_of(state: DeviceState, name: str) -> Kernel:
 def swap_in_of(state: DeviceState, ranks: int, *, draft: bool = False) -> Kernel:
     """swap_in for `ranks` blocks per request, one of RANKS. A kernel of its own for each: instructions bound it.
 
-    `draft`: for turns behind the first.
+    `draft`: for rows behind depth 0.
     """
     defines = (*defines_of(state), ("RANKS", ranks), ("DRAFT", int(draft)))
     return load("swap_in", "swap_in", defines, state.rows.device.index or 0)

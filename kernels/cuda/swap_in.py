@@ -41,7 +41,7 @@ def swap_in(
 ) -> None:
     """As kernels.swap_in.swap_in, unchecked; `state` has been through `prepare`. `ranks` overrides blocks per request.
 
-    Launched once for each turn of `batch`, on its rows. Each row of `plan` is written by that row's blocks; nothing
+    Launched once for each depth of `batch`, on its rows. Each row of `plan` is written by that row's blocks; nothing
     waits on the host. `early`: the launch may begin while
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
     `refill_blocks`: further blocks refill eviction queues, where the device has room for them.
@@ -51,9 +51,9 @@ def swap_in(
     if not has_room(k, ranks):
         raise BadInput("more than a block has room for", field="ranks", value=ranks, remedy="a power of two")
     refilling = refill_clusters(rows, ranks, clusters_at_once(state, ranks)) if refill_blocks and ranks > 1 else 0
-    for turn in batch.turns():
-        part = topk[turn], batch.turn(turn), out_rows[turn], plan.turn(turn)
-        swap_in_of(state, ranks, draft=turn.start > 0).launch(
+    for depth in batch.depths():
+        part = topk[depth], batch.at_depth(depth), out_rows[depth], plan.at_depth(depth)
+        swap_in_of(state, ranks, draft=depth.start > 0).launch(
             (ranks, rows + refilling),
             block_of(state, group, *part, ranks, refill_blocks=refilling > 0),
             stream_of(state),

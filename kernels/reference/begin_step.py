@@ -24,29 +24,29 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     outputs = (plan.device_row, plan.index_row, plan.host_page, plan.host_offset)
     for output in (batch.new_rows, batch.new_index_rows, *outputs):
         output.fill_(-1)
-    first = batch.turn(batch.turns()[0])
+    first = batch.at_depth(batch.depths()[0])
     state.tripwires[Tripwire.SEAT] += (real_rows(first) & ~active_rows(state, first)).sum()
     if state.seat_rows > 1:
         _add_drafts(state, batch, first)
         batch.rejected.fill_(1)
     placed = _granted(state, batch, active_rows(state, batch).nonzero().flatten())
     state.now[batch.seats[placed].long()] += 1  # once for a seat, however many rows it has
-    for rows in batch.turns():
-        _place_turn(state, batch, plan, placed[(placed >= rows.start) & (placed < rows.stop)])
+    for rows in batch.depths():
+        _place_depth(state, batch, plan, placed[(placed >= rows.start) & (placed < rows.stop)])
 
 
 def _add_drafts(state: DeviceState, batch: StepBatch, first: StepBatch) -> None:
-    """Seats and lengths of all turns from those of the first; length 0 where there is no row."""
+    """Seats and lengths at all depths from those at depth 0; length 0 where there is no row."""
     seats, lengths, active = first.seats.clone(), first.lengths.long(), active_rows(state, first)
     granted = state.granted_rows[seats.long().clamp(0, state.seats - 1)]
-    for turn, rows in enumerate(batch.turns()):
+    for depth, rows in enumerate(batch.depths()):
         batch.seats[rows] = seats
-        batch.lengths[rows] = torch.where(active & (lengths + turn <= granted), lengths + turn, 0).to(
+        batch.lengths[rows] = torch.where(active & (lengths + depth <= granted), lengths + depth, 0).to(
             batch.lengths.dtype
         )
 
 
-def _place_turn(state: DeviceState, batch: StepBatch, plan: BackupPlan, places: Tensor) -> None:
+def _place_depth(state: DeviceState, batch: StepBatch, plan: BackupPlan, places: Tensor) -> None:
     """The new tokens of rows `places`, of different seats."""
     if not len(places):
         return

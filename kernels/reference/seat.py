@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.lru import slot_rows
-from kernels.state import ABSENT, DeviceState, Tripwire
+from kernels.state import ABSENT, UNLIMITED, DeviceState, Tripwire
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 
 
@@ -96,6 +96,7 @@ def clear_seat(state: DeviceState, seat: int) -> None:
     _restart(state, seat, -1)
     for table in (state.index_table, state.host_table, state.chunk_table, state.slab_table):
         table[seat].fill_(-1)
+    state.granted_rows[seat].fill_(UNLIMITED)
     state.hits[:, seat].zero_()
     state.misses[:, seat].zero_()
 

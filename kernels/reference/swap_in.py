@@ -23,12 +23,12 @@ NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
 
 def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
     """See kernels.swap_in."""
-    for turn, rows in enumerate(batch.turns()):
-        part = topk[rows], batch.turn(rows), out_rows[rows], plan.turn(rows)
-        _resolve_turn(state, group, *part, all_or_none=turn > 0)
+    for depth, rows in enumerate(batch.depths()):
+        part = topk[rows], batch.at_depth(rows), out_rows[rows], plan.at_depth(rows)
+        _resolve_depth(state, group, *part, all_or_none=depth > 0)
 
 
-def _resolve_turn(
+def _resolve_depth(
     state: DeviceState,
     group: int,
     topk: Tensor,

@@ -46,15 +46,15 @@ def _check_op(machine: Machine, op: Op, got: Sequence[Tensor]) -> None:
 def _check_swap_in(machine: Machine, group: int, topk: Tensor, want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
     state = machine.state
     plans = [MissPlan(*(outputs[number] for number in (2, 3, 4, 1))) for outputs in (want, got)]
-    tables = [dict(zip((*OF_GROUP, "tripwires"), outputs[5:11], strict=True)) for outputs in (want, got)]
-    for name in ("stamp", "hits", "misses", "tripwires"):
+    tables = [dict(zip((*OF_GROUP, "tripwires", "rejected"), outputs[5:12], strict=True)) for outputs in (want, got)]
+    for name in ("stamp", "hits", "misses", "tripwires", "rejected"):
         same(name, tables[0][name], tables[1][name])
     same("plan.count", plans[0].count, plans[1].count)
     same("copies", *(_copies(plan) for plan in plans))
     same("entries of -1", want[0] < 0, got[0] < 0)
     same("tokens that are absent", *(table["slot_of"] == ABSENT for table in tables))
     same("tokens held", *(_held(machine, table["slot_token"]).sort(1).values for table in tables))
-    for number, (rows, have) in enumerate(zip(want[11:], got[11:], strict=True)):
+    for number, (rows, have) in enumerate(zip(want[12:], got[12:], strict=True)):
         same(f"bytes behind out_rows, section {number}", rows, have)
     for name in ("slot_of", "slot_token"):
         getattr(state, name)[group].copy_(tables[1][name])

@@ -45,6 +45,7 @@ WORLDS = st.fixed_dictionaries(
         "rows": st.sampled_from(ROWS),
         "topk": st.sampled_from([1, 3, 8, 31, 64, 100]),
         "tail_slots": st.integers(1, 16),
+        "seat_rows": st.integers(1, 5),
         "ranks": st.sampled_from([None, 1, 2, 4, 5, 8, 16]),
         "ids": st.sampled_from([np.int32, np.int64]),
     }
@@ -72,6 +73,7 @@ class Seat:
     host_pages: Array
     chunks: Array
     length: int = 0
+    rows: int = 1  # that it brings to the next step
     hot: int = -1
     holes: set[int] = field(default_factory=set)  # pages of the context that are not wholly granted
 
@@ -83,6 +85,7 @@ class Script:
     geometry: Geometry
     tail_slots: int
     ids: type[np.signedinteger[Any]]
+    seat_rows: int = 1
     ops: list[Op] = field(default_factory=list)
 
     def add(self, call: str, *args: Any) -> None:
@@ -159,17 +162,23 @@ class Script:
         self.add("copy", direction, *(() if direction == "keys" else (device_row,)), index_row, *host)
 
     def step(self, seats: Sequence[Seat], size: int, draw: random.Random, misses: float = 0.3) -> None:
-        """One step of `seats`, a stranger that must trip among them now and then, padding of garbage behind.
+        """One step of `seats`, a stranger that must trip among them now and then, padding of garbage behind; `size`
+        seats in all. With drafts each seat brings a drawn number of rows, of which a drawn number is accepted.
 
         A token whose place is not granted trips too. Its row then selects nothing: `now` stands still for its seat, so
         there may be fewer victims than misses, and no contract says which of them are loaded.
         """
         rows, stuck = [], set()
         for seat in seats:
-            if seat.length // PAGE_TOKENS in seat.holes:
+            if self.seat_rows > 1:
+                seat.rows = draw.choice([self.seat_rows, draw.randint(0, self.seat_rows)])
+                self.add("grant", seat.number, seat.length + seat.rows)
+            if not seat.holes.isdisjoint(
+                range(seat.length // PAGE_TOKENS, (seat.length + seat.rows) // PAGE_TOKENS + 1)
+            ):
                 stuck.add(seat.number)
-            seat.length += 1
-            rows.append([seat.number, seat.length])
+            rows.append([seat.number, seat.length + 1])
+            seat.length += draw.randint(1, seat.rows) if seat.rows else 0
         if len(rows) < size and draw.random() < 0.3:
             wide = self.ids == np.int64
             number, length = draw.choice([(-1, 9), (10**6, 9), (0, 0), (2**32 if wide else -7, 9), (-(2**31), 1)])
@@ -177,14 +186,16 @@ class Script:
                 rows.insert(draw.randrange(len(rows) + 1), [number, length])
         lengths = [row[1] for row in rows]
         padding = [[draw.randint(-2, 5), draw.randint(-2, 99)] for _ in range(size - len(rows))]
-        seats_of, lengths_of = (np.ascontiguousarray(ids) for ids in np.array(rows + padding).astype(self.ids).T)
+        inputs = np.array(rows + padding).astype(self.ids).T
+        seats_of, lengths_of = (np.tile(ids, self.seat_rows) for ids in inputs)  # behind depth 0: garbage
         self.add("begin", seats_of, lengths_of, len(rows))
         self.add("tables")
-        g = self.geometry
+        g, size = self.geometry, size * self.seat_rows
         self.add("write_new", noise(draw, g.layers, size, g.row_bytes), noise(draw, g.groups, size, g.index_row_bytes))
+        lengths = [length + depth for depth in range(self.seat_rows) for length in (*lengths, *[50] * len(padding))]
         for group in range(g.groups):
-            topk = draw_topk(draw, lengths + [50] * len(padding), g.topk, misses)
-            topk[[number for number, (seat, _) in enumerate(rows) if seat in stuck]] = -1
+            topk = draw_topk(draw, lengths, g.topk, misses)
+            topk.reshape(self.seat_rows, -1, g.topk)[:, [n for n, (seat, _) in enumerate(rows) if seat in stuck]] = -1
             self.add("swap_in", group, topk)
 
     def program(
@@ -192,7 +203,8 @@ class Script:
     ) -> Program:
         self.add("tables")
         self.add("memory")
-        sizes["tail_slots"] = self.tail_slots
+        sizes |= {"tail_slots": self.tail_slots, "seat_rows": self.seat_rows}
+        batch *= self.seat_rows
         return Program(label, self.geometry, sizes, host_pages, host_used, batch, ranks, self.ops)
 
 
@@ -200,7 +212,9 @@ def small(label: str, world: dict[str, Any], cases: Sequence[dict[str, Any]]) ->
     """Cases of one shape, side by side."""
     row_bytes, split, key_bytes = world["rows"]
     groups, k = world["groups"], world["topk"]
-    script = Script(Geometry(len(groups), row_bytes, groups, key_bytes, k, split), world["tail_slots"], world["ids"])
+    geometry, seat_rows = Geometry(len(groups), row_bytes, groups, key_bytes, k, split), world["seat_rows"]
+    tail_slots = max(world["tail_slots"], 2 * seat_rows if seat_rows > 1 else 1)
+    script = Script(geometry, tail_slots, world["ids"], seat_rows)
     count = len(cases) * CASE_SEATS
     orders = [np.random.default_rng(cases[0]["seed"] + n).permutation(count * CASE_PAGES) for n in range(3)]
     pages, host_pages, chunks = (order.reshape(count, CASE_PAGES) for order in orders)

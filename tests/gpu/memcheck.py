@@ -1,7 +1,7 @@
 """The subset that compute-sanitizer walks through: `compute-sanitizer --tool racecheck python -m tests.gpu.memcheck`.
 
 Every path of every kernel once or twice, at small sizes: clusters of one, two, five and sixteen blocks; hits, misses,
-duplicates, padding, resident requests, old stamps, both directions of copies.
+duplicates, padding, resident requests, old stamps, drafts, both directions of copies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from tests.gpu import run_cases
 from tests.gpu.index_bench import IndexBench
 from tests.gpu.lives import small
-from tests.gpu.scenarios import MIXED_SIZES, goes_mixed_steps
+from tests.gpu.scenarios import DRAFT_SIZES, MIXED_SIZES, goes_draft_steps, goes_mixed_steps
 from tests.gpu.twin import Twin
 
 
@@ -41,7 +41,7 @@ def indexes() -> None:
 
 def scripts() -> None:
     """Every operation on rows and seats, in rows of one plane and of two."""
-    shape = {"groups": (0, 0, 1), "topk": 31, "tail_slots": 3, "ranks": 2, "ids": np.int64}
+    shape = {"groups": (0, 0, 1), "topk": 31, "tail_slots": 3, "seat_rows": 1, "ranks": 2, "ids": np.int64}
     seats = [(300, 3, 64, True), (100, 0, 0, False), (200, 1, 99, False)]
     scripts = (("step", "resize", "copy"), ("prompt", "clear", "reopen"), ("age", "copy", "resize"))
     cases = [{"seed": 43 + number, "seats": seats, "actions": script} for number, script in enumerate(scripts)]
@@ -52,6 +52,7 @@ def scripts() -> None:
 if __name__ == "__main__":
     for ranks in (1, 2, 5, 16):
         goes_mixed_steps(Twin(ranks, ranks=ranks, **MIXED_SIZES), steps=4)
+        goes_draft_steps(Twin(ranks, ranks=ranks, **DRAFT_SIZES), steps=6)
     copies()
     scripts()
     indexes()

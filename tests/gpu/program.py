@@ -49,7 +49,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """`label` tells where it came from. The last `host_used` of the host pages hold random bytes.
+    """`label` tells where it came from. The last `host_used` of the host pages hold random bytes. `batch` counts rows.
 
     Made of numbers and numpy arrays alone, so that it travels between processes as it is.
     """
@@ -74,9 +74,10 @@ class Machine:
         self.state.rows.fill_(EMPTY)
         self.state.index_keys.fill_(EMPTY)
         groups = self.geometry.groups
-        self.batch = StepBatch.allocate(program.batch, groups, device)
-        self.plan = BackupPlan.allocate(program.batch, groups, device)
-        self.misses = MissPlan.allocate(program.batch, self.geometry.topk, device)
+        rows, seat_rows = program.batch, self.state.seat_rows
+        self.batch = StepBatch.allocate(rows, groups, device, seat_rows=seat_rows)
+        self.plan = BackupPlan.allocate(rows, groups, device)
+        self.misses = MissPlan.allocate(rows, self.geometry.topk, device)
         self.host_used = program.host_used
 
     def run(self, op: Op) -> list[Tensor]:
@@ -86,6 +87,9 @@ class Machine:
 
     def set_table(self, name: str, seat: int, first: int, entries: Tensor) -> None:
         getattr(self.state, name)[seat, first : first + len(entries)].copy_(entries)
+
+    def grant(self, seat: int, rows: int) -> None:
+        self.state.granted_rows[seat] = rows
 
     def age(self, seat: int, steps: int) -> None:
         """As if `steps` steps had passed in which the seat took part but used nothing."""
@@ -120,8 +124,8 @@ class Machine:
         batch.seats, batch.lengths = seats, lengths
         batch.num_real.fill_(num_real)
         outputs = [batch.new_rows, batch.new_index_rows, plan.device_row, plan.index_row]
-        outputs += [plan.host_page, plan.host_offset]
-        for output in outputs:
+        outputs += [plan.host_page, plan.host_offset, batch.rejected, seats, lengths]
+        for output in outputs[:6]:
             output.fill_(UNWRITTEN)
         begin_step(self.state, batch, plan)
         return [output.clone() for output in outputs]
@@ -136,7 +140,8 @@ class Machine:
         copy_rows_to_host(self.state, plan.device_row, plan.index_row, plan.host_page, plan.host_offset)
 
     def swap_in(self, group: int, topk: Tensor) -> list[Tensor]:
-        """out_rows, the plan, the tables of the group, tripwires; then the bytes behind out_rows by layer and plane."""
+        """out_rows, the plan, the group's tables, tripwires, rows rejected; then the bytes behind out_rows by layer and
+        plane."""
         out = torch.full_like(topk, UNWRITTEN)
         self.misses.count.fill_(-5)
         self._swap_in()(self.state, group, topk, self.batch, out, self.misses)
@@ -145,7 +150,7 @@ class Machine:
             replay_misses(self.state, layer, self.misses)
         plan = self.misses
         outputs = [out, plan.count, plan.device_row, plan.host_page, plan.host_offset]
-        outputs += [getattr(self.state, name)[group] for name in OF_GROUP] + [self.state.tripwires]
+        outputs += [getattr(self.state, name)[group] for name in OF_GROUP] + [self.state.tripwires, self.batch.rejected]
         outputs = [output.clone() for output in outputs]
         return outputs + [gather_rows(self.state, layer, out, plane) for layer in layers for plane in self.planes]
 

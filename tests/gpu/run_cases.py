@@ -191,7 +191,8 @@ def compile_all(pool: ProcessPoolExecutor) -> None:
         for row_bytes, split, key_bytes in lives.LIMIT_ROWS
         for layers, groups in ((1, 1), (2, 1), (3, 2), (4, 2))
     ]
-    jobs = {(unit, row_defines(geometry)) for geometry in geometries for unit, _ in KERNELS}
+    units = [(unit, (("DRAFTS", drafts),) if unit == "begin_step" else ()) for unit, _ in KERNELS for drafts in (0, 1)]
+    jobs = {(unit, (*row_defines(geometry), *more)) for geometry in geometries for unit, more in units}
     for job in [pool.submit(_compile, *job, arch) for job in jobs]:
         job.result()
 

@@ -53,25 +53,54 @@ def goes_draft_steps(twin: Twin, steps: int) -> None:
         before = list(twin.lengths)
         batches = twin.begin_drafts(seats, rows)
         twin.write_new_rows(batches[0])
-        size, turns = len(batches[0].seats), batches[0].seat_rows
+        size, depths = len(batches[0].seats), batches[0].seat_rows
         for group in range(2):
-            base = torch.randint(-2, 300, (size // turns, 100), generator=twin.torch, dtype=torch.int32)
-            topk = base.repeat(turns, 1)
+            base = torch.randint(-2, 300, (size // depths, 100), generator=twin.torch, dtype=torch.int32)
+            topk = base.repeat(depths, 1)
             topk[:, :20] = torch.randint(-2, 300, (size, 20), generator=twin.torch, dtype=torch.int32)
             topk[:, 80:90] = topk[:, :10]
             twin.swap_in(group, batches, topk)
-        flags = batches[0].rejected.view(turns, -1)[:, :3].tolist()
-        lengths = batches[0].lengths.view(turns, -1)
+        flags = batches[0].rejected.view(depths, -1)[:, :3].tolist()
+        lengths = batches[0].lengths.view(depths, -1)
         rejected += int((batches[0].rejected.bool() & (batches[0].lengths > 0)).sum())
         for place, (seat, brought) in enumerate(zip(seats, rows, strict=True)):
             assert int((lengths[:, place] > 0).sum()) == brought
-            fitting = next((turn for turn in range(brought) if flags[turn][place]), brought)
+            fitting = next((depth for depth in range(brought) if flags[depth][place]), brought)
             twin.lengths[seat] = before[seat] + (twin.random.randint(1, fitting) if brought else 0)
         if step == 1:
             twin.resize(wide, 128)
         twin.check()
     assert rejected > 0, "some unions did not fit"
     assert not int(twin.cpu.tripwires[Tripwire.VICTIMS])
+
+
+SHRUNK_SIZES = {
+    "groups": (0,),
+    "row_bytes": 16,
+    "topk": 40,
+    "seat_rows": 3,
+    "tail_slots": 6,
+    "hot_max": 128,
+    "seats": 1,
+}
+
+
+def shrinks_between_rejections(twin: Twin) -> None:
+    """Rejected rows that a resize left in ordinary slots become tail slots again, one of them when a queue is in use.
+
+    The slots that were reserved for their places are empty and ordinary from then on: they go first. `twin` has
+    SHRUNK_SIZES.
+    """
+    twin.open(0, 300, 128, 128)
+    for step in range(8):
+        if step == 4:
+            twin.resize(0, 64)
+        batches = twin.begin_drafts([0], [1 if step == 4 else 3])
+        twin.write_new_rows(batches[0])
+        topk = (torch.arange(40) + 7 * step).repeat(len(batches[0].seats), 1)
+        twin.swap_in(0, batches, topk.int())
+        twin.check()
+        twin.lengths[0] += 2 if step < 3 else 0  # of the steps before the last one, all rows; of that, the first
 
 
 def small_sizes(hot_slots: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ where arithmetic is exact.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from kernels.begin_step import begin_step  # noqa: E402
 from kernels.index_topk import index_topk, prepare_index  # noqa: E402
 from kernels.reference.index_topk import index_topk as reference_topk  # noqa: E402
 from kernels.reference.index_topk import top_positions  # noqa: E402
-from kernels.state import Tripwire  # noqa: E402
+from kernels.state import BackupPlan, StepBatch, Tripwire  # noqa: E402
 from protocol.units import PAGE_TOKENS  # noqa: E402
 from tests.gpu.index_bench import SCALE, IndexBench  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
@@ -150,6 +152,27 @@ def test_a_row_does_not_depend_on_neighbours_or_place() -> None:
         assert got is not None
         assert want is not None
         assert torch.equal(got, want)
+
+
+def test_draft_rows_select_as_if_alone() -> None:
+    """Bit for bit, each below its own length; a seat whose grant ends has fewer rows, and padding has none."""
+    bench = IndexBench([70_001, 9000, 700], heads=64, dim=128, k=2048, padding=1, seed=8)
+    state = replace(bench.state, seat_rows=5)
+    state.granted_rows[bench.seats[1]] = 9001
+    batch = StepBatch.allocate(20, 2, "cuda", seat_rows=5)
+    batch.seats[:4], batch.lengths[:4] = bench.batch.seats, bench.batch.lengths
+    batch.num_real.fill_(3)
+    begin_step(state, batch, BackupPlan.allocate(20, 2, "cuda"))
+    queries, weights = bench.draw(False, 20, 64, 128).bfloat16(), bench.draw(False, 20, 64)
+    out = torch.full((20, 2048), 777, dtype=torch.int32, device="cuda")
+    index_topk(state, 1, queries, weights, batch, SCALE, out)
+    for depth, rows in enumerate(batch.depths()):
+        bench.queries, bench.weights = queries[rows], weights[rows]
+        bench.batch.lengths[:3] = torch.tensor([70_001, 9000, 700], device="cuda") + depth
+        want = bench.run()
+        held = [0, 1, 2] if depth < 2 else [0, 2]
+        assert torch.equal(out[rows][held], want[held])
+        assert bool((out[rows][[place for place in range(4) if place not in held]] == -1).all())
 
 
 @pytest.mark.parametrize("length", [50, 500, 5000])

@@ -17,10 +17,14 @@ from kernels.begin_step import begin_step  # noqa: E402
 from kernels.state import BackupPlan, MissPlan, StepBatch  # noqa: E402
 from kernels.swap_in import swap_in  # noqa: E402
 from tests.gpu.scenarios import (  # noqa: E402
+    DRAFT_SIZES,
     FULL_SIZES,
+    SHRUNK_SIZES,
     TOPK,
+    goes_draft_steps,
     goes_round,
     misses_on_corrupt_host_pages,
+    shrinks_between_rejections,
     small_sizes,
     uses_a_queue_for_long,
 )
@@ -47,6 +51,17 @@ def test_random_request_lifecycles() -> None:
     command = [sys.executable, "-m", "tests.gpu.run_cases", "--cases", "990", "--limits", "10"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 2, 4, 5, 8, 16])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_steps_with_drafts(ranks: int | None, ids: torch.dtype) -> None:
+    goes_draft_steps(Twin(17, ranks=ranks, ids=ids, **DRAFT_SIZES), steps=40)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_rejected_draft_rows_in_a_smaller_buffer(ranks: int) -> None:
+    shrinks_between_rejections(Twin(18, ranks=ranks, **SHRUNK_SIZES))
 
 
 def test_ages_beyond_the_bins_still_order_victims() -> None:

@@ -32,7 +32,8 @@ SHAPES = st.fixed_dictionaries(
         "seed": st.integers(0, 2**32),
     }
 )
-ACTIONS = st.lists(st.sampled_from(["step"] * 8 + ["resize"] * 2 + ["remode", "reopen"]), min_size=4, max_size=12)
+KINDS = ["step"] * 9 + ["resize"] * 2 + ["remode", "reopen", "other rows"]
+ACTIONS = st.lists(st.sampled_from(KINDS), min_size=4, max_size=12)
 
 
 def draft_rig(*, seat_rows: int, more_tail: int = 0, **sizes: Any) -> Rig:
@@ -73,6 +74,8 @@ def act(rig: Rig, action: str) -> None:
     elif action == "resize" and (old := request.naive[0].hot_slots):
         new = draw_hot_slots(rig)
         rig.resize(request, new if new < old else max(new, old + rig.state.tail_slots))
+    elif action == "other rows":
+        rig.take_rows(rig.random.randint(1, rig.state.seat_rows))
     elif action == "reopen":
         rig.close(request)
         rig.open(request.seat, rig.random.randrange(150), draw_hot_slots(rig))
@@ -110,8 +113,8 @@ def test_union_is_loaded_once_and_admitted_in_order_of_position() -> None:
     """H = k: the first row takes all slots, the second needs none, the third does not fit, the fourth loads nothing."""
     rig, request = begun(4, 4)
     rig.swap_in(0, [request], [[1, 2, 3, 4], [4, 3, 2, 101], [5, 1, 2, 3], [100, 1, 2, 103]])
-    assert rig.miss_plan.count[:: rig.turn_rows].tolist() == [4, 0, 0, 0]
-    assert rig.batch.rejected[:: rig.turn_rows].tolist() == [0, 0, 1, 0]
+    assert rig.miss_plan.count[:: rig.step_seats].tolist() == [4, 0, 0, 0]
+    assert rig.batch.rejected[:: rig.step_seats].tolist() == [0, 0, 1, 0]
     assert rig.acceptable(request) == 2
     rig.check()
 
@@ -133,9 +136,9 @@ def test_slot_of_a_rejected_row_is_taken_again() -> None:
     rig, request = begun(3, 4)
     rig.swap_in(0, [request], [[1, 2, 3, 4]] * 3)
     rig.accept(request, 1)
-    before, places = rig.held(0, request), rig.batch.new_rows[0, rig.turn_rows :: rig.turn_rows].tolist()
+    before, places = rig.held(0, request), rig.batch.new_rows[0, rig.step_seats :: rig.step_seats].tolist()
     rig.begin([request], [2])
-    assert rig.batch.new_rows[0, : 2 * rig.turn_rows : rig.turn_rows].tolist() == places
+    assert rig.batch.new_rows[0, : 2 * rig.step_seats : rig.step_seats].tolist() == places
     assert rig.held(0, request) == before
     rig.check()
 
@@ -156,6 +159,17 @@ def test_rejected_row_in_an_ordinary_slot_becomes_the_tail_slot() -> None:
     rig.check()
 
 
+def test_one_row_takes_the_slot_that_a_draft_left() -> None:
+    """How many rows a seat brings changes between steps."""
+    rig, request = begun(3, 4)
+    rig.accept(request, 1)
+    place = int(rig.batch.new_rows[0, rig.step_seats])
+    rig.take_rows(1)
+    rig.begin([request])
+    assert int(rig.batch.new_rows[0, 0]) == place
+    rig.check()
+
+
 def test_granted_rows_end_the_rows_of_a_seat() -> None:
     """In the middle, before the first row, and by corrupt numbers; nothing trips."""
     rig, request = begun(3, 0)
@@ -164,8 +178,8 @@ def test_granted_rows_end_the_rows_of_a_seat() -> None:
         rig.batch.lengths[0] = request.length + 1
         now = int(rig.state.now[0])
         begin_step(rig.state, rig.batch, rig.plans[0])
-        assert (rig.batch.new_rows[0, :: rig.turn_rows] >= 0).tolist() == [turn < rows for turn in range(3)]
-        assert (rig.batch.lengths[:: rig.turn_rows] > 0).tolist() == [turn < rows for turn in range(3)]
+        assert (rig.batch.new_rows[0, :: rig.step_seats] >= 0).tolist() == [depth < rows for depth in range(3)]
+        assert (rig.batch.lengths[:: rig.step_seats] > 0).tolist() == [depth < rows for depth in range(3)]
         assert int(rig.state.now[0]) == now + (rows > 0)
     assert not rig.state.tripwires.any()
 
@@ -185,7 +199,7 @@ def test_draft_without_a_page_trips_and_is_rejected() -> None:
     rig.batch.seats[0], rig.batch.lengths[0] = 0, 63
     rig.batch.num_real.fill_(1)
     begin_step(rig.state, rig.batch, rig.plans[0])
-    assert rig.batch.rejected[:: rig.turn_rows].tolist() == [0, 0, 1]
+    assert rig.batch.rejected[:: rig.step_seats].tolist() == [0, 0, 1]
     assert rig.state.tripwires[Tripwire.UNGRANTED] == 1
     assert request.length == 62
 
@@ -270,14 +284,14 @@ def rows_evict_each_other(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]
 
 
 def clock_of_each_row(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """As if each turn were a step: what the turn before loaded is older."""
-    resolve = swap_reference._resolve_turn
+    """As if each depth were a step: what the depth before loaded is older."""
+    resolve = swap_reference._resolve_depth
 
     def later(state: DeviceState, *args: Any, all_or_none: bool) -> None:
         state.now += 1
         resolve(state, *args, all_or_none=all_or_none)
 
-    monkeypatch.setattr(swap_reference, "_resolve_turn", later)
+    monkeypatch.setattr(swap_reference, "_resolve_depth", later)
     return test_union_is_loaded_once_and_admitted_in_order_of_position
 
 

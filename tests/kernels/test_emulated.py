@@ -16,11 +16,13 @@ from tests.gpu.scenarios import (
     DRAFT_SIZES,
     FULL_SIZES,
     MIXED_SIZES,
+    SHRUNK_SIZES,
     TOPK,
     goes_draft_steps,
     goes_mixed_steps,
     goes_round,
     misses_on_corrupt_host_pages,
+    shrinks_between_rejections,
     small_sizes,
     uses_a_queue_for_long,
 )
@@ -39,9 +41,9 @@ def test_steps_of_managed_and_resident_requests(device: Device, ranks: int) -> N
     goes_mixed_steps(EmulatedTwin(ranks, device, ranks=ranks, **MIXED_SIZES), steps=3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_steps_with_drafts(device: Device, ranks: int) -> None:
-    goes_draft_steps(EmulatedTwin(ranks, device, ranks=ranks, **DRAFT_SIZES), steps=6)
+    goes_draft_steps(EmulatedTwin(ranks, device, ranks=ranks, **DRAFT_SIZES), steps=4)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -101,6 +103,16 @@ def test_omitted_kernel_statement_is_caught(edit: Edit, said: str) -> None:
         twin.open(1, 250, 100)
         with pytest.raises(AssertionError, match=said):
             steps()
+
+
+def test_rejected_rows_in_a_smaller_buffer(device: Device) -> None:
+    shrinks_between_rejections(EmulatedTwin(2, device, ranks=1, refill_blocks=False, **SHRUNK_SIZES))
+
+
+def test_row_that_does_not_fit_and_is_not_rejected_is_caught() -> None:
+    edit = ("if (victims < misses.total) p.rejected[row] = 1;", "")
+    with Device(edits=(edit,)).installed() as device, pytest.raises(AssertionError, match=r"rejected: .* differ"):
+        goes_draft_steps(EmulatedTwin(1, device, ranks=1, **DRAFT_SIZES), steps=4)
 
 
 @pytest.mark.parametrize(("ranks", "refill_blocks"), [(1, False), (2, True)])

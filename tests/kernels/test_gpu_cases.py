@@ -84,13 +84,18 @@ def test_wrong_victim_is_seen(program: Program, monkeypatch: pytest.MonkeyPatch)
 def corrupt_bytes(program: Program, record: Record) -> str:
     number = next(n for n in swaps(program) if (record[n][0] >= 0).any())
     row, column = (record[number][0] >= 0).nonzero()[0].tolist()
-    record[number][11][row, column, -1] ^= 1
+    record[number][12][row, column, -1] ^= 1
     return "bytes behind out_rows"
 
 
 def corrupt_padding(program: Program, record: Record) -> str:
     record[swaps(program)[0]][0][-1, -1] = 0
     return "entries of -1"
+
+
+def corrupt_rejected(program: Program, record: Record) -> str:
+    record[swaps(program)[0]][6 + len(OF_GROUP)][0] += 1
+    return "rejected"
 
 
 def corrupt_hits(program: Program, record: Record) -> str:
@@ -116,7 +121,16 @@ def corrupt_begin(program: Program, record: Record) -> str:
 
 
 @pytest.mark.parametrize(
-    "corrupt", [corrupt_bytes, corrupt_padding, corrupt_hits, corrupt_slot_map, corrupt_memory, corrupt_begin]
+    "corrupt",
+    [
+        corrupt_bytes,
+        corrupt_padding,
+        corrupt_rejected,
+        corrupt_hits,
+        corrupt_slot_map,
+        corrupt_memory,
+        corrupt_begin,
+    ],
 )
 @pytest.mark.mutation
 def test_each_kind_of_difference_is_seen(corrupt: Callable[[Program, Record], str], program: Program) -> None:

@@ -94,18 +94,26 @@ class Rig:
         self.state.slot_of.random_(-5, 5)  # what earlier owners left
         self.state.slot_token.random_(0, 5)
         self.state.stamp.random_(0, 5)
-        self.turn_rows, rows = batch, batch * seat_rows
-        self.batch = StepBatch.allocate(rows, self.geometry.groups, seat_rows=seat_rows)
-        self.plans = [BackupPlan.allocate(rows, self.geometry.groups) for _ in range(tail_slots // seat_rows)]
-        self.miss_plan = MissPlan.allocate(rows, topk)
+        self.step_seats = batch
+        self.plans: list[BackupPlan] = []
         self.placed: list[tuple[int, Request, int]] = []  # of the last step: row of the batch, request, position
-        self.rejected = torch.zeros(rows, dtype=torch.int32)  # what the naive buffers say
         self.free = {
             name: self._shuffled(size) for name, size in (("chunk", chunks), ("index", pages), ("host", pages))
         }
         self.steps = 0
         self.owners = 0
         self.requests: dict[int, Request] = {}
+        self.take_rows(seat_rows)
+
+    def take_rows(self, seat_rows: int) -> None:
+        """From the next step on a seat may bring so many rows: another graph, with a batch and plans of its own."""
+        self.finish_backups()
+        rows, groups = self.step_seats * seat_rows, self.geometry.groups
+        self.batch = StepBatch.allocate(rows, groups, seat_rows=seat_rows)
+        ring = range(self.state.tail_slots // self.state.seat_rows)
+        self.plans = [BackupPlan.allocate(rows, groups) for _ in ring]
+        self.miss_plan = MissPlan.allocate(rows, self.geometry.topk)
+        self.rejected = torch.zeros(rows, dtype=torch.int32)  # what the naive buffers say
 
     def _shuffled(self, size: int) -> list[int]:
         numbers = list(range(size))
@@ -254,7 +262,7 @@ class Rig:
             self.batch.seats[number], self.batch.lengths[number] = request.seat, request.length + 1
             self.state.granted_rows[request.seat] = request.length + request.rows
             positions = range(request.length, request.length + request.rows)
-            self.placed += [(turn * self.turn_rows + number, request, p) for turn, p in enumerate(positions)]
+            self.placed += [(depth * self.step_seats + number, request, p) for depth, p in enumerate(positions)]
             self._make_room(request, positions)
             request.length += request.rows > 0
         self.placed.sort(key=lambda placed: placed[0])
@@ -321,7 +329,7 @@ class Rig:
     def swap_in(self, group: int, requests: list[Request], topk: list[list[int]]) -> torch.Tensor:
         """swap_in and replay for one group; checks counters, tripwires and the bytes behind every output.
 
-        `topk`: of each row that the step of `requests` placed, turn by turn.
+        `topk`: of each row that the step of `requests` placed, depth by depth.
         """
         size, k = self.batch.seats.shape[0], self.geometry.topk
         table = torch.randint(-9, 99, (size, k), dtype=torch.int32)
@@ -335,13 +343,15 @@ class Rig:
         for layer in layers[1:]:
             replay_misses(self.state, layer, self.miss_plan)
         wanted = [
-            request.naive[group].resolve(chosen, position + 1, draft=row >= self.turn_rows)
+            request.naive[group].resolve(chosen, position + 1, draft=row >= self.step_seats)
             for (row, request, position), chosen in zip(self.placed, topk, strict=True)
         ]
         assert int(self.miss_plan.count.sum()) == sum(len(w.misses) for w in wanted)
         for request, had in zip(requests, held, strict=True):
             mine = [w for (_, of, _), w in zip(self.placed, wanted, strict=True) if of is request]
-            gone = set().union(*(w.evicted for w in mine)) - request.naive[group].held  # a later turn may load it again
+            gone = (
+                set().union(*(w.evicted for w in mine)) - request.naive[group].held
+            )  # a later depth may load it again
             assert had - self.held(group, request) == gone
             hits, misses = (
                 int((new - old)[group, request.seat])

@@ -6,7 +6,7 @@
 // block more per row leaves the seat's tables in the order of the batch (OpenedRow).
 //
 // DRAFTS: a seat may bring several rows, and take a position again that was rejected. open_rows then has a thread for
-// each seat, which fills in the rows of all turns; rotate_tail is launched once for each turn, on its slice of the batch.
+// each seat, which fills in its rows at all depths; rotate_tail is launched once for each depth, on its slice.
 #pragma once
 
 #include "memory.cuh"
@@ -96,20 +96,20 @@ __device__ __forceinline__ void write_id(const void* ids, int place, int wide, i
     else static_cast<i32*>(const_cast<void*>(ids))[place] = static_cast<i32>(value);
 }
 
-// The rows of the i-th seat in all turns, from its first row.
+// The rows of the i-th seat at all depths, from its first row.
 __device__ void open_seat(const BeginStep& p, int i) {
     const State& s = p.state;
-    const int turn_rows = p.batch.size / p.seat_rows;
-    if (i >= turn_rows) return;
+    const int step_seats = p.batch.size / p.seat_rows;
+    if (i >= step_seats) return;
     const i64 seat = read_id(p.batch.seats, i, p.batch.wide_seats);
     const i64 length = read_id(p.batch.lengths, i, p.batch.wide_lengths);
     const bool real = i < *p.batch.num_real, seated = is_seated(s, seat, length);
     if (real && !seated) trip(s, SEAT, 1);
     const i64 granted = real && seated ? p.granted_rows[seat] : 0;
     bool any = false;
-    for (int turn = 0; turn < p.seat_rows; ++turn) {
-        const int row = turn * turn_rows + i;
-        const i64 its = real && seated && length + turn <= granted ? length + turn : 0;
+    for (int depth = 0; depth < p.seat_rows; ++depth) {
+        const int row = depth * step_seats + i;
+        const i64 its = real && seated && length + depth <= granted ? length + depth : 0;
         p.new_index_rows[row] = p.index_row[row] = p.host_page[row] = p.host_offset[row] = -1;
         write_id(p.batch.seats, row, p.batch.wide_seats, seat);
         write_id(p.batch.lengths, row, p.batch.wide_lengths, its);
@@ -122,12 +122,12 @@ __device__ void open_seat(const BeginStep& p, int i) {
 
 // The slot of a managed seat that holds `token` already, or -1. slot_of may hold anything for a token that was never
 // written; a slot of the seat that holds it may not.
-__device__ __forceinline__ i32 slot_holding(const State& s, const i32* chunks, const u16* slot_of, const i32* slot_token,
-                                            i32 key, i32 token, i32 hot) {
-    const i32 slot = slot_of[key];
+__device__ __forceinline__ i32 slot_holding(const State& s, int group, const i32* chunks, i32 key, i64 token, i32 hot) {
+    const i32 slot = s.slot_of[group * s.key_rows + key];
     if (slot >= hot + s.tail_slots) return -1;
     const i32 chunk = chunks[slot / PAGE_TOKENS];
-    return chunk >= 0 && slot_token[chunk * PAGE_TOKENS + slot % PAGE_TOKENS] == token ? slot : -1;
+    const i32 held = chunk < 0 ? -1 : s.slot_token[group * s.arena_rows + chunk * PAGE_TOKENS + slot % PAGE_TOKENS];
+    return held == token ? slot : -1;
 }
 
 #endif
@@ -173,18 +173,17 @@ extern "C" __global__ void __launch_bounds__(hisparse::ROTATE_THREADS, 4)
     i32* const stamp = s.stamp + group * s.arena_rows;
     const int ring = static_cast<int>(token % s.tail_slots);
     i32 retiring = -1;
+    bool starts_anew = false;  // the slot reserved for the place is ordinary from here on, and older than what is queued
     if (hot > 0) {
         retiring = tail[ring];
 #if DRAFTS
-        const i32 held = slot_holding(s, chunks, s.slot_of + group * s.key_rows, s.slot_token + group * s.arena_rows, key,
-                                      static_cast<i32>(token), hot);
+        const i32 held = slot_holding(s, group, chunks, key, token, hot);
 #else
         constexpr i32 held = -1;
 #endif
         __syncthreads();  // the first thread writes these: the others have read them, and go the same way
-        if (held >= 0) slot = held;
-        else slot = retiring < 0 ? hot + ring : find_victim(s, chunks, tail, stamp, hot, now, minima);
-        if (held >= 0 && held == retiring) retiring = -1;
+        if (held < 0) slot = retiring < 0 ? hot + ring : find_victim(s, chunks, tail, stamp, hot, now, minima);
+        else slot = held, starts_anew = retiring < 0, retiring = retiring == held ? -1 : retiring;
     }
     if (threadIdx.x > 0) return;
     const i32 device_row = slot < 0 ? -1 : chunks[slot / PAGE_TOKENS] * PAGE_TOKENS + slot % PAGE_TOKENS;
@@ -198,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::ROTATE_THREADS, 4)
         const i32 page = begin_entry(s.index_table, s.max_pages, seat, held / PAGE_TOKENS);
         if (page >= 0) slot_of[page * PAGE_TOKENS + held % PAGE_TOKENS] = static_cast<u16>(SLOT_ABSENT);
     }
+    if (starts_anew) s.eviction_queue[group * static_cast<i64>(s.seats) + seat] = {-1, -1, -1, -1, -1, -1, -1, -1};
     tail[ring] = slot;
     held = static_cast<i32>(token);
     stamp[device_row] = now;

@@ -153,7 +153,9 @@ __device__ __forceinline__ void follow(const SwapIn& p, const Seat& at, const Sh
         if (leader == entry || place / 32 % part.ranks != part.rank) return;
         const i32 device_row = out[place];
         out[entry & ((1 << ENTRY_BITS) - 1)] = device_row;
-        if (!DRAFT) trip(p.state, VICTIMS, device_row < 0);
+#if !DRAFT
+        trip(p.state, VICTIMS, device_row < 0);
+#endif
         add_to_seat(p, at, p.state.hits, device_row >= 0);
     });
 }

@@ -171,7 +171,9 @@ __device__ __forceinline__ void publish(const SwapIn& p, const Seat& at, const S
         const u32 slot = s.miss[it.m].victim, copy = begin + misses.before + l;
         if (slot == SLOT_ABSENT) {
             p.out_rows[begin + it.place] = -1;
-            if (!DRAFT) trip(p.state, VICTIMS, 1);
+#if !DRAFT
+            trip(p.state, VICTIMS, 1);
+#endif
             continue;
         }
         const i32 device_row = slot_row(s, slot);
@@ -271,9 +273,13 @@ __device__ __forceinline__ void decide(const SwapIn& p, const Seat& at, Shared& 
     if (threadIdx.x == CONTROL_THREADS - 1) {  // of the lowest rank that misses any
         p.plan.count[row] = static_cast<i32>(victims);
         add_to_seat(p, at, p.state.misses, victims);
-        if (DRAFT && victims < misses.total) p.rejected[row] = 1;
+#if DRAFT
+        if (victims < misses.total) p.rejected[row] = 1;
+#endif
     }
-    if (DRAFT && victims < misses.total) return;  // nothing was evicted: the queue stays
+#if DRAFT
+    if (victims < misses.total) return;  // nothing was evicted: the queue stays
+#endif
     advance_queue(p.state, at, s, misses.total, from_queue, !p.refill_blocks);
 }
 

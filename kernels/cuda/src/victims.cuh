@@ -202,7 +202,9 @@ __device__ __forceinline__ u32 choose(const Seat& at, Shared& s, const i32* stam
             ahead += class_of(in_warps_before, found);
             own += counts >> 8 * found & 0xFF;
         }
-        if (DRAFT && cut.victims < total) return 0;
+#if DRAFT
+        if (cut.victims < total) return 0;
+#endif
         ahead += warp_inclusive_sum(own) - own;
         wanted = min(wanted, cut.victims - min(before, cut.victims));
         rank = cut.chosen(ahead);
