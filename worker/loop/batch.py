@@ -107,6 +107,8 @@ class RunningRequest:
     staged_rows: int = 0
     is_faulty: bool = False
     topk_place: int | None = None
+    drafted: int = 0
+    accepted: int = 0
     since_s: float = 0.0
     prefill_s: float = 0.0
 

@@ -358,6 +358,9 @@ class Decoder:
             return [int(request not in step.undrawn) for request in step.requests]
         counts: list[list[int]] = step.results.drafts[:, : len(step.requests)].tolist()
         accepted, drafted, right = counts
+        for request, count, held in zip(step.requests, drafted, right, strict=True):
+            request.drafted += count
+            request.accepted += held
         self._counters.drafted_tokens += sum(drafted)
         self._counters.accepted_tokens += sum(right)
         return accepted
