@@ -1017,8 +1017,8 @@ class Released(Part, frozen=True, tag="released"):
 
 
 class Counters(Part, frozen=True, tag="counters"):
-    """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests. `drafted` and `accepted`
-    are drafts of the same requests that steps verified, and those that were right; empty: none was drafted.
+    """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests. `drafted` and
+    `accepted` are drafts of the same requests that steps verified, and those that were right; empty: there were none.
 
     A report has the requests that were counted since the last one with counters. They are counted about once a second,
     and when they leave, before Released.

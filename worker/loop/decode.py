@@ -46,7 +46,7 @@ from protocol.logprobs import ROW_WORDS_MAX
 from worker.device.step_rows import StepRows
 from worker.loop.acceptance import StepProgress
 from worker.loop.batch import RunningRequest
-from worker.loop.drafting import COUNTS, Drafting, DraftInputs, DraftStep, window_tokens
+from worker.loop.drafting import COUNTS, DraftInputs, DraftSeats, DraftStep, window_tokens
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.loop.recording import SelectionRecorder
 from worker.loop.swap import Swap
@@ -70,7 +70,7 @@ class _Bucket:
         state: DeviceState,
         outputs: StepOutputs,
         logprobs: torch.Tensor,
-        drafting: Drafting | None,
+        drafting: DraftSeats | None,
         window: int,
     ) -> None:
         groups, device, rows = state.geometry.groups, state.rows.device, len(outputs.tokens)
@@ -188,7 +188,7 @@ class Decoder:
         *,
         buckets: Sequence[int],
         rows: StepRows,
-        drafting: Drafting | None = None,
+        drafting: DraftSeats | None = None,
         lookahead: int,
         keep_logits: bool = False,
         timed_every: int = TIMED_EVERY,

@@ -82,7 +82,7 @@ class _Given:
     num_real: Tensor  # int32[1]
 
 
-class Drafting:
+class DraftSeats:
     """Where each seat is, and its drafts: int32[seats] and int32[n, seats], of operations on `compute` alone."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Drafting:
 class DraftStep:
     """What steps of one padded size do and use: S seats, B = (1 + n) S rows, turn by turn."""
 
-    def __init__(self, drafting: Drafting, seats: int, window: int) -> None:
+    def __init__(self, drafting: DraftSeats, seats: int, window: int) -> None:
         state = drafting.state
         groups, device, rows = state.geometry.groups, state.rows.device, drafting.rows.rows
         self._owner, self._seats, self._rows, self._window = drafting, seats, rows, window

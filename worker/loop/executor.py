@@ -50,7 +50,7 @@ from worker.group.agreement import Agreement, RoundKind, Wish, chunk_sizes
 from worker.group.group import Group
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
-from worker.loop.drafting import Drafting
+from worker.loop.drafting import DraftSeats
 from worker.loop.grammars import MASK_WAIT_S, Grammars
 from worker.loop.output import Output
 from worker.loop.prefill import Prefill
@@ -126,7 +126,7 @@ class Executor:
         parts = (runner, streams, self.state, sampler, self._swap)
         vocab = runner.info.vocab_size
         drafting = (
-            Drafting(cast(DraftRunner, runner), streams, self.state, sampler, rows) if rows.draft_tokens else None
+            DraftSeats(cast(DraftRunner, runner), streams, self.state, sampler, rows) if rows.draft_tokens else None
         )
         self._decoder = Decoder(
             *parts,

@@ -45,7 +45,7 @@ from worker.device.step_rows import StepRows
 from worker.loop.acceptance import RowProgress
 from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
-from worker.loop.drafting import Drafting
+from worker.loop.drafting import DraftSeats
 from worker.loop.inputs import SeatTables, host_tensor
 from worker.loop.output import Output, held_back
 from worker.loop.sampler_seats import SamplerSeats
@@ -193,7 +193,7 @@ class Seats:
         warm_start: TopkBuffers,
         groups: LayerGroups,
         rows: StepRows,
-        drafting: Drafting | None,
+        drafting: DraftSeats | None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """`eos_token_ids` are the model's."""
