@@ -36,11 +36,6 @@ from typing import Final
 NOTHING_DRAWN: Final = -1
 
 
-def granted_rows(position: int, rows_max: int, rows: int) -> int:
-    """Rows that a step which begins at `position` may write, of `rows` at most: 0 where there is no room."""
-    return max(0, min(rows, rows_max - position))
-
-
 def accepted_rows(fed: Sequence[int], drawn: Sequence[int], known: int, admitted: int) -> int:
     """How many rows of a step hold: its first ones.
 
@@ -73,30 +68,30 @@ class RowProgress:
         """Rows that hold once every step in flight has run, at least."""
         return self.settled + self.in_flight
 
-    def launch(self) -> int:
-        """A step is launched, with as many rows as there is room for; returns how many rows hold then, at least."""
-        self.position += granted_rows(self.position, self.rows_max, self.step_rows)
-        self.in_flight += 1
-        return self.settled + self.in_flight
-
     def settle(self, accepted: int) -> None:
         """The oldest step in flight has `accepted` rows that hold."""
         self.in_flight -= 1
         self.settled += accepted
-        self.position = min(self.position, self.settled + self.in_flight * self.step_rows)
+        if self.step_rows > accepted:  # where it is not, the bound was exact
+            self.position = min(self.position, self.settled + self.in_flight * self.step_rows)
 
 
 class StepProgress:
     """What one launched step does for the progress of its requests: it is read once, and once seen in host memory, in
-    either order."""
+    either order. The decode loop makes one for each step: its loops are short on purpose."""
 
     __slots__ = ("_is_durable", "_progress", "_stops")
 
     def __init__(self, progress: list[RowProgress]) -> None:
-        """The step is launched for these."""
+        """The step is launched for these, each of which has room."""
         self._progress = progress
         self._is_durable = False
-        self._stops = [it.launch() for it in progress]  # first row behind those that are known to hold
+        self._stops: list[int] = []  # first row behind those that are known to hold
+        for it in progress:
+            position = it.position + it.step_rows
+            it.position = position if position < it.rows_max else it.rows_max
+            it.in_flight += 1
+            self._stops.append(it.settled + it.in_flight)
 
     def withdraw(self, place: int) -> None:
         """Before the step is read: the request at `place` draws nothing. It is where it was, and the step is to be
@@ -107,14 +102,14 @@ class StepProgress:
     def read(self, accepted: Sequence[int]) -> list[int]:
         """The step was read: so many rows hold, by request, 0 for those withdrawn. Returns the row that it began with,
         by request; meaningless for those withdrawn."""
-        firsts = []
+        firsts = [it.settled for it in self._progress]
         for place, (it, count) in enumerate(zip(self._progress, accepted, strict=True)):
-            firsts.append(it.settled)
             if count:
                 it.settle(count)
-                self._stops[place] = it.settled
-        if self._is_durable:
-            self.note_durable()
+                if it.step_rows > 1:
+                    self._stops[place] = it.settled
+                    if self._is_durable:
+                        it.durable = max(it.durable, it.settled)
         return firsts
 
     def note_durable(self) -> None:

