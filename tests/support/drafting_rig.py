@@ -24,17 +24,23 @@ WRONG = 7
 def drafting_settings(draft_tokens: int, settings: WorkerSettings = SETTINGS, **changes: object) -> WorkerSettings:
     """Memory for the draft layer too, and the shortest tail."""
     sizes: dict[str, object] = {"host_mem": "1MiB", "device_mem": "512KiB", "tail_slots": 2 * (1 + draft_tokens)}
-    return msgspec.structs.replace(settings, draft_tokens=draft_tokens, **{**sizes, **changes})  # type: ignore[arg-type]
+    return msgspec.structs.replace(settings, draft_tokens=draft_tokens, **{**sizes, **changes})
 
 
 class DraftRig(Rig):
     """`percent` of the drafts are right, drawn from the request and the position; None: they are the runner's own."""
 
     def __init__(
-        self, streams: Streams | None, settings: WorkerSettings, percent: int, *, runner: DraftRunner | None = None,
-        expected: Callable[[Life], Sequence[int]] | None = None, **options: object,
-    ) -> None:  # fmt: skip
-        super().__init__(streams, settings, runner=runner or DraftingFakeRunner(), **options)  # type: ignore[arg-type]
+        self,
+        streams: Streams | None,
+        settings: WorkerSettings,
+        percent: int | None,
+        *,
+        runner: DraftRunner | None = None,
+        expected: Callable[[Life], Sequence[int]] | None = None,
+        ahead_tokens: int = 8,
+    ) -> None:
+        super().__init__(streams, settings, runner=runner or DraftingFakeRunner(), ahead_tokens=ahead_tokens)
         self._percent = percent or 0
         self._expected = expected or self.tokens_of
         self._tokens: dict[int, Sequence[int]] = {}

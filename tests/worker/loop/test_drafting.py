@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 
 import pytest
@@ -12,6 +13,8 @@ from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING
 from tests.worker.runners.test_drafting import pair_of
+from worker.loop.drafting import DraftStep
+from worker.runners.base import StepOutputs
 from worker.runners.tiny import FAMILIES
 from worker.streams import make_streams
 
@@ -140,3 +143,50 @@ def test_model_gives_the_tokens_of_plain_decoding(family: str) -> None:
         assert decode_model(rig, hot_slots) == plain
         assert rig.executor.counters.drafted_tokens
         assert rig.executor.counters.accepted_tokens or percent is None
+
+
+def accept_all_drafts(patch: pytest.MonkeyPatch) -> None:
+    verify = DraftStep._verify
+
+    def trusting(step: DraftStep, outputs: StepOutputs) -> None:
+        fed, drawn = step.batch.inputs.view(step._rows, -1), outputs.tokens.view(step._rows, -1)
+        fed[1:] = drawn[:-1]
+        verify(step, outputs)
+
+    patch.setattr(DraftStep, "_verify", trusting)
+
+
+def accept_selections_that_did_not_fit(patch: pytest.MonkeyPatch) -> None:
+    verify = DraftStep._verify
+
+    def trusting(step: DraftStep, outputs: StepOutputs) -> None:
+        step.batch.rejected.masked_fill_(step.batch.lengths > 0, 0)
+        verify(step, outputs)
+
+    patch.setattr(DraftStep, "_verify", trusting)
+
+
+def forget_where_steps_begin(patch: pytest.MonkeyPatch) -> None:
+    begin = DraftStep._begin
+
+    def stale(step: DraftStep) -> None:
+        begin(step)
+        step.batch.lengths[: step._seats] -= (step.batch.lengths[: step._seats] > 105).int()
+
+    patch.setattr(DraftStep, "_begin", stale)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("plant", "hot_slots"),
+    [(accept_all_drafts, 128), (accept_selections_that_did_not_fit, 64), (forget_where_steps_begin, 128)],
+)
+def test_planted_bug_gives_wrong_tokens(
+    plant: Callable[[pytest.MonkeyPatch], None], hot_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    rig = DraftRig(None, drafting_settings(2), 60)
+    for number, sizes in enumerate(REQUESTS):
+        assert rig.coordinator.admit(rig.coordinator.create(number, *sizes, seed=number), hot_slots)
+    rig.run()
+    assert rig.wrong()
