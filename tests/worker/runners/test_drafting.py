@@ -15,11 +15,12 @@ from protocol.errors import BadInput, ConfigError, InternalError
 from protocol.messages import ModelInfo
 from tests.support import runner_rig
 from tests.support.runner_rig import Rig
+from worker.runners import tiny
 from worker.runners.checkpoint import geometry_of
 from worker.runners.sampling import sample
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
-from worker.weights.model import append_draft_layer, load_model
+from worker.weights.model import load_model
 from worker.weights.quantization import Quantization
 
 TOPK = 32
@@ -52,19 +53,20 @@ class _HiddenAlone(nn.Module):
 
 @functools.cache
 def pair_of(family: str) -> Pair:
-    """Unshaped random weights; loaded from no file."""
+    """The shaped weights of a tiny checkpoint, so that no near-tie at the edge of a top-k weighs anything; the draft
+    layer's norms, states and experts count for more than there."""
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(family, TOPK, 1_024)
-    config.num_nextn_predict_layers = 1
-    config.index_n_heads = 12  # few heads make exact ties at a score of zero, which the library breaks arbitrarily
+    config, generator = tiny_config(family, TOPK, 1_024), torch.Generator().manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
-    append_draft_layer(model.requires_grad_(False))
-    model.model.layers[-1].to_empty(device="cpu").requires_grad_(False)
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in sorted(model.state_dict().items()):
-        spread = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.2 * ("norm" in name)
-        weight.copy_(torch.randn(weight.shape, generator=generator) * spread + (name.endswith("norm.weight")))
+    tiny._shape(model.requires_grad_(False), generator, predictable=False)
+    tiny._add_draft_layer(model, generator)
+    layer = model.model.layers[-1]
+    for norm in (model.model.norm, layer.enorm, layer.hnorm, layer.shared_head.norm):
+        norm.weight += 0.2 * torch.randn(norm.weight.shape, generator=generator)
+    layer.eh_proj.weight[:, config.hidden_size :] *= 10
+    for weight in (layer.mlp.experts.down_proj, layer.mlp.shared_experts.down_proj.weight):
+        weight.mul_(10)
     info = ModelInfo("", "drafting", 1_024, config.vocab_size, 4, TOPK, (), "bytes", "")
     geometry = geometry_of(config, "float32", draft_layer=True)
     return Pair(model, of_library(model), TransformersRunner(model, info, geometry))
