@@ -224,6 +224,8 @@ class StepBatch:
 
     def at_depth(self, rows: slice) -> Self:
         """The batch of the rows that are one of `depths`, by views; `size` and `new_rows` stay those of all rows."""
+        if rows == slice(0, len(self.seats)):
+            return self
         return replace(
             self,
             seats=self.seats[rows],
@@ -274,6 +276,8 @@ class MissPlan:
 
     def at_depth(self, rows: slice) -> Self:
         """The plan of the rows that are one of `depths`, by views."""
+        if rows == slice(0, len(self.count)):
+            return self
         return replace(
             self,
             device_row=self.device_row[rows],

@@ -44,6 +44,8 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
 
 def _of_depth(block: structures.BeginStep, batch: StepBatch, first: int) -> structures.BeginStep:
     """`block` as rotate_tail takes it, for the depth that begins with row `first`."""
+    if not first:
+        return block
     block = structures.BeginStep.from_buffer_copy(block)
     block.batch.seats += first * batch.seats.element_size()
     block.batch.lengths += first * batch.lengths.element_size()

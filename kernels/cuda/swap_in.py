@@ -46,10 +46,11 @@ def swap_in(
     the kernel ahead in the stream is at work, and awaits its end by itself (programmatic dependent launch, from sm_90).
     `refill_blocks`: further blocks refill eviction queues, where the device has room for them.
     """
-    rows, k = topk.shape[0] // batch.seat_rows, topk.shape[1]
-    ranks = ranks or ranks_of(state, rows, k)
-    if not has_room(k, ranks):
+    k = topk.shape[1]
+    if ranks and not has_room(k, ranks):
         raise BadInput("more than a block has room for", field="ranks", value=ranks, remedy="a power of two")
+    rows = topk.shape[0] // batch.seat_rows
+    ranks = ranks or ranks_of(state, rows, k)
     refilling = refill_clusters(rows, ranks, clusters_at_once(state, ranks)) if refill_blocks and ranks > 1 else 0
     for depth in batch.depths():
         part = topk[depth], batch.at_depth(depth), out_rows[depth], plan.at_depth(depth)

@@ -50,6 +50,7 @@ def test_selection_and_launcher_agree_on_sizes() -> None:
 
 def test_scratch_is_four_bytes_a_key_plus_some_per_seat() -> None:
     assert scratch_bytes(64 * 10_000, 64) == 4 * 640_000 + 64 * (112 * 1024 + 16)
+    assert scratch_bytes(64 * 10_000, 64, 5) == 5 * scratch_bytes(64 * 10_000, 64)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(65, 128), (0, 128), (4, 16), (4, 48), (4, 160)])

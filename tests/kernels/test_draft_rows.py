@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.begin_step import begin_step
@@ -22,7 +22,7 @@ begin_reference = importlib.import_module("kernels.reference.begin_step")
 index_reference = importlib.import_module("kernels.reference.index_topk")
 swap_reference = importlib.import_module("kernels.reference.swap_in")
 
-LIVES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LIVES = settings(max_examples=60)
 SHAPES = st.fixed_dictionaries(
     {
         "groups": st.sampled_from([(0,), (0, 0, 1)]),
