@@ -125,6 +125,9 @@ class Clock:
     def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
         """Hits and misses are read from the device's state."""
 
+    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None:
+        """Nothing drafts here."""
+
 
 # ---------------------------------------------------------------- memory
 

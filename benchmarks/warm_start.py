@@ -79,6 +79,9 @@ class Tokens:
     def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
         self.swaps.update(requests)
 
+    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None:
+        """Nothing drafts here."""
+
 
 class Overlap:
     """Replaces `share` of what each of two seats selects in a step by what was `remembered` for it, if anything."""

@@ -83,6 +83,20 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
         lambda it: it.late_masks,
     ),
     counter(
+        "hisparse_worker_drafted_tokens_total",
+        "tokens",
+        "Drafts of the model's draft layer that steps verified.",
+        "How much is drafted?",
+        lambda it: it.drafted_tokens,
+    ),
+    counter(
+        "hisparse_worker_accepted_tokens_total",
+        "tokens",
+        "Drafts that were what the model drew.",
+        "Do drafts pay?",
+        lambda it: it.accepted_tokens,
+    ),
+    counter(
         "hisparse_worker_prompt_tokens_total",
         "tokens",
         "Prompt tokens prefilled.",

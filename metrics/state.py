@@ -171,6 +171,8 @@ class WorkerCounters:
     tokens: int = 0
     surplus_tokens: int = 0  # decoded past a request's end, discarded
     late_masks: int = 0  # rows of steps that drew nothing, since what their grammars allow was not known in time
+    drafted_tokens: int = 0  # that steps verified
+    accepted_tokens: int = 0  # of them, those that the model drew too
     staged_bytes: int = 0  # device to host, prompts
     backed_up_bytes: int = 0  # device to host, decoded rows
     preloaded_bytes: int = 0  # host to device, index keys and rows of resumed requests

@@ -25,7 +25,7 @@ from protocol.settings import (
     HttpSettings,
     WorkerSettings,
 )
-from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SLOTS_MAX, TAIL_SLOTS_MAX
+from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SEAT_ROWS_MAX, SLOTS_MAX, TAIL_SLOTS_MAX
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("logfmt", "json")
@@ -251,6 +251,7 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     yield _between("worker.seats", worker.seats, 1, SEATS_MAX)
     yield _between("worker.tail_slots", worker.tail_slots, 1, TAIL_SLOTS_MAX)
     yield _between("worker.lookahead_steps", worker.lookahead_steps, 0, 1)
+    yield from _drafts(worker)
     yield _between("worker.context_max_tokens", worker.context_max_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _between("worker.context_target_tokens", worker.context_target_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _at_least("worker.prefill_chunk_tokens", worker.prefill_chunk_tokens, 1)
@@ -260,6 +261,25 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     yield _at_least("worker.threads", worker.threads, 0)
     yield _positive("worker.report_interval_ms", worker.report_interval_ms)
     yield _port("worker.metrics_port", worker.metrics_port)
+
+
+def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
+    count, field = worker.draft_tokens, "worker.draft_tokens"
+    yield _between(field, count, 0, SEAT_ROWS_MAX - 1)
+    yield SettingCheck(
+        not count or worker.tail_slots >= 2 * (1 + count),
+        "worker.tail_slots",
+        worker.tail_slots,
+        f"a tail holds the rows of two steps, of {1 + count} rows each",
+        f"set it to {2 * (1 + count)} or more",
+    )
+    for refused, why in (
+        (worker.group_size > 1, "worker groups do not draft yet"),
+        (worker.deterministic, "deterministic mode does not draft yet"),
+        (worker.device != "cpu", "GPUs do not draft yet"),
+        (bool(worker.record_selections), "selections of steps that draft are not recorded yet"),
+    ):
+        yield SettingCheck(not count or not refused, field, count, why, "set 0")
 
 
 def _worker_memory(worker: WorkerSettings) -> Iterator[SettingCheck]:

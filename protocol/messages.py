@@ -30,7 +30,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts.
+#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts.
 PROTOCOL_VERSION: Final = 7
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
@@ -560,6 +560,8 @@ class RequestRow(Part, frozen=True):
     reason: str
     waits_for: str = ""
     prefix_tokens: int = 0  # of the prompt: reused, not computed, when it was first admitted
+    drafted_tokens: int = 0  # drafts that steps verified
+    accepted_tokens: int = 0  # of them, those that are in the output
 
 
 class HistoryLine(Part, frozen=True):
@@ -1032,7 +1034,8 @@ class Released(Part, frozen=True, tag="released"):
 
 
 class Counters(Part, frozen=True, tag="counters"):
-    """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests.
+    """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests. `drafted` and
+    `accepted` are drafts of the same requests that steps verified, and those that were right; empty: there were none.
 
     A report has the requests that were counted since the last one with counters. They are counted about once a second,
     and when they leave, before Released.
@@ -1044,6 +1047,8 @@ class Counters(Part, frozen=True, tag="counters"):
     placements: bytes
     hits: bytes
     misses: bytes
+    drafted: bytes = b""
+    accepted: bytes = b""
 
 
 class Inventory(Part, frozen=True, tag="inventory"):

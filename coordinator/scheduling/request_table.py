@@ -31,7 +31,15 @@ class Swaps(NamedTuple):
     misses: int
 
 
+class Drafts(NamedTuple):
+    """Drafts that steps verified, and those that were right."""
+
+    drafted: int
+    accepted: int
+
+
 NO_SWAPS = Swaps(0, 0)
+NO_DRAFTS = Drafts(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +55,8 @@ class LiveRequest:
     epoch: int = 0
     swaps_before: Swaps = NO_SWAPS  # of earlier placements
     swaps: Swaps = NO_SWAPS  # of this one, so far
+    drafts_before: Drafts = NO_DRAFTS
+    drafts: Drafts = NO_DRAFTS
     grammar: str = ""
 
     @property
@@ -101,6 +111,7 @@ class RequestTable:
         live = self.by_placement.pop(placement, None)
         if live is not None:
             live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
+            live.drafts_before, live.drafts = _add_drafts(live.drafts_before, live.drafts), NO_DRAFTS
 
     def end(self, live: LiveRequest, now: float) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
@@ -139,12 +150,16 @@ class RequestTable:
         placements = unpack_int64(counters.placements, "placements").tolist()
         hits = unpack_int64(counters.hits, "hits").tolist()
         misses = unpack_int64(counters.misses, "misses").tolist()
-        if not len(placements) == len(hits) == len(misses):
+        drafted, accepted = unpack_int64(counters.drafted, "drafted"), unpack_int64(counters.accepted, "accepted")
+        drafts = [Drafts(*pair) for pair in zip(drafted.tolist(), accepted.tolist(), strict=False)]
+        lengths = {len(placements), len(hits), len(misses)}
+        if len(lengths) > 1 or len(drafted) != len(accepted) or (drafts and len(drafts) != len(placements)):
             raise ProtocolError("arrays of different lengths", field="counters", remedy="one element each")
-        for placement, *swaps in zip(placements, hits, misses, strict=True):
+        columns = zip(placements, hits, misses, drafts or [NO_DRAFTS] * len(placements), strict=True)
+        for placement, hit, missed, drafts_of in columns:
             live = self.admitted(worker, epoch, placement)
             if live is not None:
-                live.swaps = Swaps(*swaps)
+                live.swaps, live.drafts = Swaps(hit, missed), drafts_of
 
     def swaps_of(self, request_index: int) -> Swaps:
         """Of the present placement of a live request."""
@@ -215,6 +230,7 @@ class RequestTable:
     def row(self, live: LiveRequest, now: float) -> RequestRow:
         facts, state, entry, request_index = live.facts, live.state, live.entry, live.facts.request_index
         swaps, pending = _add(live.swaps_before, live.swaps), self._pending(live, now)
+        drafts = _add_drafts(live.drafts_before, live.drafts)
         return RequestRow(
             request_id=facts.request_id,
             state=state.state,
@@ -235,6 +251,8 @@ class RequestTable:
             reason=pending.text if pending else state.reason,
             waits_for=pending.kind if pending else "",
             prefix_tokens=state.prefix_tokens,
+            drafted_tokens=drafts.drafted,
+            accepted_tokens=drafts.accepted,
         )
 
     def _pending(self, live: LiveRequest, now: float) -> PendingReason | None:
@@ -265,3 +283,7 @@ def _live(found: LiveRequest | EndedRequest) -> LiveRequest:
 
 def _add(a: Swaps, b: Swaps) -> Swaps:
     return Swaps(a.hits + b.hits, a.misses + b.misses)
+
+
+def _add_drafts(a: Drafts, b: Drafts) -> Drafts:
+    return Drafts(a.drafted + b.drafted, a.accepted + b.accepted)

@@ -52,6 +52,13 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
     help="Workers that share one copy of the model, each with a part of its experts; on GPUs one for each.",
 )
 @click.option(
+    "--draft-tokens",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 4),
+    help="Tokens that workers draft for each step, by the checkpoint's draft layer; on a CPU, without groups.",
+)
+@click.option(
     "--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N; all workers share it, but for groups."
 )
 @click.option(
@@ -82,6 +89,7 @@ def demo(
     turns: int,
     workers: int,
     group_size: int,
+    draft_tokens: int,
     device: str,
     streams: str | None,
     weights: str,
@@ -111,6 +119,7 @@ def demo(
         streams=streams or "",
         weights=weights,
         turns=turns,
+        draft_tokens=draft_tokens,
     )
     report = run_demo(options, prompts, work_dir)
     if as_json:

@@ -39,7 +39,8 @@ class DemoOptions:
 
     With `turns` above 1 each request is the first turn of a conversation, whose later turns begin with all that was
     said; the last conversation says what the first one says, for another owner. `group_size` workers share one copy of
-    the model. `streams` "": the default backend of the device. `weights`: as stored in the checkpoint, float32 or fp8.
+    the model. Workers draft `draft_tokens` tokens for each step. `streams` "": the default backend of the device.
+    `weights`: as stored in the checkpoint, float32 or fp8.
     """
 
     family: str = "glm-5"
@@ -54,6 +55,7 @@ class DemoOptions:
     streams: str = ""
     weights: str = "float32"
     turns: int = 1
+    draft_tokens: int = 0
 
     @property
     def context_tokens_max(self) -> int:

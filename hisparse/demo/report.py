@@ -68,6 +68,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     hit_rate: float
     rows_swapped: int
     bytes_swapped: int
+    drafted_tokens: int = 0  # that steps verified
+    accepted_tokens: int = 0  # of them, those that are in outputs
     retracted: int
     handed_over: int
     host_pages_before: int
@@ -130,6 +132,8 @@ def build_report(options: DemoOptions, evidence: Evidence) -> DemoReport:
         hit_rate=round(hits / max(hits + misses, 1), 4),
         rows_swapped=swapped // evidence.kv_row_bytes,
         bytes_swapped=swapped,
+        drafted_tokens=sum(row.drafted_tokens for row in watch.rows.values()),
+        accepted_tokens=sum(row.accepted_tokens for row in watch.rows.values()),
         retracted=len(outcome.retracted),
         handed_over=len(outcome.handed_over),
         host_pages_before=outcome.host_pages_before,
@@ -274,6 +278,7 @@ def _figures(report: DemoReport) -> Table:
 def figure_lines(report: DemoReport) -> Mapping[str, str]:
     """The summary below the table, as label and text."""
     turns = f"{report.turns}; {report.cached_tokens:,} of {report.prompt_tokens:,} prompt tokens reused"
+    drafts = f"{report.drafted_tokens:,} verified, {_share(report.accepted_tokens, report.drafted_tokens)} accepted"
     return {
         **({"turns": turns} if report.turns > 1 else {}),
         "tokens": f"{report.verified_tokens:,} verified, {report.distinct_tokens} distinct, "
@@ -281,6 +286,7 @@ def figure_lines(report: DemoReport) -> Mapping[str, str]:
         f"{report.tie_bound:g}; float32 on {report.device}",
         "swap-in": f"{_share(report.hits, report.hits + report.misses)} hits with {report.hot_slots} hot slots "
         f"for top-{report.topk}; {report.rows_swapped:,} rows, {_mib(report.bytes_swapped)} loaded from host memory",
+        **({"drafts": drafts} if report.drafted_tokens else {}),
         "memory": f"{_mib(report.hot_bytes)} hot buffers against {_mib(report.full_kv_bytes)} full KV "
         f"({_share(report.hot_bytes, report.full_kv_bytes)})",
         "host pages": f"{report.host_pages_before} before, {report.host_pages_peak} at peak, "

@@ -15,7 +15,7 @@ from hisparse.cluster.children import Child, child_environ, exit_text, stop_chil
 from hisparse.demo.plan import DemoOptions, PromptSource, memory_for
 from protocol.config import HostFacts, build
 from protocol.errors import BadInput, Unavailable
-from protocol.settings import Config
+from protocol.settings import Config, WorkerSettings
 from protocol.units import PAGE_TOKENS, pages_for
 
 #: Names of text files in a directory.
@@ -68,6 +68,7 @@ async def write_checkpoint(model: Path, options: DemoOptions, log_dir: Path) -> 
     command = [sys.executable, "-m", "hisparse.cli", "model", "tiny", str(model)]
     arguments = ["--family", options.family, "--topk", str(options.topk), "--force"]
     arguments += ["--fp8"] if options.weights == "fp8" else []
+    arguments += ["--predictable"] if options.draft_tokens else []
     child = Child.start("model", [*command, *arguments], child_environ(), log_dir / "model.log")
     try:
         status = await child.wait()
@@ -90,7 +91,7 @@ def pool_directory(device: str, directory: Path) -> Iterator[Path]:
 
 def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_dir: Path) -> Config:
     """Settings of the cluster: every request managed (`memory_for`). The user's settings are ignored. Deterministic,
-    but for conversations: in that mode nothing that was decoded is reused.
+    but for conversations and drafts: in that mode nothing that was decoded is reused, and nothing is drafted yet.
     """
     memory = memory_for(options)
     longest = options.context_tokens_max + PAGE_TOKENS
@@ -100,7 +101,9 @@ def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_di
         "worker.model": str(model),
         "worker.device": options.device,
         "worker.dtype": "float32",
-        "worker.deterministic": options.turns == 1,
+        "worker.deterministic": options.turns == 1 and not options.draft_tokens,
+        "worker.draft_tokens": options.draft_tokens,
+        "worker.tail_slots": max(WorkerSettings().tail_slots, 2 * (1 + options.draft_tokens)),
         "worker.stream_backend": options.streams,
         "worker.seats": options.requests,
         "worker.device_mem": DEVICE_MEM,

@@ -120,6 +120,8 @@ PURE = [
     "protocol/sizing",
     "protocol/trace_context",
     "protocol/units",
+    "worker/device/step_rows",
+    "worker/loop/acceptance",
     "worker/loop/batch",
     "worker/loop/output",
     "worker/loop/reuse",

@@ -43,6 +43,7 @@ from protocol.messages import (
 from protocol.settings import WorkerSettings
 from protocol.sizing import smallest_chunks
 from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, managed_chunks, pages_for
+from worker.device.step_rows import StepRows
 
 #: Share of the budget, bookkeeping aside, that the prefill slab takes at most unless `slab_tokens` asks for more.
 SLAB_SHARE = 0.5
@@ -106,14 +107,15 @@ def size_worker(
     classes = _classes(settings, geometry)
     context = _context(settings, info)
     host_pages = parse_size(settings.host_mem, "worker.host_mem") // geometry.page_bytes
-    max_pages = pages_for(context + settings.lookahead_steps)
+    overshoot = StepRows(settings.draft_tokens).overshoot_tokens(settings.lookahead_steps)
+    max_pages = pages_for(context + overshoot)
     max_chunks = max(max_pages, managed_chunks(classes[-1]))
     bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks, info.vocab_size)
     device = _budget(settings, free_device_bytes)
     left = device - bookkeeping
     slab = _slab_pages(settings, geometry, max_pages, left)
     left -= slab * geometry.chunk_bytes
-    index_bytes = _index_bytes(settings, geometry, classes, context, max(0, left))
+    index_bytes = _index_bytes(settings, geometry, classes, context, overshoot, max(0, left))
     index_pages = min(host_pages, settings.seats * max_pages, index_bytes // geometry.index_page_bytes)
     chunks = max(0, left - index_pages * geometry.index_page_bytes) // geometry.chunk_bytes
     if settings.hot_chunks_max:
@@ -129,7 +131,7 @@ def size_worker(
             page_bytes=geometry.page_bytes,
             hot_size_classes=classes,
             tail_slots=settings.tail_slots,
-            overshoot_tokens=settings.lookahead_steps,
+            overshoot_tokens=overshoot,
             pool_path=pool_path,
             role=settings.role,
             row_format=geometry.row_format,
@@ -236,7 +238,7 @@ def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, le
 
 
 def _index_bytes(
-    settings: WorkerSettings, geometry: Geometry, classes: tuple[int, ...], context: int, left: int
+    settings: WorkerSettings, geometry: Geometry, classes: tuple[int, ...], context: int, overshoot: int, left: int
 ) -> int:
     """Of `left` bytes for index pages and hot chunks, those for index pages."""
     target = settings.context_target_tokens
@@ -249,7 +251,7 @@ def _index_bytes(
             value=target,
             remedy="lower it, or raise worker.context_max_tokens",
         )
-    pages = pages_for(target + settings.lookahead_steps)
+    pages = pages_for(target + overshoot)
     index = pages * geometry.index_page_bytes
     whole = index + smallest_chunks(pages, classes) * geometry.chunk_bytes
     return left * index // whole

@@ -122,6 +122,7 @@ class Outbox:
         self._dirt: dict[int, _Dirt] = {}
         self._events: deque[Event] = deque()
         self._swaps: dict[int, tuple[int, int]] = {}  # hits and misses by placement, in no report yet
+        self._drafts: dict[int, tuple[int, int]] = {}  # likewise, drafted and accepted; they go with the hits
         self._swap_totals = (0, 0, 0)
         self._has_swaps = False
         self._in_flight: deque[_InFlight] = deque()
@@ -183,6 +184,11 @@ class Outbox:
             self._swaps.update(requests)
             self._swap_totals, self._has_swaps = totals, True
         self._signal()
+
+    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None:
+        """Drafts so far of `requests`, by placement, and how many were accepted. Their hits are counted next."""
+        with self._lock:
+            self._drafts.update(requests)
 
     def _signal(self) -> None:
         if not self._signalled:
@@ -375,7 +381,9 @@ class Outbox:
     def _cut_swaps(self) -> Counters:
         swaps, self._swaps, self._has_swaps = self._swaps, {}, False
         hits, misses = zip(*swaps.values(), strict=True) if swaps else ((), ())
-        return Counters(*self._swap_totals, pack_int64(list(swaps)), pack_int64(hits), pack_int64(misses))
+        drafts = [self._drafts.pop(placement, (0, 0)) for placement in swaps]
+        counted = [pack_int64(column) for column in zip(*drafts, strict=True)] if any(map(any, drafts)) else []
+        return Counters(*self._swap_totals, pack_int64(list(swaps)), pack_int64(hits), pack_int64(misses), *counted)
 
 
 def _extend(dirt: _Dirt, placement: int, start: int, ids: list[int]) -> None:

@@ -6,8 +6,8 @@
         ▲                                                       │
         └───────────── resize from managed to resident ─────────┘          any ─► LEAVING ─ quiesced ─► (gone)
 
-`position` counts what was launched, not what was read. Steps are launched ahead, so `output` may be behind it; a step
-whose token turns out to lie past the end is discarded when it is read.
+`position` counts what was launched, not what was read. Steps are launched ahead, so `output` may be behind it; a token
+that turns out to lie past the end is discarded when its step is read.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from protocol.arrays import Int32Array
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, Resize
 from protocol.units import PAGE_TOKENS
 from worker.device.hot_buffer import HotBuffer
+from worker.loop.acceptance import RowProgress
 from worker.loop.output import Output
 from worker.streams import Fence
 from worker.transfer.handover import Outgoing
@@ -72,15 +73,15 @@ class SeatMemory:
 class RunningRequest:
     """The first four fields never change. Tokens are `output`'s, memory is `memory`'s.
 
-    `position` is the row that the next step writes, `rows_max` the first that no step may write. `outgoing` are its
-    pages for another node, `staged_marks` the fences after which a layer group of rows below a length may be sent.
+    `progress` counts its rows. `outgoing` are its pages for another node, `staged_marks` the fences after which a layer
+    group of rows below a length may be sent.
     `fences` are what the status waits for, `first_token` the one after which prefill's token can be read.
     `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how
     many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
     `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the chunk).
     `adjust` is what it asks of its logits, `grammar` what holds its output to a grammar, `logprob_words` how long its
     rows of log-probabilities are. `since_s` is when prefill, then staging, or loading began. `topk_place` is where its
-    last top-k is downloaded to.
+    last top-k is downloaded to. Of `drafted` tokens that were read, `accepted` hold.
     """
 
     placement: int
@@ -90,10 +91,8 @@ class RunningRequest:
     output: Output
     memory: SeatMemory
     status: Status
-    position: int
-    durable_rows: int
+    progress: RowProgress
     prefilled: int = 0
-    rows_max: int = 0
     started: bool = False
     fences: Sequence[Fence] = ()
     prefix_loads: dict[int, Fence] = field(default_factory=dict)
@@ -108,12 +107,24 @@ class RunningRequest:
     staged_rows: int = 0
     is_faulty: bool = False
     topk_place: int | None = None
+    drafted: int = 0
+    accepted: int = 0
     since_s: float = 0.0
     prefill_s: float = 0.0
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.prompt)
+
+    @property
+    def position(self) -> int:
+        """The first row that no launched step writes."""
+        return self.progress.position
+
+    @property
+    def durable_rows(self) -> int:
+        """Rows that were seen in host memory."""
+        return self.progress.durable
 
     @property
     def prompt_rows(self) -> int:
@@ -153,13 +164,29 @@ class RunningRequest:
         return pages * PAGE_TOKENS if pages > before // PAGE_TOKENS else None
 
     def note_memory(self) -> None:
-        """Recompute `rows_max` after a change of pages or chunks."""
-        self.rows_max = min(self.rows_wanted, self.memory.rows_max)
+        """Recompute `progress.rows_max` after a change of pages or chunks."""
+        self.progress.rows_max = min(self.rows_wanted, self.memory.rows_max)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a step may write its next row."""
+        return self.progress.position < self.progress.rows_max
 
     @property
     def starved(self) -> bool:
-        """Whether only memory keeps it from its next step."""
-        return self.rows_max <= self.position < self.rows_wanted
+        """Whether only memory keeps it from its next step, whatever the steps in flight bring."""
+        return self.progress.rows_max <= self.progress.certain < self.rows_wanted
+
+    @property
+    def rows_end(self) -> int:
+        """The first row that the next step may not write."""
+        return min(self.progress.rows_max, self.progress.position + self.progress.step_rows)
+
+    def known_tokens(self, start: int, count: int) -> list[int]:
+        """Tokens from position `start` on that were known when it came, `count` at most."""
+        stop, prompt = start + count, self.prompt_tokens
+        tokens: list[int] = self.prompt[start:stop].tolist()
+        return tokens + self.output.tokens[max(0, start - prompt) : max(0, min(stop - prompt, self.output.forced))]
 
     def next_input(self) -> int:
         """The token to feed at `position`: known from an earlier placement, or -1 for the last one drawn on device."""

@@ -11,8 +11,8 @@ three are outside of it. `warm_up` runs each bucket on padding, so that scratch 
 workspaces exist, and then captures it, the largest first: the memory of its graph serves the others. In deterministic
 mode there is one bucket, of all seats.
 
-What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns; positions are
-those of the moment of launch.
+What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns. How many rows
+a step takes of a request, and which of them hold, is said by acceptance.py; T is StepRows.backup_steps there.
 
 One step in TIMED_EVERY is timed, and stands for as many: the device's part of it, and each swap-in. Where there are
 graphs, such a step replays a second one, captured with timing events as nodes.
@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -43,7 +43,10 @@ from kernels.begin_step import begin_step
 from kernels.state import BackupPlan, DeviceState
 from protocol.arrays import Int32Array
 from protocol.logprobs import ROW_WORDS_MAX
+from worker.device.step_rows import StepRows
+from worker.loop.acceptance import StepProgress
 from worker.loop.batch import RunningRequest
+from worker.loop.drafting import COUNTS, DraftInputs, DraftSeats, DraftStep, window_tokens
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.loop.recording import SelectionRecorder
 from worker.loop.swap import Swap
@@ -60,13 +63,29 @@ TIMED_EVERY: Final = 64
 class _Bucket:
     """What steps of one padded size use: the batch, its inputs' ring, backup plans of the last T steps, outputs."""
 
-    def __init__(self, rows: int, state: DeviceState, outputs: StepOutputs, logprobs: torch.Tensor) -> None:
-        groups, device = state.geometry.groups, state.rows.device
-        self.rows = rows
-        self.inputs = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
-        self.batch = StepInputs.batch(self.inputs, groups)
-        self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
-        self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(state.tail_slots)]
+    def __init__(
+        self,
+        seats: int,
+        plans: int,
+        state: DeviceState,
+        outputs: StepOutputs,
+        logprobs: torch.Tensor,
+        drafting: DraftSeats | None,
+        window: int,
+    ) -> None:
+        groups, device, rows = state.geometry.groups, state.rows.device, len(outputs.tokens)
+        self.seats = seats
+        self.drafts: DraftStep | None = None
+        self.ring: Ring[StepInputs] | Ring[DraftInputs]
+        if drafting is None:
+            self.inputs = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
+            self.batch = StepInputs.batch(self.inputs, groups)
+            self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
+        else:
+            self.drafts = DraftStep(drafting, seats, window)
+            self.inputs, self.batch = self.drafts.inputs, self.drafts.batch
+            self.ring = Ring([DraftInputs(seats, window, device) for _ in range(RING_BUFFERS)])
+        self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(plans)]
         self.outputs = outputs
         self.outputs_with_logprobs = replace(outputs, logprobs=logprobs[:rows])
         self.replay: Callable[[], object] | None = None  # what the runner launches, as one operation on compute
@@ -80,15 +99,19 @@ class _Results:
 
     def __init__(self, state: DeviceState, vocab: int) -> None:
         device = state.rows.device
-        self.tokens = host_tensor(state.seats, dtype=torch.int32, device=device, fill=-1)
+        rows = state.seats * state.seat_rows
+        self.tokens = host_tensor(rows, dtype=torch.int32, device=device, fill=-1)
+        self.drafts = host_tensor(len(COUNTS), state.seats, dtype=torch.int32, device=device)
         self.counts = host_tensor(2, state.geometry.groups, state.seats, dtype=torch.int64, device=device)
-        self.logits = host_tensor(state.seats, vocab, dtype=torch.float32, device=device)
-        self.logprobs = host_tensor(state.seats, ROW_WORDS_MAX, dtype=torch.int32, device=device)
+        self.logits = host_tensor(rows, vocab, dtype=torch.float32, device=device)
+        self.logprobs = host_tensor(rows, ROW_WORDS_MAX, dtype=torch.int32, device=device)
 
-    def download(self, outputs: StepOutputs, state: DeviceState | None) -> None:
-        """Operation: keep tokens, logits and log-probabilities, and the hits and misses of every seat when `state` is
-        given."""
+    def download(self, outputs: StepOutputs, state: DeviceState | None, drafts: torch.Tensor | None) -> None:
+        """Operation: keep tokens, logits and log-probabilities, the hits and misses of every seat when `state` is
+        given, and what a step that drafts counted."""
         rows = len(outputs.tokens)
+        if drafts is not None:
+            self.drafts[:, : drafts.shape[1]].copy_(drafts, non_blocking=True)
         self.tokens[:rows].copy_(outputs.tokens, non_blocking=True)
         if outputs.logits is not None:
             self.logits[:rows].copy_(outputs.logits, non_blocking=True)
@@ -102,7 +125,7 @@ class _Results:
 @dataclass(slots=True)
 class _Launched:
     requests: list[RunningRequest]
-    positions: list[int]
+    progress: StepProgress
     sampled: Fence
     results: _Results
     counted: bool
@@ -110,6 +133,7 @@ class _Launched:
     number: int
     at_s: float
     undrawn: Collection[RunningRequest] = ()
+    seats: int = 0  # padded
 
 
 @dataclass(slots=True)
@@ -120,16 +144,17 @@ class _Begun:
     outputs: StepOutputs
     adjust: Adjust | None
     requests: list[RunningRequest]
-    positions: list[int]
+    progress: StepProgress
     counted: bool
     number: int
     at_s: float
+    undrawn: list[RunningRequest] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepTokens:
-    """A step that was read: requests, the row each wrote, the token each drew; if asked for, `counts` int64[2, G, S],
-    hits and misses by index group and seat. `undrawn` drew no token.
+    """A step that was read: requests, the first row that each wrote, the tokens that its rows drew which hold; if asked
+    for, `counts` int64[2, G, S], hits and misses by index group and seat. `undrawn` drew no token.
 
     `logits` float32[requests, vocab] if they are kept, `logprobs` int32[requests, ROW_WORDS_MAX] if a request asks for
     them: true until as many steps have been launched as are in flight.
@@ -137,17 +162,17 @@ class StepTokens:
 
     requests: list[RunningRequest]
     positions: list[int]
-    tokens: list[int]
+    tokens: list[list[int]]
     counts: Int64s | None
     launched_s: float
     logits: torch.Tensor
     logprobs: Int32Array | None
     undrawn: Collection[RunningRequest] = ()
 
-    def row(self, number: int) -> bytes:
-        """Log-probabilities of the token of a request, as far as it asks for them."""
+    def rows(self, number: int) -> tuple[bytes, ...]:
+        """Log-probabilities of the tokens of a request, as far as it asks for them; none where it does not."""
         words = self.requests[number].logprob_words
-        return self.logprobs[number, :words].tobytes() if self.logprobs is not None and words else b""
+        return (self.logprobs[number, :words].tobytes(),) if self.logprobs is not None and words else ()
 
 
 class Decoder:
@@ -162,6 +187,8 @@ class Decoder:
         swap: Swap,
         *,
         buckets: Sequence[int],
+        rows: StepRows,
+        drafting: DraftSeats | None = None,
         lookahead: int,
         keep_logits: bool = False,
         timed_every: int = TIMED_EVERY,
@@ -175,11 +202,22 @@ class Decoder:
         self._swap = swap
         self._recorder = recorder
         vocab, device = runner.info.vocab_size, state.rows.device
-        logprobs = allocate_rows(max(buckets), device)
+        logprobs = allocate_rows(rows.rows * max(buckets), device)
+        window = window_tokens(rows, lookahead)
         self._buckets = [
-            _Bucket(rows, state, StepOutputs.allocate(rows, vocab, keep_logits=keep_logits, device=device), logprobs)
-            for rows in sorted(buckets)
+            _Bucket(
+                size,
+                rows.backup_steps(state.tail_slots),
+                state,
+                StepOutputs.allocate(rows.rows * size, vocab, keep_logits=keep_logits, device=device),
+                logprobs,
+                drafting,
+                window,
+            )
+            for size in sorted(buckets)
         ]
+        self._backup_steps = rows.backup_steps(state.tail_slots)
+        self._seat_rows = rows.rows
         self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
         self._timed_every = timed_every
         self._counters = swap.counters
@@ -187,7 +225,7 @@ class Decoder:
         self._launched: deque[_Launched] = deque()
         self._begun: _Begun | None = None
         self._backed_up: deque[Fence] = deque()
-        self._undurable: deque[tuple[Fence, list[RunningRequest], list[int]]] = deque()
+        self._undurable: deque[tuple[Fence, list[RunningRequest], StepProgress]] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -203,7 +241,7 @@ class Decoder:
         """Run each bucket once on padding alone and, where there are graphs and if asked for, capture it. Blocks."""
         compute = self._streams.compute
         for bucket in reversed(self._buckets):
-            self._upload(bucket, [], [])
+            self._upload(bucket, [])
             compute.launch("begin step", partial(begin_step, self._state, bucket.batch, bucket.plans[0]))
             self._launch_runner(bucket)
             compute.record("sampled").wait()
@@ -218,70 +256,84 @@ class Decoder:
     @property
     def batch_sizes(self) -> list[int]:
         """What batches are padded to, ascending."""
-        return [bucket.rows for bucket in self._buckets]
+        return [bucket.seats for bucket in self._buckets]
 
     def launch(self, requests: list[RunningRequest], now_s: float, *, count: bool = False, rows: int = 0) -> None:
         """Launch one step of `requests`, each of which has memory for its next row, and advance their positions.
 
         It is padded to `rows` at least. With a grammar in it, `draw` must follow before the next.
         """
-        bucket = next(bucket for bucket in self._buckets if bucket.rows >= max(rows, len(requests)))
-        positions = [request.position for request in requests]
+        bucket = next(bucket for bucket in self._buckets if bucket.seats >= max(rows, len(requests)))
         asking = [request for request in requests if request.adjust is not None or request.logprob_words]
         adjust = Adjust.together(request.adjust for request in asking)
         has_logprobs = any(request.logprob_words for request in asking)
         outputs = bucket.outputs_with_logprobs if has_logprobs else bucket.outputs
         compute = self._streams.compute
-        self._upload(bucket, requests, positions)
-        if len(self._backed_up) == self._state.tail_slots:
+        self._upload(bucket, requests)
+        if len(self._backed_up) == self._backup_steps:
             compute.wait(self._backed_up.popleft())
         plan = bucket.plans[self._number % len(bucket.plans)]
         compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
         is_timed = self._timed_every > 0 and self._number % self._timed_every == self._timed_every - 1
-        begun = _Begun(bucket, outputs, adjust, requests, positions, count, self._number, now_s)
+        progress = StepProgress([request.progress for request in requests])
+        begun = _Begun(bucket, outputs, adjust, requests, progress, count, self._number, now_s)
         draws_later = adjust is not None and adjust.grammar
         if draws_later:
             self._begun = begun
             self._launch_forward_of(bucket, is_timed=is_timed)
         else:
             self._launch_bucket(begun, is_timed=is_timed)
+        self._back_up(plan, requests, progress)
+        self._number += 1
+        if not draws_later:
+            self._download(begun)
+
+    def _back_up(self, plan: BackupPlan, requests: list[RunningRequest], progress: StepProgress) -> None:
         backed_up, durable = self._swap.backup(plan, len(requests))
         self._backed_up.append(backed_up)
-        self._undurable.append((durable, requests, positions))
-        self._number += 1
-        for request in requests:
-            request.position += 1
-        if not draws_later:
-            self._download(begun, ())
+        self._undurable.append((durable, requests, progress))
 
-    def draw(self, mask_ready: Fence, undrawn: Collection[RunningRequest]) -> None:
-        """Launch the draws of the step launched last, behind `mask_ready`; `undrawn` are those whose mask is late."""
+    def withdraw(self, request: RunningRequest) -> None:
+        """`request` draws nothing in the step whose draws are to come: its mask is late. The step is launched again."""
+        assert self._begun is not None
+        self._begun.progress.withdraw(self._begun.requests.index(request))
+        self._begun.undrawn.append(request)
+
+    def draw(self, mask_ready: Fence) -> None:
+        """Launch the draws of the step launched last, behind `mask_ready`."""
         begun, self._begun = self._begun, None
         assert begun is not None
         self._streams.compute.wait(mask_ready)
         self._launch_draws(begun.bucket, begun.outputs, begun.adjust)
-        self._leave_undurable(undrawn)
-        self._download(begun, undrawn)
+        if begun.bucket.drafts is not None:  # the draft layer's rows follow the draws
+            plan = begun.bucket.plans[begun.number % len(begun.bucket.plans)]
+            self._backed_up.pop()
+            _, requests, progress = self._undurable.pop()
+            self._back_up(plan, requests, progress)
+        self._download(begun)
 
-    def _leave_undurable(self, undrawn: Collection[RunningRequest]) -> None:
-        """Rows that the step launched last wrote for `undrawn` are written again, and do not count as durable."""
-        if undrawn:
-            durable, requests, positions = self._undurable.pop()
-            kept = [pair for pair in zip(requests, positions, strict=True) if pair[0] not in undrawn]
-            self._undurable.append((durable, [request for request, _ in kept], [position for _, position in kept]))
-
-    def _download(self, begun: _Begun, undrawn: Collection[RunningRequest]) -> None:
+    def _download(self, begun: _Begun) -> None:
         compute, number, requests = self._streams.compute, begun.number, begun.requests
         results = self._results[number % len(self._results)]
         counted = self._state if begun.counted else None
-        compute.launch("download", partial(results.download, begun.outputs, counted))
+        drafts = begun.bucket.drafts.counts if begun.bucket.drafts is not None else None
+        compute.launch("download", partial(results.download, begun.outputs, counted, drafts))
         if self._recorder is not None:
             compute.launch("download selections", partial(self._recorder.download, number, len(requests)))
         sampled = compute.record("sampled")
         has_logprobs = begun.outputs.logprobs is not None
         self._launched.append(
             _Launched(
-                requests, begun.positions, sampled, results, begun.counted, has_logprobs, number, begun.at_s, undrawn
+                requests,
+                begun.progress,
+                sampled,
+                results,
+                begun.counted,
+                has_logprobs,
+                number,
+                begun.at_s,
+                begun.undrawn,
+                begun.bucket.seats,
             )
         )
 
@@ -289,22 +341,37 @@ class Decoder:
         """The oldest step in flight. Blocks the host until its tokens are there."""
         step = self._launched.popleft()
         step.sampled.wait()
+        accepted = self._accepted(step)
+        positions = step.progress.read(accepted)
         if self._recorder is not None:
             placements = [request.placement for request in step.requests]
-            self._recorder.take(step.number, placements, [position + 1 for position in step.positions])
-        tokens = step.results.tokens[: len(step.requests)].tolist()
+            self._recorder.take(step.number, placements, [position + 1 for position in positions])
+        by_seat = step.results.tokens[: self._seat_rows * step.seats].view(self._seat_rows, -1).T
+        tokens = [row[:count] for row, count in zip(by_seat[: len(step.requests)].tolist(), accepted, strict=True)]
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
         logprobs = step.results.logprobs[: len(step.requests)].numpy() if step.has_logprobs else None
-        return StepTokens(step.requests, step.positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn)
+        return StepTokens(step.requests, positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn)
+
+    def _accepted(self, step: _Launched) -> list[int]:
+        """Rows of each request that hold."""
+        if self._seat_rows == 1:
+            return [int(request not in step.undrawn) for request in step.requests]
+        counts: list[list[int]] = step.results.drafts[:, : len(step.requests)].tolist()
+        accepted, drafted, right = counts
+        for request, count, held in zip(step.requests, drafted, right, strict=True):
+            request.drafted += count
+            request.accepted += held
+        self._counters.drafted_tokens += sum(drafted)
+        self._counters.accepted_tokens += sum(right)
+        return accepted
 
     def note_durable(self) -> Iterator[RunningRequest]:
-        """Raise `durable_rows` as far as completions have been observed; yields the requests concerned."""
+        """Raise `durable_rows` as far as completions have been observed; yields the requests of those steps."""
         while self._undurable and self._undurable[0][0].done():
-            _, requests, positions = self._undurable.popleft()
-            for request, position in zip(requests, positions, strict=True):
-                request.durable_rows = position + 1
-                yield request
+            _, requests, progress = self._undurable.popleft()
+            progress.note_durable()
+            yield from requests
 
     def wait_backed_up(self) -> None:
         """What is launched on `compute` from now on finds every row of the steps so far in host memory (I3)."""
@@ -326,6 +393,8 @@ class Decoder:
 
     def _launch_draws(self, bucket: _Bucket, outputs: StepOutputs, adjust: Adjust | None) -> None:
         self._runner.launch_sample(self._streams, self._sampler, bucket.batch, outputs, adjust)
+        if bucket.drafts is not None:
+            bucket.drafts.launch_verify(outputs)
 
     def _launch_part(
         self,
@@ -359,15 +428,13 @@ class Decoder:
     def _launch_forward(self, bucket: _Bucket) -> None:
         self._runner.launch_forward(self._streams, self._state, self._sampler, bucket.batch)
 
-    def _upload(self, bucket: _Bucket, requests: list[RunningRequest], positions: list[int]) -> None:
+    def _upload(self, bucket: _Bucket, requests: list[RunningRequest]) -> None:
         inputs = bucket.ring.next()
-        inputs.fill(
-            [request.seat for request in requests],
-            [position + 1 for position in positions],
-            [request.next_input() for request in requests],
-        )
+        inputs.fill(requests)
         self._streams.compute.launch("upload", partial(inputs.upload, bucket.inputs))
         bucket.ring.launched(self._streams.compute.record("inputs_consumed"))
+        if bucket.drafts is not None:
+            bucket.drafts.launch_begin()
 
 
 def batch_sizes(seats: int, *, deterministic: bool) -> list[int]:

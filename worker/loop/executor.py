@@ -45,10 +45,12 @@ from protocol.units import PAGE_TOKENS
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.inventory import take_inventory
 from worker.device.sizing import Sizing
+from worker.device.step_rows import StepRows
 from worker.group.agreement import Agreement, RoundKind, Wish, chunk_sizes
 from worker.group.group import Group
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
+from worker.loop.drafting import DraftSeats
 from worker.loop.grammars import MASK_WAIT_S, Grammars
 from worker.loop.output import Output
 from worker.loop.prefill import Prefill
@@ -58,7 +60,7 @@ from worker.loop.rounds import Rounds, next_chunks
 from worker.loop.seats import Seats, allocate_state, check_admit
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
-from worker.runners.base import GroupRunner, Runner, SamplerState, StepOutputs, prefix_unit_tokens
+from worker.runners.base import DraftRunner, GroupRunner, Runner, SamplerState, StepOutputs, prefix_unit_tokens
 from worker.streams import Streams
 from worker.transfer.handover import Outgoing
 from worker.transfer.layer_groups import LayerGroups
@@ -120,11 +122,17 @@ class Executor:
         self._lookahead = settings.lookahead_steps
         sampler = SamplerState.allocate(settings.seats, runner.info.vocab_size, settings.device)
         self._swap = Swap(streams, self.state, self.counters)
+        rows = StepRows(settings.draft_tokens)
         parts = (runner, streams, self.state, sampler, self._swap)
         vocab = runner.info.vocab_size
+        drafting = (
+            DraftSeats(cast(DraftRunner, runner), streams, self.state, sampler, rows) if rows.draft_tokens else None
+        )
         self._decoder = Decoder(
             *parts,
             buckets=batch_sizes(settings.seats, deterministic=settings.deterministic),
+            rows=rows,
+            drafting=drafting,
             lookahead=self._lookahead,
             keep_logits=keep_logits,
             timed_every=timed_every,
@@ -140,6 +148,7 @@ class Executor:
             chunk_tokens=settings.prefill_chunk_tokens,
             groups=self._groups,
             staging=self._note_staging,
+            drafts=rows.draft_tokens > 0,
             outputs=StepOutputs.allocate(
                 1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
             ),
@@ -155,6 +164,8 @@ class Executor:
             sizing,
             warm_start,
             self._groups,
+            rows,
+            drafting,
             runner.info.eos_token_ids,
         )
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
@@ -271,7 +282,7 @@ class Executor:
             runner.launch_padding(self._streams)
 
     def _wish(self) -> Wish:
-        rows = sum(request.position < request.rows_max and not request.lacks_mask for request in self._running)
+        rows = sum(request.has_room and not request.lacks_mask for request in self._running)
         prompts = [(request.prefilled, request.prompt_tokens) for request in self._launchable()]
         count = self._lookahead + 1
         return Wish(rows, next_chunks(prompts, self._chunk_tokens, count, for_first=self._is_first_put_off))
@@ -523,12 +534,12 @@ class Executor:
         self._report.prefilled(request)
         if not request.output.forced:
             first, row = self._prefill.first_token(request.seat), self._prefill.first_logprobs(request)
-            self._take_token(request, first, row)
+            self._take_tokens(request, 0, (first,), (row,))
 
     def _take_over(self, request: RunningRequest) -> None:
         """A prompt seen in host memory: its rows are durable, its slab becomes the hot buffer. Or it has been here for
         its prompt alone, and leaves."""
-        request.durable_rows = request.prompt_tokens
+        request.progress.durable = request.prompt_tokens
         if request.prefills_only:
             self._seats.free_slab(request)
         else:
@@ -594,7 +605,7 @@ class Executor:
         for request in tuple(self._running):
             if request.grammar is not None and request.lacks_mask:
                 self._contain(_check_grammar, request)
-            elif request.position < request.rows_max:
+            elif request.has_room:
                 ready.append(request)
             elif request.starved:
                 starved.append(request)
@@ -623,7 +634,7 @@ class Executor:
                 self._contain(self._set_mask, request, until_s, undrawn)
         for request in undrawn:
             self._seats.step_back(request)
-        self._decoder.draw(self._grammars.upload(), undrawn)
+        self._decoder.draw(self._grammars.upload())
 
     def _set_mask(self, request: RunningRequest, until_s: float, undrawn: list[RunningRequest]) -> None:
         """What the next draw of `request` is held to; where that is not known by `until_s` it draws nothing."""
@@ -641,27 +652,30 @@ class Executor:
             now = self._clock()
             self.counters.stepped(now - max(step.launched_s, self._read_at))
             self._read_at = now
-            tokens, has_rows = zip(step.requests, step.positions, step.tokens, strict=True), step.logprobs is not None
-            for number, (request, position, token) in enumerate(tokens):
+            tokens = zip(step.requests, step.positions, step.tokens, strict=True)
+            for number, (request, position, drawn) in enumerate(tokens):
                 if request.status is Status.LEAVING:
-                    self.counters.surplus_tokens += 1
+                    self.counters.surplus_tokens += len(drawn)
                 elif request in step.undrawn:
                     self.counters.late_masks += 1
-                elif request.is_drawn(position):
-                    self._contain(self._take_token, request, token, step.row(number) if has_rows else b"")
+                elif request.is_drawn(position + len(drawn) - 1):
+                    place = position + 1 - request.prompt_tokens
+                    self._contain(self._take_tokens, request, place, drawn, step.rows(number))
             self._report.swaps(step)
         return busy
 
     # ---------------------------------------------------------------- tokens and ends
 
-    def _take_token(self, request: RunningRequest, token: int, row: bytes) -> None:
-        request.output.push(token, row)
-        self._report.publish(request)
+    def _take_tokens(self, request: RunningRequest, place: int, drawn: Sequence[int], rows: Sequence[bytes]) -> None:
+        """What a step, or prefill, drew for the places of the output from `place` on."""
+        taken = request.output.extend(place, drawn, rows)
+        self._report.publish(request, taken)
         if request.output.finished:
+            self.counters.surplus_tokens += max(0, place + len(drawn) - len(request.output.tokens))
             self._report.finished(request)
             self._leave(request)
         elif request.grammar is not None:
-            request.grammar.advance(token)
+            request.grammar.advance(drawn[-1])
 
     def _leave(self, request: RunningRequest) -> None:
         """Out of the batch for good: what was launched for it goes on, nothing more is."""

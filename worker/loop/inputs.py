@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from torch import Tensor
 from kernels.state import DeviceState, StepBatch
 from protocol.errors import InternalError
 from worker.streams import Fence, Stream
+
+if TYPE_CHECKING:
+    from worker.loop.batch import RunningRequest
 
 #: Buffers per ring of step inputs and prompt chunks: one is read while the next is filled.
 RING_BUFFERS: Final = 2
@@ -70,9 +73,12 @@ class StepInputs:
         array: Ids = self._host.numpy()
         self._rows, self._count = array[:-1].reshape(3, rows), array[-1:]
 
-    def fill(self, seats: list[int], lengths: list[int], inputs: list[int]) -> None:
-        real = len(seats)
-        self._rows[:, :real] = (seats, lengths, inputs)
+    def fill(self, requests: Sequence[RunningRequest]) -> None:
+        """The next step is one of `requests`."""
+        real = len(requests)
+        self._rows[0, :real] = [request.seat for request in requests]
+        self._rows[1, :real] = [request.position + 1 for request in requests]
+        self._rows[2, :real] = [request.next_input() for request in requests]
         self._rows[0::2, real:] = -1
         self._rows[1, real:] = 0
         self._count[0] = real

@@ -84,6 +84,18 @@ class Output:
         if self.reason:
             self._publishable = len(self.tokens)
 
+    def extend(self, place: int, tokens: Sequence[int], rows: Sequence[bytes] = ()) -> int:
+        """Take in what a step drew: `tokens` for the places from `place` on, each with its row of log-probabilities if
+        they are asked for. Places that were known are passed over, and so is what lies past the end. Returns how many
+        tokens were new."""
+        known, count = max(0, self.forced - place), 0
+        for number in range(known, len(tokens)):
+            if self.reason:
+                break
+            self.push(tokens[number], rows[number] if rows else b"")
+            count += 1
+        return count
+
     def take_publishable(self) -> tuple[int, list[int]]:
         """Start and ids of the tokens that may go out now; they count as published from here on."""
         start = self.published

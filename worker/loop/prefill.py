@@ -41,12 +41,14 @@ class Prefill:
         *,
         chunk_tokens: int,
         groups: LayerGroups,
+        drafts: bool = False,
         outputs: StepOutputs,
         warm_start: TopkBuffers,
         staging: Callable[[RunningRequest, int, int], None],
     ) -> None:
         """`staging` is told of each launch: of what request, which layer group, of rows below which position."""
         self._runner = runner
+        self._drafts = drafts
         self._streams = streams
         self._state = state
         self._sampler = sampler
@@ -57,22 +59,33 @@ class Prefill:
         self._warm_starts = warm_start
         self._staging = staging
         device = state.rows.device
-        buffers = [host_tensor(chunk_tokens, dtype=torch.int64, device=device) for _ in range(RING_BUFFERS)]
+        self._chunk_tokens = chunk_tokens
+        buffers = [host_tensor(chunk_tokens + 1, dtype=torch.int64, device=device) for _ in range(RING_BUFFERS)]
         self._ring = Ring(buffers)
-        self._tokens = torch.zeros(chunk_tokens, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(chunk_tokens + 1, dtype=torch.int64, device=device)
         self._first_tokens = host_tensor(state.seats, dtype=torch.int32, device=device)
         self._first_logprobs = host_tensor(state.seats, ROW_WORDS_MAX, dtype=torch.int32, device=device)
 
     def launch_chunk(self, request: RunningRequest) -> bool:
         """Launch the next chunk of `request` and its staging; whether it was the last, with `first_token` set then."""
         start = request.prefilled
-        stop = min(start + len(self._tokens), request.prompt_tokens)
+        stop = min(start + self._chunk_tokens, request.prompt_tokens)
         last = stop == request.prompt_tokens
         tokens, outputs = self._upload(request, start, stop), self._outputs_of(request) if last else None
+        behind = {} if last or not self._drafts else {"following": self._tokens[stop - start : stop - start + 1]}
         self._await_prefix(request, INDEX_KEYS)
         written = partial(self._written, request, start, stop)
         self._runner.launch_prefill_chunk(
-            self._streams, self._state, self._sampler, request.seat, tokens, start, outputs, written, request.adjust
+            self._streams,
+            self._state,
+            self._sampler,
+            request.seat,
+            tokens,
+            start,
+            outputs,
+            written,
+            request.adjust,
+            **behind,
         )
         if outputs is not None:
             if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
@@ -114,12 +127,14 @@ class Prefill:
         self._staging(request, group, stop)
 
     def _upload(self, request: RunningRequest, start: int, stop: int) -> Tensor:
-        buffer, tokens = self._ring.next(), self._tokens[: stop - start]
-        buffer.numpy()[: stop - start] = request.prompt[start:stop]
-        upload = partial(tokens.copy_, buffer[: stop - start], non_blocking=True)
+        """The tokens of a chunk on the device; the one behind it follows them."""
+        given = request.prompt[start : stop + 1]
+        buffer, target = self._ring.next(), self._tokens[: len(given)]
+        buffer.numpy()[: len(given)] = given
+        upload = partial(target.copy_, buffer[: len(given)], non_blocking=True)
         self._streams.compute.launch("upload prompt", upload)
         self._ring.launched(self._streams.compute.record("inputs_consumed"))
-        return tokens
+        return self._tokens[: stop - start]
 
     def _keep(self, outputs: StepOutputs, seat: int, topk_place: int | None) -> None:
         self._first_tokens[seat : seat + 1].copy_(outputs.tokens[:1], non_blocking=True)

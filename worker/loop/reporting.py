@@ -44,6 +44,7 @@ class Reports(Protocol):
     def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
     def add_event(self, event: Event) -> None: ...
     def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None: ...
+    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None: ...
 
 
 class Reporter:
@@ -54,9 +55,9 @@ class Reporter:
         self._counters = counters
         self._swap_counts = swap_counts
 
-    def publish(self, request: RunningRequest) -> None:
-        """Tokens that may go out and have not, with what is durable by now."""
-        self._counters.tokens += 1
+    def publish(self, request: RunningRequest, drawn: int) -> None:
+        """Tokens that may go out and have not, with what is durable by now; `drawn` tokens came since the last call."""
+        self._counters.tokens += drawn
         start, ids = request.output.take_publishable()
         if ids:
             rows = request.output.take_rows(len(ids)) if request.logprob_words else ()
@@ -144,4 +145,7 @@ class Reporter:
         hits, misses = self._swap_counts.take([request.seat for request in requests], counts, positions)
         placements = [request.placement for request in requests]
         pairs = zip(hits, misses, strict=True)
+        drafts = {it.placement: (it.drafted, it.accepted) for it in requests if it.drafted}
+        if drafts:
+            self._reports.count_drafts(drafts)
         self._reports.count_swaps(dict(zip(placements, pairs, strict=True)), self._counters.swap.totals)

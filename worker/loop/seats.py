@@ -41,8 +41,11 @@ from worker.device.arena import Arena
 from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
 from worker.device.inventory import FreeDeviceMemory
 from worker.device.sizing import Sizing
+from worker.device.step_rows import StepRows
+from worker.loop.acceptance import RowProgress
 from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
+from worker.loop.drafting import DraftSeats
 from worker.loop.inputs import SeatTables, host_tensor
 from worker.loop.output import Output, held_back
 from worker.loop.sampler_seats import SamplerSeats
@@ -71,6 +74,7 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
         max_chunks=sizing.max_chunks,
         max_slab_pages=sizing.max_slab_pages,
         tail_slots=capacity.tail_slots,
+        seat_rows=StepRows(settings.draft_tokens).rows,
         host=host,
         device=settings.device,
     )
@@ -188,6 +192,8 @@ class Seats:
         sizing: Sizing,
         warm_start: TopkBuffers,
         groups: LayerGroups,
+        rows: StepRows,
+        drafting: DraftSeats | None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """`eos_token_ids` are the model's."""
@@ -195,6 +201,8 @@ class Seats:
         self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
         self.index_pages = Arena("index page", capacity.index_pages)
         self._sizing = sizing
+        self._step_rows = rows.rows
+        self._drafting = drafting
         self._compute = streams.compute
         self._state = state
         self._samplers = SamplerSeats(streams.compute, sampler, eos_token_ids)
@@ -212,7 +220,7 @@ class Seats:
         """Seat a placement that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
         prompt, host_pages = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.host_pages, "host_pages").tolist()
         rows = admit.durable_tokens or (admit.prefix_tokens if by_steps(admit) else 0)  # that decoding goes on from
-        resumes = rows > 0
+        resumes, begins = rows > 0, rows or len(prompt)
         chunk_count = admit.hot_chunks if resumes else pages_for(len(prompt))
         if not self._free or self.index_pages.free < admit.index_pages:
             raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
@@ -233,8 +241,7 @@ class Seats:
             output=output,
             memory=memory,
             status=Status.LOADING if resumes else Status.PREFILLING,
-            position=rows or len(prompt),
-            durable_rows=admit.durable_tokens or admit.prefix_tokens,
+            progress=RowProgress(begins, begins, admit.durable_tokens or admit.prefix_tokens, self._step_rows),
             adjust=Adjust.of(admit.sampling),
             logprob_words=row_words(admit.sampling.logprobs),
             prefilled=len(prompt) if resumes else admit.prefix_tokens,
@@ -242,6 +249,10 @@ class Seats:
         self.swap_counts.open(request.seat)
         self._write_tables(request)
         self._samplers.set(request, admit.sampling)
+        if request.adjust is not None or request.logprob_words:
+            request.progress.step_rows = 1  # what a draw asks for depends on the draws before it
+        if self._drafting is not None:
+            self._drafting.open(request.seat, begins)
         if resumes:
             self._resume(request, admit.warm_start)
         elif admit.prefix_tokens:
@@ -308,8 +319,8 @@ class Seats:
     def step_back(self, request: RunningRequest) -> None:
         """The step launched last for `request` is to be launched again. A managed buffer has its row in a tail slot
         already, and begins cold."""
+        self._decoder.withdraw(request)
         self._decoder.wait_backed_up()
-        request.position -= 1
         hot = request.memory.hot
         if hot.hot_slots:
             self._set_up(request, HotBufferChange(hot, (), SetUp.MANAGED))

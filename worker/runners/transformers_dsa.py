@@ -528,6 +528,7 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         quantizes_rows=settings.matmul == W8A8,
         collectives=collectives,
         rows_max=max(settings.seats, settings.prefill_chunk_tokens),
+        draft_tokens=settings.draft_tokens,
     )
     unit = prefix_unit_tokens(settings)
     runner.info = msgspec.structs.replace(

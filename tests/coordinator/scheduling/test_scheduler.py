@@ -672,6 +672,13 @@ async def test_impossible_events_are_dropped_and_floods_refused(autojump_clock: 
         assert rig.scheduler.describe("r!")[0].hits == 10
         with pytest.raises(ProtocolError, match="different lengths"):
             rig.scheduler.on_event("w0", 1, messages.Counters(0, 0, 0, pack_int64([1]), b"", b""))
+        one, two = pack_int64([1]), pack_int64([4, 3])
+        for drafts in ((two, two), (one, b"")):
+            with pytest.raises(ProtocolError, match="different lengths"):
+                rig.scheduler.on_event("w0", 1, messages.Counters(0, 0, 0, one, one, one, *drafts))
+        rig.scheduler.on_event("w0", 1, messages.Counters(0, 0, 0, one, one, one, pack_int64([4]), pack_int64([3])))
+        row = rig.scheduler.describe("r!")[0]
+        assert (row.drafted_tokens, row.accepted_tokens) == (4, 3)
         await rig.run_until("r!", "FINISHED")
 
 

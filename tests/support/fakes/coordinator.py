@@ -124,6 +124,7 @@ class FakeCoordinator:
         self.lives: list[Life] = []
         self.events: list[Event] = []
         self.swaps: dict[int, tuple[int, int]] = {}  # hits and misses by placement, while it lasts
+        self.drafts: dict[int, tuple[int, int]] = {}
         self.counts: list[dict[int, tuple[int, int]]] = []
         self._capacity = capacity
         self._by_admission: dict[int, Life] = {}
@@ -225,6 +226,9 @@ class FakeCoordinator:
     def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
         self.swaps.update(requests)
         self.counts.append(dict(requests))
+
+    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None:
+        self.drafts.update(requests)
 
     def add_event(self, event: Event) -> None:
         self.events.append(event)

@@ -126,7 +126,7 @@ class _Scratch:
 
 
 @dataclass(eq=False)
-class _Chunk:
+class Chunk:
     seat: int
     start: int
     warm_start: Tensor | None
@@ -144,6 +144,7 @@ class FakeRunner:
         eos: tuple[int, ...] = (EOS,),
     ) -> None:
         self.geometry = geometry_of(groups)
+        self.layers = len(groups)
         self.info = ModelInfo(
             fingerprint="hash",
             name="hash",
@@ -170,23 +171,39 @@ class FakeRunner:
         layer_written: LayerWritten = no_listener,
         adjust: Adjust | None = None,
     ) -> None:
+        self.launch_model_chunk(streams, state, sampler, seat, tokens, start, outputs, layer_written, adjust)
+
+    def launch_model_chunk(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        seat: int,
+        tokens: Tensor,
+        start: int,
+        outputs: StepOutputs | None,
+        layer_written: LayerWritten,
+        adjust: Adjust | None,
+    ) -> Chunk:
+        """What `launch_prefill_chunk` launches, of the model's own layers."""
         if self.poison is not None and int(sampler.seed[seat]) == self.poison:
             raise ValueError("a poisoned prompt")
-        compute, chunk = streams.compute, _Chunk(seat, start, outputs.warm_start if outputs else None)
+        compute, chunk = streams.compute, Chunk(seat, start, outputs.warm_start if outputs else None)
         compute.launch("prefill", partial(self._embed_prompt, chunk, tokens))
-        for layer in range(self.geometry.layers):
+        for layer in range(self.layers):
             compute.launch("prefill project", partial(self._project_prompt, chunk, state, layer))
             layer_written(layer)
             compute.launch("prefill attend", partial(self._attend_prompt, chunk, state, layer))
         if outputs is not None:
             draw_first = partial(self._first_token, chunk, sampler, start + len(tokens), outputs, adjust)
             compute.launch("first token", draw_first)
+        return chunk
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         loaded: dict[int, Fence] = {}
-        for layer, group in enumerate(self.geometry.group_of_layer):
+        for layer, group in enumerate(self.geometry.group_of_layer[: self.layers]):
             if layer == self.geometry.layers_of_group(group)[0]:
                 compute.launch("select", partial(self._select, scratch, state, batch, group))
                 selection = scratch.topk, batch, scratch.out_rows, scratch.plan
@@ -203,10 +220,10 @@ class FakeRunner:
         scratch = self._scratch_for(len(batch.seats), batch.seats.device)
         streams.compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs, adjust))
 
-    def _embed_prompt(self, chunk: _Chunk, tokens: Tensor) -> None:
+    def _embed_prompt(self, chunk: Chunk, tokens: Tensor) -> None:
         chunk.hidden = embed(tokens)
 
-    def _project_prompt(self, chunk: _Chunk, state: DeviceState, layer: int) -> None:
+    def _project_prompt(self, chunk: Chunk, state: DeviceState, layer: int) -> None:
         group, seat, start = self.geometry.group_of_layer[layer], chunk.seat, chunk.start
         write_slab_rows(state, layer, seat, start, _bytes(rows_of(chunk.hidden, layer)))
         if self.geometry.layers_of_group(group)[0] == layer:
@@ -217,12 +234,12 @@ class FakeRunner:
                 chunk.warm_start[group] = select(chunk.hidden[-1:], held, torch.ones_like(held, dtype=torch.bool))[0]
             chunk.hidden = mix(chunk.hidden + keys.sum())
 
-    def _attend_prompt(self, chunk: _Chunk, state: DeviceState, layer: int) -> None:
+    def _attend_prompt(self, chunk: Chunk, state: DeviceState, layer: int) -> None:
         rows = read_slab_rows(state, layer, chunk.seat, chunk.start + len(chunk.hidden)).view(torch.int64)
         chunk.hidden = attend_prompt(chunk.hidden, chunk.start, rows)
 
     def _first_token(
-        self, chunk: _Chunk, sampler: SamplerState, position: int, outputs: StepOutputs, adjust: Adjust | None
+        self, chunk: Chunk, sampler: SamplerState, position: int, outputs: StepOutputs, adjust: Adjust | None
     ) -> None:
         hidden, own = chunk.hidden[-1:], slice(chunk.seat, chunk.seat + 1)
         seats = torch.full_like(hidden, chunk.seat)

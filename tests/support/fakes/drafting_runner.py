@@ -1,0 +1,85 @@
+"""The hash runner with a draft layer: rows, keys and a selection like the other layers', of hashes of the model's state
+and the token behind it. Its drafts are hashes too: right ones are given by tests/support/drafting_rig.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.rows import write_prompt_index_keys, write_slab_rows
+from kernels.state import DeviceState, StepBatch, real_rows
+from tests.support.fakes.hash_runner import SHARED, VOCAB, Chunk, FakeRunner, embed, geometry_of, keys_of, mix, rows_of
+from worker.runners.adjust import Adjust
+from worker.runners.base import DraftRows, LayerWritten, SamplerState, StepOutputs, no_listener
+from worker.runners.swapping import launch_swap_in
+from worker.streams import Streams
+
+
+class DraftingFakeRunner(FakeRunner):
+    """See worker/runners/base.py: DraftRunner."""
+
+    def __init__(self, groups: Sequence[int] = SHARED, *, eos: tuple[int, ...] = ()) -> None:
+        super().__init__(groups, eos=eos)
+        self.layers = len(groups)
+        self.geometry = geometry_of((*groups, groups[-1] + 1))
+        self._outputs: dict[int, Tensor] = {}
+
+    def launch_prefill_chunk(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        sampler: SamplerState,
+        seat: int,
+        tokens: Tensor,
+        start: int,
+        outputs: StepOutputs | None,
+        layer_written: LayerWritten = no_listener,
+        adjust: Adjust | None = None,
+        following: Tensor | None = None,
+    ) -> None:
+        chunk = self.launch_model_chunk(streams, state, sampler, seat, tokens, start, outputs, layer_written, adjust)
+        work = partial(self._write_prompt, chunk, state, sampler, tokens, following)
+        streams.compute.launch("prefill draft layer", work)
+        layer_written(self.layers)
+
+    def launch_draft(
+        self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, draft: DraftRows
+    ) -> None:
+        scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
+        group = self.geometry.group_of_layer[self.layers]
+        compute.launch("enter draft", partial(self._enter_draft, len(batch.seats), draft))
+        compute.launch("select", partial(self._select, scratch, state, batch, group))
+        loaded = launch_swap_in(streams, state, group, scratch.topk, batch, scratch.out_rows, scratch.plan)
+        compute.launch("project", partial(self._project, scratch, state, batch, self.layers))
+        if self.layers in loaded:
+            compute.wait(loaded[self.layers])
+        compute.launch("attend", partial(self._attend, scratch, state, self.layers))
+        compute.launch("draft", partial(self._draft, len(batch.seats), batch, draft))
+
+    def _write_prompt(
+        self, chunk: Chunk, state: DeviceState, sampler: SamplerState, tokens: Tensor, following: Tensor | None
+    ) -> None:
+        behind = sampler.last_token[chunk.seat : chunk.seat + 1].long() if following is None else following
+        hidden = mix(chunk.hidden + embed(torch.cat((tokens[1:], behind))))
+        group = self.geometry.group_of_layer[self.layers]
+        write_slab_rows(state, self.layers, chunk.seat, chunk.start, _bytes(rows_of(hidden, self.layers)))
+        keys = _bytes(keys_of(hidden, group).unsqueeze(1))
+        write_prompt_index_keys(state, group, chunk.seat, chunk.start, keys)
+
+    def _enter_draft(self, rows: int, draft: DraftRows) -> None:
+        hidden = self._scratch[rows].hidden
+        if draft.source is not None:
+            hidden = self._outputs[draft.source_rows][draft.source.long().clamp(min=0)]
+        self._scratch[rows].hidden = mix(hidden + embed(draft.following.clamp(min=0)))
+
+    def _draft(self, rows: int, batch: StepBatch, draft: DraftRows) -> None:
+        self._outputs[rows] = self._scratch[rows].hidden.clone()
+        drafts = (mix(self._outputs[rows]).abs() % VOCAB).int()
+        draft.tokens.copy_(drafts.masked_fill(~real_rows(batch), -1))
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)

@@ -1,0 +1,192 @@
+"""Decoding with drafts, right in any share of places: tokens are those of plain decoding, wherever a request is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+
+import pytest
+
+from protocol.messages import Finished
+from tests.support.drafting_rig import DraftRig, drafting_settings
+from tests.support.fakes.coordinator import Life
+from tests.support.fakes.drafting_runner import DraftingFakeRunner
+from tests.support.fakes.hash_runner import ALTERNATING
+from tests.worker.runners.test_drafting import pair_of
+from worker.loop.drafting import DraftStep
+from worker.runners.base import StepOutputs
+from worker.runners.tiny import FAMILIES
+from worker.streams import make_streams
+
+REQUESTS = ((100, 24), (70, 30), (9, 16))
+
+
+def decoded(rig: DraftRig, hot_slots: int) -> list[Life]:
+    lives = [rig.coordinator.create(number, *sizes, seed=number) for number, sizes in enumerate(REQUESTS)]
+    for life in lives:
+        assert rig.coordinator.admit(life, hot_slots)
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+    return lives
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "percent", "hot_slots", "lookahead"),
+    [(1, 100, 0, 0), (1, 50, 64, 1), (2, 100, 128, 1), (2, 0, 64, 1), (3, 60, 0, 1), (4, 50, 128, 0), (4, 100, 64, 1)],
+)
+def test_tokens_are_those_of_plain_decoding(draft_tokens: int, percent: int, hot_slots: int, lookahead: int) -> None:
+    rig = DraftRig(None, drafting_settings(draft_tokens, lookahead_steps=lookahead), percent)
+    decoded(rig, hot_slots)
+    counters = rig.executor.counters
+    assert (counters.accepted_tokens == 0) == (percent == 0)
+    if percent == 100 and hot_slots != 64:  # a buffer of top-k slots admits few drafts
+        assert counters.accepted_tokens > 0.5 * counters.drafted_tokens
+        assert counters.steps < 30 / draft_tokens**0.5
+
+
+def a_day(rig: DraftRig) -> None:
+    """Resident and managed buffers, resizes every way, keep and drop."""
+    coordinator = rig.coordinator
+    first, second, third = (
+        coordinator.create(number, *sizes, seed=number) for number, sizes in enumerate(((100, 20), (70, 16), (90, 14)))
+    )
+    assert coordinator.admit(first, 128)
+    assert coordinator.admit(second, 0)
+    assert coordinator.admit(third, 128)
+    rig.run_until(lambda: len(second.tokens) >= 3 and len(third.tokens) >= 2)
+    for life, leaving in ((second, "keep"), (third, "drop")):
+        if life.placement:
+            coordinator.withdraw(life, leaving)
+        rig.run_until(lambda life=life: not life.placement)  # type: ignore[misc]
+        assert life.outcome or coordinator.admit(life, 64)
+    for hot_slots in (0, 64):
+        rig.turn(2)
+        if first.placement:
+            coordinator.resize(first, hot_slots)
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+
+
+@pytest.mark.parametrize(("seed", "draft_tokens", "percent"), [(0, 1, 50), (1, 2, 100), (2, 3, 50), (3, 4, 80)])
+@pytest.mark.parametrize("backend", ["inline", "simulated"])
+def test_moves_and_orders_of_streams_change_no_token(backend: str, seed: int, draft_tokens: int, percent: int) -> None:
+    settings = drafting_settings(draft_tokens, lookahead_steps=seed % 2)
+    a_day(DraftRig(make_streams(backend, seed), settings, percent))
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_end_token_inside_a_draft_ends_the_output(lookahead: int) -> None:
+    plain = DraftRig(None, drafting_settings(2), 0)
+    tokens = list(plain.tokens_of(plain.coordinator.create(1, 90, 20)))
+    place = next(i for i in range(6, 20) if tokens[i] not in tokens[:i])
+    runner = DraftingFakeRunner(eos=(tokens[place],))
+    rig = DraftRig(None, drafting_settings(2, lookahead_steps=lookahead), 100, runner=runner)
+    life = rig.coordinator.create(1, 90, 20, ignore_eos=False)
+    assert rig.coordinator.admit(life, 128)
+    rig.run()
+    assert (life.outcome, life.tokens) == ("eos", tokens[: place + 1])
+    assert [it.generated_tokens for it in rig.coordinator.events if isinstance(it, Finished)] == [place + 1]
+    rig.check_end()
+
+
+def test_request_parks_once_its_pages_are_full_and_goes_on() -> None:
+    rig = DraftRig(None, drafting_settings(3), 60, ahead_tokens=0)
+    life = rig.coordinator.create(1, 60, 150)
+    assert rig.coordinator.admit(life, 64)
+    rig.run()
+    assert not rig.wrong()
+    assert rig.executor.counters.parked >= 2
+    rig.check_end()
+
+
+def test_requests_whose_draws_depend_on_each_other_take_one_row() -> None:
+    rig = DraftRig(None, drafting_settings(2), 100)
+    held = rig.coordinator.create(1, 40, 12, grammar=ALTERNATING)
+    told = rig.coordinator.create(2, 50, 12, logprobs=1)
+    free = rig.coordinator.create(3, 60, 20, seed=3)
+    for life in (held, told, free):
+        assert rig.coordinator.admit(life, 128)
+    rig.run()
+    assert not rig.wrong()
+    assert 0 < rig.executor.counters.drafted_tokens <= 2 * 20
+    rig.check_end()
+
+
+MODEL_REQUESTS = ((150, 0.0), (70, 0.9))
+
+
+def decode_model(rig: DraftRig, hot_slots: int) -> list[list[int]]:
+    """Greedy and sampled."""
+    for number, (prompt_tokens, temperature) in enumerate(MODEL_REQUESTS):
+        life = rig.coordinator.create(number, prompt_tokens, 16, seed=number, temperature=temperature)
+        assert rig.coordinator.admit(life, hot_slots)
+    rig.run()
+    rig.check_end()
+    return [life.tokens for life in rig.coordinator.lives]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_gives_the_tokens_of_plain_decoding(family: str) -> None:
+    """With drafts right in some places, and with those that random weights give."""
+    runner, sizes = pair_of(family).runner, {"prefill_chunk_tokens": 256, "host_mem": "16MiB", "device_mem": "16MiB"}
+    plain = decode_model(DraftRig(None, drafting_settings(0, **sizes), 0, runner=copy(runner)), 64)
+    for percent, hot_slots in ((70, 128), (None, 64)):
+        rig = DraftRig(
+            None,
+            drafting_settings(2, **sizes | {"prefill_chunk_tokens": 64}),
+            percent,
+            runner=copy(runner),
+            expected=lambda life: plain[life.number],
+        )
+        assert decode_model(rig, hot_slots) == plain
+        assert rig.executor.counters.drafted_tokens
+        assert rig.executor.counters.accepted_tokens or percent is None
+
+
+def accept_all_drafts(patch: pytest.MonkeyPatch) -> None:
+    verify = DraftStep._verify
+
+    def trusting(step: DraftStep, outputs: StepOutputs) -> None:
+        fed, drawn = step.batch.inputs.view(step._rows, -1), outputs.tokens.view(step._rows, -1)
+        fed[1:] = drawn[:-1]
+        verify(step, outputs)
+
+    patch.setattr(DraftStep, "_verify", trusting)
+
+
+def accept_selections_that_did_not_fit(patch: pytest.MonkeyPatch) -> None:
+    verify = DraftStep._verify
+
+    def trusting(step: DraftStep, outputs: StepOutputs) -> None:
+        step.batch.rejected.masked_fill_(step.batch.lengths > 0, 0)
+        verify(step, outputs)
+
+    patch.setattr(DraftStep, "_verify", trusting)
+
+
+def forget_where_steps_begin(patch: pytest.MonkeyPatch) -> None:
+    begin = DraftStep._begin
+
+    def stale(step: DraftStep) -> None:
+        begin(step)
+        step.batch.lengths[: step._seats] -= (step.batch.lengths[: step._seats] > 105).int()
+
+    patch.setattr(DraftStep, "_begin", stale)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("plant", "hot_slots"),
+    [(accept_all_drafts, 128), (accept_selections_that_did_not_fit, 64), (forget_where_steps_begin, 128)],
+)
+def test_planted_bug_gives_wrong_tokens(
+    plant: Callable[[pytest.MonkeyPatch], None], hot_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    rig = DraftRig(None, drafting_settings(2), 60)
+    for number, sizes in enumerate(REQUESTS):
+        assert rig.coordinator.admit(rig.coordinator.create(number, *sizes, seed=number), hot_slots)
+    rig.run()
+    assert rig.wrong()

@@ -1,0 +1,37 @@
+"""How many rows a decode step takes of each request, and what follows from that. Pure.
+
+Plain decoding takes one row. With n drafted tokens a step takes 1 + n rows of a request, at consecutive positions: the
+first is fed the token that comes next, the others drafts of those behind it. How many of them hold is known once the
+step has run, and the host hears it late.
+
+    overshoot       the end of an output may lie in the first row of a step, n rows before that step's last; and as many
+                    steps as the lookahead were launched behind it, each of which holds every row at most
+    backup steps    begin_step of step m writes row p and, with it, takes row p - T out of the tail of T slots. A step
+                    moves a request on by 1 to 1 + n rows, so that row p - T was written last by step m - T // (1 + n)
+                    or an earlier one: that step's backup is what step m waits for
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """`draft_tokens` n: tokens drafted for each step of a request."""
+
+    draft_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of one request in one step, at most."""
+        return 1 + self.draft_tokens
+
+    def overshoot_tokens(self, lookahead_steps: int) -> int:
+        """Rows behind the end of an output that launched steps may write."""
+        return lookahead_steps * self.rows + self.draft_tokens
+
+    def backup_steps(self, tail_slots: int) -> int:
+        """How many steps back the step lies whose backup a new step waits for; 1 at least, where the tail has room for
+        two steps with drafts, or one without. A step that drafts more than one token begins rows of the next one."""
+        return tail_slots // self.rows - (self.draft_tokens > 1)

@@ -1,0 +1,119 @@
+"""Which rows of a step hold, and how far a request is while its steps are in flight. Pure.
+
+A step that begins at row p takes up to 1 + n rows of a request (worker/device/step_rows.py). Plain decoding is n = 0,
+and goes by the same rules.
+
+    row p + i    is fed    the token at position p + i: one that is known, or a draft of it
+                 draws     the token at position p + i + 1
+                 holds     when i = 0; or when row p + i - 1 holds, its own selection was admitted, and its token is
+                           known or the one that row p + i - 1 drew
+
+Rows that hold are those of plain decoding, since each was fed what plain decoding feeds, and so are the tokens that
+they drew. The next step begins behind the last of them and writes all others again. A row that does not hold is never
+selected, published, or counted durable.
+
+A device knows where each step begins; the host learns it when it reads the step. Until then it has two bounds, which
+are equal where steps take one row:
+
+    0 ........ settled ........ certain ........ position ........ rows_max
+    rows of steps that    one row of each      what steps in        no step
+    were read, that hold  step in flight       flight may write     writes
+
+The host launches while `position` leaves room, and parks a request when `certain` leaves none: in between it waits for
+what it reads next.
+
+Source of the rule: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (2023), for draws that
+are a function of seed and position: then a draft is accepted exactly where it is what the model draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+#: Drawn by a row whose mask was late.
+NOTHING_DRAWN: Final = -1
+
+
+def accepted_rows(fed: Sequence[int], drawn: Sequence[int], known: int, admitted: int) -> int:
+    """How many rows of a step hold: its first ones.
+
+    `fed` and `drawn` are tokens by row. The first `known` rows, 1 at least, were fed tokens that were known before the
+    step: published in an earlier placement, or drawn by the step before. The selections of the first `admitted` rows
+    fitted the hot buffer. A step whose first row drew nothing is launched again: 0.
+    """
+    if drawn[0] == NOTHING_DRAWN:
+        return 0
+    count = 1
+    while count < min(len(fed), admitted) and (count < known or fed[count] == drawn[count - 1]):
+        count += 1
+    return count
+
+
+@dataclass(slots=True)
+class RowProgress:
+    """How far one request is: counts of rows, from the first of its prompt. `rows_max` is the first row that no step
+    may write, `durable` how many were seen in host memory, `step_rows` how many a step takes at most."""
+
+    settled: int
+    position: int
+    durable: int
+    step_rows: int
+    rows_max: int = 0
+    in_flight: int = 0
+
+    @property
+    def certain(self) -> int:
+        """Rows that hold once every step in flight has run, at least."""
+        return self.settled + self.in_flight
+
+    def settle(self, accepted: int) -> None:
+        """The oldest step in flight has `accepted` rows that hold."""
+        self.in_flight -= 1
+        self.settled += accepted
+        if self.step_rows > accepted:  # where it is not, the bound was exact
+            self.position = min(self.position, self.settled + self.in_flight * self.step_rows)
+
+
+class StepProgress:
+    """What one launched step does for the progress of its requests: it is read once, and once seen in host memory, in
+    either order. The decode loop makes one for each step: its loops are short on purpose."""
+
+    __slots__ = ("_is_durable", "_progress", "_stops")
+
+    def __init__(self, progress: list[RowProgress]) -> None:
+        """The step is launched for these, each of which has room."""
+        self._progress = progress
+        self._is_durable = False
+        self._stops: list[int] = []  # first row behind those that are known to hold
+        for it in progress:
+            position = it.position + it.step_rows
+            it.position = position if position < it.rows_max else it.rows_max
+            it.in_flight += 1
+            self._stops.append(it.settled + it.in_flight)
+
+    def withdraw(self, place: int) -> None:
+        """Before the step is read: the request at `place` draws nothing. It is where it was, and the step is to be
+        launched again for it."""
+        self._progress[place].settle(0)
+        self._stops[place] = 0
+
+    def read(self, accepted: Sequence[int]) -> list[int]:
+        """The step was read: so many rows hold, by request, 0 for those withdrawn. Returns the row that it began with,
+        by request; meaningless for those withdrawn."""
+        firsts = [it.settled for it in self._progress]
+        for place, (it, count) in enumerate(zip(self._progress, accepted, strict=True)):
+            if count:
+                it.settle(count)
+                if it.step_rows > 1:
+                    self._stops[place] = it.settled
+                    if self._is_durable:
+                        it.durable = max(it.durable, it.settled)
+        return firsts
+
+    def note_durable(self) -> None:
+        """What the step wrote was seen in host memory. Until the step is read, its first row alone is known to hold."""
+        self._is_durable = True
+        for it, stop in zip(self._progress, self._stops, strict=True):
+            it.durable = max(it.durable, stop)

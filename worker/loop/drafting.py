@@ -1,0 +1,207 @@
+"""Steps that draft, on the device: where a step begins, which of its rows hold, and the drafts for the next step.
+
+Of one step of S seats with 1 + n rows each, on `compute`, around what plain steps do (decode.py):
+
+    begin       first row of each seat from `position`; tokens of its rows: known ones from the host, else drafts
+    begin_step · forward pass · draws of every row
+    verify      which rows hold, as acceptance.accepted_rows has it; `position` and the last token advance
+    draft       the draft layer over the step's rows, with the tokens behind them: rows that hold get its rows and keys
+                anew, and the draft of a seat is that of its last row that holds
+    n - 1 times begin_step for one row a seat, the draft layer on its own output · the next draft
+
+Rows begun by `draft` are no rows of the request: the next step begins at the same position and writes them again. They
+retire tail slots ahead of it, so that a step waits for one backup more (`backup_steps`).
+
+The host does not know where a step begins, so that it sends a window of known tokens, from the first row that may begin
+it on (acceptance.py: `certain`), and the first row that no step may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.begin_step import begin_step
+from kernels.state import BackupPlan, DeviceState, StepBatch
+from worker.device.step_rows import StepRows
+from worker.loop.batch import RunningRequest
+from worker.loop.inputs import Ids, host_tensor
+from worker.runners.base import DraftRows, DraftRunner, SamplerState, StepOutputs
+from worker.streams import Streams
+
+#: What `counts` has of each seat.
+COUNTS: Final = ("accepted", "drafted", "drafts accepted")
+
+
+def window_tokens(rows: StepRows, lookahead: int) -> int:
+    """Known tokens that a step needs of each seat: of its rows and the one behind, wherever it begins."""
+    return rows.rows + 1 + lookahead * rows.draft_tokens
+
+
+class DraftInputs:
+    """What the host says of one step of S seats: int32[(3 + window) * S + 1], so that it travels in one copy.
+
+    Seats, the first row that no step may write, the row that the window begins with; tokens of the window, -1 where
+    they are not known; the number of real seats.
+    """
+
+    def __init__(self, seats: int, window: int, device: torch.device | str) -> None:
+        self._host = host_tensor((3 + window) * seats + 1, dtype=torch.int32, device=device)
+        array: Ids = self._host.numpy()
+        self._rows, self._count, self._window = array[:-1].reshape(3 + window, seats), array[-1:], window
+
+    def fill(self, requests: Sequence[RunningRequest]) -> None:
+        real = len(requests)
+        self._rows[:] = -1
+        self._rows[0, :real] = [request.seat for request in requests]
+        self._rows[1, :real] = [request.rows_end for request in requests]
+        self._rows[2, :real] = [request.progress.certain for request in requests]
+        for place, request in enumerate(requests):
+            tokens = request.known_tokens(request.progress.certain, self._window)
+            self._rows[3 : 3 + len(tokens), place] = tokens
+        self._count[0] = real
+
+    def upload(self, target: Tensor) -> None:
+        """Operation: into the step's fixed addresses."""
+        target.copy_(self._host, non_blocking=True)
+
+
+@dataclass(eq=False)
+class _Given:
+    """The parts of uploaded DraftInputs, by view."""
+
+    seats: Tensor  # int32[S]
+    limits: Tensor
+    base: Tensor
+    window: Tensor  # int32[W, S]
+    num_real: Tensor  # int32[1]
+
+
+class DraftSeats:
+    """Where each seat is, and its drafts: int32[seats] and int32[n, seats], of operations on `compute` alone."""
+
+    def __init__(
+        self, runner: DraftRunner, streams: Streams, state: DeviceState, sampler: SamplerState, rows: StepRows
+    ) -> None:
+        device, seats = state.rows.device, state.seats
+        self.runner, self.streams, self.state, self.sampler, self.rows = runner, streams, state, sampler, rows
+        self.position = torch.zeros(seats, dtype=torch.int32, device=device)
+        self.drafts = torch.zeros(rows.draft_tokens, seats, dtype=torch.int32, device=device)
+
+    def open(self, seat: int, position: int) -> None:
+        """Launch: the next step of `seat` begins at `position`."""
+        self.streams.compute.launch("open drafts", partial(self._open, seat, position))
+
+    def _open(self, seat: int, position: int) -> None:
+        self.position[seat].fill_(position)
+        self.drafts[:, seat].fill_(0)
+
+
+class DraftStep:
+    """What steps of one padded size do and use: S seats, B = (1 + n) S rows, turn by turn."""
+
+    def __init__(self, drafting: DraftSeats, seats: int, window: int) -> None:
+        state = drafting.state
+        groups, device, rows = state.geometry.groups, state.rows.device, drafting.rows.rows
+        self._owner, self._seats, self._rows, self._window = drafting, seats, rows, window
+        self.inputs = torch.zeros((3 + window) * seats + 1, dtype=torch.int32, device=device)
+        seat_rows, numbers = self.inputs[:-1].view(3 + window, seats), self.inputs[-1:]
+        self._given = _Given(seat_rows[0], seat_rows[1], seat_rows[2], seat_rows[3:], numbers)
+        batch = StepBatch.allocate(rows * seats, groups, device, seat_rows=rows)
+        self.batch = replace(batch, num_real=numbers)
+        self.counts = torch.zeros(len(COUNTS), seats, dtype=torch.int32, device=device)
+        self._known = torch.zeros(rows + 1, seats, dtype=torch.int32, device=device)
+        self._last = torch.zeros(seats, dtype=torch.int32, device=device)  # row of each seat that holds last
+        self._first_drafts = DraftRows.allocate(rows * seats, device=device)
+        self._one = replace(StepBatch.allocate(seats, groups, device), num_real=numbers)
+        self._unused_plan = BackupPlan.allocate(seats, groups, device)
+        sources = [rows * seats, *[seats] * (rows - 3)] if rows > 2 else []
+        self._further = [DraftRows.allocate(seats, source_rows=source, device=device) for source in sources]
+
+    def launch_begin(self) -> None:
+        """Behind the upload of `inputs`: what begin_step reads, and the tokens of all rows."""
+        self._owner.streams.compute.launch("begin drafts", self._begin)
+
+    def launch_verify(self, outputs: StepOutputs) -> None:
+        """Behind the draws: `counts`, and the drafts of the next step."""
+        owner, compute = self._owner, self._owner.streams.compute
+        parts = owner.streams, owner.state, owner.sampler
+        compute.launch("verify", partial(self._verify, outputs))
+        owner.runner.launch_draft(*parts, self.batch, self._first_drafts)
+        compute.launch("keep drafts", self._keep_first)
+        for number, further in enumerate(self._further, 1):
+            compute.launch("begin draft", partial(self._begin_further, number, further))
+            owner.runner.launch_draft(*parts, self._one, further)
+            compute.launch("keep drafts", partial(self._keep, number, further.tokens))
+
+    # ---------------------------------------------------------------- operations
+
+    def _begin(self) -> None:
+        owner, given, batch = self._owner, self._given, self.batch
+        real, at = self._real(), given.seats.long().clamp(min=0)
+        first = owner.position[at]
+        batch.seats[: self._seats] = given.seats
+        batch.lengths[: self._seats] = torch.where(real, first + 1, 0)
+        _put(owner.state.granted_rows, given.seats, given.limits, real)
+        places = (first - given.base) + torch.arange(self._rows + 1, device=first.device).unsqueeze(1)
+        found = given.window.gather(0, places.long().clamp(0, self._window - 1))
+        self._known.copy_(torch.where((places >= 0) & (places < self._window), found, -1))
+        guessed = torch.cat((torch.full_like(given.seats, -1).unsqueeze(0), owner.drafts[:, at]))
+        fed = torch.where(self._known[: self._rows] >= 0, self._known[: self._rows], guessed)
+        batch.inputs.copy_(fed.flatten())
+
+    def _verify(self, outputs: StepOutputs) -> None:
+        owner, batch = self._owner, self.batch
+        drawn, fed = outputs.tokens.view(self._rows, -1), batch.inputs.view(self._rows, -1)
+        fits, known = batch.rejected.view(self._rows, -1) == 0, self._known[: self._rows] >= 0
+        right = known.clone()
+        right[0] = drawn[0] >= 0
+        right[1:] |= fed[1:] == drawn[:-1]
+        holds = (right & fits & self._real()).int().cumprod(0)
+        accepted = holds.sum(0, dtype=torch.int32)
+        drafted = fits & ~known
+        drafted[0] = False
+        self.counts[0] = accepted
+        self.counts[1] = drafted.sum(0)
+        self.counts[2] = (drafted & (holds > 0)).sum(0)
+        numbers = torch.arange(self._seats, device=drawn.device)
+        self._last.copy_((accepted - 1).clamp(min=0) * self._seats + numbers)
+        following = torch.where(self._known[1:] >= 0, self._known[1:], drawn)
+        self._first_drafts.following.copy_(following.flatten())
+        moved, at = accepted > 0, self._given.seats.long().clamp(min=0)
+        last = following.flatten().gather(0, self._last.long())
+        _put(owner.position, self._given.seats, owner.position[at] + accepted, moved)
+        _put(owner.sampler.last_token, self._given.seats, last, moved)
+
+    def _keep_first(self) -> None:
+        self._keep(0, self._first_drafts.tokens.gather(0, self._last.long()))
+
+    def _keep(self, number: int, tokens: Tensor) -> None:
+        """A draft that no row could take is any token: the row that is fed it does not exist."""
+        _put(self._owner.drafts[number], self._given.seats, tokens.clamp(min=0), self._real())
+
+    def _begin_further(self, number: int, further: DraftRows) -> None:
+        owner, given, one = self._owner, self._given, self._one
+        at = given.seats.long().clamp(min=0)
+        one.seats.copy_(given.seats)
+        one.lengths.copy_(torch.where(self._real(), owner.position[at] + number, 0))
+        begin_step(owner.state, one, self._unused_plan)
+        further.following.copy_(owner.drafts[number - 1][at])
+        assert further.source is not None
+        numbers = torch.arange(self._seats, dtype=torch.int32, device=self._last.device)
+        further.source.copy_(self._last if number == 1 else numbers)
+
+    def _real(self) -> Tensor:
+        return torch.arange(self._seats, device=self.inputs.device) < self._given.num_real
+
+
+def _put(table: Tensor, seats: Tensor, values: Tensor, where: Tensor) -> None:
+    """table[seats] = values where `where`; each seat comes once at most. No shape depends on data."""
+    owned = (torch.arange(len(table), device=table.device).unsqueeze(1) == seats) & where
+    written = torch.where(owned, values, 0).sum(1, dtype=table.dtype)
+    table.copy_(torch.where(owned.any(1), written, table))
