@@ -17,7 +17,7 @@ from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.formats.replies import Reasoning, ReplyParser, Text, ToolCall, merged
 from hisparse.http.grammar_checks import GrammarChecks
 from hisparse.http.responses.bodies import ResponsesBody
-from tests.support.asker import Asker, asker
+from tests.hisparse.asker import Asker, asker
 from tests.support.walks import walk
 from worker.runners.tiny_template import TEMPLATES
 

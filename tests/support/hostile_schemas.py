@@ -40,7 +40,21 @@ PATTERNS: Final = (
 )
 FORMATS: Final = ("date-time", "uuid", "ipv4", "email", "uri", "regex", "hostname", "no-format", "", "duration")
 BOUNDS: Final = (0, 1, 2, 3, 7, -1, 0.5, 1e3, 10**6, 2**53, 2**70, 1e308, -(2**64))
-VALUES: Final = (None, True, 0, 1.5, -7, "x", "é😀", 'a"b\\', "\n", [], [1, ["x"]], {}, {"a": {"b": None}})
+VALUES: Final[tuple[Any, ...]] = (
+    None,
+    True,
+    0,
+    1.5,
+    -7,
+    "x",
+    "é😀",
+    'a"b\\',
+    "\n",
+    [],
+    [1, ["x"]],
+    {},
+    {"a": {"b": None}},
+)
 REFS: Final = (
     "#",
     "#/$defs/a",
