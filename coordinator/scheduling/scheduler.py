@@ -548,7 +548,7 @@ class Scheduler(SchedulerApi):
             self._counters.prefix_asked_tokens += entry.facts.prompt_tokens if self._prefix_reuse.is_on else 0
         transfer = decision.transfer
         if transfer is not None and entry.chain is not None and transfer.share.size:
-            self._prefix_reuse.by_node[transfer.worker.node].touch(entry.chain.digests[: transfer.share.size])
+            self._prefix_reuse.by_node[transfer.worker.node].touch(entry.chain.digests[transfer.share.size - 1])
         warm_start = self._warm_starts.take(entry.request_index)
         command = messages.Admit(
             placement=decision.placement,
