@@ -49,7 +49,7 @@ VARYING: Final = (
     (r"(device_bytes|bookkeeping_bytes)=\d+", r"\1=N"),
     (r" +AGE", " AGE"),
     (r" {3,}", "   "),
-    (r"\b\d+ host pages, N rows durable, \d+ hot chunks", "N host pages, N rows durable, N hot chunks"),
+    (r"\b\d+ host pages?, N rows durable, \d+ hot chunks?", "N host pages, N rows durable, N hot chunks"),
 )
 
 

@@ -447,6 +447,10 @@ async def test_strikes_are_counted_across_restarts(autojump_clock: trio.testing.
             link = await life.add_worker("w0")
             if strikes == 1:
                 await life.submit("poison!", max_tokens=200)
+            else:
+                said = "1 strike" if strikes == 2 else f"{strikes - 1} strikes"
+                history = life.scheduler.describe("poison!")[1]
+                assert any(f", {said}, the last when w0 died" in line.reason for line in history)
             await life.settle()
             life.round()
             await life.settle()
