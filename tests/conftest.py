@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from protocol.logs import ROOT as ROOT_LOGGER
 
@@ -22,6 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in `make test &` of a script; child processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An example that takes long, or is slow to draw, says something of the machine alone.
+settings.register_profile("hisparse", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("hisparse")
 
 #: Kinds of test that take seconds to minutes.
 LONG: Final = ("sim", "mutation", "process", "compile")

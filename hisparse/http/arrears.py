@@ -1,9 +1,10 @@
-"""Clients that are refused again and again are slowed down before their next request is read. Pure.
+"""Clients that are refused again and again are slowed down. Pure.
 
 A refusal costs the event loop as much as many a request that is served, and a client may come again at once. So each
 party, an owner of API keys or an address without a key, may be refused REFUSALS_BURST times at once, and REFUSALS_PER_S
-times in a second. Past that it is in arrears: all of its requests are read at that pace, until it has kept still for
-long enough. Other parties are not slowed down.
+times in a second. Past that it is in arrears, until it has kept still for long enough, DEBT_MAX_S at most. All requests
+of an owner in arrears are read at that pace. An address gets its refusals at that pace; many clients may share one, so
+that a request with a key from there is not slowed down.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Final
 
 REFUSALS_PER_S: Final = 100.0
 REFUSALS_BURST: Final = 200.0
+#: A party waits so long at most, however often it was refused.
+DEBT_MAX_S: Final = 10.0
 #: Parties that are remembered. Past it the one that was refused first is forgotten.
 PARTIES_MAX: Final = 4_096
 
@@ -27,18 +30,22 @@ class Arrears:
     def __len__(self) -> int:
         return len(self._paid_at)
 
-    def refused(self, party: str, now: float) -> None:
+    def refused(self, party: str, now: float) -> float:
+        """When the refusal may go out, if it is one of a party that has no next request to wait."""
         if party not in self._paid_at and len(self._paid_at) >= PARTIES_MAX:
             self._forget(now)
-        self._paid_at[party] = max(self._paid_at.get(party, now), now) + self._cost_s
+        return self._charge(party, now)
 
     def next_at(self, party: str, now: float) -> float:
         """When the party's next request may be read: `now`, or, in arrears, one after the other."""
-        paid_at = self._paid_at.get(party, now)
-        if paid_at - self._burst_s <= now:
+        if self._paid_at.get(party, now) - self._burst_s <= now:
             return now
-        self._paid_at[party] = paid_at + self._cost_s
-        return paid_at - self._burst_s
+        return self._charge(party, now)
+
+    def _charge(self, party: str, now: float) -> float:
+        paid_at = max(self._paid_at.get(party, now), now)
+        self._paid_at[party] = min(paid_at + self._cost_s, now + self._burst_s + DEBT_MAX_S)
+        return max(paid_at - self._burst_s, now)
 
     def _forget(self, now: float) -> None:
         """Those that have paid; when there are none, one."""

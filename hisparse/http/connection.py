@@ -123,7 +123,6 @@ class HttpConnection:
         while True:
             begun = self._wire.has_begun
             if begun:
-                await self._clients.next_request(self._party)
                 await self._turns.turn(self._party)
                 if (head := self._wire.next_head()) is not None:
                     return head
@@ -171,9 +170,10 @@ class HttpConnection:
     async def admit(self, owner: str) -> None:
         self.evictable, self._is_admitted = False, True
         party = owner or self._address
-        if (self._turns, self._party) != (self._clients.owners, party):
-            self._turns, self._party = self._clients.owners, party
-            await self._clients.next_request(party)
+        is_new = (self._turns, self._party) != (self._clients.owners, party)
+        self._turns, self._party = self._clients.owners, party
+        await self._clients.next_request(party)
+        if is_new:
             await self._turns.turn(party)
 
     async def piece(self) -> bytes:
@@ -203,7 +203,10 @@ class HttpConnection:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Goes out with what follows, in one piece."""
         if 400 <= status < 500:
-            self._clients.refused(self._party if self._is_admitted else self._address)
+            if self._is_admitted:
+                self._clients.refused(self._party)
+            else:
+                await self._clients.refuse(self._address)
         self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
 
     async def write(self, data: bytes) -> None:

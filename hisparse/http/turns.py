@@ -23,6 +23,8 @@ OWNER_PIECES: Final = 2
 #: Of a turn of the event loop, in which one more piece of work has its place: more than a piece takes, so that a turn
 #: does not grow by its own pieces.
 PIECE_S: Final = 0.002
+#: In one turn, at most: where a piece takes longer than PIECE_S, on a busy machine, turns would grow by their own.
+PIECES_MAX: Final = 16
 
 
 class Turns:
@@ -76,7 +78,7 @@ class LoopTurns:
 
     A piece is what a task does until it waits again: it reads what a client has sent, and begins an answer. Without
     this, one turn of the loop takes as long as the pieces of all clients that have sent something. Where turns take
-    long because of other work, such as hundreds of streams, there is one more piece for each PIECE_S.
+    long because of other work, such as hundreds of streams, there is one more piece for each PIECE_S, up to PIECES_MAX.
     """
 
     def __init__(self, pieces: int) -> None:
@@ -108,7 +110,8 @@ class LoopTurns:
             self._used = trio.Event()
             began = trio.current_time()
             await trio.lowlevel.checkpoint()
-            self._left = max(self._pieces, int((trio.current_time() - began) / PIECE_S))
+            took = int((trio.current_time() - began) / PIECE_S)
+            self._left = max(self._pieces, min(took, PIECES_MAX))
             self._deal()
             if self._rota:
                 self._used.set()
@@ -130,13 +133,20 @@ class ClientTurns:
         self.owners = LoopTurns(OWNER_PIECES)
         self._arrears = Arrears()
 
-    def refused(self, party: str) -> None:
-        self._arrears.refused(party, trio.current_time())
+    def refused(self, owner: str) -> None:
+        """The owner's next request may wait for it."""
+        self._arrears.refused(owner, trio.current_time())
 
-    async def next_request(self, party: str) -> None:
-        """Wait until one of `party` may be read; no checkpoint where it may at once."""
+    async def refuse(self, address: str) -> None:
+        """Wait until a client there, who has shown no key, may be refused; no checkpoint where it may at once."""
         now = trio.current_time()
-        if (at := self._arrears.next_at(party, now)) > now:
+        if (at := self._arrears.refused(address, now)) > now:
+            await trio.sleep_until(at)
+
+    async def next_request(self, owner: str) -> None:
+        """Wait until one of `owner` may be read; no checkpoint where it may at once."""
+        now = trio.current_time()
+        if (at := self._arrears.next_at(owner, now)) > now:
             await trio.sleep_until(at)
 
     async def run(self) -> None:

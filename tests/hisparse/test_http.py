@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.answers import ChatAnswer, CompletionAnswer, Transcript, text_in
 from hisparse.http.api_keys import KEY_CHARS_MIN, NO_OWNER, ApiKey, ApiKeys, owner_of, parse_keys, read_keys
-from hisparse.http.arrears import PARTIES_MAX, Arrears
+from hisparse.http.arrears import DEBT_MAX_S, PARTIES_MAX, Arrears
 from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.bodies import NEUTRAL, CompletionBody, read_body
 from hisparse.http.chat import render
@@ -41,7 +41,7 @@ from hisparse.http.formats.replies import Text
 from hisparse.http.prompts import prompts_of, text_ids
 from hisparse.http.renderers import Renderers
 from hisparse.http.shares import Shares
-from hisparse.http.turns import LoopTurns, SubmissionPace, Turns
+from hisparse.http.turns import PIECE_S, PIECES_MAX, LoopTurns, SubmissionPace, Turns
 from protocol.errors import (
     BY_CODE,
     BadInput,
@@ -388,6 +388,39 @@ async def test_parties_share_turns_of_the_loop() -> None:
     assert max(order.index("b"), order.index("c")) <= 5, "each of a, b and c in turn, behind two of a at once"
 
 
+class LongestTurn(trio.abc.Instrument):
+    """`pieces` of work in the turn of the loop that had most."""
+
+    def __init__(self) -> None:
+        self.pieces = self._now = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self._now = 0
+
+    def work(self) -> None:
+        self._now += 1
+        self.pieces = max(self.pieces, self._now)
+
+
+async def test_turn_of_the_loop_does_not_grow_by_slow_pieces(mock_clock: trio.testing.MockClock) -> None:
+    turns, longest = LoopTurns(2), LongestTurn()
+
+    async def work() -> None:
+        await turns.turn("a")
+        mock_clock.jump(10 * PIECE_S)
+        longest.work()
+
+    trio.lowlevel.add_instrument(longest)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(turns.run)
+        async with trio.open_nursery() as working:
+            for _ in range(8 * PIECES_MAX):
+                working.start_soon(work)
+        nursery.cancel_scope.cancel()
+    trio.lowlevel.remove_instrument(longest)
+    assert 2 < longest.pieces <= PIECES_MAX
+
+
 async def test_cancelled_party_leaves_its_turn_of_the_loop(autojump_clock: trio.testing.MockClock) -> None:
     turns = LoopTurns(1)
     await turns.turn("a")
@@ -400,13 +433,22 @@ async def test_cancelled_party_leaves_its_turn_of_the_loop(autojump_clock: trio.
 def test_refusals_past_a_burst_slow_down_their_party() -> None:
     arrears = Arrears(per_s=10, burst=5)
     for _ in range(5):
-        arrears.refused("a", now=100.0)
+        assert arrears.refused("a", now=100.0) == 100.0
     assert arrears.next_at("a", now=100.0) == 100.0
-    arrears.refused("a", now=100.0)
+    assert [arrears.refused("a", now=100.0) for _ in range(2)] == pytest.approx([100.0, 100.1])
     times = [arrears.next_at("a", now=100.0) for _ in range(3)]
-    assert times == pytest.approx([100.1, 100.2, 100.3]), "one after the other"
+    assert times == pytest.approx([100.2, 100.3, 100.4]), "one after the other"
     assert arrears.next_at("b", now=100.0) == 100.0
     assert arrears.next_at("a", now=101.0) == 101.0, "it kept still for long enough"
+
+
+def test_arrears_end_a_while_after_the_last_of_any_number_of_refusals() -> None:
+    arrears = Arrears(per_s=10, burst=5)
+    for _ in range(100_000):
+        arrears.refused("a", now=100.0)
+        arrears.next_at("a", now=100.0)
+    assert arrears.refused("a", now=100.0) == pytest.approx(100.0 + DEBT_MAX_S)
+    assert arrears.next_at("a", now=100.0 + DEBT_MAX_S) == 100.0 + DEBT_MAX_S
 
 
 def test_arrears_of_many_parties_are_bounded() -> None:

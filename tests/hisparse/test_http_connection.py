@@ -47,13 +47,13 @@ async def echo(head: RequestHead, channel: Channel) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(exchange.watch)
         with exchange.leaving:
-            if head.path == "/known":
+            if head.path.startswith("/known"):
                 await channel.admit("owner")
             if head.path == "/hold":
                 await channel.admit("")
                 await exchange.open_stream({})
                 await trio.sleep_forever()
-            if head.path == "/unread":
+            if head.path.endswith("/unread"):
                 await exchange.answer(403, b"{}")
             elif head.path == "/endless":
                 await exchange.open_stream({})
@@ -362,37 +362,59 @@ async def test_strangers_take_turns_and_a_known_client_does_not_wait_for_them(ri
             assert count.turns >= STRANGERS
 
 
-async def test_refused_party_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its next request is a good one, on another connection."""
+@pytest.fixture
+def four_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many are free; the next waits for seconds."""
     monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
+
+
+async def waits(stream: trio.SocketStream, data: bytes) -> bool:
+    await stream.send_all(data)
+    with trio.move_on_after(0.3) as waiting:
+        await stream.receive_some()
+    return waiting.cancelled_caught
+
+
+@pytest.mark.usefixtures("four_refusals")
+async def test_refusals_of_an_address_are_slowed_down() -> None:
     async with running() as rig, await rig.open() as stranger:
         for _ in range(4):
             assert status_of(await rig.send(b"no HTTP\r\n\r\n")) == 400
-        await rig.until(lambda: rig.counters.connections == 1)
-        await stranger.send_all(CLOSE)
-        with trio.move_on_after(0.3) as waiting:
-            await stranger.receive_some()
-        assert waiting.cancelled_caught
+        assert await waits(stranger, b"no HTTP\r\n\r\n")
 
 
-async def test_known_client_is_not_slowed_down_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same address."""
-    monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
+@pytest.mark.usefixtures("four_refusals")
+async def test_refused_owner_is_slowed_down() -> None:
+    """Also where the next request is a good one, on another connection."""
+    async with running() as rig, await rig.open() as refused, await rig.open() as another:
+        for _ in range(4):
+            await refused.send_all(GET.replace(b"/x", b"/known/unread"))
+            assert b"403" in await refused.receive_some()
+        assert await waits(refused, GET.replace(b"/x", b"/known"))
+        assert await waits(another, GET.replace(b"/x", b"/known"))
+
+
+@pytest.mark.usefixtures("four_refusals")
+@pytest.mark.parametrize("strangers", [4, 40])
+async def test_known_client_is_not_slowed_down_for_strangers(strangers: int) -> None:
+    """Of the same address, on a new connection, too: nothing is known of it before its header is read."""
     async with running() as rig, await rig.open() as known:
         await known.send_all(GET.replace(b"/x", b"/known"))
         assert b"200" in await known.receive_some()
-        for _ in range(4):
-            assert status_of(await rig.send(b"no HTTP\r\n\r\n")) == 400
-        with trio.fail_after(LIMIT_S):
-            await known.send_all(GET.replace(b"/x", b"/known"))
-            assert b"200" in await known.receive_some()
+        async with trio.open_nursery() as nursery:
+            for _ in range(strangers):
+                nursery.start_soon(rig.send, b"no HTTP\r\n\r\n")
+            await rig.until(lambda: rig.ends().get("refused", 0) == 4)
+            for stream in (known, await rig.open()):
+                with trio.fail_after(LIMIT_S):
+                    await stream.send_all(GET.replace(b"/x", b"/known"))
+                    assert b"200" in await stream.receive_some()
+            nursery.cancel_scope.cancel()
 
 
-async def test_refusals_of_strangers_slow_down_no_owner_of_a_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("four_refusals")
+async def test_refusals_of_strangers_slow_down_no_owner_of_a_connection() -> None:
     """A proxy sends requests of several clients over one connection."""
-    monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
     async with running() as rig, await rig.open() as shared, await rig.open() as own:
         for stream in (own, shared):
             await stream.send_all(GET.replace(b"/x", b"/known"))

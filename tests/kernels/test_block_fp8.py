@@ -71,7 +71,7 @@ def close(got: Tensor, wanted: Tensor, share: float | None = None) -> bool:
     return bool((got.double() - wanted.double()).norm() <= share * wanted.double().norm() + 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.sampled_from([(), (1,), (3,), (2, 2)]), rows=SIZES, columns=SIZES, dtype=DTYPES, seed=st.integers(0, 99)
 )
@@ -93,7 +93,7 @@ def test_every_code_but_nan_decodes_to_its_value() -> None:
     assert torch.equal(decoded.double(), CODES[codes.long()])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tokens=st.integers(0, 5), rows=SIZES, columns=SIZES, dtype=DTYPES)
 def test_a_linear_product_is_that_of_the_decoded_weight(
     tokens: int, rows: int, columns: int, dtype: torch.dtype
@@ -106,7 +106,7 @@ def test_a_linear_product_is_that_of_the_decoded_weight(
     assert close(got, hidden.double() @ dequantized(weight, dtype).double().T, 1e-5 if dtype == torch.float32 else 1e-2)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     tokens=st.integers(0, 6),
     choices=st.integers(1, 3),
@@ -170,7 +170,7 @@ def test_experts_equal_the_model_librarys_with_grouped_mm() -> None:
     torch.testing.assert_close(got, wanted, rtol=4 * step, atol=4 * step * float(wanted.abs().max()) / 16)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tokens=st.integers(0, 5), columns=SIZES, dtype=DTYPES)
 def test_quantized_rows_come_back_within_half_a_step(tokens: int, columns: int, dtype: torch.dtype) -> None:
     hidden = torch.randn(tokens, columns).to(dtype)
@@ -184,7 +184,7 @@ def test_quantized_rows_come_back_within_half_a_step(tokens: int, columns: int, 
     assert bool((error <= hidden.float().abs() / 16 + wide * 2.0**-10 + 1e-12).all())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(tokens=st.integers(0, 5), rows=SIZES, columns=SIZES, dtype=DTYPES)
 def test_w8a8_is_the_product_of_quantized_rows(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> None:
     weight = draw(rows, columns)

@@ -51,7 +51,7 @@ def givers(work: Work, number: int, tile: int) -> list[int]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(work=works())
 def test_every_unit_lies_in_one_range(work: Work) -> None:
     assert work.begin(0) == 0
@@ -67,7 +67,7 @@ def _units(work: Work, number: int) -> list[int]:
     return [tile * work.blocks + block for tile, first, last in parts(work, number) for block in range(first, last)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(work=works())
 def test_owners_add_each_tile_once_in_ascending_order(work: Work) -> None:
     """From the parts alone: who begins inside a tile gives, who holds its first unit and not its last awaits."""
@@ -94,14 +94,14 @@ def test_owners_add_each_tile_once_in_ascending_order(work: Work) -> None:
         assert all(block < work.ranges - 1 - owner for block in blocks)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(work=works())
 def test_memory_for_sums_is_there_wherever_a_tile_is_split(work: Work) -> None:
     split = any(first for number in range(work.ranges) for _, first, _ in parts(work, number))
     assert work.splits_tiles or not split
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(n=st.integers(1, 30_000), k=st.integers(1, 20_000), tokens=st.integers(1, 5000), held=st.integers(1, 200))
 def test_ranges_have_their_least_units_and_no_more_than_the_card_holds(n: int, k: int, tokens: int, held: int) -> None:
     for plan in plans():

@@ -26,7 +26,7 @@ def naive_top(scores: list[float], k: int) -> list[int]:
     return sorted(ranked[:k])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     scores=st.lists(
         st.one_of(st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan]), st.floats(width=32)),
@@ -75,7 +75,7 @@ def naive_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tenso
     return [sum(w * score for w, score in zip(weights.tolist(), heads, strict=True)) for heads in per_head]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 190), min_size=1, max_size=3),
     kinds=st.sampled_from([("float32", "float32"), ("bfloat16", "bfloat16"), ("fp8", "float32")]),

@@ -54,7 +54,7 @@ def places(table: torch.Tensor, seat: int, positions: torch.Tensor) -> torch.Ten
     return table[seat, positions // 64] * 64 + positions % 64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     groups=st.sampled_from([(0,), (0, 0, 1), (0, 1, 2)]),
     planes=PLANES,
@@ -127,7 +127,7 @@ def test_skipped_entries_move_nothing_and_keys_are_optional() -> None:
     assert torch.equal(before[1], rig.state.rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     planes=st.sampled_from([(48, 0), (12, 5)]),
     cuts=st.sets(st.integers(1, 4)),

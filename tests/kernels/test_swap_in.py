@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.begin_step import begin_step
@@ -13,7 +13,7 @@ from kernels.swap_in import replay_misses, swap_in
 from protocol.errors import BadInput
 from tests.support.kernel_rig import POISON, Request, Rig
 
-LIVES = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LIVES = settings(max_examples=120)
 
 SHAPES = st.fixed_dictionaries(
     {

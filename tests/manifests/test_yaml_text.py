@@ -22,7 +22,7 @@ NODES = st.recursive(
 
 
 @given(st.lists(st.dictionaries(TEXTS, NODES, min_size=1, max_size=3), min_size=1, max_size=2))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_all_documents_are_read_as_they_were(found: list[dict[str, Any]]) -> None:
     assert list(yaml.safe_load_all(documents(found))) == found
 

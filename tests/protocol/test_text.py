@@ -79,7 +79,7 @@ stops_of = st.lists(st.text("abé€🦀", min_size=1, max_size=4), min_size=1, 
 
 
 @given(pieces_of, stops_of, st.integers(1, 4))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_stops_are_those_of_the_full_text(pieces: list[bytes], stops: list[str], step: int) -> None:
     matcher, before = StopMatcher(stops, FakePieces(pieces)), StopState(0)
     text = FakePieces(pieces).push(range(len(pieces)))  # decided text; an open end is not part of it
@@ -99,7 +99,7 @@ def test_stops_are_those_of_the_full_text(pieces: list[bytes], stops: list[str],
 
 
 @given(pieces_of, stops_of)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_text_is_held_only_for_a_possible_stop_string(pieces: list[bytes], stops: list[str]) -> None:
     matcher, detokenizer = StopMatcher(stops, FakePieces(pieces)), FakePieces(pieces)
     text, borders = "", [(0, 0)]
@@ -115,7 +115,7 @@ def test_text_is_held_only_for_a_possible_stop_string(pieces: list[bytes], stops
 
 
 @given(st.text("abé€🦀", max_size=20), stops_of)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_single_byte_tokens_stop_at_the_same_text(text: str, stops: list[str]) -> None:
     ids = ByteTokenizer().encode(text)
     state = StopMatcher(stops, ByteTokenizer().detokenizer()).push(ids)

@@ -233,5 +233,5 @@ class Readers(RuleBasedStateMachine):
             assert tokens == self.said[key[1]][: len(tokens)]
 
 
-Readers.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Readers.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestReaders = Readers.TestCase

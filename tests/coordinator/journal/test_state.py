@@ -342,7 +342,7 @@ class JournalMachine(RuleBasedStateMachine):
 
 
 TestJournal = JournalMachine.TestCase
-TestJournal.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestJournal.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_summary_keeps_state_in_fewer_records() -> None:

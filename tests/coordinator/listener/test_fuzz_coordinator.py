@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from coordinator.listener.router import RouterSocket
 from coordinator.service import Coordinator
@@ -27,7 +27,7 @@ from tests.support.progress import RequestEntry, progress
 
 pytestmark = pytest.mark.fuzz
 
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=60)
 LIMIT_S = 30
 
 

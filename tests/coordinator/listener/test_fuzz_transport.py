@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from hisparse.client.client import open_client
 from protocol import messages
@@ -27,7 +27,7 @@ from tests.support.progress import RequestEntry, progress
 
 pytestmark = pytest.mark.fuzz
 
-FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=120)
 LIMIT_S = 20
 
 

@@ -209,7 +209,7 @@ def test_difference_is_reported_once_after_two_equal_audits() -> None:
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.integers(1, 400))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_audit_asks_each_worker_in_turn_once_an_interval(pauses: list[int], workers: int) -> None:
     keys, rounds, now, asked = [(f"w{i}", 1) for i in range(min(workers, 12))], AuditRounds(5.0), 0.0, set()
     for tick in range(200):

@@ -525,4 +525,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -499,4 +499,4 @@ class LifecycleMachine(RuleBasedStateMachine):
 
 
 TestLifecycleMachine = LifecycleMachine.TestCase
-TestLifecycleMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLifecycleMachine.settings = settings(max_examples=80, stateful_step_count=30)

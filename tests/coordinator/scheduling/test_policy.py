@@ -759,4 +759,4 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 TestPolicyMachine = PolicyMachine.TestCase
-TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=60)

@@ -410,7 +410,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert sum(map(freeing.add, victims)) == len(freed)
 
 
-PrefixMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PrefixMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPrefixMachine = PrefixMachine.TestCase
 
 
@@ -483,7 +483,6 @@ def test_planted_bug_is_caught(bug: str) -> None:
     tried = settings(
         max_examples=20_000,  # the rarest is caught after some 200
         stateful_step_count=40,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=(Phase.generate,),

@@ -136,7 +136,7 @@ class TurnMachine(RuleBasedStateMachine):
 
 
 TestTurnMachine = TurnMachine.TestCase
-TestTurnMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTurnMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 # ---------------------------------------------------------------- policy

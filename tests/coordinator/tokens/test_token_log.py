@@ -203,7 +203,6 @@ def test_closed_request_index_cannot_be_used(log: TokenLog) -> None:
     assert log.append(progress(RequestEntry(request_index, 1, 0, [1])), LINK).stale_entries == 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=60))
 def test_extents_are_disjoint_and_merge_back(steps: list[tuple[bool, int]]) -> None:
     extents = Extents(4096, EXTENT_TOKENS_MIN)
@@ -281,5 +280,5 @@ class LogAndModel(RuleBasedStateMachine):
             assert tokens_of(self.log, request_index) == output
 
 
-LogAndModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+LogAndModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestLogAndModel = LogAndModel.TestCase

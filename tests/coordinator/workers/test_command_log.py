@@ -212,5 +212,5 @@ class LossyLink(RuleBasedStateMachine):
         assert self.log.unacknowledged == 0
 
 
-LossyLink.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+LossyLink.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestLossyLink = LossyLink.TestCase

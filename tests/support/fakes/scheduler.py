@@ -10,6 +10,7 @@ from coordinator.scheduling.events import Ending, Handle, Listener
 from coordinator.tokens.token_log import TokenLog
 from protocol import messages
 from protocol.errors import BadInput, HiSparseError, NotFound, WrongState
+from protocol.logprobs import row_words
 from tests.support.progress import LINK, RequestEntry, progress
 
 MODEL = messages.ModelInfo("f" * 8, "fake", 4096, 256, 4, 128, (0,), "bytes", "")
@@ -32,15 +33,17 @@ class FakeScheduler:
         self.all_wait = ("", "")  # kind and text of what all requests wait for
         self.on_stop: Callable[[], None] = lambda: None
         self.served: messages.ModelInfo | None = MODEL
+        self._words: dict[str, int] = {}  # of a row of log-probabilities, by request
         self._numbers = 0
 
     # ------------------------------------------------------------ what tests do
 
     def speak(self, request_id: str, tokens: Sequence[int]) -> None:
-        request_index = self.request_indices[request_id]
-        self.log.append(
-            progress(RequestEntry(request_index, request_index + 1, self.log.length(request_index), tokens)), LINK
-        )
+        """With rows of zeros for a request that asks for log-probabilities."""
+        request_index, words = self.request_indices[request_id], self._words[request_id]
+        start, rows = self.log.length(request_index), [0] * (words * len(tokens))
+        entry = RequestEntry(request_index, request_index + 1, start, tokens, words=words, rows=rows)
+        self.log.append(progress(entry), LINK)
 
     def finish(
         self,
@@ -56,6 +59,7 @@ class FakeScheduler:
 
     def forget(self, request_id: str) -> None:
         request_index = self.request_indices.pop(request_id)
+        del self._words[request_id]
         self.listener.forgotten(request_index)
         self.log.close(request_index)
 
@@ -71,7 +75,8 @@ class FakeScheduler:
         request_id = submit.request_id or f"r{self._numbers}"
         if request_id in self.request_indices:
             raise WrongState("the id is in use", field="request_id", value=request_id, remedy="choose another")
-        request_index = self.log.open(submit.sampling.max_tokens)
+        words = self._words[request_id] = row_words(submit.sampling.logprobs)
+        request_index = self.log.open(submit.sampling.max_tokens, words)
         self.log.begin_placement(request_index, request_index + 1, len(submit.prompt) // 4, 1 << 20)
         self.log.bind(request_index, LINK)
         self.request_indices[request_id] = request_index

@@ -127,7 +127,7 @@ def test_a_target_beyond_the_context_is_refused() -> None:
     host_gb=st.integers(100, 2_000),
     kind=st.sampled_from(["fp8", "bfloat16"]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_printed_settings_hold_exactly_the_batch(
     context: int, workers: int, device_gb: int, host_gb: int, kind: str
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -422,7 +422,7 @@ COORDINATOR_SEEDS: tuple[Message, ...] = (
 
 
 @pytest.mark.fuzz
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(hostile_frames(COORDINATOR_SEEDS), st.booleans())
 def test_hostile_bytes_raise_nothing_and_keep_invariants(frames: list[bytes], was_welcomed: bool) -> None:
     """I4: whatever arrives, commands are counted as they are applied."""
@@ -653,4 +653,4 @@ class HostileNetwork(RuleBasedStateMachine):
 
 
 TestHostileNetwork = HostileNetwork.TestCase
-TestHostileNetwork.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestHostileNetwork.settings = settings(max_examples=200, stateful_step_count=50)

@@ -275,7 +275,7 @@ def test_release_stays_in_the_inventory_until_acknowledged() -> None:
     assert (rows(outbox), outbox.first_number) == ([], report.number + 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from(["tokens", "durable", "event", "take", "ack"]), st.integers(0, 3)), max_size=60)
 )

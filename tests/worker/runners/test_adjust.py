@@ -115,7 +115,7 @@ masks = st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=1)
 tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(samplings, tokens, tokens, masks), min_size=1, max_size=3), st.integers(0, 2**32), st.data())
 def test_draws_are_those_of_the_definition(
     asked: list[tuple[Sampling, list[int], list[int], set[int] | None]], seed: int, data: st.DataObject

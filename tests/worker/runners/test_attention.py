@@ -62,7 +62,7 @@ def test_fp8_bytes_match_the_table() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from([(512, 64), (64, 16), (128, 0)]), st.floats(-30, 30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_fp8_error_is_within_its_bound(seed: int, shape: tuple[int, int], magnitude: float) -> None:
     latent, rope = shape
     form = kv_row_format("fp8", latent, rope)
@@ -135,7 +135,7 @@ def test_empty_row_list_gives_zeros() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from(KINDS))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_result_does_not_depend_on_row_places(seed: int, kind: str) -> None:
     case = Case(kind, torch.float32, seed=seed)
     before = run(case).clone()

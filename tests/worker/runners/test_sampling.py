@@ -92,7 +92,7 @@ def test_greedy_takes_the_lowest_of_equal_logits() -> None:
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**20), st.integers(0, 5), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_draw_does_not_depend_on_its_neighbours(seed: int, position: int, place: int, data: st.DataObject) -> None:
     """Same row, other company: other logits, parameters, seeds, and some rows greedy."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
