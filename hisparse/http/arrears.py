@@ -14,7 +14,7 @@ from typing import Final
 REFUSALS_PER_S: Final = 100.0
 REFUSALS_BURST: Final = 200.0
 #: A party waits so long at most, however often it was refused.
-DEBT_MAX_S: Final = 10.0
+DEBT_MAX_S: Final = 2.0
 #: Parties that are remembered. Past it the one that was refused first is forgotten.
 PARTIES_MAX: Final = 4_096
 

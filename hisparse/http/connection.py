@@ -5,8 +5,9 @@
     linger  after an answer that the rest of a request was not read for: what comes is thrown away, so that the client
             reads the answer before its connection is reset
 
-A connection may be ended to make room for another while it waits, lingers, or serves a client that has shown no key:
-`evictable` says so, and `scope` is cancelled.
+A connection may be ended to make room for another while it waits, lingers, or serves a client that has shown no key or
+is in arrears: `evictable` says so, and `scope` is cancelled. Those of clients that have shown a key are ended last
+(`is_known`).
 
 Each header that is looked at, and each part of a body, is a piece of work in the event loop, and waits for its turn
 (hisparse.http.turns): among strangers, by address, until a request shows a key; among owners from then on.
@@ -68,6 +69,7 @@ class HttpConnection:
         self._clients = turns
         self._turns = turns.strangers
         self._party = self._address = address
+        self._is_in_arrears = False
         self._is_admitted = False  # whether the request that is served has shown whose it is
         self._parts = 0
         self._wire = Wire()
@@ -99,6 +101,11 @@ class HttpConnection:
         self._last = True
         if self._waiting is not None:
             self._waiting.cancel()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its client has shown a key, and is not in arrears."""
+        return self._turns is self._clients.owners and not self._is_in_arrears
 
     def evict(self) -> None:
         self.evicted = True
@@ -168,11 +175,13 @@ class HttpConnection:
     # ------------------------------------------------------------ for the exchange: Channel
 
     async def admit(self, owner: str) -> None:
-        self.evictable, self._is_admitted = False, True
+        self._is_admitted = True
         party = owner or self._address
         is_new = (self._turns, self._party) != (self._clients.owners, party)
         self._turns, self._party = self._clients.owners, party
+        self._is_in_arrears = True
         await self._clients.next_request(party)
+        self.evictable = self._is_in_arrears = False
         if is_new:
             await self._turns.turn(party)
 

@@ -1,8 +1,9 @@
 """Connections of the front: accepted, bounded, contained, and drained at the end.
 
 Each runs in a task of its own under `_contain`: whatever a connection raises ends that connection alone, and is counted
-and logged. There are `connections_max` at most. When all are taken, the oldest that is `evictable` makes room: one that
-waits for its client, or whose client has shown no key; a new one is closed when there is none.
+and logged. There are `connections_max` at most. When all are taken, the oldest that is `evictable` makes room, one of
+a client that has shown no key, or is in arrears, before one that waits for a known client. A new one is closed when
+there is none.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class HttpListener:
     def _make_room(self) -> bool:
         if len(self._open) < self._connections_max:
             return True
-        oldest = next((it for it in self._open if it.evictable and not it.evicted), None)
+        evictable = [it for it in self._open if it.evictable and not it.evicted]
+        oldest = min(evictable, key=lambda it: it.is_known, default=None)
         if oldest is not None:
             oldest.evict()
         return oldest is not None

@@ -479,6 +479,40 @@ async def test_oldest_idle_connection_is_closed_for_a_new_one() -> None:
         assert await rig.send(CLOSE) == b""
 
 
+async def known_client(rig: Rig, path: bytes = b"/known", status: bytes = b"200") -> trio.SocketStream:
+    stream = await rig.open()
+    await stream.send_all(GET.replace(b"/x", path))
+    assert status in await stream.receive_some()
+    return stream
+
+
+async def test_idle_connection_of_a_known_client_is_closed_last() -> None:
+    async with running(connections=3) as rig:
+        known = await known_client(rig)
+        strangers = [await rig.open() for _ in range(2)]
+        await rig.until(lambda: rig.counters.connections == 3)
+        assert b"200" in await rig.send(CLOSE)
+        assert await strangers[0].receive_some() == b""
+        await known.send_all(GET.replace(b"/x", b"/known"))
+        assert b"200" in await known.receive_some()
+
+
+@pytest.mark.usefixtures("four_refusals")
+async def test_connection_in_arrears_is_closed_before_an_idle_one() -> None:
+    async with running(connections=2) as rig:
+        idle = await known_client(rig)
+        refused = await known_client(rig, b"/known/unread", b"403")
+        for _ in range(3):
+            await refused.send_all(GET.replace(b"/x", b"/known/unread"))
+            assert b"403" in await refused.receive_some()
+        assert await waits(refused, GET.replace(b"/x", b"/known"))
+        assert b"200" in await rig.send(CLOSE)
+        assert await refused.receive_some() == b""
+        with trio.move_on_after(0.1) as open_still:
+            await idle.receive_some()
+        assert open_still.cancelled_caught
+
+
 async def test_stopping_lets_the_last_answer_finish() -> None:
     resumed = trio.Event()
 
