@@ -12,6 +12,7 @@ SEEDS ?= 10000
 START ?= 0
 REQUESTS ?= 1000000
 MESSAGES ?= 100000
+BODIES ?= 10000
 FUZZ_S ?= 3600
 
 .PHONY: demo test check transfer-test compose-test follow-docs lock sim fuzz format lint report bench install prometheus clean
@@ -70,9 +71,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # Hostile peers before real HTTP fronts and a real coordinator, and a client that is not, within FUZZ_S seconds; with 8
-# cores or more each side has some of its own: docs/testing.md.
+# cores or more each side has some of its own. Then drawn schemas and bodies, BODIES of them: docs/testing.md.
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.support.attacks --requests $(REQUESTS) --messages $(MESSAGES) --seconds $(FUZZ_S)
+	$(BIN)/python -m tests.support.fuzz_schemas --bodies $(BODIES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1037,6 +1037,7 @@ class Counters(Part, frozen=True, tag="counters"):
     """Swap-in so far: totals of the worker, and int64 `placements`, `hits`, `misses` of requests. `drafted` and
     `accepted` are drafts of the same requests that steps verified, and those that were right; empty: there were none.
 
+    Hits of a request that has all of its rows on the device are in its own count alone.
     A report has the requests that were counted since the last one with counters. They are counted about once a second,
     and when they leave, before Released.
     """

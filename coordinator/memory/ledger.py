@@ -461,7 +461,7 @@ class Ledger:
         holders = counts - self._is_cached.take(pages)
         self.pages_idle -= _count(holders, 0)
         self.pages_shared += _count(holders, 1)
-        self._refcounts[pages] = counts + 1
+        self._refcounts.put(pages, counts + 1)
 
     def _let_go(self, pages: Int32Array) -> int:
         """Remove one holder, not the cache, of each page; returns how many became free."""

@@ -6,10 +6,9 @@ start, so that no client can search for two prompts with one digest. Digests are
 
 The nodes are a tree over digests. A node's use is the latest use of any chain through it: uses are noted at the end of
 the chain that was used, and pass to the parent when a leaf goes. So leaves go in the order of last use, a chain of any
-length is used in one step, and no node is left that cannot be reached. Where the beginning of a chain ends is found by
-halving, since all ancestors of a node are here. The pages in the index are exactly those that the ledger counts as
-cached; a page may be held by requests besides. Each has a *source*, the worker epoch that wrote it: when an epoch turns
-out to be not trustworthy, all that it wrote leaves the index.
+length is used in one step, and no node is left that cannot be reached. The pages in the index are exactly those that
+the ledger counts as cached; a page may be held by requests besides. Each has a *source*, the worker epoch that wrote
+it: when an epoch turns out to be not trustworthy, all that it wrote leaves the index.
 
 After vLLM's hashed blocks and SGLang's radix cache. Rejected: a radix tree over tokens (it keeps every token, and a
 lookup compares them); digests without a key (prompts with equal digests would read each other's rows).
@@ -158,20 +157,21 @@ class PrefixIndex:
 
         `known`, pages of an earlier match, are here for certain: nothing was removed since.
         """
-        pages, first, high = self._pages, known.size, len(chain) if limit is None else limit
-        low = first
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if chain[middle] in pages else (low, middle)
-        if low == first:
+        page_of = self._pages.get
+        found: list[int] = []
+        for digest in chain[known.size : limit]:
+            page = page_of(digest)
+            if page is None:
+                break
+            found.append(page)
+        if not found:
             return known
-        fresh = np.fromiter(map(pages.__getitem__, chain[first:low]), dtype=np.int32, count=low - first)
-        return np.concatenate((known, fresh)) if first else fresh
+        fresh = np.fromiter(found, dtype=np.int32, count=len(found))
+        return np.concatenate((known, fresh)) if known.size else fresh
 
-    def touch(self, chain: Sequence[Digest]) -> None:
-        """These are in use now: a beginning of a chain, all known."""
-        if chain:
-            self._use(chain[-1])
+    def touch(self, digest: Digest) -> None:
+        """A chain that ends here, all of it known, is in use now."""
+        self._use(digest)
 
     def add(
         self,

@@ -70,7 +70,7 @@ class HotSizing:
         if seen is None or not running:
             return False
         look = _difference(seen, this, _bytes_of_miss(worker))
-        if not _is_sound(look):
+        if look is None or not _is_sound(look):
             return False
         floor = self._floors.setdefault(key, HotFloor())
         floor.look(look, self._room(worker, running))
@@ -93,15 +93,22 @@ def _bytes_of_miss(worker: WorkerEntry) -> float:
     return worker.capacity.page_bytes / PAGE_TOKENS
 
 
-def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look:
+def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
+    """None: no request ran at both looks. What a request selects is told by those that did, resident ones among them:
+    the totals of a worker count what was looked for in hot buffers."""
     steps = after.stats.steps - before.stats.steps
     running = max(1.0, (before.running + after.running) / 2)
-    hits, misses = after.stats.hits - before.stats.hits, after.stats.misses - before.stats.misses
+    misses = after.stats.misses - before.stats.misses
     loaded = after.stats.swapped_bytes - before.stats.swapped_bytes
     load_s = after.stats.load_s - before.stats.load_s
-    looked_up, missed = Counter[int](), Counter[int]()
-    for placement, (slots, *now) in after.swaps.items():
-        was_slots, *was = before.swaps.get(placement, (-1, 0, 0))
+    stayed = after.swaps.keys() & before.swaps.keys()
+    if not stayed:
+        return None
+    selected, looked_up, missed = 0, Counter[int](), Counter[int]()
+    for placement in stayed:
+        slots, *now = after.swaps[placement]
+        was_slots, *was = before.swaps[placement]
+        selected += sum(now) - sum(was)
         if slots == was_slots > 0:
             looked_up[slots] += sum(now) - sum(was)
             missed[slots] += now[1] - was[1]
@@ -110,7 +117,7 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look:
         step_us=1e6 * (after.stats.step_s - before.stats.step_s) / steps,
         load_us=1e6 * load_s / steps if steps >= TIMED_STEPS else 0.0,
         running=running,
-        selected=(hits + misses) / steps / running,
+        selected=selected / steps / len(stayed),
         shares={slots: missed[slots] / count for slots, count in looked_up.items() if count > 0},
         misses=misses / steps,
         miss_bytes=loaded / misses if misses > 0 else miss_bytes,

@@ -206,12 +206,6 @@ class _Plan:
             self._held_after[node] = self.ledgers[node].freeing()
         return self._held_after[node]
 
-    def match(self, entry: RequestEntry, node: str) -> Int32Array:
-        """Cached pages with which its prompt can begin on `node`: not all of it, since its last token is computed."""
-        if entry.chain is None or not self.prefix_reuse.is_on:
-            return NO_PAGES
-        return self.prefix_reuse.match(entry, node)
-
     # ---------------------------------------------------------------- demands, by rank
 
     def meet_demands(self) -> None:
@@ -366,7 +360,7 @@ class _Plan:
 
     def _sharing(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
         """`ask`, beginning with what is cached on its node; a short rest needs no slab."""
-        share = self.match(entry, ask.worker.node)
+        share = self.prefix_reuse.match(entry, ask.worker.node)
         if not share.size:
             return ask
         need, rest = ask.need, entry.facts.prompt_tokens - share.size * PAGE_TOKENS
@@ -403,7 +397,7 @@ class _Plan:
             if other is not None:
                 is_near = other.worker.node == worker.node
                 pages = other.pages if is_near else pages_for(entry.facts.prompt_tokens)
-                share = NO_PAGES if is_near else self.match(entry, worker.node)
+                share = NO_PAGES if is_near else self.prefix_reuse.match(entry, worker.node)
                 need = Memory(0 if is_near else pages - share.size, 0, pages, ask.need.slab_pages, 1)
                 decoder = self._sharing(entry, other)
                 pairs.append(PlacementAsk(worker, pages, [NO_HOT_SIZE], need, 0, decoder, share))
@@ -419,8 +413,10 @@ class _Plan:
         return _Shape(pages, hot_sizes, memory if part != DECODE else replace(memory, slab_pages=0))
 
     def _fits(self, ask: PlacementAsk) -> bool:
-        fits = self.free.on(ask.worker).covers(self.need_of(ask))
-        return fits and (ask.decoder is None or self._fits(ask.decoder))
+        free, need = self.free.on(ask.worker), ask.need
+        if free.host_pages - need.host_pages < ask.share.size:  # whether it fits hangs on who holds the shared pages
+            need = self.need_of(ask)
+        return free.covers(need) and (ask.decoder is None or self._fits(ask.decoder))
 
     def _promise(self, entry: RequestEntry) -> None:
         """What a prompt under way was promised counts as taken for all requests after it."""

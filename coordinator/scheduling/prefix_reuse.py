@@ -79,7 +79,7 @@ class PrefixReuse:
     mode: str
     key: bytes = b""
     events: KvEvents | None = None
-    roots: dict[tuple[str, ...], Digest] = field(default_factory=dict)  # of owners and salts seen lately
+    roots: dict[tuple[str, str, Scope], Digest] = field(default_factory=dict)  # of owners and salts seen lately
     stats: dict[str, PrefixStats] = field(default_factory=dict)
     by_node: dict[str, PrefixIndex] = field(default_factory=dict)
     unit_tokens: int = PAGE_TOKENS
@@ -124,12 +124,12 @@ class PrefixReuse:
     def root(self, model: ModelInfo, scope: Scope) -> Digest:
         """Of all that rows depend on beside tokens, and of who may reuse them. Their format is that of the node's pool:
         a pool of another format begins with an empty index."""
-        about = (model.fingerprint, model.arithmetic, *scope)
+        about = model.fingerprint, model.arithmetic, scope
         root = self.roots.get(about)
         if root is None:
             if len(self.roots) >= ROOTS_MAX:
                 self.roots.clear()
-            root = self.roots[about] = root_of(self.key, *about)
+            root = self.roots[about] = root_of(self.key, model.fingerprint, model.arithmetic, *scope)
         return root
 
     def digests(self, parent: Digest, tokens: bytes) -> tuple[Digest, ...]:
@@ -137,14 +137,16 @@ class PrefixReuse:
         return extend_chain(self.key, parent, tokens)
 
     def match(self, entry: RequestEntry, node: str) -> Int32Array:
-        """Cached pages with which its prompt can begin on `node`; its last token is computed in any case."""
+        """Cached pages with which its prompt can begin on `node`; none of a prompt without digests. Its last token is
+        computed in any case."""
         index, chain = self.by_node.get(node), entry.chain
         if index is None or chain is None:
             return NO_PAGES
         known, limit = entry.matches.get(node), (entry.facts.prompt_tokens - 1) // PAGE_TOKENS
         if known is None or known.version != index.version:
             known = entry.matches[node] = self._matched(index, chain.digests, limit, known)
-        pages, whole = known.pages, self.whole(min(known.pages.size, limit))
+        pages = known.pages
+        whole = self.whole(min(pages.size, limit)) if pages.size else 0
         return pages if whole == pages.size else pages[:whole]
 
     def is_begun(self, entry: RequestEntry) -> bool:
@@ -182,7 +184,7 @@ class PrefixReuse:
             self.stats[node].asked_tokens += entry.facts.prompt_tokens
         if pages and entry.chain is not None:
             self.stats[node].reused_tokens += pages * PAGE_TOKENS
-            self.by_node[node].touch(entry.chain.digests[:pages])
+            self.by_node[node].touch(entry.chain.digests[pages - 1])
 
     def keep_prompt(
         self, entry: RequestEntry, ledger: Ledger, durable_tokens: int | None = None

@@ -290,8 +290,10 @@ def _restore_placed(
 
 
 def _in_words(record: RequestRecord, generated: int) -> str:
-    strikes = f", {record.strikes} strikes, the last when {record.killed} died" if record.strikes else ""
-    return f"{generated} tokens in the journal{strikes}"
+    text = f"{generated} token{'s' * (generated != 1)} in the journal"
+    if not record.strikes:
+        return text
+    return f"{text}, {record.strikes} strike{'s' * (record.strikes != 1)}, the last when {record.killed} died"
 
 
 def _state_of(record: RequestRecord, place: Place) -> RequestState:

@@ -12,7 +12,7 @@ never cross. A command on several requests is checked for all of them before any
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -554,7 +554,7 @@ class Scheduler(SchedulerApi):
             self._counters.prefix_asked_tokens += entry.facts.prompt_tokens if self._prefix_reuse.is_on else 0
         transfer = decision.transfer
         if transfer is not None and entry.chain is not None and transfer.share.size:
-            self._prefix_reuse.by_node[transfer.worker.node].touch(entry.chain.digests[: transfer.share.size])
+            self._prefix_reuse.by_node[transfer.worker.node].touch(entry.chain.digests[transfer.share.size - 1])
         warm_start = self._warm_starts.take(entry.request_index)
         command = messages.Admit(
             placement=decision.placement,
@@ -600,13 +600,16 @@ class Scheduler(SchedulerApi):
             self._stop = _Stop(deadline)
         self._stop.deadline = min(self._stop.deadline, deadline)
         log.info("stop", extra=fields(by=ask.owner, deadline_s=ask.deadline_s, live=len(self._requests.live)))
-        return (_stop_promise(len(self._requests.live), self._stop.deadline - now),)
+        lives = self._requests.live.values()
+        return (_stop_promise(lives, self._stop.deadline - now, is_kept=self._journal.is_kept),)
 
     async def _wind_up(self, stop: _Stop, now: float) -> None:
         """Held requests are not waited for. Past the deadline what is in the journal is left to the next
         incarnation; without a journal all fail, and past RELEASE_LIMIT_S workers are not heard."""
         lives, turn = list(self._requests.live.values()), _Turn()
         if not lives or (self._journal.is_kept and self._is_over(stop, lives, now)):
+            if lives and not self.stopped.is_set():
+                log.info("unfinished requests resume at the next start", extra=fields(requests=len(lives)))
             self.stopped.set()
         elif stop.failed_at is None:
             if self._is_over(stop, lives, now):
@@ -622,7 +625,12 @@ class Scheduler(SchedulerApi):
     @staticmethod
     def _is_over(stop: _Stop, lives: Sequence[LiveRequest], now: float) -> bool:
         """Whether nothing is left to wait for."""
-        return now >= stop.deadline or all(live.state.held and not live.state.placement for live in lives)
+        return now >= stop.deadline or all(map(_is_set_aside, lives))
+
+
+def _is_set_aside(live: LiveRequest) -> bool:
+    """Held, and on no worker: a stop does not wait for it."""
+    return live.state.held and not live.state.placement
 
 
 def _mode(keep: bool) -> str:
@@ -640,13 +648,23 @@ def _drain_promise(ask: events.DrainAsk, requests: int) -> str:
     return f"draining, {_counted(requests)} {how}, retracted after {ask.deadline_s:g} s"
 
 
-def _stop_promise(requests: int, left_s: float) -> str:
-    if not requests:
+def _stop_promise(lives: Collection[LiveRequest], left_s: float, *, is_kept: bool) -> str:
+    """How long requests may run on, how many there are, and what becomes of those that have not ended by then."""
+    held = sum(map(_is_set_aside, lives))
+    running = len(lives) - held
+    if not lives:
         return "stopping, and no request is left"
-    if left_s <= 0:
-        return f"stopping at once, {_counted(requests)} unfinished"
-    return f"stopping, at most {left_s:g} s for {_counted(requests)} to finish"
+    of_them = f" ({held} held)" if held else ""
+    if left_s <= 0 or not running:
+        fate = f"resume{'s' * (len(lives) == 1)} at the next start" if is_kept else _fails(len(lives))
+        return f"stopping at once, {_counted(len(lives), 'unfinished ')}{of_them} {fate}"
+    fate = "resumes at the next start" if is_kept else _fails(1)
+    return f"stopping, at most {left_s:g} s for {_counted(len(lives))}{of_them} to finish; what has not then {fate}"
 
 
-def _counted(requests: int) -> str:
-    return f"{requests} request{'' if requests == 1 else 's'}"
+def _fails(requests: int) -> str:
+    return f"fail{'s' * (requests == 1)}: there is no journal"
+
+
+def _counted(requests: int, kind: str = "") -> str:
+    return f"{requests} {kind}request{'' if requests == 1 else 's'}"

@@ -130,13 +130,14 @@ def _history_lines(detail: RequestDetail) -> Iterator[str]:
 
     from coordinator.scheduling.lifecycle import TERMINAL, state_text
     from hisparse.console.output import duration_text, hot_text, times_text
-    from hisparse.console.rows import swap_text
+    from hisparse.console.rows import count_text, swap_text
 
     row = detail.row
     yield f"{row.request_id}  {state_text(row.state, row.held)}  {row.reason}".rstrip()
     reused = f" ({row.prefix_tokens} reused)" if row.prefix_tokens else ""
     yield f"  tokens    {row.prompt_tokens} prompt{reused}, {row.generated_tokens} of {row.max_tokens} generated"
-    yield f"  memory    {row.host_pages} host pages, {row.durable_tokens} rows durable, {row.hot_chunks} hot chunks"
+    rows, chunks = count_text(row.durable_tokens, "row"), count_text(row.hot_chunks, "hot chunk")
+    yield f"  memory    {count_text(row.host_pages, 'host page')}, {rows} durable, {chunks}"
     yield f"  hot slots {hot_text(row.hot_slots)} on {row.worker or 'no worker'}"
     yield f"  swap-in   {swap_text(row)}"
     age = f"{'took' if row.state in TERMINAL else 'age'}".ljust(10) + duration_text(row.age_s)

@@ -198,6 +198,7 @@ def _whole_memory(gpu_mem: str | None, device_mem: str | None) -> str:
     """What --gpu-mem comes to; "" where --device-mem is the budget itself."""
     from protocol.byte_sizes import AUTO, parse_size
 
+    typed, example = ("--device-mem", "30GB") if gpu_mem is None else ("--gpu-mem", "141GB")
     if device_mem == AUTO:
         device_mem, gpu_mem = None, gpu_mem or AUTO
     if (gpu_mem is None) == (device_mem is None):
@@ -211,7 +212,7 @@ def _whole_memory(gpu_mem: str | None, device_mem: str | None) -> str:
 
     found = gpu_bytes()
     if not found:
-        raise ConfigError("no GPU is here", field="--gpu-mem", value=AUTO, remedy="give a size, as in 141GB")
+        raise ConfigError("no GPU is here", field=typed, value=AUTO, remedy=f"give a size, as in {example}")
     return str(min(found))
 
 

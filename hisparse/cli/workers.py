@@ -219,7 +219,11 @@ def forget(config: Config, output: str, names: tuple[str, ...]) -> None:
 @output_option
 @with_config()
 def stop(config: Config, output: str, deadline: float) -> None:
-    """Drain the coordinator: refuse new requests, let running ones finish, then exit."""
+    """Drain the coordinator: refuse new requests, let running ones finish, then exit.
+
+    Requests that have not finished at the deadline stay in the journal and resume at the next start; without a journal
+    they fail. Held requests are not waited for.
+    """
     from hisparse.console.session import run_command
 
     run_command(config, "admin", output, lambda client: client.stop(deadline_s=deadline))

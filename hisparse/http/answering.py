@@ -177,10 +177,7 @@ def _read(
 ) -> Ask:
     """In a thread: a long prompt takes a second to tokenize. Raises HiSparseError."""
     check(data)
-    try:
-        return ask_of_body(read_body(data, api.body).generation())
-    except RecursionError as error:
-        raise BadInput("is nested too deeply", field="body", remedy="nest its schemas less deeply") from error
+    return ask_of_body(read_body(data, api.body).generation())
 
 
 def _transcript(ask: Ask, tokenizer: Tokenizer) -> Transcript:

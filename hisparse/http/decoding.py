@@ -22,6 +22,11 @@ UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 #: Names that are less like each other are not suggested: /v1/completions for /v1/embeddings.
 LIKENESS_MIN: Final = 0.75
+#: Of values of free form, such as schemas: integers, and objects and lists within each other.
+INTEGER_MIN: Final = -(1 << 63)
+INTEGER_MAX: Final = (1 << 64) - 1
+LEVELS_MAX: Final = 100
+_LONG_NUMBER: Final = re.compile(rb"\d{19}")
 _AT: Final = re.compile(r"at `\$([^`]*)`$")
 _EXPECTED: Final = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
 _WORDS: Final = {
@@ -37,14 +42,43 @@ _TYPES: Final = {"float": "a number that is no integer", "bool": "a boolean"}
 
 
 def decoded(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any, root: str = "") -> Any:
-    """JSON as a value of `kind`. Raises BadInput naming the place in `root`, a field; "" is the whole body."""
+    """JSON as a value of `kind`. Raises BadInput naming the place in `root`, a field; "" is the whole body, and its
+    fields of free form are decoded by themselves."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        value = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         inner = re.sub(r"\[\d+\]|\[\.\.\.\]", "", path_of(error))
         raise undecodable(error, root, known=fields_at(kind, inner), choices=choices_at(kind, inner)) from error
     except UNDECODABLE as error:
         raise undecodable(error, root) from error
+    if root:
+        _check_free_form(bytes(data), value, root)
+    return value
+
+
+def _check_free_form(data: bytes, value: Any, root: str) -> None:
+    """Raises BadInput for what templates, grammars and answers cannot hold: schemas and the like have any form."""
+    if data.count(b"[") + data.count(b"{") <= LEVELS_MAX and not _LONG_NUMBER.search(data):
+        return
+    parts: list[tuple[str, Any]] = [("", {root: value})]
+    for _ in range(LEVELS_MAX):
+        parts = [inner for at, part in parts for inner in _members(at, part)]
+        for at, part in parts:
+            if isinstance(part, int) and not INTEGER_MIN <= part <= INTEGER_MAX:
+                raise BadInput("is an integer of more than 64 bits", field=at, remedy="use a smaller number")
+    if parts:
+        raise BadInput(f"is nested deeper than {LEVELS_MAX} levels", field=root, remedy="flatten it")
+
+
+def _members(at: str, part: Any) -> Iterator[tuple[str, Any]]:
+    """Those of an object or a list, by their places."""
+    if isinstance(part, dict):
+        yield from ((_join(at, name), member) for name, member in part.items())
+    elif isinstance(part, list | tuple):
+        yield from ((f"{at}[{number}]", member) for number, member in enumerate(part))
+    elif isinstance(part, msgspec.Struct):
+        names = zip(part.__struct_encode_fields__, part.__struct_fields__, strict=True)
+        yield from ((_join(at, told), getattr(part, name)) for told, name in names)
 
 
 def fields_at(kind: Any, path: str) -> list[str]:

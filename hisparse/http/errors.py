@@ -118,8 +118,16 @@ class AnswerFailed(HiSparseError):
     code = "failed"
 
 
+#: Of a worker that refuses a grammar: BadInput of `field="grammar"`, as text.
+_OF_GRAMMAR: Final = "grammar=: "
+
+
 def ending_error(ended: Ended) -> HiSparseError:
-    """What an output that is not FINISHED means to its client."""
+    """What an output that is not FINISHED means to its client. A grammar that was built may be too much later: the
+    worker's reason begins with its field then."""
+    if ended.reason.startswith(_OF_GRAMMAR):
+        words = ended.reason.removeprefix(_OF_GRAMMAR).partition("\n")[0].partition(" (")[0]
+        return BadInput(f"its form of output cannot be held to: {words}", field="body", remedy="simplify the form")
     kind = AnswerAborted if ended.outcome == "ABORTED" else AnswerFailed
     return kind(f"{ended.outcome.lower()}: {ended.reason}", field="request_id", value=ended.request_id)
 

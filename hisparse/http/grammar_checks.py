@@ -42,6 +42,17 @@ DEPTH_MAX: Final = 16
 #: Of the library's words: what comes before those on a schema, and an excerpt of the grammar.
 _OF_SCHEMAS: Final = "failed to compile JSON schema: "
 _EXCERPT: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+_AT: Final = re.compile(r"^at \d+\(\d+\): ")
+_QUOTED: Final = re.compile(r"'[^']*'")
+_PLACE: Final = re.compile(r" while processing .*", re.DOTALL)
+#: Where schemas stand to which others refer.
+_DEFINITIONS: Final = ("$defs", "definitions")
+#: Words of the library, and ours.
+_OURS: Final = (
+    (re.compile(r"Resource '([^']*)' is not present.*"), r"$ref leads to \1, out of the schema: nothing is fetched"),
+    (re.compile(r"oneOf constraints are not supported\..*"), "schemas of oneOf may allow the same value: use anyOf"),
+    (re.compile(r"NoExtensionBias.*"), "it allows no output that ends"),
+)
 #: Of scheduling by the kernel: the front's loop comes first.
 NICENESS: Final = 5
 
@@ -127,7 +138,8 @@ def _checked(data: bytes) -> bytes:
     except BadInput as error:
         blamed = _blamed(plan, vocabulary)
         field, message = (plan.field, error.message) if blamed is None else blamed
-        return msgspec.msgpack.encode(GrammarReply("", _words(message), field))
+        has_place = bool(plan.inner) and blamed is None
+        return msgspec.msgpack.encode(GrammarReply("", _words(message, has_place=has_place), field))
     return msgspec.msgpack.encode(GrammarReply(source))
 
 
@@ -153,16 +165,22 @@ def _blamed(plan: GrammarPlan, vocabulary: Vocabulary) -> tuple[str, str] | None
 
 
 def _innermost(field: str, schema: dict[str, Any], message: str, vocabulary: Vocabulary) -> tuple[str, str]:
-    definitions: dict[str, Any] = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+    """A part is to blame where it fails for the reason of the whole: alone it may fail for another, such as a
+    reference to what is around it."""
+    definitions: dict[str, Any] = {word: schema[word] for word in _DEFINITIONS if word in schema}
     for _ in range(DEPTH_MAX):
         for place, part in _parts(schema):
-            found = _failure({**definitions, **part}, vocabulary)
-            if found:
-                field, schema, message = f"{field}.{place}", part, found
+            if _reason(_failure({**definitions, **part}, vocabulary)) == _reason(message):
+                field, schema = f"{field}.{place}", part
                 break
         else:
             break
     return field, message
+
+
+def _reason(message: str) -> str:
+    """Why, without names and places: addresses of references are other ones in a part."""
+    return _PLACE.sub("", _QUOTED.sub("", _said(message)))
 
 
 def _failure(schema: Mapping[str, Any], vocabulary: Vocabulary) -> str:
@@ -175,9 +193,9 @@ def _failure(schema: Mapping[str, Any], vocabulary: Vocabulary) -> str:
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Schemas within `schema`, by their places."""
-    for word, value in schema.items():
-        if word in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
+    """Schemas within `schema`, by their places; definitions first, before what refers to them."""
+    for word, value in sorted(schema.items(), key=lambda item: item[0] not in _DEFINITIONS):
+        if word in ("properties", "patternProperties", *_DEFINITIONS) and isinstance(value, Mapping):
             yield from ((f"{word}.{name}", part) for name, part in value.items() if isinstance(part, dict))
         elif word in ("items", "additionalProperties", "not", "if", "then", "else", "contains"):
             yield from [(word, value)] if isinstance(value, dict) else []
@@ -185,10 +203,20 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from ((f"{word}[{number}]", part) for number, part in enumerate(value) if isinstance(part, dict))
 
 
-def _words(message: str) -> str:
+def _said(message: str) -> str:
     """What the library says, without its place in a grammar of ours, and in one line."""
     said = message.partition(_OF_SCHEMAS)[2] or message
-    return " ".join(_EXCERPT.sub("", said).split())[: 3 * VALUE_CHARS_MAX]
+    return " ".join(_EXCERPT.sub("", said).split())
+
+
+def _words(message: str, *, has_place: bool) -> str:
+    """The same in words of ours where the library's are about its settings. `has_place`: its place is one in the
+    client's grammar."""
+    said = _said(message)
+    said = said if has_place else _AT.sub("", said)
+    for pattern, words in _OURS:
+        said = pattern.sub(words, said)
+    return said[: 3 * VALUE_CHARS_MAX]
 
 
 class _Bytes(ByteTokenizer):

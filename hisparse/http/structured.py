@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from hisparse.http.decoding import decoded
 from protocol.errors import BadInput
 from protocol.messages import GRAMMAR_CHARS_MAX
 
@@ -116,10 +117,7 @@ def schema_in(said: dict[str, Any] | str | None, field: str) -> dict[str, Any]:
         raise BadInput("is missing", field=field, remedy="add it")
     if isinstance(said, dict):
         return said
-    try:
-        schema: dict[str, Any] = msgspec.json.decode(said, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise BadInput("is not the JSON of an object", field=field, remedy="send the schema itself") from error
+    schema: dict[str, Any] = decoded(said.encode(errors="surrogatepass"), dict[str, Any], field)
     return schema
 
 

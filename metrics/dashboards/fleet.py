@@ -162,6 +162,33 @@ PRESSURE: Final = Row(
     ),
 )
 
+FLOORS: Final = Row(
+    "Do hot buffers pay?",
+    (
+        Panel(
+            "Hot floor of each worker",
+            "Smallest hot size that policy gives on a worker, in slots; 0: resident alone. Bad: it goes to and fro; "
+            "0 for long: on this load a miss costs more than the room that it saves, docs/operations.md says why.",
+            "none",
+            (Query("hisparse_hot_floor_slots", "{{worker}}"),),
+        ),
+        Panel(
+            "Step time at the hot floor",
+            "Decode step of each worker, as observed and as the model of steps predicts it. Bad: the two far apart for "
+            "long: floors are chosen by a wrong model.",
+            "s",
+            (Query("hisparse_hot_floor_step_seconds", "{{worker}} {{kind}}"),),
+        ),
+        Panel(
+            "Tokens per second, chosen and best floor",
+            "What the model of steps promises of each worker at the chosen hot floor and at the best one. Bad: chosen "
+            "below best for long: something holds the floor where it is.",
+            "none",
+            (Query("hisparse_hot_floor_tokens_per_second", "{{worker}} {{floor}}"),),
+        ),
+    ),
+)
+
 CONTROL: Final = Row(
     "Control path and journal",
     (
@@ -292,5 +319,5 @@ FLEET: Final = Dashboard(
     "hisparse-fleet",
     "HiSparse: Fleet",
     "Is the cluster healthy, and where is the pressure?",
-    (HEALTH, PRESSURE, CONTROL, TRUST),
+    (HEALTH, PRESSURE, FLOORS, CONTROL, TRUST),
 )

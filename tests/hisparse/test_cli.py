@@ -785,6 +785,10 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
         ),
         ({"hits": 0, "misses": 0, "retractions": 0}, ("swap-in   none yet", "retracted never")),
         ({"retractions": 5}, ("retracted 5 times", "age       1m15s")),
+        (
+            {"host_pages": 1, "durable_tokens": 1, "hot_chunks": 1},
+            ("memory    1 host page, 1 row durable, 1 hot chunk",),
+        ),
         ({"state": "RETRACTED", "held": True}, ("r1  HELD",)),
         ({"state": "RETRACTING", "held": True}, ("r1  RETRACTING",)),
         ({"state": "FINISHED", "hot_slots": -1}, ("r1  FINISHED", "took      1m15s")),

@@ -682,6 +682,14 @@ def test_an_output_that_did_not_finish_is_an_error() -> None:
     assert "by admin" in str(aborted)
 
 
+def test_output_whose_grammar_became_too_much_is_the_clients_error() -> None:
+    """In the words of a worker's refusal, whose advice and numbers of lines are left out."""
+    reason = str(BadInput("parser error: Too many items\nmore", field="grammar", remedy="simplify it"))
+    error = ending_error(ended(1, reason, "", "FAILED"))
+    assert (type(error), error.field) == (BadInput, "body")
+    assert error.message == "its form of output cannot be held to: parser error: Too many items"
+
+
 # ---------------------------------------------------------------- keys
 
 

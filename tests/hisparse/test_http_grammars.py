@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import jsonschema
 import pytest
 
 from hisparse.http.anthropic.bodies import MessagesBody
-from hisparse.http.asks import Ask, ask_of
-from hisparse.http.bodies import ApiBody, CompletionBody, read_body
+from hisparse.http.asks import Ask
+from hisparse.http.bodies import CompletionBody
 from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.formats.replies import Reasoning, ReplyParser, Text, ToolCall, merged
 from hisparse.http.grammar_checks import GrammarChecks
 from hisparse.http.responses.bodies import ResponsesBody
-from protocol.errors import BadInput
-from tests.hisparse.test_http import here, served
+from tests.hisparse.asker import Asker, asker
 from tests.support.walks import walk
 from worker.runners.tiny_template import TEMPLATES
 
@@ -53,31 +51,9 @@ SCHEMAS: Final = {"weather": CITY, "time": NOTHING}
 
 
 @pytest.fixture(scope="module")
-def checks() -> Iterator[GrammarChecks]:
-    made = GrammarChecks()
-    yield made
-    made.close()
-
-
-@dataclass
-class Asker:
-    checks: GrammarChecks
-
-    def __call__(self, kind: type[ApiBody], template: str = "glm-5", **body: Any) -> Ask:
-        generation = read_body(json.dumps(body).encode(), kind).generation()  # type: ignore[attr-defined]
-        known = served(TEMPLATES[template])
-        made = ask_of(generation, known, "a", here)
-        return made.held_to(self.checks.check(made.form, known.model, known.tokenizer)) if made.form else made
-
-    def refused(self, kind: type[ApiBody], template: str = "glm-5", **body: Any) -> BadInput:
-        with pytest.raises(BadInput) as caught:
-            self(kind, template, **body)
-        return caught.value
-
-
-@pytest.fixture(scope="module")
-def ask(checks: GrammarChecks) -> Asker:
-    return Asker(checks)
+def ask() -> Iterator[Asker]:
+    with asker() as made:
+        yield made
 
 
 def texts(made: Ask, ends_after: int = 30) -> list[str]:

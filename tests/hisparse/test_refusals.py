@@ -378,6 +378,13 @@ CASES: Final[dict[str, Case]] = {
         [f"{SIZE} --host-mem 1GB --gpu-mem 1GB", f"{SIZE} --host-mem 1GB --device-mem 1GB"],
         tiny,
     ),
+    "no GPU, the budget": Case(
+        f"{SIZE} --host-mem 1GB --device-mem auto",
+        8,
+        "--device-mem=auto: no GPU is here (give a size, as in 30GB)",
+        [f"{SIZE} --host-mem 1GB --device-mem 30GB"],
+        tiny,
+    ),
     "no GPU": Case(f"{SIZE} --host-mem 1GB --gpu-mem auto", 8, "no GPU is here (give a size, as in 141GB)", given=tiny),
     "uneven GPUs": Case(
         f"{SIZE} --host-mem 1GB --gpu-mem 1GB --workers 3 --group-size 2", 2, "neither whole groups of 2", given=tiny

@@ -210,7 +210,8 @@ def _metrics_of_alerts() -> set[str]:
 
 @asynccontextmanager
 async def load(place: Place) -> AsyncIterator[None]:
-    """Requests all the time: some end, one is refused, one is retracted and resumed, again and again."""
+    """Requests all the time, with hot buffers: some end, one is refused, one is retracted and resumed, again and
+    again."""
     async with (
         open_client(place.endpoint("admin"), role="admin", name="load") as client,
         trio.open_nursery() as nursery,
@@ -239,12 +240,16 @@ async def _completions(url: str) -> None:
 
 
 async def _trouble(client: Client) -> None:
+    (worker,) = await client.workers()
     while True:
         with pytest.raises(BadInput):
             await client.submit_detached([1] * 100, Sampling(10_000_000))
         running = [row.request_id for row in (await client.requests()).rows if row.state == "RUNNING"]
-        for request_id in running[:1]:
+        for request_id in running:
             with suppress(WrongState):  # it may have ended meanwhile
+                await client.resize([request_id], worker.capacity.hot_size_classes[0])
+        for request_id in running[:1]:
+            with suppress(WrongState):
                 await client.retract([request_id])
                 await trio.sleep(0.2)
                 await client.resume([request_id])

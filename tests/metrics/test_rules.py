@@ -47,7 +47,7 @@ def test_every_alert_has_a_firing_and_a_silent_case() -> None:
     """Silent: a moment without a sample of the alert, or an instance in the same case that does not fire."""
     firing, silent = set(), set()
     for case in yaml.safe_load(CASES.read_text())["tests"]:
-        for step in case["promql_expr_test"]:
+        for step in case.get("promql_expr_test", ()):
             name = re.search(r'alertname="(\w+)"', step["expr"])[1]
             (firing if step["exp_samples"] else silent).add(name)
             instances = {
@@ -67,6 +67,16 @@ def test_an_alert_is_complete(rule: dict[str, Any]) -> None:
     path, _, anchor = rule["annotations"]["runbook"].partition("#")
     assert (ROOT / path).exists()
     assert anchor == rule["alert"].lower()
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_a_summary_calls_a_process_by_its_name(rule: dict[str, Any]) -> None:
+    """Not by its address alone, which a person cannot tell from another."""
+    summary = rule["annotations"]["summary"]
+    named = re.findall(r'printf "(.*?)" \$labels.instance \| query', summary)
+    assert len(named) == summary.count('label "name" }} at {{ end }}{{ $labels.instance }}') <= 1
+    assert summary.count("$labels.instance") == 2 * len(named)
+    assert [unknown_in(query.replace("%q", '"w0"')) for query in named] == [set()] * len(named)
 
 
 def test_runbook_explains_exactly_the_alerts() -> None:

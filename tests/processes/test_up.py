@@ -187,6 +187,7 @@ def test_stop_deadline_ends_unfinished_requests(model: Path, tmp_path: Path) -> 
     with running(model, tmp_path, "--deadline", "1") as up:
         up.submit_endless()
         up.process.send_signal(signal.SIGTERM)
+        assert "resume at the next start requests=1" in up.until("unfinished requests resume")
         assert up.process.wait(20) == 0
         assert up.left_behind() == []
 

@@ -673,7 +673,7 @@ class FakeExecutor:
             missed = self._rng.randint(0, LOOKED_UP // (2 if is_dear else 8)) if run.hot_slots else 0
             hits, misses = self._swaps.get(run.placement, (0, 0))
             self._swaps[run.placement] = hits + LOOKED_UP - missed, misses + missed
-            swap.hits += LOOKED_UP - missed
+            swap.hits += LOOKED_UP - missed if run.hot_slots else 0
             swap.misses += missed
         swap.spent(1, 0, seconds * (0.8 if is_dear and any(run.hot_slots for run in runs) else 0.0))
         self._reports.count_swaps({run.placement: self._swaps[run.placement] for run in runs}, swap.totals)

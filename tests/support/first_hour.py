@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -49,7 +49,7 @@ VARYING: Final = (
     (r"(device_bytes|bookkeeping_bytes)=\d+", r"\1=N"),
     (r" +AGE", " AGE"),
     (r" {3,}", "   "),
-    (r"\b\d+ host pages, N rows durable, \d+ hot chunks", "N host pages, N rows durable, N hot chunks"),
+    (r"\b\d+ host pages?, N rows durable, \d+ hot chunks?", "N host pages, N rows durable, N hot chunks"),
 )
 
 
@@ -314,13 +314,18 @@ class Hour:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports that follow each other."""
+    """The first of so many ports that follow each other and at which no process listens now."""
     import socket
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        first = probe.getsockname()[1]
-    return int(first) if first + count < 65_535 else 20_000
+    while True:
+        with ExitStack() as held:
+            first = int(held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
+            try:
+                for port in range(first + 1, first + count):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+            return first
 
 
 # ---------------------------------------------------------------- screens

@@ -37,6 +37,7 @@ import trio
 from coordinator import gc_policy
 from coordinator.scheduling.events import Handle
 from protocol import logs, messages
+from protocol.errors import BadInput
 from tests.hisparse.test_http_tls import write_pair
 from tests.support.fuzz_rig import (
     CLIENT_INTERVAL_S,
@@ -58,6 +59,7 @@ from tests.support.fuzz_rig import (
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile_http import attack
 from tests.support.sink import sink
+from tests.support.walks import walk
 from worker.runners.tiny_template import TEMPLATES
 
 MODULE: Final = "tests.support.fuzz_http"
@@ -68,6 +70,8 @@ TLS_PERCENT: Final = 25
 ANSWER_LIMIT_S: Final = 0.5
 #: Requests before memory is measured: what is loaded late is loaded by then.
 WARM_UP_REQUESTS: Final = 5_000
+#: Tokens of an output by a grammar.
+OUTPUT_TOKENS_MAX: Final = 300
 #: Requests that the coordinator knows at once, and for how long after their end. A connection that has not read an
 #: output by then is dropped, and its next message, too.
 REQUEST_INDICES: Final = 2_048
@@ -99,7 +103,7 @@ class Site:
 
 
 class AnsweringRig(GatewayRig):
-    """Answers each request with three tokens and forgets it."""
+    """Answers each request with three tokens, or what its grammar allows, and forgets it."""
 
     def __init__(self, directory: Path, nursery: trio.Nursery) -> None:
         super().__init__(directory, request_indices=REQUEST_INDICES)
@@ -116,15 +120,29 @@ class AnsweringRig(GatewayRig):
     ) -> Handle:
         handle = await self._submit(submit, owner, user, prefix_tenant=prefix_tenant)
         self.scheduler.commands.clear()
-        self._nursery.start_soon(self._play, handle.request_id, submit.sampling.max_tokens)
+        self._nursery.start_soon(self._play, handle.request_id, submit.sampling)
         return handle
 
-    async def _play(self, request_id: str, tokens: int) -> None:
+    async def _play(self, request_id: str, sampling: messages.Sampling) -> None:
         await trio.sleep(0.002)
-        self.speak(request_id, [97, 98, 99][:tokens])
-        self.scheduler.finish(request_id)
+        outcome, reason = "FINISHED", "length"
+        try:
+            text = await trio.to_thread.run_sync(_output, sampling)  # it may take a second
+        except BadInput as error:  # as a worker's requests end
+            text, outcome, reason = "", "FAILED", str(error)
+        if sampling.grammar and text:
+            reason = "eos"
+        self.speak(request_id, [*text.encode()])
+        self.scheduler.finish(request_id, outcome, reason=reason)
         await trio.sleep(FORGET_AFTER_S)
         self.scheduler.forget(request_id)
+
+
+def _output(sampling: messages.Sampling) -> str:
+    """Empty: by its grammar it has not ended. Raises BadInput where the grammar is too much for the library."""
+    if not sampling.grammar:
+        return "abc"[: sampling.max_tokens]
+    return walk(sampling.grammar, sampling.seed, ends_after=12, most=min(sampling.max_tokens, OUTPUT_TOKENS_MAX))
 
 
 async def coordinate(directory: Path) -> None:

@@ -1,7 +1,9 @@
 """What swap-in found, loaded and evicted, by index group and request, from the device's counters. Pure but for numpy.
 
 The device counts hits and misses per group and seat, from the moment when the seat was cleared; the host sees them
-about once a second, and a last time when the request leaves. Differences to what was seen before go to the totals.
+about once a second, and a last time when the request leaves. Differences to what was seen before go to the totals. Of a
+seat whose rows are all on the device when the host looks, hits go to its request alone: nothing was looked for in a hot
+buffer, so a worker with resident requests only has no hit rate.
 
 Evictions are reckoned, not counted: empty slots go before all others (kernels/reference/lru.py), so a buffer evicts
 exactly when more rows have come into it than it had room for. Rows come as misses and as new tokens.
@@ -44,16 +46,19 @@ class SwapCounts:
         self._seen = np.zeros((2, seats, groups), np.int64)
         self._room = np.full((seats, groups), BOUNDLESS, np.int64)
         self._evicted = np.zeros((seats, groups), np.int64)
+        self._is_managed = np.zeros(seats, np.bool_)
 
     def open(self, seat: int) -> None:
         """Another request takes `seat`, whose counters on the device start at 0."""
         self._seen[:, seat] = 0
         self._room[seat] = BOUNDLESS
         self._evicted[seat] = 0
+        self._is_managed[seat] = False
 
     def set_up(self, seat: int, change: HotBufferChange, position: int) -> None:
         """The hot buffer of `seat` becomes that of `change`; the next row written is `position`."""
         hot_slots = change.buffer.hot_slots
+        self._is_managed[seat] = hot_slots > 0
         match change.set_up:
             case SetUp.MANAGED:
                 empty = hot_slots + self._tail_slots - change.tokens
@@ -74,14 +79,14 @@ class SwapCounts:
         request that has left its seat once had must not be given.
         """
         places = np.asarray(seats, np.intp)
-        totals, fresh = self._totals, (counts - self._seen[:, places]).sum(1)
+        totals, fresh = self._totals, counts - self._seen[:, places]
         self._seen[:, places] = counts
         before = self._evicted[places]
         loads = counts[1] + np.asarray(positions, np.int64)[:, np.newaxis]
         evicted = np.maximum(before, loads - self._room[places])
         self._evicted[places] = evicted
-        totals.hits += fresh[0]
-        totals.misses += fresh[1]
+        totals.hits += fresh[0][self._is_managed[places]].sum(0)
+        totals.misses += fresh[1].sum(0)
         totals.evictions += (evicted - before).sum(0)
         hits, misses = counts.sum(2).tolist()
         return hits, misses

@@ -11,7 +11,7 @@ from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.entries import EntryPhase, RequestEntry
 from coordinator.scheduling.events import LinkStats
 from coordinator.scheduling.hot_sizing import HotSizing
-from coordinator.scheduling.throughput import REACTION_LOOKS_MAX
+from coordinator.scheduling.throughput import REACTION_LOOKS_MAX, FloorRoom, HotFloor, Look
 from protocol.messages import GroupMember
 from protocol.sizing import RESIDENT
 from tests.coordinator.scheduling.test_policy import full_cluster, pause, running
@@ -35,6 +35,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.swaps: dict[int, tuple[int, int]] = {}
+        self.hits = 0  # in hot buffers
         table = self.fake.dispatch.placement_table
         self.worker = table.workers["w0"]
         self.fake.ports["w0"].stats = lambda: self.stats  # type: ignore[method-assign]
@@ -51,12 +52,13 @@ class Bench:
             self._swap(it, self.share if it in managed else 0.0)
         step_us = self.step_us(len(entries), len(managed))
         loads_us = self.by_miss * len(managed) * self.share * SELECTED
-        hits, misses = (sum(it[at] for it in self.swaps.values()) for at in (0, 1))
+        self.hits += STEPS * sum(SELECTED - round(SELECTED * self.share) for _ in managed)
+        misses = sum(it[1] for it in self.swaps.values())
         self.stats = self.stats._replace(
             steps=self.stats.steps + STEPS,
             step_s=self.stats.step_s + STEPS * step_us / 1e6,
             load_s=self.stats.load_s + STEPS * loads_us / 1e6,
-            hits=hits,
+            hits=self.hits,
             misses=misses,
             swapped_bytes=656 * misses,
         )
@@ -94,6 +96,23 @@ def test_dear_misses_lead_to_residents_and_cheap_ones_back() -> None:
     assert (bench.worker.hot_floor, len(running(bench.fake))) == (None, 20)
     assert bench.look() >= 0.98 * bench.best()
     assert len(bench.fake.retracted) == retracted, "none leaves on the way back"
+
+
+def test_what_residents_select_is_known_without_a_worker_s_hits() -> None:
+    """A worker counts what it looks for in hot buffers; misses are predicted from what requests select."""
+    bench, selected = Bench(share=0.3), list[float]()
+    looked = HotFloor.look
+
+    def look(floor: HotFloor, seen: Look, room: FloorRoom) -> None:
+        selected.append(seen.selected)
+        looked(floor, seen, room)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HotFloor, "look", look)
+        for _ in range(SETTLED):
+            bench.look()
+    assert bench.worker.hot_floor == RESIDENT
+    assert set(selected) == {SELECTED}
 
 
 def test_cheap_misses_change_nothing() -> None:

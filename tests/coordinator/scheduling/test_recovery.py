@@ -371,15 +371,26 @@ async def test_numbers_are_never_reused(autojump_clock: trio.testing.MockClock) 
         assert not first & set(again.worker.runs)
 
 
-async def test_stop_leaves_unfinished_requests_to_the_successor(autojump_clock: trio.testing.MockClock) -> None:
+async def test_stop_leaves_unfinished_requests_to_the_successor(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="hisparse")
     async with Life.over() as life:
         await life.add_worker("w0", seats=1)
         for name in ("a!", "b!"):
             await life.submit(name, max_tokens=200)
         await run_until(life, "a!", "RUNNING")
-        await life.scheduler.stop(0.0, "me")
+        await life.scheduler.retract(("a!",), "me", keep=True, hold=True)
+        await run_until(life, "b!", "RUNNING")
+        assert await life.scheduler.stop(30.0, "me") == (
+            "stopping, at most 30 s for 2 requests (1 held) to finish; what has not then resumes at the next start",
+        )
+        assert await life.scheduler.stop(0.0, "me") == (
+            "stopping at once, 2 unfinished requests (1 held) resume at the next start",
+        )
         with trio.fail_after(5):
             await life.scheduler.stopped.wait()
+        assert "unfinished requests resume at the next start" in caplog.messages
         assert life.listener.endings == {}
         groups = life.store.groups
     async with Life.over(groups) as life:
@@ -473,6 +484,10 @@ async def test_strikes_are_counted_across_restarts(autojump_clock: trio.testing.
             link = await life.add_worker("w0")
             if strikes == 1:
                 await life.submit("poison!", max_tokens=200)
+            else:
+                said = "1 strike" if strikes == 2 else f"{strikes - 1} strikes"
+                history = life.scheduler.describe("poison!")[1]
+                assert any(f", {said}, the last when w0 died" in line.reason for line in history)
             await life.settle()
             life.round()
             await life.settle()

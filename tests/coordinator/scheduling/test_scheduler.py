@@ -530,13 +530,23 @@ async def test_resume_says_what_becomes_of_the_request(autojump_clock: MockClock
     ("requests", "deadline_s", "drains", "stops"),
     [
         (0, 0.0, "draining, and no request is on it", "stopping, and no request is left"),
-        (1, 0.0, "draining, 1 request retracted at once", "stopping at once, 1 request unfinished"),
-        (2, 0.0, "draining, 2 requests retracted at once", "stopping at once, 2 requests unfinished"),
+        (
+            1,
+            0.0,
+            "draining, 1 request retracted at once",
+            "stopping at once, 1 unfinished request fails: there is no journal",
+        ),
+        (
+            2,
+            0.0,
+            "draining, 2 requests retracted at once",
+            "stopping at once, 2 unfinished requests fail: there is no journal",
+        ),
         (
             2,
             30.0,
             "draining, 2 requests left to finish here, retracted after 30 s",
-            "stopping, at most 30 s for 2 requests to finish",
+            "stopping, at most 30 s for 2 requests to finish; what has not then fails: there is no journal",
         ),
     ],
 )

@@ -6,6 +6,7 @@ A random checkpoint writes no calls; this does. It is a fake of coordinator and 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,11 +15,14 @@ import numpy as np
 import trio
 
 from protocol import messages
+from protocol.errors import BadInput
 from tests.support.gateway_rig import GatewayRig
 from tests.support.walks import walk
 
 #: Between two looks for prompts, and between two pieces of an output.
 POLL_S = 0.002
+#: Ended requests that are listed: half of what the rig's token log has room for.
+ENDED_MAX = 32
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Said:
 
 
 class Walk:
-    """An output that the request's grammar allows, by chance."""
+    """An output that the request's grammar allows, by chance; none that would be too long."""
 
 
 #: Of a prompt, as text, the output.
@@ -47,6 +51,7 @@ class FakeModel:
         self._gateway = gateway
         self._script = script
         self._dice = random.Random(seed)
+        self._ended: deque[str] = deque()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -67,7 +72,7 @@ class FakeModel:
         self.prompts.append(prompt)
         said = self._script(prompt)
         if isinstance(said, Walk):
-            said = walk(submit.sampling.grammar, submit.sampling.seed, ends_after=20, most=submit.sampling.max_tokens)
+            said = _walked(submit.sampling)
         said = Said(said) if isinstance(said, str) else said
         data = list(said.text.encode())[: submit.sampling.max_tokens]
         while data:
@@ -78,3 +83,14 @@ class FakeModel:
         self._gateway.scheduler.finish(
             submit.request_id, said.outcome, reason=said.reason, prefix_tokens=said.prefix_tokens
         )
+        self._ended.append(submit.request_id)
+        if len(self._ended) > ENDED_MAX:
+            self._gateway.scheduler.forget(self._ended.popleft())
+
+
+def _walked(sampling: messages.Sampling) -> Said:
+    try:
+        text = walk(sampling.grammar, sampling.seed, ends_after=20, most=sampling.max_tokens)
+    except BadInput as error:
+        return Said("", str(error), "FAILED")
+    return Said(text, "eos" if text else "length")

@@ -519,7 +519,8 @@ def test_auto_is_the_gpu_of_this_machine(tiny: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("hisparse.cluster.gpus.gpu_bytes", list)
     refused = CliRunner().invoke(main, ["size", "--config", str(tiny), *wanted, *args])
     assert refused.exit_code == 8
-    assert "--gpu-mem=auto: no GPU is here (give a size, as in 141GB)" in refused.stderr
+    example = {"--gpu-mem": "141GB", "--device-mem": "30GB"}[args[0]]
+    assert f"{args[0]}=auto: no GPU is here (give a size, as in {example})" in refused.stderr
 
 
 def test_small_models_have_a_whole_table_and_settings_from_it(tiny: Path) -> None:

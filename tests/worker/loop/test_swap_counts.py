@@ -128,6 +128,22 @@ def test_next_request_of_a_seat_starts_at_zero() -> None:
     assert totals.loaded_bytes == 3_000
 
 
+def test_hits_of_resident_requests_are_none_of_the_worker() -> None:
+    """They are the request's own: a worker without managed requests has no hit rate."""
+    totals = SwapTotals((0,), row_bytes=10)
+    counts = SwapCounts(totals, seats=2, tail_slots=4)
+    counts.open(0)
+    counts.open(1)
+    counts.set_up(1, HotBufferChange(HotBuffer(64, (1, 2)), (), SetUp.MANAGED), 100)
+    assert counts.take([0], np.array([[[64]], [[0]]]), [110]) == ([64], [0])
+    assert totals.totals == (0, 0, 0)
+    assert counts.take([0, 1], np.array([[[128], [50]], [[0], [14]]]), [111, 110]) == ([128, 50], [0, 14])
+    assert totals.totals == (50, 14, 140)
+    counts.set_up(1, HotBufferChange(HotBuffer(0, (1, 2)), (), SetUp.RESIDENT, old_slots=64), 111)
+    counts.take([1], np.array([[[114]], [[14]]]), [112])
+    assert totals.totals == (50, 14, 140)
+
+
 def test_evictions_never_shrink() -> None:
     totals = SwapTotals((0,), row_bytes=10)
     counts = SwapCounts(totals, seats=1, tail_slots=0)
