@@ -76,6 +76,13 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
         lambda it: it.surplus_tokens,
     ),
     counter(
+        "hisparse_worker_late_masks_total",
+        "rows",
+        "Rows of steps that drew no token, since the mask of their grammar came late; each is computed again.",
+        "Do grammars slow requests down?",
+        lambda it: it.late_masks,
+    ),
+    counter(
         "hisparse_worker_drafted_tokens_total",
         "tokens",
         "Drafts of the model's draft layer that steps verified.",

@@ -170,6 +170,7 @@ class WorkerCounters:
     prompt_tokens: int = 0
     tokens: int = 0
     surplus_tokens: int = 0  # decoded past a request's end, discarded
+    late_masks: int = 0  # rows of steps that drew nothing, since what their grammars allow was not known in time
     drafted_tokens: int = 0  # that steps verified
     accepted_tokens: int = 0  # of them, those that the model drew too
     staged_bytes: int = 0  # device to host, prompts

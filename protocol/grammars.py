@@ -14,6 +14,7 @@ process of their own, and under a limit of time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -38,11 +39,27 @@ LIMITS: Final[Mapping[str, Any]] = {
 }
 #: Of the library's words in an error.
 ERROR_CHARS_MAX: Final = 300
+#: What a grammar of one rule holds its output to, by what the rule consists of; with any other it is "a grammar".
+_KINDS: Final = {
+    "a JSON schema": re.compile(r"%json\s*\{.*\}"),
+    "a regular expression": re.compile(r"/(?:\\.|[^/\\])*+/"),
+    "a choice": re.compile(r'"(?:\\.|[^"\\])*+"(?:\s*\|\s*"(?:\\.|[^"\\])*+")*+'),
+}
 
 
 def mask_bytes(vocab_size: int) -> int:
     """Bytes of a mask: whole words of 32 bits."""
     return 4 * -(-vocab_size // 32)
+
+
+def kind_of(grammar: str) -> str:
+    """What `grammar` holds an output to, in words for people."""
+    before, _, rule = grammar.strip().partition("start:")
+    rule = rule.strip()
+    depth = min(len(rule) - len(rule.lstrip("(")), len(rule) - len(rule.rstrip(")")))
+    rule = rule[depth : len(rule) - depth]
+    kinds = (kind for kind, pattern in _KINDS.items() if not before and pattern.fullmatch(rule))
+    return next(kinds, "a grammar")
 
 
 class Vocabulary:

@@ -59,7 +59,7 @@ NO_LOGPROBS: Final = -1
 #: Most log-probabilities of a request, `max_tokens` x (1 + `logprobs`), and of an answer of the HTTP front, where they
 #: are some 20 MB of JSON.
 LOGPROBS_OF_ANSWER_MAX: Final = 262_144
-#: Longest `Sampling.grammar`, in characters: coordinators keep it as long as the request is listed.
+#: Longest `Sampling.grammar`, in characters: coordinators keep it until the request ends.
 GRAMMAR_CHARS_MAX: Final = 64 * 1024
 #: Most end-of-sequence tokens of a model.
 EOS_IDS_MAX: Final = 64

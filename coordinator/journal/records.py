@@ -30,6 +30,7 @@ from coordinator.memory.prefix_index import Scope
 from coordinator.tokens.logprob_rows import unpack_logprobs
 from coordinator.tokens.token_log import News, OutputPart
 from protocol.arrays import pack_int32, unpack_int32
+from protocol.grammars import kind_of
 from protocol.messages import (
     AUTO,
     NO_TOKEN,
@@ -65,6 +66,9 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     after the prompt itself is only in the journal. `at_s`: time of submission, in seconds since 1970. `prefill_mode`
     is that of the Submit. `scope` says whose cached prefixes it may begin with; None: no one's. `trace` is the span
     that it is part of; None: it has a trace of its own.
+
+    `sampling` is as it was submitted in RequestAccepted alone. Elsewhere its grammar has a name in its place
+    (`with_named_grammar`), and is kept beside the prompt, until the request ends.
     """
 
     request_index: int
@@ -94,6 +98,12 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     def arrival(self) -> int:
         """Orders requests of one owner and priority."""
         return self.rank[2]
+
+    @property
+    def submission(self) -> str:
+        """Who submitted it, and the kind of its grammar, if it has one: with the grammar's name in its place."""
+        words = self.sampling.grammar.rpartition(" ")[0]
+        return f"by {self.owner}" + (f", output held to {words}" if words else "")
 
     def part_of_prompt(self, rows: int) -> int:
         """`rows`, where decoding cannot go on from them: where they are fewer than those of its prompt. Else 0."""
@@ -332,6 +342,21 @@ class RequestOutput(JournalEntry, frozen=True, tag="output"):
 def digest_of(prompt: bytes) -> bytes:
     """Hash that identifies a prompt."""
     return blake2b(prompt, digest_size=16).digest()
+
+
+def with_named_grammar(sampling: Sampling) -> Sampling:
+    """`sampling` with its kind, its length and a digest in place of a grammar: equal where the grammars are."""
+    grammar = sampling.grammar
+    if not grammar:
+        return sampling
+    digest = blake2b(grammar.encode(), digest_size=16).hexdigest()
+    return msgspec.structs.replace(sampling, grammar=f"{kind_of(grammar)} ({len(grammar)} characters) {digest}")
+
+
+def kept_facts(submitted: RequestFacts) -> RequestFacts:
+    """Of a request as it was submitted: what is kept of it in memory, its grammar named."""
+    sampling = submitted.sampling
+    return msgspec.structs.replace(submitted, sampling=with_named_grammar(sampling)) if sampling.grammar else submitted
 
 
 def tokens_of(news: News) -> TokensAppended:

@@ -44,6 +44,7 @@ from coordinator.journal.records import (
     WorkerDrained,
     WorkerJoined,
     WorkerUndrained,
+    kept_facts,
     news_of,
 )
 from coordinator.memory.changes import Change, Reserve, apply
@@ -65,7 +66,7 @@ class RequestRecord:
     """One request. `placed` is its latest placement, None if it left nothing.
 
     `on_worker`: the placement has not ended. Otherwise `kept_tokens` rows of it are kept. After the end of the request,
-    its prompt is only in the journal.
+    its prompt and its grammar are only in the journal.
     """
 
     facts: RequestFacts
@@ -79,6 +80,7 @@ class RequestRecord:
     mark: int = -1  # generated tokens at the last strike
     killed: str = ""  # worker that died at the last strike
     ended: RequestEnded | None = None
+    grammar: str = ""
 
 
 @dataclass(slots=True)
@@ -100,8 +102,9 @@ class JournalState:
         """Update the state for an appended record. Ledgers and tokens are updated by their owners."""
         match record:
             case RequestAccepted(facts, prompt):
-                request_index = facts.request_index
-                self.requests[request_index] = RequestRecord(facts, prompt, no_order(request_index))
+                request_index, grammar = facts.request_index, facts.sampling.grammar
+                known = RequestRecord(kept_facts(facts), prompt, no_order(request_index), grammar=grammar)
+                self.requests[request_index] = known
                 self.arrivals = max(self.arrivals, facts.arrival)
             case WorkerJoined() | PoolOpened() | WorkerDrained() | WorkerUndrained():
                 self._note_of_node(record)
@@ -173,7 +176,7 @@ class JournalState:
                 request.placed = request.placed if kept_tokens else None
                 request.on_worker, request.kept_tokens, request.first_token = False, kept_tokens, first_token
             case RequestEnded():
-                request.ended, request.prompt = record, b""
+                request.ended, request.prompt, request.grammar = record, b"", ""
 
     def open_pool(self, opened: PoolOpened) -> Ledger:
         """The empty ledger of a node's new pool. Only the node's HostPool changes it."""

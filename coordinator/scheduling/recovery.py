@@ -208,7 +208,7 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
     if worker is not None and placed and worker.epoch != placed.epoch:
         worker = None
     request = place.make_request(state, worker.port if worker else None)
-    live = LiveRequest(facts, state, request, entry, record.prompt)
+    live = LiveRequest(facts, state, request, entry, record.prompt, grammar=record.grammar)
     place.requests.add(live)
     if placed and record.on_worker:
         effects = _restore_placed(placed, ordered, record, live, worker, journal_state, place)
@@ -297,4 +297,4 @@ def _in_words(record: RequestRecord, generated: int) -> str:
 
 
 def _state_of(record: RequestRecord, place: Place) -> RequestState:
-    return RequestState(record.facts, now=record.facts.at_s - place.wall_offset_s, reason=f"by {record.facts.owner}")
+    return RequestState(record.facts, now=record.facts.at_s - place.wall_offset_s, reason=record.facts.submission)

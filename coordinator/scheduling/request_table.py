@@ -6,7 +6,9 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from coordinator.journal.records import RequestFacts, digest_of
+from msgspec.structs import replace
+
+from coordinator.journal.records import RequestFacts, digest_of, with_named_grammar
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.lifecycle import WAITING, State
 from coordinator.scheduling.pending import PendingReason, PendingReasons
@@ -14,7 +16,7 @@ from coordinator.scheduling.request_state import RequestState
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
-from protocol.messages import Counters, HistoryLine, RequestRow, Submit
+from protocol.messages import Counters, HistoryLine, RequestRow, Sampling, Submit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.dispatch import Dispatch
@@ -43,7 +45,7 @@ NO_DRAFTS = Drafts(0, 0)
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """A live request: what never changes, its state (the actor's: to read), its actor, its entry in the placement
-    table, and its prompt, until it ends."""
+    table, and its prompt and grammar, until it ends."""
 
     facts: RequestFacts
     state: RequestState
@@ -55,10 +57,17 @@ class LiveRequest:
     swaps: Swaps = NO_SWAPS  # of this one, so far
     drafts_before: Drafts = NO_DRAFTS
     drafts: Drafts = NO_DRAFTS
+    grammar: str = ""
+
+    @property
+    def sampling(self) -> Sampling:
+        """As it was submitted, until it ends."""
+        known = self.facts.sampling
+        return replace(known, grammar=self.grammar) if self.grammar else known
 
 
 class EndedRequest(NamedTuple):
-    """A request that is over, and when it ended. Its prompt is gone."""
+    """A request that is over, and when it ended. Its prompt and its grammar are gone."""
 
     live: LiveRequest
     at: float
@@ -106,7 +115,7 @@ class RequestTable:
 
     def end(self, live: LiveRequest, now: float) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
-        live.prompt = b""
+        live.prompt, live.grammar = b"", ""
         self.ended[live.facts.request_id] = EndedRequest(live, now)
         del self.live[live.facts.request_id], self.by_index[live.facts.request_index]
 
@@ -171,7 +180,8 @@ class RequestTable:
         """The request index of the request whose id `submit` bears. Raises WrongState when it is another request, or
         another user's."""
         facts = _live(self.find(submit.request_id)).facts
-        asked = user, submit.sampling, submit.priority, submit.prefill_mode, digest_of(submit.prompt)
+        sampling = with_named_grammar(submit.sampling)
+        asked = user, sampling, submit.priority, submit.prefill_mode, digest_of(submit.prompt)
         if asked != (facts.user, facts.sampling, facts.priority, facts.prefill_mode, facts.prompt_digest):
             raise WrongState(
                 "is in use by another request",

@@ -563,7 +563,7 @@ class Scheduler(SchedulerApi):
             prompt=live.prompt,
             generated=self._token_log.tokens(entry.request_index, 0),
             durable_tokens=decision.resumed_tokens,
-            sampling=live.facts.sampling,
+            sampling=live.sampling,
             host_pages=pages.tobytes(),
             index_pages=decision.memory.index_pages,
             slab_pages=decision.memory.slab_pages,

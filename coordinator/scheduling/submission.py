@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from coordinator.actor import Level, Supervisor
 from coordinator.journal.journal import Commit, Journal
-from coordinator.journal.records import RequestAccepted, RequestFacts, RequestsForgotten, digest_of
+from coordinator.journal.records import RequestAccepted, RequestFacts, RequestsForgotten, digest_of, kept_facts
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch
 from coordinator.scheduling.events import Handle, Listener, WorkerPort
@@ -68,7 +68,7 @@ class Submissions:
         request_id = submit.request_id or self._new_id()
         request_index = self.token_log.open(sampling.max_tokens, row_words(sampling.logprobs))
         self.token_log.times.submitted(request_index, now)
-        facts = RequestFacts(
+        submitted = RequestFacts(
             request_index,
             request_id,
             placement_table.next_rank(submit.priority, (ask.user, submit.tenant)),
@@ -83,12 +83,14 @@ class Submissions:
             ask.chain.scope if ask.chain is not None else None,
             submit.trace,
         )
+        facts = kept_facts(submitted)
         entry = placement_table.add(facts)
         entry.chain, entry.matches = ask.chain, ask.matches
         self.dispatch.dirty = True
-        state = RequestState(facts, now=now, reason=f"by {ask.owner}")
-        self.requests.add(LiveRequest(facts, state, self.start(state), entry, submit.prompt))
-        return Handle(request_id, request_index), self.journal.append([RequestAccepted(facts, submit.prompt)])
+        state = RequestState(facts, now=now, reason=facts.submission)
+        live = LiveRequest(facts, state, self.start(state), entry, submit.prompt, grammar=sampling.grammar)
+        self.requests.add(live)
+        return Handle(request_id, request_index), self.journal.append([RequestAccepted(submitted, submit.prompt)])
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
         """The actor of a request; one that is over does not run."""

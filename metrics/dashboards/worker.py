@@ -132,14 +132,27 @@ OUTPUT: Final = Row(
             ),
         ),
         Panel(
+            "Steps repeated for late masks",
+            "Share of rows of decode steps that drew no token, since the mask of a grammar came late; each is computed "
+            "again. Bad: above one in a hundred: grammars are too complex, or the worker has too few cores for the "
+            "threads that compute masks.",
+            "percentunit",
+            (
+                by_worker(
+                    f"{rate('hisparse_worker_late_masks_total')} / ({rate('hisparse_worker_tokens_total')}"
+                    f" + {rate('hisparse_worker_late_masks_total')})"
+                ),
+            ),
+        ),
+        Panel(
             "Requests per step, and seats",
             "Mean requests per decode step, and seats. Bad: far below the seats while requests are queued: memory, "
             "not compute, is the limit.",
             "none",
             (
                 by_worker(
-                    f"({rate('hisparse_worker_tokens_total')} + {rate('hisparse_worker_surplus_tokens_total')})"
-                    f" / {rate('hisparse_worker_steps_total')}",
+                    f"({rate('hisparse_worker_tokens_total')} + {rate('hisparse_worker_surplus_tokens_total')}"
+                    f" + {rate('hisparse_worker_late_masks_total')}) / {rate('hisparse_worker_steps_total')}",
                     "batch",
                 ),
                 by_worker(f"hisparse_worker_seats{{{ONE}}}", "seats"),

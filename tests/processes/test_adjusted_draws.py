@@ -5,26 +5,41 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
-import numpy as np
 import pytest
 import torch
 import trio
-from transformers import AutoModelForCausalLM
 
 from hisparse.client.client import Client
 from hisparse.client.token_stream import TokenStream
-from protocol.grammars import Matcher, Vocabulary
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import NO_LOGPROBS, Sampling
-from protocol.text import ByteTokenizer
 from tests.processes.test_main_job import disturb, release_held
-from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, crash_config, prompts_of, write_model
-from tests.worker.runners.test_adjust import expected
-from worker.runners.sampling import sample
+from tests.support.cluster_rig import (
+    assert_nothing_leaked,
+    cluster_of_two,
+    crash_config,
+    prompts_of,
+    until_all_connected,
+    write_model,
+)
+from tests.support.group_cluster import (
+    BACK_LIMIT_S,
+    fork_workers,
+    group_config,
+    pids,
+    states_of,
+    until_decoding,
+    until_restarted,
+)
+from tests.support.nodes_rig import COORDINATOR, Spot, running_nodes
+from tests.support.reference_draws import Judge, wrong_from
+
+Disturbance: TypeAlias = Callable[[], Awaitable[None]]
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -34,8 +49,6 @@ NEW_TOKENS = 24
 #: the indexer's top-k falls the other way.
 LOGPROB_BOUND = 1e-4
 LOGPROB_BOUND_OF_TIES = 1e-2
-#: A token may differ from the reference's where their adjusted logits are closer than this.
-TIE_BOUND = 1e-3
 #: Of the request during which the coordinator dies.
 LATE = Sampling(200, ignore_eos=True, logprobs=20)
 
@@ -98,39 +111,6 @@ async def replayed(client: Client, name: str) -> Received:
     return received
 
 
-def allowed_after(output: list[int], grammar: str, vocab: int, eos: int) -> Iterator[set[int] | None]:
-    """What `grammar` allows before each token of `output`; None: it has none."""
-    matcher = Matcher(Vocabulary(ByteTokenizer(), vocab, (eos,)), grammar) if grammar else None
-    for token in output:
-        if matcher is None:
-            yield None
-            continue
-        yield set(np.flatnonzero(np.unpackbits(matcher.mask(), bitorder="little")).tolist())
-        if token != eos:
-            matcher.push((token,))
-
-
-def wrong_from(logits: torch.Tensor, prompt: list[int], output: list[int], sampling: Sampling, eos: int) -> int:
-    """The first place of `output` that the reference does not give, up to ties; -1: none."""
-    masks = allowed_after(output, sampling.grammar, logits.shape[1], eos)
-    wanted = [
-        expected(row.tolist(), prompt, output[:place], sampling, (eos,), mask)
-        for place, (row, mask) in enumerate(zip(logits, masks, strict=True))
-    ]
-    rows, count = torch.tensor(wanted).float(), len(output)
-    drawn = sample(
-        rows,
-        torch.full((count,), sampling.temperature),
-        torch.full((count,), sampling.top_p),
-        torch.full((count,), sampling.seed),
-        torch.arange(len(prompt), len(prompt) + count),
-    )
-    for place, (ours, its) in enumerate(zip(output, drawn.tolist(), strict=True)):
-        if ours != its and (rows[place, ours] - rows[place, its]).abs() > TIE_BOUND:
-            return place
-    return -1
-
-
 def logprob_errors(logits: torch.Tensor, received: Received, sampling: Sampling) -> list[float]:
     """Of each token, where they are asked for: the largest difference of a value from the reference's, whose `logits`
     are float32[tokens, vocab]. The ids are those of the reference up to ties."""
@@ -173,22 +153,108 @@ async def test_adjusted_draws_and_log_probabilities_survive_moves_and_deaths(mod
         again = [await replayed(client, f"churned-{number}") for number in range(REQUESTS)]
         assert (again, await replayed(client, "late")) == (outputs, late), "the journal has what was delivered"
     assert moves["keep"] + moves["drop"] > 0
-    judge = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    eos = judge.generation_config.eos_token_id
+    judge = Judge(model)
     errors: list[float] = []
     cases = zip([*prompts, prompts[0]], [*asked, LATE], [*outputs, late], strict=True)
     for number, (prompt, sampling, received) in enumerate(cases):
         output = received.tokens
-        with torch.inference_mode():
-            logits = judge(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
+        logits = judge.logits(prompt, output)
         errors += logprob_errors(logits, received, sampling)
-        at = wrong_from(logits, prompt, output, sampling, eos)
+        at = wrong_from(logits, prompt, output, sampling, judge.eos)
         assert at < 0, f"request {number} differs at {at}: {sampling}, {bytes(it for it in output if it < 256)}"
-        ends = {*sampling.stop_token_ids} if sampling.ignore_eos else {eos, *sampling.stop_token_ids}
+        ends = {*sampling.stop_token_ids} if sampling.ignore_eos else {judge.eos, *sampling.stop_token_ids}
         assert output[-1] in ends or len(output) == sampling.max_tokens
         assert not ends & set(output[: max(sampling.min_tokens, len(output) - 1)])
     assert max(errors) < LOGPROB_BOUND_OF_TIES
     assert sum(error < LOGPROB_BOUND for error in errors) > 0.9 * len(errors)
+
+
+#: Of requests during which processes die; the length that its grammar has is never reached.
+LONG = Sampling(150, grammar="start: /([a-m][n-z]){100}/")
+
+
+def held_samplings() -> list[Sampling]:
+    """Of each grammar, greedy and drawn; the last one may hold tokens back for its stop string."""
+    return [
+        Sampling(
+            NEW_TOKENS,
+            temperature=0.9 * (number // len(GRAMMARS) % 2),
+            top_p=0.9,
+            seed=number,
+            grammar=GRAMMARS[number % len(GRAMMARS)],
+            stop=("az", "bz", "nm") if number == len(GRAMMARS) else (),
+        )
+        for number in range(2 * len(GRAMMARS))
+    ]
+
+
+async def decode_held(client: Client, prompts: list[list[int]], name: str, disturb: Disturbance) -> list[Received]:
+    """Outputs of `held_samplings`, and of LONG, while which `disturb` goes on."""
+    outputs = [Received() for _ in prompts]
+    async with trio.open_nursery() as nursery:
+        for number, (prompt, sampling) in enumerate(zip(prompts, [*held_samplings(), LONG], strict=True)):
+            nursery.start_soon(collect, client, f"{name}-{number}", prompt, sampling, outputs[number])
+        await until_decoding(client, name, 10)
+        await disturb()
+    return outputs
+
+
+def assert_held(model: Path, prompts: list[list[int]], outputs: list[Received]) -> None:
+    judge = Judge(model)
+    for prompt, sampling, received in zip(prompts, [*held_samplings(), LONG], outputs, strict=True):
+        text = bytes(it for it in received.tokens if it < 256)
+        assert judge.wrong_from(prompt, received.tokens, sampling) < 0, (sampling, text)
+        is_cut = any(stop.encode() in text for stop in sampling.stop)
+        is_whole = received.tokens[-1:] == [judge.eos] or len(received.tokens) == sampling.max_tokens
+        assert is_whole or sampling.stop
+        assert not is_cut
+
+
+async def test_grammars_survive_deaths_of_a_rank_and_of_the_coordinator(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group of two ranks."""
+    fork_workers(monkeypatch)
+    prompts = prompts_of(9, 2 * len(GRAMMARS) + 1)
+    async with cluster_of_two(group_config(model, tmp_path), tmp_path, kept=True, group_size=2) as (cluster, client, _):
+
+        async def disturb() -> None:
+            before = pids(cluster)
+            cluster.workers["w1"].signal(signal.SIGKILL)
+            await until_restarted(cluster, ("w0", "w1"), before)
+            cluster.coordinator.signal(signal.SIGKILL)
+
+        outputs = await decode_held(client, prompts, "held", disturb)
+        await until_all_connected(client, BACK_LIMIT_S)
+        await assert_nothing_leaked(client)
+        again = [await replayed(client, f"held-{number}") for number in range(len(prompts))]
+    assert again == outputs
+    assert_held(model, prompts, outputs)
+
+
+async def test_grammars_go_with_requests_from_node_to_node(model: Path, tmp_path: Path) -> None:
+    """Prompts are computed on one node, with their first tokens, and decoded on another; one of them twice, since its
+    request is retracted with its pages dropped. Then the coordinator dies."""
+    prompts = prompts_of(10, 2 * len(GRAMMARS) + 1)
+    spots = [Spot("prefill", "a", "shared"), Spot("decode", "b", "shared")]
+    config = crash_config(model, tmp_path)
+    async with running_nodes(config, tmp_path, spots) as (nodes, client):
+        last = f"far-{len(prompts) - 1}"
+
+        async def disturb() -> None:
+            await until_decoding(client, last, 10)
+            await client.retract([last], keep=False, hold=False)
+            with trio.fail_after(BACK_LIMIT_S):
+                while (await states_of(client, last)).count("TRANSFERRING") < 2:  # noqa: ASYNC110
+                    await trio.sleep(0.02)
+            nodes.children[COORDINATOR].signal(signal.SIGKILL)
+            await nodes.children[COORDINATOR].wait()
+            nodes.start(COORDINATOR)
+            await nodes.until_answering()
+
+        outputs = await decode_held(client, prompts, "far", disturb)
+        await assert_nothing_leaked(client)
+    assert_held(model, prompts, outputs)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from protocol.grammars import Mask, Matcher, Vocabulary, mask_bytes
+from hisparse.http.grammars import plan_of
+from hisparse.http.structured import StructuredOutputs, of_structured_outputs
+from protocol.grammars import Mask, Matcher, Vocabulary, kind_of, mask_bytes
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.support.http_rig import EOS, byte_tokenizer_json
 
@@ -50,3 +53,24 @@ def test_copy_goes_on_by_itself() -> None:
     assert allowed(other.mask()) == [ord("b"), ord("c")]
     other.push((ord("b"),))
     assert (allowed(one.mask()), allowed(other.mask())) == ([ord("d")], [EOS])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("a JSON schema", {"json": {"properties": {"a /\n(b)": {}}}}),
+        ("a JSON schema", {"json_object": True}),
+        ("a regular expression", {"regex": r"(a|/|\n|b)+\.c"}),
+        ("a choice", {"choice": ["yes", 'no "|" (not) /yet/', "\n"]}),
+        ("a grammar", {"grammar": 'start: "a" b\nb: /c/'}),
+    ],
+)
+def test_kind_of_a_grammar_is_that_of_the_body_it_was_made_from(kind: str, said: dict[str, object]) -> None:
+    plan = plan_of(of_structured_outputs(StructuredOutputs(**said)), {})  # type: ignore[arg-type]
+    assert plan is not None
+    assert kind_of(plan.source(plan.inner)) == kind
+
+
+@pytest.mark.parametrize("grammar", ['start: /a/ "b" /c/', 'start: "a" b | "c"\nb: "d"', '{"grammars": []}', "", "x"])
+def test_grammar_of_several_parts_is_of_no_simpler_kind(grammar: str) -> None:
+    assert kind_of(grammar) == "a grammar"

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -30,13 +31,16 @@ from tests.support import zygote
 
 #: Longest run of one group here, on busy cores.
 LIMIT_S = 400.0
+#: What masks of a rank may be, and the file that lets those that are held go.
+LATE, HELD, MASKS_GO = "late", "held", "masks-go"
 
 
 @dataclass
 class Ask:
     """A request of a rank. `moves`: (tokens, keep or drop or resize, hot slots) once so many tokens were drawn.
 
-    `next_ranks`: (tokens, rank) likewise, the rank that it goes to with the pages that it holds.
+    `next_ranks`: (tokens, rank) likewise, the rank that it goes to with the pages that it holds. `grammar` is what its
+    output is held to.
     """
 
     number: int
@@ -46,6 +50,7 @@ class Ask:
     temperature: float = 0.0
     moves: list[tuple[int, str, int]] = field(default_factory=list)
     next_ranks: list[tuple[int, int]] = field(default_factory=list)
+    grammar: str = ""
 
 
 @dataclass
@@ -57,6 +62,7 @@ class Drawn:
     rounds: int
     hits: int
     misses: int
+    late_masks: int = 0
 
 
 def settings_of(
@@ -89,8 +95,14 @@ class GroupRig:
         configs: list[Config] | None = None,
         prefix: list[list[str]] | None = None,
         environs: list[dict[str, str]] | None = None,
+        masks: list[str] | None = None,
     ) -> None:
-        """By rank: `configs`, what goes before the command as `prefix`, and `environs` beside that of this process."""
+        """By rank: `configs`, what goes before the command as `prefix`, and `environs` beside that of this process.
+
+        `masks`, by rank, are LATE once each, or HELD until `let_masks_go`, and until all requests of the rank that have
+        no grammar have ended: those behind a token, and builds of a grammar that ends with HELD.
+        """
+        self._directory = directory
         size = len(asks)
         self.ranks: list[subprocess.Popen[str]] = []
         for rank, own in enumerate(asks):
@@ -99,6 +111,7 @@ class GroupRig:
                 "config": msgspec.to_builtins(config),
                 "asks": [asdict(ask) for ask in own],
                 "keep_logits": keep_logits,
+                "masks": masks[rank] if masks else "",
                 "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
             command = [*(prefix[rank] if prefix else []), sys.executable, "-m", "tests.support.group_rig"]
@@ -125,6 +138,9 @@ class GroupRig:
         for child in self.ranks:
             assert child.wait(LIMIT_S) == 0
         return found
+
+    def let_masks_go(self) -> None:
+        (self._directory / MASKS_GO).touch()
 
     def line(self, rank: int, limit_s: float = LIMIT_S) -> str:
         stdout = self.ranks[rank].stdout
@@ -170,6 +186,7 @@ def main() -> None:
     requests = Requests(rig, Path(config.cluster.runtime_dir), group.rank)
     for about in job["asks"]:
         requests.add(Ask(**about))
+    _plant(job["masks"], requests, Path(config.cluster.runtime_dir) / MASKS_GO)
     group.control.progress.turns = True
     requests.run(job["arrivals"])
     rig.check_end()
@@ -180,12 +197,29 @@ def main() -> None:
         group.control.progress.launched,
         sum(life.hits for life in lives),
         sum(life.misses for life in lives),
+        rig.executor.counters.late_masks,
     )
     print(json.dumps(asdict(drawn)), flush=True)
     while not select.select([sys.stdin], [], [], 0)[0]:
         if not rig.executor.turn():
             time.sleep(0.001)
     group.leave()
+
+
+def _plant(masks: str, requests: Requests, path: Path) -> None:
+    from protocol.grammars import Matcher
+    from tests.support.late_masks import held_build, held_until, late_once
+    from worker.loop.grammars import Grammar
+
+    def wait_for_others() -> None:
+        while not (path.exists() and all(life.outcome for life, ask in requests.lives if not ask.grammar)):
+            time.sleep(0.005)
+
+    if masks == LATE:
+        patch.object(Grammar, "wait", late_once()).start()
+    if masks == HELD:
+        patch.object(Matcher, "push", held_until(wait_for_others)).start()
+        patch.object(Matcher, "__init__", held_build(wait_for_others, HELD)).start()
 
 
 def _pool(config: Config, sizing: Any) -> torch.Tensor:
@@ -207,7 +241,8 @@ class Requests:
         self._lent: list[int] = []  # pages of requests that have gone on
 
     def add(self, ask: Ask, pages: list[int] | None = None) -> Any:
-        life = self._rig.coordinator.create(ask.number, 1, ask.tokens, seed=ask.number, temperature=ask.temperature)
+        sampling = {"seed": ask.number, "temperature": ask.temperature, "grammar": ask.grammar}
+        life = self._rig.coordinator.create(ask.number, 1, ask.tokens, **sampling)
         life.prompt, life.host_pages, life.shared = tuple(ask.prompt), list(pages or ()), tuple(pages or ())
         self.lives.append((life, ask))
         return life

@@ -111,10 +111,10 @@ class RunningRequest:
     accepted: int = 0
     since_s: float = 0.0
     prefill_s: float = 0.0
+    prompt_tokens: int = field(init=False)
 
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt)
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.prompt)
 
     @property
     def position(self) -> int:

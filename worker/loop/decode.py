@@ -264,8 +264,9 @@ class Decoder:
         It is padded to `rows` at least. With a grammar in it, `draw` must follow before the next.
         """
         bucket = next(bucket for bucket in self._buckets if bucket.seats >= max(rows, len(requests)))
-        adjust = Adjust.together(request.adjust for request in requests)
-        has_logprobs = any(request.logprob_words for request in requests)
+        asking = [request for request in requests if request.adjust is not None or request.logprob_words]
+        adjust = Adjust.together(request.adjust for request in asking)
+        has_logprobs = any(request.logprob_words for request in asking)
         outputs = bucket.outputs_with_logprobs if has_logprobs else bucket.outputs
         compute = self._streams.compute
         self._upload(bucket, requests)

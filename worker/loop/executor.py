@@ -177,6 +177,7 @@ class Executor:
         self._news = threading.Condition()
         self._stopped, self._end_at = False, 0.0
         self._rounds = self._agree(group, settings) if group is not None else None
+        self._is_first_put_off = False  # in the last prompt round: the first prompt's chunk was too large for it
         self.scratch_bytes = self._warm_up(settings) if self.state.rows.is_cuda else 0
         self._read_at = self._counted_at = clock()
 
@@ -269,11 +270,13 @@ class Executor:
         return True
 
     def _launch_prompt_round(self, size: int) -> None:
-        """The next chunk, if it is not larger than the round, or padding. A failure is the group's."""
-        runner = cast(GroupRunner, self._runner)
+        """The first chunk that is not larger than the round, or padding. A failure is the group's."""
+        runner, prompts = cast(GroupRunner, self._runner), self._launchable()
         runner.begin_prompt_round(size)
-        request = next(iter(self._launchable()), None)
-        if request is not None and min(self._chunk_tokens, request.prompt_tokens - request.prefilled) <= size:
+        fits = (it for it in prompts if min(self._chunk_tokens, it.prompt_tokens - it.prefilled) <= size)
+        request = next(fits, None)
+        self._is_first_put_off = bool(prompts) and request is not prompts[0]
+        if request is not None:
             self._launch_chunk(request)
         else:
             runner.launch_padding(self._streams)
@@ -281,7 +284,8 @@ class Executor:
     def _wish(self) -> Wish:
         rows = sum(request.has_room and not request.lacks_mask for request in self._running)
         prompts = [(request.prefilled, request.prompt_tokens) for request in self._launchable()]
-        return Wish(rows, next_chunks(prompts, self._chunk_tokens, self._lookahead + 1))
+        count = self._lookahead + 1
+        return Wish(rows, next_chunks(prompts, self._chunk_tokens, count, for_first=self._is_first_put_off))
 
     @property
     def idle(self) -> bool:
@@ -599,7 +603,7 @@ class Executor:
         ready: list[RunningRequest] = []
         starved: list[RunningRequest] = []
         for request in tuple(self._running):
-            if request.lacks_mask:
+            if request.grammar is not None and request.lacks_mask:
                 self._contain(_check_grammar, request)
             elif request.has_room:
                 ready.append(request)
@@ -650,8 +654,10 @@ class Executor:
             self._read_at = now
             tokens = zip(step.requests, step.positions, step.tokens, strict=True)
             for number, (request, position, drawn) in enumerate(tokens):
-                if request.status is Status.LEAVING or request in step.undrawn:
+                if request.status is Status.LEAVING:
                     self.counters.surplus_tokens += len(drawn)
+                elif request in step.undrawn:
+                    self.counters.late_masks += 1
                 elif request.is_drawn(position + len(drawn) - 1):
                     place = position + 1 - request.prompt_tokens
                     self._contain(self._take_tokens, request, place, drawn, step.rows(number))

@@ -48,7 +48,7 @@ STACK_BYTES: Final = 256 * 1024 * 1024
 #: How long draws wait for masks, behind a forward pass that may take as long.
 MASK_WAIT_S: Final = 0.01
 #: How long a matcher may take to be built, or a mask to be computed, before its request fails. Time in a queue does not
-#: count.
+#: count; a build that several requests wait for has one such time, that of its own start.
 GRAMMAR_LIMIT_S: Final = 60.0
 
 
@@ -63,7 +63,7 @@ class Grammar:
         self._mask: Mask | None = None
         self._failure: HiSparseError | None = None
         self._has_left = False
-        self._since_s: float | None = None  # when a thread began with the job
+        self._since_s: float | None = None  # when a thread began with the job, or with the build that it waits for
         self._done = threading.Event()
         self._begin(tokens, builds)
 
@@ -114,6 +114,10 @@ class Grammar:
             self._failure = _failure(error)
         self._done.set()
 
+    def awaits_build_since(self, since_s: float) -> None:
+        """In a thread: another one has been building its matcher since then, and calls `build_again`."""
+        self._since_s = since_s
+
     def build_again(self) -> None:
         """In a thread: the first job is to be done from its start."""
         self._since_s = None
@@ -132,7 +136,7 @@ class _Build:
     def __init__(self, source: str) -> None:
         self.source = source
         self._lock = threading.Lock()
-        self._is_building = False
+        self._since_s: float | None = None  # when a thread began to build
         self._waiting: list[Grammar] = []
         self._built: Matcher | None = None
         self._failure: HiSparseError | None = None
@@ -141,11 +145,12 @@ class _Build:
         """In a thread: a matcher for `grammar` alone. None: another thread builds it, and has `grammar` ask again
         then. Raises what building raised."""
         with self._lock:
-            if self._is_building:
+            if self._since_s is not None:
+                grammar.awaits_build_since(self._since_s)
                 self._waiting.append(grammar)
                 return None
-            self._is_building = self._built is None and self._failure is None
-            builds = self._is_building
+            builds = self._built is None and self._failure is None
+            self._since_s = time.monotonic() if builds else None
         if builds:
             self._do_build(vocabulary)
         if self._failure is not None:
@@ -159,7 +164,7 @@ class _Build:
         except BaseException as error:
             self._failure = _failure(error)
         with self._lock:
-            self._is_building = False
+            self._since_s = None
             waiting, self._waiting = self._waiting, []
         for grammar in waiting:
             grammar.build_again()

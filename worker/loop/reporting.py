@@ -60,7 +60,7 @@ class Reporter:
         self._counters.tokens += drawn
         start, ids = request.output.take_publishable()
         if ids:
-            rows = request.output.take_rows(len(ids))
+            rows = request.output.take_rows(len(ids)) if request.logprob_words else ()
             self._reports.add_tokens(request.request_index, request.placement, start, ids, request.durable(), rows)
 
     def durable(self, request: RunningRequest) -> None:

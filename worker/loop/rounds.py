@@ -79,9 +79,16 @@ class Rounds:
         self._agreement.learned([Wish.unpack(numbers) for numbers in result.view(self._group.size, -1).tolist()])
 
 
-def next_chunks(prompts: Sequence[tuple[int, int]], chunk_tokens: int, count: int) -> tuple[int, ...]:
-    """Tokens of the next `count` chunks at most, in order, of prompts given by tokens done and in all."""
+def next_chunks(
+    prompts: Sequence[tuple[int, int]], chunk_tokens: int, count: int, *, for_first: bool = False
+) -> tuple[int, ...]:
+    """Tokens of the next `count` chunks at most, in order, of prompts given by tokens done and in all.
+
+    `for_first`: none is smaller than the first, so that it goes into any round that follows this wish. A prompt that
+    earlier wishes left out, since it waited for a mask or a prefix, would else be put off again and again: rounds that
+    take the second chunk of each wish are too small for it.
+    """
     found: list[int] = []
     for done, total in prompts:
         found += [min(chunk_tokens, total - start) for start in range(done, total, chunk_tokens)][: count - len(found)]
-    return tuple(found)
+    return tuple(max(tokens, found[0]) for tokens in found) if for_first else tuple(found)

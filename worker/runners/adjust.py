@@ -10,20 +10,22 @@ from protocol.messages import Sampling
 
 @dataclass(frozen=True)
 class Adjust:
-    """What some rows of a step ask for: `top_k` is the largest of them, 0 for none. `grammar`: some are held to one."""
+    """What some rows of a step ask for: `top_k` is the largest of them, 0 for none. `grammar`: some are held to one.
+    `biases`: some have tokens with a bias, or ends that are barred at first."""
 
     top_k: int = 0
     min_p: bool = False
     penalties: bool = False
     grammar: bool = False
+    biases: bool = False
 
     @classmethod
     def of(cls, sampling: Sampling) -> Adjust | None:
         """What a request asks for; None where its logits stay as they are."""
         penalties = sampling.repetition_penalty != 1 or bool(sampling.frequency_penalty or sampling.presence_penalty)
-        asks = cls(sampling.top_k, sampling.min_p > 0, penalties, bool(sampling.grammar))
-        is_plain = asks == cls() and not sampling.logit_bias and not sampling.min_tokens
-        return None if is_plain else asks
+        biases = bool(sampling.logit_bias or sampling.min_tokens)
+        asks = cls(sampling.top_k, sampling.min_p > 0, penalties, bool(sampling.grammar), biases)
+        return None if asks == cls() else asks
 
     @classmethod
     def together(cls, asks: Iterable[Adjust | None]) -> Adjust | None:
@@ -36,4 +38,5 @@ class Adjust:
             any(it.min_p for it in present),
             any(it.penalties for it in present),
             any(it.grammar for it in present),
+            any(it.biases for it in present),
         )

@@ -114,11 +114,9 @@ def adjusted(tables: AdjustTables, asks: Adjust, logits: Tensor, seats: Tensor, 
     """float32[B, vocab]: what greedy rows choose the highest of, for draws at `positions` int64[B]."""
     if asks.grammar:
         logits = logits.masked_fill(~tables.allowed(seats), -torch.inf)
-    place = logits.new_zeros(len(logits), tables.vocab + 1)
-    added = place.scatter_add(1, tables.bias_ids[seats], tables.bias[seats])
-    barred = (positions < tables.ends_from[seats]).unsqueeze(1)
-    ends = place.bool().scatter(1, tables.ends[seats], True) & barred
-    found = (logits + added[:, :-1]).masked_fill(ends[:, :-1], -torch.inf)
+    if not (asks.biases or asks.penalties):
+        return logits
+    found = _biased(tables, logits, seats, positions) if asks.biases else logits
     if asks.penalties:
         found = _penalized(tables, found, seats)
     return torch.where(tables.adjusts[seats].unsqueeze(1), found, logits)
@@ -138,6 +136,14 @@ def narrowed(tables: AdjustTables, asks: Adjust, logits: Tensor, seats: Tensor, 
         least = highest.gather(1, (wanted.clamp(1, most) - 1).unsqueeze(1))
         logits = logits.masked_fill((logits < least) & (wanted > 0).unsqueeze(1), -torch.inf)
     return logits
+
+
+def _biased(tables: AdjustTables, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
+    place = logits.new_zeros(len(logits), tables.vocab + 1)
+    added = place.scatter_add(1, tables.bias_ids[seats], tables.bias[seats])
+    barred = (positions < tables.ends_from[seats]).unsqueeze(1)
+    ends = place.bool().scatter(1, tables.ends[seats], True) & barred
+    return (logits + added[:, :-1]).masked_fill(ends[:, :-1], -torch.inf)
 
 
 def _penalized(tables: AdjustTables, logits: Tensor, seats: Tensor) -> Tensor:

@@ -126,6 +126,43 @@ async def test_queued_requests_keep_their_order(autojump_clock: trio.testing.Moc
         life.check()
 
 
+def held_to(grammar: str, request_id: str = "held") -> messages.Submit:
+    return messages.Submit(1, pack_int32(range(40)), messages.Sampling(20, grammar=grammar), request_id)
+
+
+async def test_grammar_is_kept_until_its_request_ends(autojump_clock: trio.testing.MockClock) -> None:
+    """Through a restart. Of an ended request its name is left, by which a repeated submission is known."""
+    grammar = 'start: (%json {"type": "object"})\n'
+    async with Life.over() as life:
+        await life.add_worker("w0", seats=1)
+        await life.submit("running!", max_tokens=200)
+        index = (await life.scheduler.submit(held_to(grammar), "me")).request_index
+        await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        record, live = life.scheduler._journal.state.requests[index], life.scheduler._requests.live["held"]
+        assert record.grammar == live.grammar == live.sampling.grammar == grammar
+        link = await life.add_worker("w1")
+        await life.settle()
+        asked = [it.sampling for it in link.downlink if isinstance(it, messages.Admit) and it.request_id == "held"]
+        assert asked == [held_to(grammar).sampling]
+        await run_until(life, "held", "FINISHED")
+        ended = life.scheduler._requests.ended["held"].live
+        record = life.scheduler._journal.state.requests[index]
+        assert (ended.grammar, record.grammar) == ("", "")
+        assert not [it for it in (ended.facts, record.facts, ended.state.facts) if grammar in str(it)]
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        record, ended = life.scheduler._journal.state.requests[index], life.scheduler._requests.ended["held"].live
+        assert (ended.grammar, record.grammar) == ("", "")
+        assert life.scheduler.describe("held")[1][0].reason == "by me, output held to a JSON schema (34 characters)"
+        assert (await life.scheduler.submit(held_to(grammar), "me")).request_index == index
+        for other in ("", grammar.replace("object", "array")):
+            with pytest.raises(WrongState):
+                await life.scheduler.submit(held_to(other), "me")
+        life.check()
+
+
 async def test_answered_decisions_are_in_force(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         await life.add_worker("w0", seats=2)

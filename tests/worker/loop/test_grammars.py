@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import NoReturn, cast
@@ -14,10 +13,13 @@ from typing import NoReturn, cast
 import pytest
 
 from protocol import grammars as library
-from protocol.grammars import Mask, Vocabulary
+from protocol.errors import BadInput
+from protocol.grammars import Vocabulary
 from protocol.messages import Faulted
+from protocol.text import ByteTokenizer
 from tests import ROOT
-from tests.support.fakes.hash_runner import ALTERNATING, EOS, SHARED, FakeRunner
+from tests.support.fakes.hash_runner import ALTERNATING, EOS, SHARED, VOCAB, FakeRunner
+from tests.support.late_masks import late_once
 from tests.support.worker_rig import Rig
 from tests.worker.loop.test_fences import a_day, come_back, simulated
 from worker.loop import executor, grammars
@@ -72,6 +74,10 @@ class FakeMatcher(library.Matcher):
         super().__init__(vocabulary, source)
 
 
+def make_vocabulary() -> Vocabulary:
+    return Vocabulary(ByteTokenizer(), VOCAB, (EOS,))
+
+
 class FakePanic(BaseException):
     """As panics of a library in Rust, which are no Exception."""
 
@@ -87,16 +93,7 @@ def matchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeMatcher]]:
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mask is late once, so that every step that draws is launched twice."""
-    wait, calls = grammars.Grammar.wait, Counter[grammars.Grammar]()
-
-    def late_once(grammar: grammars.Grammar, until_s: float) -> Mask | None:
-        if not until_s:  # before a prompt's last chunk, which is launched once
-            return wait(grammar, until_s)
-        calls[grammar] += 1
-        return None if calls[grammar] % 2 else wait(grammar, until_s + 60)
-
-    monkeypatch.setattr(grammars.Grammar, "wait", late_once)
+    monkeypatch.setattr(grammars.Grammar, "wait", late_once())
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -123,7 +120,7 @@ def test_tokens_follow_the_masks_of_a_retracted_request(
         assert not rig.wrong()
         assert [len(life.tokens) for life in coordinator.lives] == [30, 30, 20]
         rig.check_end()
-        assert not is_late or rig.executor.counters.surplus_tokens >= 50
+        assert not is_late or rig.executor.counters.late_masks >= 50
 
 
 def test_step_that_is_launched_again_leaves_the_tables_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +133,8 @@ def test_step_that_is_launched_again_leaves_the_tables_whole(monkeypatch: pytest
         rig.turn()
         rig.check()
     assert not rig.wrong()
-    assert rig.executor.counters.surplus_tokens == 11
+    counters = rig.executor.counters
+    assert (counters.late_masks, counters.surplus_tokens) == (11, 0)
 
 
 def test_request_without_grammar_keeps_its_steps_while_a_mask_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +214,27 @@ def test_longest_chain_of_rules_does_not_end_the_process() -> None:
     command = [sys.executable, "-c", CHAINS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "built\n"), done.stderr
+
+
+def test_build_that_several_requests_wait_for_has_one_time(matchers: type[FakeMatcher]) -> None:
+    """A request that comes to a build of long ago fails with it; once it is built, the time is that of the copy."""
+    jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
+    build = grammars._Build(f"{ALTERNATING}\n// held")
+    first, second = (grammars.Grammar(build, (), jobs, jobs) for _ in range(2))
+    builder = threading.Thread(target=first.work, args=(make_vocabulary,))
+    builder.start()
+    while not matchers.built:
+        time.sleep(0.001)
+    assert build._since_s is not None
+    build._since_s -= 2 * grammars.GRAMMAR_LIMIT_S
+    second.work(make_vocabulary)
+    with pytest.raises(BadInput, match="takes more than 60 s"):
+        second.check()
+    matchers.goes_on.set()
+    builder.join()
+    second.check()
+    second.work(make_vocabulary)
+    assert second.has_mask
 
 
 def test_time_in_a_queue_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +343,7 @@ def test_row_of_a_step_that_is_launched_again_is_not_durable_yet(monkeypatch: py
 
 
 def test_rank_wishes_no_row_for_a_request_whose_mask_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MASK_WAIT_S", 60.0)
     rig = Rig()
     held, free = (rig.coordinator.create(number, 40, 8, grammar=it) for number, it in enumerate((ALTERNATING, "")))
     for life in (held, free):

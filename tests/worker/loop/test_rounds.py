@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import Tensor
 
 from protocol.messages import Faulted, Released
-from tests.support.fakes.hash_runner import FakeRunner
+from tests.support.fakes.hash_runner import ALTERNATING, FakeRunner
+from tests.support.late_masks import late_once
 from tests.support.worker_rig import Rig
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
 from worker.group.control import LoopProgress
+from worker.loop import grammars
 from worker.loop.rounds import Rounds, next_chunks
 from worker.streams import Streams, make_streams
 
@@ -100,6 +102,8 @@ def test_next_chunks_go_through_prompts_in_order() -> None:
     assert next_chunks([(0, 20), (8, 10)], 8, 5) == (8, 8, 4, 2)
     assert next_chunks([(16, 20), (0, 40)], 8, 2) == (4, 8)
     assert next_chunks([(20, 20)], 8, 2) == ()
+    assert next_chunks([(0, 20), (8, 10)], 8, 5, for_first=True) == (8, 8, 8, 8)
+    assert next_chunks([(16, 20), (0, 40)], 8, 2, for_first=True) == (4, 8)
 
 
 class FakeGroupRunner(FakeRunner):
@@ -141,6 +145,41 @@ def test_a_bad_request_is_faulted_before_its_round_and_the_group_goes_on() -> No
     assert [type(event) for event in rig.coordinator.events[:2]] == [Faulted, Released]
     assert "ids must lie in" in bad.outcome
     assert good.outcome == "length"
+    rig.check_end()
+
+
+def test_prompt_whose_mask_comes_after_the_wishes_is_not_put_off_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds by earlier wishes are too small for it. Shorter prompts behind it go into these, and into no others."""
+    has_mask, known = grammars.Grammar.has_mask.fget, list[bool]()  # type: ignore[attr-defined]
+    monkeypatch.setattr(grammars.Grammar, "has_mask", property(lambda it: bool(known) and has_mask(it)))
+    rig = rig_of_a_rank()
+    held = rig.coordinator.create(1, 32, 6, grammar=ALTERNATING)
+    others = [rig.coordinator.create(number, 4, 6) for number in (2, 3, 4)]
+    for life in (held, *others):
+        assert rig.coordinator.admit(life, 64)
+    rig.turn()
+    for request in rig.executor.held():
+        assert request.grammar is None or request.grammar._done.wait(60)
+    known.append(True)
+    rounds = rig.executor._rounds
+    assert rounds is not None
+    before = rounds._agreement.number
+    rig.run_until(lambda: bool(held.tokens) or rounds._agreement.number > before + 12)
+    assert [bool(life.tokens) for life in (held, *others)] == [True, True, True, False]
+    assert cast(FakeGroupRunner, rig.runner).padded == 0
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+
+
+def test_masks_that_are_late_change_no_token_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars.Grammar, "wait", late_once())
+    rig = rig_of_a_rank()
+    for number, grammar in enumerate((ALTERNATING, "", ALTERNATING)):
+        assert rig.coordinator.admit(rig.coordinator.create(number, 40, 8, seed=number, grammar=grammar), 64 * number)
+    rig.run()
+    assert not rig.wrong()
+    assert rig.executor.counters.late_masks >= 14
     rig.check_end()
 
 
