@@ -753,7 +753,7 @@ CALLS: Final[dict[str, Call]] = {
     "empty expression": Call(BadInput, "(give a text)", lambda *_: of_structured_outputs(StructuredOutputs(regex=""))),
     "two structures": Call(BadInput, "(give one of the two)", lambda *_: one_of(*[OutputForm("regex", "a", "f")] * 2)),
     "no schema": Call(BadInput, "(add it)", lambda *_: schema_in(None, "f")),
-    "schema that is no JSON": Call(BadInput, "(send the schema itself)", lambda *_: schema_in("{", "f")),
+    "schema that is no JSON": Call(BadInput, "(send one JSON object in UTF-8)", lambda *_: schema_in("{", "f")),
     "arguments as a whole": Call(
         BadInput,
         "(use tool_choice auto, or types, enum, and anyOf of these)",
