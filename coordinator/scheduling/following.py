@@ -57,6 +57,10 @@ class Leaders:
         if self._by_first is not None:
             self._list(entry, self._by_first)
 
+    def may_lead(self, entry: RequestEntry) -> bool:
+        """Whether any request under way may lead `entry`, on any node. Changes nothing."""
+        return not entry.goes_alone and bool(self._candidates(entry))
+
     def followed_by(self, entry: RequestEntry, nodes: Iterable[str], now: float) -> Following | None:
         """What `entry`, which workers of `nodes` could take, is to wait for; None: it goes on alone."""
         if entry.chain is None or entry.pages or entry.goes_alone:

@@ -185,7 +185,6 @@ class _Plan:
         self.weighs_prefixes = False  # whether some prompt rows of the request that is considered are cached
         self._held_after: dict[str, Freeing] = {}
         self._nodes = {worker.node for worker in self.placement_table.workers.values()}
-        self._taker_nodes = {worker.node for worker in self.takers}
         self._orders: list[WorkerOrder] | None = None
         self._index_of = {worker.name: index for index, worker in enumerate(self.takers)}
         self._has_floors = any(worker.hot_floor is not None for worker in self.takers)
@@ -269,10 +268,8 @@ class _Plan:
         return max(asks, key=lambda ask: (self._preference(ask), self._index_of[ask.worker.name]), default=None)
 
     def _begins_new(self, entry: RequestEntry) -> bool:
-        """Whether nothing of its prompt is cached anywhere, nor is about to be."""
-        if self.prefix_reuse.is_begun(entry):
-            return False
-        return self.leaders.followed_by(entry, self._taker_nodes - self.blocked.keys(), self.now) is None
+        """Whether nothing of its prompt is cached anywhere, nor may be about to be."""
+        return not self.prefix_reuse.is_begun(entry) and not self.leaders.may_lead(entry)
 
     def _first_of(self, order: WorkerOrder, entry: RequestEntry) -> PlacementAsk | None:
         """Of workers of equal sizes."""
@@ -282,7 +279,7 @@ class _Plan:
         need, chunks = shape.need, shape.hot_sizes[-1].hot_chunks
         worker = order.first(
             lambda it: it.node not in self.blocked and self.free.on(it).covers(need),
-            lambda it: chunks <= self.free.on(it).hot_chunks,
+            lambda it: not self.has_groups or chunks <= self.free.on(it).hot_chunks,
         )
         return None if worker is None else PlacementAsk(worker, *shape)
 

@@ -16,7 +16,7 @@ from coordinator.scheduling.request_state import RequestState
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
-from protocol.messages import Counters, HistoryLine, RequestRow, Sampling, Submit
+from protocol.messages import GRAMMAR_CHARS_MAX, Counters, HistoryLine, RequestRow, Sampling, Submit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.dispatch import Dispatch
@@ -180,7 +180,9 @@ class RequestTable:
         """The request index of the request whose id `submit` bears. Raises WrongState when it is another request, or
         another user's."""
         facts = _live(self.find(submit.request_id)).facts
-        sampling = with_named_grammar(submit.sampling)
+        sampling = submit.sampling
+        if len(sampling.grammar) <= GRAMMAR_CHARS_MAX:  # a longer one was never taken, and takes long to name
+            sampling = with_named_grammar(sampling)
         asked = user, sampling, submit.priority, submit.prefill_mode, digest_of(submit.prompt)
         if asked != (facts.user, facts.sampling, facts.priority, facts.prefill_mode, facts.prompt_digest):
             raise WrongState(

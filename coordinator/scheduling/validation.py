@@ -62,6 +62,8 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
             value=submit.prefill_mode[:NAME_CHARS_MAX],
             remedy=f"use one of {', '.join(PREFILL_MODES)}",
         )
+    if (trace := submit.trace) is not None and not (any(trace.trace_id) and any(trace.span_id)):
+        raise BadInput("an id of zeros is none", field="trace", value="00", remedy="leave it out")
     check_length(prompt.size, submit.sampling.max_tokens, model)
     return prompt
 

@@ -4,7 +4,8 @@ A refusal costs the event loop as much as many a request that is served, and a c
 party, an owner of API keys or an address without a key, may be refused REFUSALS_BURST times at once, and REFUSALS_PER_S
 times in a second. Past that it is in arrears, until it has kept still for long enough, DEBT_MAX_S at most. All requests
 of an owner in arrears are read at that pace. An address gets its refusals at that pace; many clients may share one, so
-that a request with a key from there is not slowed down.
+that a request with a key from there is not slowed down. No request waits longer than DEBT_MAX_S: a party that has more
+connections than are refused in that time gets as many refusals in DEBT_MAX_S as it has connections.
 """
 
 from __future__ import annotations

@@ -103,6 +103,11 @@ class HttpConnection:
             self._waiting.cancel()
 
     @property
+    def party(self) -> str:
+        """Whose turns it takes: the owner of the key that was shown last, or its client's address."""
+        return self._party
+
+    @property
     def is_known(self) -> bool:
         """Whether its client has shown a key, and is not in arrears."""
         return self._turns is self._clients.owners and not self._is_in_arrears

@@ -10,11 +10,11 @@ import re
 import types
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from hisparse.http.errors import VALUE_CHARS_MAX
+from hisparse.http.errors import PLACE_CHARS_MAX, VALUE_CHARS_MAX
 from protocol.errors import BadInput
 
 #: What a decoder may raise about bytes that a client chose.
@@ -26,6 +26,8 @@ LIKENESS_MIN: Final = 0.75
 INTEGER_MIN: Final = -(1 << 63)
 INTEGER_MAX: Final = (1 << 64) - 1
 LEVELS_MAX: Final = 100
+#: Of such a value: what it is in, its name or number there, and itself.
+_Part: TypeAlias = tuple[Any, str | int, Any]
 _LONG_NUMBER: Final = re.compile(rb"\d{19}")
 _AT: Final = re.compile(r"at `\$([^`]*)`$")
 _EXPECTED: Final = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
@@ -60,25 +62,39 @@ def _check_free_form(data: bytes, value: Any, root: str) -> None:
     """Raises BadInput for what templates, grammars and answers cannot hold: schemas and the like have any form."""
     if data.count(b"[") + data.count(b"{") <= LEVELS_MAX and not _LONG_NUMBER.search(data):
         return
-    parts: list[tuple[str, Any]] = [("", {root: value})]
-    for _ in range(LEVELS_MAX):
-        parts = [inner for at, part in parts for inner in _members(at, part)]
-        for at, part in parts:
-            if isinstance(part, int) and not INTEGER_MIN <= part <= INTEGER_MAX:
-                raise BadInput("is an integer of more than 64 bits", field=at, remedy="use a smaller number")
+    parts: list[_Part] = [(None, root, value)]
+    for _ in range(LEVELS_MAX + 1):
+        for part in parts:
+            if isinstance(part[2], int) and not INTEGER_MIN <= part[2] <= INTEGER_MAX:
+                raise BadInput("is an integer of more than 64 bits", field=_place(part), remedy="use a smaller number")
+        parts = [(part, name, inner) for part in parts for name, inner in _members(part[2])]
     if parts:
         raise BadInput(f"is nested deeper than {LEVELS_MAX} levels", field=root, remedy="flatten it")
 
 
-def _members(at: str, part: Any) -> Iterator[tuple[str, Any]]:
-    """Those of an object or a list, by their places."""
+def _members(part: Any) -> Iterator[tuple[str | int, Any]]:
+    """Those of an object or a list, by name or number."""
     if isinstance(part, dict):
-        yield from ((_join(at, name), member) for name, member in part.items())
+        yield from part.items()
     elif isinstance(part, list | tuple):
-        yield from ((f"{at}[{number}]", member) for number, member in enumerate(part))
+        yield from enumerate(part)
     elif isinstance(part, msgspec.Struct):
         names = zip(part.__struct_encode_fields__, part.__struct_fields__, strict=True)
-        yield from ((_join(at, told), getattr(part, name)) for told, name in names)
+        yield from ((told, getattr(part, name)) for told, name in names)
+
+
+def _place(part: _Part | None) -> str:
+    """Made for one part alone: names are as long as a client makes them, and lists as well."""
+    names: list[str | int] = []
+    while part is not None:
+        part, name = part[0], part[1]
+        names.append(name)
+    at = ""
+    for name in reversed(names):
+        at = f"{at}[{name}]" if isinstance(name, int) else _join(at, name)
+        if len(at) > PLACE_CHARS_MAX:
+            return f"{at[:PLACE_CHARS_MAX]}..."
+    return at
 
 
 def fields_at(kind: Any, path: str) -> list[str]:

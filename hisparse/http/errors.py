@@ -9,6 +9,7 @@ the openai package heeds; it would repeat any 409, 429 or 5xx otherwise.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -21,6 +22,8 @@ from protocol.messages import Ended
 RETRY_AFTER_S: Final = 1
 #: Of a refused value, in its refusal.
 VALUE_CHARS_MAX: Final = 80
+#: Of a place within a value, whose names are the client's.
+PLACE_CHARS_MAX: Final = 200
 
 #: By code.
 STATUSES: Final = {
@@ -119,14 +122,15 @@ class AnswerFailed(HiSparseError):
 
 
 #: Of a worker that refuses a grammar: BadInput of `field="grammar"`, as text.
-_OF_GRAMMAR: Final = "grammar=: "
+_OF_GRAMMAR: Final = re.compile(r"grammar=[^:\n]*: ")
 
 
 def ending_error(ended: Ended) -> HiSparseError:
     """What an output that is not FINISHED means to its client. A grammar that was built may be too much later: the
     worker's reason begins with its field then."""
-    if ended.reason.startswith(_OF_GRAMMAR):
-        words = ended.reason.removeprefix(_OF_GRAMMAR).partition("\n")[0].partition(" (")[0]
+    if ended.outcome == "FAILED" and (found := _OF_GRAMMAR.match(ended.reason)):
+        line = ended.reason[found.end() :].partition("\n")[0]
+        words = line.rpartition(" (")[0] if line.endswith(")") and " (" in line else line
         return BadInput(f"its form of output cannot be held to: {words}", field="body", remedy="simplify the form")
     kind = AnswerAborted if ended.outcome == "ABORTED" else AnswerFailed
     return kind(f"{ended.outcome.lower()}: {ended.reason}", field="request_id", value=ended.request_id)

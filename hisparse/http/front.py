@@ -138,7 +138,7 @@ class Front:
         exchange = HttpExchange(head, channel, self._budget, self._cors.headers(head.header("origin")))
         preflight = self._cors.preflight(head)
         span = None
-        if exchange.path in self._generating and preflight is None:
+        if head.method == "POST" and exchange.path in self._generating:
             exchange.trace = context_of_headers(head.headers)
             span = self._tracing.begin(exchange) if self._tracing is not None else None
         async with trio.open_nursery() as nursery:
@@ -150,7 +150,7 @@ class Front:
                     await exchange.answer_without_body(preflight)
             nursery.cancel_scope.cancel()
         route = self._route_of(exchange.path) or "other"  # for metrics: few values, all of them ours
-        if span is not None and self._tracing is not None:
+        if span is not None and self._tracing is not None and exchange.status != 401:  # spans are for those with a key
             self._tracing.end(span, exchange, route)
         if exchange.disconnected:
             self._counters.disconnects += 1

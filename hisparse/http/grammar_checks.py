@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from hisparse.http.children import Children, serve
-from hisparse.http.errors import VALUE_CHARS_MAX
+from hisparse.http.errors import PLACE_CHARS_MAX, VALUE_CHARS_MAX
 from hisparse.http.formats.lark import schema_of
 from hisparse.http.grammars import GrammarPlan
 from hisparse.http.process import share_fairly
@@ -171,7 +171,7 @@ def _innermost(field: str, schema: dict[str, Any], message: str, vocabulary: Voc
     for _ in range(DEPTH_MAX):
         for place, part in _parts(schema):
             if _reason(_failure({**definitions, **part}, vocabulary)) == _reason(message):
-                field, schema = f"{field}.{place}", part
+                field, schema = f"{field}.{place}"[:PLACE_CHARS_MAX], part
                 break
         else:
             break

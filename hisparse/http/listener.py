@@ -1,15 +1,16 @@
 """Connections of the front: accepted, bounded, contained, and drained at the end.
 
 Each runs in a task of its own under `_contain`: whatever a connection raises ends that connection alone, and is counted
-and logged. There are `connections_max` at most. When all are taken, the oldest that is `evictable` makes room, one of
-a client that has shown no key, or is in arrears, before one that waits for a known client. A new one is closed when
-there is none.
+and logged. There are `connections_max` at most. When all are taken, the oldest that are `evictable` make room: those of
+clients that have shown no key, or are in arrears, or hold more than their share, before those that wait for other known
+clients. A new one is closed when there is none.
 """
 
 from __future__ import annotations
 
 import math
 import socket
+from collections import Counter
 from functools import partial
 from ipaddress import IPv6Address, IPv6Network
 from typing import Final
@@ -27,6 +28,10 @@ BACKLOG: Final = 256
 #: Open at the same time, at least, and for each request that may be answered.
 CONNECTIONS_MIN: Final = 1_024
 CONNECTIONS_PER_PLACE: Final = 4
+#: One in so many of all connections may be idle ones of one known client before they are like those of strangers.
+KNOWN_SHARE: Final = 4
+#: One in so many is closed at once when all are taken: looking for them takes time for each that is open.
+ROOM_SHARE: Final = 64
 #: How long answers may go on after the front was told to stop.
 STOP_DEADLINE_S: Final = 30.0
 #: How long saying goodbye may take, over TLS.
@@ -131,11 +136,13 @@ class HttpListener:
     def _make_room(self) -> bool:
         if len(self._open) < self._connections_max:
             return True
+        held = Counter(it.party for it in self._open if it.is_known)
+        share = max(1, self._connections_max // KNOWN_SHARE)
         evictable = [it for it in self._open if it.evictable and not it.evicted]
-        oldest = min(evictable, key=lambda it: it.is_known, default=None)
-        if oldest is not None:
-            oldest.evict()
-        return oldest is not None
+        evictable.sort(key=lambda it: it.is_known and held[it.party] <= share)
+        for it in evictable[: max(1, self._connections_max // ROOM_SHARE)]:
+            it.evict()
+        return bool(evictable)
 
 
 def party_of(host: str) -> str:

@@ -152,7 +152,8 @@ OUTPUT: Final = Row(
             (
                 by_worker(
                     f"({rate('hisparse_worker_tokens_total')} + {rate('hisparse_worker_surplus_tokens_total')}"
-                    f" + {rate('hisparse_worker_late_masks_total')}) / {rate('hisparse_worker_steps_total')}",
+                    f" + {rate('hisparse_worker_late_masks_total')} - {rate('hisparse_worker_accepted_tokens_total')})"
+                    f" / {rate('hisparse_worker_steps_total')}",
                     "batch",
                 ),
                 by_worker(f"hisparse_worker_seats{{{ONE}}}", "seats"),

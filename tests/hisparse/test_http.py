@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +25,9 @@ from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, A
 from hisparse.http.bodies import NEUTRAL, CompletionBody, read_body
 from hisparse.http.chat import render
 from hisparse.http.chat_bodies import ChatBody
+from hisparse.http.decoding import decoded
 from hisparse.http.errors import (
+    PLACE_CHARS_MAX,
     STATUSES,
     AnswerAborted,
     AnswerFailed,
@@ -682,12 +685,36 @@ def test_an_output_that_did_not_finish_is_an_error() -> None:
     assert "by admin" in str(aborted)
 
 
-def test_output_whose_grammar_became_too_much_is_the_clients_error() -> None:
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (str(BadInput("Too many items\nmore", field="grammar", remedy="simplify it")), "Too many items"),
+        (str(BadInput("token (line 3) x", field="grammar", remedy="simplify it")), "token (line 3) x"),
+        (
+            str(BadInput("takes more than 60 s", field="grammar", value="120 characters", remedy="simplify it")),
+            "takes more than 60 s",
+        ),
+    ],
+    ids=["lines", "brackets", "value"],
+)
+def test_output_whose_grammar_became_too_much_is_the_clients_error(reason: str, words: str) -> None:
     """In the words of a worker's refusal, whose advice and numbers of lines are left out."""
-    reason = str(BadInput("parser error: Too many items\nmore", field="grammar", remedy="simplify it"))
     error = ending_error(ended(1, reason, "", "FAILED"))
     assert (type(error), error.field) == (BadInput, "body")
-    assert error.message == "its form of output cannot be held to: parser error: Too many items"
+    assert error.message == f"its form of output cannot be held to: {words}"
+    assert type(ending_error(ended(1, reason, "", "ABORTED"))) is not BadInput
+
+
+def test_place_of_a_bad_number_is_made_for_it_alone_and_cut() -> None:
+    """Names and lists are as long as a client makes them."""
+    data = msgspec.json.encode({"k" * 20_000 + "\N{GRINNING FACE}": [0] * 10_000}).replace(b"0]", b"9" * 30 + b"]")
+    tracemalloc.start()
+    with pytest.raises(BadInput) as caught:
+        decoded(data, dict[str, Any], "schema")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert caught.value.field == "schema." + "k" * (PLACE_CHARS_MAX - 7) + "..."
+    assert peak_bytes < 10 * 2**20
 
 
 # ---------------------------------------------------------------- keys

@@ -19,7 +19,7 @@ import pytest
 import trio
 import trio.testing
 
-from hisparse.http import connection, listener, server, turns
+from hisparse.http import arrears, connection, listener, server, turns
 from hisparse.http.arrears import Arrears
 from hisparse.http.connection import Handler, HttpConnection
 from hisparse.http.exchange import BODY_BYTES_MAX, Channel, HttpExchange
@@ -364,8 +364,9 @@ async def test_strangers_take_turns_and_a_known_client_does_not_wait_for_them(ri
 
 @pytest.fixture
 def four_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many are free; the next waits for seconds."""
+    """So many are free; the next waits for longer than any test."""
     monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
+    monkeypatch.setattr(arrears, "DEBT_MAX_S", 6 * LIMIT_S)
 
 
 async def waits(stream: trio.SocketStream, data: bytes) -> bool:
@@ -495,6 +496,20 @@ async def test_idle_connection_of_a_known_client_is_closed_last() -> None:
         assert await strangers[0].receive_some() == b""
         await known.send_all(GET.replace(b"/x", b"/known"))
         assert b"200" in await known.receive_some()
+
+
+async def test_client_that_holds_all_connections_keeps_out_no_stranger() -> None:
+    """A new client has shown no key before its header is read, and others come meanwhile."""
+    async with running(connections=16) as rig:
+        held = [await known_client(rig) for _ in range(15)]
+        newcomer = await rig.open()
+        await rig.until(lambda: rig.counters.connections == 16)
+        another = await rig.open()
+        await newcomer.send_all(CLOSE)
+        assert b"200" in await exchanged(newcomer, b"")
+        assert rig.ends() == {"evicted": 1, "closed": 1}
+        assert await held[0].receive_some() == b""
+        await another.aclose()
 
 
 @pytest.mark.usefixtures("four_refusals")

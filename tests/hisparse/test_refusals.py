@@ -707,6 +707,13 @@ CALLS: Final[dict[str, Call]] = {
         "(use one of auto, staged, direct)",
         lambda *_: check_submit(submission(prefill_mode="x"), MODEL),
     ),
+    "span of zeros": Call(
+        BadInput,
+        "trace=00: an id of zeros is none (leave it out)",
+        lambda *_: check_submit(
+            msgspec.structs.replace(submission(), trace=messages.TraceContext(bytes(16), b"x" * 8, True)), MODEL
+        ),
+    ),
     "more alternatives than tokens": Call(
         BadInput,
         "logprobs=20: tiny has 9 tokens (ask for 9 or less)",

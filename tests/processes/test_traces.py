@@ -75,7 +75,7 @@ async def test_request_is_one_trace_from_the_front_through_a_restart(
                     await until_state(operator, "RUNNING")
                     await operator.retract(["traced"], hold=True)
                     await until_state(operator, "RETRACTED")
-                while not receiver.named("decode"):  # noqa: ASYNC110 - sent within a second; then the process is killed
+                while not receiver.named("retraction"):  # noqa: ASYNC110 - sent within a second; then the process is killed
                     await trio.sleep(0.05)
             async with place.coordinator() as coordinator:
                 await coordinator.metrics_port()  # it listens
@@ -107,4 +107,4 @@ def check_trace(receiver: FakeOtlpReceiver) -> None:
     ]
     assert whole.attributes["gen_ai.usage.output_tokens"] == TOKENS
     assert answer.attributes["http.response.status_code"] == 200
-    assert PROMPT.strip().encode() not in receiver.raw
+    assert PROMPT[:16].encode() not in receiver.raw

@@ -90,7 +90,7 @@ PRODUCED: Final = {
         "hisparse/http/renderers.py:render:ContextExceeded"
     ],
     "tests/hisparse/test_http.py::test_only_ignored_fields_may_be_large": ["hisparse/http/bodies.py:read_raw:BadInput"],
-    "tests/hisparse/test_http.py::test_output_whose_grammar_became_too_much_is_the_clients_error": [
+    "tests/hisparse/test_http.py::test_output_whose_grammar_became_too_much_is_the_clients_error[lines]": [
         "hisparse/http/errors.py:ending_error:BadInput"
     ],
     "tests/hisparse/test_http.py::test_unrenderable_chat_is_refused_with_the_reason[body5-old name]": [

@@ -105,9 +105,9 @@ class Grammar:
         self._since_s = time.monotonic()
         try:
             if self._matcher is None:
-                self._matcher = self._build.matcher(self, vocabulary)
-                if self._matcher is None:
-                    return
+                if (matcher := self._build.matcher(self, vocabulary)) is None:
+                    return  # the thread that builds it calls `build_again`, or has done so
+                self._matcher = matcher
             self._matcher.push(self._tokens)
             self._mask = self._matcher.mask()
         except BaseException as error:

@@ -459,3 +459,23 @@ def test_quarantined_pages_are_matched_and_neither_evicted_nor_counted_free() ->
     planner.add_worker("w1", "n0")
     planner.submit(1, "abcd")
     assert planner.admitted()[1].prefix_tokens == 192
+
+
+def test_follower_goes_alone_where_its_longest_leader_is_on_a_node_that_cannot_take_it() -> None:
+    """The question whether a request is plain must not begin the wait anew."""
+    planner = Planner(nodes=("n0", "n1"), host_pages=200)
+    planner.add_worker("w0", "n0")
+    planner.submit(0, "abxx")
+    planner.plan()
+    planner.add_worker("w1", "n1", hot_chunks=900, index_pages=6, slab_pages=6)
+    longest = planner.submit(1, "abc", priority=1)
+    planner.plan()
+    entry = planner.submit(2, "abcdefghij")
+    planner.plan()
+    assert (longest.worker, entry.worker) == ("w1", "")
+    planner.now += FOLLOW_LIMIT_S / 2
+    planner.plan()
+    assert entry.follows is not None
+    planner.now += FOLLOW_LIMIT_S / 2
+    planner.plan()
+    assert entry.worker == "w0"
