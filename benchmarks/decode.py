@@ -47,7 +47,7 @@ from kernels.layout import Geometry
 from kernels.row_format import index_key_format_of, kv_row_format_of
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, real_rows
 from protocol.arrays import pack_int32
-from protocol.messages import Admit, Event, Sampling, WorkerCapacity
+from protocol.messages import NO_DRAFTS, Admit, Event, Sampling, WorkerCapacity
 from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
@@ -122,11 +122,13 @@ class Clock:
     def add_event(self, event: Event) -> None:
         self.events.append(event)
 
-    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
+    def count_swaps(
+        self,
+        requests: Mapping[int, tuple[int, int]],
+        totals: tuple[int, int, int],
+        drafts: Mapping[int, tuple[int, int]] = NO_DRAFTS,
+    ) -> None:
         """Hits and misses are read from the device's state."""
-
-    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None:
-        """Nothing drafts here."""
 
 
 # ---------------------------------------------------------------- memory

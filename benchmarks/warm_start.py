@@ -36,7 +36,7 @@ from benchmarks.swap_in import machine
 from kernels.layout import Geometry
 from kernels.state import StepBatch
 from protocol.arrays import Int32Array, pack_int32
-from protocol.messages import NO_HOT_BUFFER, Admit, Event, Released, Sampling, Withdraw
+from protocol.messages import NO_DRAFTS, NO_HOT_BUFFER, Admit, Event, Released, Sampling, Withdraw
 from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from protocol.units import managed_chunks, pages_for
@@ -76,11 +76,13 @@ class Tokens:
         if isinstance(event, Released):
             self.released[event.placement] = event
 
-    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
+    def count_swaps(
+        self,
+        requests: Mapping[int, tuple[int, int]],
+        totals: tuple[int, int, int],
+        drafts: Mapping[int, tuple[int, int]] = NO_DRAFTS,
+    ) -> None:
         self.swaps.update(requests)
-
-    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None:
-        """Nothing drafts here."""
 
 
 class Overlap:

@@ -25,6 +25,8 @@ Identities that appear in several messages:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -561,7 +563,7 @@ class RequestRow(Part, frozen=True):
     waits_for: str = ""
     prefix_tokens: int = 0  # of the prompt: reused, not computed, when it was first admitted
     drafted_tokens: int = 0  # drafts that steps verified
-    accepted_tokens: int = 0  # of them, those that are in the output
+    accepted_tokens: int = 0  # of them, those that the model drew as well
 
 
 class HistoryLine(Part, frozen=True):
@@ -1031,6 +1033,10 @@ class Released(Part, frozen=True, tag="released"):
     durable_tokens: int
     first_token: FirstToken = NO_TOKEN
     warm_start: bytes = b""
+
+
+#: By placement, of requests that draft nothing.
+NO_DRAFTS: Final[Mapping[int, tuple[int, int]]] = MappingProxyType({})
 
 
 class Counters(Part, frozen=True, tag="counters"):

@@ -69,7 +69,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     rows_swapped: int
     bytes_swapped: int
     drafted_tokens: int = 0  # that steps verified
-    accepted_tokens: int = 0  # of them, those that are in outputs
+    accepted_tokens: int = 0  # of them, those that the model drew as well
     retracted: int
     handed_over: int
     host_pages_before: int

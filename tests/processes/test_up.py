@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.hisparse.test_http_tls import ask, certificate_of, write_pair
+from tests.support.ports import free_ports
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -70,20 +71,6 @@ class Up:
         """Processes and files that should be gone."""
         alive = [str(pid) for pid in self.pids if psutil.pid_exists(pid)]
         return alive + [path.name for path in self.runtime_dir.iterdir() if path.suffix in (".pool", ".json")]
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` consecutive ports that no process listens at now."""
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = first.getsockname()[1]
-            try:
-                for place in range(1, count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port + place)))
-            except OSError:
-                continue
-            return port
 
 
 def eventually(condition: Callable[[], Any], limit_s: float = START_LIMIT_S) -> None:

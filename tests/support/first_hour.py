@@ -21,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests import ROOT
+from tests.support.ports import free_ports
 
 TRANSCRIPT: Final = ROOT / "docs" / "first-hour.txt"
 BEFORE: Final = ROOT / "tests" / "support" / "first_hour_before.json"
@@ -311,21 +312,6 @@ class Hour:
             except subprocess.TimeoutExpired:
                 self.up.kill()
         self.up = None
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports that follow each other and at which no process listens now."""
-    import socket
-
-    while True:
-        with ExitStack() as held:
-            first = int(held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
-            try:
-                for port in range(first + 1, first + count):
-                    held.enter_context(socket.create_server(("127.0.0.1", port)))
-            except (OSError, OverflowError):
-                continue
-            return first
 
 
 # ---------------------------------------------------------------- screens

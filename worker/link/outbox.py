@@ -33,6 +33,7 @@ from protocol.arrays import pack_int32, pack_int64
 from protocol.errors import InternalError, ProtocolError
 from protocol.inventory import NO_RESIZE, InventoryRow, pack_rows
 from protocol.messages import (
+    NO_DRAFTS,
     NO_HOT_BUFFER,
     WARM_START_BYTES_MAX,
     WORKER_MESSAGE_BYTES_MAX,
@@ -178,17 +179,19 @@ class Outbox:
             self._events.append(event)
         self._signal()
 
-    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
-        """Hits and misses so far of `requests`, by placement; hits, misses and bytes of the worker."""
+    def count_swaps(
+        self,
+        requests: Mapping[int, tuple[int, int]],
+        totals: tuple[int, int, int],
+        drafts: Mapping[int, tuple[int, int]] = NO_DRAFTS,
+    ) -> None:
+        """Hits and misses so far of `requests`, by placement; hits, misses and bytes of the worker; drafts and accepted
+        ones of requests that have any."""
         with self._lock:
             self._swaps.update(requests)
+            self._drafts.update(drafts)
             self._swap_totals, self._has_swaps = totals, True
         self._signal()
-
-    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None:
-        """Drafts so far of `requests`, by placement, and how many were accepted. Their hits are counted next."""
-        with self._lock:
-            self._drafts.update(requests)
 
     def _signal(self) -> None:
         if not self._signalled:

@@ -37,7 +37,7 @@ NOTHING_DRAWN: Final = -1
 
 
 def accepted_rows(fed: Sequence[int], drawn: Sequence[int], known: int, admitted: int) -> int:
-    """How many rows of a step hold: its first ones.
+    """How many rows of a step hold: its first ones. DraftStep.verify does this on the device, for all requests.
 
     `fed` and `drawn` are tokens by row. The first `known` rows, 1 at least, were fed tokens that were known before the
     step: published in an earlier placement, or drawn by the step before. The selections of the first `admitted` rows

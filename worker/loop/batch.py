@@ -129,7 +129,7 @@ class RunningRequest:
     @property
     def prompt_rows(self) -> int:
         """Rows of its prompt that were computed, or were there before."""
-        return min(self.prefilled, self.position)
+        return min(self.prefilled, self.progress.certain)
 
     @property
     def is_leaving(self) -> bool:
@@ -179,8 +179,9 @@ class RunningRequest:
 
     @property
     def rows_end(self) -> int:
-        """The first row that the next step may not write."""
-        return min(self.progress.rows_max, self.progress.position + self.progress.step_rows)
+        """The first row that the next step may not write; with drafts, those for the step behind it need a row too."""
+        progress = self.progress
+        return progress.rows_max if progress.step_rows > 1 else min(progress.rows_max, progress.position + 1)
 
     def known_tokens(self, start: int, count: int) -> list[int]:
         """Tokens from position `start` on that were known when it came, `count` at most."""

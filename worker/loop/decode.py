@@ -42,6 +42,7 @@ import torch
 from kernels.begin_step import begin_step
 from kernels.state import BackupPlan, DeviceState
 from protocol.arrays import Int32Array
+from protocol.errors import InternalError
 from protocol.logprobs import ROW_WORDS_MAX
 from worker.device.step_rows import StepRows
 from worker.loop.acceptance import StepProgress
@@ -293,6 +294,10 @@ class Decoder:
         self._backed_up.append(backed_up)
         self._undurable.append((durable, requests, progress))
 
+    def awaits_drafts(self, request: RunningRequest) -> bool:
+        """Whether operations on its memory are to be launched yet, behind the draws of the step launched last."""
+        return self._begun is not None and self._begun.bucket.drafts is not None and request in self._begun.requests
+
     def withdraw(self, request: RunningRequest) -> None:
         """`request` draws nothing in the step whose draws are to come: its mask is late. The step is launched again."""
         assert self._begun is not None
@@ -359,6 +364,9 @@ class Decoder:
             return [int(request not in step.undrawn) for request in step.requests]
         counts: list[list[int]] = step.results.drafts[:, : len(step.requests)].tolist()
         accepted, drafted, right = counts
+        for request, count in zip(step.requests, accepted, strict=True):
+            if (count == 0) != (request in step.undrawn) and not request.is_leaving:
+                raise InternalError("a step has no row that holds", field="placement", value=request.placement)
         for request, count, held in zip(step.requests, drafted, right, strict=True):
             request.drafted += count
             request.accepted += held

@@ -182,7 +182,7 @@ class DraftStep:
         self._keep(0, self._first_drafts.tokens.gather(0, self._last.long()))
 
     def _keep(self, number: int, tokens: Tensor) -> None:
-        """A draft that no row could take is any token: the row that is fed it does not exist."""
+        """A draft that no row could take, past the granted rows, is any token."""
         _put(self._owner.drafts[number], self._given.seats, tokens.clamp(min=0), self._real())
 
     def _begin_further(self, number: int, further: DraftRows) -> None:

@@ -172,6 +172,7 @@ class Executor:
         self._requests: dict[int, RunningRequest] = {}
         self._prompts: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
+        self._closing: list[RunningRequest] = []  # behind the draws of the step launched last
         self._waiting: dict[int, RunningRequest] = {}  # whose fences are polled
         self._commands: deque[Command] = deque()
         self._news = threading.Condition()
@@ -635,6 +636,9 @@ class Executor:
         for request in undrawn:
             self._seats.step_back(request)
         self._decoder.draw(self._grammars.upload())
+        for request in self._closing:
+            self._seats.close(request)
+        self._closing.clear()
 
     def _set_mask(self, request: RunningRequest, until_s: float, undrawn: list[RunningRequest]) -> None:
         """What the next draw of `request` is held to; where that is not known by `until_s` it draws nothing."""
@@ -687,11 +691,14 @@ class Executor:
             self.transfers.cancel(request.outgoing, "its request leaves")
         if request in self._prompts:
             self._prompts.remove(request)
-        self._seats.close(request)
+        if self._decoder.awaits_drafts(request):
+            self._closing.append(request)
+        else:
+            self._seats.close(request)
 
     def _release(self, request: RunningRequest) -> None:
         """Everything launched for `request` has run: its memory goes back, and every row it wrote is in host memory."""
-        rows = request.position if request.prefilled == request.prompt_tokens else 0
+        rows = request.progress.certain if request.prefilled == request.prompt_tokens else 0
         whole = request.prompt_rows // PAGE_TOKENS * PAGE_TOKENS
         if whole > request.durable_rows and not request.is_faulty:
             self._report.prompt_rows(request, whole)

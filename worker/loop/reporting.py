@@ -13,6 +13,7 @@ import numpy as np
 from metrics.state import WorkerCounters
 from protocol.logs import fields, logger
 from protocol.messages import (
+    NO_DRAFTS,
     NO_TOKEN,
     Admit,
     Event,
@@ -43,8 +44,12 @@ class Reports(Protocol):
     ) -> None: ...
     def set_durable(self, request_index: int, placement: int, durable: int) -> None: ...
     def add_event(self, event: Event) -> None: ...
-    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None: ...
-    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None: ...
+    def count_swaps(
+        self,
+        requests: Mapping[int, tuple[int, int]],
+        totals: tuple[int, int, int],
+        drafts: Mapping[int, tuple[int, int]] = NO_DRAFTS,
+    ) -> None: ...
 
 
 class Reporter:
@@ -146,6 +151,4 @@ class Reporter:
         placements = [request.placement for request in requests]
         pairs = zip(hits, misses, strict=True)
         drafts = {it.placement: (it.drafted, it.accepted) for it in requests if it.drafted}
-        if drafts:
-            self._reports.count_drafts(drafts)
-        self._reports.count_swaps(dict(zip(placements, pairs, strict=True)), self._counters.swap.totals)
+        self._reports.count_swaps(dict(zip(placements, pairs, strict=True)), self._counters.swap.totals, drafts)

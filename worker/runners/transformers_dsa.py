@@ -553,7 +553,8 @@ def _round_rows(config: Any, rows: int, *, deterministic: bool) -> int:
 
 
 def _keep_drawn(last_token: Tensor, seats: Tensor, tokens: Tensor, real: Tensor) -> None:
-    """last_token[seats] = tokens where `real` bool[B]; a seat is in one real row at most. No shape depends on data."""
+    """last_token[seats] = tokens where `real` bool[B]. No shape depends on data. With drafts, a seat is in several
+    rows, and `verify` writes its token again."""
     numbers = torch.arange(len(last_token), device=seats.device)
     owned = (numbers.unsqueeze(1) == seats) & real
     drawn = torch.where(owned, tokens, 0).sum(1, dtype=torch.int32)

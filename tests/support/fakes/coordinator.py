@@ -16,6 +16,7 @@ import torch
 
 from protocol.arrays import pack_int32
 from protocol.messages import (
+    NO_DRAFTS,
     NO_HOT_BUFFER,
     NO_TOKEN,
     Admit,
@@ -223,12 +224,15 @@ class FakeCoordinator:
     def set_durable(self, request_index: int, placement: int, durable: int) -> None:
         self._note_durable(self._by_admission[placement], durable)
 
-    def count_swaps(self, requests: Mapping[int, tuple[int, int]], totals: tuple[int, int, int]) -> None:
+    def count_swaps(
+        self,
+        requests: Mapping[int, tuple[int, int]],
+        totals: tuple[int, int, int],
+        drafts: Mapping[int, tuple[int, int]] = NO_DRAFTS,
+    ) -> None:
         self.swaps.update(requests)
+        self.drafts.update(drafts)
         self.counts.append(dict(requests))
-
-    def count_drafts(self, requests: Mapping[int, tuple[int, int]]) -> None:
-        self.drafts.update(requests)
 
     def add_event(self, event: Event) -> None:
         self.events.append(event)

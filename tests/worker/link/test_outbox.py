@@ -162,8 +162,7 @@ def test_counts_coalesce_and_precede_their_release() -> None:
 
 def test_drafts_are_said_with_the_swaps_of_their_request() -> None:
     outbox = Outbox(epoch=1)
-    outbox.count_drafts({1: (4, 3), 3: (2, 1)})
-    outbox.count_swaps({1: (5, 1), 2: (8, 0)}, (13, 1, 100))
+    outbox.count_swaps({1: (5, 1), 2: (8, 0)}, (13, 1, 100), {1: (4, 3), 3: (2, 1)})
     columns = {"placements": [1, 2], "hits": [5, 8], "misses": [1, 0], "drafted": [4, 0], "accepted": [3, 0]}
     assert taken(outbox).events == (counters((13, 1, 100), **columns),)
     outbox.count_swaps({2: (9, 0), 3: (1, 0)}, (15, 1, 100))

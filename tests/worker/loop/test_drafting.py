@@ -45,6 +45,53 @@ def test_tokens_are_those_of_plain_decoding(draft_tokens: int, percent: int, hot
         assert counters.steps < 30 / draft_tokens**0.5
 
 
+@pytest.mark.parametrize(("draft_tokens", "lookahead"), [(1, 1), (2, 0), (2, 1), (4, 1)])
+def test_right_drafts_are_all_accepted(draft_tokens: int, lookahead: int) -> None:
+    """Also behind a step of which all were: the next one's drafts had their rows in time."""
+    rig = DraftRig(None, drafting_settings(draft_tokens, lookahead_steps=lookahead, device_mem="1MiB"), 100)
+    life = rig.coordinator.create(0, 65, 61)
+    assert rig.coordinator.admit(life, 0)
+    rig.run()
+    assert not rig.wrong()
+    assert rig.executor.counters.steps <= 60 / (1 + draft_tokens) + 2 + lookahead
+    rig.check_end()
+
+
+@pytest.mark.parametrize(("draft_tokens", "turns"), [(2, 3), (2, 4), (4, 4)])
+def test_rejected_rows_are_not_durable_where_known_tokens_are_decoded_again(draft_tokens: int, turns: int) -> None:
+    """It leaves meanwhile, and most selections of known rows did not fit its buffer."""
+    rig = DraftRig(None, drafting_settings(draft_tokens, lookahead_steps=1), 100)
+    coordinator, life = rig.coordinator, rig.coordinator.create(0, 100, 60)
+    assert coordinator.admit(life, 64)
+    rig.run_until(lambda: len(life.tokens) >= 30)
+    for known in (101, None):
+        coordinator.withdraw(life, "keep")
+        rig.run_until(lambda: not life.placement)
+        life.durable, life.warm_start = known or life.durable, b""
+        assert coordinator.admit(life, 64)
+        rig.turn(turns)
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+
+
+def test_request_that_ends_before_the_draws_of_its_step_is_closed_behind_them() -> None:
+    """Beside one with a grammar, whose draws come later: the draft layer writes its rows behind them."""
+    plain = DraftRig(None, drafting_settings(2), 0)
+    tokens = list(plain.tokens_of(plain.coordinator.create(3, 60, 20, seed=3)))
+    place = next(i for i in range(6, 18) if tokens[i] not in tokens[:i])
+    runner = DraftingFakeRunner(eos=(tokens[place],))
+    rig = DraftRig(None, drafting_settings(2, lookahead_steps=1), 100, runner=runner)
+    held = rig.coordinator.create(1, 40, 30, grammar=ALTERNATING)
+    free = rig.coordinator.create(3, 60, 20, seed=3, ignore_eos=False)
+    for life in (held, free):
+        assert rig.coordinator.admit(life, 128)
+    rig.run()
+    assert free.outcome == "eos"
+    assert not rig.executor.state.tripwires.any()
+    rig.check_end()
+
+
 def a_day(rig: DraftRig) -> None:
     """Resident and managed buffers, resizes every way, keep and drop."""
     coordinator = rig.coordinator
