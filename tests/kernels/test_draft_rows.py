@@ -318,6 +318,7 @@ def drafts_beyond_the_grant(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Non
 def test_planted_bug_is_seen(
     plant: Callable[[pytest.MonkeyPatch], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rows of one step that evict each other are a bug that vLLM had."""
     sees_it = plant(monkeypatch)
     with pytest.raises((AssertionError, InternalError)):
         sees_it()
