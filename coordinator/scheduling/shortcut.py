@@ -3,7 +3,8 @@
 A *plain* request tells workers of equal sizes apart by what is free on them and by nothing else: no rows of its prompt
 are cached or kept, nothing of it is reserved, no worker has a hot floor. Then the worker that policy prefers is the one
 that stands first among those that fit, and a heap knows it: an admission costs a few steps, however many workers there
-are. `Policy` asks all workers where a request is not plain, or where none of the first fits.
+are. Where no rank of a group has room for all rows, it passes all. `Policy` asks all workers where a request is not
+plain, or where none of the first fits.
 
 The heap is lazy. Within a plan what is free only shrinks, so an entry that is not true any more is too good, and is put
 in its place when it comes to the top. A rank that a request is told to leave stands better from the next plan on.

@@ -8,9 +8,9 @@ and goes by the same rules.
                  holds     when i = 0; or when row p + i - 1 holds, its own selection was admitted, and its token is
                            known or the one that row p + i - 1 drew
 
-Rows that hold are those of plain decoding, since each was fed what plain decoding feeds, and so are the tokens that
-they drew. The next step begins behind the last of them and writes all others again. A row that does not hold is never
-selected, published, or counted durable.
+DraftStep (drafting.py) finds these rows on the device. Rows that hold are those of plain decoding, since each was fed
+what plain decoding feeds, and so are the tokens that they drew. The next step begins behind the last of them and writes
+all others again. A row that does not hold is never selected, published, or counted durable.
 
 A device knows where each step begins; the host learns it when it reads the step. Until then it has two bounds, which
 are equal where steps take one row:
@@ -30,25 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
-
-#: Drawn by a row whose mask was late.
-NOTHING_DRAWN: Final = -1
-
-
-def accepted_rows(fed: Sequence[int], drawn: Sequence[int], known: int, admitted: int) -> int:
-    """How many rows of a step hold: its first ones. DraftStep.verify does this on the device, for all requests.
-
-    `fed` and `drawn` are tokens by row. The first `known` rows, 1 at least, were fed tokens that were known before the
-    step: published in an earlier placement, or drawn by the step before. The selections of the first `admitted` rows
-    fitted the hot buffer. A step whose first row drew nothing is launched again: 0.
-    """
-    if drawn[0] == NOTHING_DRAWN:
-        return 0
-    count = 1
-    while count < min(len(fed), admitted) and (count < known or fed[count] == drawn[count - 1]):
-        count += 1
-    return count
 
 
 @dataclass(slots=True)

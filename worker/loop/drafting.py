@@ -4,7 +4,7 @@ Of one step of S seats with 1 + n rows each, on `compute`, around what plain ste
 
     begin       first row of each seat from `position`; tokens of its rows: known ones from the host, else drafts
     begin_step · forward pass · draws of every row
-    verify      which rows hold, as acceptance.accepted_rows has it; `position` and the last token advance
+    verify      which rows hold (acceptance.py); `position` and the last token advance
     draft       the draft layer over the step's rows, with the tokens behind them: rows that hold get its rows and keys
                 anew, and the draft of a seat is that of its last row that holds
     n - 1 times begin_step for one row a seat, the draft layer on its own output · the next draft

@@ -18,10 +18,12 @@ import pytest
 
 from protocol.messages import Sampling
 from protocol.text import ByteTokenizer
+from tests.support import accepted_rows as rule
+from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
 from worker.device.hot_buffer import HotBuffer
 from worker.device.step_rows import StepRows
 from worker.loop import acceptance
-from worker.loop.acceptance import NOTHING_DRAWN, RowProgress, StepProgress, accepted_rows
+from worker.loop.acceptance import RowProgress, StepProgress
 from worker.loop.batch import RunningRequest, SeatMemory, Status
 from worker.loop.output import Output
 
@@ -69,7 +71,7 @@ class Device:
             self.rows.append(hashed(fed[-1], *self.rows) if held else hashed(-1, *self.rows))
             drawn.append(drawn_from(self.rows[-1], self.model))
         known = min(max(1, len(self.known) - first), count)
-        accepted = acceptance.accepted_rows(fed, drawn, known, admitted)
+        accepted = rule.accepted_rows(fed, drawn, known, admitted)
         assert accepted >= min(known, admitted), "a known token was refused"
         self.known += drawn[max(0, len(self.known) - first - 1) : accepted]
         self.late.append((self.steps, first, self.rows[first:]))
@@ -312,15 +314,15 @@ def counts_rows_as_durable_that_no_fence_covers(patch: pytest.MonkeyPatch) -> No
 
 
 def publishes_rejected_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(acceptance, "accepted_rows", lambda fed, drawn, known, admitted: admitted)
+    patch.setattr(rule, "accepted_rows", lambda fed, drawn, known, admitted: admitted)
 
 
 def accepts_what_was_not_admitted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(acceptance, "accepted_rows", lambda fed, drawn, known, _: accepted_rows(fed, drawn, known, len(fed)))
+    patch.setattr(rule, "accepted_rows", lambda fed, drawn, known, _: accepted_rows(fed, drawn, known, len(fed)))
 
 
 def refuses_known_tokens(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(acceptance, "accepted_rows", lambda fed, drawn, _, admitted: accepted_rows(fed, drawn, 1, admitted))
+    patch.setattr(rule, "accepted_rows", lambda fed, drawn, _, admitted: accepted_rows(fed, drawn, 1, admitted))
 
 
 def goes_on_behind_the_end(patch: pytest.MonkeyPatch) -> None:

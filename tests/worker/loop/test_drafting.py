@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from copy import copy
 
 import pytest
+import torch
 
 from protocol.messages import Finished
+from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
@@ -90,6 +93,34 @@ def test_request_that_ends_before_the_draws_of_its_step_is_closed_behind_them() 
     assert free.outcome == "eos"
     assert not rig.executor.state.tripwires.any()
     rig.check_end()
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 2, 4])
+def test_rows_that_hold_are_those_of_the_rule(draft_tokens: int) -> None:
+    """On the device, for drawn steps: few tokens, so that drafts are often right."""
+    chance = random.Random(draft_tokens)
+    rig = DraftRig(None, drafting_settings(draft_tokens), None)
+    bucket = rig.executor._decoder._buckets[-1]
+    step, seats, rows = bucket.drafts, bucket.seats, 1 + draft_tokens
+    assert step is not None
+    step._given.seats.copy_(torch.arange(seats))
+    for _ in range(300):
+        real = chance.randint(1, seats)
+        step._given.num_real.fill_(real)
+        fed, drawn = ([[chance.randrange(3) for _ in range(seats)] for _ in range(rows)] for _ in "fd")
+        known, admitted = ([chance.randint(1, rows) for _ in range(seats)] for _ in "ka")
+        drawn[0] = [NOTHING_DRAWN if chance.random() < 0.1 else token for token in drawn[0]]
+        depth = torch.arange(rows + 1).unsqueeze(1)
+        step._known.copy_(torch.where(depth < torch.tensor(known), 1, -1))
+        step.batch.inputs.copy_(torch.tensor(fed).flatten())
+        step.batch.rejected.copy_((depth[:rows] >= torch.tensor(admitted)).flatten())
+        bucket.outputs.tokens.copy_(torch.tensor(drawn).flatten())
+        step._verify(bucket.outputs)
+        expected = [
+            accepted_rows([row[at] for row in fed], [row[at] for row in drawn], known[at], admitted[at])
+            for at in range(real)
+        ]
+        assert step.counts[0].tolist() == expected + [0] * (seats - real)
 
 
 def a_day(rig: DraftRig) -> None:
