@@ -8,6 +8,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -210,22 +211,23 @@ def _metrics_of_alerts() -> set[str]:
 
 @asynccontextmanager
 async def load(place: Place) -> AsyncIterator[None]:
-    """Requests all the time, with hot buffers: some end, one is refused, one is retracted and resumed, again and
-    again."""
+    """Requests all the time, with hot buffers: short ones end, one of them is retracted and resumed, one is refused,
+    again and again. Long ones stay for seconds, so that their hot buffers are looked at twice."""
     async with (
         open_client(place.endpoint("admin"), role="admin", name="load") as client,
         trio.open_nursery() as nursery,
     ):
-        for number in range(2):
-            nursery.start_soon(_requests, client, bytes([65 + number]) * 200)
+        nursery.start_soon(_requests, client, "short", 48)
+        nursery.start_soon(_requests, client, "long", 800)
         nursery.start_soon(_trouble, client)
         yield
         nursery.cancel_scope.cancel()
 
 
-async def _requests(client: Client, prompt: bytes) -> None:
-    while True:
-        stream = await client.submit(list(prompt), Sampling(48, ignore_eos=True))
+async def _requests(client: Client, name: str, tokens: int) -> None:
+    for number in count():
+        sampling = Sampling(tokens, ignore_eos=True)
+        stream = await client.submit(list(name[:1].encode() * 200), sampling, request_id=f"{name}-{number}")
         async for _ in stream:
             pass
 
@@ -248,7 +250,7 @@ async def _trouble(client: Client) -> None:
         for request_id in running:
             with suppress(WrongState):  # it may have ended meanwhile
                 await client.resize([request_id], worker.capacity.hot_size_classes[0])
-        for request_id in running[:1]:
+        for request_id in [it for it in running if it.startswith("short")][:1]:
             with suppress(WrongState):
                 await client.retract([request_id])
                 await trio.sleep(0.2)
