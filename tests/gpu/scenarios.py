@@ -103,6 +103,34 @@ def shrinks_between_rejections(twin: Twin) -> None:
         twin.lengths[0] += 2 if step < 3 else 0  # of the steps before the last one, all rows; of that, the first
 
 
+FILLED_SIZES = {
+    "groups": (0,),
+    "row_bytes": 16,
+    "topk": 4,
+    "seat_rows": 2,
+    "tail_slots": 4,
+    "hot_max": 64,
+    "seats": 1,
+}
+
+
+def draft_finds_every_slot_in_use(twin: Twin) -> None:
+    """The first row loads as many tokens as the buffer has slots, so that no slot is left to the second.
+
+    `twin` has FILLED_SIZES.
+    """
+    twin.open(0, 120, 4)
+    for step in range(3):
+        batches = twin.begin_drafts([0], [2])
+        twin.write_new_rows(batches[0])
+        depths = len(batches[0].seats) // 2
+        topk = torch.arange(4).repeat(2 * depths, 1) + 10 * step
+        topk[depths:] += 5
+        twin.swap_in(0, batches, topk.int())
+        twin.check()
+        assert int(batches[0].rejected[depths]) == 1
+
+
 def small_sizes(hot_slots: int) -> dict[str, int]:
     """Of a Twin for `uses_a_queue_for_long`."""
     return {"row_bytes": 16, "topk": TOPK, "hot_max": hot_slots, "max_tokens": 4096}

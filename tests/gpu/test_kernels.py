@@ -18,9 +18,11 @@ from kernels.state import BackupPlan, MissPlan, StepBatch  # noqa: E402
 from kernels.swap_in import swap_in  # noqa: E402
 from tests.gpu.scenarios import (  # noqa: E402
     DRAFT_SIZES,
+    FILLED_SIZES,
     FULL_SIZES,
     SHRUNK_SIZES,
     TOPK,
+    draft_finds_every_slot_in_use,
     goes_draft_steps,
     goes_round,
     misses_on_corrupt_host_pages,
@@ -62,6 +64,11 @@ def test_steps_with_drafts(ranks: int | None, ids: torch.dtype) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_rejected_draft_rows_in_a_smaller_buffer(ranks: int) -> None:
     shrinks_between_rejections(Twin(18, ranks=ranks, **SHRUNK_SIZES))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_draft_that_finds_every_slot_in_use_is_rejected(ranks: int) -> None:
+    draft_finds_every_slot_in_use(Twin(19, ranks=ranks, **FILLED_SIZES))
 
 
 def test_ages_beyond_the_bins_still_order_victims() -> None:

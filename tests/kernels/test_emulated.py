@@ -14,10 +14,12 @@ from tests.gpu.compare import check
 from tests.gpu.program import Machine, uploaded
 from tests.gpu.scenarios import (
     DRAFT_SIZES,
+    FILLED_SIZES,
     FULL_SIZES,
     MIXED_SIZES,
     SHRUNK_SIZES,
     TOPK,
+    draft_finds_every_slot_in_use,
     goes_draft_steps,
     goes_mixed_steps,
     goes_round,
@@ -107,6 +109,11 @@ def test_omitted_kernel_statement_is_caught(edit: Edit, said: str) -> None:
 
 def test_rejected_rows_in_a_smaller_buffer(device: Device) -> None:
     shrinks_between_rejections(EmulatedTwin(2, device, ranks=1, refill_blocks=False, **SHRUNK_SIZES))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_draft_that_finds_every_slot_in_use_is_rejected(device: Device, ranks: int) -> None:
+    draft_finds_every_slot_in_use(EmulatedTwin(ranks, device, ranks=ranks, **FILLED_SIZES))
 
 
 def test_row_that_does_not_fit_and_is_not_rejected_is_caught() -> None:

@@ -150,9 +150,9 @@ __device__ __forceinline__ void find_oldest(const Seat& at, Shared& s, const i32
     if (threadIdx.x % 32 == 0) s.oldest[threadIdx.x / 32] = oldest;
 }
 
-// Chooses `total` victims among all slots, or as many as there are (none at all in a DRAFT), in slot order: number `before` and the `wanted` that
-// follow go to `take(number, slot)`, counted from 0. Returns the number of victims. One loop over the stamps for both
-// phases, since that loop is most of the code.
+// Chooses `total` victims among all slots, or as many as there are (none at all in a DRAFT), in slot order: number
+// `before` and the `wanted` that follow go to `take(number, slot)`, counted from 0. Returns the number of victims. One
+// loop over the stamps for both phases, since that loop is most of the code.
 template <class Take>
 __device__ __forceinline__ u32 choose(const Seat& at, Shared& s, const i32* stamp, u32 total,
                                       u32 before, u32 wanted, Take take) {
@@ -192,7 +192,8 @@ __device__ __forceinline__ u32 choose(const Seat& at, Shared& s, const i32* stam
             own += (counts >> 8 * c & 0xFF) << 16;
         }
         from += found << shift;
-        const bool exact = found < 4 && shift == 0, out_of_slots = !exact && from >= at.now;
+        // Without a candidate `from` is MUST_STAY, and the slots found at it stay.
+        const bool exact = found < 4 && shift == 0 && from < at.now, out_of_slots = !exact && from >= at.now;
         passed |= found < 4;
         shift = passed ? max(shift - 2, 0) : shift + 2;
         if (!exact && !out_of_slots) continue;
