@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,9 @@ def completion(**said: Any) -> Drawn:
 
 
 async def test_build_without_end_is_refused_and_disturbs_no_other_key(tmp_path: Path) -> None:
-    """Another key is served meanwhile, with new grammars too. The build ends here as its alarm would end it."""
+    """Another key is served meanwhile, with new grammars too. The build is halted, so that it reaches no limit of memory
+    before they are served, and ends as its alarm would end it.
+    """
     told: list[tuple[int, dict[str, Any]]] = []
     answers: list[int] = []
 
@@ -56,6 +59,7 @@ async def test_build_without_end_is_refused_and_disturbs_no_other_key(tmp_path: 
         nursery.start_soon(in_thread, partial(ask, rig.port, KEY, [bomb], tell))
         while not started:  # noqa: ASYNC110 - a thread of the front starts it
             await trio.sleep(0.01)
+        started[0].send_signal(signal.SIGSTOP)
         others = [completion(structured_outputs={"regex": f"[a-c]{{{number}}}"}) for number in range(1, 5)]
         await in_thread(lambda: ask(rig.port, OTHER, others, lambda _, status, __: answers.append(status)))
         assert (answers, told) == ([200] * 4, [])
