@@ -385,6 +385,26 @@ async def test_refusals_of_an_address_are_slowed_down() -> None:
 
 
 @pytest.mark.usefixtures("four_refusals")
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"no HTTP\r\n\r\n",
+        GET.replace(b"/x", b"/unread"),
+        b"POST /unread HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1",
+    ],
+    ids=["no request", "whole request", "unread body"],
+)
+async def test_refusal_that_waits_ends_when_its_client_leaves(data: bytes) -> None:
+    async with running() as rig:
+        for _ in range(4):
+            assert status_of(await rig.send(b"no HTTP\r\n\r\n")) == 400
+        stranger = await rig.open()
+        assert await waits(stranger, data)
+        await stranger.aclose()
+        await rig.until(lambda: not rig.counters.connections)
+
+
+@pytest.mark.usefixtures("four_refusals")
 async def test_refused_owner_is_slowed_down() -> None:
     """Also where the next request is a good one, on another connection."""
     async with running() as rig, await rig.open() as refused, await rig.open() as another:
