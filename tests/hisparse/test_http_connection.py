@@ -30,9 +30,9 @@ from hisparse.http.wire import HEADER_BYTES_MAX, RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import HiSparseError
 from protocol.settings import HttpSettings
-from tests.hisparse.test_http_tls import write_pair
 from tests.support.fuzz_http import Aim, assail
 from tests.support.fuzz_rig import Tally
+from tests.support.tls_pair import write_pair
 
 LIMIT_S: Final = 10.0
 GET: Final = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
