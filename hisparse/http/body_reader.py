@@ -49,19 +49,28 @@ class BodyReader:
 
     @contextmanager
     def _share(self, shares: Shares, owner: str) -> Iterator[None]:
-        if not shares.take(owner):
-            raise CapacityError(
-                f"{shares.limit} requests are being answered, and this key has its share of them",
-                field="http.requests_max",
-                value=shares.limit,
-                remedy="retry later",
-            )
-        self._counters.in_flight = self._places.total
         try:
-            yield
+            with place_in(shares, owner):
+                self._counters.in_flight = self._places.total
+                yield
         finally:
-            shares.give(owner)
             self._counters.in_flight = self._places.total
+
+
+@contextmanager
+def place_in(shares: Shares, owner: str) -> Iterator[None]:
+    """One of those whose requests are answered. Raises CapacityError."""
+    if not shares.take(owner):
+        raise CapacityError(
+            f"{shares.limit} requests are being answered, and this key has its share of them",
+            field="http.requests_max",
+            value=shares.limit,
+            remedy="retry later",
+        )
+    try:
+        yield
+    finally:
+        shares.give(owner)
 
 
 async def in_thread(read: Callable[[], T], limiter: trio.CapacityLimiter) -> T:

@@ -171,11 +171,18 @@ class HttpConnection:
             try:
                 if isinstance(self._stream, trio.abc.HalfCloseableStream):
                     await self._stream.send_eof()
-                while await self._stream.receive_some(RECV_BYTES):
-                    pass
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
+                return end
+            await self._until_left()
         return end
+
+    async def _until_left(self) -> None:
+        """What comes meanwhile is thrown away."""
+        try:
+            while await self._stream.receive_some(RECV_BYTES):
+                pass
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return
 
     # ------------------------------------------------------------ for the exchange: Channel
 
@@ -220,8 +227,20 @@ class HttpConnection:
             if self._is_admitted:
                 self._clients.refused(self._party)
             else:
-                await self._clients.refuse(self._address)
+                await self._wait_to_refuse()
         self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
+
+    async def _wait_to_refuse(self) -> None:
+        """No checkpoint where it may be at once. Raises ClientGone once the client has left: its place is free then."""
+        at = self._clients.refusal_at(self._address)
+        if at <= trio.current_time():
+            return
+        if self._wire.body_is_whole:  # the exchange watches, and cancels this
+            await trio.sleep_until(at)
+            return
+        with trio.CancelScope(deadline=at):
+            await self._until_left()
+            raise ClientGone
 
     async def write(self, data: bytes) -> None:
         unsent, self._unsent = self._unsent, b""

@@ -39,7 +39,7 @@ class ClientGone(Exception):
 
 
 class Channel(Protocol):
-    """What carries an exchange: hisparse.http.connection. All but `admit` and `start` may raise ClientGone."""
+    """What carries an exchange: hisparse.http.connection. All but `admit` may raise ClientGone."""
 
     async def admit(self, owner: str) -> None:
         """Its client has a right to be here: the connection is not closed to make room for another. Waits for the
@@ -55,7 +55,7 @@ class Channel(Protocol):
         ...
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Goes out with the first `write` or `end`."""
+        """Goes out with the first `write` or `end`. May wait before a refusal."""
         ...
 
     async def write(self, data: bytes) -> None: ...
@@ -167,7 +167,10 @@ class HttpExchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
-        await self._channel.start(status, {**headers, **self._headers})
+        try:
+            await self._channel.start(status, {**headers, **self._headers})
+        except ClientGone:
+            await self._leave()
 
     async def _finish(self, body: bytes) -> None:
         if body:

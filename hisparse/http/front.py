@@ -35,7 +35,7 @@ from hisparse.http.api_keys import NO_OWNER, ApiKeys, KeyOwner
 from hisparse.http.apis import APIS
 from hisparse.http.asks import Served
 from hisparse.http.bodies import parameters, read_body
-from hisparse.http.body_reader import BodyReader
+from hisparse.http.body_reader import BodyReader, place_in
 from hisparse.http.cors import Cors
 from hisparse.http.decoding import nearest
 from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body
@@ -95,6 +95,7 @@ class Front:
         self._large_bodies = LargeBodies()
         self._grammar_checks = GrammarChecks()
         self._body_reader = BodyReader(settings.requests_max, counters)
+        self._gets = Shares(settings.requests_max)
         self._progress = ProgressWatch(link)
         self._scrape_threads = trio.CapacityLimiter(1)
         self._created = int(time.time())
@@ -178,12 +179,18 @@ class Front:
         return next((it for it in ("/v1/models/", "/v1/requests/") if path.startswith(it) and path != it), "")
 
     async def _dispatch(self, exchange: HttpExchange) -> None:
-        """Raises Unauthorized, or what the handler of the path does."""
-        owner = NO_OWNER
-        if exchange.path != "/health" and exchange.path not in self._pages:
-            owner = self._keys.check(_authorization(exchange))
-            await exchange.admit(owner.name)
-        await self._find(exchange)(exchange, owner)
+        """Raises Unauthorized, CapacityError, or what the handler of the path does."""
+        if exchange.path == "/health" or exchange.path in self._pages:  # its connection may be closed meanwhile
+            await self._find(exchange)(exchange, NO_OWNER)
+            return
+        owner = self._keys.check(_authorization(exchange))
+        await exchange.admit(owner.name)
+        handler = self._find(exchange)
+        if exchange.method == "POST":  # takes a place of the body reader's once its body is there
+            await handler(exchange, owner)
+        else:
+            with place_in(self._gets, owner.name):
+                await handler(exchange, owner)
 
     def _find(self, exchange: HttpExchange) -> Handler:
         """Raises NotFound or MethodRefused."""

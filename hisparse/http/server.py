@@ -33,7 +33,7 @@ from hisparse.http.front import Front
 from hisparse.http.link import RECONNECT_LIMIT_S, CoordinatorLink
 from hisparse.http.listener import BACKLOG, STOP_DEADLINE_S, HttpListener, connections_max
 from hisparse.http.outputs import FollowedOutputs
-from hisparse.http.process import share_fairly
+from hisparse.http.process import return_free_memory, share_fairly
 from hisparse.http.tls import Tls, tls_of
 from hisparse.http.tracing import ServerTracing
 from metrics.exporter import Exporter, serve
@@ -108,6 +108,7 @@ async def _serve(
             front = Front(config.http, keys, link, outputs, counters, lambda: scrape(sources), tracing)
             _announce(config, listener, exporter, keys)
             nursery.start_soon(gc_policy.collect, FULL_COLLECTION_INTERVAL_S, FULL_COLLECTION_SHARE)
+            nursery.start_soon(return_free_memory)
             gc_policy.settle()
             most = connections_max(config.http.requests_max)
             await HttpListener(listener, front.serve, counters, tls, most).run(stopping)

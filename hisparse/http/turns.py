@@ -137,11 +137,9 @@ class ClientTurns:
         """The owner's next request may wait for it."""
         self._arrears.refused(owner, trio.current_time())
 
-    async def refuse(self, address: str) -> None:
-        """Wait until a client there, who has shown no key, may be refused; no checkpoint where it may at once."""
-        now = trio.current_time()
-        if (at := self._arrears.refused(address, now)) > now:
-            await trio.sleep_until(at)
+    def refusal_at(self, address: str) -> float:
+        """When a client there, who has shown no key, may be refused: at once, unless this is later than now."""
+        return self._arrears.refused(address, trio.current_time())
 
     async def next_request(self, owner: str) -> None:
         """Wait until one of `owner` may be read; no checkpoint where it may at once."""

@@ -94,8 +94,8 @@ class Wire:
     def next_head(self) -> RequestHead | None:
         """The next request; None: more bytes are needed. Raises Malformed, HeadersTooLarge, MethodRefused,
         UpgradeRefused or VersionRefused; the connection can be answered once more then, and ends."""
-        event = self._next_event()
         self._body_is_whole = False
+        event = self._next_event()
         if not isinstance(event, h11.Request):
             return None
         self._method = event.method

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.client import HTTPConnection
 
 import pytest
@@ -58,6 +60,20 @@ def test_announced_bodies_of_a_key_do_not_block_other_keys(at: Site) -> None:
     for peer in peers:
         peer.close()
     answers(at)
+
+
+def test_memory_of_ended_connections_is_returned(at: Site) -> None:
+    """30 KiB of a header each; without a call glibc keeps all of it."""
+    with ExitStack() as stack:
+        for _ in range(300):
+            peer = stack.enter_context(socket.create_connection(("127.0.0.1", at.plain.port), LIMIT_S))
+            peer.sendall(b"GET / HTTP/1.1\r\nA: " + bytes(30_000).replace(b"\0", b"a"))
+        answers(at)
+        full = at.plain.memory_bytes
+    limit = time.monotonic() + LIMIT_S
+    while at.plain.memory_bytes > full - (4 << 20):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
 
 
 def test_front_survives_a_storm_of_hostile_requests(at: Site) -> None:

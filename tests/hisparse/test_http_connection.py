@@ -30,9 +30,9 @@ from hisparse.http.wire import HEADER_BYTES_MAX, RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import HiSparseError
 from protocol.settings import HttpSettings
-from tests.hisparse.test_http_tls import write_pair
 from tests.support.fuzz_http import Aim, assail
 from tests.support.fuzz_rig import Tally
+from tests.support.tls_pair import write_pair
 
 LIMIT_S: Final = 10.0
 GET: Final = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -382,6 +382,26 @@ async def test_refusals_of_an_address_are_slowed_down() -> None:
         for _ in range(4):
             assert status_of(await rig.send(b"no HTTP\r\n\r\n")) == 400
         assert await waits(stranger, b"no HTTP\r\n\r\n")
+
+
+@pytest.mark.usefixtures("four_refusals")
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"no HTTP\r\n\r\n",
+        GET.replace(b"/x", b"/unread"),
+        b"POST /unread HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1",
+    ],
+    ids=["no request", "whole request", "unread body"],
+)
+async def test_refusal_that_waits_ends_when_its_client_leaves(data: bytes) -> None:
+    async with running() as rig:
+        for _ in range(4):
+            assert status_of(await rig.send(b"no HTTP\r\n\r\n")) == 400
+        stranger = await rig.open()
+        assert await waits(stranger, data)
+        await stranger.aclose()
+        await rig.until(lambda: not rig.counters.connections)
 
 
 @pytest.mark.usefixtures("four_refusals")

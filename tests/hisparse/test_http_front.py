@@ -15,7 +15,7 @@ import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from hisparse.http import answering, exchange, front, link, outputs, server
+from hisparse.http import answering, exchange, front, link, outputs, progress, server
 from hisparse.http.api_keys import owner_of
 from hisparse.http.exchange import BODY_BYTES_MAX
 from hisparse.http.grammar_checks import GrammarChecks
@@ -458,6 +458,29 @@ async def test_key_below_its_share_gets_a_place_when_full(tmp_path: Path) -> Non
         await rig.submitted(6)
         late = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
         assert error_of(await late.answer()) == ("capacity", None)
+
+
+async def test_gets_that_wait_take_places_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused past the share; another key and a body are not. Places of clients that leave are free."""
+    monkeypatch.setattr(progress, "LOOK_S", 60.0)
+    mine, others = bearer(KEY), bearer(OTHER_KEY)
+    async with front_rig(tmp_path, HttpSettings(requests_max=2), keys=(KEY, OTHER_KEY)) as rig:
+        waiting = [rig.open("GET", "/v1/requests/a", mine) for _ in range(2)]
+        await trio.testing.wait_all_tasks_blocked()
+        for path in ("/metrics", "/version", "/v1/models"):
+            assert error_of(await rig.open("GET", path, mine).answer()) == ("capacity", None)
+        for path in ("/version", "/v1/models"):
+            peer = rig.open("GET", path, others)
+            await peer.answer()
+            assert peer.status == 200
+        await rig.complete({"prompt": "abc"}, Authorization=mine["Authorization"])
+        await rig.submitted(1)
+        for peer in waiting:
+            await peer.leave()
+        await trio.testing.wait_all_tasks_blocked()
+        peer = rig.open("GET", "/version", mine)
+        await peer.answer()
+        assert [it.status for it in (*waiting, peer)] == [0, 0, 200]
 
 
 async def test_priority_above_the_limit_of_a_key_is_refused(tmp_path: Path) -> None:

@@ -23,21 +23,11 @@ from hisparse.http.tls import Tls, tls_of
 from protocol.errors import ConfigError, Unavailable
 from protocol.settings import HttpSettings
 from tests import ROOT
+from tests.support.tls_pair import write_pair
 
 LIMIT_S: Final = 30.0
 OLD_KEY: Final = "an-old-key-of-the-front"
 NEW_KEY: Final = "a-new-key-of-the-front"
-
-
-def write_pair(place: Path, name: str = "front") -> tuple[str, str]:
-    """A self-signed certificate for localhost, and its key."""
-    cert, key = place / f"{name}.pem", place / f"{name}.key"
-    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-days", "2"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command = ["openssl", "req", "-x509", *curve, "-keyout", str(key), "-out", str(cert), *subject]
-    subprocess.run(command, check=True, capture_output=True)
-    key.chmod(0o600)
-    return str(cert), str(key)
 
 
 def test_bad_pair_is_refused_naming_the_file(tmp_path: Path) -> None:

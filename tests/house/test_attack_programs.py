@@ -4,12 +4,18 @@ their verdicts find. The attacks themselves are run short by the fuzz tests."""
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import ROOT
 from tests.support import fuzz_rig
 from tests.support.attacks import BESIDE_CORES_MIN, OWN_CORES_MIN, command, plan
 from tests.support.fuzz_rig import (
@@ -26,7 +32,9 @@ from tests.support.fuzz_rig import (
 )
 from tests.support.two_keys import judge, rounds_within
 
-GIVEN = argparse.Namespace(seed=7, requests=1_000_000, messages=100_000, rounds=6, floor_ms=0.0, seconds=540.0)
+GIVEN = argparse.Namespace(
+    seed=7, requests=1_000_000, messages=100_000, rounds=6, floor_ms=0.0, seconds=540.0, out=None
+)
 
 
 @pytest.mark.parametrize("count", [1, 2, OWN_CORES_MIN - 1, OWN_CORES_MIN, BESIDE_CORES_MIN, BESIDE_CORES_MIN + 1, 64])
@@ -63,6 +71,37 @@ def test_lanes_beside_each_other_on_12_cores() -> None:
     assert zmq.seconds + two_keys.seconds == http.seconds == 540
     with pytest.raises(ValueError, match="needs 12 cores, not 11"):
         plan(range(11), 540, beside=True)
+
+
+def test_program_alone_has_all_cores_and_the_whole_time(tmp_path: Path) -> None:
+    for count, attackers in ((2, 0), (OWN_CORES_MIN, 3), (32, 27)):
+        ((run,),) = plan(range(count), 570, only="http")
+        assert (run.program, run.seconds, len(run.cores.attackers)) == ("http", 570, attackers)
+        arguments = command(run, argparse.Namespace(**{**vars(GIVEN), "out": tmp_path}))
+        assert arguments[arguments.index("--json") + 1] == str(tmp_path / "http.json")
+        assert arguments[arguments.index("--attackers") + 1] == str(max(attackers, 1))
+
+
+@pytest.mark.process
+def test_processes_of_a_rig_end_when_it_is_killed() -> None:
+    """The rig cannot end them itself then."""
+    code = (
+        "import sys; from pathlib import Path; from tests.support.fuzz_rig import process;"
+        "held = process('timeit', '-n', '1', 'import time; time.sleep(600)', log=Path('/dev/null'));"
+        "print(held.__enter__().pid, flush=True); sys.stdin.read()"
+    )
+    rig = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert rig.stdout is not None
+    child = os.pidfd_open(int(rig.stdout.readline()))
+    rig.kill()
+    rig.communicate()
+    try:
+        ended, _, _ = select.select([child], [], [], 30)
+        if not ended:
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+        assert ended
+    finally:
+        os.close(child)
 
 
 def test_cores_are_read_as_they_are_written() -> None:

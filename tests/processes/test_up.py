@@ -17,8 +17,9 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from tests.hisparse.test_http_tls import ask, certificate_of, write_pair
+from tests.hisparse.test_http_tls import ask, certificate_of
 from tests.support.ports import free_ports
+from tests.support.tls_pair import write_pair
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]

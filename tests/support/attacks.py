@@ -6,8 +6,9 @@
 
 `plan` divides the cores that this process may use. With 16 or more, or with --beside and 12 or more, http runs beside
 zmq and two_keys, each with cores for the service, for the client that measures and for the attackers. With 8 to 15 one
-program runs after the other. With fewer nothing has cores of its own. Prints one line of JSON for each program, and
-exits with 1 when one of them found something wrong.
+program runs after the other. With fewer nothing has cores of its own. --only runs a single program, with all cores and
+all the time. Prints one line of JSON for each program, which is in PROGRAM.json of the directory --out, too. Exits with
+1 when one of them found something wrong.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from hisparse.cluster.children import die_with_parent
 from tests import ROOT
 from tests.support.fuzz_rig import ATTACKERS_START_S, ROUNDS, SETTLE_S, UNDISTURBED_S, Cores, text_of
 
@@ -43,10 +46,11 @@ ZMQ_SHARE: Final = 0.11
 #: Of an attack of zmq beside http, at most; two_keys has the rest of that lane.
 ZMQ_BESIDE_S: Final = 120.0
 #: Of a program's time, not part of its attack: start, warm-up, phases with the sink, settling phase.
-AROUND_S: Final = ROUNDS * (UNDISTURBED_S + 2 * ATTACKERS_START_S) + SETTLE_S + 25.0
+AROUND_S: Final = ROUNDS * (UNDISTURBED_S + 2 * ATTACKERS_START_S) + 2 * SETTLE_S + 25.0
 #: Of the time that is left for an attack of http or zmq: the rate is such that it ends a little earlier.
 RATE_MARGIN: Final = 0.95
 ROUNDS_MAX: Final = 6
+PROGRAMS: Final = ("http", "zmq", "two_keys")
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,16 @@ class Run:
         return max(self.seconds - AROUND_S, 10.0)
 
 
-def plan(cpus: Sequence[int], seconds: float, *, beside: bool = False) -> list[list[Run]]:
+def plan(cpus: Sequence[int], seconds: float, *, beside: bool = False, only: str = "") -> list[list[Run]]:
     """Lanes that run beside each other; in each, one program runs after the other.
 
+    `only`: the one program that runs.
     `beside`: two lanes from ASKED_BESIDE_CORES_MIN cores on; raises ValueError where there are fewer.
     """
-    http, zmq, two_keys = (Run(name, Cores(), 0.0) for name in ("http", "zmq", "two_keys"))
+    cores = _divided(cpus) if len(cpus) >= OWN_CORES_MIN else Cores()
+    if only:
+        return [[Run(only, cores, seconds)]]
+    http, zmq, two_keys = (Run(name, Cores(), 0.0) for name in PROGRAMS)
     if beside and len(cpus) < ASKED_BESIDE_CORES_MIN:
         raise ValueError(f"--beside needs {ASKED_BESIDE_CORES_MIN} cores, not {len(cpus)}")
     if beside or len(cpus) >= BESIDE_CORES_MIN:
@@ -80,7 +88,6 @@ def plan(cpus: Sequence[int], seconds: float, *, beside: bool = False) -> list[l
             [replace(http, cores=first, seconds=seconds)],
             [replace(zmq, cores=second, seconds=zmq_s), replace(two_keys, cores=second, seconds=seconds - zmq_s)],
         ]
-    cores = _divided(cpus) if len(cpus) >= OWN_CORES_MIN else Cores()
     times = (HTTP_SHARE * seconds, ZMQ_SHARE * seconds, (1 - HTTP_SHARE - ZMQ_SHARE) * seconds)
     return [[replace(it, cores=cores, seconds=own) for it, own in zip((http, zmq, two_keys), times, strict=True)]]
 
@@ -104,6 +111,7 @@ def command(run: Run, given: argparse.Namespace) -> list[str]:
         ("attacker", run.cores.attackers),
     ):
         common += [f"--{side}-cores", text_of(cores)] if cores else []
+    common += ["--json", str(given.out / f"{run.program}.json")] if given.out else []
     match run.program:
         case "http":
             attackers = max(1, len(run.cores.attackers))
@@ -123,7 +131,14 @@ def run_lane(lane: Sequence[Run], given: argparse.Namespace, place: Path, failed
         log = place / f"{run.program}.log"
         with log.open("wb") as file:
             arguments = [sys.executable, "-m", *command(run, given)]
-            status = subprocess.run(arguments, cwd=ROOT, stdout=file, stderr=file, check=False).returncode
+            status = subprocess.run(
+                arguments,
+                cwd=ROOT,
+                stdout=file,
+                stderr=file,
+                check=False,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            ).returncode
         lines = log.read_text(errors="replace").splitlines()
         shown = [line for line in lines if line.startswith('{"program"')] or lines[-20:]
         print(*shown, f"{run.program}: exit status {status}, log {log}", sep="\n", flush=True)
@@ -140,10 +155,14 @@ def main() -> int:
     parser.add_argument("--floor-ms", type=float, default=0.0, help="a p99 below it is not judged")
     parser.add_argument("--cores", type=int, default=0, help="use at most so many; 0: all")
     parser.add_argument("--beside", action="store_true", help="http beside the others, from 12 cores on")
+    parser.add_argument("--only", choices=PROGRAMS, default="", help="run this program alone")
+    parser.add_argument("--out", type=Path, help="a directory for the results")
     given = parser.parse_args()
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
     cpus = sorted(os.sched_getaffinity(0))[: given.cores or None]
     lanes, place, began = (
-        plan(cpus, given.seconds, beside=given.beside),
+        plan(cpus, given.seconds, beside=given.beside, only=given.only),
         Path(tempfile.mkdtemp(prefix="hisparse-attacks-")),
         time.monotonic(),
     )

@@ -146,7 +146,7 @@ PRODUCED: Final = {
         "hisparse/http/answering.py:_refusal:Unavailable"
     ],
     "tests/hisparse/test_http_front.py::test_requests_past_the_limit_get_retry_after": [
-        "hisparse/http/body_reader.py:_share:CapacityError"
+        "hisparse/http/body_reader.py:place_in:CapacityError"
     ],
     "tests/hisparse/test_http_front.py::test_total_body_bytes_are_bounded": [
         "hisparse/http/exchange.py:_read:CapacityError"
