@@ -352,7 +352,9 @@ class Decoder:
             placements = [request.placement for request in step.requests]
             self._recorder.take(step.number, placements, [position + 1 for position in positions])
         by_seat = step.results.tokens[: self._seat_rows * step.seats].view(self._seat_rows, -1).T
-        tokens = [row[:count] for row, count in zip(by_seat[: len(step.requests)].tolist(), accepted, strict=True)]
+        tokens: list[list[int]] = by_seat[: len(step.requests)].tolist()
+        if self._seat_rows > 1 or step.undrawn:
+            tokens = [row[:count] for row, count in zip(tokens, accepted, strict=True)]
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
         logprobs = step.results.logprobs[: len(step.requests)].numpy() if step.has_logprobs else None
@@ -361,7 +363,8 @@ class Decoder:
     def _accepted(self, step: _Launched) -> list[int]:
         """Rows of each request that hold."""
         if self._seat_rows == 1:
-            return [int(request not in step.undrawn) for request in step.requests]
+            undrawn = step.undrawn
+            return [int(it not in undrawn) for it in step.requests] if undrawn else [1] * len(step.requests)
         counted = step.results.drafts[: len(COUNTS) * step.seats].view(len(COUNTS), -1)
         counts: list[list[int]] = counted[:, : len(step.requests)].tolist()
         accepted, drafted, right = counts

@@ -295,6 +295,7 @@ class NoDeviceReads(TorchDispatchMode):
         )
         assert not by_mask, name
         assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), name
+        assert name != "copy_" or args[0].is_contiguous(), "a copy to the host goes through pageable memory"
         return func(*args, **(kwargs or {}))
 
 
@@ -303,7 +304,8 @@ def test_operations_of_a_step_read_nothing_on_the_host(draft_tokens: int, monkey
     """As a captured graph demands. What the runner and the kernels launch is held to it on a GPU."""
     monkeypatch.setattr("worker.loop.drafting.begin_step", lambda *_: None)
     rig = DraftRig(None, drafting_settings(draft_tokens), None)
-    bucket = rig.executor._decoder._buckets[-1]
+    decoder = rig.executor._decoder
+    bucket = decoder._buckets[0]  # fewer rows than results have room for
     assert bucket.drafts is not None
     with NoDeviceReads():
         bucket.drafts._begin()
@@ -312,11 +314,13 @@ def test_operations_of_a_step_read_nothing_on_the_host(draft_tokens: int, monkey
         for number, further in enumerate(bucket.drafts._further, 1):
             bucket.drafts._begin_further(number, further)
             bucket.drafts._keep(number, further.tokens)
+        decoder._results[0].download(bucket.outputs, rig.executor.state, bucket.drafts.counts)
 
 
 def test_host_reads_are_refused_there() -> None:
     values = torch.arange(3)
-    for read in (values[0].item, values.nonzero, lambda: values[values > 0]):
+    columns = torch.zeros(3, 2, dtype=torch.int64)[:, 0]
+    for read in (values[0].item, values.nonzero, lambda: values[values > 0], lambda: columns.copy_(values)):
         with NoDeviceReads(), pytest.raises(AssertionError):
             read()
 
