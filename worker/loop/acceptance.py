@@ -67,12 +67,12 @@ class StepProgress:
         """The step is launched for these, each of which has room."""
         self._progress = progress
         self._is_durable = False
-        self._stops: list[int] = []  # first row behind those that are known to hold
+        self._stops = stops = list[int]()  # first row behind those that are known to hold
         for it in progress:
             position = it.position + it.step_rows
             it.position = position if position < it.rows_max else it.rows_max
-            it.in_flight += 1
-            self._stops.append(it.settled + it.in_flight)
+            it.in_flight = in_flight = it.in_flight + 1
+            stops.append(it.settled + in_flight)
 
     def withdraw(self, place: int) -> None:
         """Before the step is read: the request at `place` draws nothing. It is where it was, and the step is to be
@@ -85,16 +85,19 @@ class StepProgress:
         by request; meaningless for those withdrawn."""
         firsts = [it.settled for it in self._progress]
         for place, (it, count) in enumerate(zip(self._progress, accepted, strict=True)):
-            if count:
+            if it.step_rows == count == 1:  # as `settle` has it; the bound that `_stops` has was exact
+                it.in_flight -= 1
+                it.settled += 1
+            elif count:
                 it.settle(count)
-                if it.step_rows > 1:
-                    self._stops[place] = it.settled
-                    if self._is_durable:
-                        it.durable = max(it.durable, it.settled)
+                self._stops[place] = it.settled
+                if self._is_durable:
+                    it.durable = max(it.durable, it.settled)
         return firsts
 
     def note_durable(self) -> None:
         """What the step wrote was seen in host memory. Until the step is read, its first row alone is known to hold."""
         self._is_durable = True
         for it, stop in zip(self._progress, self._stops, strict=True):
-            it.durable = max(it.durable, stop)
+            if stop > it.durable:  # noqa: PLR1730, a call for each row of every step
+                it.durable = stop

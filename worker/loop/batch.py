@@ -170,7 +170,8 @@ class RunningRequest:
     @property
     def has_room(self) -> bool:
         """Whether a step may write its next row."""
-        return self.progress.position < self.progress.rows_max
+        progress = self.progress
+        return progress.position < progress.rows_max
 
     @property
     def starved(self) -> bool:
@@ -191,7 +192,7 @@ class RunningRequest:
 
     def next_input(self) -> int:
         """The token to feed at `position`: known from an earlier placement, or -1 for the last one drawn on device."""
-        place = self.position - self.prompt_tokens
+        place = self.progress.position - self.prompt_tokens
         if place < 0:  # behind a shared prefix
             return int(self.prompt[place])
         return self.output.tokens[place] if place < self.output.forced else -1
@@ -205,9 +206,12 @@ class RunningRequest:
 
         Before the first token is published there are none: prefill's logits would be lost.
         """
-        published = self.output.published
-        rows = self.durable_rows if rows is None else rows
-        return min(rows, self.prompt_tokens + published - 1) if published and rows >= self.prompt_tokens else 0
+        published, prompt = self.output.published, self.prompt_tokens
+        rows = self.progress.durable if rows is None else rows
+        if not published or rows < prompt:
+            return 0
+        said = prompt + published - 1
+        return rows if rows < said else said
 
     def left_behind(self, rows: int) -> tuple[int, FirstToken]:
         """As `durable`, when it leaves; and the first token if that is needed to go on, being held back."""

@@ -102,7 +102,7 @@ class _Results:
         device = state.rows.device
         rows = state.seats * state.seat_rows
         self.tokens = host_tensor(rows, dtype=torch.int32, device=device, fill=-1)
-        self.drafts = host_tensor(len(COUNTS), state.seats, dtype=torch.int32, device=device)
+        self.drafts = host_tensor(len(COUNTS) * state.seats, dtype=torch.int32, device=device)
         self.counts = host_tensor(2, state.geometry.groups, state.seats, dtype=torch.int64, device=device)
         self.logits = host_tensor(rows, vocab, dtype=torch.float32, device=device)
         self.logprobs = host_tensor(rows, ROW_WORDS_MAX, dtype=torch.int32, device=device)
@@ -112,7 +112,7 @@ class _Results:
         given, and what a step that drafts counted."""
         rows = len(outputs.tokens)
         if drafts is not None:
-            self.drafts[:, : drafts.shape[1]].copy_(drafts, non_blocking=True)
+            self.drafts[: drafts.numel()].copy_(drafts.flatten(), non_blocking=True)
         self.tokens[:rows].copy_(outputs.tokens, non_blocking=True)
         if outputs.logits is not None:
             self.logits[:rows].copy_(outputs.logits, non_blocking=True)
@@ -352,7 +352,9 @@ class Decoder:
             placements = [request.placement for request in step.requests]
             self._recorder.take(step.number, placements, [position + 1 for position in positions])
         by_seat = step.results.tokens[: self._seat_rows * step.seats].view(self._seat_rows, -1).T
-        tokens = [row[:count] for row, count in zip(by_seat[: len(step.requests)].tolist(), accepted, strict=True)]
+        tokens: list[list[int]] = by_seat[: len(step.requests)].tolist()
+        if self._seat_rows > 1 or step.undrawn:
+            tokens = [row[:count] for row, count in zip(tokens, accepted, strict=True)]
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
         logprobs = step.results.logprobs[: len(step.requests)].numpy() if step.has_logprobs else None
@@ -361,8 +363,10 @@ class Decoder:
     def _accepted(self, step: _Launched) -> list[int]:
         """Rows of each request that hold."""
         if self._seat_rows == 1:
-            return [int(request not in step.undrawn) for request in step.requests]
-        counts: list[list[int]] = step.results.drafts[:, : len(step.requests)].tolist()
+            undrawn = step.undrawn
+            return [int(it not in undrawn) for it in step.requests] if undrawn else [1] * len(step.requests)
+        counted = step.results.drafts[: len(COUNTS) * step.seats].view(len(COUNTS), -1)
+        counts: list[list[int]] = counted[:, : len(step.requests)].tolist()
         accepted, drafted, right = counts
         for request, count in zip(step.requests, accepted, strict=True):
             if (count == 0) != (request in step.undrawn) and not request.is_leaving:

@@ -165,7 +165,7 @@ class DraftStep:
         holds = (right & fits & self._real()).int().cumprod(0)
         accepted = holds.sum(0, dtype=torch.int32)
         drafted = fits & ~known
-        drafted[0] = False
+        drafted[0].fill_(False)
         self.counts[0] = accepted
         self.counts[1] = drafted.sum(0)
         self.counts[2] = (drafted & (holds > 0)).sum(0)

@@ -656,11 +656,11 @@ class Executor:
             now = self._clock()
             self.counters.stepped(now - max(step.launched_s, self._read_at))
             self._read_at = now
-            tokens = zip(step.requests, step.positions, step.tokens, strict=True)
+            tokens, undrawn = zip(step.requests, step.positions, step.tokens, strict=True), step.undrawn
             for number, (request, position, drawn) in enumerate(tokens):
                 if request.status is Status.LEAVING:
                     self.counters.surplus_tokens += len(drawn)
-                elif request in step.undrawn:
+                elif undrawn and request in undrawn:
                     self.counters.late_masks += 1
                 elif request.is_drawn(position + len(drawn) - 1):
                     place = position + 1 - request.prompt_tokens

@@ -77,7 +77,7 @@ class StepInputs:
         """The next step is one of `requests`."""
         real = len(requests)
         self._rows[0, :real] = [request.seat for request in requests]
-        self._rows[1, :real] = [request.position + 1 for request in requests]
+        self._rows[1, :real] = [request.progress.position + 1 for request in requests]
         self._rows[2, :real] = [request.next_input() for request in requests]
         self._rows[0::2, real:] = -1
         self._rows[1, real:] = 0

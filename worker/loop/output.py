@@ -88,13 +88,14 @@ class Output:
         """Take in what a step drew: `tokens` for the places from `place` on, each with its row of log-probabilities if
         they are asked for. Places that were known are passed over, and so is what lies past the end. Returns how many
         tokens were new."""
-        known, count = max(0, self.forced - place), 0
-        for number in range(known, len(tokens)):
+        before, known = len(self.tokens), self.forced - place
+        if known > 0:
+            tokens, rows = tokens[known:], rows[known:]
+        for number, token in enumerate(tokens):
             if self.reason:
                 break
-            self.push(tokens[number], rows[number] if rows else b"")
-            count += 1
-        return count
+            self.push(token, rows[number] if rows else b"")
+        return len(self.tokens) - before
 
     def take_publishable(self) -> tuple[int, list[int]]:
         """Start and ids of the tokens that may go out now; they count as published from here on."""

@@ -363,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::BLOCK_THREADS, 1)
     } else {
         queued.load_stamps(s, p.state.stamp, p.state.slot_token);
     }
-    let_next_begin();  // a next kernel that is launched early: another swap_in, but in a decode step none so far
+    let_next_begin();  // a next kernel that is launched early: in a decode step, swap_in for the rows one deeper
     const u32 misses = copies ? s.misses : 0;
     if (misses > 0 && settled) copy_misses(p, s, part, misses);
     if (!ahead) stamp_hits(p, at, s);

@@ -5,9 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from copy import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.messages import Finished
 from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
@@ -15,11 +20,14 @@ from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING
+from tests.worker.loop import test_model
 from tests.worker.runners.test_drafting import pair_of
 from worker.loop.drafting import DraftStep
 from worker.runners.base import StepOutputs
-from worker.runners.tiny import FAMILIES
-from worker.streams import make_streams
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.transformers_dsa import TransformersRunner
+from worker.streams import Streams, make_streams
+from worker.streams.cuda import CudaStreams
 
 REQUESTS = ((100, 24), (70, 30), (9, 16))
 
@@ -221,6 +229,100 @@ def test_model_gives_the_tokens_of_plain_decoding(family: str) -> None:
         assert decode_model(rig, hot_slots) == plain
         assert rig.executor.counters.drafted_tokens
         assert rig.executor.counters.accepted_tokens or percent is None
+
+
+def write_predictable(path: Path, family: str) -> Path:
+    """A checkpoint whose drafts are mostly right."""
+    write_tiny_checkpoint(path, family, index_topk=test_model.TOPK, context_max_tokens=2_048, predictable=True)
+    return path
+
+
+@cache
+def model_runner(path: Path, device: str, *, drafts: bool) -> TransformersRunner:
+    return TransformersRunner.load(path, device=device, dtype="float32", draft_tokens=int(drafts))
+
+
+def model_rig(path: Path, draft_tokens: int, streams: Streams | None = None, *, graphs: bool = True) -> DraftRig:
+    """The settings of test_model.py but for deterministic mode, which does not draft. Drafts are the model's own."""
+    runner = model_runner(path, "cuda" if isinstance(streams, CudaStreams) else "cpu", drafts=draft_tokens > 0)
+    changes: dict[str, object] = {
+        "deterministic": False,
+        "tail_slots": 10,
+        "draft_tokens": draft_tokens,
+        "graphs": graphs,
+    }
+    settings = msgspec.structs.replace(test_model.SETTINGS, **changes)
+    return DraftRig(streams, settings, None, runner=copy(runner), keep_logits=True)
+
+
+def moved_about(
+    path: Path,
+    draft_tokens: int,
+    streams: Streams | None = None,
+    *,
+    graphs: bool = True,
+    logprobs: int = 0,
+) -> DraftRig:
+    """The requests of test_model.py, kept, dropped and resized meanwhile; the last asks for `logprobs`."""
+    rig = model_rig(path, draft_tokens, streams, graphs=graphs)
+    lives = test_model.create(rig)
+    lives[-1].sampling = msgspec.structs.replace(lives[-1].sampling, logprobs=logprobs)
+    test_model.move_about(rig, lives)
+    return rig
+
+
+def tokens_in_common(plain: DraftRig, other: DraftRig) -> int:
+    """How many tokens both rigs give; where they part, the two best logits of `plain` are within rounding."""
+    common = 0
+    for life, mate in zip(plain.coordinator.lives, other.coordinator.lives, strict=True):
+        assert len(life.tokens) == len(mate.tokens)
+        pairs = zip(life.tokens, mate.tokens, strict=True)
+        split = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        common += len(life.tokens) if split is None else split
+        if split is not None:
+            best = plain.logits[life.sampling.seed, len(life.prompt) + split].topk(2).values
+            assert best[0] - best[1] < test_model.TIE_BOUND
+    return common
+
+
+class NoDeviceReads(TorchDispatchMode):
+    """Refuses what would make a host wait for the device, or take a shape from data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            it is not None and it.dtype in (torch.bool, torch.uint8) for it in args[1]
+        )
+        assert not by_mask, name
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), name
+        assert name != "copy_" or args[0].is_contiguous(), "a copy to the host goes through pageable memory"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 4])
+def test_operations_of_a_step_read_nothing_on_the_host(draft_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a captured graph demands. What the runner and the kernels launch is held to it on a GPU."""
+    monkeypatch.setattr("worker.loop.drafting.begin_step", lambda *_: None)
+    rig = DraftRig(None, drafting_settings(draft_tokens), None)
+    decoder = rig.executor._decoder
+    bucket = decoder._buckets[0]  # fewer rows than results have room for
+    assert bucket.drafts is not None
+    with NoDeviceReads():
+        bucket.drafts._begin()
+        bucket.drafts._verify(bucket.outputs)
+        bucket.drafts._keep_first()
+        for number, further in enumerate(bucket.drafts._further, 1):
+            bucket.drafts._begin_further(number, further)
+            bucket.drafts._keep(number, further.tokens)
+        decoder._results[0].download(bucket.outputs, rig.executor.state, bucket.drafts.counts)
+
+
+def test_host_reads_are_refused_there() -> None:
+    values = torch.arange(3)
+    columns = torch.zeros(3, 2, dtype=torch.int64)[:, 0]
+    for read in (values[0].item, values.nonzero, lambda: values[values > 0], lambda: columns.copy_(values)):
+        with NoDeviceReads(), pytest.raises(AssertionError):
+            read()
 
 
 def accept_all_drafts(patch: pytest.MonkeyPatch) -> None:

@@ -60,12 +60,17 @@ def start(
     """Where the streams are: on a GPU or here."""
     device = "cuda" if isinstance(streams, CudaStreams) else "cpu"
     rig = Rig(streams, settings, runner=runner_of(path, device, dtype), keep_logits=True)
+    return rig, create(rig)
+
+
+def create(rig: Rig) -> list[Life]:
+    """A request of each prompt."""
     lives = []
     for number, prompt in enumerate(PROMPTS):
         life = rig.coordinator.create(number, 1, NEW_TOKENS, seed=number)
         life.prompt = tuple(prompt)
         lives.append(life)
-    return rig, lives
+    return lives
 
 
 def run(
@@ -86,6 +91,12 @@ def run(
 def run_moved_about(path: Path, streams: Streams) -> tuple[list[list[int]], Logits]:
     """One request is retracted (keep, then drop) and resumed, others are resized both ways."""
     rig, lives = start(path, streams)
+    move_about(rig, lives)
+    return [life.tokens for life in lives], rig.logits
+
+
+def move_about(rig: Rig, lives: Sequence[Life]) -> None:
+    """As `run_moved_about` has it, until all have ended."""
     for life, hot_slots in zip(lives, (64, 0, 128), strict=True):
         assert rig.coordinator.admit(life, hot_slots)
     for leaving, hot_slots, tokens in (("keep", 0, 5), ("drop", 64, 11)):
@@ -97,7 +108,6 @@ def run_moved_about(path: Path, streams: Streams) -> tuple[list[list[int]], Logi
         assert rig.coordinator.admit(lives[0], hot_slots)
     rig.run()
     rig.check_end()
-    return [life.tokens for life in lives], rig.logits
 
 
 def library_agrees(path: Path, tokens: list[list[int]], prompts: Sequence[Sequence[int]] = PROMPTS) -> int:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.worker_rig import Rig
+from tests.worker.loop import test_drafting as drafting
 from tests.worker.loop import test_model as model
 from tests.worker.loop.test_executor import resident, run_mixed
 from worker.loop.executor import Executor
@@ -174,3 +176,23 @@ def test_model_steps_may_be_replayed(checkpoint: Path, monkeypatch: pytest.Monke
     assert misses > 0
     assert replayed == tokens
     assert all(torch.equal(values, logits[step]) for step, values in replayed_logits.items())
+
+
+@pytest.mark.usefixtures("warmed_up")
+@pytest.mark.parametrize("draft_tokens", [1, 4])
+def test_replayed_steps_with_drafts_give_tokens_of_plain_decoding(draft_tokens: int) -> None:
+    """The draft layer, further drafts and what holds are in the graph; where a step begins is not read at capture."""
+    streams = CapturingStreams()
+    rig = DraftRig(streams, drafting_settings(draft_tokens), 60)
+    drafting.a_day(rig)
+    assert streams.graphs == 4 * 3
+    assert rig.executor.counters.accepted_tokens > 0
+
+
+@pytest.mark.usefixtures("warmed_up")
+def test_replayed_steps_draft_with_the_model(tmp_path: Path) -> None:
+    """Beside a request whose steps replay their forward pass alone."""
+    path = drafting.write_predictable(tmp_path, FAMILIES[1])
+    plain, rig = (drafting.moved_about(path, number, CapturingStreams(), logprobs=1) for number in (0, 2))
+    assert drafting.tokens_in_common(plain, rig) > 2 * model.NEW_TOKENS
+    assert rig.executor.counters.accepted_tokens > 0
