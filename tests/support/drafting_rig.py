@@ -39,8 +39,10 @@ class DraftRig(Rig):
         runner: DraftRunner | None = None,
         expected: Callable[[Life], Sequence[int]] | None = None,
         ahead_tokens: int = 8,
+        keep_logits: bool = False,
     ) -> None:
-        super().__init__(streams, settings, runner=runner or DraftingFakeRunner(), ahead_tokens=ahead_tokens)
+        runner = runner or DraftingFakeRunner()
+        super().__init__(streams, settings, runner=runner, ahead_tokens=ahead_tokens, keep_logits=keep_logits)
         self._percent = percent or 0
         self._expected = expected or self.tokens_of
         self._tokens: dict[int, Sequence[int]] = {}
