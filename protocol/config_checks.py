@@ -274,8 +274,6 @@ def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
         f"set it to {2 * (1 + count)} or more",
     )
     for refused, why in (
-        (worker.group_size > 1, "worker groups do not draft yet"),
-        (worker.deterministic, "deterministic mode does not draft yet"),
         (worker.device != "cpu", "GPUs do not draft yet"),
         (bool(worker.record_selections), "selections of steps that draft are not recorded yet"),
     ):

@@ -20,6 +20,7 @@ from protocol.errors import ConfigError
 from protocol.messages import BOTH, DECODE, PREFILL
 from protocol.settings import WorkerSettings
 from worker.device.sizing import require_weights_fit
+from worker.device.step_rows import StepRows
 from worker.weights.layout import ExpertShare, group_sizes
 from worker.weights.shares import fitting_group_size, rank_bytes
 
@@ -85,17 +86,18 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
     dimensions, dtype, block = weights
     kv_bytes = 0 if settings.device_mem == AUTO else parse_size(settings.device_mem, "worker.device_mem")
     left = min(gpu_bytes) - kv_bytes
-    rows = max(settings.prefill_chunk_tokens, settings.seats)
+    rows = max(settings.prefill_chunk_tokens, StepRows(settings.draft_tokens).rows * settings.seats)
+    kind = {"deterministic": settings.deterministic, "draft_layer": settings.draft_tokens > 0}
     possible = group_sizes(dimensions.n_routed_experts)
     sizes = [size for size in possible if workers % size == 0]
 
     def fitting(among: Sequence[int]) -> int:
-        return fitting_group_size(dimensions, dtype, block, among, rows, left, deterministic=settings.deterministic)
+        return fitting_group_size(dimensions, dtype, block, among, rows, left, **kind)
 
     if found := fitting(sizes):
         return found
     most = sizes[-1]
-    held = rank_bytes(dimensions, dtype, block, most, rows, deterministic=settings.deterministic)
+    held = rank_bytes(dimensions, dtype, block, most, rows, **kind)
     enough = fitting(possible)
     more = f"start {enough} workers, which fit as one group; or " if enough else ""
     kv = f" beside {settings.device_mem} for KV" if kv_bytes else ""

@@ -91,7 +91,7 @@ def pool_directory(device: str, directory: Path) -> Iterator[Path]:
 
 def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_dir: Path) -> Config:
     """Settings of the cluster: every request managed (`memory_for`). The user's settings are ignored. Deterministic,
-    but for conversations and drafts: in that mode nothing that was decoded is reused, and nothing is drafted yet.
+    but for conversations: in that mode nothing that was decoded is reused.
     """
     memory = memory_for(options)
     longest = options.context_tokens_max + PAGE_TOKENS
@@ -101,7 +101,7 @@ def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_di
         "worker.model": str(model),
         "worker.device": options.device,
         "worker.dtype": "float32",
-        "worker.deterministic": options.turns == 1 and not options.draft_tokens,
+        "worker.deterministic": options.turns == 1,
         "worker.draft_tokens": options.draft_tokens,
         "worker.tail_slots": max(WorkerSettings().tail_slots, 2 * (1 + options.draft_tokens)),
         "worker.stream_backend": options.streams,

@@ -141,7 +141,7 @@ def test_tokens_ignore_hot_sizes_and_graphs_at_real_dimensions(family: str, kv_d
 def test_rows_are_independent_or_deterministic_mode_is_refused(place: Path, dtype: str) -> None:
     """Where it is not refused: alone, and in the company of others at other places of the batch, the same bits."""
     path = checkpoint("deepseek-v3.2", 32, place)
-    runner = TransformersRunner.load(path, device="cuda", dtype=dtype, deterministic_rows=ROWS)
+    runner = TransformersRunner.load(path, device="cuda", dtype=dtype, deterministic_seats=ROWS)
     alone, together = (rig_of(runner, 300, seats=ROWS) for _ in range(2))
     for rig in (alone, together):
         for seat in range(ROWS):

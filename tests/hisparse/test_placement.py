@@ -102,6 +102,12 @@ def test_memory_for_kv_counts_where_it_is_set() -> None:
     assert choose_group_size(msgspec.structs.replace(GPU, device_mem="21GB"), 8, gpus, DEEPSEEK) == 8
 
 
+def test_drafts_take_memory_for_the_draft_layer() -> None:
+    gpus = [rank_bytes(*DEEPSEEK, 4, 512).total + 2_000_000_000] * 8
+    assert choose_group_size(GPU, 8, gpus, DEEPSEEK) == 4
+    assert choose_group_size(msgspec.structs.replace(GPU, draft_tokens=1), 8, gpus, DEEPSEEK) == 8
+
+
 def test_too_few_gpus_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError) as refused:
         choose_group_size(GPU, 4, [H200] * 4, DEEPSEEK)

@@ -63,6 +63,7 @@ class Drawn:
     hits: int
     misses: int
     late_masks: int = 0
+    accepted: int = 0  # drafts
 
 
 def settings_of(
@@ -198,6 +199,7 @@ def main() -> None:
         sum(life.hits for life in lives),
         sum(life.misses for life in lives),
         rig.executor.counters.late_masks,
+        rig.executor.counters.accepted_tokens,
     )
     print(json.dumps(asdict(drawn)), flush=True)
     while not select.select([sys.stdin], [], [], 0)[0]:

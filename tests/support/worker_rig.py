@@ -42,8 +42,8 @@ TURNS_MAX = 200_000
 
 
 class Rig:
-    """One executor, turned by hand; on a GPU when its streams are. With `keep_logits`, `logits` has those of every step
-    by sampling seed and position of the token drawn."""
+    """One executor, turned by hand; on a GPU when its streams are. With `keep_logits`, `logits` has those of every row
+    that holds, by sampling seed and position of the token drawn, and `depths` where in its step that row was."""
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class Rig:
         )
         self.coordinator.submit = self.executor.submit
         self.logits: Logits = {}
+        self.depths: dict[tuple[int, int], int] = {}
         if keep_logits:
             self._keep_logits(self.executor._decoder)
 
@@ -104,9 +105,15 @@ class Rig:
         read = decoder.read
 
         def read_and_keep() -> StepTokens:
+            launched = decoder._launched[0]
+            rows = launched.results.logits[: decoder._seat_rows * launched.seats].unflatten(0, (-1, launched.seats))
             step, seeds = read(), {life.number: life.sampling.seed for life in self.coordinator.lives}
-            for request, position, logits in zip(step.requests, step.positions, step.logits, strict=True):
-                self.logits[seeds[request.request_index], position + 1] = logits.clone()
+            for place, (request, position, tokens) in enumerate(
+                zip(step.requests, step.positions, step.tokens, strict=True)
+            ):
+                for depth in range(len(tokens)):
+                    at = seeds[request.request_index], position + 1 + depth
+                    self.logits[at], self.depths[at] = rows[depth, place].clone(), depth
             return step
 
         decoder.read = read_and_keep  # type: ignore[method-assign]

@@ -27,6 +27,11 @@ class StepRows:
         """Of one request in one step, at most."""
         return 1 + self.draft_tokens
 
+    def batch_rows(self, seats: int) -> tuple[int, ...]:
+        """Padded rows of the batches that one step of `seats` launches: its own, and one row a seat for drafts behind
+        the first."""
+        return (self.rows * seats, *[seats] * (self.draft_tokens > 1))
+
     def overshoot_tokens(self, lookahead_steps: int) -> int:
         """Rows behind the end of an output that launched steps may write."""
         return lookahead_steps * self.rows + self.draft_tokens

@@ -39,7 +39,9 @@ class RoundKind(Enum):
 
 
 class Round(NamedTuple):
-    """`size`: tokens of the largest chunk, or rows of the largest batch, padded; 0 for WISHES."""
+    """`size`: tokens of the largest chunk, or rows of the largest batch, padded; 0 for WISHES. Where steps draft, each
+    of these rows brings its drafts: equally many on all ranks.
+    """
 
     number: int
     kind: RoundKind

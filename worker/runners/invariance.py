@@ -20,7 +20,7 @@ from protocol.errors import ConfigError
 TRIALS: Final = 64
 
 
-#: Batches that are tried when rows of a worker's are not apart: the next multiples of these.
+#: Seats that are tried when rows of a worker's are not apart: the next multiples of these.
 SEAT_MULTIPLES: Final = (8, 16, 32)
 
 
@@ -33,17 +33,17 @@ def not_apart(remedies: list[str]) -> ConfigError:
     )
 
 
-def remedies(apart: Callable[[int], bool], rows: int, *, uses_threads: bool) -> list[str]:
-    """Settings under which rows are apart. Each was tried: `apart` answers for a batch of so many rows."""
+def remedies(apart: Callable[[int], bool], seats: int, *, uses_threads: bool) -> list[str]:
+    """Settings under which rows are apart. Each was tried: `apart` answers for steps of so many seats."""
     found: list[str] = []
     threads = torch.get_num_threads()
     if uses_threads and threads > 1:
         torch.set_num_threads(1)
-        found += ["set worker.threads = 1"] * apart(rows)
+        found += ["set worker.threads = 1"] * apart(seats)
         torch.set_num_threads(threads)
-    batches = dict.fromkeys(-(-(rows + 1) // multiple) * multiple for multiple in SEAT_MULTIPLES)
-    seats = next((batch for batch in batches if apart(batch)), None)
-    return found + [f"set worker.seats = {seats}"] * (seats is not None)
+    more = dict.fromkeys(-(-(seats + 1) // multiple) * multiple for multiple in SEAT_MULTIPLES)
+    enough = next((count for count in more if apart(count)), None)
+    return found + [f"set worker.seats = {enough}"] * (enough is not None)
 
 
 def rows_apart(compute: Callable[[Tensor], Tensor], random_rows: Callable[[], Tensor]) -> bool:

@@ -37,6 +37,7 @@ from kernels.pointwise import gate
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
 from kernels.state import DeviceState
 from protocol.units import pages_for
+from worker.device.step_rows import StepRows
 from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
 from worker.runners.experts import Over, experts_for, hold_share, mixture, padding
@@ -208,11 +209,16 @@ class Layers:
             self.finish(layer, hidden, attended, self.decode_experts)
 
     @torch.inference_mode()
-    def require_rows_apart(self, rows: int) -> None:
-        """Check one layer of each kind with batches of `rows`. Raises ConfigError with what was found to help."""
+    def require_rows_apart(self, seats: int, step_rows: StepRows) -> None:
+        """Check one layer of each kind with the batches of steps of `seats`. Raises ConfigError with what was found to
+        help."""
+
+        def apart(seats: int) -> bool:
+            return all(self._are_rows_apart(rows) for rows in step_rows.batch_rows(seats))
+
         with self._alone():
-            if not self._are_rows_apart(rows):
-                raise not_apart(remedies(self._are_rows_apart, rows, uses_threads=self.device.type == "cpu"))
+            if not apart(seats):
+                raise not_apart(remedies(apart, seats, uses_threads=self.device.type == "cpu"))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

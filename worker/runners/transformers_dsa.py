@@ -42,6 +42,7 @@ from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
+from worker.device.step_rows import StepRows
 from worker.group.exchange import Collectives, Exchange
 from worker.runners import attention as mla
 from worker.runners.adjust import Adjust
@@ -122,13 +123,15 @@ class TransformersRunner:
         info: ModelInfo,
         geometry: Geometry,
         *,
-        deterministic_rows: int = 0,
+        deterministic_seats: int = 0,
+        draft_tokens: int = 0,
         gathered_prefill: bool | None = None,
         after_index_topk: AfterIndexTopk | None = None,
         share: ExpertShare | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        """`deterministic_rows` > 0: every batch has that many rows, and rows are kept apart. Raises ConfigError.
+        """`deterministic_seats` > 0: every step has that many seats, of 1 + `draft_tokens` rows each, and rows are kept
+        apart. Raises ConfigError.
 
         `gathered_prefill` chooses the form of prefill, by default the device's; `after_index_topk` sees, and may
         replace, what the indexer selected in decode steps. A `model` with the routed experts of `share` alone needs the
@@ -139,7 +142,7 @@ class TransformersRunner:
         self.dtype: torch.dtype = model.dtype
         self.after_index_topk = after_index_topk
         self._layers = layers = Layers(
-            model, geometry, deterministic=deterministic_rows > 0, exchange=exchange, share=share
+            model, geometry, deterministic=deterministic_seats > 0, exchange=exchange, share=share
         )
         gathered = layers.device.type == "cuda" if gathered_prefill is None else gathered_prefill
         self._prompt: PromptAttention = (
@@ -150,8 +153,8 @@ class TransformersRunner:
         self._round_rows = 0  # of the prompt round of the group
         self._scratch: dict[int, _RunnerScratch] = {}
         self._prepared: ref[DeviceState] | None = None  # weakly: gigabytes, and their owner's
-        if deterministic_rows:
-            layers.require_rows_apart(deterministic_rows)
+        if deterministic_seats:
+            layers.require_rows_apart(deterministic_seats, StepRows(draft_tokens))
 
     @classmethod
     def load(
@@ -161,7 +164,7 @@ class TransformersRunner:
         device: str = "cpu",
         dtype: str = "auto",
         kv_dtype: str = "auto",
-        deterministic_rows: int = 0,
+        deterministic_seats: int = 0,
         keeps_fp8: bool | None = None,
         quantizes_rows: bool = False,
         collectives: Collectives | None = None,
@@ -189,7 +192,7 @@ class TransformersRunner:
                     free_device_bytes(device),
                     "worker.device",
                     device,
-                    exchange_bytes=exchange_bytes(about, name, ranks, rows_max, deterministic=deterministic_rows > 0),
+                    exchange_bytes=exchange_bytes(about, name, ranks, rows_max, deterministic=deterministic_seats > 0),
                 )
             model = load_model(
                 path,
@@ -209,14 +212,22 @@ class TransformersRunner:
                 collectives,
                 hidden=model.config.hidden_size,
                 choices=model.config.num_experts_per_tok,
-                rows_max=_round_rows(model.config, rows_max, deterministic=deterministic_rows > 0),
+                rows_max=_round_rows(model.config, rows_max, deterministic=deterministic_seats > 0),
                 dtype=torch_dtype,
                 device=model.device,
-                deterministic=deterministic_rows > 0,
+                deterministic=deterministic_seats > 0,
             )
             log.info("exchange", extra=fields(ranks=collectives.size, bytes=exchange.bytes))
         info = describe_model(path, model.config)
-        runner = cls(model, info, geometry, deterministic_rows=deterministic_rows, share=share, exchange=exchange)
+        runner = cls(
+            model,
+            info,
+            geometry,
+            deterministic_seats=deterministic_seats,
+            draft_tokens=draft_tokens,
+            share=share,
+            exchange=exchange,
+        )
         runner.release_unused()
         log.info(
             "weights held", extra=fields(**{f"{name}_bytes": size for name, size in runner.weights_bytes().items()})
@@ -524,10 +535,10 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         device=settings.device,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
-        deterministic_rows=settings.seats if settings.deterministic else 0,
+        deterministic_seats=settings.seats if settings.deterministic else 0,
         quantizes_rows=settings.matmul == W8A8,
         collectives=collectives,
-        rows_max=max(settings.seats, settings.prefill_chunk_tokens),
+        rows_max=max(StepRows(settings.draft_tokens).rows * settings.seats, settings.prefill_chunk_tokens),
         draft_tokens=settings.draft_tokens,
     )
     unit = prefix_unit_tokens(settings)

@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.thread_ranks import ThreadCollectives
 from worker.group import exchange as exchange_module
 from worker.group.exchange import Alike, Exchange
 from worker.weights.layout import ExpertShare
 
 #: A row chooses experts of each of three ranks: the sum of two parts is the same in any order.
 HIDDEN, CHOICES, EXPERTS = 24, 6, 12
-
-
-@dataclass
-class ThreadCollectives:
-    """Ranks that are threads of this process."""
-
-    rank: int
-    size: int
-    parts: list[Tensor]
-    barrier: threading.Barrier
-
-    def all_gather(self, output: Tensor, own: Tensor) -> None:
-        self._share(own)
-        output.copy_(torch.cat(self.parts).view_as(output))
-        self.barrier.wait()
-
-    def all_to_all(self, output: Tensor, parts: Tensor) -> None:
-        self._share(parts)
-        output.copy_(torch.stack([part[self.rank] for part in self.parts]))
-        self.barrier.wait()
-
-    def _share(self, own: Tensor) -> None:
-        self.parts[self.rank] = own
-        self.barrier.wait()
 
 
 WEIGHTS = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
@@ -75,13 +51,12 @@ def mixed(
     counts: list[int], rows: int, dtype: torch.dtype, *, deterministic: bool, seeds: list[int] | None = None
 ) -> list[Tensor]:
     size = len(counts)
-    parts, barrier = [torch.empty(0)] * size, threading.Barrier(size)
+    collectives = ThreadCollectives.of(size)
     found: list[Tensor] = [torch.empty(0)] * size
 
     def run(rank: int) -> None:
-        collectives = ThreadCollectives(rank, size, parts, barrier)
         exchange = Exchange(
-            collectives,
+            collectives[rank],
             hidden=HIDDEN,
             choices=CHOICES,
             rows_max=rows + 3,

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 
 from protocol.errors import ProtocolError
+from protocol.settings import WorkerSettings
 from worker.group import hub as hub_module
 from worker.group.awaiting import behind, silent
+from worker.group.group import shared_values
 from worker.group.hub import Hub
 from worker.group.messages import (
     Beat,
@@ -81,6 +83,15 @@ def test_a_rank_that_differs_is_turned_away_by_name(changed: dict[str, object], 
     assert turned.message
     assert turned.remedy
     assert 1 in hub.missing
+
+
+def test_a_rank_that_drafts_otherwise_is_turned_away_by_name() -> None:
+    """Its steps would have other rows."""
+    first, other = (shared_values(WorkerSettings(draft_tokens=count), "ab") for count in (2, 1))
+    hub = Hub(join(0, settings=first), 7)
+    ((_, turned),) = hub.received(peer(1), join(1, settings=other), 0.0)
+    assert isinstance(turned, Turned)
+    assert (turned.field, turned.value) == ("worker.draft_tokens", "1")
 
 
 def test_a_rank_that_is_taken_is_refused_and_may_come_when_the_life_has_ended() -> None:

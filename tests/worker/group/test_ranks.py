@@ -57,9 +57,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
     """By family and what weights are stored in; 24 experts split over 1, 2, 3 and 4 ranks."""
 
     @cache
-    def make(family: str, stored: str = "float32", choices: int = 0) -> Path:
+    def make(family: str, stored: str = "float32", choices: int = 0, predictable: bool = False) -> Path:
         path = tmp_path_factory.mktemp("model")
         about: dict[str, Any] = {"index_topk": TOPK, "context_max_tokens": 1_024, "experts": 24}
+        about["predictable"] = predictable
         write_tiny_checkpoint(path, family, fp8=stored == "fp8", **about)
         if stored == "bfloat16":
             _round_weights(path)
@@ -157,6 +158,16 @@ def test_prompts_on_one_rank_alone_leave_the_others_idle(checkpoints: Callable[.
     asks = [[], asks_of(8, seed=5), []]
     drawn = run(checkpoints("deepseek-v3.2"), tmp_path / "run", asks, SETTINGS)
     assert not wrong(checkpoints("deepseek-v3.2"), asks, drawn)
+
+
+def test_ranks_that_draft_give_the_tokens_of_generate(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    """Weights are stored in bfloat16; requests are retracted and resized, and one goes to the other rank."""
+    settings = msgspec.structs.replace(SETTINGS, draft_tokens=2, tail_slots=6)
+    checkpoint, asks = checkpoints("glm-5", "bfloat16", predictable=True), spread(asks_of(6, seed=2), 2)
+    asks[0].append(Ask(6, list(TEXT[50:180]), 16, 64, next_ranks=[(5, 1)]))
+    drawn = run(checkpoint, tmp_path / "run", asks, settings)
+    assert not wrong(checkpoint, asks, drawn)
+    assert sum(rank.accepted for rank in drawn) > 10
 
 
 @pytest.mark.parametrize(("family", "size"), [("deepseek-v3.2", 3), ("glm-5", 4)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -20,9 +20,11 @@ from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING
+from tests.support.worker_rig import Logits
 from tests.worker.loop import test_model
 from tests.worker.runners.test_drafting import pair_of
 from worker.loop.drafting import DraftStep
+from worker.runners import invariance
 from worker.runners.base import StepOutputs
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
@@ -243,7 +245,7 @@ def model_runner(path: Path, device: str, *, drafts: bool) -> TransformersRunner
 
 
 def model_rig(path: Path, draft_tokens: int, streams: Streams | None = None, *, graphs: bool = True) -> DraftRig:
-    """The settings of test_model.py but for deterministic mode, which does not draft. Drafts are the model's own."""
+    """The settings of test_model.py but for deterministic mode. Drafts are the model's own."""
     runner = model_runner(path, "cuda" if isinstance(streams, CudaStreams) else "cpu", drafts=draft_tokens > 0)
     changes: dict[str, object] = {
         "deterministic": False,
@@ -323,6 +325,47 @@ def test_host_reads_are_refused_there() -> None:
     for read in (values[0].item, values.nonzero, lambda: values[values > 0], lambda: columns.copy_(values)):
         with NoDeviceReads(), pytest.raises(AssertionError):
             read()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deterministic_bits_are_those_of_a_request_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In company, on other hot buffers, retracted with rows kept and dropped, and where other drafts are right."""
+    monkeypatch.setattr(invariance, "TRIALS", 4)  # of the check at start, which others test
+    settings = drafting_settings(2, deterministic=True, host_mem="16MiB", device_mem="16MiB")
+    info, geometry = pair_of(family).runner.info, pair_of(family).runner.geometry
+    model, sizes = pair_of(family).model, {"deterministic_seats": settings.seats, "draft_tokens": 2}
+    runner, tokens, logits = TransformersRunner(model, info, geometry, **sizes), list[list[int]](), Logits()
+    for number in range(3):
+        rig = DraftRig(None, settings, 0, runner=copy(runner), keep_logits=True)
+        tokens += decode_some(rig, [number], 128)
+        logits |= rig.logits
+        assert set(rig.depths.values()) == {0}
+    beside = DraftRig(
+        make_streams("simulated", 1),
+        settings,
+        70,
+        runner=copy(runner),
+        expected=lambda life: tokens[life.number],
+        keep_logits=True,
+    )
+    assert decode_some(beside, [2, 0, 1], 64, moves=True) == [tokens[2], tokens[0], tokens[1]]
+    assert set(beside.depths.values()) == {0, 1, 2}
+    assert [place for place, values in logits.items() if not torch.equal(values, beside.logits[place])] == []
+
+
+def decode_some(rig: DraftRig, numbers: Sequence[int], hot_slots: int, *, moves: bool = False) -> list[list[int]]:
+    """The second request is sampled. With `moves` one is retracted twice, and resumed."""
+    lives = [rig.coordinator.create(it, 150 - 40 * it, 16, seed=it, temperature=0.9 * (it == 1)) for it in numbers]
+    for life in lives:
+        assert rig.coordinator.admit(life, hot_slots)
+    for leaving, count in (("keep", 3), ("drop", 8)) if moves else ():
+        rig.run_until(lambda count=count: len(lives[1].tokens) >= count)  # type: ignore[misc]
+        rig.coordinator.withdraw(lives[1], leaving)
+        rig.run_until(lambda: not lives[1].placement)
+        assert rig.coordinator.admit(lives[1], 0)
+    rig.run()
+    rig.check_end()
+    return [life.tokens for life in lives]
 
 
 def accept_all_drafts(patch: pytest.MonkeyPatch) -> None:

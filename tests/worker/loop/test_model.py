@@ -51,7 +51,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @cache
 def runner_of(path: Path, device: str, dtype: str) -> TransformersRunner:
-    return TransformersRunner.load(path, device=device, dtype=dtype, deterministic_rows=SETTINGS.seats)
+    return TransformersRunner.load(path, device=device, dtype=dtype, deterministic_seats=SETTINGS.seats)
 
 
 def start(

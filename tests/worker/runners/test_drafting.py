@@ -17,6 +17,7 @@ from tests.support import runner_rig
 from tests.support.runner_rig import Rig
 from worker.runners import tiny
 from worker.runners.checkpoint import geometry_of
+from worker.runners.layers import Layers
 from worker.runners.sampling import sample
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
@@ -245,6 +246,17 @@ def test_chunk_without_the_token_behind_it_is_refused() -> None:
     rig, tokens = Rig(runner, seats=1, context_tokens=64), torch.zeros(4, dtype=torch.long)
     with pytest.raises(BadInput, match="following=None: the draft layer needs the token behind a chunk"):
         runner.launch_prefill_chunk(rig.streams, rig.state, rig.sampler, 0, tokens, 0, None)
+
+
+@pytest.mark.parametrize(("draft_tokens", "batches"), [(0, [8]), (1, [16]), (3, [32, 8])])
+def test_deterministic_mode_checks_all_batches_of_a_step(
+    draft_tokens: int, batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, seen = pair_of("glm-5"), list[int]()
+    monkeypatch.setattr(Layers, "_are_rows_apart", lambda layers, rows: not seen.append(rows))
+    sizes = {"deterministic_seats": 8, "draft_tokens": draft_tokens}
+    TransformersRunner(pair.model, pair.runner.info, pair.runner.geometry, **sizes)
+    assert seen == batches
 
 
 def test_runner_without_the_layer_does_not_draft() -> None:

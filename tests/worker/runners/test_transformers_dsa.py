@@ -86,12 +86,12 @@ def odd_model(family: str, topk: int) -> tuple[Any, TransformersRunner]:
     for weight in model.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5 + (weight.dim() < 2))
     info = ModelInfo("", "odd", 1_024, config.vocab_size, 4, topk, (), "bytes", "")
-    return model, TransformersRunner(model, info, geometry_of(config, "float32"), deterministic_rows=BATCH_ROWS)
+    return model, TransformersRunner(model, info, geometry_of(config, "float32"), deterministic_seats=BATCH_ROWS)
 
 
 @functools.cache
 def runner_of(path: Path) -> TransformersRunner:
-    return TransformersRunner.load(path, deterministic_rows=BATCH_ROWS)
+    return TransformersRunner.load(path, deterministic_seats=BATCH_ROWS)
 
 
 def prompt_of(tokens: int, start: int = 0) -> list[int]:
@@ -294,18 +294,18 @@ def test_dependent_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers.row_multiple(model.config) == 16
     monkeypatch.setattr(layers, "row_multiple", lambda config: 1)
     with pytest.raises(ConfigError, match=r"worker\.deterministic") as refused:
-        TransformersRunner(model, runner.info, runner.geometry, deterministic_rows=BATCH_ROWS)
+        TransformersRunner(model, runner.info, runner.geometry, deterministic_seats=BATCH_ROWS)
     seats = re.search(r"worker\.seats = (\d+)", refused.value.remedy)
     if seats:
-        TransformersRunner(model, runner.info, runner.geometry, deterministic_rows=int(seats[1]))
+        TransformersRunner(model, runner.info, runner.geometry, deterministic_seats=int(seats[1]))
 
 
 @pytest.mark.parametrize(("threads", "helps"), [(1, "none"), (2, "threads"), (2, "seats"), (2, "none")])
 def test_remedy_of_dependent_rows_works(threads: int, helps: str) -> None:
     """One thread is no remedy where there is one already, nor where it was tried in vain."""
 
-    def apart(rows: int) -> bool:
-        return (helps == "threads" and torch.get_num_threads() == 1) or (helps == "seats" and rows == 16)
+    def apart(seats: int) -> bool:
+        return (helps == "threads" and torch.get_num_threads() == 1) or (helps == "seats" and seats == 16)
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
