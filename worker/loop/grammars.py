@@ -1,13 +1,18 @@
 """Grammars of requests, and the masks of their next tokens on the way to the device.
 
     decode loop     open ─► advance(token) ─► … wait ─► mask into its seat's row ─► upload on `masks`, mask_ready
-    build threads   build the matcher, or copy one of the same source · push known tokens, mask
+    build threads   try the grammar in a process, build the matcher, or copy one of the same source · push known tokens,
+                    mask
     mask threads    push the token, mask
 
 A matcher is built and moved by threads, since a grammar may take a second to build and a mask milliseconds; the library
 lets go of the interpreter meanwhile. Builds and tokens have threads and a queue each, so that no build is in the way of
 a batch that decodes. Each request has at most one job at a time, and none once it has left. A state is a function of
 the grammar and the tokens so far, so another worker, or the same one after a retraction, builds it from these.
+
+A grammar of a client may take gigabytes or minutes, which nothing bounds here: it passes a trial in a process that has
+limits before it is built (protocol/grammar_trials.py). A thread waits for the process meanwhile, the decode loop for
+neither.
 
 The library recurses as deep as rules refer to each other: its threads have STACK_BYTES.
 
@@ -32,6 +37,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from protocol.errors import BadInput, HiSparseError, InternalError
+from protocol.grammar_trials import Trials
 from protocol.grammars import Mask, Matcher, Vocabulary
 from protocol.messages import ModelInfo
 from protocol.text import Tokenizer
@@ -47,8 +53,8 @@ MASK_THREADS: Final = 2
 STACK_BYTES: Final = 256 * 1024 * 1024
 #: How long draws wait for masks, behind a forward pass that may take as long.
 MASK_WAIT_S: Final = 0.01
-#: How long a matcher may take to be built, or a mask to be computed, before its request fails. Time in a queue does not
-#: count; a build that several requests wait for has one such time, that of its own start.
+#: How long a matcher may take to be tried and built, or a mask to be computed, before its request fails. Time in a
+#: queue does not count; a build that several requests wait for has one such time, that of its own start.
 GRAMMAR_LIMIT_S: Final = 60.0
 
 
@@ -133,8 +139,9 @@ class Grammar:
 class _Build:
     """The matcher of one source, built once for all requests that ask for it as long as one of them is here."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, trials: Trials) -> None:
         self.source = source
+        self._trials = trials
         self._lock = threading.Lock()
         self._since_s: float | None = None  # when a thread began to build
         self._waiting: list[Grammar] = []
@@ -160,6 +167,7 @@ class _Build:
 
     def _do_build(self, vocabulary: Callable[[], Vocabulary]) -> None:
         try:
+            self._trials.check(self.source)
             self._built = Matcher(vocabulary(), self.source)
         except BaseException as error:
             self._failure = _failure(error)
@@ -192,6 +200,7 @@ class Grammars:
         self._tables = tables
         self._rows = host_tensor(*tables.masks.shape, dtype=tables.masks.dtype, device=tables.masks.device)
         self._make = partial(Vocabulary, tokenizer, info.vocab_size, info.eos_token_ids)
+        self._trials = Trials(tokenizer, info.vocab_size, info.eos_token_ids)
         self._wake = wake
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
@@ -207,7 +216,7 @@ class Grammars:
             self._start()
         build = self._building.get(source)
         if build is None:
-            build = self._building[source] = _Build(source)
+            build = self._building[source] = _Build(source, self._trials)
         return Grammar(build, tokens, self._builds, self._masks)
 
     def set(self, seat: int, mask: Mask | None) -> None:
@@ -226,7 +235,7 @@ class Grammars:
         return self._stream.record("mask_ready")
 
     def close(self) -> None:
-        """End the threads once they have done what was begun."""
+        """End the threads, and the processes of trials, once they have done what was begun."""
         if self._threads:
             for jobs, count in ((self._builds, BUILD_THREADS), (self._masks, MASK_THREADS)):
                 for _ in range(count):
@@ -248,6 +257,7 @@ class Grammars:
             job.work(self._known)
             del job  # a thread that waits keeps no matcher
             self._wake()
+        self._trials.close()
 
     def _known(self) -> Vocabulary:
         with self._lock:
