@@ -82,6 +82,10 @@ def make_vocabulary() -> Vocabulary:
     return Vocabulary(ByteTokenizer(), VOCAB, (EOS,))
 
 
+def no_help() -> None:
+    pass
+
+
 class FakePanic(BaseException):
     """As panics of a library in Rust, which are no Exception."""
 
@@ -258,7 +262,7 @@ def test_build_that_several_requests_wait_for_has_one_time(matchers: type[FakeMa
     """A request that comes to a build of long ago fails with it; once it is built, the time is that of the copy."""
     jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
     build = grammars._Build(f"{ALTERNATING}\n// held", trials)
-    first, second = (grammars.Grammar(build, (), jobs, jobs) for _ in range(2))
+    first, second = (grammars.Grammar(build, (), jobs, jobs, no_help) for _ in range(2))
     builder = threading.Thread(target=first.work, args=(make_vocabulary,))
     builder.start()
     while not matchers.built:
@@ -278,7 +282,7 @@ def test_build_that_several_requests_wait_for_has_one_time(matchers: type[FakeMa
 def test_time_in_a_queue_does_not_count(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "GRAMMAR_LIMIT_S", 0.0)
     jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
-    grammar = grammars.Grammar(grammars._Build(LETTER, trials), (), jobs, jobs)
+    grammar = grammars.Grammar(grammars._Build(LETTER, trials), (), jobs, jobs, no_help)
     time.sleep(0.01)
     grammar.check()
 
@@ -314,6 +318,31 @@ def test_builds_do_not_delay_the_masks_of_a_batch(matchers: type[FakeMatcher], m
     matchers.goes_on.set()
     rig.run()
     assert {life.outcome for life in built} == {"length"}
+    rig.check_end()
+
+
+def test_long_mask_of_one_request_does_not_delay_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that has them is at work on it; another one helps."""
+    goes_on, push, late = threading.Event(), library.Matcher.push, list[library.Matcher]()
+
+    def slow(matcher: library.Matcher, tokens: tuple[int, ...]) -> None:
+        if tokens and matcher in (late or [matcher]):
+            late.append(matcher)
+            goes_on.wait(60)
+        push(matcher, tokens)
+
+    monkeypatch.setattr(library.Matcher, "push", slow)
+    rig = Rig()
+    held, others = (rig.coordinator.create(number, 40, 8, grammar=ALTERNATING) for number in (1, 2))
+    assert rig.coordinator.admit(held, 64)
+    rig.run_until(lambda: bool(late))
+    assert rig.coordinator.admit(others, 64)
+    rig.run_until(lambda: others.outcome == "length")
+    assert len(held.tokens) == 1
+    goes_on.set()
+    rig.run()
+    assert held.outcome == "length"
+    assert not rig.wrong()
     rig.check_end()
 
 
