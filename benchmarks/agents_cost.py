@@ -1,6 +1,6 @@
 """What grammars and log-probabilities cost requests without them: a worker's processor time for each token.
 
-    git worktree add --detach DIR COMMIT
+    git archive COMMIT | tar x -C DIR
     python -m benchmarks.agents_cost --against DIR [--runs 7] [--core 1]
 
 64 requests decode on a worker in three processes: of the commit in DIR, of this one, and of this one with a grammar for
@@ -35,12 +35,13 @@ MASKS_SHARE_MAX: Final = 0.03
 #: A process: it says what it needs no more than once, and then the nanoseconds of the steps that it is asked for.
 WORKER: Final = """
 import gc, os, sys, time
+os.sched_setaffinity(0, {int(sys.argv[4])})  # of this thread, and of those that it starts
 import msgspec, torch
 torch.set_num_threads(1)
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.runners.transformers_dsa import load_runner
 
-model, requests, every, core = sys.argv[1], *map(int, sys.argv[2:])
+model, requests, every = sys.argv[1], *map(int, sys.argv[2:4])
 settings = msgspec.structs.replace(
     SETTINGS, model=model, dtype="float32", seats=requests, hot_size_classes=(64,), host_mem="64MiB",
     device_mem="128MiB", threads=1, slab_tokens=512,
@@ -60,7 +61,6 @@ steps(4)
 gc.collect()
 gc.freeze()
 gc.disable()
-os.sched_setaffinity(0, {core})
 print("ready", flush=True)
 for line in sys.stdin:
     tokens = sum(len(life.tokens) for life in lives)

@@ -1,10 +1,7 @@
-"""Grammars, built in processes (hisparse.http.children) before a worker gets them.
+"""Grammars, built in processes (protocol.children) before a request is submitted.
 
-A schema of some kilobytes may describe a grammar that takes gigabytes or minutes. Workers build what passes here, over
-the same special tokens and within the same limits of the library. What does not pass is refused, naming the innermost
-schema that is to blame. Grammars that passed lately are known again.
-
-Vocabularies differ in nothing else that could refuse a grammar: here all other tokens are bytes.
+Workers try them again (protocol.grammar_trials): other clients submit grammars too. What does not pass here is refused,
+naming the innermost schema that is to blame. Grammars that passed lately are known again.
 """
 
 from __future__ import annotations
@@ -12,31 +9,33 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
 
-from hisparse.http.children import Children, serve
 from hisparse.http.errors import PLACE_CHARS_MAX, VALUE_CHARS_MAX
 from hisparse.http.formats.lark import schema_of
 from hisparse.http.grammars import GrammarPlan
 from hisparse.http.process import share_fairly
+from protocol.children import Children, serve
 from protocol.errors import BadInput
+from protocol.grammar_trials import (
+    KEPT_BYTES_MAX,
+    MEMORY_BYTES_MAX,
+    NICENESS,
+    STACK_BYTES,
+    PassedGrammars,
+    bytes_vocabulary,
+    too_large,
+)
 from protocol.grammars import Vocabulary, check_grammar
 from protocol.messages import ModelInfo
-from protocol.text import ByteTokenizer, Tokenizer
+from protocol.text import Tokenizer
 
-#: For one grammar: to build it, and address space for it.
+#: To build one grammar.
 CHECK_LIMIT_S: Final = 5.0
-MEMORY_BYTES_MAX: Final = 1024 * 1024 * 1024
-#: Of a request and its reply, after which a process is used again.
-KEPT_BYTES_MAX: Final = 256 * 1024
-#: Grammars that are known again.
-KNOWN_MAX: Final = 256
 #: Schemas within schemas that are tried, to find the one to blame.
 DEPTH_MAX: Final = 16
 #: Of the library's words: what comes before those on a schema, and an excerpt of the grammar.
@@ -53,8 +52,6 @@ _OURS: Final = (
     (re.compile(r"oneOf constraints are not supported\..*"), "schemas of oneOf may allow the same value: use anyOf"),
     (re.compile(r"NoExtensionBias.*"), "it allows no output that ends"),
 )
-#: Of scheduling by the kernel: the front's loop comes first.
-NICENESS: Final = 5
 
 
 class GrammarRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -77,47 +74,33 @@ class GrammarChecks:
 
     def __init__(self, limit_s: float = CHECK_LIMIT_S, memory_bytes_max: int = MEMORY_BYTES_MAX) -> None:
         self._children = Children(__name__, limit_s, memory_bytes_max, KEPT_BYTES_MAX)
-        self._known: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known = PassedGrammars()
 
     def check(self, plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> str:
         """The grammar of `plan`, of a size that is checked, as workers take it. Blocks until it is built. Raises
         BadInput for one that cannot be built within limits."""
         request = _request(plan, model, tokenizer)
         digest = hashlib.sha256(request).digest()
-        known = self._recalled(digest)
+        known = self._known.recall(digest)
         if known is not None:
             return known
         reply = self._children.ask(request)
         if reply is None:
-            text = f"takes more than {self._children.limits} to build"
-            raise BadInput(text, field=plan.field, remedy="simplify it")
+            raise too_large(self._children, plan.field)
         answer = msgspec.msgpack.decode(reply, type=GrammarReply)
         if answer.message:
             remedy = "leave out what is not supported, or correct it"
             raise BadInput(f"cannot be held to: {answer.message}", field=answer.field, remedy=remedy)
-        self._remember(digest, answer.source)
+        self._known.remember(digest, answer.source)
         return answer.source
 
     def known(self, plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> str | None:
         """The same, if it passed lately. Does not block."""
-        return self._recalled(hashlib.sha256(_request(plan, model, tokenizer)).digest())
+        return self._known.recall(hashlib.sha256(_request(plan, model, tokenizer)).digest())
 
     def close(self) -> None:
         """While nothing is checked."""
         self._children.close()
-
-    def _recalled(self, digest: bytes) -> str | None:
-        with self._lock:
-            if digest in self._known:
-                self._known.move_to_end(digest)
-            return self._known.get(digest)
-
-    def _remember(self, digest: bytes, source: str) -> None:
-        with self._lock:
-            self._known[digest] = source
-            if len(self._known) > KNOWN_MAX:
-                self._known.popitem(last=False)
 
 
 def _request(plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> bytes:
@@ -219,23 +202,12 @@ def _words(message: str, *, has_place: bool) -> str:
     return said[: 3 * VALUE_CHARS_MAX]
 
 
-class _Bytes(ByteTokenizer):
-    """Tokens are bytes, but for the special ones."""
-
-    def __init__(self, special: Mapping[str, int]) -> None:
-        self._special = special
-
-    @property
-    def special_ids(self) -> Mapping[str, int]:
-        return self._special
-
-
 @lru_cache(2)
 def _vocabulary(size: int, ends: tuple[int, ...], special: tuple[tuple[str, int], ...]) -> Vocabulary:
-    return Vocabulary(_Bytes(dict(special)), size, ends)
+    return bytes_vocabulary(size, ends, dict(special))
 
 
 if __name__ == "__main__":
     os.nice(NICENESS)
     share_fairly()
-    serve(_checked, frames=1)
+    serve(_checked, frames=1, stack_bytes=STACK_BYTES)

@@ -1,4 +1,4 @@
-"""Large bodies, checked in processes (hisparse.http.children) before a thread of the front reads them.
+"""Large bodies, checked in processes (protocol.children) before a thread of the front reads them.
 
 The decoder keeps the interpreter while it looks through a body: 17 ms for 2,000,000 token ids, 24 ms for 15 MiB of text
 (median of 15). The loop, which serves all clients, waits for it. So a body of LARGE_BYTES_MIN or more is checked beside
@@ -15,11 +15,11 @@ import msgspec
 
 from hisparse.http.apis import APIS
 from hisparse.http.bodies import ApiBody, CompletionBody, read_body
-from hisparse.http.children import Buffer, Children, serve
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.process import share_fairly
 from hisparse.http.prompts import prompts_of
 from hisparse.http.tokens import TOKEN_APIS
+from protocol.children import Buffer, Children, serve
 from protocol.errors import BadInput
 from protocol.messages import ModelInfo
 from protocol.text import ByteTokenizer, Tokenizer

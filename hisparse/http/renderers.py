@@ -1,4 +1,4 @@
-"""Chat templates, rendered in processes with limits (hisparse.http.children).
+"""Chat templates, rendered in processes with limits (protocol.children).
 
 One operation of a template on a client's value can take gigabytes.
 
@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from hisparse.http.chat import refused, render
-from hisparse.http.children import Children, serve
 from hisparse.http.errors import ContextExceeded
+from protocol.children import Children, serve
 from protocol.errors import BadInput
 
 #: For one conversation: to render it, and address space for it.

@@ -380,6 +380,8 @@ async def test_anthropic_gets_what_it_asks_for_by_schema(tmp_path: Path, family:
 
 # ---------------------------------------------------------------- errors
 
+#: A schema of which no grammar can be made.
+UNSUPPORTED: Final = {"type": "object", "properties": {"a": {"if": {}}}}
 IMAGE: Final = {"type": "image_url", "image_url": {"url": "data:,"}}
 AUDIO: Final = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 
@@ -419,6 +421,13 @@ AUDIO: Final = {"type": "input_audio", "input_audio": {"data": "", "format": "wa
             "expected an object",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": UNSUPPORTED}}},
+            "response_format.json_schema.schema.properties.a",
+            'Unimplemented keys: ["if"]',
+        ),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs", "logprobs"),
     ],
 )
 async def test_chat_refusal_is_openais(tmp_path: Path, changes: dict[str, Any], param: str, text: str) -> None:
@@ -442,6 +451,10 @@ async def test_chat_refusal_is_openais(tmp_path: Path, changes: dict[str, Any], 
         ({"stop_sequences": [""]}, "stop_sequences: a stop string has 1 to"),
         ({"extra_body": {"container": "x"}}, "container: is not supported"),
         ({"messages": []}, "messages: is empty"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": UNSUPPORTED}}},
+            "output_config.format.schema.properties.a",
+        ),
         ({"extra_body": {"mesages": []}}, "Did you mean messages?"),
     ],
 )
@@ -470,6 +483,11 @@ async def test_message_refusal_is_anthropics(tmp_path: Path, changes: dict[str, 
         ({"max_output_tokens": 1_000_000}, "input", "Lower max_output_tokens to"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "Use one of text, json_object"),
         ({"input": []}, "input", "is empty"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": UNSUPPORTED}}},
+            "text.format.schema.properties.a",
+            'Unimplemented keys: ["if"]',
+        ),
     ],
 )
 async def test_response_refusal_is_openais(tmp_path: Path, changes: dict[str, Any], param: str, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Final
 
 import jsonschema
@@ -17,7 +18,9 @@ from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.formats.replies import Reasoning, ReplyParser, Text, ToolCall, merged
 from hisparse.http.grammar_checks import GrammarChecks
 from hisparse.http.responses.bodies import ResponsesBody
+from protocol.grammar_trials import MEMORY_BYTES_MAX
 from tests.hisparse.asker import Asker, asker
+from tests.support.hostile_schemas import CHAIN
 from tests.support.walks import walk
 from worker.runners.tiny_template import TEMPLATES
 
@@ -317,14 +320,21 @@ def test_argument_without_any_value_is_refused(ask: Asker, nothing: dict[str, An
 
 
 def test_grammar_beyond_limits_is_refused_and_the_next_is_built() -> None:
-    checks = GrammarChecks(limit_s=0.1)
+    checks = GrammarChecks(limit_s=60)
+    checks._children._command[-1] = str(MEMORY_BYTES_MAX // 4)  # which it reaches soon on any machine
     ask = Asker(checks)
-    branches = [{"type": "object", "properties": {str(number): {}}} for number in range(1_000)]
-    error = ask.refused(CompletionBody, prompt="x", structured_outputs={"json": {"anyOf": branches}})
-    assert "takes more than 0.1 s or 1024 MiB to build" in error.message
-    checks._children._command[-2] = "10"
+    error = ask.refused(CompletionBody, prompt="x", structured_outputs={"grammar": CHAIN})
+    assert "takes more than 60 s or 1024 MiB to build" in error.message
     assert ask(CompletionBody, prompt="x", structured_outputs={"choice": ["a"]})
     checks.close()
+
+
+def test_deepest_chain_of_rules_is_built(ask: Asker) -> None:
+    """The library recurses for each of them."""
+    names = [f"{number:x}".translate(str.maketrans("0123456789", "ghijklmnop")) for number in range(5_000)]
+    rules = "".join(f"{name}: {following}\n" for name, following in pairwise(names))
+    grammar = f"start: {names[0]}\n{rules}{names[-1]}: /a/\n"
+    assert ask(CompletionBody, prompt="x", structured_outputs={"grammar": grammar})
 
 
 def test_grammar_that_is_known_is_not_built_again(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from hisparse.http.children import Children
+from protocol.children import Children
 from tests.hisparse.test_http_agents import in_thread
 from tests.support.agents_rig import agents_rig
 from tests.support.fakes.fake_model import Walk

@@ -40,7 +40,6 @@ from hisparse.http.anthropic.bodies import MessagesBody
 from hisparse.http.asks import chat_prompt
 from hisparse.http.bodies import read_body
 from hisparse.http.chat import render
-from hisparse.http.children import Children
 from hisparse.http.formats.call_grammars import members_of
 from hisparse.http.formats.conversation import Tool
 from hisparse.http.grammar_checks import GrammarChecks, _lark
@@ -50,6 +49,7 @@ from hisparse.http.structured import OutputForm, StructuredOutputs, of_structure
 from hisparse.manifests.environments import check_settings
 from hisparse.manifests.values import read_values, size_bytes
 from protocol import messages
+from protocol.children import Children
 from protocol.errors import (
     BY_CODE,
     BadInput,
@@ -61,6 +61,7 @@ from protocol.errors import (
     Unavailable,
     WrongState,
 )
+from protocol.grammar_trials import Trials
 from protocol.grammars import Matcher, Vocabulary
 from protocol.rereading import state_of
 from protocol.settings import WorkerSettings
@@ -605,6 +606,16 @@ def endless_grammar(_: Path, patched: pytest.MonkeyPatch) -> None:
     GrammarChecks().check(GrammarPlan("start: x", "f"), MODEL, NO_TOKENIZER)
 
 
+def endless_trial(_: Path, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(Children, "ask", lambda *_: None)
+    Trials(ByteTokenizer(), 259, (257,)).check("start: x")
+
+
+def refused_trial(_: Path, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(Children, "ask", lambda *_: b"unknown name")
+    Trials(ByteTokenizer(), 259, (257,)).check("start: x")
+
+
 def nameless_tool(*_: object) -> None:
     said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "tool_choice": {"type": "tool"}}
     read_body(msgspec.json.encode(said), MessagesBody).conversation()
@@ -751,6 +762,8 @@ CALLS: Final[dict[str, Call]] = {
     ),
     "grammar of a large schema": Call(BadInput, "(shorten it)", lambda *_: GrammarPlan("x" * 99_999, "f").check_size()),
     "grammar beyond limits": Call(BadInput, "(simplify it)", endless_grammar),
+    "grammar beyond limits of a trial": Call(BadInput, "(simplify it)", endless_trial),
+    "grammar that a trial refuses": Call(BadInput, "(correct or simplify it)", refused_trial),
     "choices of nothing": Call(
         BadInput, "(change their number)", lambda *_: of_structured_outputs(StructuredOutputs(choice=[]))
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,12 +14,14 @@ from hisparse.client.client import Client, open_client
 from metrics.names import COORDINATOR, WORKER, exported_names
 from protocol.errors import Unavailable
 from protocol.messages import Sampling
+from tests.support.hostile_schemas import CHAIN
 from tests.support.process_rig import Place, Process
 from worker.process import EXIT_CLEAN
 from worker.runners.tiny import write_tiny_checkpoint
 
 PROMPT = list((b"What a worker has published, no coordinator asks for twice. " * 8)[:400])
 TOKENS = 300
+TOO_LARGE = "grammar=: takes more than 10 s or 1024 MiB to build (simplify it)"
 
 pytestmark = pytest.mark.process
 
@@ -96,6 +99,34 @@ async def test_successor_finishes_requests_of_a_leaving_worker(tmp_path: Path, m
                 assert (await worker.exit())[0] == EXIT_CLEAN
         coordinator.signal(signal.SIGTERM)
         assert (await coordinator.exit())[0] == EXIT_CLEAN
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    """Processes in which a worker tries grammars."""
+    return [it for it in psutil.Process(pid).children() if "protocol.grammar_trials" in it.cmdline()]
+
+
+async def test_grammar_without_end_neither_stalls_nor_ends_a_worker(tmp_path: Path, model: Path) -> None:
+    """A client of the coordinator sends it: no front has checked it."""
+    place = Place(tmp_path, model)
+    bomb, regex = Sampling(TOKENS, grammar=CHAIN), Sampling(20, grammar="start: /[a-c]{20}/")
+    async with place.coordinator(), place.worker() as worker:
+        await connected(place)
+        async with open_client(place.endpoint("admin"), role="admin") as client:
+            await until_served(client)
+            stream = await client.submit(PROMPT, bomb)
+            while not (trials := children_of(worker.popen.pid)):  # noqa: ASYNC110 - another process starts it
+                await trio.sleep(0.01)
+            trials[0].suspend()  # it reaches no limit before the others have ended
+            for sampling in (regex, Sampling(20, ignore_eos=True)):
+                assert len(await (await client.submit(PROMPT, sampling)).collect()) >= 20
+            trials[0].kill()  # as its alarm does
+            assert len(await stream.collect()) == 0
+            row = (await client.request(stream.request_id)).row
+            assert (row.state, row.reason) == ("FAILED", TOO_LARGE)
+            assert len(await (await client.submit(PROMPT, regex)).collect()) >= 20
+            worker.signal(signal.SIGTERM)
+            assert (await worker.exit())[0] == EXIT_CLEAN
 
 
 async def check_numbers(coordinator: Process, worker: Process, tokens: int) -> None:

@@ -123,9 +123,11 @@ class AnsweringRig(GatewayRig):
     async def _answer(
         self, submit: messages.Submit, owner: str, user: str = "", *, prefix_tenant: str | None = None
     ) -> Handle:
+        is_new = submit.request_id not in self.scheduler.request_indices
         handle = await self._submit(submit, owner, user, prefix_tenant=prefix_tenant)
         self.scheduler.commands.clear()
-        self._nursery.start_soon(self._play, handle.request_id, submit.sampling)
+        if is_new:  # else the front lost its connection, and sends it again
+            self._nursery.start_soon(self._play, handle.request_id, submit.sampling)
         return handle
 
     async def _play(self, request_id: str, sampling: messages.Sampling) -> None:

@@ -1,13 +1,18 @@
 """Grammars of requests, and the masks of their next tokens on the way to the device.
 
     decode loop     open ─► advance(token) ─► … wait ─► mask into its seat's row ─► upload on `masks`, mask_ready
-    build threads   build the matcher, or copy one of the same source · push known tokens, mask
-    mask threads    push the token, mask
+    build threads   try the grammar in a process, build the matcher, or copy one of the same source · push known tokens,
+                    mask
+    mask threads    push the token, mask; a second one helps where that takes long
 
 A matcher is built and moved by threads, since a grammar may take a second to build and a mask milliseconds; the library
 lets go of the interpreter meanwhile. Builds and tokens have threads and a queue each, so that no build is in the way of
 a batch that decodes. Each request has at most one job at a time, and none once it has left. A state is a function of
 the grammar and the tokens so far, so another worker, or the same one after a retraction, builds it from these.
+
+A grammar of a client may take gigabytes or minutes, which nothing bounds here: it passes a trial in a process that has
+limits before it is built (protocol/grammar_trials.py). A thread waits for the process meanwhile, the decode loop for
+neither.
 
 The library recurses as deep as rules refer to each other: its threads have STACK_BYTES.
 
@@ -25,13 +30,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from protocol.errors import BadInput, HiSparseError, InternalError
+from protocol.grammar_trials import Trials
 from protocol.grammars import Mask, Matcher, Vocabulary
 from protocol.messages import ModelInfo
 from protocol.text import Tokenizer
@@ -39,25 +46,32 @@ from worker.loop.inputs import host_tensor
 from worker.runners.logits import AdjustTables
 from worker.streams import Fence, Streams
 
-#: Threads that build matchers, and threads that compute masks behind a new token.
+#: Threads that build matchers, and threads that compute masks behind a new token. Of these the first has all masks, and
+#: the others help where they are not there after HELP_AFTER_S: threads that take turns at short masks spend more on the
+#: interpreter's lock than on the masks.
 BUILD_THREADS: Final = 2
 MASK_THREADS: Final = 2
+HELP_AFTER_S: Final = 0.001
 #: Stack of each, of which pages are taken as they are touched: several times what a grammar of GRAMMAR_CHARS_MAX
 #: characters needs whose rules, 8,500 at most, form one chain.
 STACK_BYTES: Final = 256 * 1024 * 1024
 #: How long draws wait for masks, behind a forward pass that may take as long.
 MASK_WAIT_S: Final = 0.01
-#: How long a matcher may take to be built, or a mask to be computed, before its request fails. Time in a queue does not
-#: count; a build that several requests wait for has one such time, that of its own start.
+#: How long a matcher may take to be tried and built, or a mask to be computed, before its request fails. Time in a
+#: queue does not count; a build that several requests wait for has one such time, that of its own start.
 GRAMMAR_LIMIT_S: Final = 60.0
 
 
 class Grammar:
     """The grammar of one request. Used by the decode loop; `work` runs in a thread."""
 
-    def __init__(self, build: _Build, tokens: Sequence[int], builds: _Jobs, masks: _Jobs) -> None:
-        """`tokens` are known already. `builds` takes the first job, `masks` all others."""
+    def __init__(
+        self, build: _Build, tokens: Sequence[int], builds: _Jobs, masks: _Jobs, ask_help: Callable[[], None]
+    ) -> None:
+        """`tokens` are known already. `builds` takes the first job, `masks` all others; with `ask_help` more threads
+        work on these."""
         self._build = build
+        self._ask_help = ask_help
         self._builds, self._masks = builds, masks
         self._matcher: Matcher | None = None
         self._mask: Mask | None = None
@@ -88,13 +102,19 @@ class Grammar:
         if self._done.is_set():
             if self._failure is not None:
                 raise self._failure
-        elif since_s is not None and time.monotonic() - since_s > GRAMMAR_LIMIT_S:
+            return
+        self._ask_help()
+        if since_s is not None and time.monotonic() - since_s > GRAMMAR_LIMIT_S:
             text = f"takes more than {GRAMMAR_LIMIT_S:g} s"
             raise BadInput(text, field="grammar", value=f"{len(self._build.source)} characters", remedy="simplify it")
 
     def wait(self, until_s: float) -> Mask | None:
         """The mask of the next token; None: it is not there by `until_s` of time.monotonic(). Raises as `check`."""
-        self._done.wait(max(0.0, until_s - time.monotonic()))
+        if not self._done.is_set():
+            left_s = max(0.0, until_s - time.monotonic())
+            if not self._done.wait(min(left_s, HELP_AFTER_S)):
+                self._ask_help()
+                self._done.wait(left_s - HELP_AFTER_S)
         self.check()
         return self._mask if self.has_mask else None
 
@@ -133,8 +153,9 @@ class Grammar:
 class _Build:
     """The matcher of one source, built once for all requests that ask for it as long as one of them is here."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, trials: Trials) -> None:
         self.source = source
+        self._trials = trials
         self._lock = threading.Lock()
         self._since_s: float | None = None  # when a thread began to build
         self._waiting: list[Grammar] = []
@@ -160,6 +181,7 @@ class _Build:
 
     def _do_build(self, vocabulary: Callable[[], Vocabulary]) -> None:
         try:
+            self._trials.check(self.source)
             self._built = Matcher(vocabulary(), self.source)
         except BaseException as error:
             self._failure = _failure(error)
@@ -191,33 +213,35 @@ class Grammars:
         self._stream = streams.masks
         self._tables = tables
         self._rows = host_tensor(*tables.masks.shape, dtype=tables.masks.dtype, device=tables.masks.device)
+        self._host_rows: npt.NDArray[np.uint8] = self._rows.numpy()  # the same memory: numpy takes 0.3 us, torch 6 us
         self._make = partial(Vocabulary, tokenizer, info.vocab_size, info.eos_token_ids)
+        self._trials = Trials(tokenizer, info.vocab_size, info.eos_token_ids)
         self._wake = wake
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._building: WeakValueDictionary[str, _Build] = WeakValueDictionary()
         self._builds: _Jobs = SimpleQueue()
         self._masks: _Jobs = SimpleQueue()
+        self._help: SimpleQueue[bool] = SimpleQueue()  # true: asked for; false ends a thread that helps
         self._threads: list[threading.Thread] = []
 
     def open(self, seat: int, source: str, tokens: Sequence[int]) -> Grammar:
         """Of the request that takes `seat`, whose draws are free until a mask is set: they give known tokens."""
-        self._rows[seat].fill_(255)
+        self._host_rows[seat] = 255
         if not self._threads:
             self._start()
         build = self._building.get(source)
         if build is None:
-            build = self._building[source] = _Build(source)
-        return Grammar(build, tokens, self._builds, self._masks)
+            build = self._building[source] = _Build(source, self._trials)
+        return Grammar(build, tokens, self._builds, self._masks, self._ask_help)
 
     def set(self, seat: int, mask: Mask | None) -> None:
         """What the next draw of `seat` is held to; None: it does not draw."""
-        row: Tensor = self._rows[seat]
+        row = self._host_rows[seat]
         if mask is None:
             row[-1] = 0
             return
-        array: Mask = row.numpy()
-        array[:-1] = mask
+        row[:-1] = mask
         row[-1] = 1
 
     def upload(self) -> Fence:
@@ -225,21 +249,31 @@ class Grammars:
         self._stream.launch("upload masks", self._copy)
         return self._stream.record("mask_ready")
 
+    @property
+    def _queues(self) -> list[_Jobs]:
+        """One for each thread that has one."""
+        return [self._builds] * BUILD_THREADS + [self._masks]
+
     def close(self) -> None:
-        """End the threads once they have done what was begun."""
+        """End the threads, and the processes of trials, once they have done what was begun."""
         if self._threads:
-            for jobs, count in ((self._builds, BUILD_THREADS), (self._masks, MASK_THREADS)):
-                for _ in range(count):
-                    jobs.put(None)
+            for jobs in self._queues:
+                jobs.put(None)
+            for _ in range(MASK_THREADS - 1):
+                self._help.put(False)
 
     def _copy(self) -> None:
         self._tables.masks.copy_(self._rows, non_blocking=True)
 
+    def _ask_help(self) -> None:
+        if not self._masks.empty() and self._help.empty():
+            self._help.put(True)
+
     def _start(self) -> None:
-        queues = (self._builds,) * BUILD_THREADS + (self._masks,) * MASK_THREADS
+        targets = [partial(self._work, jobs) for jobs in self._queues] + [self._work_along] * (MASK_THREADS - 1)
         with _deep_stacks():
-            for jobs in queues:
-                thread = threading.Thread(target=self._work, args=(jobs,), name="grammars", daemon=True)
+            for target in targets:
+                thread = threading.Thread(target=target, name="grammars", daemon=True)
                 thread.start()
                 self._threads.append(thread)
 
@@ -248,6 +282,24 @@ class Grammars:
             job.work(self._known)
             del job  # a thread that waits keeps no matcher
             self._wake()
+        self._trials.close()
+
+    def _work_along(self) -> None:
+        """Take masks from the thread that has them, each time that help is asked for."""
+        while self._help.get():
+            while (job := self._next_mask()) is not None:
+                job.work(self._known)
+                del job
+                self._wake()
+
+    def _next_mask(self) -> Grammar | None:
+        try:
+            job = self._masks.get_nowait()
+        except Empty:
+            return None
+        if job is None:
+            self._masks.put(None)  # meant for the other thread
+        return job
 
     def _known(self) -> Vocabulary:
         with self._lock:

@@ -34,6 +34,7 @@ class FakeScheduler:
         self.on_stop: Callable[[], None] = lambda: None
         self.served: messages.ModelInfo | None = MODEL
         self._words: dict[str, int] = {}  # of a row of log-probabilities, by request
+        self._facts: dict[str, tuple[object, ...]] = {}  # what was submitted, by request
         self._numbers = 0
 
     # ------------------------------------------------------------ what tests do
@@ -59,7 +60,7 @@ class FakeScheduler:
 
     def forget(self, request_id: str) -> None:
         request_index = self.request_indices.pop(request_id)
-        del self._words[request_id]
+        del self._words[request_id], self._facts[request_id]
         self.listener.forgotten(request_index)
         self.log.close(request_index)
 
@@ -74,7 +75,10 @@ class FakeScheduler:
         self._numbers += 1
         request_id = submit.request_id or f"r{self._numbers}"
         if request_id in self.request_indices:
-            raise WrongState("the id is in use", field="request_id", value=request_id, remedy="choose another")
+            if self._facts[request_id] != _facts_of(submit, owner):
+                raise WrongState("the id is in use", field="request_id", value=request_id, remedy="choose another")
+            return Handle(request_id, self.request_indices[request_id])  # sent again by a client that lost the answer
+        self._facts[request_id] = _facts_of(submit, owner)
         words = self._words[request_id] = row_words(submit.sampling.logprobs)
         request_index = self.log.open(submit.sampling.max_tokens, words)
         self.log.begin_placement(request_index, request_index + 1, len(submit.prompt) // 4, 1 << 20)
@@ -177,3 +181,7 @@ class FakeScheduler:
             *(request_id, "QUEUED" if kind else "RUNNING", 0, "w", 3, tokens, 9, 0, 1, 0, 1, 0, 0, 0, 0.0, False, text),
             waits_for=kind,
         )
+
+
+def _facts_of(submit: messages.Submit, owner: str) -> tuple[object, ...]:
+    return owner, submit.prompt, submit.sampling, submit.priority

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -13,12 +14,15 @@ from typing import NoReturn, cast
 import pytest
 
 from protocol import grammars as library
+from protocol.children import Children
 from protocol.errors import BadInput
+from protocol.grammar_trials import Trials
 from protocol.grammars import Vocabulary
 from protocol.messages import Faulted
 from protocol.text import ByteTokenizer
 from tests import ROOT
 from tests.support.fakes.hash_runner import ALTERNATING, EOS, SHARED, VOCAB, FakeRunner
+from tests.support.hostile_schemas import CHAIN
 from tests.support.late_masks import late_once
 from tests.support.worker_rig import Rig
 from tests.worker.loop.test_fences import a_day, come_back, simulated
@@ -78,6 +82,10 @@ def make_vocabulary() -> Vocabulary:
     return Vocabulary(ByteTokenizer(), VOCAB, (EOS,))
 
 
+def no_help() -> None:
+    pass
+
+
 class FakePanic(BaseException):
     """As panics of a library in Rust, which are no Exception."""
 
@@ -90,6 +98,13 @@ def matchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeMatcher]]:
     monkeypatch.setattr(grammars, "Matcher", FakeMatcher)
     yield FakeMatcher
     FakeMatcher.goes_on.set()
+
+
+@pytest.fixture
+def trials() -> Iterator[Trials]:
+    made = Trials(ByteTokenizer(), VOCAB, (EOS,))
+    yield made
+    made.close()
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +167,7 @@ def test_request_without_grammar_keeps_its_steps_while_a_mask_is_late(monkeypatc
     held = rig.coordinator.create(1, 40, 8, grammar=ALTERNATING)
     free = rig.coordinator.create(2, 40, 20)
     assert rig.coordinator.admit(held, 64)
+    rig.run_until(lambda: len(held.tokens) == 1)
     assert rig.coordinator.admit(free, 64)
     rig.run_until(lambda: free.outcome == "length")
     assert len(held.tokens) == 1
@@ -190,6 +206,32 @@ def test_grammar_that_cannot_be_built_ends_its_request_alone(grammar: str, words
     rig.check_end()
 
 
+def test_build_without_end_is_refused_and_delays_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without a grammar, and with another new one, decode to their ends while a process tries to build it."""
+    started, start = list[subprocess.Popen[bytes]](), Children._start
+
+    def record(children: Children) -> subprocess.Popen[bytes]:
+        started.append(start(children))
+        return started[-1]
+
+    monkeypatch.setattr(Children, "_start", record)
+    rig = Rig()
+    bomb, free = rig.coordinator.create(1, 40, 8, grammar=CHAIN), rig.coordinator.create(2, 40, 8)
+    assert rig.coordinator.admit(bomb, 64)
+    rig.run_until(lambda: bool(started))
+    started[0].send_signal(signal.SIGSTOP)  # it reaches no limit before the others have ended
+    held = rig.coordinator.create(3, 40, 8, grammar=ALTERNATING)
+    for life in (free, held):
+        assert rig.coordinator.admit(life, 64)
+    rig.run_until(lambda: bool(free.outcome and held.outcome))
+    assert (bomb.outcome, free.outcome, held.outcome) == ("", "length", "length")
+    started[0].kill()  # as its alarm does
+    rig.run()
+    assert bomb.outcome == "grammar=: takes more than 10 s or 1024 MiB to build (simplify it)"
+    rig.check_end()
+    rig.executor._grammars.close()
+
+
 def test_matcher_that_takes_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
     monkeypatch.setattr(library.Matcher, "push", lambda matcher, tokens: goes_on.wait(60))
@@ -216,11 +258,11 @@ def test_longest_chain_of_rules_does_not_end_the_process() -> None:
     assert (done.returncode, done.stdout) == (0, "built\n"), done.stderr
 
 
-def test_build_that_several_requests_wait_for_has_one_time(matchers: type[FakeMatcher]) -> None:
+def test_build_that_several_requests_wait_for_has_one_time(matchers: type[FakeMatcher], trials: Trials) -> None:
     """A request that comes to a build of long ago fails with it; once it is built, the time is that of the copy."""
     jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
-    build = grammars._Build(f"{ALTERNATING}\n// held")
-    first, second = (grammars.Grammar(build, (), jobs, jobs) for _ in range(2))
+    build = grammars._Build(f"{ALTERNATING}\n// held", trials)
+    first, second = (grammars.Grammar(build, (), jobs, jobs, no_help) for _ in range(2))
     builder = threading.Thread(target=first.work, args=(make_vocabulary,))
     builder.start()
     while not matchers.built:
@@ -237,10 +279,10 @@ def test_build_that_several_requests_wait_for_has_one_time(matchers: type[FakeMa
     assert second.has_mask
 
 
-def test_time_in_a_queue_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_a_queue_does_not_count(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "GRAMMAR_LIMIT_S", 0.0)
     jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
-    grammar = grammars.Grammar(grammars._Build(LETTER), (), jobs, jobs)
+    grammar = grammars.Grammar(grammars._Build(LETTER, trials), (), jobs, jobs, no_help)
     time.sleep(0.01)
     grammar.check()
 
@@ -276,6 +318,31 @@ def test_builds_do_not_delay_the_masks_of_a_batch(matchers: type[FakeMatcher], m
     matchers.goes_on.set()
     rig.run()
     assert {life.outcome for life in built} == {"length"}
+    rig.check_end()
+
+
+def test_long_mask_of_one_request_does_not_delay_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that has them is at work on it; another one helps."""
+    goes_on, push, late = threading.Event(), library.Matcher.push, list[library.Matcher]()
+
+    def slow(matcher: library.Matcher, tokens: tuple[int, ...]) -> None:
+        if tokens and matcher in (late or [matcher]):
+            late.append(matcher)
+            goes_on.wait(60)
+        push(matcher, tokens)
+
+    monkeypatch.setattr(library.Matcher, "push", slow)
+    rig = Rig()
+    held, others = (rig.coordinator.create(number, 40, 8, grammar=ALTERNATING) for number in (1, 2))
+    assert rig.coordinator.admit(held, 64)
+    rig.run_until(lambda: bool(late))
+    assert rig.coordinator.admit(others, 64)
+    rig.run_until(lambda: others.outcome == "length")
+    assert len(held.tokens) == 1
+    goes_on.set()
+    rig.run()
+    assert held.outcome == "length"
+    assert not rig.wrong()
     rig.check_end()
 
 
@@ -345,9 +412,10 @@ def test_row_of_a_step_that_is_launched_again_is_not_durable_yet(monkeypatch: py
 def test_rank_wishes_no_row_for_a_request_whose_mask_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "MASK_WAIT_S", 60.0)
     rig = Rig()
-    held, free = (rig.coordinator.create(number, 40, 8, grammar=it) for number, it in enumerate((ALTERNATING, "")))
+    held, free = (rig.coordinator.create(number, 40, 30, grammar=it) for number, it in enumerate((ALTERNATING, "")))
     for life in (held, free):
         assert rig.coordinator.admit(life, 64)
+        rig.run_until(lambda life=life: len(life.tokens) >= 1)  # type: ignore[misc]
     rig.run_until(lambda: min(len(held.tokens), len(free.tokens)) >= 2)
     for request in rig.executor._running:
         if request.grammar is not None:

@@ -1,10 +1,12 @@
-"""Processes that work for threads of the front, each bounded in memory and in time.
+"""Processes that work for threads of another process, each bounded in memory and in time.
 
     thread ── frames, each with its length ──► process: RLIMIT_AS, an alarm for each request ── a frame ──► thread
 
 A thread cannot be stopped, and keeps the interpreter for as long as one operation on a large value takes. A process
 that reaches a limit is gone, and its request is refused; the next one gets another process. Processes are started when
-they are needed, and end with the front: their input ends, or the alarm comes.
+they are needed, and end with the process that started them: their input ends, or the alarm comes.
+
+Address space counts as memory, so that numpy's OpenBLAS must not take 41 MiB of it for each core.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import IO, Final, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray
 
 _LENGTH: Final = struct.Struct("<I")
+_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class Children:
@@ -35,7 +41,10 @@ class Children:
 
     def ask(self, *frames: Buffer) -> bytes | None:
         """The reply, whose size the process bounds; None when it has reached a limit."""
-        process = self._idle.pop() if self._idle else self._start()
+        try:
+            process = self._idle.pop()
+        except IndexError:
+            process = self._start()
         reply = _asked(process, frames)
         if reply is None or sum(map(len, frames)) + len(reply) > self._kept_bytes_max:
             _end(process)
@@ -44,12 +53,14 @@ class Children:
         return reply
 
     def close(self) -> None:
-        """While none is asked."""
-        while self._idle:
-            _end(self._idle.pop())
+        """End those that are idle: all, while none is asked."""
+        with suppress(IndexError):
+            while True:
+                _end(self._idle.pop())
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        environ = os.environ | _ONE_THREAD
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
 
 
 def _asked(process: subprocess.Popen[bytes], frames: tuple[Buffer, ...]) -> bytes | None:
@@ -87,13 +98,25 @@ def _read(file: IO[bytes]) -> bytes | None:
 # ---------------------------------------------------------------- the process
 
 
-def serve(answer: Callable[..., bytes], frames: int) -> None:
-    """Give each request, of that many frames, to `answer`, until none comes. In the process."""
+def serve(answer: Callable[..., bytes], frames: int, stack_bytes: int = 0) -> None:
+    """Give each request, of that many frames, to `answer`, until none comes. In the process. `stack_bytes`: of the
+    thread in which `answer` runs; 0: it runs in the main thread."""
     limit_s, memory_bytes_max = float(sys.argv[1]), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front ends this process when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: who started this process ends it
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    work = partial(_serve, answer, frames, limit_s)
+    if stack_bytes:
+        threading.stack_size(stack_bytes)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    else:
+        work()
+
+
+def _serve(answer: Callable[..., bytes], frames: int, limit_s: float) -> None:
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
     while (first := _read(requests)) is not None:

@@ -1,0 +1,105 @@
+"""Trials of grammars in processes with limits: what they refuse, and what is known again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.children import Children
+from protocol.errors import BadInput
+from protocol.grammar_trials import KNOWN_MAX, MEMORY_BYTES_MAX, PassedGrammars, Trials
+from protocol.grammars import check_grammar
+from protocol.text import ByteTokenizer
+from tests.support.hostile_schemas import CHAIN
+from tests.support.walks import BYTES
+
+LETTERS = "start: /[a-z]{3}/"
+
+
+class SpecialTokens(ByteTokenizer):
+    @property
+    def special_ids(self) -> dict[str, int]:
+        return {"<|call|>": 258}
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[Trials]:
+    made = Trials(SpecialTokens(), 259, (257,))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("grammar", ["start: x", "start: /(a/", "start: <[9999]>"])
+def test_trial_refuses_what_a_build_refuses_in_its_words(trials: Trials, grammar: str) -> None:
+    with pytest.raises(BadInput) as built:
+        check_grammar(BYTES, grammar)
+    for _ in range(2):
+        with pytest.raises(BadInput) as tried:
+            trials.check(grammar)
+        assert str(tried.value) == str(built.value)
+
+
+def test_special_tokens_of_the_tokenizer_are_known(trials: Trials) -> None:
+    trials.check("start: <|call|> /[a-z]/")
+
+
+def test_grammar_that_passed_is_not_tried_again(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials.check(LETTERS)
+    with monkeypatch.context() as patched:
+        patched.setattr(trials._children, "ask", lambda *_: pytest.fail("tried again"))
+        trials.check(LETTERS)
+
+
+def test_known_grammars_are_those_of_late() -> None:
+    known = PassedGrammars()
+    for number in range(KNOWN_MAX):
+        known.remember(bytes((number,)), "")
+    assert known.recall(b"\x00") == ""
+    known.remember(b"another", "")
+    assert (known.recall(b"\x00"), known.recall(b"\x01"), known.recall(b"another")) == ("", None, "")
+
+
+def test_trial_without_end_is_refused_and_the_next_has_a_new_process() -> None:
+    trials = Trials(ByteTokenizer(), 259, (257,), limit_s=60)
+    trials._children._command[-1] = str(MEMORY_BYTES_MAX // 4)  # which it reaches soon on any machine
+    with pytest.raises(BadInput, match="to build"):
+        trials.check(CHAIN)
+    trials.check(LETTERS)
+    trials.close()
+
+
+def test_processes_take_no_address_space_for_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of OpenBLAS takes 41 MiB of it."""
+    started = list[dict[str, str]]()
+    popen = subprocess.Popen
+
+    def record(command: list[str], **said: object) -> subprocess.Popen[bytes]:
+        started.append(said["env"])  # type: ignore[arg-type]
+        return popen([sys.executable, "-c", ""], **said)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(subprocess, "Popen", record)
+    assert Children("none", 1, MEMORY_BYTES_MAX, 0).ask(b"") is None
+    assert started[0]["OPENBLAS_NUM_THREADS"] == "1"
+
+
+def test_threads_never_share_a_process(trials: Trials) -> None:
+    """More threads than processes, each with a grammar that is new."""
+    failed = list[BaseException]()
+
+    def check(number: int) -> None:
+        try:
+            for again in range(20):
+                trials.check(f"start: /[a-z]{{{number}}}{again}/")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=check, args=(number,)) for number in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
