@@ -1,7 +1,7 @@
 # The images of docker-compose.yml:
 #
-#   coordinator   no torch
-#   http          OpenAI's API: HTTP server, templates, tokenizers; no torch
+#   coordinator   no torch; sends traces
+#   http          OpenAI's API: HTTP server, templates, tokenizers; no torch; sends traces
 #   worker        CPU build of torch
 #   worker-gpu    torch with CUDA, NVRTC, and the C compiler that Triton builds its launchers with; no CUDA toolkit image
 #                 below it: pip brings the libraries, the container runtime the driver

@@ -15,7 +15,7 @@ MESSAGES ?= 100000
 BODIES ?= 10000
 FUZZ_S ?= 3600
 
-.PHONY: demo test check transfer-test compose-test follow-docs lock sim fuzz format lint report bench install prometheus clean
+.PHONY: demo test check transfer-test compose-test upgrade-test follow-docs lock sim fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -30,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/hisparse demo
 
 test: lint prometheus
-	$(PARALLEL) --durations=20 -m "not compose and not guide" $(PYTEST_FLAGS)
+	$(PARALLEL) --durations=20 -m "not compose and not guide and not upgrade" $(PYTEST_FLAGS)
 
 # What to run before each commit: no processes, no models.
 check: lint
@@ -47,6 +47,10 @@ transfer-test: $(STAMP)
 COMPOSE_MIN ?= 60
 compose-test: $(STAMP) prometheus
 	timeout --kill-after=120 $(COMPOSE_MIN)m $(BIN)/python -m pytest tests/compose -m compose --timeout=3000 $(PYTEST_FLAGS)
+
+# A cluster of the version before, upgraded under load: 2 minutes. Needs the repository's history, and skips without it.
+upgrade-test: $(STAMP)
+	$(BIN)/python -m pytest tests/processes/test_upgrade_skew.py $(PYTEST_FLAGS)
 
 # README and docs followed literally on a fresh clone, and a first hour compared with docs/first-hour.txt: 12 minutes on
 # 2 cores; with LONG=1 also what takes minutes.

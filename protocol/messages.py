@@ -32,7 +32,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts.
+#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts. A coordinator serves
+#: peers of the version before, too (protocol/skew.py).
 PROTOCOL_VERSION: Final = 7
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from coordinator.listener.router import RouterSocket, Sent
 from protocol.errors import CapacityError
+from protocol.messages import PROTOCOL_VERSION
 
 #: Replies that wait for a client whose socket is full.
 OUTBOX_MESSAGES_MAX: Final = 4_096
@@ -32,7 +33,7 @@ class ClientConnection:
     """One peer of one socket. `index` is small and reused, for arrays over connections.
 
     `user` is the user of the connection's key, who owns its requests. `name` is the unverified name in its Hello, and
-    `address` where it came from, for logs.
+    `address` where it came from, for logs. `protocol` is the version that it speaks.
     `sent_at` is the time of the last message that its socket accepted.
     """
 
@@ -44,6 +45,7 @@ class ClientConnection:
     sent_at: float
     user: str = ""
     address: str = ""
+    protocol: int = PROTOCOL_VERSION
     outbox: deque[bytes] = field(default_factory=deque)
     outbox_bytes: int = 0
     is_gone: bool = False
@@ -91,6 +93,7 @@ class ClientConnections:
         user: str = "",
         *,
         address: str = "",
+        protocol: int = PROTOCOL_VERSION,
     ) -> ClientConnection:
         """A new connection. Raises CapacityError when `limit` are open."""
         if not self._free:
@@ -100,7 +103,7 @@ class ClientConnections:
                 value=self.limit,
                 remedy="close some, or raise coordinator.connections_max",
             )
-        connection = ClientConnection(self._free.pop(), router, peer, role, name, now, user, address)
+        connection = ClientConnection(self._free.pop(), router, peer, role, name, now, user, address, protocol)
         self._by_peer[role, peer] = connection
         self._by_index[connection.index] = connection
         return connection

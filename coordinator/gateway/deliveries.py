@@ -24,6 +24,7 @@ from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.logs import fields, logger
+from protocol.skew import encode_for
 
 #: How soon a connection whose socket was full is tried again.
 UNBLOCK_INTERVAL_S: Final = 0.05
@@ -95,7 +96,7 @@ class Deliveries:
         self._subscriptions.remove(connection.index, request_index)
 
     def send(self, connection: ClientConnection, message: messages.GatewayMessage) -> None:
-        self.connections.send(connection, messages.encode(message), self._clock())
+        self.connections.send(connection, encode_for(message, connection.protocol), self._clock())
 
     def probe(self, idle_since: float) -> None:
         """Drop connections that are gone, of those that were sent nothing after `idle_since`."""

@@ -32,7 +32,8 @@ from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.errors import BadInput, CapacityError, HiSparseError, ProtocolError
-from protocol.messages import KEY_PRIORITY_DEFAULT, NAME_CHARS_MAX, PROTOCOL_VERSION, AdminMessage, GatewayMessage
+from protocol.messages import KEY_PRIORITY_DEFAULT, NAME_CHARS_MAX, AdminMessage, GatewayMessage
+from protocol.skew import check_version
 from protocol.transport.frames import check_size, read_frame
 from protocol.transport.keys import ALLOWED_FILE, AllowedKey
 
@@ -152,20 +153,14 @@ class Gateway:
         message = read_frame(self._decode[role], received.frame, bytes_max, role)
         if isinstance(message, messages.Hello):
             connection = connection or self._greet(role, received, message)
-            self._deliveries.send(connection, self._welcome())
+            self._deliveries.send(connection, self._welcome(connection.protocol))
         elif connection is None:
             raise _no_hello()
         else:
             self._serve(connection, message, message.tag, nursery)
 
     def _greet(self, role: str, received: Received, hello: messages.Hello) -> ClientConnection:
-        if hello.protocol != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"this coordinator speaks protocol {PROTOCOL_VERSION}",
-                field="protocol",
-                value=hello.protocol,
-                remedy=f"install hisparse {self._version}",
-            )
+        check_version(hello.protocol)
         if hello.role != role:
             raise ProtocolError(
                 f"this is the {role} endpoint",
@@ -189,12 +184,13 @@ class Gateway:
             trio.current_time(),
             received.user,
             address=peer_address(received.descriptor),
+            protocol=hello.protocol,
         )
 
-    def _welcome(self) -> messages.Welcome:
+    def _welcome(self, protocol: int) -> messages.Welcome:
         it = self._scheduler
         about = self._incarnation, self._version, it.model(), it.refusal(), it.unserved()
-        return messages.Welcome(PROTOCOL_VERSION, *about)
+        return messages.Welcome(protocol, *about)
 
     def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
         """Answer a message that could not be read or has no connection. A full socket drops the answer.

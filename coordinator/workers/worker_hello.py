@@ -21,8 +21,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from protocol.errors import BadInput, NameTaken, ProtocolError, Unavailable, WrongState
-from protocol.messages import NAME_CHARS_MAX, PROTOCOL_VERSION, WorkerHello
+from protocol.errors import BadInput, NameTaken, Unavailable, WrongState
+from protocol.messages import NAME_CHARS_MAX, WorkerHello
+from protocol.skew import check_version
 
 
 class Course(Enum):
@@ -64,13 +65,7 @@ def judge(hello: WorkerHello, process: int, known: KnownWorker | None, incarnati
 
 
 def _check(hello: WorkerHello, incarnation: int) -> None:
-    if hello.protocol != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"this coordinator speaks protocol {PROTOCOL_VERSION}",
-            field="protocol",
-            value=hello.protocol,
-            remedy="install the same hisparse everywhere",
-        )
+    check_version(hello.protocol)
     for field, name in (("worker", hello.worker), ("node", hello.node)):
         if not 0 < len(name) <= NAME_CHARS_MAX:
             raise BadInput(f"not 1 to {NAME_CHARS_MAX} characters", field=field, value=name[:NAME_CHARS_MAX])

@@ -285,7 +285,7 @@ class WorkerLinks:
                 self._start(self._adopt, received, hello, link)
             case Course.SEND_AWAY, _:
                 log.info("worker sent away to empty itself", extra=fields(worker=hello.worker, epoch=hello.epoch))
-                welcome = messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, 0, want_tokenizer=False)
+                welcome = messages.WorkerWelcome(hello.protocol, self._incarnation, 0, want_tokenizer=False)
                 self._socket.send(received.peer, messages.encode(welcome))
             case course, _:
                 if course is Course.SUCCEED and link is not None:
@@ -300,7 +300,7 @@ class WorkerLinks:
         except WrongState as error:
             self._put_down(link, proved_exit=False, reason=str(error))
             raise
-        self._welcome(link, peer)
+        self._welcome(link, peer, hello.protocol)
 
     def _check_room(self, name: str) -> None:
         """Forget workers whose exit is proved; raise CapacityError when WORKERS_MAX names remain."""
@@ -330,8 +330,9 @@ class WorkerLinks:
         if link.process:
             self._start(self._watch_process, link)
             self._write_process(link, hello)
-        log.info("worker joined", extra=fields(worker=link.name, epoch=hello.epoch, process=link.process))
-        self._welcome(link, received.peer)
+        about = fields(worker=link.name, epoch=hello.epoch, process=link.process, protocol=hello.protocol)
+        log.info("worker joined", extra=about)
+        self._welcome(link, received.peer, hello.protocol)
 
     def _write_process(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
         """Record the attested process, so that a later incarnation can prove its exit."""
@@ -364,16 +365,16 @@ class WorkerLinks:
             self._log.rebind(row.request_index, row.placement, link.number)
         link.is_awaited = False
         log.info("worker back", extra=fields(worker=link.name, epoch=hello.epoch, held=len(inventory)))
-        self._welcome(link, received.peer, adopted=True)
+        self._welcome(link, received.peer, hello.protocol, adopted=True)
 
-    def _welcome(self, link: WorkerLink, peer: bytes, *, adopted: bool = False) -> None:
+    def _welcome(self, link: WorkerLink, peer: bytes, protocol: int, *, adopted: bool = False) -> None:
         if link.peer is not None:
             self._by_peer.pop(link.peer, None)
         link.peer = peer
         self._by_peer[peer] = link
         wants = self._tokenizers.wants(link.model)
         acknowledged = link.state.report_durable
-        self._send(link, messages.WorkerWelcome(PROTOCOL_VERSION, self._incarnation, acknowledged, wants, adopted))
+        self._send(link, messages.WorkerWelcome(protocol, self._incarnation, acknowledged, wants, adopted))
         self._sender.soon(link)
 
     # ------------------------------------------------------------ ends of epochs

@@ -348,14 +348,14 @@ def test_all_processes_are_upgraded_under_load(rig: ComposeRig, load: Load) -> N
     installed = set(re.findall(r"Successfully installed (\S+)", rig.build()))
     assert all(it.startswith("hisparse-") for it in installed), "a change of code installs nothing else"
     with load:
+        written(rig, "docker compose up --detach --no-deps coordinator")
+        rig.connected(*WORKERS)
+        load.some_more()
         for worker in WORKERS:
             written(rig, "docker compose exec coordinator hisparse drain worker-0 --handover --wait", worker=worker)
             written(rig, "docker compose up --detach --no-deps worker-0", worker=worker)
             rig.connected(*WORKERS)
             load.some_more()
-        written(rig, "docker compose up --detach --no-deps coordinator")
-        load.some_more()
-    rig.connected(*WORKERS)
     written(rig, "docker compose up --detach --no-deps http")
     rig.healthy(*SERVICES)
     with load:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -338,6 +339,16 @@ def test_images_install_from_locks_with_hashes() -> None:
             assert run.endswith(f"--requirement {lock}")
             assert ("--index-url" in run) == (lock == "torch-cpu.txt")
         assert _copied_from(image) == [f"requirements-{image}", "package"]
+
+
+@pytest.mark.parametrize("image", ["coordinator", "http"])
+def test_images_that_trace_have_what_traces_need(image: str) -> None:
+    """Both are told where to send traces, and to send none by default."""
+    lock = (ROOT / "locks" / f"{image}.txt").read_text()
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["otel"]
+    assert {re.split("[<>=]", it)[0] for it in extra} <= set(re.findall(r"^([\w-]+)==", lock, re.MULTILINE))
+    endpoint = SERVICES[image]["environment"]["HISPARSE_CLUSTER_TRACES_ENDPOINT"]
+    assert (endpoint, DEFAULTS["TRACES_ENDPOINT"]) == ("${TRACES_ENDPOINT:-}", "")
 
 
 def test_code_change_reinstalls_only_that_code() -> None:

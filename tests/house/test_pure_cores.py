@@ -118,6 +118,7 @@ PURE = [
     "protocol/logprobs",
     "protocol/messages",
     "protocol/sizing",
+    "protocol/skew",
     "protocol/trace_context",
     "protocol/units",
     "worker/device/step_rows",

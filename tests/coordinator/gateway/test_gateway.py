@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
@@ -17,6 +18,7 @@ from protocol import messages
 from protocol.arrays import pack_int32, unpack_int32
 from protocol.errors import CapacityError, ConfigError
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Sampling
+from protocol.skew import NEWER_FIELDS, PROTOCOL_VERSION_MIN
 from protocol.transport.dealer import DealerSocket
 from tests.support.fakes.scheduler import MODEL
 from tests.support.gateway_rig import GatewayRig, hear, introduce, running, say
@@ -62,6 +64,7 @@ async def read_tokens(dealer: DealerSocket, count: int) -> list[int]:
         (messages.encode(SUBMIT)[:-3], "protocol", "message"),
         (bytes(CLIENT_MESSAGE_BYTES_MAX + 1), "protocol", "message"),
         (messages.encode(messages.Hello(PROTOCOL_VERSION + 1, "client")), "protocol", "protocol"),
+        (messages.encode(messages.Hello(PROTOCOL_VERSION_MIN - 1, "client")), "protocol", "protocol"),
         (messages.encode(messages.Hello(PROTOCOL_VERSION, "admin")), "protocol", "role"),
         (messages.encode(messages.Hello(PROTOCOL_VERSION, "client", "x" * 200)), "bad_input", "name"),
     ],
@@ -74,7 +77,8 @@ async def read_tokens(dealer: DealerSocket, count: int) -> list[int]:
         "admin's reload",
         "cut",
         "oversized",
-        "version",
+        "newer version",
+        "older version",
         "role",
         "name",
     ],
@@ -166,6 +170,29 @@ async def test_the_admin_socket_takes_only_admins(rig: GatewayRig) -> None:
     assert (await failure(dealer)).message == "this is the admin endpoint"
     assert rig.dropped("admin") == {"protocol": 1}
     dealer.close()
+
+
+async def test_client_of_the_version_before_is_served_in_it(rig: GatewayRig) -> None:
+    """Its rows of requests have no fields that it would refuse."""
+    old = await rig.dealer()
+    await say(old, messages.Hello(PROTOCOL_VERSION_MIN, "client", "old"))
+    (welcome,) = await hear(old)
+    assert isinstance(welcome, messages.Welcome)
+    assert welcome.protocol == PROTOCOL_VERSION_MIN
+    await say(old, SUBMIT)
+    await hear(old)
+    await say(old, messages.DescribeRequest(8, SUBMIT.request_id))
+    with trio.fail_after(5):
+        (frame,) = await old.recv_batch()
+    _, _, row, _ = msgspec.msgpack.decode(frame)
+    detail = messages.decode_gateway(frame)
+    assert isinstance(detail, messages.RequestDetail)
+    assert len(row) == len(messages.RequestRow.__struct_fields__) - NEWER_FIELDS[messages.RequestRow]
+    new = await introduce(rig)
+    await say(new, messages.DescribeRequest(8, SUBMIT.request_id))
+    assert await hear(new) == [detail]
+    old.close()
+    new.close()
 
 
 async def test_scheduler_refusal_reaches_client_in_full(rig: GatewayRig) -> None:

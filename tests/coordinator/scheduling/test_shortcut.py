@@ -5,24 +5,33 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.memory.prefix_index import Chain
+from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.free_memory import PlacementAsk
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.policy import _Plan
+from coordinator.scheduling.prefix_reuse import OWN, PrefixReuse
 from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.messages import AUTO, BOTH, DIRECT, PREFILL, STAGED, GroupMember
+from protocol.units import PAGE_TOKENS
 from tests.support.fakes.fake_cluster import MODEL, FakeCluster, FakePort, capacity
+from tests.support.fakes.fake_worker import FakeWorker
 
 SEEDS = 24
+NODES = ("n0", "n1")
 WORKERS = 64
 
 
 def drawn_cluster(rng: random.Random) -> FakeCluster:
     """Six workers of two sizes on two nodes, in groups or not, perhaps with one that does nothing but prefill."""
-    fake = FakeCluster(1, ("n0", "n1"), host_pages=160)
+    reuse = PrefixReuse(OWN, b"key")
+    for node in NODES:
+        reuse.open(node)
+    fake = FakeCluster(1, NODES, host_pages=160, prefix_reuse=reuse)
     has_groups, sizes = rng.random() < 0.5, [rng.choice((24, 40, 80)) for _ in range(2)]
     for number in range(6):
         node = f"n{number % 2}"
@@ -35,18 +44,42 @@ def drawn_cluster(rng: random.Random) -> FakeCluster:
 
 
 def history(seed: int) -> list[str]:
-    """What is decided while requests come, run, end and make room for each other."""
+    """What is decided while requests come, run, end and make room for each other. Prompts begin alike, so that some are
+    cached and some under way; hot floors change, and workers drain."""
     rng, told = random.Random(seed), list[str]()
     fake = drawn_cluster(rng)
+    has_floors = rng.random() < 0.4
     for request_index in range(40):
         prompt, priority = rng.choice((64, 300, 900)), rng.choice((0, 0, 0, 3))
         mode = rng.choice((AUTO, AUTO, AUTO, STAGED, DIRECT))
         fake.submit(request_index, prompt, rng.choice((30, 400)), priority, prefill_mode=mode)
         if rng.random() < 0.6:
+            give_chain(fake, request_index, rng)
+        if has_floors:
+            rng.choice(workers_of(fake)).hot_floor = rng.choice((None, 0, 256))
+        if rng.random() < 0.15:
+            drain = WorkerDrain(fake.now + rng.choice((0.0, 5.0)), handover=rng.random() < 0.5)
+            fake.drain_worker(rng.choice(workers_of(fake)).name, drain if rng.random() < 0.4 else None)
+        if rng.random() < 0.6:
             told += map(repr_of, fake.settle())
         if rng.random() < 0.3:
             fake.round()
     return told
+
+
+def workers_of(fake: FakeCluster) -> list[WorkerEntry]:
+    return [*fake.dispatch.placement_table.workers.values()]
+
+
+def give_chain(fake: FakeCluster, request_index: int, rng: random.Random) -> None:
+    """Its prompt begins as that of some others, for a drawn number of pages, and goes on like that of no other."""
+    reuse, entry = fake.dispatch.prefix_reuse, fake.entry(request_index)
+    pages = entry.facts.prompt_tokens // PAGE_TOKENS
+    shared = rng.randrange(pages + 1)
+    words = [rng.randrange(3)] * shared + [1_000 + request_index] * (pages - shared)
+    scope = reuse.scope("", "", "")
+    root = reuse.root(MODEL, scope)
+    entry.chain = Chain(root, reuse.digests(root, np.repeat(np.array(words, np.int32), PAGE_TOKENS).tobytes()), scope)
 
 
 def repr_of(decision: object) -> str:
@@ -63,6 +96,8 @@ def test_plain_requests_go_where_all_workers_asked_would_send_them(monkeypatch: 
             taken.append(ask.worker.name)
         return ask
 
+    for check in ("_check_row", "check_memory"):  # fake workers take a page for one request's, and here some are shared
+        monkeypatch.setattr(FakeWorker, check, lambda *_: None)
     monkeypatch.setattr(_Plan, "_plain_ask", counted)
     quick = [history(seed) for seed in range(SEEDS)]
     monkeypatch.setattr(_Plan, "_plain_ask", lambda *_: None)

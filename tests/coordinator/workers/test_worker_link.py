@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -36,6 +37,7 @@ from protocol.messages import (
     WorkerWelcome,
 )
 from protocol.settings import CoordinatorSettings
+from protocol.skew import PROTOCOL_VERSION_MIN
 from tests.support.fakes.worker import FakeWorker, hello
 from tests.support.progress import RequestEntry, progress
 
@@ -420,6 +422,7 @@ async def test_a_worker_that_never_acknowledges_counts_as_down(rig: Rig, monkeyp
     ("changes", "code"),
     [
         ({"protocol": PROTOCOL_VERSION + 1}, "protocol"),
+        ({"protocol": PROTOCOL_VERSION_MIN - 1}, "protocol"),
         ({"worker": ""}, "bad_input"),
         ({"node": "x" * 200}, "bad_input"),
         ({"incarnation_seen": INCARNATION + 1}, "unavailable"),
@@ -432,6 +435,18 @@ async def test_refused_worker_is_told_why(rig: Rig, changes: dict[str, object], 
     assert (await refusal(worker)).code == code
     assert rig.scheduler.told == []
     worker.close()
+
+
+async def test_worker_of_the_version_before_is_answered_in_it(rig: Rig) -> None:
+    """It gives up at a welcome of another version than its own. It joins, reconnects, and is to empty itself."""
+    hellos = hello(), hello(), hello(epoch=2, incarnation_seen=INCARNATION - 1, command_ack=3)
+    for older in (msgspec.structs.replace(it, protocol=PROTOCOL_VERSION_MIN) for it in hellos):
+        worker = await rig.worker()
+        await worker.say(older)
+        welcome = await worker.hear()
+        assert isinstance(welcome, WorkerWelcome)
+        assert welcome.protocol == PROTOCOL_VERSION_MIN
+        worker.close()
 
 
 async def test_hello_of_an_exited_process_proves_its_exit(rig: Rig) -> None:

@@ -19,6 +19,7 @@ from coordinator.workers.processes import process_of
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow, pack_rows
 from protocol.messages import NOT_SEEN, PROTOCOL_VERSION, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
+from protocol.skew import PROTOCOL_VERSION_MIN
 from tests.coordinator.workers.test_worker_link import IMPATIENT, INCARNATION, Rig
 from tests.support.fakes.journal import FakeStore
 from tests.support.fakes.scheduler import MODEL
@@ -53,7 +54,8 @@ async def start(rig: Rig, nursery: trio.Nursery) -> None:
     await trio.lowlevel.checkpoint()
 
 
-async def test_journalled_epoch_continues_its_numbers(rig: Rig) -> None:
+@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, PROTOCOL_VERSION_MIN])
+async def test_journalled_epoch_continues_its_numbers(rig: Rig, protocol: int) -> None:
     port = expected(rig)
     request_index = rig.log.open(100)
     rig.log.begin_placement(request_index, 3, 10, 1 << 20)
@@ -62,10 +64,9 @@ async def test_journalled_epoch_continues_its_numbers(rig: Rig) -> None:
         await start(rig, nursery)
         assert port.stats().link_age_s == NOT_SEEN
         worker = await rig.worker()
-        await worker.say(hello(**PAST, inventory=pack_rows([InventoryRow(3, request_index=request_index)])))
-        assert await worker.hear() == WorkerWelcome(
-            PROTOCOL_VERSION, INCARNATION, 6, want_tokenizer=False, adopted=True
-        )
+        inventory = pack_rows([InventoryRow(3, request_index=request_index)])
+        await worker.say(hello(**PAST, inventory=inventory, protocol=protocol))
+        assert await worker.hear() == WorkerWelcome(protocol, INCARNATION, 6, want_tokenizer=False, adopted=True)
         assert port.stats().link_age_s >= 0
         assert await worker.hear() == Commands(INCARNATION, 6, (Withdraw(99),))
         await worker.report(progress(RequestEntry(request_index, 3, 0, [4, 5], 10)), number=7, command_ack=6)

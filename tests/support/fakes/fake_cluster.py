@@ -19,6 +19,7 @@ from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.dispatch import Dispatch, Effects
+from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import (
     Admitted,
@@ -32,8 +33,10 @@ from coordinator.scheduling.events import (
 )
 from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.pending import PendingKind, PendingReasons
+from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
 from protocol import messages
+from protocol.arrays import Int32Array
 from protocol.sizing import misfit
 from tests.support.facts import make_facts
 from tests.support.fakes.fake_worker import FakePool, FakeWorker, output_tokens, token_of
@@ -88,12 +91,18 @@ class FakeLive:
 
 
 class FakeCluster:
-    def __init__(self, seed: int, nodes: tuple[str, ...] = ("n0",), host_pages: int = 32) -> None:
+    def __init__(
+        self,
+        seed: int,
+        nodes: tuple[str, ...] = ("n0",),
+        host_pages: int = 32,
+        prefix_reuse: PrefixReuse | None = None,
+    ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.ledgers = {node: Ledger(host_pages) for node in nodes}
         self.pools = {node: FakePool(host_pages) for node in nodes}
-        self.dispatch = Dispatch(self.ledgers, AHEAD_TOKENS)
+        self.dispatch = Dispatch(self.ledgers, AHEAD_TOKENS, prefix_reuse)
         self.live: dict[int, FakeLive] = {}
         placement_table, policy = self.dispatch.placement_table, self.dispatch.policy
         self.pending = PendingReasons(
@@ -235,7 +244,7 @@ class FakeCluster:
 
     def take(self, heard: Effects) -> None:
         for step in heard.steps:
-            apply(self.ledgers[step.node], step.change)
+            self._apply(step)
         for tell in heard.tells:
             self.tell(tell.request_index, tell.event)
 
@@ -272,11 +281,12 @@ class FakeCluster:
 
     def _carry_out(self, decision: decisions.Decision) -> None:
         step = self.dispatch.step(decision)
-        pages = apply(self.ledgers[step.node], step.change) if step else NO_PAGES
+        pages = self._apply(step) if step else NO_PAGES
         if not isinstance(decision, decisions.AdmitDecision):
             tell = self.dispatch.told(decision, pages)
             return self.tell(tell.request_index, tell.event)
         entry, live = decision.entry, self.live[decision.entry.request_index]
+        self.dispatch.prefix_reuse.use(entry, decision.worker.node, decision.share.size)
         assert isinstance(step, tuple)
         assert isinstance(step.change, changes.Reserve)
         live.placement, live.durable = decision.placement, decision.durable_tokens
@@ -299,14 +309,34 @@ class FakeCluster:
         )
         return self.tell(entry.request_index, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
 
+    def _apply(self, step: LedgerStep) -> Int32Array:
+        """As the HostPool does: what takes more pages than are free has idle cached ones evicted before it."""
+        ledger, index = self.ledgers[step.node], self.dispatch.prefix_reuse.by_node.get(step.node)
+        if index is None:
+            return apply(ledger, step.change)
+        if isinstance(step.change, changes.GIVING):
+            spared = step.change.shared.tolist() if isinstance(step.change, changes.Reserve) else []
+            missing = changes.pages_taken(step.change) - ledger.pages_free
+            if missing > 0:
+                ledger.evict(index.evict(missing, ledger.is_idle, frozenset(spared)))
+        free_before = ledger.pages_free
+        pages = apply(ledger, step.change)
+        index.given_out(lambda: ledger.moved(free_before)[0])
+        return pages
+
     def _check_order(self, plan: list[decisions.Decision]) -> None:
-        """Strict order: no request was placed on a worker for which a better-ranked request still waits."""
-        waiting = [self.dispatch.placement_table.by_rank[rank] for rank in self.dispatch.placement_table.waiting]
+        """Strict order: no request was placed on a worker for which a better-ranked request still waits. A follower
+        waits for no worker, and one that needs two may have none while others drain."""
+        table = self.dispatch.placement_table
+        waiting = [table.by_rank[rank] for rank in table.waiting]
+        drains = any(worker.drain is not None for worker in table.workers.values())
         for decision in plan:
             if isinstance(decision, decisions.AdmitDecision):
                 worker = decision.worker
                 for entry in waiting:
                     could = not entry.pages or entry.node == worker.node
+                    could = could and entry.follows is None
+                    could = could and not (drains and entry.facts.prefill_mode == messages.DIRECT)
                     could = could and not misfit(entry.length, worker.capacity, worker.name)
                     assert not (could and entry.rank < decision.entry.rank), "overtaken"
 
