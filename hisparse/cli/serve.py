@@ -239,8 +239,9 @@ def _up_on_ray(
     coordinator_node: str | None,
     ready_file: Path | None,
 ) -> int:
-    from hisparse.ray.cluster import RayCluster
-    from hisparse.ray.plan import RayOptions, check_asked
+    from hisparse.ray.ray_cluster import RayCluster
+    from hisparse.ray.plan import RayOptions
+    from hisparse.ray.settings import check_asked
     from hisparse.ray.up import run_ray_up
 
     context = click.get_current_context()
@@ -263,17 +264,19 @@ def _up_on_ray(
     metavar="SECONDS",
     help="How long requests may run on.",
 )
+@click.option("--i-am-sure", "is_sure", is_flag=True, help="Nodes that do not answer are off, or their processes gone.")
 @with_config(*LOG_SETTINGS)
-def down(config: Config, address: str, deadline: float) -> int:
+def down(config: Config, address: str, deadline: float, is_sure: bool) -> int:
     """Drain and stop the cluster that `up --ray` started there, and give back what Ray reserves for it.
 
     Requests that have not ended are in the journal and resume at the next start with it. With cluster.name another
-    cluster than `hisparse` is meant. Exit code 6: a node does not answer, and its processes may still run.
+    cluster than `hisparse` is meant. Exit code 6: a node does not answer, and its processes may still run; check it,
+    then pass --i-am-sure.
     """
-    from hisparse.ray.cluster import RayCluster
+    from hisparse.ray.ray_cluster import RayCluster
     from hisparse.ray.up import run_ray_down
 
-    return run_ray_down(config, RayCluster(address), deadline)
+    return run_ray_down(config, RayCluster(address), deadline, is_sure=is_sure)
 
 
 def _roles(value: str) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ from hisparse.cluster.children import Child, child_environ
 from hisparse.cluster.keeper import Restarts
 from hisparse.ray.plan import NodePlan
 from hisparse.ray.remains import write_atomically
-from hisparse.ray.supervisor import DEADLINE_FILE, PLAN_FILE, STATUS_FILE, Status
+from hisparse.ray.supervisor import DEADLINE_FILE, PLAN_FILE, STATUS_FILE, NodeStatus
 from protocol.transport.private_dir import make_private_dir
 
 #: Time for a supervisor, after the deadline of the drain, to end all processes and remove the pool.
 STOP_LIMIT_S: Final = 120.0
-STARTING: Final = Status("starting", {})
+STARTING: Final = NodeStatus("starting", {})
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     client_endpoint: str
     admin_endpoint: str
     supervisor: int
-    status: Status
+    status: NodeStatus
     exit_code: int | None
 
 
@@ -66,7 +66,7 @@ class NodeHost:
     def report(self) -> bytes:
         """A NodeReport."""
         try:
-            status = msgspec.json.decode((self._directory / STATUS_FILE).read_bytes(), type=Status)
+            status = msgspec.json.decode((self._directory / STATUS_FILE).read_bytes(), type=NodeStatus)
         except FileNotFoundError:
             status = STARTING
         cluster, pid = self._plan.config.cluster, self._child.pid if self._child is not None else 0

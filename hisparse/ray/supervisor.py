@@ -55,7 +55,7 @@ VOUCH_INTERVAL_S: Final = 0.2
 log = logger("supervisor")
 
 
-class Status(msgspec.Struct, frozen=True):
+class NodeStatus(msgspec.Struct, frozen=True):
     """What a supervisor writes for its actor. `state`: starting, up, stopped."""
 
     state: str
@@ -99,7 +99,7 @@ class NodeProcesses:
         return self.start(name)
 
 
-class Supervisor:
+class NodeSupervisor:
     """One per node."""
 
     def __init__(self, plan: NodePlan) -> None:
@@ -226,7 +226,7 @@ class Supervisor:
         if self._processes.identities:  # until then, what ran before
             endpoint = self._plan.config.cluster.worker_endpoint
             note(self._runtime_dir / REMAINS_FILE, endpoint, self._processes.identities)
-        status = Status(self._state, pids, tuple(self._said))
+        status = NodeStatus(self._state, pids, tuple(self._said))
         write_atomically(self._runtime_dir / STATUS_FILE, msgspec.json.encode(status))
 
 
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str]) -> int:
     with open(runtime_dir / LOCK_FILE, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier supervisor may still stop its processes
         try:
-            return trio.run(Supervisor(plan).run)
+            return trio.run(NodeSupervisor(plan).run)
         except BaseExceptionGroup as group:
             found = _refusal(group)
             if found is None:

@@ -22,9 +22,10 @@ from hisparse.cluster.up import EXIT_CHILD_LOST
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.api_keys import read_keys
 from hisparse.http.tls import tls_of
-from hisparse.ray.cluster import Cluster, Host
 from hisparse.ray.host import NodeReport
-from hisparse.ray.plan import NodePlan, RayOptions, digest_of, make_plans
+from hisparse.ray.plan import NodePlan, RayOptions
+from hisparse.ray.ray_cluster import Host, RayApi
+from hisparse.ray.settings import digest_of, make_plans
 from protocol.errors import ConfigError, NotFound, Unavailable, WrongState
 from protocol.logs import configure, logger
 from protocol.settings import Config
@@ -40,7 +41,7 @@ FRONT_KEY: Final = "client.http.key"
 log = logger("up")
 
 
-def run_ray_up(config: Config, options: RayOptions, cluster: Cluster, ready_file: Path | None) -> int:
+def run_ray_up(config: Config, options: RayOptions, cluster: RayApi, ready_file: Path | None) -> int:
     """Start the cluster, or join it; report until a signal, which leaves it running. Returns the exit code.
 
     Raises HiSparseError when it cannot be started, or another one of that name runs.
@@ -53,10 +54,11 @@ def run_ray_up(config: Config, options: RayOptions, cluster: Cluster, ready_file
     return follow(config, start_or_join(config, options, cluster), asked, ready_file)
 
 
-def run_ray_down(config: Config, cluster: Cluster, deadline_s: float) -> int:
+def run_ray_down(config: Config, cluster: RayApi, deadline_s: float, *, is_sure: bool = False) -> int:
     """Drain and stop the cluster; 0 when all of its processes have ended. Raises NotFound when none runs.
 
-    Where a node does not answer, nothing is known of its processes: its actor is left, and the exit code is 6.
+    Where a node does not answer, nothing is known of its processes: the actors stay, and the exit code is 6, unless
+    the operator `is_sure` that they have ended.
     """
     configure(config.cluster.log_level, config.cluster.log_format)
     log.setLevel(logging.INFO)
@@ -66,14 +68,14 @@ def run_ray_down(config: Config, cluster: Cluster, deadline_s: float) -> int:
     reports = {address: _reported(host) for address, host in hosts.items()}
     home_first = sorted(hosts, key=lambda it: not (reports[it] and reports[it].is_home))  # type: ignore[union-attr]
     stopped = [_stopped(address, hosts[address], deadline_s) for address in home_first]
-    if not all(stopped):
+    if not all(stopped) and not is_sure:
         return EXIT_CODES[Unavailable.code]
     cluster.remove(config.cluster.name)
-    log.info("all processes have ended")
+    log.info("all processes have ended" if all(stopped) else "given back what Ray reserved")
     return 0
 
 
-def start_or_join(config: Config, options: RayOptions, cluster: Cluster) -> Mapping[str, Host]:
+def start_or_join(config: Config, options: RayOptions, cluster: RayApi) -> Mapping[str, Host]:
     """The actors by address. Raises WrongState when a cluster of that name runs with other settings."""
     name, asked = config.cluster.name, digest_of(config, options)
     if hosts := cluster.hosts(name):

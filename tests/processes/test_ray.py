@@ -147,6 +147,7 @@ async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp
     ray.actors[OTHER].lost = True
     running = ray.actors[OTHER].inner
     assert run_ray_down(config, ray, 1.0) == 6
+    assert ray.actors.keys() == {HOME, OTHER}
     ray.actors[OTHER].lost = False
     assert run_ray_down(config, ray, 1.0) == 0
     assert not ray.actors

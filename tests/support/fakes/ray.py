@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hisparse.ray.cluster import Host, look_around
+from hisparse.ray.ray_cluster import Host, look_around
 from hisparse.ray.host import NodeHost, NodeReport
 from hisparse.ray.plan import NodeFacts, NodePlan
 from protocol.errors import Unavailable
@@ -40,7 +40,7 @@ class FakeHost:
 
 @dataclass
 class FakeRay:
-    """As hisparse.ray.cluster.Cluster. `started`: plans of the last start."""
+    """As hisparse.ray.ray_cluster.RayApi. `started`: plans of the last start."""
 
     addresses: Sequence[str]
     actors: dict[str, FakeHost] = field(default_factory=dict)

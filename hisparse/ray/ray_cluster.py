@@ -32,7 +32,7 @@ class Host(Protocol):
     def stop(self, deadline_s: float) -> bool: ...
 
 
-class Cluster(Protocol):
+class RayApi(Protocol):
     """What `hisparse up --ray` needs of Ray."""
 
     def nodes(self, pool_dir: str) -> list[NodeFacts]: ...
@@ -76,7 +76,7 @@ class RayCluster:
 
         ray = _ray()
         alive = [it for it in ray.nodes() if it["Alive"]]
-        ask = ray.remote(look_around).options(num_cpus=0)
+        ask = ray.remote(num_cpus=0)(look_around)
         asked = [
             ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(it["NodeID"], soft=False)).remote(
                 pool_dir, it["NodeManagerAddress"]
