@@ -239,8 +239,8 @@ def _up_on_ray(
     coordinator_node: str | None,
     ready_file: Path | None,
 ) -> int:
-    from hisparse.ray.ray_cluster import RayCluster
     from hisparse.ray.plan import RayOptions
+    from hisparse.ray.ray_cluster import RayCluster
     from hisparse.ray.settings import check_asked
     from hisparse.ray.up import run_ray_up
 

@@ -61,16 +61,29 @@ async def end_all(found: Remains) -> None:
 
 
 async def _end(process: Process) -> None:
-    if process.started == 0:  # it had ended before it was written down
-        return
+    if _send(process, signal.SIGKILL):
+        await wait_exit(process.id)
+
+
+def ask_to_stop(process: Process) -> None:
+    """SIGTERM to `process`, unless it has ended."""
+    _send(process, signal.SIGTERM)
+
+
+def _send(process: Process, number: signal.Signals) -> bool:
+    """Whether the signal was sent: `process` runs. The descriptor is of the process that is then identified."""
+    if process.started == 0:  # it had ended before it was identified
+        return False
     try:
         pidfd = os.pidfd_open(process.id)
     except ProcessLookupError:
-        return
+        return False
     try:
-        if has_ended(process):  # of the process that the descriptor is of, if it has the same start
-            return
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        if has_ended(process):
+            return False
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return False
     finally:
         os.close(pidfd)
-    await wait_exit(process.id)
+    return True

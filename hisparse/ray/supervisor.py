@@ -1,6 +1,6 @@
 """The supervisor of one node: what `hisparse up` does for one machine, for a node's part of a cluster.
 
-    start     ends what an earlier supervisor of this node left; the coordinator, if it is here; once it answers, tells
+    start     an earlier supervisor that still runs is stopped; ends what one left; the coordinator, if it is here; once it answers, tells
               it which workers of this node are proved gone; then the front and the workers
     run       hisparse.cluster.keeper restarts what dies and kills what hangs. A coordinator on another node cannot see
               a process end, so its pages would stay in quarantine: this process has seen the exit by a pidfd, and
@@ -16,10 +16,11 @@ Exit codes are those of `hisparse up`.
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -34,7 +35,7 @@ from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, op
 from hisparse.cluster.up import EXIT_CHILD_LOST, POLL_INTERVAL_S, STOP_GRACE_S, answers, start_child, started
 from hisparse.console.options import EXIT_CODES
 from hisparse.ray.plan import NodePlan
-from hisparse.ray.remains import end_all, note, read, write_atomically
+from hisparse.ray.remains import ask_to_stop, end_all, note, read, write_atomically
 from protocol.config import pool_path
 from protocol.errors import HiSparseError, NotFound, WrongState
 from protocol.logs import configure, logger
@@ -236,8 +237,7 @@ def main(arguments: Sequence[str]) -> int:
     die_with_parent(int(arguments[1]))
     plan = msgspec.json.decode((runtime_dir / PLAN_FILE).read_bytes(), type=NodePlan)
     configure(plan.config.cluster.log_level, plan.config.cluster.log_format, node=plan.config.worker.node)
-    with open(runtime_dir / LOCK_FILE, "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier supervisor may still stop its processes
+    with _only_one(runtime_dir / LOCK_FILE):
         try:
             return trio.run(NodeSupervisor(plan).run)
         except BaseExceptionGroup as group:
@@ -246,6 +246,25 @@ def main(arguments: Sequence[str]) -> int:
                 raise
             log.error("%s", found)  # noqa: TRY400 - a refusal needs no traceback
             return EXIT_CODES.get(found.code, EXIT_CODES["internal"])
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Hold the lock of this node, after an earlier supervisor, which is asked to stop, has let it go.
+
+    An actor may outlive its raylet, and is made again when the raylet is back.
+    """
+    with open(path, "a+b") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            ask_to_stop(msgspec.json.decode(lock.read(), type=Process))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(msgspec.json.encode(process_of(os.getpid())))
+        lock.flush()
+        yield
 
 
 def _refusal(error: BaseException) -> HiSparseError | None:

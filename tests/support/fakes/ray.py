@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hisparse.ray.ray_cluster import Host, look_around
 from hisparse.ray.host import NodeHost, NodeReport
 from hisparse.ray.plan import NodeFacts, NodePlan
+from hisparse.ray.ray_cluster import Host, look_around
 from protocol.errors import Unavailable
 
 
