@@ -1,7 +1,7 @@
 """The supervisor of one node: what `hisparse up` does for one machine, for a node's part of a cluster.
 
-    start     an earlier supervisor that still runs is stopped; ends what one left; the coordinator, if it is here; once it answers, tells
-              it which workers of this node are proved gone; then the front and the workers
+    start     stops an earlier supervisor of this node, or ends what one left; the coordinator, if it is here; once it
+              answers, tells it which workers of this node are proved gone; then the front and the workers
     run       hisparse.cluster.keeper restarts what dies and kills what hangs. A coordinator on another node cannot see
               a process end, so its pages would stay in quarantine: this process has seen the exit by a pidfd, and
               vouches

@@ -119,6 +119,14 @@ def kill(node: RayNode, part: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def start_ray_again(node: RayNode, head: RayNode) -> None:
+    """As an operator does. Its supervisor may have outlived Ray there, and is then followed by another one."""
+    before = node.pid_of("hisparse.ray.supervisor")
+    done = run_on(node, start_command(node.address, head.address))
+    assert done.returncode == 0, done.stderr
+    wait_for("another supervisor", lambda: node.pid_of("hisparse.ray.supervisor") not in (0, before), 240)
+
+
 def test_what_dies_comes_back_and_no_token_changes(site: Site) -> None:
     print(f"\nup after {site.up():.1f} s")
     second, third = site.nodes[1:]
@@ -134,11 +142,8 @@ def test_what_dies_comes_back_and_no_token_changes(site: Site) -> None:
     for name, disturb in victims.items():
         print(f"{name}: killed", flush=True)
         assert site.outputs(name, disturb) == undisturbed, name
-        if name == "raylet":  # an operator starts Ray there again
-            before = third.pid_of("hisparse.ray.supervisor")
-            done = run_on(third, start_command(third.address, site.head.address))
-            assert done.returncode == 0, done.stderr
-            wait_for("another supervisor", lambda: third.pid_of("hisparse.ray.supervisor") not in (0, before), 240)
+        if name == "raylet":
+            start_ray_again(third, site.head)
         if name == "driver":
             print(f"a driver joins after {site.up():.1f} s")
         print(f"{name}: all connected {wait_for(name, site.are_connected, 240):.1f} s after the last token")
