@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     write_model(kept / "model")
     with ray_cluster(3, kept) as nodes:
         yield Site(nodes, kept)
-    subprocess.run(["rm", "-r", str(kept)], check=True)
+    shutil.rmtree(kept)
 
 
 def kill(node: RayNode, part: str) -> None:

@@ -30,7 +30,7 @@ from tests.support.fakes.ray import FakeRay
 pytestmark = [pytest.mark.process, pytest.mark.ray]
 HOME, OTHER = "127.0.0.1", "127.0.0.2"
 LIMIT_S = 120.0
-REQUESTS = 8
+REQUESTS = 4
 OPTIONS = RayOptions(groups=2, group_size=1)
 
 
@@ -89,7 +89,7 @@ async def outputs_of(
         open_client(endpoint, role="client", name="test", reconnect_limit_s=LIMIT_S, key=key) as client,
         trio.open_nursery() as nursery,
     ):
-        sampling = Sampling(max_tokens=120, ignore_eos=True)
+        sampling = Sampling(max_tokens=60, ignore_eos=True)
         for i, prompt in enumerate(prompts_of(5, REQUESTS)):
             nursery.start_soon(collect, i, await client.submit(prompt, sampling, request_id=f"{prefix}{i}"))
     assert disturb is None
