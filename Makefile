@@ -15,7 +15,7 @@ MESSAGES ?= 100000
 BODIES ?= 10000
 FUZZ_S ?= 3600
 
-.PHONY: demo test check transfer-test compose-test upgrade-test follow-docs lock sim fuzz format lint report bench install prometheus clean
+.PHONY: demo test check transfer-test cluster-test compose-test upgrade-test follow-docs lock sim fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -30,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/hisparse demo
 
 test: lint prometheus
-	$(PARALLEL) --durations=20 -m "not compose and not guide and not upgrade" $(PYTEST_FLAGS)
+	$(PARALLEL) --durations=20 -m "not compose and not guide and not upgrade and not cluster" $(PYTEST_FLAGS)
 
 # What to run before each commit: no processes, no models.
 check: lint
@@ -41,6 +41,13 @@ transfer-test: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,mooncake]'
 	$(BIN)/python -m pytest tests/worker/transfer/test_engines.py tests/worker/transfer/test_transfer.py tests/worker/transfer/test_decode.py \
 		tests/processes/test_prefill_decode.py tests/processes/test_prefill_decode_faults.py
+
+# A real Ray cluster of three nodes in network namespaces, for CLUSTER_MIN minutes at most: docs/ray.md. Needs root and
+# iproute2, installs the extra `ray` (79 MB), and skips where namespaces cannot be made.
+CLUSTER_MIN ?= 30
+cluster-test: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	timeout --kill-after=60 $(CLUSTER_MIN)m $(BIN)/python -m pytest tests/cluster -m cluster -s $(PYTEST_FLAGS)
 
 # docker-compose.yml on this machine's engine, for COMPOSE_MIN minutes at most: docs/operations.md. Needs root, an engine,
 # Compose and debootstrap, installs none of them, and skips where one is missing.

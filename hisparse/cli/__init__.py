@@ -51,6 +51,7 @@ def _root() -> RootGroup:
     for command in (
         *(
             serve.up,
+            serve.down,
             serve.coordinator,
             serve.worker,
             serve.http,

@@ -179,6 +179,10 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--abort-unfinished", is_flag=True, help="Abort unfinished requests of another model that are in the journal."
 )
+@click.option("--ray", metavar="ADDRESS", help="Run on the nodes of a Ray cluster; auto: the one of this machine.")
+@click.option("--groups", type=click.IntRange(1, 1024), help="With --ray: groups of workers to start.")
+@click.option("--apart", is_flag=True, help="With --ray: no node has groups that prefill and groups that decode.")
+@click.option("--coordinator-node", metavar="ADDRESS", help="With --ray: node of the coordinator; default: Ray's head.")
 @click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535),
@@ -195,6 +199,10 @@ def up(
     ready_file: Path | None,
     http: tuple[str, int] | None,
     abort_unfinished: bool,
+    ray: str | None,
+    groups: int | None,
+    apart: bool,
+    coordinator_node: str | None,
     metrics_port: int | None,
 ) -> int:
     """Run a coordinator and N workers on this machine, sharing one host pool.
@@ -203,6 +211,8 @@ def up(
     Ctrl-C drains, then stops; a second Ctrl-C exits at once. Requests that have not ended are in the journal and resume
     at the next start. The host pool is removed at the end. With --group-size
     each so many workers form a group, which holds one copy of the model and is restarted whole.
+
+    With --ray coordinator, front and --groups groups of --group-size run on several machines: docs/ray.md.
     """
     from hisparse.cluster.up import UpOptions, run_up
     from protocol.config import listening_at, with_metrics_ports
@@ -213,8 +223,60 @@ def up(
         config = listening_at(config, *http)
     if metrics_port is not None:
         config = with_metrics_ports(config, metrics_port, workers)
+    if ray is not None:
+        return _up_on_ray(config, ray, (groups or 1, group_size or 1, roles, apart), http, coordinator_node, ready_file)
+    if groups is not None or apart or coordinator_node is not None:
+        raise click.UsageError("--groups, --apart and --coordinator-node need --ray", click.get_current_context())
     options = UpOptions(workers, roles, group_size, http is not None, abort_unfinished, deadline, ready_file)
     return run_up(config, options)
+
+
+def _up_on_ray(
+    config: Config,
+    address: str,
+    asked: tuple[int, int, tuple[str, ...], bool],
+    http: tuple[str, int] | None,
+    coordinator_node: str | None,
+    ready_file: Path | None,
+) -> int:
+    from hisparse.ray.plan import RayOptions
+    from hisparse.ray.ray_cluster import RayCluster
+    from hisparse.ray.settings import check_asked
+    from hisparse.ray.up import run_ray_up
+
+    context = click.get_current_context()
+    for name, remedy in (("workers", "use --groups"), ("abort_unfinished", ""), ("deadline", "pass it to down")):
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} cannot be used with --ray{': ' * bool(remedy)}{remedy}", context)
+    check_asked(config)
+    options = RayOptions(*asked, http is not None, coordinator_node or "")
+    return run_ray_up(config, options, RayCluster(address), ready_file)
+
+
+@click.command(short_help="Stop what `up --ray` runs.")
+@click.option("--ray", "address", required=True, metavar="ADDRESS", help="The Ray cluster; auto: that of this machine.")
+@click.option(
+    "--deadline",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="How long requests may run on.",
+)
+@click.option("--i-am-sure", "is_sure", is_flag=True, help="Nodes that do not answer are off, or their processes gone.")
+@with_config(*LOG_SETTINGS)
+def down(config: Config, address: str, deadline: float, is_sure: bool) -> int:
+    """Drain and stop the cluster that `up --ray` started there, and give back what Ray reserves for it.
+
+    Requests that have not ended are in the journal and resume at the next start with it. With cluster.name another
+    cluster than `hisparse` is meant. Exit code 6: a node does not answer, and its processes may still run; check it,
+    then pass --i-am-sure.
+    """
+    from hisparse.ray.ray_cluster import RayCluster
+    from hisparse.ray.up import run_ray_down
+
+    return run_ray_down(config, RayCluster(address), deadline, is_sure=is_sure)
 
 
 def _roles(value: str) -> tuple[str, ...]:

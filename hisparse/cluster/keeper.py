@@ -12,7 +12,10 @@
               killed when they do not; then all start together, after one pause. Restarts are counted per group, and
               its life begins when all of its ranks are connected: they warm up for long before that
     forgotten a worker that is not restarted, or that an earlier start had, is listed no longer once its exit is proved
-    over      the coordinator has exited or was given up, or all workers have
+    over      the coordinator has exited or was given up, or all workers have; with workers elsewhere, all that is here
+
+Where a cluster spans nodes, each node has a Keeper for its processes, and a coordinator elsewhere cannot see them end:
+`vouch` is given the names of workers whose processes have ended, before they start again.
 
 A kill loses nothing: rows are in the host pool, which this process holds open for later workers, and acknowledged
 requests are in the coordinator's journal.
@@ -24,7 +27,7 @@ Rejected: restarting at a fixed interval (a crash at start would use a core for 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -67,6 +70,10 @@ def open_admin(config: Config, name: str) -> AbstractAsyncContextManager[Client]
     endpoint = config.cluster.admin_endpoint
     key = access(config.cluster, "admin", endpoint)
     return open_client(endpoint, role="admin", name=name, reconnect_limit_s=0, key=key)
+
+
+async def _no_word(names: Sequence[str]) -> None:
+    """The coordinator sees the exits of this node's processes itself."""
 
 
 async def _tell_end(child: Child, sender: trio.MemorySendChannel[RankEnd]) -> None:
@@ -160,8 +167,8 @@ class ChildWatch:
 class Kept(Protocol):
     """The part of hisparse.cluster.up.Cluster that Keeper uses."""
 
-    config: Config
-
+    @property
+    def config(self) -> Config: ...
     @property
     def by_name(self) -> Mapping[str, Child]: ...
     @property
@@ -170,16 +177,29 @@ class Kept(Protocol):
 
 
 class Keeper:
-    """One per cluster. `report` is called with lines for the user, `changed` after each restart."""
+    """One per cluster, or node of one. `report` is called with lines for the user, `changed` after each restart.
 
-    def __init__(self, cluster: Kept, report: Callable[[str], None], changed: Callable[[], None]) -> None:
+    `elsewhere`: workers that other nodes keep; `vouch` as in the head of this module.
+    """
+
+    def __init__(
+        self,
+        cluster: Kept,
+        report: Callable[[str], None],
+        changed: Callable[[], None],
+        *,
+        elsewhere: Collection[str] = (),
+        vouch: Callable[[Sequence[str]], Awaitable[None]] = _no_word,
+    ) -> None:
         self._cluster = cluster
         self._report = report
         self._changed = changed
+        self._elsewhere = frozenset(elsewhere)
+        self._vouch = vouch
         self._watch = ChildWatch(HUNG_LIMITS * cluster.config.coordinator.heartbeat_limit_s)
         self._left = set(cluster.by_name)
         self._not_forgotten: set[str] = set()
-        self._last = cluster.by_name[COORDINATOR]
+        self._last = list(cluster.by_name.values())[-1]
         self._scope = trio.CancelScope()
 
     async def run(self) -> Child:
@@ -209,9 +229,11 @@ class Keeper:
             if pause_s is None:
                 what = "given up after too many restarts" if status else "not restarted"
                 self._report(f"{name} {exit_text(status)}; {what}")
+                await self._tell_gone([name])
                 self._let_go(name, child)
                 return
             self._report(f"{name} {exit_text(status)}; restarted in {pause_s:g} s")
+            await self._tell_gone([name])
             await trio.sleep(pause_s)
             self._cluster.restart(name)
             self._watch.began(name, trio.current_time())
@@ -227,10 +249,12 @@ class Keeper:
                 what = "not restarted" if is_wanted(ends) else "given up after too many restarts"
                 self._report(f"{end_text(group, ends)}; {what}")
                 child = self._cluster.by_name[last]
+                await self._tell_gone(ranks)
                 for name in ranks:
                     self._let_go(name, child)
                 return
             self._report(f"{end_text(group, ends)}; all of its ranks are restarted in {pause_s:g} s")
+            await self._tell_gone(ranks)
             await trio.sleep(pause_s)
             for name in ranks:
                 self._cluster.restart(name)
@@ -268,9 +292,14 @@ class Keeper:
                 self._report(f"{name} did not end with group {group}; killed")
                 child.signal(signal.SIGKILL)
 
+    async def _tell_gone(self, names: Sequence[str]) -> None:
+        if workers := [name for name in names if name not in (COORDINATOR, HTTP)]:
+            await self._vouch(workers)
+
     def _let_go(self, name: str, child: Child) -> None:
         self._left.discard(name)
-        if name == COORDINATOR or self._left <= {COORDINATOR, HTTP}:
+        without = frozenset() if self._elsewhere else {COORDINATOR, HTTP}  # of no use without workers
+        if name == COORDINATOR or self._left <= without:
             self._last = child
             self._scope.cancel()
 
@@ -299,7 +328,7 @@ class Keeper:
     async def _forget_gone(self, client: Client, rows: Iterable[WorkerRow]) -> None:
         """Have the workers forgotten whose processes are proved gone, and which this cluster does not start again."""
         for row in rows:
-            if row.exit_proved and row.worker not in self._left | self._not_forgotten:
+            if row.exit_proved and row.worker not in self._left | self._not_forgotten | self._elsewhere:
                 try:
                     await client.forget([row.worker])
                 except (NotFound, WrongState):  # back already, or pages of an earlier epoch are quarantined
@@ -307,7 +336,7 @@ class Keeper:
 
     def _kill_hung(self) -> None:
         for name in self._watch.hung(trio.current_time()):
-            child = self._cluster.by_name[name]
-            if child.running:
+            child = self._cluster.by_name.get(name)  # none: a coordinator elsewhere
+            if child is not None and child.running:
                 self._report(f"{name} hangs; killed")
                 child.signal(signal.SIGKILL)

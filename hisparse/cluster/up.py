@@ -98,16 +98,16 @@ class Cluster:
 
     def start_worker(self, settings: WorkerSettings) -> None:
         own = msgspec.structs.replace(self.config, worker=settings)
-        self.workers[settings.name] = _start("worker", own, self.log_dir)
+        self.workers[settings.name] = start_child("worker", own, self.log_dir)
 
     def add_http(self) -> None:
-        self.http = _start(HTTP, self.config, self.log_dir)
+        self.http = start_child(HTTP, self.config, self.log_dir)
 
     def restart(self, name: str) -> Child:
         """Start a child that has ended again, under its name and with its settings."""
         self.by_name[name].close()
         if name == COORDINATOR:
-            self.coordinator = _start(COORDINATOR, self.config, self.log_dir)
+            self.coordinator = start_child(COORDINATOR, self.config, self.log_dir)
         elif name == HTTP:
             self.add_http()
         else:
@@ -182,7 +182,7 @@ async def running_cluster(
         _resolved(config, settings)
         for settings in place(config.worker, workers, roles=roles, group_size=group_size, experts=experts, gpus=gpus)
     ]
-    if await _answers(config):
+    if await answers(config):
         raise WrongState(
             "a coordinator is already running there",
             field="cluster.runtime_dir",
@@ -208,18 +208,18 @@ async def _running(
     log_dir: Path | None,
     start_limit_s: float,
 ) -> AsyncIterator[Cluster]:
-    cluster, kept = Cluster(config, _start(COORDINATOR, config, log_dir), placed, log_dir), None
+    cluster, kept = Cluster(config, start_child(COORDINATOR, config, log_dir), placed, log_dir), None
     try:
-        await _started([cluster.coordinator], lambda: _answers(config), start_limit_s)
+        await started([cluster.coordinator], lambda: answers(config), start_limit_s)
         async with cluster.client("hisparse up") as client:
             if aborted := await check_leftovers(client, config, fingerprint(config.worker.model), abort=abort):
                 _report(aborted)
             for settings in placed:
                 cluster.start_worker(settings)
-            await _started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
+            await started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
         if http:
             cluster.add_http()
-            await _started(cluster.children, lambda: _listens(config), start_limit_s)
+            await started(cluster.children, lambda: _listens(config), start_limit_s)
             await _front_ready(config.http)
         kept = keep_pool(cluster.pool)
         yield cluster
@@ -289,8 +289,8 @@ def _unbound(host: str, error: OSError) -> ConfigError:
     )
 
 
-def _start(subcommand: str, config: Config, log_dir: Path | None) -> Child:
-    """Start `hisparse SUBCOMMAND` with all settings of `config` in its environment."""
+def start_child(subcommand: str, config: Config, log_dir: Path | None) -> Child:
+    """Start `hisparse SUBCOMMAND` with all settings of `config` in its environment. It ends with this thread."""
     name = config.worker.name if subcommand == "worker" else subcommand
     command = [sys.executable, "-m", "hisparse.cli", subcommand, "--die-with", str(os.getpid())]
     return Child.start(
@@ -298,7 +298,7 @@ def _start(subcommand: str, config: Config, log_dir: Path | None) -> Child:
     )
 
 
-async def _started(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
+async def started(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
     """Poll `ready`; raise Unavailable when a child ends first (ConfigError: for a setting) or `limit_s` passes.
 
     A rank ends when it has lost a peer (EXIT_PEER_LOST), and is not to blame: the peer may be seen to end later.
@@ -332,7 +332,8 @@ async def _raise_ended(child: Child) -> NoReturn:
     )
 
 
-async def _answers(config: Config) -> bool:
+async def answers(config: Config) -> bool:
+    """Whether the coordinator of `config` answers an admin."""
     try:
         async with open_admin(config, "hisparse up"):
             return True

@@ -52,7 +52,7 @@ async def children(*codes: str) -> AsyncIterator[list[Child]]:
 async def test_a_rank_that_has_lost_a_peer_is_not_blamed(codes: tuple[str, ...], error: type, name: str) -> None:
     async with children(*codes) as started:
         with trio.fail_after(30), pytest.raises(error) as refused:
-            await up._started(started, never, 20.0)
+            await up.started(started, never, 20.0)
     assert refused.value.value == name
 
 
@@ -64,7 +64,7 @@ async def test_ranks_that_all_lost_a_peer_end_the_start(monkeypatch: pytest.Monk
     monkeypatch.setattr(up, "PEER_END_LIMIT_S", 0.5)
     async with children("exit(71)", SLEEP) as started:
         with trio.fail_after(30), pytest.raises(Unavailable, match="exited with 71"):
-            await up._started(started, never, 20.0)
+            await up.started(started, never, 20.0)
 
 
 async def test_a_group_that_never_completes_leaves_nothing_running(
@@ -73,7 +73,7 @@ async def test_a_group_that_never_completes_leaves_nothing_running(
     """Its ranks wait for one that never comes; the start ends at its limit."""
     write_tiny_checkpoint(tmp_path / "model")
     flags = {"cluster.runtime_dir": str(tmp_path), "worker.model": str(tmp_path / "model")}
-    start, started = up._start, []
+    start, started = up.start_child, []
 
     def start_waiting(subcommand: str, config: Config, log_dir: Path | None) -> Child:
         if subcommand != "worker":
@@ -83,7 +83,7 @@ async def test_a_group_that_never_completes_leaves_nothing_running(
         started.append(child)
         return child
 
-    monkeypatch.setattr(up, "_start", start_waiting)
+    monkeypatch.setattr(up, "start_child", start_waiting)
     with trio.fail_after(90), pytest.raises(Unavailable, match="not ready after 10 s") as refused:
         async with running_cluster(
             build({}, {}, flags, HostFacts.read()), 4, group_size=2, log_dir=tmp_path, start_limit_s=10.0

@@ -53,7 +53,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"console", "manifests"},
         {"http", "top"},
         {"cluster"},
-        {"demo"},
+        {"demo", "ray"},
         {"cli"},
     ],
 }

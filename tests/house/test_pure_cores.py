@@ -101,6 +101,7 @@ PURE = [
     "hisparse/http/wire",
     "hisparse/http/shares",
     "hisparse/http/prompts",
+    "hisparse/ray/plan",
     "hisparse/top/keys",
     "hisparse/top/sample",
     "hisparse/top/screen",

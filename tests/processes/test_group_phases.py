@@ -64,7 +64,7 @@ class Order:
 
 @pytest.fixture
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
-    start = up._start
+    start = up.start_child
 
     def start_planted(subcommand: str, config: Config, log_dir: Path | None) -> Child:
         if subcommand != "worker" or log_dir is None:
@@ -74,7 +74,7 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
         return Child.start(config.worker.name, command, environ, log_dir / f"{config.worker.name}.log")
 
     fork_workers(monkeypatch)
-    monkeypatch.setattr(up, "_start", start_planted)
+    monkeypatch.setattr(up, "start_child", start_planted)
     monkeypatch.setenv(PLANTED_WHILE, str(tmp_path / "signal"))
     monkeypatch.setattr(keeper, "STABLE_S", 0.0)  # so that each pause is the first
     return Order(tmp_path / "signal")

@@ -69,6 +69,7 @@ NEEDS: Final[Mapping[str, Callable[[], bool]]] = {
     "a checkpoint": lambda: Path("/models/CHECKPOINT").is_dir(),
     "Docker": lambda: False,  # tests/compose goes through the same text, with root and an engine of its own
     "Kubernetes": lambda: False,  # tests/manifests reads what is printed for it
+    "a Ray cluster": lambda: False,  # tests/cluster makes one, with root, and runs the same commands there
     "systemd": lambda: Path("/run/systemd/system").is_dir(),
     "two nodes": lambda: False,
     "an address of its own": lambda: False,  # its ports are those that a router knows

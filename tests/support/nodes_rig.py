@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hisparse import Client, TokenStream, open_client
 from hisparse.cluster.children import Child, child_environ, stop_children
-from hisparse.cluster.up import STOP_GRACE_S, _answers
+from hisparse.cluster.up import STOP_GRACE_S, answers
 from protocol.config import pool_path, to_environ
 from protocol.messages import AUTO, Sampling
 from protocol.settings import Config
@@ -113,7 +113,7 @@ class Nodes:
 
     async def until_answering(self) -> None:
         with trio.fail_after(START_LIMIT_S):
-            while not await _answers(self.config):
+            while not await answers(self.config):
                 self._require_alive()
                 await trio.sleep(0.05)
 

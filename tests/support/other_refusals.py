@@ -68,7 +68,7 @@ PRODUCED: Final = {
         "hisparse/client/asyncio_connection.py:_closed:Unavailable"
     ],
     "tests/hisparse/test_cluster_start.py::test_a_group_that_never_completes_leaves_nothing_running": [
-        "hisparse/cluster/up.py:_started:Unavailable"
+        "hisparse/cluster/up.py:started:Unavailable"
     ],
     "tests/hisparse/test_cluster_start.py::test_a_rank_that_has_lost_a_peer_is_not_blamed[codes0-ConfigError-w1]": [
         "hisparse/cluster/up.py:_raise_ended:ConfigError"
@@ -165,6 +165,32 @@ PRODUCED: Final = {
     ],
     "tests/worker/device/test_capacity.py::test_traces_of_other_models_are_refused[topk]": [
         "hisparse/cli/size.py:_read_trace:BadInput"
+    ],
+    "tests/hisparse/test_ray_plan.py::test_refusals_of_the_plan_name_the_remedy": [
+        "hisparse/ray/plan.py:_does_not_fit:CapacityError",
+        "hisparse/ray/plan.py:home_of:NotFound",
+        "hisparse/ray/plan.py:require_transfer:ConfigError",
+        "hisparse/ray/settings.py:check_asked:ConfigError",
+        "hisparse/ray/settings.py:check_asked:ConfigError#2",
+        "hisparse/ray/settings.py:check_asked:ConfigError#3",
+    ],
+    "tests/hisparse/test_ray_plan.py::test_ray_that_does_not_answer_is_refused_by_name": [
+        "hisparse/ray/ray_cluster.py:__init__:Unavailable",
+        "hisparse/ray/ray_cluster.py:_get:Unavailable",
+        "hisparse/ray/ray_cluster.py:_ray:ConfigError",
+    ],
+    "tests/hisparse/test_ray_plan.py::test_place_that_ray_does_not_give_is_refused": [
+        "hisparse/ray/ray_cluster.py:start:CapacityError",
+    ],
+    "tests/hisparse/test_ray_plan.py::test_down_of_nothing_and_up_beside_another_are_refused": [
+        "hisparse/ray/up.py:run_ray_down:NotFound",
+        "hisparse/ray/up.py:start_or_join:WrongState",
+    ],
+    "tests/hisparse/test_ray_plan.py::test_options_that_do_not_go_together_are_refused[groups]": [
+        "hisparse/cli/serve.py:up:UsageError"
+    ],
+    "tests/hisparse/test_ray_plan.py::test_options_that_do_not_go_together_are_refused[workers]": [
+        "hisparse/cli/serve.py:_up_on_ray:UsageError"
     ],
 }
 

@@ -1,0 +1,184 @@
+"""The only module that imports Ray: nodes, actors and placement groups of a running Ray cluster.
+
+Names in Ray's namespace `hisparse`: an actor CLUSTER@ADDRESS on each node, the placement group CLUSTER. All of them
+outlive the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from hisparse.ray.host import STOP_LIMIT_S, NodeHost, NodeReport
+from hisparse.ray.plan import PORTS, NodeFacts, NodePlan, bundle
+from protocol.errors import CapacityError, ConfigError, Unavailable
+
+NAMESPACE: Final = "hisparse"
+#: Longest wait for an answer of a node, for a place, and for an actor to begin.
+ANSWER_LIMIT_S: Final = 20.0
+PLACE_LIMIT_S: Final = 60.0
+
+
+class Host(Protocol):
+    """The actor of a node. Raises Unavailable when it does not answer: that proves nothing of the node's processes."""
+
+    def report(self) -> NodeReport: ...
+    def stop(self, deadline_s: float) -> bool: ...
+
+
+class RayApi(Protocol):
+    """What `hisparse up --ray` needs of Ray."""
+
+    def nodes(self, pool_dir: str) -> list[NodeFacts]: ...
+    def hosts(self, name: str) -> dict[str, Host]: ...
+    def start(self, name: str, plans: Sequence[NodePlan], nodes: Sequence[NodeFacts]) -> dict[str, Host]: ...
+    def remove(self, name: str) -> None: ...
+
+
+class RayHost:
+    """An actor's handle as Host."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def report(self) -> NodeReport:
+        return msgspec.json.decode(_get(self._handle.report.remote(), ANSWER_LIMIT_S), type=NodeReport)
+
+    def stop(self, deadline_s: float) -> bool:
+        return bool(_get(self._handle.stop.remote(deadline_s), deadline_s + STOP_LIMIT_S + ANSWER_LIMIT_S))
+
+
+class RayCluster:
+    """A running Ray cluster, which this process joins as a driver."""
+
+    def __init__(self, address: str) -> None:
+        """Raises ConfigError without the package, Unavailable when no Ray cluster answers at `address`."""
+        ray = _ray()
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise Unavailable(
+                f"no Ray cluster answers: {error}",
+                field="--ray",
+                value=address,
+                remedy="run this on a node of the cluster, with the address that `ray start --head` printed, or auto",
+            ) from error
+
+    def nodes(self, pool_dir: str) -> list[NodeFacts]:
+        """Nodes that answer, by address."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray = _ray()
+        alive = [it for it in ray.nodes() if it["Alive"]]
+        ask = ray.remote(num_cpus=0)(look_around)
+        asked = [
+            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(it["NodeID"], soft=False)).remote(
+                pool_dir, it["NodeManagerAddress"]
+            )
+            for it in alive
+        ]
+        found = []
+        for node, reply in zip(alive, asked, strict=True):
+            free, ports = _get(reply, ANSWER_LIMIT_S)
+            resources = {name: float(amount) for name, amount in node["Resources"].items()}
+            is_head = "node:__internal_head__" in resources
+            found.append(NodeFacts(node["NodeManagerAddress"], resources, is_head, free, tuple(ports)))
+        return sorted(found, key=lambda it: (not it.is_head, it.address))
+
+    def hosts(self, name: str) -> dict[str, Host]:
+        """Actors of the cluster `name`, by address."""
+        ray = _ray()
+        names = [it for it in ray.util.list_named_actors() if it.startswith(f"{name}@")]
+        return {it.partition("@")[2]: RayHost(ray.get_actor(it)) for it in names}
+
+    def start(self, name: str, plans: Sequence[NodePlan], nodes: Sequence[NodeFacts]) -> dict[str, Host]:
+        """Reserve a bundle for each plan and start its actor. Raises CapacityError when Ray has no place by then."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray = _ray()
+        resources: Mapping[str, Mapping[str, float]] = {it.address: it.resources for it in nodes}
+        bundles = [bundle(plan, resources[plan.address]) for plan in plans]
+        self._remove_group(name)
+        group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+        if not group.wait(PLACE_LIMIT_S):
+            self._remove_group(name)
+            raise CapacityError(
+                f"Ray has not reserved {bundles} within {PLACE_LIMIT_S:g} s",
+                field="--groups",
+                value=len(plans),
+                remedy="see what else runs there: ray status",
+            )
+        hosts: dict[str, Host] = {}
+        for number, plan in enumerate(plans):
+            options = {
+                "name": f"{name}@{plan.address}",
+                "lifetime": "detached",
+                "max_restarts": -1,
+                "num_cpus": 0,
+                "num_gpus": bundles[number].get("GPU", 0),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+            }
+            handle = ray.remote(NodeHost).options(**options).remote(msgspec.json.encode(plan))
+            hosts[plan.address] = RayHost(handle)
+        return hosts
+
+    def remove(self, name: str) -> None:
+        """End the actors of the cluster `name`, and give back what is reserved for them."""
+        ray = _ray()
+        for it in ray.util.list_named_actors():
+            if it.startswith(f"{name}@"):
+                ray.kill(ray.get_actor(it), no_restart=True)
+        self._remove_group(name)
+
+    def _remove_group(self, name: str) -> None:
+        from ray.util.placement_group import get_placement_group, remove_placement_group
+
+        try:
+            group = get_placement_group(name)
+        except ValueError:  # there is none
+            return
+        remove_placement_group(group)
+
+
+def look_around(pool_dir: str, address: str) -> tuple[int, list[int]]:
+    """On a node: free bytes of the file system of `pool_dir`, and free ports of `address`."""
+    path = Path(pool_dir)
+    while not path.exists():
+        path = path.parent
+    status = os.statvfs(path)
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server((address, 0))) for _ in range(PORTS)]
+        return status.f_bavail * status.f_frsize, [it.getsockname()[1] for it in sockets]
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--ray needs the package {error.name}",
+            field="--ray",
+            value=error.name,
+            remedy="pip install 'hisparse[ray]', in the version of the cluster",
+        ) from error
+    return ray
+
+
+def _get(reply: Any, limit_s: float) -> Any:
+    ray = _ray()
+    try:
+        return ray.get(reply, timeout=limit_s)
+    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
+        raise Unavailable(
+            f"an actor does not answer: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            field="--ray",
+            value="actor",
+            remedy="see: ray list actors. Its processes may still run",
+        ) from error

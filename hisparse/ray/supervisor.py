@@ -1,0 +1,277 @@
+"""The supervisor of one node: what `hisparse up` does for one machine, for a node's part of a cluster.
+
+    start     stops an earlier supervisor of this node, or ends what one left; the coordinator, if it is here; once it
+              answers, tells it which workers of this node are proved gone; then the front and the workers
+    run       hisparse.cluster.keeper restarts what dies and kills what hangs. A coordinator on another node cannot see
+              a process end, so its pages would stay in quarantine: this process has seen the exit by a pidfd, and
+              vouches
+    stop      SIGTERM: with the coordinator here, drain it for the seconds in the file `deadline`; then all processes
+              end, and the host pool is removed. When the actor that started it dies, the kernel sends the same signal
+
+    python -m hisparse.ray.supervisor RUNTIME_DIR PARENT_PID
+
+Exit codes are those of `hisparse up`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from coordinator.workers.processes import Process, process_of
+from hisparse.client.client import Client
+from hisparse.cluster.children import Child, die_with_parent, stop_children, wait_all
+from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
+from hisparse.cluster.up import EXIT_CHILD_LOST, POLL_INTERVAL_S, STOP_GRACE_S, answers, start_child, started
+from hisparse.console.options import EXIT_CODES
+from hisparse.ray.plan import NodePlan
+from hisparse.ray.remains import ask_to_stop, end_all, note, read, write_atomically
+from protocol.config import pool_path
+from protocol.errors import HiSparseError, NotFound, WrongState
+from protocol.logs import configure, logger
+from protocol.settings import Config
+from worker.pool.file import remove_pool
+
+PLAN_FILE: Final = "plan.json"
+STATUS_FILE: Final = "status.json"
+REMAINS_FILE: Final = "processes.json"
+DEADLINE_FILE: Final = "deadline"
+LOCK_FILE: Final = "supervisor.lock"
+#: Lines of what happened that are kept for the operator.
+SAID_MAX: Final = 20
+#: Longest wait, in heartbeat limits, until the coordinator has missed a worker and takes the word that it is gone.
+VOUCH_LIMITS: Final = 4
+VOUCH_INTERVAL_S: Final = 0.2
+
+log = logger("supervisor")
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """What a supervisor writes for its actor. `state`: starting, up, stopped."""
+
+    state: str
+    processes: dict[str, int]
+    said: tuple[str, ...] = ()
+
+
+@dataclass
+class NodeProcesses:
+    """The children of this node, as hisparse.cluster.keeper.Kept."""
+
+    plan: NodePlan
+    changed: Callable[[], None]
+    children: dict[str, Child] = field(default_factory=dict)
+    identities: dict[str, Process] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def by_name(self) -> Mapping[str, Child]:
+        return self.children
+
+    @property
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        return self.plan.groups
+
+    def start(self, name: str) -> Child:
+        subcommand, config = name, self.config
+        if name not in (COORDINATOR, HTTP):
+            own = next(it for it in self.plan.workers if it.name == name)
+            subcommand, config = "worker", msgspec.structs.replace(config, worker=own)
+        self.children[name] = start_child(subcommand, config, None)
+        self.identities[name] = process_of(self.children[name].pid)
+        self.changed()
+        return self.children[name]
+
+    def restart(self, name: str) -> Child:
+        self.children[name].close()
+        return self.start(name)
+
+
+class NodeSupervisor:
+    """One per node."""
+
+    def __init__(self, plan: NodePlan) -> None:
+        self._plan = plan
+        self._runtime_dir = Path(plan.runtime_dir)
+        self._processes = NodeProcesses(plan, self._changed)
+        self._state = "starting"
+        self._said: list[str] = []
+        self._pool = pool_path(plan.config.worker.pool_dir, plan.config.worker.node)
+
+    async def run(self) -> int:
+        """Run until a signal, or until all that is here is over; returns the exit code. Raises HiSparseError.
+
+        Cancelled: children are killed at once.
+        """
+        last: Child | None = None
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._until_asked, nursery.cancel_scope)
+            try:
+                last = await self._serve()
+            finally:
+                await self._stop()
+            nursery.cancel_scope.cancel()
+        if last is None or (last.name == COORDINATOR and last.process.returncode == 0):
+            return 0
+        return EXIT_CHILD_LOST
+
+    async def _until_asked(
+        self, everything: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for _ in signals:
+                if COORDINATOR in self._processes.children:
+                    await self._drain()
+                everything.cancel()
+                return
+
+    async def _drain(self) -> None:
+        """Returns when the coordinator has exited, after the deadline, or when it does not answer."""
+        deadline_s = 0.0
+        with suppress(FileNotFoundError, ValueError):
+            deadline_s = float((self._runtime_dir / DEADLINE_FILE).read_text())
+        try:
+            async with open_admin(self._plan.config, "supervisor") as client:
+                await client.stop(deadline_s)
+            await wait_all([self._processes.children[COORDINATOR]], deadline_s + STOP_GRACE_S)
+        except HiSparseError as error:
+            self._report(f"not drained: {error}")
+
+    async def _serve(self) -> Child:
+        path = self._runtime_dir / REMAINS_FILE
+        before = read(path)
+        if before is not None:
+            await end_all(before)
+            if before.endpoint != self._plan.config.cluster.worker_endpoint:
+                remove_pool(self._pool)  # of another start of the cluster
+        if self._plan.coordinator:
+            child = self._processes.start(COORDINATOR)
+            await started([child], self._answers, START_LIMIT_S)
+        else:
+            while not await self._answers():  # noqa: ASYNC110 - it is on another node, and may take any time
+                await trio.sleep(POLL_INTERVAL_S)
+        workers = tuple(it.name for it in self._plan.workers)
+        if before is not None:
+            await self._vouch([name for name in before.processes if name not in (COORDINATOR, HTTP)])
+        for name in (*([HTTP] if self._plan.http else []), *workers):
+            self._processes.start(name)
+        self._state = "up"
+        self._changed()
+        return await Keeper(
+            self._processes, self._report, self._changed, elsewhere=self._plan.elsewhere, vouch=self._vouch
+        ).run()
+
+    async def _answers(self) -> bool:
+        return await answers(self._plan.config)
+
+    async def _vouch(self, names: Sequence[str]) -> None:
+        """Tell the coordinator that the processes of these workers have ended: each was seen to.
+
+        Returns without having told after VOUCH_LIMITS heartbeat limits: their pages stay in quarantine.
+        """
+        left, config = set(names), self._plan.config
+        with trio.move_on_after(VOUCH_LIMITS * config.coordinator.heartbeat_limit_s):
+            while left:
+                with suppress(HiSparseError):
+                    async with open_admin(config, "supervisor") as client:
+                        for name in sorted(left):
+                            if await self._is_told(client, name):
+                                left.discard(name)
+                await trio.sleep(VOUCH_INTERVAL_S)
+            return
+        self._report(f"the coordinator was not told that {', '.join(sorted(left))} ended")
+
+    async def _is_told(self, client: Client, name: str) -> bool:
+        """Vouch once the worker's epoch is lost. A coordinator that forgets the worker has no page left of it."""
+        with suppress(NotFound):  # no epoch is lost yet, or none had pages
+            self._report((await client.release_quarantine([name]))[0])
+        try:
+            await client.forget([name])
+        except NotFound:
+            return True
+        except WrongState:  # not missed yet
+            return False
+        return True
+
+    async def _stop(self) -> None:
+        children = list(self._processes.children.values())
+        with trio.CancelScope(shield=True):
+            await stop_children(children, STOP_GRACE_S)
+        for child in children:
+            child.close()
+        remove_pool(self._pool)
+        self._state = "stopped"
+        self._changed()
+
+    def _report(self, text: str) -> None:
+        log.info(text)
+        self._said = [*self._said, text][-SAID_MAX:]
+        self._changed()
+
+    def _changed(self) -> None:
+        pids = {name: child.pid for name, child in self._processes.children.items() if child.running}
+        if self._processes.identities:  # until then, what ran before
+            endpoint = self._plan.config.cluster.worker_endpoint
+            note(self._runtime_dir / REMAINS_FILE, endpoint, self._processes.identities)
+        status = NodeStatus(self._state, pids, tuple(self._said))
+        write_atomically(self._runtime_dir / STATUS_FILE, msgspec.json.encode(status))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the supervisor of the plan in `arguments[0]`, a runtime directory, for the parent `arguments[1]`."""
+    runtime_dir = Path(arguments[0])
+    die_with_parent(int(arguments[1]))
+    plan = msgspec.json.decode((runtime_dir / PLAN_FILE).read_bytes(), type=NodePlan)
+    configure(plan.config.cluster.log_level, plan.config.cluster.log_format, node=plan.config.worker.node)
+    with _only_one(runtime_dir / LOCK_FILE):
+        try:
+            return trio.run(NodeSupervisor(plan).run)
+        except BaseExceptionGroup as group:
+            found = _refusal(group)
+            if found is None:
+                raise
+            log.error("%s", found)  # noqa: TRY400 - a refusal needs no traceback
+            return EXIT_CODES.get(found.code, EXIT_CODES["internal"])
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Hold the lock of this node, after an earlier supervisor, which is asked to stop, has let it go.
+
+    An actor may outlive its raylet, and is made again when the raylet is back.
+    """
+    with open(path, "a+b") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            ask_to_stop(msgspec.json.decode(lock.read(), type=Process))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(msgspec.json.encode(process_of(os.getpid())))
+        lock.flush()
+        yield
+
+
+def _refusal(error: BaseException) -> HiSparseError | None:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, HiSparseError) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,226 @@
+"""`hisparse up --ray` and `hisparse down`: start or find a cluster's actors, and follow them.
+
+The cluster does not need this process: once the actors run, it may end and be started again. A cluster that runs is
+found by its name, and joined if the same was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from hisparse.cluster.keeper import open_admin
+from hisparse.cluster.up import EXIT_CHILD_LOST
+from hisparse.console.options import EXIT_CODES
+from hisparse.http.api_keys import read_keys
+from hisparse.http.tls import tls_of
+from hisparse.ray.host import NodeReport
+from hisparse.ray.plan import NodePlan, RayOptions
+from hisparse.ray.ray_cluster import Host, RayApi
+from hisparse.ray.settings import digest_of, make_plans
+from protocol.errors import ConfigError, NotFound, Unavailable, WrongState
+from protocol.logs import configure, logger
+from protocol.settings import Config
+from protocol.transport.keys import ALLOWED_FILE, SERVER_FILE, add_peer, make_keys
+from protocol.transport.private_dir import make_private_dir
+from worker.runners.checkpoint import read_config
+
+FOLLOW_INTERVAL_S: Final = 1.0
+#: Time for an admin of this machine to reach the coordinator.
+ASK_LIMIT_S: Final = 5.0
+FRONT_KEY: Final = "client.http.key"
+
+log = logger("up")
+
+
+def run_ray_up(config: Config, options: RayOptions, cluster: RayApi, ready_file: Path | None) -> int:
+    """Start the cluster, or join it; report until a signal, which leaves it running. Returns the exit code.
+
+    Raises HiSparseError when it cannot be started, or another one of that name runs.
+    """
+    configure(config.cluster.log_level, config.cluster.log_format)
+    log.setLevel(logging.INFO)
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.set())
+    return follow(config, start_or_join(config, options, cluster), asked, ready_file)
+
+
+def run_ray_down(config: Config, cluster: RayApi, deadline_s: float, *, is_sure: bool = False) -> int:
+    """Drain and stop the cluster; 0 when all of its processes have ended. Raises NotFound when none runs.
+
+    Where a node does not answer, nothing is known of its processes: the actors stay, and the exit code is 6, unless
+    the operator `is_sure` that they have ended.
+    """
+    configure(config.cluster.log_level, config.cluster.log_format)
+    log.setLevel(logging.INFO)
+    hosts = cluster.hosts(config.cluster.name)
+    if not hosts:
+        raise NotFound("no such cluster runs there", field="cluster.name", value=config.cluster.name)
+    reports = {address: _reported(host) for address, host in hosts.items()}
+    home_first = sorted(hosts, key=lambda it: not (reports[it] and reports[it].is_home))  # type: ignore[union-attr]
+    stopped = [_stopped(address, hosts[address], deadline_s) for address in home_first]
+    if not all(stopped) and not is_sure:
+        return EXIT_CODES[Unavailable.code]
+    cluster.remove(config.cluster.name)
+    log.info("all processes have ended" if all(stopped) else "given back what Ray reserved")
+    return 0
+
+
+def start_or_join(config: Config, options: RayOptions, cluster: RayApi) -> Mapping[str, Host]:
+    """The actors by address. Raises WrongState when a cluster of that name runs with other settings."""
+    name, asked = config.cluster.name, digest_of(config, options)
+    if hosts := cluster.hosts(name):
+        if any(report is not None and report.asked != asked for report in map(_reported, hosts.values())):
+            raise WrongState(
+                "a cluster of that name runs with other settings",
+                field="cluster.name",
+                value=name,
+                remedy="hisparse down --ray ADDRESS, or give this one another name with --set cluster.name=NAME",
+            )
+        log.info(f"joined the running cluster {name}")
+        return hosts
+    experts = read_config(config.worker.model).get("n_routed_experts") or 0
+    nodes = cluster.nodes(config.worker.pool_dir)
+    plans = make_plans(config, options, nodes, experts)
+    return cluster.start(name, [with_files(plan, config) for plan in plans], nodes)
+
+
+def keys_dir_of(config: Config) -> Path:
+    """Where the keys of a cluster lie on the operator's machine."""
+    cluster = config.cluster
+    return Path(cluster.keys_dir or f"{cluster.runtime_dir}/{cluster.name}-keys")
+
+
+def with_files(plan: NodePlan, config: Config) -> NodePlan:
+    """`plan` with the keys that its processes need and files of the front. Keys are made unless they are there."""
+    directory = keys_dir_of(config)
+    if not config.cluster.keys_dir:
+        make_private_dir(str(directory.parent))
+    if not (directory / SERVER_FILE).exists():
+        make_keys(directory)
+    if not (directory / FRONT_KEY).exists():
+        add_peer(directory, "client", "http", directory / FRONT_KEY, is_front=True)
+    wanted = {"admin.key": "admin.key"}
+    if plan.coordinator:
+        wanted |= {SERVER_FILE: SERVER_FILE, ALLOWED_FILE: ALLOWED_FILE}
+    if plan.http:
+        wanted["client.key"] = FRONT_KEY
+    if plan.workers:
+        wanted["worker.key"] = "worker.key"
+    files = {f"keys/{name}": (directory / file).read_text() for name, file in wanted.items()}
+    if not plan.http:
+        return msgspec.structs.replace(plan, files=files)
+    front = plan.config.http
+    tls_of(front)
+    read_keys(front.api_keys_file)
+    for field in ("api_keys_file", "tls_cert_file", "tls_key_file"):
+        if path := getattr(front, field):
+            files[field] = Path(path).read_text()
+            front = msgspec.structs.replace(front, **{field: f"{plan.runtime_dir}/{field}"})
+    return msgspec.structs.replace(plan, files=files, config=msgspec.structs.replace(plan.config, http=front))
+
+
+# ---------------------------------------------------------------- following
+
+
+def follow(config: Config, hosts: Mapping[str, Host], asked: threading.Event, ready_file: Path | None) -> int:
+    """Report what happens until `asked`, or until the cluster is over; returns the exit code."""
+    said: dict[str, list[str]] = {address: [] for address in hosts}
+    is_up = False
+    try:
+        while not asked.is_set():
+            reports = [report for host in hosts.values() if (report := _reported(host)) is not None]
+            for report in reports:
+                _tell_new(report, said[report.address])
+            if (code := _over(reports)) is not None:
+                log.info("the cluster is over: hisparse down --ray ADDRESS gives back what Ray reserves for it")
+                return code
+            if not is_up and len(reports) == len(hosts) and _all_connected(config, reports):
+                is_up = True
+                _tell_up(reports, ready_file)
+            asked.wait(FOLLOW_INTERVAL_S)
+    finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
+    log.info("the cluster runs on: the same command joins it again, hisparse down --ray ADDRESS stops it")
+    return 0
+
+
+def _over(reports: list[NodeReport]) -> int | None:
+    """The exit code when the coordinator's supervisor has ended for good, or another refused a setting."""
+    refused = [it.exit_code for it in reports if it.exit_code == EXIT_CODES[ConfigError.code]]
+    ended = [it.exit_code for it in reports if it.is_home and it.exit_code is not None]
+    found = [*refused, *ended]
+    return None if not found else found[0] if found[0] >= 0 else EXIT_CHILD_LOST
+
+
+def _tell_new(report: NodeReport, said: list[str]) -> None:
+    """Log the lines of a node that were not logged yet. A supervisor keeps its last lines, oldest first."""
+    lines = list(report.status.said)
+    known = next((n for n in range(min(len(said), len(lines)), 0, -1) if said[-n:] == lines[:n]), 0)
+    for line in lines[known:]:
+        log.info(f"{report.address}: {line}")
+    said[:] = lines
+
+
+def _tell_up(reports: list[NodeReport], ready_file: Path | None) -> None:
+    home = next(it for it in reports if it.is_home)
+    for report in reports:
+        log.info(f"{report.address}: {', '.join(report.status.processes)}")
+    log.info(f"clients at {home.client_endpoint}, operators at {home.admin_endpoint}")
+    log.info("Ctrl-C leaves the cluster running")
+    if ready_file is not None:
+        nodes = {it.address: {"supervisor": it.supervisor, "processes": it.status.processes} for it in reports}
+        ends = {"client_endpoint": home.client_endpoint, "admin_endpoint": home.admin_endpoint}
+        partial = ready_file.with_name(ready_file.name + ".partial")
+        partial.write_text(json.dumps({**ends, "nodes": nodes}))
+        partial.replace(ready_file)
+
+
+def _all_connected(config: Config, reports: list[NodeReport]) -> bool:
+    """Whether each node is up, and the coordinator has all workers that run."""
+    home = next((it for it in reports if it.is_home), None)
+    if home is None or any(it.status.state != "up" for it in reports):
+        return False
+    wanted = {name for it in reports for name in it.status.processes} - {"coordinator", "http"}
+    cluster = msgspec.structs.replace(
+        config.cluster, admin_endpoint=home.admin_endpoint, keys_dir=str(keys_dir_of(config))
+    )
+    return wanted <= trio.run(_connected, msgspec.structs.replace(config, cluster=cluster))
+
+
+async def _connected(config: Config) -> set[str]:
+    with trio.move_on_after(ASK_LIMIT_S):
+        try:
+            async with open_admin(config, "hisparse up") as client:
+                return {it.worker for it in await client.workers() if it.state == "connected"}
+        except Unavailable:
+            pass
+    return set()
+
+
+def _reported(host: Host) -> NodeReport | None:
+    try:
+        return host.report()
+    except Unavailable as error:
+        log.warning(str(error))
+        return None
+
+
+def _stopped(address: str, host: Host, deadline_s: float) -> bool:
+    try:
+        is_stopped = host.stop(deadline_s)
+    except Unavailable as error:
+        log.warning(f"{address}: {error}")
+        return False
+    log.info(f"{address}: {'stopped' if is_stopped else 'processes still run'}")
+    return is_stopped

@@ -1,0 +1,234 @@
+"""`hisparse up --ray`: which group goes to which node, what is reserved there, what each process is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+from click.testing import CliRunner
+
+from coordinator.workers.processes import process_of
+from hisparse.cli import main
+from hisparse.ray import ray_cluster as cluster
+from hisparse.ray import remains
+from hisparse.ray.plan import NodeFacts, NodePlan, RayOptions, bundle
+from hisparse.ray.settings import digest_of, make_plans
+from hisparse.ray.up import run_ray_down, start_or_join
+from protocol.config import HostFacts, build
+from protocol.errors import CapacityError, ConfigError, InternalError, NotFound, Unavailable, WrongState
+from protocol.settings import Config
+
+GIB = 1 << 30
+
+
+def config(**flags: object) -> Config:
+    given: dict[str, object] = {
+        "cluster.runtime_dir": "/tmp/hs",
+        "coordinator.journal": "/data/journal.sqlite",
+        "worker.host_mem": "2GiB",
+    }
+    given |= {name.replace("__", "."): value for name, value in flags.items()}
+    return build({}, {}, given, HostFacts("operator", 7, 0))
+
+
+def node(number: int, *, cpus: float = 8, gpus: float = 0, memory: float = 8 * GIB, **more: Any) -> NodeFacts:
+    address = f"10.0.0.{number}"
+    resources = {"CPU": cpus, "GPU": gpus, "memory": memory, f"node:{address}": 1.0}
+    facts: dict[str, Any] = {"pool_free_bytes": 8 * GIB, "ports": (7001, 7002, 7003, 7004)} | more
+    return NodeFacts(address, resources, number == 1, **facts)
+
+
+def plans(
+    options: RayOptions, nodes: list[NodeFacts], settings: Config | None = None, experts: int = 8
+) -> dict[str, NodePlan]:
+    return {it.address: it for it in make_plans(settings or config(), options, nodes, experts)}
+
+
+def test_groups_stay_whole_and_spread_over_nodes_with_names_of_their_own() -> None:
+    found = plans(RayOptions(groups=2, group_size=2, http=True), [node(1), node(2), node(3)])
+    assert {it: [w.name for w in plan.workers] for it, plan in found.items()} == {
+        "10.0.0.1": [],
+        "10.0.0.2": ["w0-10-0-0-2", "w1-10-0-0-2"],
+        "10.0.0.3": ["w2-10-0-0-3", "w3-10-0-0-3"],
+    }
+    second = found["10.0.0.2"]
+    assert second.groups == {"g0-10-0-0-2": ("w0-10-0-0-2", "w1-10-0-0-2")}
+    assert second.elsewhere == ("w2-10-0-0-3", "w3-10-0-0-3")
+    assert [(it.coordinator, it.http) for it in found.values()] == [(True, True), (False, False), (False, False)]
+    assert second.config.cluster.worker_endpoint == "tcp://10.0.0.1:7003"
+    assert {it.config.cluster.runtime_dir for it in found.values()} == {f"/tmp/hs/10-0-0-{n}" for n in (1, 2, 3)}
+    assert second.workers[0].group_endpoint == "ipc:///tmp/hs/10-0-0-2/group-g0-10-0-0-2.sock"
+    assert second.workers[1].group_rank == 1
+
+
+def test_groups_of_one_node_share_its_pool_and_take_gpus_in_order() -> None:
+    settings = config(worker__device="cuda", worker__pool_dir="/dev/shm/hs")
+    found = plans(RayOptions(groups=2, group_size=2), [node(1, gpus=4)], settings)["10.0.0.1"]
+    assert [it.device for it in found.workers] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert {(it.node, it.pool_dir) for it in found.workers} == {("10-0-0-1", "/dev/shm/hs")}
+    reserved = bundle(found, {"shm": 4.0 * GIB})
+    assert reserved == {"CPU": 5.0, "GPU": 4.0, "memory": 2.0 * GIB, "shm": 2.0 * GIB, "node:10.0.0.1": 0.001}
+
+
+def test_prefill_and_decode_are_kept_apart_when_asked() -> None:
+    settings = config(worker__transfer="nixl", worker__transfer_address="tcp://127.0.0.1:0")
+    roles = ("prefill", "decode", "decode")
+    together = plans(RayOptions(3, 1, roles), [node(1), node(2)], settings)
+    assert {w.role for w in together["10.0.0.2"].workers} == {"prefill", "decode"}
+    apart = plans(RayOptions(3, 1, roles, apart=True), [node(1), node(2)], settings)
+    assert [[w.role for w in it.workers] for it in apart.values()] == [["decode", "decode"], ["prefill"]]
+    assert apart["10.0.0.2"].workers[0].transfer_address == "tcp://10.0.0.2:0"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "why"),
+    [
+        ({"cpus": 2}, "3 of CPU, and it has 2"),
+        ({"memory": GIB}, "of memory"),
+        ({"pool_free_bytes": GIB}, "its directory has 1073741824 free"),
+    ],
+)
+def test_group_without_room_is_refused_with_what_is_missing(lacking: dict[str, Any], why: str) -> None:
+    assert plans(RayOptions(1, 2), [node(1, cpus=3)])
+    with pytest.raises(CapacityError, match=why):
+        plans(RayOptions(1, 2), [node(1, **lacking)])
+
+
+def test_group_on_a_gpu_needs_as_many_as_it_has_ranks() -> None:
+    settings = config(worker__device="cuda")
+    with pytest.raises(CapacityError, match="2 of GPU, and it has 1"):
+        plans(RayOptions(1, 2), [node(1, gpus=1)], settings)
+
+
+def test_refusals_of_the_plan_name_the_remedy() -> None:
+    with pytest.raises(ConfigError, match="--journal"):
+        plans(RayOptions(), [node(1)], config(coordinator__journal=""))
+    with pytest.raises(ConfigError, match="absolute"):
+        plans(RayOptions(), [node(1)], config(coordinator__journal="journal.sqlite"))
+    with pytest.raises(ConfigError, match="900GiB"):
+        plans(RayOptions(), [node(1)], config(worker__host_mem="auto"))
+    with pytest.raises(NotFound, match=r"name one of 10\.0\.0\.1"):
+        plans(RayOptions(coordinator_node="10.0.0.9"), [node(1)])
+    with pytest.raises(CapacityError, match="no node has room"):
+        plans(RayOptions(), [node(1, cpus=0)])
+    with pytest.raises(ConfigError, match=r"worker\.transfer=nixl"):
+        plans(RayOptions(2, 1, ("prefill", "decode")), [node(1), node(2)])
+
+
+def test_the_same_is_asked_from_any_machine() -> None:
+    options = RayOptions(2)
+    same = build(
+        {}, {}, {"cluster.runtime_dir": "/tmp/hs", "coordinator.journal": "/data/journal.sqlite",
+                 "worker.host_mem": "2GiB", "cluster.keys_dir": "/home/a/keys"}, HostFacts("other", 8, 1)
+    )  # fmt: skip
+    assert digest_of(config(), options) == digest_of(same, options)
+    assert digest_of(config(), options) != digest_of(config(), RayOptions(3))
+    assert digest_of(config(), options) != digest_of(config(worker__seats=4), options)
+
+
+def test_what_an_earlier_supervisor_left_is_ended_and_a_stranger_is_not(tmp_path: Path) -> None:
+    import subprocess
+
+    left, stranger = (subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2))
+    try:
+        reused = process_of(stranger.pid)._replace(started=1)  # another process had this id
+        processes = {"w0": process_of(left.pid), "w1": reused, "w2": process_of(stranger.pid)._replace(boot="earlier")}
+        remains.note(tmp_path / "processes.json", "tcp://a:1", processes)
+        found = remains.read(tmp_path / "processes.json")
+        assert found is not None
+        ended = trio.run(remains.end_all, found)
+        assert ended is None
+        assert left.wait(10) == -9
+        assert stranger.poll() is None
+    finally:
+        for child in (left, stranger):
+            child.kill()
+            child.wait()
+    assert remains.read(tmp_path / "none.json") is None
+
+
+# ---------------------------------------------------------------- Ray that is not there, or does not answer
+
+
+class NoRay:
+    """Stands for the package `ray`."""
+
+    exceptions = SimpleNamespace(GetTimeoutError=TimeoutError, RayError=OSError)
+    util = SimpleNamespace(list_named_actors=list)
+
+    def init(self, **_: object) -> None:
+        raise ConnectionError("nothing listens there")
+
+    def get(self, reply: object, timeout: float) -> object:
+        raise self.exceptions.GetTimeoutError
+
+
+def test_ray_that_does_not_answer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"hisparse\[ray\]"):
+        cluster.RayCluster("auto")
+    monkeypatch.setattr(cluster, "_ray", NoRay)
+    with pytest.raises(Unavailable, match="no Ray cluster answers: nothing listens there"):
+        cluster.RayCluster("10.0.0.1:6379")
+    host = cluster.RayHost(SimpleNamespace(report=SimpleNamespace(remote=lambda: None)))
+    with pytest.raises(Unavailable, match="Its processes may still run"):
+        host.report()
+
+
+def test_place_that_ray_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> None:
+        raise ValueError(name)
+
+    group = SimpleNamespace(wait=lambda limit_s: False)
+    groups = SimpleNamespace(
+        placement_group=lambda *_, **__: group, get_placement_group=none, remove_placement_group=none
+    )
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
+    monkeypatch.setitem(
+        sys.modules, "ray.util.scheduling_strategies", SimpleNamespace(PlacementGroupSchedulingStrategy=None)
+    )
+    monkeypatch.setattr(cluster, "_ray", NoRay)
+    with pytest.raises(CapacityError, match="has not reserved"):
+        cluster.RayCluster.start(object.__new__(cluster.RayCluster), "hisparse", [], [])
+
+
+def test_down_of_nothing_and_up_beside_another_are_refused() -> None:
+    nothing: Any = SimpleNamespace(hosts=lambda name: {})
+    with pytest.raises(NotFound, match="no such cluster"):
+        run_ray_down(config(), nothing, 1.0)
+    other: Any = SimpleNamespace(hosts=lambda name: {"a": SimpleNamespace(report=lambda: SimpleNamespace(asked="x"))})
+    with pytest.raises(WrongState, match="hisparse down"):
+        start_or_join(config(), RayOptions(), other)
+
+
+async def endless(_: object) -> None:
+    await trio.sleep_forever()
+
+
+def test_process_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remains, "KILL_LIMIT_S", 0.05)
+    monkeypatch.setattr(remains, "_end", endless)
+    left = remains.Remains("tcp://a:1", {"w0": process_of(1)})
+    with pytest.raises(InternalError, match="still run"):
+        trio.run(remains.end_all, left)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("up --groups 2", "need --ray"),
+        ("up --ray auto -n 2", "use --groups"),
+        ("up --ray auto --deadline 3", "pass it to down"),
+        ("up --ray auto --abort-unfinished", "cannot be used with --ray"),
+        ("up --ray auto", "name one with --journal"),
+    ],
+    ids=["groups", "workers", "deadline", "abort", "journal"],
+)
+def test_options_that_do_not_go_together_are_refused(words: str, text: str) -> None:
+    result = CliRunner().invoke(main, words.split())
+    assert text in " ".join(result.output.split()), result.output
+    assert result.exit_code in (2, 8)

@@ -1,0 +1,155 @@
+"""`hisparse up --ray` and `down` over a Ray that is none, with real processes: two nodes, one with the coordinator.
+
+The real one: tests/cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from hisparse import Client, TokenStream, open_client
+from hisparse.cluster.keeper import open_admin
+from hisparse.ray.plan import RayOptions
+from hisparse.ray.up import follow, keys_dir_of, run_ray_down, start_or_join
+from protocol.errors import WrongState
+from protocol.messages import Sampling
+from protocol.settings import Config
+from protocol.transport.keys import access
+from tests.support.cluster_rig import crash_config, prompts_of, write_model
+from tests.support.fakes.ray import FakeRay
+
+pytestmark = [pytest.mark.process, pytest.mark.ray]
+HOME, OTHER = "127.0.0.1", "127.0.0.2"
+LIMIT_S = 120.0
+REQUESTS = 4
+OPTIONS = RayOptions(groups=2, group_size=1)
+
+
+@pytest.fixture
+def ray() -> Iterator[FakeRay]:
+    found = FakeRay((HOME, OTHER))
+    yield found
+    found.end()
+
+
+def ray_config(tmp_path: Path) -> Config:
+    config = crash_config(write_model(tmp_path / "model"), tmp_path / "run")
+    settings = msgspec.structs.replace(config.coordinator, journal=str(tmp_path / "journal.sqlite"))
+    return msgspec.structs.replace(config, coordinator=settings)
+
+
+@asynccontextmanager
+async def admin_of(config: Config, ray: FakeRay) -> AsyncIterator[Client]:
+    home = ray.actors[HOME].report()
+    cluster = msgspec.structs.replace(
+        config.cluster, admin_endpoint=home.admin_endpoint, keys_dir=str(keys_dir_of(config))
+    )
+    async with open_admin(msgspec.structs.replace(config, cluster=cluster), "test") as client:
+        yield client
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with trio.fail_after(LIMIT_S):
+        while not holds():  # noqa: ASYNC110 - other processes change it
+            await trio.sleep(0.1)
+
+
+async def until_connected(client: Client, count: int) -> None:
+    with trio.fail_after(LIMIT_S):
+        while sum(it.state == "connected" for it in await client.workers()) < count:  # noqa: ASYNC110
+            await trio.sleep(0.1)
+
+
+async def outputs_of(
+    config: Config, ray: FakeRay, prefix: str, disturb: Callable[[], None] | None = None
+) -> list[list[int]]:
+    """Of REQUESTS requests, greedy; `disturb` is called once each of them has said something."""
+    cluster = msgspec.structs.replace(config.cluster, keys_dir=str(keys_dir_of(config)))
+    endpoint = ray.actors[HOME].report().client_endpoint
+    outputs: list[list[int]] = [[] for _ in range(REQUESTS)]
+
+    async def collect(i: int, stream: TokenStream) -> None:
+        nonlocal disturb
+        async for said in stream:
+            outputs[i] += said.tolist()
+            if disturb is not None and all(outputs):
+                disturb = disturb()
+
+    key = access(cluster, "client", endpoint)
+    async with (
+        open_client(endpoint, role="client", name="test", reconnect_limit_s=LIMIT_S, key=key) as client,
+        trio.open_nursery() as nursery,
+    ):
+        sampling = Sampling(max_tokens=60, ignore_eos=True)
+        for i, prompt in enumerate(prompts_of(5, REQUESTS)):
+            nursery.start_soon(collect, i, await client.submit(prompt, sampling, request_id=f"{prefix}{i}"))
+    assert disturb is None
+    return outputs
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp_path: Path, ray: FakeRay) -> None:
+    config = ray_config(tmp_path)
+    hosts = start_or_join(config, OPTIONS, ray)
+    await until(ray.are_up)
+    names = [f"w0-{OTHER.replace('.', '-')}", f"w1-{HOME.replace('.', '-')}"]
+    async with admin_of(config, ray) as client:
+        await until_connected(client, 2)
+        assert sorted(it.worker for it in await client.workers()) == names
+
+    # a driver that ends leaves all as it is, and its successor joins; another one is refused
+    ready, asked = tmp_path / "ready.json", threading.Event()
+    ended: list[int] = []
+    driver = threading.Thread(target=lambda: ended.append(follow(config, hosts, asked, ready)))
+    driver.start()
+    await until(ready.exists)
+    asked.set()
+    driver.join(LIMIT_S)
+    assert (ended, ready.exists()) == ([0], False)
+    assert start_or_join(config, OPTIONS, ray).keys() == {HOME, OTHER}
+    with pytest.raises(WrongState, match="runs with other settings"):
+        start_or_join(config, RayOptions(groups=1), ray)
+
+    # a worker is restarted, and the coordinator of another node is told that it has ended: no page stays in quarantine
+    undisturbed = await outputs_of(config, ray, "a")
+    worker = ray.actors[OTHER].report().status.processes[names[0]]
+    assert await outputs_of(config, ray, "b", lambda: os.kill(worker, signal.SIGKILL)) == undisturbed
+    await until(lambda: ray.actors[OTHER].report().status.processes.get(names[0], worker) != worker)
+    assert any("released what its lost epochs" in it for it in ray.actors[OTHER].report().status.said)
+    async with admin_of(config, ray) as client:
+        await until_connected(client, 2)
+        assert [it.quarantined for it in await client.pools()] == [0, 0]
+
+    # a supervisor that is killed: the next one ends what it left, before it starts the same again
+    before = ray.actors[HOME].report()
+    os.kill(before.supervisor, signal.SIGKILL)
+    await until(lambda: ray.actors[HOME].report().supervisor != before.supervisor)
+    await until(ray.are_up)
+    after = ray.actors[HOME].report()
+    assert not set(before.status.processes.values()) & set(after.status.processes.values())
+    assert not [pid for pid in before.status.processes.values() if is_running(pid)]
+    async with admin_of(config, ray) as client:
+        await until_connected(client, 2)
+
+    # Ray's word that a node is dead: nothing of it is given up, and down says so
+    ray.actors[OTHER].lost = True
+    running = ray.actors[OTHER].inner
+    assert run_ray_down(config, ray, 1.0) == 6
+    assert ray.actors.keys() == {HOME, OTHER}
+    ray.actors[OTHER].lost = False
+    assert run_ray_down(config, ray, 1.0) == 0
+    assert not ray.actors
+    assert running._ended.is_set()
+    assert not list((tmp_path / "run").rglob("*.pool"))

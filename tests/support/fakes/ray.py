@@ -1,0 +1,81 @@
+"""A Ray cluster that is none: its nodes are loopback addresses of this machine, its actors objects of this process.
+
+What they run are real supervisors with real processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hisparse.ray.host import NodeHost, NodeReport
+from hisparse.ray.plan import NodeFacts, NodePlan
+from hisparse.ray.ray_cluster import Host, look_around
+from protocol.errors import Unavailable
+
+
+@dataclass
+class FakeHost:
+    """An actor. One that is `lost` does not answer, and its processes run on."""
+
+    inner: NodeHost
+    lost: bool = False
+
+    def report(self) -> NodeReport:
+        self._require_found()
+        return msgspec.json.decode(self.inner.report(), type=NodeReport)
+
+    def stop(self, deadline_s: float) -> bool:
+        self._require_found()
+        return self.inner.stop(deadline_s)
+
+    def _require_found(self) -> None:
+        if self.lost:
+            raise Unavailable("an actor does not answer", field="--ray", value="actor")
+
+
+@dataclass
+class FakeRay:
+    """As hisparse.ray.ray_cluster.RayApi. `started`: plans of the last start."""
+
+    addresses: Sequence[str]
+    actors: dict[str, FakeHost] = field(default_factory=dict)
+    started: list[NodePlan] = field(default_factory=list)
+
+    def nodes(self, pool_dir: str) -> list[NodeFacts]:
+        found = []
+        for number, address in enumerate(self.addresses):
+            free, ports = look_around(pool_dir, address)
+            resources = {"CPU": 8.0, "memory": float(8 << 30), f"node:{address}": 1.0}
+            found.append(NodeFacts(address, resources, number == 0, free, tuple(ports)))
+        return found
+
+    def hosts(self, name: str) -> dict[str, Host]:
+        return dict(self.actors)
+
+    def start(self, name: str, plans: Sequence[NodePlan], nodes: Sequence[NodeFacts]) -> dict[str, Host]:
+        self.started = list(plans)
+        self.actors = {it.address: FakeHost(NodeHost(msgspec.json.encode(it))) for it in plans}
+        return dict(self.actors)
+
+    def remove(self, name: str) -> None:
+        self.actors = {}
+
+    def make_again(self, address: str) -> None:
+        """As Ray does with an actor whose process has died: its supervisor gets the kernel's signal."""
+        plan = next(it for it in self.started if it.address == address)
+        before = self.actors[address]
+        before.inner._is_stopping = True
+        os.kill(before.report().supervisor, signal.SIGTERM)
+        self.actors[address] = FakeHost(NodeHost(msgspec.json.encode(plan)))
+
+    def are_up(self) -> bool:
+        return all(it.report().status.state == "up" for it in self.actors.values())
+
+    def end(self) -> None:
+        for actor in self.actors.values():
+            actor.inner.stop(0.0)
