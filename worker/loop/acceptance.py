@@ -57,6 +57,20 @@ class RowProgress:
             self.position = min(self.position, self.settled + self.in_flight * self.step_rows)
 
 
+def drafts_in_step(accepted: int, drafted: int, right: int) -> tuple[range, range]:
+    """Depths of the drafts that a step verified for a request, and of those that hold: numbers of rows, so that the
+    first draft has depth 1. Of its rows, `accepted` hold, `drafted` were fed a draft, behind those that were fed known
+    tokens, and `right` are both."""
+    first = accepted - right
+    return range(first, first + drafted), range(first, accepted)
+
+
+def drafts_kept(right: int, surplus: int) -> int:
+    """Drafts that are tokens of the output, of `right` ones in a step whose last `surplus` tokens lie past its end.
+    What the last row drew was no draft."""
+    return max(0, right - max(0, surplus - 1))
+
+
 class StepProgress:
     """What one launched step does for the progress of its requests: it is read once, and once seen in host memory, in
     either order. The decode loop makes one for each step: its loops are short on purpose."""

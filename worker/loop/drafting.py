@@ -158,7 +158,8 @@ class DraftStep:
     def _verify(self, outputs: StepOutputs) -> None:
         owner, batch = self._owner, self.batch
         drawn, fed = outputs.tokens.view(self._rows, -1), batch.inputs.view(self._rows, -1)
-        fits, known = batch.rejected.view(self._rows, -1) == 0, self._known[: self._rows] >= 0
+        fits = (batch.rejected.view(self._rows, -1) == 0).int().cumprod(0) > 0  # with all before it
+        known = self._known[: self._rows] >= 0
         right = known.clone()
         right[0] = drawn[0] >= 0
         right[1:] |= fed[1:] == drawn[:-1]

@@ -57,6 +57,7 @@ def test_right_drafts_are_all_accepted(draft_tokens: int, lookahead: int) -> Non
     rig.run()
     assert not rig.wrong()
     assert rig.executor.counters.steps <= 60 / (1 + draft_tokens) + 2 + lookahead
+    assert rig.executor.counters.accepted.keys() == set(range(1, 1 + draft_tokens))
     rig.check_end()
 
 
@@ -167,6 +168,8 @@ def test_end_token_inside_a_draft_ends_the_output(lookahead: int) -> None:
     assert (life.outcome, life.tokens) == ("eos", tokens[: place + 1])
     assert [it.generated_tokens for it in rig.coordinator.events if isinstance(it, Finished)] == [place + 1]
     rig.check_end()
+    assert place == 6
+    assert rig.coordinator.drafts[1] == (6, 4), "of three steps: what was launched behind the last is no part of it"
 
 
 def test_request_parks_once_its_pages_are_full_and_goes_on() -> None:
