@@ -47,7 +47,7 @@ from protocol.logprobs import ROW_WORDS_MAX
 from worker.device.step_rows import StepRows
 from worker.loop.acceptance import StepProgress, drafts_in_step
 from worker.loop.batch import RunningRequest
-from worker.loop.drafting import COUNTS, DraftInputs, DraftSeats, DraftStep, window_tokens
+from worker.loop.drafting import COUNTS, DraftInputs, DraftSeats, DraftStep
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.loop.recording import SelectionRecorder
 from worker.loop.swap import Swap
@@ -206,7 +206,7 @@ class Decoder:
         self._recorder = recorder
         vocab, device = runner.info.vocab_size, state.rows.device
         logprobs = allocate_rows(rows.rows * max(buckets), device)
-        window = window_tokens(rows, lookahead)
+        window = rows.window_tokens(lookahead)
         self._buckets = [
             _Bucket(
                 size,
