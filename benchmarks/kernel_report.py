@@ -57,6 +57,18 @@ def _floors(row: Result) -> tuple[str, ...]:
     return f"{row['memory_us']:.1f}", f"{row['mma_us']:,.1f}", f"{row['times_floor']:.2f}"
 
 
+def draft_rows(result: Result) -> str:
+    at, names = result["machine"], ("begin", "index", "hits", "swap", "attend")
+    columns = ("requests", "rows each", "begin_step", "index_topk", "swap_in, hits", "swap_in, misses", "attend_rows")
+    driver = at["driver_pcie"].split(",")[0]
+    head = f"Command: `{at['command']}`. Machine: {at['gpu']}, driver {driver}, torch {at['torch']}."
+    lines = (
+        (str(row["batch"]), str(row["seat_rows"]), *(f"{row[f'{n}_us']:.1f} ({row[f'{n}_x1']:.2f} ×)" for n in names))
+        for row in result["rows"]
+    )
+    return f"{head}\n\n{table(columns, lines)}"
+
+
 def _run(result: Result) -> str:
     at = result["machine"]
     driver = at["driver_pcie"].splitlines()[0].split(",")[0]

@@ -79,6 +79,13 @@ SECTIONS: Final = (
         {"block_fp8-H200.json": kernel_report.block_fp8},
     ),
     Section(
+        "Draft rows",
+        "µs per launch of one layer (begin_step: of a step), 1 + n rows of each request beside one (in brackets: how "
+        "many times as long). Contexts of 32k, fp8 rows, hot buffers of 8,192; each row of a request misses 20 tokens "
+        "of its own, so that misses and attention grow with the rows.",
+        {"draft-rows-H100.json": kernel_report.draft_rows},
+    ),
+    Section(
         "Decode within one KV budget",
         "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: "
         "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and "

@@ -184,7 +184,7 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "command": " ".join(["python", "-m", "benchmarks.swap_in", *sys.argv[1:]]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
     }
 
 

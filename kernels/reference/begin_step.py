@@ -37,7 +37,7 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
 
 def _add_drafts(state: DeviceState, batch: StepBatch, first: StepBatch) -> None:
     """Seats and lengths at all depths from those at depth 0; length 0 where there is no row."""
-    seats, lengths, active = first.seats.clone(), first.lengths.long(), active_rows(state, first)
+    seats, lengths, active = first.seats.clone(), first.lengths.long().clone(), active_rows(state, first)
     granted = state.granted_rows[seats.long().clamp(0, state.seats - 1)]
     for depth, rows in enumerate(batch.depths()):
         batch.seats[rows] = seats

@@ -44,8 +44,8 @@ def completion(**said: Any) -> Drawn:
 
 
 async def test_build_without_end_is_refused_and_disturbs_no_other_key(tmp_path: Path) -> None:
-    """Another key is served meanwhile, with new grammars too. The build is halted, so that it reaches no limit of memory
-    before they are served, and ends as its alarm would end it.
+    """Another key is served meanwhile, with new grammars too. The build is halted, so that it reaches no limit of
+    memory before they are served, and ends as its alarm would end it.
     """
     told: list[tuple[int, dict[str, Any]]] = []
     answers: list[int] = []

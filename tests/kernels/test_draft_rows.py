@@ -193,6 +193,14 @@ def test_refused_seat_trips_once_and_has_no_rows() -> None:
     assert rig.batch.rejected.all()
 
 
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+def test_request_without_granted_rows_has_none_at_any_depth(integer: torch.dtype) -> None:
+    rig = draft_rig(seat_rows=3, groups=(0,))
+    rig.batch.seats, rig.batch.lengths = rig.batch.seats.to(integer), rig.batch.lengths.to(integer)
+    rig.begin([rig.open(0, 70, 8), rig.open(1, 70, 8)], [0, 2])
+    assert rig.batch.lengths.view(3, -1)[:, :2].tolist() == [[0, 71], [0, 72], [0, 0]]
+
+
 def test_draft_without_a_page_trips_and_is_rejected() -> None:
     rig = draft_rig(seat_rows=3, groups=(0,))
     request = rig.open(0, 62, 4)
