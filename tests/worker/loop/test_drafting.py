@@ -6,15 +6,20 @@ import random
 from collections.abc import Callable
 from copy import copy
 
+import msgspec
 import pytest
 import torch
 
+from coordinator.scheduling.validation import _mismatch
+from protocol.errors import ConfigError
 from protocol.messages import Finished
 from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING
+from tests.support.scheduler_rig import open_rig
+from tests.support.worker_rig import Rig
 from tests.worker.runners.test_drafting import pair_of
 from worker.loop.drafting import DraftStep
 from worker.runners.base import StepOutputs
@@ -122,6 +127,22 @@ def test_rows_that_hold_are_those_of_the_rule(draft_tokens: int) -> None:
             for at in range(real)
         ]
         assert step.counts[0].tolist() == expected + [0] * (seats - real)
+
+
+async def test_workers_with_and_without_drafts_share_no_pool() -> None:
+    """Nor can pages go from one to the other: those of a worker that drafts have the draft layer's rows too."""
+    drafting = DraftRig(None, drafting_settings(2), 0).sizing.capacity
+    plain = Rig().sizing.capacity
+    assert (plain.page_bytes, plain.row_format) != (drafting.page_bytes, drafting.row_format)
+    assert _mismatch("w0", drafting, "w1", plain)
+    assert not _mismatch("w0", drafting, "w1", drafting)
+    async with open_rig() as rig:
+        link = await rig.add_worker("w0")
+        alike = {"page_bytes": drafting.page_bytes, "row_format": drafting.row_format}
+        other = msgspec.structs.replace(link.hello.capacity, **alike)
+        hello = msgspec.structs.replace(link.hello, worker="w1", epoch=9, capacity=other)
+        with pytest.raises(ConfigError, match="same host_mem, pool_dir, draft_tokens and model"):
+            await rig.scheduler.worker_up(hello, link)
 
 
 def a_day(rig: DraftRig) -> None:
