@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from time import monotonic
 from typing import Final
 
 from metrics.families import Metric, counter, gauge, histogram
 from metrics.state import WARM_STARTS, IntArray, SwapTotals, WorkerCounters
+from protocol.units import SEAT_ROWS_MAX
 
 
 def _silent_s(counters: WorkerCounters) -> float:
@@ -40,6 +42,11 @@ def _layers(swap: SwapTotals) -> list[str]:
 def _by_layer(swap: SwapTotals, by_group: IntArray) -> dict[str, float]:
     """Of each layer, the count of its index group."""
     return dict(zip(_layers(swap), by_group[list(swap.group_of_layer)].tolist(), strict=True))
+
+
+def _by_position(drafts: Counter[int]) -> dict[str, float]:
+    """Of all places that a step may have, so that a series begins at 0."""
+    return {str(place): drafts[place] for place in range(1, SEAT_ROWS_MAX)}
 
 
 def _swap_seconds(swap: SwapTotals) -> dict[tuple[str, str], float]:
@@ -85,16 +92,18 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
     counter(
         "hisparse_worker_drafted_tokens_total",
         "tokens",
-        "Drafts of the model's draft layer that steps verified.",
+        "Drafts of the model's draft layer that steps verified, by place among the drafts of a step, 1 to 4.",
         "How much is drafted?",
-        lambda it: it.drafted_tokens,
+        lambda it: _by_position(it.drafted),
+        labels="position",
     ),
     counter(
         "hisparse_worker_accepted_tokens_total",
         "tokens",
-        "Drafts that were what the model drew.",
-        "Do drafts pay?",
-        lambda it: it.accepted_tokens,
+        "Drafts that were what the model drew, likewise.",
+        "Do drafts pay? Would fewer a step do?",
+        lambda it: _by_position(it.accepted),
+        labels="position",
     ),
     counter(
         "hisparse_worker_prompt_tokens_total",

@@ -171,8 +171,8 @@ class WorkerCounters:
     tokens: int = 0
     surplus_tokens: int = 0  # decoded past a request's end, discarded
     late_masks: int = 0  # rows of steps that drew nothing, since what their grammars allow was not known in time
-    drafted_tokens: int = 0  # that steps verified
-    accepted_tokens: int = 0  # of them, those that the model drew too
+    drafted: Counter[int] = field(default_factory=Counter)  # drafts that steps verified, by place among a step's drafts
+    accepted: Counter[int] = field(default_factory=Counter)  # of them, those that the model drew too
     staged_bytes: int = 0  # device to host, prompts
     backed_up_bytes: int = 0  # device to host, decoded rows
     preloaded_bytes: int = 0  # host to device, index keys and rows of resumed requests
@@ -198,6 +198,16 @@ class WorkerCounters:
     def swapped_bytes(self) -> int:
         """Host to device, misses."""
         return self.swap.loaded_bytes
+
+    @property
+    def drafted_tokens(self) -> int:
+        """In any place."""
+        return self.drafted.total()
+
+    @property
+    def accepted_tokens(self) -> int:
+        """In any place."""
+        return self.accepted.total()
 
     def computed(self, weight: int, seconds: float) -> None:
         """A timed step kept the device busy for `seconds`; it stands for `weight` steps."""

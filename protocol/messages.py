@@ -525,7 +525,8 @@ class Ended(Message, frozen=True, tag="ended"):
     """The end of a subscribed request, after its last token. `outcome` is FINISHED, ABORTED or FAILED.
 
     `tail_text` is the text between the last token and a stop string that starts inside a token; the client appends it
-    to the decoded text. `prefix_tokens` of the prompt were reused, not computed.
+    to the decoded text. `prefix_tokens` of the prompt were reused, not computed. Steps verified `drafted_tokens`, of
+    which `accepted_tokens` are in the output; a coordinator that was started again counts from then on.
     """
 
     handle: int
@@ -535,6 +536,8 @@ class Ended(Message, frozen=True, tag="ended"):
     generated_tokens: int
     tail_text: str = ""
     prefix_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class RequestRow(Part, frozen=True):
@@ -564,7 +567,7 @@ class RequestRow(Part, frozen=True):
     waits_for: str = ""
     prefix_tokens: int = 0  # of the prompt: reused, not computed, when it was first admitted
     drafted_tokens: int = 0  # drafts that steps verified
-    accepted_tokens: int = 0  # of them, those that the model drew as well
+    accepted_tokens: int = 0  # of them, those that are in its output
 
 
 class HistoryLine(Part, frozen=True):

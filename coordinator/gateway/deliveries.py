@@ -177,4 +177,6 @@ def _ended(handle: int, ending: Ending) -> messages.Ended:
         generated_tokens=ending.generated_tokens,
         tail_text=ending.tail_text,
         prefix_tokens=ending.prefix_tokens,
+        drafted_tokens=ending.drafted_tokens,
+        accepted_tokens=ending.accepted_tokens,
     )

@@ -69,7 +69,7 @@ class WorkerPort(Protocol):
 
 class Ending(msgspec.Struct, frozen=True):
     """The last word on a request. `outcome` is FINISHED, ABORTED or FAILED. `prefix_tokens` of its prompt were
-    reused."""
+    reused. Steps verified `drafted_tokens`, of which `accepted_tokens` are in its output."""
 
     request_index: int
     request_id: str
@@ -78,6 +78,8 @@ class Ending(msgspec.Struct, frozen=True):
     generated_tokens: int
     tail_text: str = ""
     prefix_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Listener(Protocol):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-import msgspec
+from msgspec import structs
 
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal
@@ -71,9 +71,11 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         journal: Journal,
         wall_offset_s: float,
         counters: CoordinatorCounters,
+        drafts: Callable[[], tuple[int, int]],
         port: WorkerPort | None = None,
         follow: Follow | None = None,
     ) -> None:
+        """`drafts` tells what its placements have verified so far, and accepted."""
         super().__init__(f"request {state.facts.request_id}", mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX)
         self.state = state
         self._token_log = token_log
@@ -83,6 +85,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         self._journal = journal
         self._wall_offset_s = wall_offset_s
         self._counters = counters
+        self._drafts = drafts
         self._port = port
         self._follow = follow
         self._waits = Waits(state.state, state.held, clock())
@@ -142,8 +145,8 @@ class Request(Actor[RequestOrder | WorkerEvent]):
     async def _write_end(self, ending: Ending) -> None:
         """Its tokens go into the journal before it, or with it (I5)."""
         at_s = self._clock() + self._wall_offset_s
-        _, _, outcome, reason, generated_tokens, tail_text, _ = msgspec.structs.astuple(ending)
-        ended = RequestEnded(self.state.facts.request_index, outcome, reason, generated_tokens, tail_text, at_s)
+        it, request_index = ending, self.state.facts.request_index
+        ended = RequestEnded(request_index, it.outcome, it.reason, it.generated_tokens, it.tail_text, at_s)
         await self._journal.append([ended]).wait()
 
     def _perform(self, action: Action) -> None:
@@ -151,7 +154,8 @@ class Request(Actor[RequestOrder | WorkerEvent]):
             case Ending():
                 if action.outcome == State.FAILED:
                     self._counters.failed[self.state.cause or UNKNOWN] += 1
-                self._listener.ended(action)
+                drafted, accepted = self._drafts()
+                self._listener.ended(structs.replace(action, drafted_tokens=drafted, accepted_tokens=accepted))
             case PlacementEnded():
                 self._token_log.end_placement(action.request_index)
                 self._tell_scheduler(action)

@@ -165,6 +165,11 @@ class RequestTable:
         """Of the present placement of a live request."""
         return self.by_index[request_index].swaps
 
+    def drafts_of(self, request_index: int) -> Drafts:
+        """Of all placements of a live request."""
+        live = self.by_index[request_index]
+        return _add_drafts(live.drafts_before, live.drafts)
+
     # ---------------------------------------------------------------- lookups
 
     def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from coordinator.actor import Level, Supervisor
 from coordinator.journal.journal import Commit, Journal
@@ -104,6 +105,7 @@ class Submissions:
             journal=self.journal,
             wall_offset_s=self.wall_offset_s,
             counters=self.counters,
+            drafts=partial(self.requests.drafts_of, state.facts.request_index),
             port=port,
             follow=self.begin_trace(state.facts) if self.begin_trace is not None and not is_over else None,
         )

@@ -300,7 +300,7 @@ class WorkerRegistry:
                 f"its host pool (pages, page bytes, rows, path) is {ours}, that of node {hello.node} is {theirs}",
                 field="worker",
                 value=hello.worker,
-                remedy="give all workers of a node the same host_mem, pool_dir and model",
+                remedy="give all workers of a node the same host_mem, pool_dir, draft_tokens and model",
             )
 
     def _check_pool_is_left(self, hello: WorkerHello) -> None:

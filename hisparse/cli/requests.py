@@ -129,8 +129,8 @@ def _history_lines(detail: RequestDetail) -> Iterator[str]:
     from datetime import datetime
 
     from coordinator.scheduling.lifecycle import TERMINAL, state_text
-    from hisparse.console.output import duration_text, hot_text, times_text
-    from hisparse.console.rows import count_text, swap_text
+    from hisparse.console.output import duration_text, hot_text, rate_text, times_text
+    from hisparse.console.rows import count_text, draft_share, swap_text
 
     row = detail.row
     yield f"{row.request_id}  {state_text(row.state, row.held)}  {row.reason}".rstrip()
@@ -140,6 +140,8 @@ def _history_lines(detail: RequestDetail) -> Iterator[str]:
     yield f"  memory    {count_text(row.host_pages, 'host page')}, {rows} durable, {chunks}"
     yield f"  hot slots {hot_text(row.hot_slots)} on {row.worker or 'no worker'}"
     yield f"  swap-in   {swap_text(row)}"
+    if (share := draft_share(row)) is not None:
+        yield f"  drafts    {row.drafted_tokens} verified, {row.accepted_tokens} accepted ({rate_text(share)})"
     age = f"{'took' if row.state in TERMINAL else 'age'}".ljust(10) + duration_text(row.age_s)
     yield f"  {age}, priority {row.priority}, retracted {times_text(row.retractions)}"
     for line in detail.history:

@@ -24,6 +24,11 @@ def hit_share(row: RequestRow) -> float | None:
     return row.hits / lookups if lookups and not is_whole else None
 
 
+def draft_share(row: RequestRow) -> float | None:
+    """Share of verified drafts that are in the output; None: no draft was verified."""
+    return row.accepted_tokens / row.drafted_tokens if row.drafted_tokens else None
+
+
 def floor_text(row: WorkerRow) -> str:
     """The smallest hot size that policy gives there, in slots; a dash where none was chosen yet."""
     if row.hot_sizing is None:

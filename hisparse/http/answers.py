@@ -52,6 +52,8 @@ class Transcript:
         self.finish_reason = ""
         self.stopped = False
         self.prefix_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
 
     def push(self, tokens: Sequence[int], rows: Int32Array = NO_ROWS) -> list[Piece]:
         """What is decided now and was not before. Token by token, so that what it counts does not depend on cuts.
@@ -73,6 +75,7 @@ class Transcript:
         """The rest; `finish_reason` and `tokens` are final after it."""
         self.tokens = ended.generated_tokens
         self.prefix_tokens = ended.prefix_tokens
+        self.drafted_tokens, self.accepted_tokens = ended.drafted_tokens, ended.accepted_tokens
         self.stopped = ended.reason == "stop"
         self.finish_reason = LENGTH if ended.reason == LENGTH else "stop"
         pieces = self._parser.push(self._detokenizer.finish() + ended.tail_text) + self._parser.finish()
@@ -166,10 +169,18 @@ class OpenAiAnswer:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached_tokens(self._ask, transcripts)},
         }
-        if self._ask.plan.reasons:
-            reasoning = sum(it.reasoning_tokens for it in transcripts)
-            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        if details := self._details(transcripts):
+            usage["completion_tokens_details"] = details
         return usage
+
+    def _details(self, transcripts: Sequence[Transcript]) -> dict[str, int]:
+        """Of what the answer has; drafts are counted once their choice has ended. Rejected ones are no tokens of the
+        completion, and do not count as such."""
+        drafted = sum(it.drafted_tokens for it in transcripts)
+        accepted = sum(it.accepted_tokens for it in transcripts)
+        drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        reasoning = {"reasoning_tokens": sum(it.reasoning_tokens for it in transcripts)}
+        return (reasoning if self._ask.plan.reasons else {}) | (drafts if drafted else {})
 
 
 class CompletionAnswer(OpenAiAnswer):

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from coordinator.scheduling.lifecycle import HELD, state_text
 from hisparse.console.output import duration_text, hot_text, size_text
-from hisparse.console.rows import floor_text, hit_share, predicted_text
+from hisparse.console.rows import draft_share, floor_text, hit_share, predicted_text
 from hisparse.console.table import Column, clean, fit_cell, lay_out
 from hisparse.top.screen import ENDED, ORDERS, STATES, Mode, Screen
 from protocol.messages import NOT_SEEN, PoolRow, RequestDetail, RequestRow, WorkerRow
@@ -53,7 +53,7 @@ HELP: Final = (
     "Workers: TOK/S, HIT, H2D/S (bytes of swap-in) over 5 s. HOT, INDX, HOST: shares in use.",
     "FLOOR: smallest hot size that is given. PRED MS: a step there, as predicted.",
     "Requests: HIT since submission, a dash for a resident one. AGE of an ended one: until its end.",
-    "HELD: a retracted request that waits for R.",
+    "DRAFTS: share of verified drafts that are in the output.  HELD: a retracted request that waits for R.",
 )
 
 MARK: Final = ">"
@@ -200,6 +200,9 @@ def _requests(screen: Screen, width: int, rows_max: int) -> list[Text]:
         """Only of a running one: what is held or waits has no speed, and the last steps of its window are over."""
         return f"{rates[row.request_id]:.1f}" if row.state == RUNNING and row.request_id in rates else "-"
 
+    drafts: list[Column[RequestRow]] = []
+    if any(row.drafted_tokens for row in screen.requests()):
+        drafts = [Column("DRAFTS", lambda row: _hit(draft_share(row)), True, goes=11, steady=6)]
     columns: list[Column[RequestRow]] = [
         Column("ID", lambda row: row.request_id, least=14, steady=14, cuts_middle=True),
         Column("STATE", _state, steady=12, style=lambda row: STYLES.get(_state(row), "")),
@@ -209,6 +212,7 @@ def _requests(screen: Screen, width: int, rows_max: int) -> list[Text]:
         Column("NEW", lambda row: f"{row.generated_tokens}/{row.max_tokens}", True, steady=11),
         Column("TOK/S", speed, True, goes=1, steady=5),
         Column("HIT", lambda row: _hit(hit_share(row)), True, goes=2, steady=4),
+        *drafts,
         Column("HOT SLOTS", lambda row: hot_text(row.hot_slots), True, goes=7, steady=9),
         Column("PAGES", lambda row: str(row.host_pages), True, goes=8, steady=6),
         Column("RETR", lambda row: str(row.retractions), True, goes=9, steady=4),

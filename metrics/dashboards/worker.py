@@ -25,6 +25,11 @@ def of_workers(metric: str, labels: str = ONE) -> str:
     return f"sum by (job, instance) ({rate(metric, labels)})"
 
 
+def by_position(metric: str) -> str:
+    """The rate of what is counted by the place of a draft."""
+    return f"sum by (job, instance, position) ({rate(metric)})"
+
+
 def per_step(seconds: str) -> str:
     return f"({seconds}) / {rate('hisparse_worker_steps_total')}"
 
@@ -132,6 +137,20 @@ OUTPUT: Final = Row(
             ),
         ),
         Panel(
+            "Drafts accepted, by position",
+            "Share of verified drafts that the model drew as well, by their place among the drafts of a step; a worker "
+            "without worker.draft_tokens has none. Bad: the share of the last place below a tenth: fewer drafts a step "
+            "would do. Near 0 in the first: the model is not drafted well, so that drafts cost time.",
+            "percentunit",
+            (
+                by_worker(
+                    f"{by_position('hisparse_worker_accepted_tokens_total')}"
+                    f" / {by_position('hisparse_worker_drafted_tokens_total')}",
+                    "{{position}}",
+                ),
+            ),
+        ),
+        Panel(
             "Steps repeated for late masks",
             "Share of rows of decode steps that drew no token, since the mask of a grammar came late; each is computed "
             "again. Bad: above one in a hundred: grammars are too complex, or the worker has too few cores for the "
@@ -152,7 +171,8 @@ OUTPUT: Final = Row(
             (
                 by_worker(
                     f"({rate('hisparse_worker_tokens_total')} + {rate('hisparse_worker_surplus_tokens_total')}"
-                    f" + {rate('hisparse_worker_late_masks_total')} - {rate('hisparse_worker_accepted_tokens_total')})"
+                    f" + {rate('hisparse_worker_late_masks_total')}"
+                    f" - {of_workers('hisparse_worker_accepted_tokens_total')})"
                     f" / {rate('hisparse_worker_steps_total')}",
                     "batch",
                 ),

@@ -785,6 +785,7 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
         ),
         ({"hits": 0, "misses": 0, "retractions": 0}, ("swap-in   none yet", "retracted never")),
         ({"retractions": 5}, ("retracted 5 times", "age       1m15s")),
+        ({"drafted_tokens": 8, "accepted_tokens": 6}, ("drafts    8 verified, 6 accepted (75.0%)",)),
         (
             {"host_pages": 1, "durable_tokens": 1, "hot_chunks": 1},
             ("memory    1 host page, 1 row durable, 1 hot chunk",),

@@ -622,6 +622,18 @@ def test_the_objects_of_a_completion() -> None:
     assert (total, done) == (head | {"choices": [], "usage": usage}, "[DONE]")
 
 
+def test_drafts_are_told_once_their_choices_have_ended() -> None:
+    ask = completion(prompt="xy", n=2, stream=True, stream_options={"include_usage": True})
+    answer, transcripts = CompletionAnswer(ask, 9), [Transcript(served().tokenizer.detokenizer()) for _ in "ab"]
+    assert "completion_tokens_details" not in answer._usage(transcripts)
+    for transcript, drafted, accepted in zip(transcripts, (5, 2), (3, 0), strict=True):
+        transcript.end(msgspec.structs.replace(ended(4), drafted_tokens=drafted, accepted_tokens=accepted))
+    details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
+    assert json.loads(answer.whole([[], []], transcripts))["usage"]["completion_tokens_details"] == details
+    total, _ = events(*answer.closing(transcripts))
+    assert total["usage"]["completion_tokens_details"] == details
+
+
 def test_the_objects_of_a_chat() -> None:
     ask = chat(messages=said(("user", "x")), stream=True)
     answer, transcripts = ChatAnswer(ask, 9), [Transcript(served().tokenizer.detokenizer())]

@@ -16,6 +16,7 @@ import jsonschema
 import openai
 import pytest
 import trio
+from openai.types import CompletionUsage
 from pydantic import BaseModel
 
 from tests.support.agents_rig import AgentsRig, agents_rig
@@ -100,6 +101,30 @@ async def test_chat_turn_is_the_same_whole_and_streamed(tmp_path: Path, family: 
     assert [json.loads(call.function.arguments) for call in streamed] == [ARGUMENTS, ARGUMENTS]
     assert [it.choices[0].finish_reason for it in chunks if it.choices][-1] == "tool_calls"
     assert chunks[-1].usage == whole.usage
+
+
+async def test_openai_client_reads_what_became_of_drafts(tmp_path: Path) -> None:
+    """Of chats and completions, whole and streamed."""
+    async with agents_rig(tmp_path, lambda _: "Paris.") as rig:
+        rig.front.gateway.scheduler.drafts = (5, 3)
+        client, lenient = (
+            rig.openai(),
+            rig.openai(strict=False),
+        )  # its type of a completion has no chunk before the last
+        streamed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        chat: dict[str, Any] = {"model": MODEL, "messages": ASKED}
+        completion: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 20}
+        asks: tuple[Callable[[], Any], ...] = (
+            lambda: client.chat.completions.create(**chat),
+            lambda: list(client.chat.completions.create(**chat, **streamed))[-1],
+            lambda: client.completions.create(**completion),
+            lambda: list(lenient.completions.create(**completion, **streamed))[-1],
+        )
+        usages = [(await in_thread(ask)).usage for ask in asks]
+    for usage in usages:
+        told = CompletionUsage.model_validate(usage.model_dump(), strict=True).completion_tokens_details
+        assert told is not None
+        assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (3, 2)
 
 
 @families

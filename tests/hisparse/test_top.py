@@ -366,6 +366,13 @@ def test_80_by_24_shows_the_main_figures() -> None:
     assert any(line.startswith(">r29") for line in shown(screen)), "the selected row is always in view"
 
 
+def test_share_of_drafts_has_a_column_where_a_request_drafts() -> None:
+    one, other = row(REQUEST, request_id="a"), row(REQUEST, request_id="b", drafted_tokens=8, accepted_tokens=6)
+    assert "DRAFTS" not in shown(screen_of(one), 200)[5]
+    head, first, second = (line.split() for line in shown(screen_of(one, other), 200)[5:8])
+    assert (first[head.index("DRAFTS")], second[head.index("DRAFTS")]) == ("-", "75%")
+
+
 @pytest.mark.parametrize(
     ("changed", "state", "speed"),
     [

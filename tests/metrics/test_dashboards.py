@@ -174,7 +174,7 @@ async def test_every_panel_and_rule_has_data_from_a_real_cluster(tmp_path: Path)
 
     program("prometheus")
     write_tiny_checkpoint(tmp_path / "model")
-    place = Place(tmp_path, tmp_path / "model")
+    place = Place(tmp_path, tmp_path / "model", draft_tokens=1)
     async with place.coordinator() as coordinator, place.worker() as worker, place.http() as http:
         jobs = {
             "hisparse-http": [await http.metrics_port()],

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -71,6 +71,7 @@ class Place:
 
     path: Path
     model: Path
+    draft_tokens: int = field(default=0, kw_only=True)
 
     @property
     def runtime_dir(self) -> Path:
@@ -86,7 +87,8 @@ class Place:
     @asynccontextmanager
     async def worker(self, *flags: str) -> AsyncIterator[Process]:
         """Worker w0 of node n0; killed at the end if it is still there."""
-        flags = ("--model", str(self.model), "--name", "w0", "--node", "n0", "--deterministic", *SIZES, *flags)
+        flags = ("--model", str(self.model), "--name", "w0", "--node", "n0", *SIZES, *flags)
+        flags = flags if self.draft_tokens else ("--deterministic", *flags)
         async with self._running("worker", *flags, "--pool-dir", str(self.path)) as process:
             yield process
 
@@ -113,7 +115,11 @@ class Place:
 
     def _start(self, subcommand: str, flags: Sequence[str]) -> Process:
         command = [sys.executable, "-m", "hisparse.cli", subcommand, *flags]
-        settings = {"OMP_NUM_THREADS": "1", "HISPARSE_CLUSTER_RUNTIME_DIR": str(self.runtime_dir)}
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "HISPARSE_CLUSTER_RUNTIME_DIR": str(self.runtime_dir),
+            "HISPARSE_WORKER_DRAFT_TOKENS": str(self.draft_tokens),
+        }
         log = self.path / f"{subcommand}.log"
         with log.open("wb") as file:
             return Process(subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stderr=file), log)

@@ -36,6 +36,10 @@ class StepRows:
         """Rows behind the end of an output that launched steps may write."""
         return lookahead_steps * self.rows + self.draft_tokens
 
+    def window_tokens(self, lookahead_steps: int) -> int:
+        """Known tokens that a step needs of a request: of its rows and the one behind, wherever it begins."""
+        return self.rows + 1 + lookahead_steps * self.draft_tokens
+
     def backup_steps(self, tail_slots: int) -> int:
         """How many steps back the step lies whose backup a new step waits for; 1 at least, where the tail has room for
         two steps with drafts, or one without. A step that drafts more than one token begins rows of the next one."""

@@ -31,6 +31,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from protocol.arrays import Int32Array
+
 
 @dataclass(slots=True)
 class RowProgress:
@@ -49,12 +51,48 @@ class RowProgress:
         """Rows that hold once every step in flight has run, at least."""
         return self.settled + self.in_flight
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a step may write the next row."""
+        return self.position < self.rows_max
+
+    def starved(self, rows_wanted: int) -> bool:
+        """Whether only memory keeps a request that wants so many rows from its next step, whatever the steps in flight
+        bring."""
+        return self.rows_max <= self.certain < rows_wanted
+
+    @property
+    def rows_end(self) -> int:
+        """The first row that the next step may not write; with drafts, those for the step behind it need a row too."""
+        return self.rows_max if self.step_rows > 1 else min(self.rows_max, self.position + 1)
+
     def settle(self, accepted: int) -> None:
         """The oldest step in flight has `accepted` rows that hold."""
         self.in_flight -= 1
         self.settled += accepted
         if self.step_rows > accepted:  # where it is not, the bound was exact
             self.position = min(self.position, self.settled + self.in_flight * self.step_rows)
+
+
+def known_tokens(prompt: Int32Array, generated: Sequence[int], forced: int, start: int, count: int) -> list[int]:
+    """Tokens from position `start` on, `count` at most, of a prompt and the first `forced` of what was `generated`."""
+    stop, prompt_tokens = start + count, len(prompt)
+    tokens: list[int] = prompt[start:stop].tolist()
+    return [*tokens, *generated[max(0, start - prompt_tokens) : max(0, min(stop - prompt_tokens, forced))]]
+
+
+def drafts_in_step(accepted: int, drafted: int, right: int) -> tuple[range, range]:
+    """Depths of the drafts that a step verified for a request, and of those that hold: numbers of rows, so that the
+    first draft has depth 1. Of its rows, `accepted` hold, `drafted` were fed a draft, behind those that were fed known
+    tokens, and `right` are both."""
+    first = accepted - right
+    return range(first, first + drafted), range(first, accepted)
+
+
+def drafts_kept(right: int, surplus: int) -> int:
+    """Drafts that are tokens of the output, of `right` ones in a step whose last `surplus` tokens lie past its end.
+    What the last row drew was no draft."""
+    return max(0, right - max(0, surplus - 1))
 
 
 class StepProgress:

@@ -22,7 +22,7 @@ from protocol.arrays import Int32Array
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, Resize
 from protocol.units import PAGE_TOKENS
 from worker.device.hot_buffer import HotBuffer
-from worker.loop.acceptance import RowProgress
+from worker.loop.acceptance import RowProgress, known_tokens
 from worker.loop.output import Output
 from worker.streams import Fence
 from worker.transfer.handover import Outgoing
@@ -170,25 +170,16 @@ class RunningRequest:
     @property
     def has_room(self) -> bool:
         """Whether a step may write its next row."""
-        progress = self.progress
-        return progress.position < progress.rows_max
+        return self.progress.has_room
 
     @property
     def starved(self) -> bool:
         """Whether only memory keeps it from its next step, whatever the steps in flight bring."""
-        return self.progress.rows_max <= self.progress.certain < self.rows_wanted
-
-    @property
-    def rows_end(self) -> int:
-        """The first row that the next step may not write; with drafts, those for the step behind it need a row too."""
-        progress = self.progress
-        return progress.rows_max if progress.step_rows > 1 else min(progress.rows_max, progress.position + 1)
+        return self.progress.starved(self.rows_wanted)
 
     def known_tokens(self, start: int, count: int) -> list[int]:
         """Tokens from position `start` on that were known when it came, `count` at most."""
-        stop, prompt = start + count, self.prompt_tokens
-        tokens: list[int] = self.prompt[start:stop].tolist()
-        return tokens + self.output.tokens[max(0, start - prompt) : max(0, min(stop - prompt, self.output.forced))]
+        return known_tokens(self.prompt, self.output.tokens, self.output.forced, start, count)
 
     def next_input(self) -> int:
         """The token to feed at `position`: known from an earlier placement, or -1 for the last one drawn on device."""

@@ -45,9 +45,9 @@ from protocol.arrays import Int32Array
 from protocol.errors import InternalError
 from protocol.logprobs import ROW_WORDS_MAX
 from worker.device.step_rows import StepRows
-from worker.loop.acceptance import StepProgress
+from worker.loop.acceptance import StepProgress, drafts_in_step
 from worker.loop.batch import RunningRequest
-from worker.loop.drafting import COUNTS, DraftInputs, DraftSeats, DraftStep, window_tokens
+from worker.loop.drafting import COUNTS, DraftInputs, DraftSeats, DraftStep
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.loop.recording import SelectionRecorder
 from worker.loop.swap import Swap
@@ -155,7 +155,8 @@ class _Begun:
 @dataclass(slots=True)
 class StepTokens:
     """A step that was read: requests, the first row that each wrote, the tokens that its rows drew which hold; if asked
-    for, `counts` int64[2, G, S], hits and misses by index group and seat. `undrawn` drew no token.
+    for, `counts` int64[2, G, S], hits and misses by index group and seat. `undrawn` drew no token. `drafts`, of a step
+    that drafts: of each request, those verified, and of these those that hold.
 
     `logits` float32[requests, vocab] if they are kept, `logprobs` int32[requests, ROW_WORDS_MAX] if a request asks for
     them: true until as many steps have been launched as are in flight.
@@ -169,6 +170,7 @@ class StepTokens:
     logits: torch.Tensor
     logprobs: Int32Array | None
     undrawn: Collection[RunningRequest] = ()
+    drafts: Sequence[tuple[int, int]] = ()
 
     def rows(self, number: int) -> tuple[bytes, ...]:
         """Log-probabilities of the tokens of a request, as far as it asks for them; none where it does not."""
@@ -204,7 +206,7 @@ class Decoder:
         self._recorder = recorder
         vocab, device = runner.info.vocab_size, state.rows.device
         logprobs = allocate_rows(rows.rows * max(buckets), device)
-        window = window_tokens(rows, lookahead)
+        window = rows.window_tokens(lookahead)
         self._buckets = [
             _Bucket(
                 size,
@@ -346,7 +348,7 @@ class Decoder:
         """The oldest step in flight. Blocks the host until its tokens are there."""
         step = self._launched.popleft()
         step.sampled.wait()
-        accepted = self._accepted(step)
+        accepted, drafts = self._accepted(step)
         positions = step.progress.read(accepted)
         if self._recorder is not None:
             placements = [request.placement for request in step.requests]
@@ -358,25 +360,24 @@ class Decoder:
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
         logprobs = step.results.logprobs[: len(step.requests)].numpy() if step.has_logprobs else None
-        return StepTokens(step.requests, positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn)
+        return StepTokens(step.requests, positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn, drafts)
 
-    def _accepted(self, step: _Launched) -> list[int]:
-        """Rows of each request that hold."""
+    def _accepted(self, step: _Launched) -> tuple[list[int], list[tuple[int, int]]]:
+        """Of each request, rows that hold; and StepTokens.drafts."""
         if self._seat_rows == 1:
             undrawn = step.undrawn
-            return [int(it not in undrawn) for it in step.requests] if undrawn else [1] * len(step.requests)
+            return [int(it not in undrawn) for it in step.requests] if undrawn else [1] * len(step.requests), []
         counted = step.results.drafts[: len(COUNTS) * step.seats].view(len(COUNTS), -1)
         counts: list[list[int]] = counted[:, : len(step.requests)].tolist()
         accepted, drafted, right = counts
         for request, count in zip(step.requests, accepted, strict=True):
             if (count == 0) != (request in step.undrawn) and not request.is_leaving:
                 raise InternalError("a step has no row that holds", field="placement", value=request.placement)
-        for request, count, held in zip(step.requests, drafted, right, strict=True):
-            request.drafted += count
-            request.accepted += held
-        self._counters.drafted_tokens += sum(drafted)
-        self._counters.accepted_tokens += sum(right)
-        return accepted
+        for numbers in zip(accepted, drafted, right, strict=True):
+            verified, held = drafts_in_step(*numbers)
+            self._counters.drafted.update(verified)
+            self._counters.accepted.update(held)
+        return accepted, list(zip(drafted, right, strict=True))
 
     def note_durable(self) -> Iterator[RunningRequest]:
         """Raise `durable_rows` as far as completions have been observed; yields the requests of those steps."""

@@ -38,11 +38,6 @@ from worker.streams import Streams
 COUNTS: Final = ("accepted", "drafted", "drafts accepted")
 
 
-def window_tokens(rows: StepRows, lookahead: int) -> int:
-    """Known tokens that a step needs of each seat: of its rows and the one behind, wherever it begins."""
-    return rows.rows + 1 + lookahead * rows.draft_tokens
-
-
 class DraftInputs:
     """What the host says of one step of S seats: int32[(3 + window) * S + 1], so that it travels in one copy.
 
@@ -59,7 +54,7 @@ class DraftInputs:
         real = len(requests)
         self._rows[:] = -1
         self._rows[0, :real] = [request.seat for request in requests]
-        self._rows[1, :real] = [request.rows_end for request in requests]
+        self._rows[1, :real] = [request.progress.rows_end for request in requests]
         self._rows[2, :real] = [request.progress.certain for request in requests]
         for place, request in enumerate(requests):
             tokens = request.known_tokens(request.progress.certain, self._window)
@@ -158,7 +153,8 @@ class DraftStep:
     def _verify(self, outputs: StepOutputs) -> None:
         owner, batch = self._owner, self.batch
         drawn, fed = outputs.tokens.view(self._rows, -1), batch.inputs.view(self._rows, -1)
-        fits, known = batch.rejected.view(self._rows, -1) == 0, self._known[: self._rows] >= 0
+        fits = (batch.rejected.view(self._rows, -1) == 0).int().cumprod(0) > 0  # with all before it
+        known = self._known[: self._rows] >= 0
         right = known.clone()
         right[0] = drawn[0] >= 0
         right[1:] |= fed[1:] == drawn[:-1]

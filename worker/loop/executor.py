@@ -48,6 +48,7 @@ from worker.device.sizing import Sizing
 from worker.device.step_rows import StepRows
 from worker.group.agreement import Agreement, RoundKind, Wish, chunk_sizes
 from worker.group.group import Group
+from worker.loop.acceptance import drafts_kept
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
 from worker.loop.drafting import DraftSeats
@@ -664,18 +665,30 @@ class Executor:
                     self.counters.late_masks += 1
                 elif request.is_drawn(position + len(drawn) - 1):
                     place = position + 1 - request.prompt_tokens
-                    self._contain(self._take_tokens, request, place, drawn, step.rows(number))
+                    drafts = step.drafts[number] if step.drafts else (0, 0)
+                    self._contain(self._take_tokens, request, place, drawn, step.rows(number), drafts)
             self._report.swaps(step)
         return busy
 
     # ---------------------------------------------------------------- tokens and ends
 
-    def _take_tokens(self, request: RunningRequest, place: int, drawn: Sequence[int], rows: Sequence[bytes]) -> None:
-        """What a step, or prefill, drew for the places of the output from `place` on."""
+    def _take_tokens(
+        self,
+        request: RunningRequest,
+        place: int,
+        drawn: Sequence[int],
+        rows: Sequence[bytes],
+        drafts: tuple[int, int] = (0, 0),
+    ) -> None:
+        """What a step, or prefill, drew for the places of the output from `place` on; of its `drafts`, how many were
+        verified and how many hold."""
         taken = request.output.extend(place, drawn, rows)
+        surplus = max(0, place + len(drawn) - len(request.output.tokens)) if request.output.finished else 0
+        request.drafted += drafts[0]
+        request.accepted += drafts_kept(drafts[1], surplus)
         self._report.publish(request, taken)
         if request.output.finished:
-            self.counters.surplus_tokens += max(0, place + len(drawn) - len(request.output.tokens))
+            self.counters.surplus_tokens += surplus
             self._report.finished(request)
             self._leave(request)
         elif request.grammar is not None:

@@ -690,6 +690,8 @@ async def test_impossible_events_are_dropped_and_floods_refused(autojump_clock: 
         row = rig.scheduler.describe("r!")[0]
         assert (row.drafted_tokens, row.accepted_tokens) == (4, 3)
         await rig.run_until("r!", "FINISHED")
+        ending = rig.listener.endings["r!"]
+        assert (ending.drafted_tokens, ending.accepted_tokens) == (1, 0), "as the worker counted last"
 
 
 # ---------------------------------------------------------------- random schedules

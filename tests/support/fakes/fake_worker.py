@@ -192,7 +192,7 @@ class FakeWorker:
                 del self.runs[placement]
                 warm_start = run.admit.request_id.encode()
                 one = pack_int64([1])
-                self.emit(messages.Counters(1, 1, 0, pack_int64([placement]), one, one))
+                self.emit(messages.Counters(1, 1, 0, pack_int64([placement]), one, one, one, pack_int64([0])))
                 self.emit(messages.Released(placement, run.durable, warm_start=warm_start))
         return None
 

@@ -33,6 +33,7 @@ class FakeScheduler:
         self.all_wait = ("", "")  # kind and text of what all requests wait for
         self.on_stop: Callable[[], None] = lambda: None
         self.served: messages.ModelInfo | None = MODEL
+        self.drafts = (0, 0)  # of each request that ends: verified, and accepted
         self._words: dict[str, int] = {}  # of a row of log-probabilities, by request
         self._facts: dict[str, tuple[object, ...]] = {}  # what was submitted, by request
         self._numbers = 0
@@ -55,8 +56,8 @@ class FakeScheduler:
         prefix_tokens: int = 0,
     ) -> None:
         request_index = self.request_indices[request_id]
-        generated = self.log.length(request_index)
-        self.listener.ended(Ending(request_index, request_id, outcome, reason, generated, tail_text, prefix_tokens))
+        about = request_index, request_id, outcome, reason, self.log.length(request_index), tail_text, prefix_tokens
+        self.listener.ended(Ending(*about, *self.drafts))
 
     def forget(self, request_id: str) -> None:
         request_index = self.request_indices.pop(request_id)

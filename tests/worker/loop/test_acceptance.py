@@ -23,7 +23,7 @@ from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
 from worker.device.hot_buffer import HotBuffer
 from worker.device.step_rows import StepRows
 from worker.loop import acceptance
-from worker.loop.acceptance import RowProgress, StepProgress
+from worker.loop.acceptance import RowProgress, StepProgress, drafts_in_step, drafts_kept
 from worker.loop.batch import RunningRequest, SeatMemory, Status
 from worker.loop.output import Output
 
@@ -397,3 +397,16 @@ def test_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monke
             print("found by seed", seed)
             return
     raise AssertionError("no life shows it")
+
+
+def test_drafts_of_a_step_are_told_by_depth() -> None:
+    """Two rows of known tokens, then two drafts, of which one holds; none known, and none that holds."""
+    assert drafts_in_step(3, 2, 1) == (range(2, 4), range(2, 3))
+    assert drafts_in_step(1, 4, 0) == (range(1, 5), range(1, 1))
+    assert drafts_in_step(0, 0, 0) == (range(0), range(0))
+
+
+@pytest.mark.parametrize(("right", "surplus", "kept"), [(3, 0, 3), (3, 1, 3), (3, 2, 2), (3, 4, 0), (1, 4, 0)])
+def test_drafts_past_the_end_are_not_counted(right: int, surplus: int, kept: int) -> None:
+    """The last row's own draw was not drafted."""
+    assert drafts_kept(right, surplus) == kept

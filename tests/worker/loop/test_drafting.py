@@ -14,13 +14,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coordinator.scheduling.validation import _mismatch
+from protocol.errors import ConfigError
 from protocol.messages import Finished
 from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING
-from tests.support.worker_rig import Logits
+from tests.support.scheduler_rig import open_rig
+from tests.support.worker_rig import Logits, Rig
 from tests.worker.loop import test_model
 from tests.worker.runners.test_drafting import pair_of
 from worker.loop.drafting import DraftStep
@@ -67,6 +70,7 @@ def test_right_drafts_are_all_accepted(draft_tokens: int, lookahead: int) -> Non
     rig.run()
     assert not rig.wrong()
     assert rig.executor.counters.steps <= 60 / (1 + draft_tokens) + 2 + lookahead
+    assert rig.executor.counters.accepted.keys() == set(range(1, 1 + draft_tokens))
     rig.check_end()
 
 
@@ -133,6 +137,22 @@ def test_rows_that_hold_are_those_of_the_rule(draft_tokens: int) -> None:
         assert step.counts[0].tolist() == expected + [0] * (seats - real)
 
 
+async def test_workers_with_and_without_drafts_share_no_pool() -> None:
+    """Nor can pages go from one to the other: those of a worker that drafts have the draft layer's rows too."""
+    drafting = DraftRig(None, drafting_settings(2), 0).sizing.capacity
+    plain = Rig().sizing.capacity
+    assert (plain.page_bytes, plain.row_format) != (drafting.page_bytes, drafting.row_format)
+    assert _mismatch("w0", drafting, "w1", plain)
+    assert not _mismatch("w0", drafting, "w1", drafting)
+    async with open_rig() as rig:
+        link = await rig.add_worker("w0")
+        alike = {"page_bytes": drafting.page_bytes, "row_format": drafting.row_format}
+        other = msgspec.structs.replace(link.hello.capacity, **alike)
+        hello = msgspec.structs.replace(link.hello, worker="w1", epoch=9, capacity=other)
+        with pytest.raises(ConfigError, match="same host_mem, pool_dir, draft_tokens and model"):
+            await rig.scheduler.worker_up(hello, link)
+
+
 def a_day(rig: DraftRig) -> None:
     """Resident and managed buffers, resizes every way, keep and drop."""
     coordinator = rig.coordinator
@@ -177,6 +197,8 @@ def test_end_token_inside_a_draft_ends_the_output(lookahead: int) -> None:
     assert (life.outcome, life.tokens) == ("eos", tokens[: place + 1])
     assert [it.generated_tokens for it in rig.coordinator.events if isinstance(it, Finished)] == [place + 1]
     rig.check_end()
+    assert place == 6
+    assert rig.coordinator.drafts[1] == (6, 4), "of three steps: what was launched behind the last is no part of it"
 
 
 def test_request_parks_once_its_pages_are_full_and_goes_on() -> None:
