@@ -273,8 +273,17 @@ def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
         f"a tail holds the rows of two steps, of {1 + count} rows each",
         f"set it to {2 * (1 + count)} or more",
     )
+    yield SettingCheck(
+        not 0 < count < SEAT_ROWS_MAX or worker.seats * (1 + count) <= SEATS_MAX,
+        "worker.seats",
+        worker.seats,
+        f"a step takes {SEATS_MAX} rows at most, {1 + count} of each seat",
+        f"set it to {SEATS_MAX // (1 + max(0, count))} or less",
+    )
+    on_gpu = worker.device != "cpu"
     for refused, why in (
-        (worker.device != "cpu", "GPUs do not draft yet"),
+        (on_gpu and worker.group_size > 1, "worker groups on GPUs do not draft yet"),
+        (on_gpu and worker.deterministic, "deterministic mode on GPUs does not draft yet"),
         (bool(worker.record_selections), "selections of steps that draft are not recorded yet"),
     ):
         yield SettingCheck(not count or not refused, field, count, why, "set 0")
