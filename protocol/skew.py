@@ -23,6 +23,7 @@ import msgspec
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
+    Ended,
     GatewayMessage,
     RequestDetail,
     RequestRow,
@@ -33,9 +34,9 @@ from protocol.messages import (
 #: The oldest protocol version that a coordinator accepts: one minor version of hisparse back.
 PROTOCOL_VERSION_MIN: Final = 6
 #: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends.
-NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {RequestRow: 2}
+NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Ended: 2, RequestRow: 2}
 #: Messages of a coordinator that contain such a struct.
-CHANGED: Final = frozenset({RequestRows, RequestDetail})
+CHANGED: Final = frozenset({Ended, RequestRows, RequestDetail})
 
 assert PROTOCOL_VERSION - PROTOCOL_VERSION_MIN == 1  # no version between them, for which nothing is cut
 

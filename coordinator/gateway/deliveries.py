@@ -164,7 +164,8 @@ class Deliveries:
             connection = connections.get(index)
             if connection is None or connections.is_blocked[index]:
                 continue
-            if connections.offer(connection, messages.encode(_ended(handle, self._endings[request_index])), now):
+            ended = _ended(handle, self._endings[request_index])
+            if connections.offer(connection, encode_for(ended, connection.protocol), now):
                 self._subscriptions.remove(index, request_index)
 
 

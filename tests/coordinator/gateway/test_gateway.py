@@ -195,6 +195,22 @@ async def test_client_of_the_version_before_is_served_in_it(rig: GatewayRig) -> 
     new.close()
 
 
+async def test_client_of_the_version_before_reads_the_end_of_a_request(rig: GatewayRig) -> None:
+    old = await rig.dealer()
+    await say(old, messages.Hello(PROTOCOL_VERSION_MIN, "client", "old"))
+    await hear(old)
+    await say(old, SUBMIT)
+    await hear(old)
+    rig.speak("a", [1, 2])
+    rig.scheduler.finish("a")
+    ends: list[list[object]] = []
+    with trio.fail_after(5):
+        while not ends:
+            ends = [said for said in map(msgspec.msgpack.decode, await old.recv_batch()) if said[0] == "ended"]
+    assert len(ends[0]) == 1 + len(messages.Ended.__struct_fields__) - NEWER_FIELDS[messages.Ended]
+    old.close()
+
+
 async def test_scheduler_refusal_reaches_client_in_full(rig: GatewayRig) -> None:
     dealer = await introduce(rig)
     rig.scheduler.refuse_with = CapacityError(
