@@ -133,6 +133,21 @@ def prefix_reuse(result: Result) -> str:
     )
 
 
+def prefix_restored(result: Result) -> str:
+    at, found = result["result"]["machine"], result["result"]
+    low, high = min(found["layer_gb_per_s"]), max(found["layer_gb_per_s"])
+    return (
+        f"Command: `{result['machine']['command']}`. Machine: {at['gpu']}, torch {at['torch']}, load average "
+        f"{float(result['machine']['load_average']):.0f}. {found['layers']} layers, {found['cached_tokens']:,} of "
+        f"{found['prompt_tokens']:,} prompt tokens restored: first token after {found['ttft_warm_ms']:,.0f} ms, "
+        f"{found['ttft_cold_ms']:,.0f} when all is prefilled ({found['ttft_ratio']:.1f} ×). Rows of a layer alone: "
+        f"{low:.1f} to {high:.1f} GB/s, {found['layer_share_of_dma']:.0%} of one plain copy "
+        f"({found['dma_gb_per_s']:.1f}); index keys {found['keys_share_of_dma']:.0%}. "
+        f"Of 16 tokens {found['mismatched_tokens']} differ: weights are random, and chunks of another size add in "
+        "another order.\n"
+    )
+
+
 def _admission_line(row: Result) -> tuple[str, ...]:
     counts = (f"{row[name]:,}" for name in ("prompt_tokens", "reused_tokens"))
     return *counts, *(f"{row[name]:,.0f}" for name in ("off_us", "miss_extra_us", "hit_extra_us", "bound_us"))

@@ -89,9 +89,10 @@ SECTIONS: Final = (
         "Decode within one KV budget",
         "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: "
         "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and "
-        "not copied; `idle`: a step less the time in which kernels ran. Measured while swap_in followed the "
-        "projections in line; what came after is the next section.",
-        {"decode-H200.json": decode_report.section},
+        "not copied; `idle`: a step less the time in which kernels ran. On the H200 swap_in followed the projections "
+        "in line; what came after is the next section. On the H100 it ran beside them, with other work on the host's "
+        "cores.",
+        {"decode-H200.json": decode_report.section, "decode-H100.json": decode_report.section},
         "decode-H200.svg",
     ),
     Section(
@@ -154,7 +155,7 @@ SECTIONS: Final = (
         "Prefix reuse",
         "A prompt behind a cached prefix, tiny checkpoint, real processes. `bound`: 10 µs and 2 µs a page; 2 % for a "
         "prompt below one page.",
-        {"prefix-cpu.json": node_report.prefix_reuse},
+        {"prefix-cpu.json": node_report.prefix_reuse, "prefix-H100.json": node_report.prefix_restored},
     ),
     Section(
         "Layer groups",

@@ -180,7 +180,7 @@ def machine() -> dict[str, str]:
     ]
     return {
         "gpu": properties.name,
-        "driver_pcie": subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip(),
+        "driver_pcie": subprocess.run(query, capture_output=True, text=True, check=False).stdout.partition("\n")[0],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernel": platform.release(),
