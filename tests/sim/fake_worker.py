@@ -774,7 +774,7 @@ class FakeExecutor:
                 run.accepted += position > first and place.known_at(position) is None
             writes.append(self._write(run, position, row))
         run.writes.append(Written(first, held, writes, place.progress))
-        run.rewrites_at = max((it.lands_at for it in writes[held:]), default=0.0)
+        run.rewrites_at = max([run.rewrites_at, *(it.lands_at for it in writes[held:])])
         run.row, run.last_token = first + held, drawn[held]
         return drawn[1 : 1 + held]
 

@@ -21,7 +21,7 @@ from worker.group.control import LoopProgress
 from worker.runners.transformers_dsa import load_runner
 
 #: After which a rank that waits for another gives up: the other one has ended.
-LIMIT_S = 300.0
+LIMIT_S = 120.0
 
 
 @dataclass
@@ -123,7 +123,7 @@ def run_ranks(
             collectives[rank].barrier.abort()
             done[:] = [True] * size
 
-    threads = [threading.Thread(target=run_or_abort, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run_or_abort, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -81,7 +81,7 @@ class RunningRequest:
     `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the chunk).
     `adjust` is what it asks of its logits, `grammar` what holds its output to a grammar, `logprob_words` how long its
     rows of log-probabilities are. `since_s` is when prefill, then staging, or loading began. `topk_place` is where its
-    last top-k is downloaded to. Of `drafted` tokens that were read, `accepted` hold.
+    last top-k is downloaded to. `drafted` tokens were verified for its output, of which `accepted` are in it.
     """
 
     placement: int

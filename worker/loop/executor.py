@@ -685,7 +685,8 @@ class Executor:
         taken = request.output.extend(place, drawn, rows)
         surplus = max(0, place + len(drawn) - len(request.output.tokens)) if request.output.finished else 0
         request.drafted += drafts[0]
-        request.accepted += drafts_kept(drafts[1], surplus)
+        past = place + len(drawn) - request.output.generated_tokens if request.output.finished else 0
+        request.accepted += drafts_kept(drafts[1], past)  # a stop string is no part of the output
         self._report.publish(request, taken)
         if request.output.finished:
             self.counters.surplus_tokens += surplus

@@ -47,8 +47,8 @@ from worker.runners.logits import AdjustTables
 from worker.streams import Fence, Streams
 
 #: Threads that build matchers, and threads that compute masks behind a new token. Of these the first has all masks, and
-#: the others help where they are not there after HELP_AFTER_S: threads that take turns at short masks spend more on the
-#: interpreter's lock than on the masks.
+#: the others help where a step begins without a mask, or a draw has waited HELP_AFTER_S for one: threads that take
+#: turns at short masks spend more on the interpreter's lock than on the masks.
 BUILD_THREADS: Final = 2
 MASK_THREADS: Final = 2
 HELP_AFTER_S: Final = 0.001

@@ -36,6 +36,7 @@ from kernels.layout import Geometry
 from kernels.pointwise import gate
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
 from kernels.state import DeviceState
+from protocol.config_checks import SEATS_MAX
 from protocol.units import pages_for
 from worker.device.step_rows import StepRows
 from worker.group.exchange import Alike, Exchange
@@ -214,6 +215,8 @@ class Layers:
         help."""
 
         def apart(seats: int) -> bool:
+            if seats * step_rows.rows > SEATS_MAX:
+                return False  # more rows than a step takes
             return all(self._are_rows_apart(rows) for rows in step_rows.batch_rows(seats))
 
         with self._alone():

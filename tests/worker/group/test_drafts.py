@@ -53,7 +53,9 @@ def ask(
 ) -> Ask:
     """Every second one is sampled."""
     prompt = list(TEXT[300 * number : 330 * number + 60])
-    return Ask(number, prompt, tokens, hot_slots, temperature=0.7 * (number % 2), moves=moves or [], grammar=grammar)
+    return Ask(
+        number, prompt, tokens, hot_slots, temperature=0.7 * (number % 2), moves=list(moves or ()), grammar=grammar
+    )
 
 
 def asks() -> list[list[Ask]]:
@@ -69,6 +71,7 @@ def test_ranks_give_the_tokens_of_plain_decoding(checkpoint: Path) -> None:
     drafting = run_ranks(checkpoint, asks(), SETTINGS)
     plain = run_ranks(checkpoint, asks(), msgspec.structs.replace(SETTINGS, draft_tokens=0))
     assert drafting.tokens == plain.tokens
+    assert drafting.shapes[0] == drafting.shapes[1], "the same exchanges, of the same shapes"
     assert drafting.accepted > 10
 
 

@@ -201,6 +201,22 @@ def test_end_token_inside_a_draft_ends_the_output(lookahead: int) -> None:
     assert rig.coordinator.drafts[1] == (6, 4), "of three steps: what was launched behind the last is no part of it"
 
 
+def test_drafts_within_a_stop_string_are_not_in_the_output() -> None:
+    plain = DraftRig(None, drafting_settings(2), 0)
+    tokens = list(plain.tokens_of(plain.coordinator.create(1, 90, 20)))
+    pairs = [tokens[place : place + 2] for place in range(19)]
+    stop = next(place for place in range(3, 19) if max(pairs[place]) < 128 and pairs[place] not in pairs[:place])
+    rig = DraftRig(None, drafting_settings(2), 100)
+    life = rig.coordinator.create(1, 90, 20, stop=("".join(map(chr, pairs[stop])),))
+    assert rig.coordinator.admit(life, 128)
+    rig.run()
+    (finished,) = (it for it in rig.coordinator.events if isinstance(it, Finished))
+    assert (life.outcome, finished.generated_tokens) == ("stop", stop)
+    assert stop == 3
+    assert rig.coordinator.drafts[1] == (4, 1), "of two right drafts of the second step, one begins the stop string"
+    rig.check_end()
+
+
 def test_request_parks_once_its_pages_are_full_and_goes_on() -> None:
     rig = DraftRig(None, drafting_settings(3), 60, ahead_tokens=0)
     life = rig.coordinator.create(1, 60, 150)
