@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -12,17 +13,20 @@ import pytest
 from protocol.children import Children
 from protocol.errors import BadInput
 from protocol.grammar_trials import KNOWN_MAX, MEMORY_BYTES_MAX, PassedGrammars, Trials
-from protocol.grammars import check_grammar
-from protocol.text import ByteTokenizer
+from protocol.grammars import Vocabulary, check_grammar
+from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.support.hostile_schemas import CHAIN
+from tests.support.http_rig import byte_tokenizer_json
 from tests.support.walks import BYTES
 
 LETTERS = "start: /[a-z]{3}/"
+#: Added tokens that are not special, as published checkpoints have them, and the ids behind those of the bytes.
+ADDED = {"<think>": 259, "[INST]": 260, "<>": 261}
 
 
 class SpecialTokens(ByteTokenizer):
     @property
-    def special_ids(self) -> dict[str, int]:
+    def grammar_tokens(self) -> dict[str, int]:
         return {"<|call|>": 258}
 
 
@@ -45,6 +49,26 @@ def test_trial_refuses_what_a_build_refuses_in_its_words(trials: Trials, grammar
 
 def test_special_tokens_of_the_tokenizer_are_known(trials: Trials) -> None:
     trials.check("start: <|call|> /[a-z]/")
+
+
+def test_grammars_name_the_same_tokens_in_a_trial_and_in_a_build() -> None:
+    """llguidance takes added tokens in angle brackets for special."""
+    library = json.loads(byte_tokenizer_json())
+    words = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    library["added_tokens"] += [{"id": number, "content": text, **words} for text, number in ADDED.items()]
+    tokenizer = JsonTokenizer(json.dumps(library).encode())
+    built = Vocabulary(tokenizer, 262, (257,))
+    assert not ADDED.keys() & tokenizer.special_ids.keys()
+    named = {
+        text for text in tokenizer.grammar_tokens if built.library.is_special_token(tokenizer.grammar_tokens[text])
+    }
+    assert named == {"<bos>", "<eos>", "<pad>", "<think>", "<>"}
+    assert not built.library.is_special_token(ADDED["[INST]"])
+    trials = Trials(tokenizer, 262, (257,))
+    for grammar in ("start: <think> /[a-z]{3}/", "start: <bos> /[a-z]/"):
+        check_grammar(built, grammar)
+        trials.check(grammar)
+    trials.close()
 
 
 def test_grammar_that_passed_is_not_tried_again(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
