@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -110,20 +109,46 @@ def test_processes_take_no_address_space_for_cores(monkeypatch: pytest.MonkeyPat
     assert started[0]["OPENBLAS_NUM_THREADS"] == "1"
 
 
-def test_threads_never_share_a_process(trials: Trials) -> None:
-    """More threads than processes, each with a grammar that is new."""
-    failed = list[BaseException]()
+class Echoes(Children):
+    """Processes that reply with what they are sent."""
 
-    def check(number: int) -> None:
-        try:
-            for again in range(20):
-                trials.check(f"start: /[a-z]{{{number}}}{again}/")
-        except BaseException as error:
-            failed.append(error)
+    def __init__(self) -> None:
+        super().__init__("none", 60, MEMORY_BYTES_MAX, 1024)
+        self._command[1:3] = ["-c", "from protocol.children import serve; serve(lambda data: data, frames=1)"]
+        self.started = 0
 
-    threads = [threading.Thread(target=check, args=(number,)) for number in range(1, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.started += 1
+        return super()._start()
+
+
+@pytest.fixture
+def echoes() -> Iterator[Echoes]:
+    made = Echoes()
+    yield made
+    made.close()
+
+
+def test_process_that_ended_while_idle_is_replaced(echoes: Echoes) -> None:
+    assert echoes.ask(b"one") == echoes.ask(b"one") == b"one"
+    assert echoes.started == 1
+    (idle,) = echoes._idle
+    idle.kill()
+    idle.wait()
+    assert echoes.ask(b"other") == b"other"
+    assert echoes.started == 2
+
+
+def test_threads_never_share_a_process(echoes: Echoes) -> None:
+    """Another thread takes the idle process between a look at the list and the pop."""
+
+    class Filled(list[subprocess.Popen[bytes]]):
+        def __bool__(self) -> bool:
+            return True
+
+        def __len__(self) -> int:
+            return 1
+
+    echoes._idle = Filled()
+    assert echoes.ask(b"one") == b"one"
+    assert echoes.started == 1
