@@ -21,7 +21,8 @@ def rate(name: str, labels: str = ONE) -> str:
 
 
 def of_workers(metric: str, labels: str = ONE) -> str:
-    """The rate of a metric, summed over all labels but the worker's."""
+    """The rate of a metric, summed over all labels but the worker's. Where one of the operands of an expression is such
+    a sum, all are: targets may have labels that no sum has, and series with unlike labels match none."""
     return f"sum by (job, instance) ({rate(metric, labels)})"
 
 
@@ -31,7 +32,7 @@ def by_position(metric: str) -> str:
 
 
 def per_step(seconds: str) -> str:
-    return f"({seconds}) / {rate('hisparse_worker_steps_total')}"
+    return f"({seconds}) / {of_workers('hisparse_worker_steps_total')}"
 
 
 def by_worker(expr: str, legend: str = "", *, rare: bool = False) -> Query:
@@ -39,7 +40,7 @@ def by_worker(expr: str, legend: str = "", *, rare: bool = False) -> Query:
     return Query(named(expr), f"{{{{name}}}} {legend}".strip(), rare)
 
 
-COMPUTE: Final = rate("hisparse_worker_compute_seconds_total")
+COMPUTE: Final = of_workers("hisparse_worker_compute_seconds_total")
 #: Swap-in of the layers that a step waits for; others are copied beside it.
 SWAP: Final = of_workers("hisparse_swap_seconds_total", f'{ONE}, stream="compute"')
 BACKED_UP: Final = of_workers("hisparse_worker_fence_wait_seconds_total", f'{ONE}, fence="backed_up"')
@@ -88,7 +89,7 @@ STEPS: Final = Row(
                 by_worker(per_step(f"{COMPUTE} - {SWAP}"), "compute"),
                 by_worker(per_step(BACKED_UP), "waits for backup", rare=True),
                 by_worker(
-                    per_step(f"clamp_min({rate('hisparse_worker_step_seconds_sum')} - {COMPUTE}, 0)"),
+                    per_step(f"clamp_min({of_workers('hisparse_worker_step_seconds_sum')} - {COMPUTE}, 0)"),
                     "rest",
                 ),
             ),
@@ -170,10 +171,11 @@ OUTPUT: Final = Row(
             "none",
             (
                 by_worker(
-                    f"({rate('hisparse_worker_tokens_total')} + {rate('hisparse_worker_surplus_tokens_total')}"
-                    f" + {rate('hisparse_worker_late_masks_total')}"
+                    f"({of_workers('hisparse_worker_tokens_total')}"
+                    f" + {of_workers('hisparse_worker_surplus_tokens_total')}"
+                    f" + {of_workers('hisparse_worker_late_masks_total')}"
                     f" - {of_workers('hisparse_worker_accepted_tokens_total')})"
-                    f" / {rate('hisparse_worker_steps_total')}",
+                    f" / {of_workers('hisparse_worker_steps_total')}",
                     "batch",
                 ),
                 by_worker(f"hisparse_worker_seats{{{ONE}}}", "seats"),
