@@ -27,7 +27,7 @@ def of_workers(metric: str, labels: str = ONE) -> str:
 
 
 def by_position(metric: str) -> str:
-    """The rate of what is counted by the place of a draft."""
+    """The rate of what is counted by the row of a draft."""
     return f"sum by (job, instance, position) ({rate(metric)})"
 
 
@@ -139,9 +139,10 @@ OUTPUT: Final = Row(
         ),
         Panel(
             "Drafts accepted, by position",
-            "Share of verified drafts that the model drew as well, by their place among the drafts of a step; a worker "
-            "without worker.draft_tokens has none. Bad: the share of the last place below a tenth: fewer drafts a step "
-            "would do. Near 0 in the first: the model is not drafted well, so that drafts cost time.",
+            "Share of verified drafts that the model drew as well, by row of the step: known tokens come before "
+            "drafts. A worker without worker.draft_tokens has none. Bad: the share of the last row below a tenth: "
+            "fewer drafts a step would do. Near 0 in the first: the model is not drafted well, so that drafts cost "
+            "time.",
             "percentunit",
             (
                 by_worker(
