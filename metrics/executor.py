@@ -92,7 +92,8 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
     counter(
         "hisparse_worker_drafted_tokens_total",
         "tokens",
-        "Drafts of the model's draft layer that steps verified, by place among the drafts of a step, 1 to 4.",
+        "Drafts of the model's draft layer that steps verified, by row of the step, 1 to 4: known tokens come before "
+        "drafts.",
         "How much is drafted?",
         lambda it: _by_position(it.drafted),
         labels="position",

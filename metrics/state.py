@@ -171,7 +171,7 @@ class WorkerCounters:
     tokens: int = 0
     surplus_tokens: int = 0  # decoded past a request's end, discarded
     late_masks: int = 0  # rows of steps that drew nothing, since what their grammars allow was not known in time
-    drafted: Counter[int] = field(default_factory=Counter)  # drafts that steps verified, by place among a step's drafts
+    drafted: Counter[int] = field(default_factory=Counter)  # drafts that steps verified, by row of the step
     accepted: Counter[int] = field(default_factory=Counter)  # of them, those that the model drew too
     staged_bytes: int = 0  # device to host, prompts
     backed_up_bytes: int = 0  # device to host, decoded rows

@@ -3,8 +3,9 @@
     thread ── frames, each with its length ──► process: RLIMIT_AS, an alarm for each request ── a frame ──► thread
 
 A thread cannot be stopped, and keeps the interpreter for as long as one operation on a large value takes. A process
-that reaches a limit is gone, and its request is refused; the next one gets another process. Processes are started when
-they are needed, and end with the process that started them: their input ends, or the alarm comes.
+that reaches a limit is gone, and its request is refused; the next one gets another process. A process that has ended
+while it was idle, as when the kernel needed its memory, is replaced. Processes are started when they are needed, and
+end with the process that started them: their input ends, or the alarm comes.
 
 Address space counts as memory, so that numpy's OpenBLAS must not take 41 MiB of it for each core.
 """
@@ -40,12 +41,11 @@ class Children:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def ask(self, *frames: Buffer) -> bytes | None:
-        """The reply, whose size the process bounds; None when it has reached a limit."""
-        try:
-            process = self._idle.pop()
-        except IndexError:
-            process = self._start()
-        reply = _asked(process, frames)
+        """The reply, whose size the process bounds; None when it has reached a limit. Raises OSError where no process
+        can be started."""
+        process = self._told(frames)
+        assert process.stdout is not None
+        reply = _read(process.stdout)
         if reply is None or sum(map(len, frames)) + len(reply) > self._kept_bytes_max:
             _end(process)
         else:
@@ -58,20 +58,31 @@ class Children:
             while True:
                 _end(self._idle.pop())
 
+    def _told(self, frames: tuple[Buffer, ...]) -> subprocess.Popen[bytes]:
+        """A process that has `frames`: an idle one, or a new one where there is none or it has ended."""
+        with suppress(IndexError):
+            process = self._idle.pop()
+            if _tell(process, frames):
+                return process
+            _end(process)
+        process = self._start()
+        _tell(process, frames)  # where it has ended, its output has too
+        return process
+
     def _start(self) -> subprocess.Popen[bytes]:
         environ = os.environ | _ONE_THREAD
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
 
 
-def _asked(process: subprocess.Popen[bytes], frames: tuple[Buffer, ...]) -> bytes | None:
+def _tell(process: subprocess.Popen[bytes], frames: tuple[Buffer, ...]) -> bool:
+    """Whether `process` was there to take `frames`."""
     assert process.stdin is not None
-    assert process.stdout is not None
     try:
         for frame in frames:
             _write(process.stdin, frame)
-        return _read(process.stdout)
     except OSError:
-        return None
+        return False
+    return True
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,9 +3,9 @@
     build thread ── vocabulary, grammar ──► process: 1 GiB, a limit of time ── why it is refused, or nothing ──► thread
 
 A grammar of some kilobytes may take gigabytes or minutes, and a build can be neither bounded nor stopped where it runs.
-What passes a trial takes about as much again where it is built for good, over the same special tokens and within the
-same limits of the library. Vocabularies differ in nothing else that could refuse a grammar: here all other tokens are
-bytes. Grammars that passed lately are known again, by their digest.
+What passes a trial takes about as much again where it is built for good, with the same tokens that a grammar may name
+(Tokenizer.grammar_tokens) and within the same limits of the library. Vocabularies differ in nothing else that could
+refuse a grammar: here all other tokens are bytes. Grammars that passed lately are known again, by their digest.
 
 Rejected: to build there alone (a matcher cannot be sent), and a word of the front that it has built a grammar (clients
 that speak to the coordinator would give it, too).
@@ -69,7 +69,7 @@ class Trials:
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], limit_s: float = TRIAL_LIMIT_S
     ) -> None:
-        about = (vocab_size, tuple(eos_token_ids), dict(tokenizer.special_ids))
+        about = (vocab_size, tuple(eos_token_ids), dict(tokenizer.grammar_tokens))
         self._vocabulary = msgspec.msgpack.encode(about)
         self._children = Children(__name__, limit_s, MEMORY_BYTES_MAX, KEPT_BYTES_MAX)
         self._known = PassedGrammars()
@@ -111,7 +111,7 @@ class _Bytes(ByteTokenizer):
         self._special = special
 
     @property
-    def special_ids(self) -> Mapping[str, int]:
+    def grammar_tokens(self) -> Mapping[str, int]:
         return self._special
 
 

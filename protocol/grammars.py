@@ -75,7 +75,7 @@ class Vocabulary:
             if isinstance(tokenizer, JsonTokenizer):
                 self.library: Any = LLTokenizer(tokenizer.source(), n_vocab=vocab_size, eos_token=ends)
             else:
-                plain = _PlainTokens(vocab_size, ends, tokenizer.special_ids)
+                plain = _PlainTokens(vocab_size, ends, tokenizer.grammar_tokens)
                 self.library = LLTokenizer(_wrapped(plain), n_vocab=vocab_size, eos_token=ends)
         except ValueError as error:
             raise ConfigError(

@@ -33,7 +33,8 @@ from protocol.messages import (
 
 #: The oldest protocol version that a coordinator accepts: one minor version of hisparse back.
 PROTOCOL_VERSION_MIN: Final = 6
-#: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends.
+#: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends. None
+#: of them contains another.
 NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Ended: 2, RequestRow: 2}
 #: Messages of a coordinator that contain such a struct.
 CHANGED: Final = frozenset({Ended, RequestRows, RequestDetail})
@@ -69,7 +70,8 @@ def _without_newer_fields(value: object) -> object:
         return [_without_newer_fields(it) for it in value]
     if not isinstance(value, msgspec.Struct):
         return value
+    if newer := NEWER_FIELDS.get(type(value)):  # in C: a list may have 10,000 rows
+        return msgspec.to_builtins(value, builtin_types=(bytes,))[:-newer]
     names, tag = value.__struct_fields__, value.__struct_config__.tag
-    kept = names[: len(names) - NEWER_FIELDS.get(type(value), 0)]
-    elements = [_without_newer_fields(getattr(value, name)) for name in kept]
+    elements = [_without_newer_fields(getattr(value, name)) for name in names]
     return elements if tag is None else [tag, *elements]

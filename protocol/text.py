@@ -86,6 +86,11 @@ class Tokenizer(Protocol):
         """Special tokens by their texts."""
         ...
 
+    @property
+    def grammar_tokens(self) -> Mapping[str, int]:
+        """Tokens that a grammar may name, by their texts: llguidance takes more for special than tokenizers do."""
+        ...
+
 
 def make_tokenizer(kind: str, data: bytes = b"") -> Tokenizer:
     """The tokenizer of ModelInfo.tokenizer_kind. Raises ConfigError for unknown kinds and unreadable data."""
@@ -115,6 +120,10 @@ class ByteTokenizer:
 
     @property
     def special_ids(self) -> Mapping[str, int]:
+        return {}
+
+    @property
+    def grammar_tokens(self) -> Mapping[str, int]:
         return {}
 
 
@@ -201,6 +210,12 @@ class JsonTokenizer:
         return {it.content: number for number, it in self._added_tokens.items() if it.special}
 
     @cached_property
+    def grammar_tokens(self) -> Mapping[str, int]:
+        """As llguidance chooses them from a tokenizer.json: special ones, and added ones in angle brackets."""
+        added = ((it.content, number, it.special) for number, it in self._added_tokens.items())
+        return {text: number for text, number, special in added if special or _IN_BRACKETS.fullmatch(text)}
+
+    @cached_property
     def _added_tokens(self) -> dict[int, Any]:
         tokens: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         return tokens
@@ -208,6 +223,7 @@ class JsonTokenizer:
 
 #: The letter with which tokens of SentencePiece begin a word.
 WORD_BEGINS: Final = "\u2581"
+_IN_BRACKETS: Final = re.compile("<.*>", re.DOTALL)
 _NAMED_BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
 #: Steps of decoders that replace WORD_BEGINS, and change no word otherwise.
 _OF_WHOLE_WORDS: Final = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})

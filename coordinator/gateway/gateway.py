@@ -150,7 +150,7 @@ class Gateway:
         check_size(received.frame_bytes, bytes_max, role)
         if connection is None and received.frame_bytes > HELLO_BYTES_MAX:
             raise _no_hello()  # before it is decoded
-        message = read_frame(self._decode[role], received.frame, bytes_max, role)
+        message = read_frame(self._decode[role], received.frame, bytes_max, role, check_version)
         if isinstance(message, messages.Hello):
             connection = connection or self._greet(role, received, message)
             self._deliveries.send(connection, self._welcome(connection.protocol))

@@ -55,6 +55,7 @@ from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from protocol.settings import CoordinatorSettings
+from protocol.skew import check_version
 from protocol.transport.frames import check_size, read_frame
 
 #: Worker names known at the same time, up or down.
@@ -198,7 +199,7 @@ class WorkerLinks:
         """Handle one frame. Raises HiSparseError: the refusal for the sender."""
         check_size(received.frame_bytes, self._socket.message_bytes_max, "worker")
         message: messages.WorkerMessage = read_frame(
-            messages.decode_worker, received.frame, self._socket.message_bytes_max, "worker"
+            messages.decode_worker, received.frame, self._socket.message_bytes_max, "worker", check_version
         )
         if isinstance(message, messages.WorkerHello):
             self._greet(received, message)

@@ -56,7 +56,7 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
     default=0,
     show_default=True,
     type=click.IntRange(0, 4),
-    help="Tokens that workers draft for each step, by the checkpoint's draft layer; on a CPU.",
+    help="Tokens that workers draft for each step, by the checkpoint's draft layer.",
 )
 @click.option(
     "--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N; all workers share it, but for groups."

@@ -9,8 +9,9 @@ A connection may be ended to make room for another while it waits, lingers, or s
 is in arrears: `evictable` says so, and `scope` is cancelled. Those of clients that have shown a key are ended last
 (`is_known`).
 
-Each header that is looked at, and each part of a body, is a piece of work in the event loop, and waits for its turn
-(hisparse.http.turns): among strangers, by address, until a request shows a key; among owners from then on.
+Each header that is looked at, and each part of a body, also one that is thrown away, is a piece of work in the event
+loop, and waits for its turn (hisparse.http.turns): among strangers, by address, until a request shows a key; among
+owners from then on.
 """
 
 from __future__ import annotations
@@ -177,10 +178,10 @@ class HttpConnection:
         return end
 
     async def _until_left(self) -> None:
-        """What comes meanwhile is thrown away."""
+        """What comes meanwhile is thrown away, each part of it in a turn."""
         try:
             while await self._stream.receive_some(RECV_BYTES):
-                pass
+                await self._turns.turn(self._party)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return
 

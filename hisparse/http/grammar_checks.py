@@ -104,7 +104,7 @@ class GrammarChecks:
 
 
 def _request(plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> bytes:
-    ends, special = model.eos_token_ids, dict(tokenizer.special_ids)
+    ends, special = model.eos_token_ids, dict(tokenizer.grammar_tokens)
     return msgspec.msgpack.encode(GrammarRequest(plan, model.vocab_size, ends, special))
 
 

@@ -21,17 +21,18 @@ def rate(name: str, labels: str = ONE) -> str:
 
 
 def of_workers(metric: str, labels: str = ONE) -> str:
-    """The rate of a metric, summed over all labels but the worker's."""
+    """The rate of a metric, summed over all labels but the worker's. Where one of the operands of an expression is such
+    a sum, all are: targets may have labels that no sum has, and series with unlike labels match none."""
     return f"sum by (job, instance) ({rate(metric, labels)})"
 
 
 def by_position(metric: str) -> str:
-    """The rate of what is counted by the place of a draft."""
+    """The rate of what is counted by the row of a draft."""
     return f"sum by (job, instance, position) ({rate(metric)})"
 
 
 def per_step(seconds: str) -> str:
-    return f"({seconds}) / {rate('hisparse_worker_steps_total')}"
+    return f"({seconds}) / {of_workers('hisparse_worker_steps_total')}"
 
 
 def by_worker(expr: str, legend: str = "", *, rare: bool = False) -> Query:
@@ -39,7 +40,7 @@ def by_worker(expr: str, legend: str = "", *, rare: bool = False) -> Query:
     return Query(named(expr), f"{{{{name}}}} {legend}".strip(), rare)
 
 
-COMPUTE: Final = rate("hisparse_worker_compute_seconds_total")
+COMPUTE: Final = of_workers("hisparse_worker_compute_seconds_total")
 #: Swap-in of the layers that a step waits for; others are copied beside it.
 SWAP: Final = of_workers("hisparse_swap_seconds_total", f'{ONE}, stream="compute"')
 BACKED_UP: Final = of_workers("hisparse_worker_fence_wait_seconds_total", f'{ONE}, fence="backed_up"')
@@ -88,7 +89,7 @@ STEPS: Final = Row(
                 by_worker(per_step(f"{COMPUTE} - {SWAP}"), "compute"),
                 by_worker(per_step(BACKED_UP), "waits for backup", rare=True),
                 by_worker(
-                    per_step(f"clamp_min({rate('hisparse_worker_step_seconds_sum')} - {COMPUTE}, 0)"),
+                    per_step(f"clamp_min({of_workers('hisparse_worker_step_seconds_sum')} - {COMPUTE}, 0)"),
                     "rest",
                 ),
             ),
@@ -138,9 +139,10 @@ OUTPUT: Final = Row(
         ),
         Panel(
             "Drafts accepted, by position",
-            "Share of verified drafts that the model drew as well, by their place among the drafts of a step; a worker "
-            "without worker.draft_tokens has none. Bad: the share of the last place below a tenth: fewer drafts a step "
-            "would do. Near 0 in the first: the model is not drafted well, so that drafts cost time.",
+            "Share of verified drafts that the model drew as well, by row of the step: known tokens come before "
+            "drafts. A worker without worker.draft_tokens has none. Bad: the share of the last row below a tenth: "
+            "fewer drafts a step would do. Near 0 in the first: the model is not drafted well, so that drafts cost "
+            "time.",
             "percentunit",
             (
                 by_worker(
@@ -170,10 +172,11 @@ OUTPUT: Final = Row(
             "none",
             (
                 by_worker(
-                    f"({rate('hisparse_worker_tokens_total')} + {rate('hisparse_worker_surplus_tokens_total')}"
-                    f" + {rate('hisparse_worker_late_masks_total')}"
+                    f"({of_workers('hisparse_worker_tokens_total')}"
+                    f" + {of_workers('hisparse_worker_surplus_tokens_total')}"
+                    f" + {of_workers('hisparse_worker_late_masks_total')}"
                     f" - {of_workers('hisparse_worker_accepted_tokens_total')})"
-                    f" / {rate('hisparse_worker_steps_total')}",
+                    f" / {of_workers('hisparse_worker_steps_total')}",
                     "batch",
                 ),
                 by_worker(f"hisparse_worker_seats{{{ONE}}}", "seats"),

@@ -18,8 +18,26 @@ HELLO_TAGS: Final = {"hello", "workerhello", "welcome", "workerwelcome"}
 UNREADABLE: Final = (ValueError, RecursionError)
 
 
-def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sender: str) -> M:
-    """Decode `frame`. Raises ProtocolError when it is too large or no message that `sender` may send.
+def check_equal(version: int) -> None:
+    """Raises ProtocolError for another protocol version than this one."""
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the other end speaks protocol {version}, this end {PROTOCOL_VERSION}",
+            field="protocol",
+            value=version,
+            remedy="install the same hisparse version on both ends",
+        )
+
+
+def read_frame(
+    decode: Callable[[bytes], M],
+    frame: bytes,
+    bytes_max: int,
+    sender: str,
+    check: Callable[[int], None] = check_equal,
+) -> M:
+    """Decode `frame`. Raises ProtocolError when it is too large or no message that `sender` may send: what `check`
+    raises for the protocol version of a hello that cannot be decoded comes first.
 
     msgspec raises UnicodeDecodeError for text that is not UTF-8, RecursionError for deep nesting, and DecodeError
     otherwise.
@@ -28,13 +46,8 @@ def read_frame(decode: Callable[[bytes], M], frame: bytes, bytes_max: int, sende
     try:
         return decode(frame)
     except UNREADABLE as error:
-        if (version := _other_version(frame)) is not None:
-            raise ProtocolError(
-                f"the {sender} speaks protocol {version}, this end {PROTOCOL_VERSION}",
-                field="protocol",
-                value=version,
-                remedy="install the same hisparse version on both ends",
-            ) from error
+        if (version := _version_of_hello(frame)) is not None:
+            check(version)
         raise ProtocolError(
             f"not a message of a {sender}: {error}",
             field="message",
@@ -54,8 +67,8 @@ def check_size(frame_bytes: int, bytes_max: int, sender: str) -> None:
         )
 
 
-def _other_version(frame: bytes) -> int | None:
-    """The protocol version in a hello of another version; None: not a hello, or of this version.
+def _version_of_hello(frame: bytes) -> int | None:
+    """The protocol version in a hello of any version; None: not a hello.
 
     Looks at the first two elements alone: a peer chooses what comes behind them, and decoding 8 MiB of it to objects
     would take half a second.
@@ -65,9 +78,7 @@ def _other_version(frame: bytes) -> int | None:
         version = _integer(frame, at)
     except (IndexError, ValueError):
         return None
-    if tag.replace("_", "").lower() not in HELLO_TAGS or version == PROTOCOL_VERSION:
-        return None
-    return version
+    return version if tag.replace("_", "").lower() in HELLO_TAGS else None
 
 
 # ---------------------------------------------------------------- msgpack, as far as a hello begins

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import assume, given
@@ -11,6 +13,7 @@ from hisparse.demo.compare import TIE_BOUND, OracleRun, compare, first_differenc
 from hisparse.demo.oracles import deal
 from hisparse.demo.plan import DemoOptions, PromptSource, cut_prompts, memory_for, prompt_lengths
 from hisparse.demo.report import DemoReport, RequestReport, figure_lines, judged, render
+from hisparse.demo.setup import cluster_config
 from hisparse.demo.watch import DemoWatch, Outcome, pages_in_use
 from protocol.errors import BadInput
 from protocol.messages import PoolRow, RequestRow
@@ -237,3 +240,21 @@ def test_the_table_shows_the_figures() -> None:
     assert "w0 > w1" in text
     assert "0 before, 70 at peak, 0 after" in text
     assert figure_lines(report())["memory"] == "0.1 MiB hot buffers against 1.0 MiB full KV (12.5%)"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_deterministic"),
+    [
+        (DemoOptions(), True),
+        (DemoOptions(device="cuda"), True),
+        (DemoOptions(turns=2), False),
+        (DemoOptions(draft_tokens=2), True),
+        (DemoOptions(device="cuda:0", draft_tokens=2), False),
+    ],
+)
+def test_demo_is_deterministic_where_workers_can_be(
+    options: DemoOptions, is_deterministic: bool, tmp_path: Path
+) -> None:
+    """Settings that refuse each other are refused here."""
+    config = cluster_config(options, tmp_path / "model", tmp_path / "run", tmp_path)
+    assert config.worker.deterministic == is_deterministic

@@ -362,6 +362,30 @@ async def test_strangers_take_turns_and_a_known_client_does_not_wait_for_them(ri
             assert count.turns >= STRANGERS
 
 
+async def test_what_comes_behind_a_refusal_is_thrown_away_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, clients = list[str](), turns.ClientTurns()
+
+    async def turn(party: str) -> None:
+        taken.append(party)
+
+    async def serve(head: RequestHead, channel: Channel) -> None:
+        pytest.fail("no request came")
+
+    monkeypatch.setattr(clients.strangers, "turn", turn)
+    client, stream = trio.testing.memory_stream_pair()
+    with trio.fail_after(LIMIT_S):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.HttpConnection(stream, serve, clients, "10.0.0.1").run)
+            await client.send_all(b"no HTTP\r\n\r\n")
+            assert (await client.receive_some()).startswith(b"HTTP/1.1 400")
+            before = len(taken)
+            for _ in range(3):
+                await client.send_all(b"more")
+                await trio.testing.wait_all_tasks_blocked()
+            assert taken[before:] == ["10.0.0.1"] * 3
+            await client.aclose()
+
+
 @pytest.fixture
 def four_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many are free; the next waits for longer than any test."""

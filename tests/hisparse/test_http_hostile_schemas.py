@@ -60,10 +60,12 @@ async def test_build_without_end_is_refused_and_disturbs_no_other_key(tmp_path: 
         while not started:  # noqa: ASYNC110 - a thread of the front starts it
             await trio.sleep(0.01)
         started[0].send_signal(signal.SIGSTOP)
-        others = [completion(structured_outputs={"regex": f"[a-c]{{{number}}}"}) for number in range(1, 5)]
-        await in_thread(lambda: ask(rig.port, OTHER, others, lambda _, status, __: answers.append(status)))
-        assert (answers, told) == ([200] * 4, [])
-        started[0].kill()
+        try:
+            others = [completion(structured_outputs={"regex": f"[a-c]{{{number}}}"}) for number in range(1, 5)]
+            await in_thread(lambda: ask(rig.port, OTHER, others, lambda _, status, __: answers.append(status)))
+            assert (answers, told) == ([200] * 4, [])
+        finally:
+            started[0].kill()
     ((status, body),) = told
     assert (status, body["error"]["param"]) == (400, "structured_outputs.grammar")
     assert "takes more than" in body["error"]["message"]

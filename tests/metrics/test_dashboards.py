@@ -61,6 +61,14 @@ def test_a_panel_reads_metrics_that_exist(dashboard: Dashboard, panel: Panel) ->
 
 
 @ALL_PANELS
+def test_operands_are_all_summed_by_worker_or_none(dashboard: Dashboard, panel: Panel) -> None:
+    """Targets may have labels of their own, as on Kubernetes, and series match by all their labels."""
+    for query in panel.queries:
+        summed = len(re.findall(r"sum by \(job, instance(?:, \w+)?\) \(rate\(", query.expr))
+        assert summed in (0, query.expr.count("rate("))
+
+
+@ALL_PANELS
 def test_panel_describes_bad_values(dashboard: Dashboard, panel: Panel) -> None:
     shown, bad, rest = panel.description.partition(" Bad: ")
     assert shown.endswith((".", ")"))

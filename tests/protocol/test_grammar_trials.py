@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,17 +12,20 @@ import pytest
 from protocol.children import Children
 from protocol.errors import BadInput
 from protocol.grammar_trials import KNOWN_MAX, MEMORY_BYTES_MAX, PassedGrammars, Trials
-from protocol.grammars import check_grammar
-from protocol.text import ByteTokenizer
+from protocol.grammars import Vocabulary, check_grammar
+from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.support.hostile_schemas import CHAIN
+from tests.support.http_rig import byte_tokenizer_json
 from tests.support.walks import BYTES
 
 LETTERS = "start: /[a-z]{3}/"
+#: Added tokens that are not special, as published checkpoints have them, and the ids behind those of the bytes.
+ADDED = {"<think>": 259, "[INST]": 260, "<>": 261}
 
 
 class SpecialTokens(ByteTokenizer):
     @property
-    def special_ids(self) -> dict[str, int]:
+    def grammar_tokens(self) -> dict[str, int]:
         return {"<|call|>": 258}
 
 
@@ -45,6 +48,26 @@ def test_trial_refuses_what_a_build_refuses_in_its_words(trials: Trials, grammar
 
 def test_special_tokens_of_the_tokenizer_are_known(trials: Trials) -> None:
     trials.check("start: <|call|> /[a-z]/")
+
+
+def test_grammars_name_the_same_tokens_in_a_trial_and_in_a_build() -> None:
+    """llguidance takes added tokens in angle brackets for special."""
+    library = json.loads(byte_tokenizer_json())
+    words = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    library["added_tokens"] += [{"id": number, "content": text, **words} for text, number in ADDED.items()]
+    tokenizer = JsonTokenizer(json.dumps(library).encode())
+    built = Vocabulary(tokenizer, 262, (257,))
+    assert not ADDED.keys() & tokenizer.special_ids.keys()
+    named = {
+        text for text in tokenizer.grammar_tokens if built.library.is_special_token(tokenizer.grammar_tokens[text])
+    }
+    assert named == {"<bos>", "<eos>", "<pad>", "<think>", "<>"}
+    assert not built.library.is_special_token(ADDED["[INST]"])
+    trials = Trials(tokenizer, 262, (257,))
+    for grammar in ("start: <think> /[a-z]{3}/", "start: <bos> /[a-z]/"):
+        check_grammar(built, grammar)
+        trials.check(grammar)
+    trials.close()
 
 
 def test_grammar_that_passed_is_not_tried_again(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,20 +109,46 @@ def test_processes_take_no_address_space_for_cores(monkeypatch: pytest.MonkeyPat
     assert started[0]["OPENBLAS_NUM_THREADS"] == "1"
 
 
-def test_threads_never_share_a_process(trials: Trials) -> None:
-    """More threads than processes, each with a grammar that is new."""
-    failed = list[BaseException]()
+class Echoes(Children):
+    """Processes that reply with what they are sent."""
 
-    def check(number: int) -> None:
-        try:
-            for again in range(20):
-                trials.check(f"start: /[a-z]{{{number}}}{again}/")
-        except BaseException as error:
-            failed.append(error)
+    def __init__(self) -> None:
+        super().__init__("none", 60, MEMORY_BYTES_MAX, 1024)
+        self._command[1:3] = ["-c", "from protocol.children import serve; serve(lambda data: data, frames=1)"]
+        self.started = 0
 
-    threads = [threading.Thread(target=check, args=(number,)) for number in range(1, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.started += 1
+        return super()._start()
+
+
+@pytest.fixture
+def echoes() -> Iterator[Echoes]:
+    made = Echoes()
+    yield made
+    made.close()
+
+
+def test_process_that_ended_while_idle_is_replaced(echoes: Echoes) -> None:
+    assert echoes.ask(b"one") == echoes.ask(b"one") == b"one"
+    assert echoes.started == 1
+    (idle,) = echoes._idle
+    idle.kill()
+    idle.wait()
+    assert echoes.ask(b"other") == b"other"
+    assert echoes.started == 2
+
+
+def test_threads_never_share_a_process(echoes: Echoes) -> None:
+    """Another thread takes the idle process between a look at the list and the pop."""
+
+    class Filled(list[subprocess.Popen[bytes]]):
+        def __bool__(self) -> bool:
+            return True
+
+        def __len__(self) -> int:
+            return 1
+
+    echoes._idle = Filled()
+    assert echoes.ask(b"one") == b"one"
+    assert echoes.started == 1

@@ -10,6 +10,7 @@ import pytest
 
 from protocol import messages
 from protocol.errors import ProtocolError
+from protocol.skew import PROTOCOL_VERSION_MIN, check_version
 from protocol.transport.frames import read_frame
 
 UNIONS = (
@@ -110,6 +111,23 @@ def test_hello_of_another_version_is_refused_by_version(tag: str) -> None:
     with pytest.raises(ProtocolError, match=f"speaks protocol 1, this end {messages.PROTOCOL_VERSION}") as caught:
         read_frame(decode, frame, 1000, "peer")
     assert (caught.value.field, caught.value.value) == ("protocol", "1")
+
+
+@pytest.mark.parametrize("tag", ["Hello", "WorkerHello"])
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (PROTOCOL_VERSION_MIN - 1, "one minor version before"),
+        (PROTOCOL_VERSION_MIN, "not a message of a peer"),
+        (messages.PROTOCOL_VERSION, "not a message of a peer"),
+        (messages.PROTOCOL_VERSION + 1, "upgrade the coordinator first"),
+    ],
+)
+def test_coordinator_says_of_a_malformed_hello_what_it_says_of_its_version(tag: str, version: int, said: str) -> None:
+    frame = msgspec.msgpack.encode([tag, version])
+    decode = messages.decode_worker if "orker" in tag else messages.decode_client
+    with pytest.raises(ProtocolError, match=said):
+        read_frame(decode, frame, 1000, "peer", check_version)
 
 
 @pytest.mark.parametrize("nest", [b"\x91", b"\x81\x01", b"\xdd\x00\x00\x00\x01"])

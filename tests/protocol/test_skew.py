@@ -80,6 +80,12 @@ def test_all_messages_with_newer_fields_are_changed_for_older_peers() -> None:
     assert {kind for kind in kinds if structs_in(kind).keys() & NEWER_FIELDS.keys()} == CHANGED
 
 
+@pytest.mark.parametrize("kind", NEWER_FIELDS)
+def test_no_struct_with_newer_fields_contains_another(kind: type[msgspec.Struct]) -> None:
+    """They are cut at their end alone."""
+    assert structs_in(kind).keys() & NEWER_FIELDS.keys() == {kind}
+
+
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION_MIN, PROTOCOL_VERSION])
 def test_this_version_and_the_one_before_are_served(version: int) -> None:
     check_version(version)

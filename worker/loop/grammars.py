@@ -181,8 +181,9 @@ class _Build:
 
     def _do_build(self, vocabulary: Callable[[], Vocabulary]) -> None:
         try:
+            ready = vocabulary()  # first: what is wrong with the tokenizer is not told of the grammar
             self._trials.check(self.source)
-            self._built = Matcher(vocabulary(), self.source)
+            self._built = Matcher(ready, self.source)
         except BaseException as error:
             self._failure = _failure(error)
         with self._lock:
@@ -200,6 +201,8 @@ def _failure(error: BaseException) -> HiSparseError:
     """What the library's error means for a request. Its panics are no Exception."""
     if isinstance(error, HiSparseError):
         return error
+    if isinstance(error, OSError):  # no process for its trial
+        return InternalError(f"a grammar was not tried: {error}", field="grammar")
     return BadInput(f"the matcher failed: {error}", field="grammar", remedy="simplify it")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from protocol import grammars as library
 from protocol.children import Children
-from protocol.errors import BadInput
+from protocol.errors import BadInput, ConfigError, HiSparseError, InternalError
 from protocol.grammar_trials import Trials
 from protocol.grammars import Vocabulary
 from protocol.messages import Faulted
@@ -285,6 +286,40 @@ def test_time_in_a_queue_does_not_count(trials: Trials, monkeypatch: pytest.Monk
     grammar = grammars.Grammar(grammars._Build(LETTER, trials), (), jobs, jobs, no_help)
     time.sleep(0.01)
     grammar.check()
+
+
+def test_what_is_wrong_with_the_tokenizer_is_not_told_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that no id of the model has; its vocabulary is built before the trial."""
+
+    class Larger(ByteTokenizer):
+        @property
+        def grammar_tokens(self) -> dict[str, int]:
+            return {"<|call|>": VOCAB}
+
+    def refuse() -> NoReturn:
+        raise ConfigError("vocab size too small", field="tokenizer.json")
+
+    failed = failure_of(grammars._Build(LETTER, Trials(Larger(), VOCAB, (EOS,))), refuse)
+    assert isinstance(failed, ConfigError)
+
+
+def test_trial_without_a_process_is_no_fault_of_the_grammar(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory() -> NoReturn:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(trials._children, "_start", no_memory)
+    failed = failure_of(grammars._Build(LETTER, trials), make_vocabulary)
+    assert isinstance(failed, InternalError)
+    assert "a grammar was not tried: [Errno 12] Cannot allocate memory" in str(failed)
+
+
+def failure_of(build: grammars._Build, vocabulary: Callable[[], Vocabulary]) -> HiSparseError:
+    jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
+    grammar = grammars.Grammar(build, (), jobs, jobs, no_help)
+    grammar.work(vocabulary)
+    with pytest.raises(HiSparseError) as caught:
+        grammar.check()
+    return caught.value
 
 
 def test_grammar_of_a_request_that_left_is_not_built(matchers: type[FakeMatcher]) -> None:
