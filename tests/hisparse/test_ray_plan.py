@@ -363,16 +363,17 @@ def test_word_waits_for_a_coordinator_that_comes_back_late(tmp_path: Path, monke
 def test_supervisor_waits_until_the_one_before_is_named_and_asks_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, asked = tmp_path / "lock", []
+    path, asked, waits = tmp_path / "lock", [], []
     first = path.open("wb")
     fcntl.flock(first, fcntl.LOCK_EX)  # and not yet written
 
     def wait(seconds: float) -> None:
-        if first.tell():
-            first.close()  # the third look gets it
-        elif not asked:
+        waits.append(seconds)
+        if len(waits) == 1:
             first.write(msgspec.json.encode(process_of(1)))
             first.flush()
+        elif len(waits) == 3:
+            first.close()
 
     monkeypatch.setattr(supervising, "ask_to_stop", asked.append)
     monkeypatch.setattr(supervising, "time", SimpleNamespace(sleep=wait))
