@@ -153,7 +153,7 @@ def resolve(config: Config, facts: HostFacts) -> Config:
             worker,
             node=node,
             name=worker.name or f"{node}-{facts.pid}",
-            pool_dir=worker.pool_dir or (runtime_dir if worker.device == "cpu" else _tmpfs_dir(runtime_dir)),
+            pool_dir=worker.pool_dir or (runtime_dir if worker.device == "cpu" else tmpfs_dir(runtime_dir)),
             stream_backend=worker.stream_backend or ("inline" if worker.device == "cpu" else "cuda"),
             group_endpoint=worker.group_endpoint or _group_endpoint(worker.group, runtime_dir),
         ),
@@ -164,7 +164,7 @@ def default_journal(runtime_dir: str) -> str:
     return f"{runtime_dir}/journal.sqlite"
 
 
-def _tmpfs_dir(runtime_dir: str) -> str:
+def tmpfs_dir(runtime_dir: str) -> str:
     """A tmpfs directory that only the cluster of `runtime_dir` uses."""
     return f"/dev/shm/hisparse-{runtime_dir.strip('/').replace('/', '-')}"
 

@@ -222,7 +222,8 @@ def up(
     if http is not None:
         config = listening_at(config, *http)
     if metrics_port is not None:
-        config = with_metrics_ports(config, metrics_port, workers)
+        count = workers if ray is None else (groups or 1) * (group_size or 1)
+        config = with_metrics_ports(config, metrics_port, count)
     if ray is not None:
         return _up_on_ray(config, ray, (groups or 1, group_size or 1, roles, apart), http, coordinator_node, ready_file)
     if groups is not None or apart or coordinator_node is not None:

@@ -61,7 +61,8 @@ class RayOptions(msgspec.Struct, frozen=True):
 
 class NodePlan(msgspec.Struct, frozen=True):
     """What a supervisor runs. `config`: of all processes but for `workers`, which are settings of each. `elsewhere`:
-    workers of other nodes. `files`: text by path below the runtime directory, secrets among them."""
+    workers of other nodes. `files`: text by path below the runtime directory, secrets among them. `nodes`: of the
+    cluster."""
 
     address: str
     config: Config
@@ -71,6 +72,7 @@ class NodePlan(msgspec.Struct, frozen=True):
     http: bool = False
     files: dict[str, str] = {}
     asked: str = ""
+    nodes: int = 1
 
     @property
     def runtime_dir(self) -> str:

@@ -7,9 +7,10 @@ outlive the driver.
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -23,6 +24,8 @@ NAMESPACE: Final = "hisparse"
 #: Longest wait for an answer of a node, for a place, and for an actor to begin.
 ANSWER_LIMIT_S: Final = 20.0
 PLACE_LIMIT_S: Final = 60.0
+#: Above those of Ray's workers, below those that kernels give to connections: a free one stays free until it is used.
+PORT_CHOICE: Final = range(20_000, 32_000)
 
 
 class Host(Protocol):
@@ -92,10 +95,8 @@ class RayCluster:
         return sorted(found, key=lambda it: (not it.is_head, it.address))
 
     def hosts(self, name: str) -> dict[str, Host]:
-        """Actors of the cluster `name`, by address."""
-        ray = _ray()
-        names = [it for it in ray.util.list_named_actors() if it.startswith(f"{name}@")]
-        return {it.partition("@")[2]: RayHost(ray.get_actor(it)) for it in names}
+        """Actors of the cluster `name`, by address. Raises Unavailable when Ray does not answer."""
+        return {address: RayHost(handle) for address, handle in _handles(name).items()}
 
     def start(self, name: str, plans: Sequence[NodePlan], nodes: Sequence[NodeFacts]) -> dict[str, Host]:
         """Reserve a bundle for each plan and start its actor. Raises CapacityError when Ray has no place by then."""
@@ -131,10 +132,8 @@ class RayCluster:
 
     def remove(self, name: str) -> None:
         """End the actors of the cluster `name`, and give back what is reserved for them."""
-        ray = _ray()
-        for it in ray.util.list_named_actors():
-            if it.startswith(f"{name}@"):
-                ray.kill(ray.get_actor(it), no_restart=True)
+        for handle in _handles(name).values():
+            _ray().kill(handle, no_restart=True)
         self._remove_group(name)
 
     def _remove_group(self, name: str) -> None:
@@ -154,8 +153,29 @@ def look_around(pool_dir: str, address: str) -> tuple[int, list[int]]:
         path = path.parent
     status = os.statvfs(path)
     with ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server((address, 0))) for _ in range(PORTS)]
-        return status.f_bavail * status.f_frsize, [it.getsockname()[1] for it in sockets]
+        ports: list[int] = []
+        while len(ports) < PORTS:
+            port = random.SystemRandom().choice(PORT_CHOICE)
+            with suppress(OSError):
+                held.enter_context(socket.create_server((address, port)))
+                ports.append(port)
+        return status.f_bavail * status.f_frsize, ports
+
+
+def _handles(name: str) -> dict[str, Any]:
+    """Handles of the actors of the cluster `name`, by address; without those that go meanwhile."""
+    ray = _ray()
+    found = {}
+    try:
+        for it in ray.util.list_named_actors():
+            if it.startswith(f"{name}@"):
+                with suppress(ValueError):
+                    found[it.partition("@")[2]] = ray.get_actor(it)
+    except ray.exceptions.RayError as error:
+        raise Unavailable(
+            f"Ray does not answer: {error}", field="--ray", value=name, remedy="check that its head runs: ray status"
+        ) from error
+    return found
 
 
 def _ray() -> Any:

@@ -7,6 +7,7 @@ end by a pidfd. A process is known by its id, its start and the machine's boot: 
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,10 +45,10 @@ def note(path: Path, endpoint: str, processes: Mapping[str, Process]) -> None:
 
 
 def read(path: Path) -> Remains | None:
-    """What was written there; None: nothing, or no such file."""
+    """What was written there; None: nothing, or no such file. Raises OSError when it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Remains)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return None
 
 
@@ -63,6 +64,20 @@ async def end_all(found: Remains) -> None:
 async def _end(process: Process) -> None:
     if _send(process, signal.SIGKILL):
         await wait_exit(process.id)
+
+
+def runs(process: Process) -> bool:
+    """Whether `process` runs. One that has ended and was not waited for does not."""
+    if process.started == 0:  # it had ended before it was identified
+        return False
+    try:
+        pidfd = os.pidfd_open(process.id)
+    except ProcessLookupError:
+        return False
+    try:
+        return not has_ended(process) and not select.select([pidfd], [], [], 0)[0]
+    finally:
+        os.close(pidfd)
 
 
 def ask_to_stop(process: Process) -> None:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from hisparse.cluster.placement import CUDA, place
 from hisparse.ray.plan import ENGINES, NodeFacts, NodePlan, RayOptions, choose, home_of, require_transfer
 from protocol.byte_sizes import AUTO
-from protocol.config import HostFacts, default_journal, resolve
+from protocol.config import HostFacts, default_journal, resolve, tmpfs_dir
 from protocol.config_checks import check
-from protocol.errors import ConfigError
+from protocol.errors import CapacityError, ConfigError
 from protocol.settings import NO_JOURNAL, Config, WorkerSettings
+
+#: Directories of logins, which the system removes at logout.
+LOGINS_DIR: Final = "/run/user"
 
 
 def check_asked(config: Config) -> None:
@@ -36,6 +41,20 @@ def check_asked(config: Config) -> None:
             field="coordinator.journal",
             value=journal,
             remedy="name an absolute path",
+        )
+    if Path(config.cluster.runtime_dir).is_relative_to(LOGINS_DIR):
+        raise ConfigError(
+            "it ends with the login, and other nodes may not have it",
+            field="cluster.runtime_dir",
+            value=config.cluster.runtime_dir,
+            remedy="name one with --runtime-dir, as in /tmp/hisparse",
+        )
+    if "/" in config.cluster.name or "@" in config.cluster.name:
+        raise ConfigError(
+            "on Ray the name is part of directories and of names of actors, without / and @",
+            field="cluster.name",
+            value=config.cluster.name,
+            remedy="give it another name with --set cluster.name=NAME",
         )
     if config.worker.host_mem == AUTO:
         raise ConfigError(
@@ -66,6 +85,8 @@ def make_plans(config: Config, options: RayOptions, nodes: Sequence[NodeFacts], 
     ranks = place(config.worker, count, roles=options.roles, group_size=options.group_size, experts=experts)
     groups = [ranks[i : i + options.group_size] for i in range(0, count, options.group_size)]
     chosen = choose(groups, config, options, nodes, home)
+    if home.address not in chosen:
+        _require_room(home, options)
     require_transfer(config, groups, chosen)
     configs = {it.address: _node_config(config, it, home) for it in nodes}
     workers = {it.address: _workers(groups, chosen, configs[it.address], it) for it in nodes}
@@ -80,12 +101,25 @@ def make_plans(config: Config, options: RayOptions, nodes: Sequence[NodeFacts], 
             coordinator=it == home,
             http=it == home and options.http,
             asked=digest_of(config, options),
+            nodes=len(used),
         )
         for it in used
     )
 
 
 # ---------------------------------------------------------------- processes
+
+
+def _require_room(home: NodeFacts, options: RayOptions) -> None:
+    """Raise CapacityError when a node without groups lacks CPUs for the coordinator and the front."""
+    wanted, has = 1 + options.http, home.resources.get("CPU", 0.0)
+    if wanted > has:
+        raise CapacityError(
+            f"the coordinator's node would need {wanted} of CPU, and it has {has:g}",
+            field="--coordinator-node",
+            value=home.address,
+            remedy="name another node, or start Ray there with more: ray start --num-cpus",
+        )
 
 
 def _facts(node: NodeFacts) -> HostFacts:
@@ -95,7 +129,7 @@ def _facts(node: NodeFacts) -> HostFacts:
 def _node_config(config: Config, node: NodeFacts, home: NodeFacts) -> Config:
     replace = msgspec.structs.replace
     base = config.cluster.runtime_dir
-    runtime_dir = f"{base}/{node.name}"
+    runtime_dir = f"{base}/{config.cluster.name}-{node.name}"
     client, admin, worker, http = (f"tcp://{home.address}:{port}" for port in home.ports)
     cluster = replace(
         config.cluster,
@@ -111,7 +145,7 @@ def _node_config(config: Config, node: NodeFacts, home: NodeFacts) -> Config:
         given,
         name="",
         node=node.name,
-        pool_dir="" if given.pool_dir == base else given.pool_dir,
+        pool_dir="" if given.pool_dir in (base, tmpfs_dir(base)) else given.pool_dir,
         group_endpoint="",
         transfer_address=f"tcp://{node.address}:0" if given.transfer in ENGINES else "",
     )

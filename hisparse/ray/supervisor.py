@@ -19,6 +19,7 @@ import fcntl
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ import trio
 
 from coordinator.workers.processes import Process, process_of
 from hisparse.client.client import Client
+from hisparse.client.connection import WELCOME_LIMIT_S
 from hisparse.cluster.children import Child, die_with_parent, stop_children, wait_all
 from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
 from hisparse.cluster.up import EXIT_CHILD_LOST, POLL_INTERVAL_S, STOP_GRACE_S, answers, start_child, started
@@ -37,7 +39,7 @@ from hisparse.console.options import EXIT_CODES
 from hisparse.ray.plan import NodePlan
 from hisparse.ray.remains import ask_to_stop, end_all, note, read, write_atomically
 from protocol.config import pool_path
-from protocol.errors import HiSparseError, NotFound, WrongState
+from protocol.errors import HiSparseError, NotFound, Unavailable, WrongState
 from protocol.logs import configure, logger
 from protocol.settings import Config
 from worker.pool.file import remove_pool
@@ -52,6 +54,7 @@ SAID_MAX: Final = 20
 #: Longest wait, in heartbeat limits, until the coordinator has missed a worker and takes the word that it is gone.
 VOUCH_LIMITS: Final = 4
 VOUCH_INTERVAL_S: Final = 0.2
+LOCK_INTERVAL_S: Final = 0.2
 
 log = logger("supervisor")
 
@@ -181,16 +184,21 @@ class NodeSupervisor:
     async def _vouch(self, names: Sequence[str]) -> None:
         """Tell the coordinator that the processes of these workers have ended: each was seen to.
 
-        Returns without having told after VOUCH_LIMITS heartbeat limits: their pages stay in quarantine.
+        Returns without having told after VOUCH_LIMITS heartbeat limits in which it answers: pages stay in quarantine.
         """
         left, config = set(names), self._plan.config
-        with trio.move_on_after(VOUCH_LIMITS * config.coordinator.heartbeat_limit_s):
+        limit_s = WELCOME_LIMIT_S + VOUCH_LIMITS * config.coordinator.heartbeat_limit_s
+        is_restarted = self._state == "up" or not self._plan.coordinator  # until then, no keeper sees to one of here
+        with trio.move_on_after(limit_s) as scope:
             while left:
-                with suppress(HiSparseError):
+                try:
                     async with open_admin(config, "supervisor") as client:
                         for name in sorted(left):
                             if await self._is_told(client, name):
                                 left.discard(name)
+                except HiSparseError as error:
+                    if isinstance(error, Unavailable) and is_restarted:
+                        scope.deadline = trio.current_time() + limit_s
                 await trio.sleep(VOUCH_INTERVAL_S)
             return
         self._report(f"the coordinator was not told that {', '.join(sorted(left))} ended")
@@ -255,16 +263,27 @@ def _only_one(path: Path) -> Iterator[None]:
     An actor may outlive its raylet, and is made again when the raylet is back.
     """
     with open(path, "a+b") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        told = b""
+        while not _is_locked(lock.fileno()):
             lock.seek(0)
-            ask_to_stop(msgspec.json.decode(lock.read(), type=Process))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            holder = lock.read()  # empty until the one that has just got the lock has written it
+            if holder and holder != told:
+                ask_to_stop(msgspec.json.decode(holder, type=Process))
+                told = holder
+            time.sleep(LOCK_INTERVAL_S)
         lock.truncate(0)
         lock.write(msgspec.json.encode(process_of(os.getpid())))
         lock.flush()
         yield
+
+
+def _is_locked(file: int) -> bool:
+    """Whether this process has got the lock of `file`."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _refusal(error: BaseException) -> HiSparseError | None:

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 import trio
 
+from hisparse.cluster.children import exit_text
 from hisparse.cluster.keeper import open_admin
 from hisparse.cluster.up import EXIT_CHILD_LOST
 from hisparse.console.options import EXIT_CODES
@@ -51,7 +52,8 @@ def run_ray_up(config: Config, options: RayOptions, cluster: RayApi, ready_file:
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.set())
-    return follow(config, start_or_join(config, options, cluster), asked, ready_file)
+    hosts = start_or_join(config, options, cluster)
+    return follow(config, cluster, hosts, asked, ready_file)
 
 
 def run_ray_down(config: Config, cluster: RayApi, deadline_s: float, *, is_sure: bool = False) -> int:
@@ -76,15 +78,23 @@ def run_ray_down(config: Config, cluster: RayApi, deadline_s: float, *, is_sure:
 
 
 def start_or_join(config: Config, options: RayOptions, cluster: RayApi) -> Mapping[str, Host]:
-    """The actors by address. Raises WrongState when a cluster of that name runs with other settings."""
+    """The actors by address. Raises WrongState when one of that name runs with other settings, or in part."""
     name, asked = config.cluster.name, digest_of(config, options)
     if hosts := cluster.hosts(name):
-        if any(report is not None and report.asked != asked for report in map(_reported, hosts.values())):
+        reports = [report for host in hosts.values() if (report := _reported(host)) is not None]
+        if any(report.asked != asked for report in reports):
             raise WrongState(
                 "a cluster of that name runs with other settings",
                 field="cluster.name",
                 value=name,
                 remedy="hisparse down --ray ADDRESS, or give this one another name with --set cluster.name=NAME",
+            )
+        if any(report.nodes > len(hosts) for report in reports):
+            raise WrongState(
+                "only some of its nodes have an actor: its start was cut short",
+                field="cluster.name",
+                value=name,
+                remedy="hisparse down --ray ADDRESS, then start it again",
             )
         log.info(f"joined the running cluster {name}")
         return hosts
@@ -132,18 +142,25 @@ def with_files(plan: NodePlan, config: Config) -> NodePlan:
 # ---------------------------------------------------------------- following
 
 
-def follow(config: Config, hosts: Mapping[str, Host], asked: threading.Event, ready_file: Path | None) -> int:
+def follow(
+    config: Config, cluster: RayApi, hosts: Mapping[str, Host], asked: threading.Event, ready_file: Path | None
+) -> int:
     """Report what happens until `asked`, or until the cluster is over; returns the exit code."""
     said: dict[str, list[str]] = {address: [] for address in hosts}
+    ended: set[str] = set()
     is_up = False
     try:
         while not asked.is_set():
             reports = [report for host in hosts.values() if (report := _reported(host)) is not None]
             for report in reports:
                 _tell_new(report, said[report.address])
+                _tell_end(report, ended)
             if (code := _over(reports)) is not None:
                 log.info("the cluster is over: hisparse down --ray ADDRESS gives back what Ray reserves for it")
                 return code
+            if not reports and _is_removed(cluster, config.cluster.name):
+                log.info("the cluster was stopped")
+                return 0
             if not is_up and len(reports) == len(hosts) and _all_connected(config, reports):
                 is_up = True
                 _tell_up(reports, ready_file)
@@ -153,6 +170,14 @@ def follow(config: Config, hosts: Mapping[str, Host], asked: threading.Event, re
             ready_file.unlink(missing_ok=True)
     log.info("the cluster runs on: the same command joins it again, hisparse down --ray ADDRESS stops it")
     return 0
+
+
+def _is_removed(cluster: RayApi, name: str) -> bool:
+    """Whether Ray answers, and has no actor of the cluster."""
+    try:
+        return not cluster.hosts(name)
+    except Unavailable:
+        return False
 
 
 def _over(reports: list[NodeReport]) -> int | None:
@@ -170,6 +195,13 @@ def _tell_new(report: NodeReport, said: list[str]) -> None:
     for line in lines[known:]:
         log.info(f"{report.address}: {line}")
     said[:] = lines
+
+
+def _tell_end(report: NodeReport, told: set[str]) -> None:
+    """Log once that a node's supervisor is not started again."""
+    if report.exit_code is not None and report.address not in told:
+        told.add(report.address)
+        log.info(f"{report.address}: its supervisor {exit_text(report.exit_code)}, and is not started again")
 
 
 def _tell_up(reports: list[NodeReport], ready_file: Path | None) -> None:

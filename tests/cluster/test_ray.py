@@ -108,10 +108,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
         pytest.skip(reason)
     kept = Path("/var/tmp") / f"hisparse-ray-{os.getpid()}"  # outside of /tmp, which each node has of its own
     kept.mkdir(mode=0o700)
-    write_model(kept / "model")
-    with ray_cluster(3, kept) as nodes:
-        yield Site(nodes, kept)
-    shutil.rmtree(kept)
+    try:
+        write_model(kept / "model")
+        with ray_cluster(3, kept) as nodes:
+            yield Site(nodes, kept)
+    finally:
+        shutil.rmtree(kept)
 
 
 def kill(node: RayNode, part: str) -> None:

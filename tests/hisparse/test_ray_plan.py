@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from click.testing import CliRunner
+from trio.testing import MockClock
 
-from coordinator.workers.processes import process_of
+from coordinator.workers.processes import Process, process_of
 from hisparse.cli import main
+from hisparse.ray import host as hosting
 from hisparse.ray import ray_cluster as cluster
 from hisparse.ray import remains
-from hisparse.ray.plan import NodeFacts, NodePlan, RayOptions, bundle
+from hisparse.ray import supervisor as supervising
+from hisparse.ray.host import NodeHost, NodeReport
+from hisparse.ray.plan import PORTS, NodeFacts, NodePlan, RayOptions, bundle
 from hisparse.ray.settings import digest_of, make_plans
-from hisparse.ray.up import run_ray_down, start_or_join
+from hisparse.ray.up import follow, run_ray_down, start_or_join
 from protocol.config import HostFacts, build
 from protocol.errors import CapacityError, ConfigError, InternalError, NotFound, Unavailable, WrongState
 from protocol.settings import Config
@@ -60,8 +73,8 @@ def test_groups_stay_whole_and_spread_over_nodes_with_names_of_their_own() -> No
     assert second.elsewhere == ("w2-10-0-0-3", "w3-10-0-0-3")
     assert [(it.coordinator, it.http) for it in found.values()] == [(True, True), (False, False), (False, False)]
     assert second.config.cluster.worker_endpoint == "tcp://10.0.0.1:7003"
-    assert {it.config.cluster.runtime_dir for it in found.values()} == {f"/tmp/hs/10-0-0-{n}" for n in (1, 2, 3)}
-    assert second.workers[0].group_endpoint == "ipc:///tmp/hs/10-0-0-2/group-g0-10-0-0-2.sock"
+    assert {it.runtime_dir for it in found.values()} == {f"/tmp/hs/hisparse-10-0-0-{n}" for n in (1, 2, 3)}
+    assert second.workers[0].group_endpoint == "ipc:///tmp/hs/hisparse-10-0-0-2/group-g0-10-0-0-2.sock"
     assert second.workers[1].group_rank == 1
 
 
@@ -72,6 +85,16 @@ def test_groups_of_one_node_share_its_pool_and_take_gpus_in_order() -> None:
     assert {(it.node, it.pool_dir) for it in found.workers} == {("10-0-0-1", "/dev/shm/hs")}
     reserved = bundle(found, {"shm": 4.0 * GIB})
     assert reserved == {"CPU": 5.0, "GPU": 4.0, "memory": 2.0 * GIB, "shm": 2.0 * GIB, "node:10.0.0.1": 0.001}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_clusters_of_one_ray_cluster_share_no_directory(device: str) -> None:
+    made = [
+        plans(RayOptions(), [node(1, gpus=1)], config(worker__device=device, cluster__name=name))["10.0.0.1"]
+        for name in ("a", "b")
+    ]
+    assert len({it.runtime_dir for it in made}) == 2
+    assert len({it.workers[0].pool_dir for it in made}) == 2
 
 
 def test_prefill_and_decode_are_kept_apart_when_asked() -> None:
@@ -109,6 +132,12 @@ def test_refusals_of_the_plan_name_the_remedy() -> None:
         plans(RayOptions(), [node(1)], config(coordinator__journal=""))
     with pytest.raises(ConfigError, match="absolute"):
         plans(RayOptions(), [node(1)], config(coordinator__journal="journal.sqlite"))
+    with pytest.raises(ConfigError, match="--runtime-dir"):
+        plans(RayOptions(), [node(1)], config(cluster__runtime_dir="/run/user/7/hisparse"))
+    with pytest.raises(ConfigError, match="another name"):
+        plans(RayOptions(), [node(1)], config(cluster__name="a/b"))
+    with pytest.raises(CapacityError, match="would need 2 of CPU, and it has 1"):
+        plans(RayOptions(http=True), [node(1, cpus=1), node(2)])
     with pytest.raises(ConfigError, match="900GiB"):
         plans(RayOptions(), [node(1)], config(worker__host_mem="auto"))
     with pytest.raises(NotFound, match=r"name one of 10\.0\.0\.1"):
@@ -131,8 +160,6 @@ def test_the_same_is_asked_from_any_machine() -> None:
 
 
 def test_what_an_earlier_supervisor_left_is_ended_and_a_stranger_is_not(tmp_path: Path) -> None:
-    import subprocess
-
     left, stranger = (subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2))
     try:
         reused = process_of(stranger.pid)._replace(started=1)  # another process had this id
@@ -174,6 +201,9 @@ def test_ray_that_does_not_answer_is_refused_by_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cluster, "_ray", NoRay)
     with pytest.raises(Unavailable, match="no Ray cluster answers: nothing listens there"):
         cluster.RayCluster("10.0.0.1:6379")
+    monkeypatch.setattr(NoRay.util, "list_named_actors", NoRay().init)
+    with pytest.raises(Unavailable, match="Ray does not answer"):
+        cluster.RayCluster.hosts(object.__new__(cluster.RayCluster), "hisparse")
     host = cluster.RayHost(SimpleNamespace(report=SimpleNamespace(remote=lambda: None)))
     with pytest.raises(Unavailable, match="Its processes may still run"):
         host.report()
@@ -203,6 +233,153 @@ def test_down_of_nothing_and_up_beside_another_are_refused() -> None:
     other: Any = SimpleNamespace(hosts=lambda name: {"a": SimpleNamespace(report=lambda: SimpleNamespace(asked="x"))})
     with pytest.raises(WrongState, match="hisparse down"):
         start_or_join(config(), RayOptions(), other)
+
+
+def test_up_does_not_join_a_part_of_a_cluster() -> None:
+    report = SimpleNamespace(asked=digest_of(config(), RayOptions()), nodes=2)
+    part: Any = SimpleNamespace(hosts=lambda name: {"a": SimpleNamespace(report=lambda: report)})
+    with pytest.raises(WrongState, match="cut short"):
+        start_or_join(config(), RayOptions(), part)
+
+
+def test_driver_ends_when_the_cluster_was_removed() -> None:
+    def silent() -> None:
+        raise Unavailable("an actor does not answer")
+
+    removed: Any = SimpleNamespace(hosts=lambda name: {})
+    hosts: Any = {"10.0.0.1": SimpleNamespace(report=silent)}
+    assert follow(config(), removed, hosts, threading.Event(), None) == 0
+
+
+def test_free_ports_are_not_those_of_connections() -> None:
+    free, ports = cluster.look_around("/tmp", "127.0.0.1")
+    assert free > 0
+    assert len(set(ports)) == PORTS
+    assert all(it in cluster.PORT_CHOICE for it in ports)
+
+
+def test_each_worker_on_ray_has_a_metrics_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr(cluster, "RayCluster", lambda address: None)
+    monkeypatch.setattr("hisparse.ray.up.run_ray_up", lambda config, *_: seen.append(config) or 0)
+    words = "up --ray auto --groups 3 --group-size 2 --metrics-port 9000 --journal /data/j.sqlite --runtime-dir /tmp/hs"
+    result = CliRunner().invoke(main, words.split())
+    assert result.exit_code == 0, result.output
+    assert (seen[0].worker.metrics_port, seen[0].http.metrics_port) == (9001, 9007)
+
+
+# ---------------------------------------------------------------- actors and supervisors
+
+
+class DyingChild:
+    """Stands for a supervisor that a signal ends at once. `started`: how many were."""
+
+    started = 0
+    pid = 0
+
+    def __init__(self) -> None:
+        self.process = SimpleNamespace(wait=lambda: -signal.SIGKILL)
+
+    @classmethod
+    def start(cls, *_: object) -> DyingChild:
+        cls.started += 1
+        return cls()
+
+    def signal(self, number: signal.Signals) -> None: ...
+    def close(self) -> None: ...
+
+
+def host_of(directory: Path) -> NodeHost:
+    plan = plans(RayOptions(), [node(1)], config(cluster__runtime_dir=str(directory)))["10.0.0.1"]
+    return NodeHost(msgspec.json.encode(msgspec.structs.replace(plan, files={"keys/admin.key": "secret"})))
+
+
+def test_stop_between_two_supervisors_starts_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "Child", DyingChild)
+    monkeypatch.setattr(DyingChild, "started", 0)
+    host = host_of(tmp_path / "run")
+    while DyingChild.started == 0:
+        time.sleep(0.01)
+    assert host.stop(0.0)
+    assert DyingChild.started == 1
+
+
+def test_node_whose_processes_outlived_their_supervisor_is_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "Child", DyingChild)
+    monkeypatch.setattr(hosting, "STOP_GRACE_S", 0.2)
+    host = host_of(tmp_path / "run")
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        path = Path(host._plan.runtime_dir) / hosting.REMAINS_FILE
+        remains.note(path, "tcp://a:1", {"w0": process_of(left.pid)})
+        assert not host.stop(0.0)
+        left.kill()
+        assert host.stop(0.0)  # it has ended, and was not waited for
+    finally:
+        left.kill()
+        left.wait()
+
+
+def test_node_that_cannot_write_its_files_says_so_and_ends_the_driver(tmp_path: Path) -> None:
+    (tmp_path / "run" / "hisparse-10-0-0-1").mkdir(parents=True, mode=0o700)
+    (tmp_path / "run").chmod(0o700)
+    (tmp_path / "run" / "hisparse-10-0-0-1" / "keys").touch()
+    host = host_of(tmp_path / "run")
+    report = msgspec.json.decode(host.report(), type=NodeReport)
+    assert "keys" in report.status.said[0]
+    actor: Any = SimpleNamespace(report=lambda: report)
+    nothing: Any = None
+    assert follow(config(), nothing, {"10.0.0.1": actor}, threading.Event(), None) == 8
+    assert host.stop(0.0)
+
+
+def test_word_waits_for_a_coordinator_that_comes_back_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plans(RayOptions(), [node(1, cpus=1), node(2)], config(cluster__runtime_dir=str(tmp_path)))["10.0.0.2"]
+    Path(plan.runtime_dir).mkdir()
+    told: list[object] = []
+
+    async def tell(names: object) -> list[str]:
+        told.append(names)
+        return ["released"]
+
+    async def scenario() -> None:
+        back_at = trio.current_time() + 600
+
+        @asynccontextmanager
+        async def open_admin(*_: object) -> AsyncIterator[object]:
+            if trio.current_time() < back_at:
+                raise Unavailable("no coordinator answers")
+            yield SimpleNamespace(release_quarantine=tell, forget=tell)
+
+        monkeypatch.setattr(supervising, "open_admin", open_admin)
+        await supervising.NodeSupervisor(plan)._vouch(["w0"])
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
+    assert told == [["w0"], ["w0"]]
+
+
+def test_supervisor_waits_until_the_one_before_is_named_and_asks_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked, waits = tmp_path / "lock", [], []
+    first = path.open("wb")
+    fcntl.flock(first, fcntl.LOCK_EX)  # and not yet written
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 1:
+            first.write(msgspec.json.encode(process_of(1)))
+            first.flush()
+        elif len(waits) == 3:
+            first.close()
+
+    monkeypatch.setattr(supervising, "ask_to_stop", asked.append)
+    monkeypatch.setattr(supervising, "time", SimpleNamespace(sleep=wait))
+    with supervising._only_one(path):
+        assert asked == [process_of(1)]
+        assert msgspec.json.decode(path.read_bytes(), type=Process) == process_of(os.getpid())
 
 
 async def endless(_: object) -> None:

@@ -8,17 +8,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 import trio
 
+from coordinator.workers.processes import process_of
 from hisparse import Client, TokenStream, open_client
 from hisparse.cluster.keeper import open_admin
 from hisparse.ray.plan import RayOptions
+from hisparse.ray.remains import runs
 from hisparse.ray.up import follow, keys_dir_of, run_ray_down, start_or_join
 from protocol.errors import WrongState
 from protocol.messages import Sampling
@@ -27,10 +30,11 @@ from protocol.transport.keys import access
 from tests.support.cluster_rig import crash_config, prompts_of, write_model
 from tests.support.fakes.ray import FakeRay
 
-pytestmark = [pytest.mark.process, pytest.mark.ray]
+pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.timeout(600)]
 HOME, OTHER = "127.0.0.1", "127.0.0.2"
 LIMIT_S = 120.0
 REQUESTS = 4
+TOKENS = 150  # so many that none of them ends before it is disturbed
 OPTIONS = RayOptions(groups=2, group_size=1)
 
 
@@ -69,35 +73,53 @@ async def until_connected(client: Client, count: int) -> None:
             await trio.sleep(0.1)
 
 
+async def until_whole(config: Config, ray: FakeRay) -> None:
+    """Until both workers are connected; then no page is in quarantine."""
+    async with admin_of(config, ray) as client:
+        await until_connected(client, 2)
+        assert [it.quarantined for it in await client.pools()] == [0, 0]
+
+
 async def outputs_of(
-    config: Config, ray: FakeRay, prefix: str, disturb: Callable[[], None] | None = None
+    config: Config, ray: FakeRay, prefix: str, disturb: Callable[[list[list[int]]], Awaitable[None]] | None = None
 ) -> list[list[int]]:
-    """Of REQUESTS requests, greedy; `disturb` is called once each of them has said something."""
+    """Of REQUESTS requests, greedy; `disturb` gets what they have said so far, and runs beside them."""
     cluster = msgspec.structs.replace(config.cluster, keys_dir=str(keys_dir_of(config)))
     endpoint = ray.actors[HOME].report().client_endpoint
     outputs: list[list[int]] = [[] for _ in range(REQUESTS)]
 
     async def collect(i: int, stream: TokenStream) -> None:
-        nonlocal disturb
         async for said in stream:
             outputs[i] += said.tolist()
-            if disturb is not None and all(outputs):
-                disturb = disturb()
 
     key = access(cluster, "client", endpoint)
     async with (
         open_client(endpoint, role="client", name="test", reconnect_limit_s=LIMIT_S, key=key) as client,
         trio.open_nursery() as nursery,
     ):
-        sampling = Sampling(max_tokens=60, ignore_eos=True)
+        sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
         for i, prompt in enumerate(prompts_of(5, REQUESTS)):
             nursery.start_soon(collect, i, await client.submit(prompt, sampling, request_id=f"{prefix}{i}"))
-    assert disturb is None
+        if disturb is not None:
+            nursery.start_soon(disturb, outputs)
     return outputs
 
 
+async def kill_while_it_decodes(config: Config, ray: FakeRay, worker: str, pid: int, outputs: list[list[int]]) -> None:
+    """SIGKILL to `worker`, once one of its requests has said something."""
+    async with admin_of(config, ray) as client:
+        with trio.fail_after(LIMIT_S):
+            while True:
+                rows = [it for it in (await client.requests()).rows if it.worker == worker and it.state == "RUNNING"]
+                said = [len(outputs[int(it.request_id[1:])]) for it in rows]
+                if any(0 < it < TOKENS // 2 for it in said):
+                    break
+                await trio.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+
+
 def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    return runs(process_of(pid))
 
 
 async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp_path: Path, ray: FakeRay) -> None:
@@ -112,7 +134,7 @@ async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp
     # a driver that ends leaves all as it is, and its successor joins; another one is refused
     ready, asked = tmp_path / "ready.json", threading.Event()
     ended: list[int] = []
-    driver = threading.Thread(target=lambda: ended.append(follow(config, hosts, asked, ready)))
+    driver = threading.Thread(target=lambda: ended.append(follow(config, ray, hosts, asked, ready)))
     driver.start()
     await until(ready.exists)
     asked.set()
@@ -125,12 +147,11 @@ async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp
     # a worker is restarted, and the coordinator of another node is told that it has ended: no page stays in quarantine
     undisturbed = await outputs_of(config, ray, "a")
     worker = ray.actors[OTHER].report().status.processes[names[0]]
-    assert await outputs_of(config, ray, "b", lambda: os.kill(worker, signal.SIGKILL)) == undisturbed
+    disturb = partial(kill_while_it_decodes, config, ray, names[0], worker)
+    assert await outputs_of(config, ray, "b", disturb) == undisturbed
     await until(lambda: ray.actors[OTHER].report().status.processes.get(names[0], worker) != worker)
     assert any("released what its lost epochs" in it for it in ray.actors[OTHER].report().status.said)
-    async with admin_of(config, ray) as client:
-        await until_connected(client, 2)
-        assert [it.quarantined for it in await client.pools()] == [0, 0]
+    await until_whole(config, ray)
 
     # a supervisor that is killed: the next one ends what it left, before it starts the same again
     before = ray.actors[HOME].report()
@@ -140,8 +161,14 @@ async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp
     after = ray.actors[HOME].report()
     assert not set(before.status.processes.values()) & set(after.status.processes.values())
     assert not [pid for pid in before.status.processes.values() if is_running(pid)]
-    async with admin_of(config, ray) as client:
-        await until_connected(client, 2)
+    await until_whole(config, ray)
+
+    # an actor that is made again while the supervisor of the one before runs: that one is stopped first
+    before = ray.actors[OTHER].report()
+    ray.make_again(OTHER)
+    await until(lambda: ray.are_up() and ray.actors[OTHER].report().supervisor not in (0, before.supervisor))
+    assert not [pid for pid in (before.supervisor, *before.status.processes.values()) if is_running(pid)]
+    await until_whole(config, ray)
 
     # Ray's word that a node is dead: nothing of it is given up, and down says so
     ray.actors[OTHER].lost = True

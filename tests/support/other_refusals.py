@@ -172,12 +172,22 @@ PRODUCED: Final = {
         "hisparse/ray/plan.py:require_transfer:ConfigError",
         "hisparse/ray/settings.py:check_asked:ConfigError",
         "hisparse/ray/settings.py:check_asked:ConfigError#2",
+        "hisparse/ray/settings.py:_require_room:CapacityError",
         "hisparse/ray/settings.py:check_asked:ConfigError#3",
+        "hisparse/ray/settings.py:check_asked:ConfigError#4",
+        "hisparse/ray/settings.py:check_asked:ConfigError#5",
     ],
     "tests/hisparse/test_ray_plan.py::test_ray_that_does_not_answer_is_refused_by_name": [
         "hisparse/ray/ray_cluster.py:__init__:Unavailable",
         "hisparse/ray/ray_cluster.py:_get:Unavailable",
+        "hisparse/ray/ray_cluster.py:_handles:Unavailable",
         "hisparse/ray/ray_cluster.py:_ray:ConfigError",
+    ],
+    "tests/hisparse/test_ray_plan.py::test_node_that_cannot_write_its_files_says_so_and_ends_the_driver": [
+        "hisparse/ray/host.py:_write_files:ConfigError"
+    ],
+    "tests/hisparse/test_ray_plan.py::test_up_does_not_join_a_part_of_a_cluster": [
+        "hisparse/ray/up.py:start_or_join:WrongState#2"
     ],
     "tests/hisparse/test_ray_plan.py::test_place_that_ray_does_not_give_is_refused": [
         "hisparse/ray/ray_cluster.py:start:CapacityError",

@@ -21,7 +21,7 @@ from protocol.transport.keys import access
 from tests.support.cluster_rig import prompts_of
 
 REQUESTS: Final = 16
-TOKENS: Final = 100
+TOKENS: Final = 300
 
 
 async def decode(endpoint: str, keys_dir: str, prefix: str, begun: Path) -> list[list[int]]:

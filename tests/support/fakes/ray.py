@@ -5,8 +5,6 @@ What they run are real supervisors with real processes.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -66,11 +64,9 @@ class FakeRay:
         self.actors = {}
 
     def make_again(self, address: str) -> None:
-        """As Ray does with an actor whose process has died: its supervisor gets the kernel's signal."""
+        """As Ray does where an actor has outlived its raylet: its supervisor runs on, and is asked to stop by the next
+        one."""
         plan = next(it for it in self.started if it.address == address)
-        before = self.actors[address]
-        before.inner._is_stopping = True
-        os.kill(before.report().supervisor, signal.SIGTERM)
         self.actors[address] = FakeHost(NodeHost(msgspec.json.encode(plan)))
 
     def are_up(self) -> bool:
