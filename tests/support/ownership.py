@@ -50,9 +50,10 @@ STATES: Final = (
     JournalState,
     RequestRecord,
 )
-#: Swap counts are written as they arrive, by the task of the worker link, like tokens in the token log.
+#: Counts of swap-ins and drafts are written as they arrive, by the task of the worker link, like tokens in the token
+#: log.
 #: The ledgers in the journal's state are the HostPools'; which ledger it is counts.
-LEFT_OUT: Final = {(LiveRequest, "swaps"), (LiveRequest, "state")}
+LEFT_OUT: Final = {(LiveRequest, "swaps"), (LiveRequest, "drafts"), (LiveRequest, "state")}
 
 
 def image_of(value: object, *, foreign: tuple[type, ...] = (), _seen: set[int] | None = None) -> Any:

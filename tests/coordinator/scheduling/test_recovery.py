@@ -242,7 +242,8 @@ async def test_ended_requests_are_served_until_acknowledged(
         groups, tokens = life.store.groups, life.tokens("done")
         (ending,) = life.listener.endings.values()
     async with Life.over(groups) as life:
-        assert life.listener.endings == {"done": ending}
+        # counts of drafts are not journalled
+        assert life.listener.endings == {"done": msgspec.structs.replace(ending, drafted_tokens=0, accepted_tokens=0)}
         assert life.tokens("done") == tokens
         await life.submit("done")  # the same one
         with pytest.raises(WrongState, match="another request"):
