@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from hisparse.console.options import Setting, read_words, with_config
+from hisparse.console.options import Setting, deadline_option, read_words, with_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,14 +156,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
     help="Role of each worker, or group, in order: prefill, decode or both.",
     callback=lambda context, parameter, value: _roles(value),
 )
-@click.option(
-    "--deadline",
-    default=30.0,
-    show_default=True,
-    type=click.FloatRange(0),
-    metavar="SECONDS",
-    help="How long requests may run on after Ctrl-C.",
-)
+@deadline_option(30.0, "How long requests may run on after Ctrl-C.")
 @click.option(
     "--ready-file",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -257,14 +250,7 @@ def _up_on_ray(
 
 @click.command(short_help="Stop what `up --ray` runs.")
 @click.option("--ray", "address", required=True, metavar="ADDRESS", help="The Ray cluster; auto: that of this machine.")
-@click.option(
-    "--deadline",
-    default=30.0,
-    show_default=True,
-    type=click.FloatRange(0),
-    metavar="SECONDS",
-    help="How long requests may run on.",
-)
+@deadline_option(30.0, "How long requests may run on.")
 @click.option("--i-am-sure", "is_sure", is_flag=True, help="Nodes that do not answer are off, or their processes gone.")
 @with_config(*LOG_SETTINGS)
 def down(config: Config, address: str, deadline: float, is_sure: bool) -> int:

@@ -7,19 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from hisparse.cli.watch import list_rows, watch_option
-from hisparse.console.options import output_option, with_config
+from hisparse.console.options import deadline_option, output_option, with_config
 
 if TYPE_CHECKING:
     from protocol.settings import Config
-
-deadline_option = click.option(
-    "--deadline",
-    default=300.0,
-    show_default=True,
-    type=click.FloatRange(0),
-    metavar="SECONDS",
-    help="When to retract requests that still run.",
-)
 
 
 @click.command(short_help="List workers.")
@@ -94,7 +85,7 @@ def pool(config: Config, interval_s: float | None, output: str) -> None:
 @click.argument("names", nargs=-1, metavar="WORKER|GROUP...")
 @click.option("--all", "every", is_flag=True, help="All workers.")
 @click.option("--handover", is_flag=True, help="Move running requests to other workers of the node.")
-@deadline_option
+@deadline_option(300.0, "When to retract requests that still run.")
 @click.option("--wait", is_flag=True, help="Return when the workers are drained.")
 @output_option
 @with_config()
@@ -208,14 +199,7 @@ def forget(config: Config, output: str, names: tuple[str, ...]) -> None:
 
 
 @click.command(short_help="Drain the coordinator, then exit.")
-@click.option(
-    "--deadline",
-    default=30.0,
-    show_default=True,
-    type=click.FloatRange(0),
-    metavar="SECONDS",
-    help="How long requests may run on.",
-)
+@deadline_option(30.0, "How long requests may run on.")
 @output_option
 @with_config()
 def stop(config: Config, output: str, deadline: float) -> None:

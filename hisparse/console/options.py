@@ -308,6 +308,13 @@ def named_by_flags(flags: Mapping[str, str], typed: Mapping[str, object]) -> Ite
         raise
 
 
+def deadline_option(default_s: float, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--deadline SECONDS`, with `text` as its help."""
+    return click.option(
+        "--deadline", default=default_s, show_default=True, type=click.FloatRange(0), metavar="SECONDS", help=text
+    )
+
+
 def output_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """`-o FORMAT`, and `--json` as a short form of `-o json`."""
     command = click.option("--json", "output", flag_value="json", help="The same as -o json.")(command)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -68,16 +69,8 @@ async def _end(process: Process) -> None:
 
 def runs(process: Process) -> bool:
     """Whether `process` runs. One that has ended and was not waited for does not."""
-    if process.started == 0:  # it had ended before it was identified
-        return False
-    try:
-        pidfd = os.pidfd_open(process.id)
-    except ProcessLookupError:
-        return False
-    try:
-        return not has_ended(process) and not select.select([pidfd], [], [], 0)[0]
-    finally:
-        os.close(pidfd)
+    with _opened(process) as pidfd:
+        return pidfd is not None and not select.select([pidfd], [], [], 0)[0]
 
 
 def ask_to_stop(process: Process) -> None:
@@ -86,19 +79,29 @@ def ask_to_stop(process: Process) -> None:
 
 
 def _send(process: Process, number: signal.Signals) -> bool:
-    """Whether the signal was sent: `process` runs. The descriptor is of the process that is then identified."""
+    """Whether the signal was sent: `process` runs."""
+    with _opened(process) as pidfd:
+        if pidfd is None:
+            return False
+        try:
+            signal.pidfd_send_signal(pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+@contextmanager
+def _opened(process: Process) -> Iterator[int | None]:
+    """A descriptor of `process`, which is identified through it; None where it has ended."""
     if process.started == 0:  # it had ended before it was identified
-        return False
+        yield None
+        return
     try:
         pidfd = os.pidfd_open(process.id)
     except ProcessLookupError:
-        return False
+        yield None
+        return
     try:
-        if has_ended(process):
-            return False
-        signal.pidfd_send_signal(pidfd, number)
-    except ProcessLookupError:
-        return False
+        yield None if has_ended(process) else pidfd
     finally:
         os.close(pidfd)
-    return True

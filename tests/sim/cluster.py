@@ -67,6 +67,7 @@ from tests.sim.oracle import MODEL, Truth
 from tests.sim.shape import PAGE_TOKENS, SHORT_RESTS, Shape
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
+from worker.device.step_rows import StepRows
 from worker.link.link import Link, LinkPace
 from worker.link.link_state import Action, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
@@ -152,6 +153,7 @@ class WorkerProcess:
             receiver,
             RankRounds(group, rank, CHUNK_TOKENS) if group else None,
             lambda: self.end("has lost a peer"),
+            StepRows(cluster.shape.draft_tokens),
         )
         self._cluster = cluster
         self._scope = trio.CancelScope()

@@ -3,12 +3,14 @@
 `FakeExecutor` obeys the protocol as worker/loop/executor.py does, turn by turn: commands at step boundaries, one prompt
 chunk, one step launched ahead of the one that is read, ends seen late, durable lengths only as far as completions were
 observed, `Released` only when nothing of the placement is under way. Tokens, ends and held-back output are the
-real worker.loop.output. What is modelled is the device:
+real worker.loop.output; how far a request is, what it has room for and which rows are durable, the real
+worker.loop.acceptance. What is modelled is the device:
 
     prefill   rows of the prompt are known at once; their pages are written one by one, in any order, chunk by chunk,
               and reported as far as they are there. A short rest behind a shared prefix goes through steps instead
     step      reads *every* row of the context from host memory, but those whose write is not observed, and draws a
-              token (tests.sim.oracle); its row is written a little later
+              token (tests.sim.oracle); its row is written a little later. With drafts it takes 1 + n rows: a draft is
+              right, and admitted, as the dice say. Rows that do not hold are written too, and always land first
     round     of a rank of a group (tests.sim.groups): what it launches is done once all ranks have launched it
     write     lands at a moment of its own, whether or not the process that started it still runs: a stopped process
               goes on writing, a killed one has landed what it had begun or has not
@@ -63,8 +65,10 @@ from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, 
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
 from worker.device.inventory import FreeDeviceMemory, take_inventory
+from worker.device.step_rows import StepRows
 from worker.group.agreement import RoundKind, Wish
 from worker.link.outbox import Outbox
+from worker.loop.acceptance import RowProgress, StepProgress, known_tokens
 from worker.loop.output import Output
 from worker.transfer.handover import Incoming, Outgoing
 
@@ -86,6 +90,12 @@ ROW_BYTES: Final = 64
 DEAR_STEPS: Final = 12
 #: Steps launched before the oldest is read.
 LOOKAHEAD: Final = 1
+
+#: Right drafts of a process, in a hundred; rows behind the first whose selection is not admitted; no token of a text.
+SHARES_RIGHT: Final = (0.0, 0.5, 0.9, 1.0)
+UNFIT: Final = 0.1
+WRONG_DRAFT: Final = 7
+PLAIN: Final = StepRows()
 
 _DETOKENIZER: Final = ByteTokenizer().detokenizer
 
@@ -116,9 +126,10 @@ class FakePool:
         self._under_way: list[tuple[float, int, Write]] = []
         self._sequence = 0
 
-    def write(self, process: int, page: int, offset: int, rows: Rows) -> Write:
-        """Begin a write; it lands within WRITE_S."""
-        write = Write(process, page, offset, rows, trio.current_time() + self._rng.uniform(*WRITE_S))
+    def write(self, process: int, page: int, offset: int, rows: Rows, after: float = 0.0) -> Write:
+        """Begin a write; it lands within WRITE_S, and not before `after`."""
+        lands_at = max(after, trio.current_time() + self._rng.uniform(*WRITE_S))
+        write = Write(process, page, offset, rows, lands_at)
         self._sequence += 1
         heapq.heappush(self._under_way, (write.lands_at, self._sequence, write))
         return write
@@ -161,8 +172,24 @@ class FakePool:
 
 
 @dataclass(eq=False)
+class Written:
+    """Rows from `first` on that are being written, and the step that wrote them; None: a chunk of the prompt did.
+    `count` of them hold."""
+
+    first: int
+    count: int
+    writes: list[Write]
+    step: StepProgress | None = None
+
+    @property
+    def has_landed(self) -> bool:
+        return all(write.landed for write in self.writes)
+
+
+@dataclass(eq=False)
 class Run:
-    """One placement on this worker, as loop.batch.RunningRequest. `tail` has the rows whose write is unobserved."""
+    """One placement on this worker, as loop.batch.RunningRequest. `tail` has the rows whose write is unobserved. The
+    device's next step begins at `row`; rejected rows of the last one have landed by `rewrites_at`."""
 
     admit: Admit
     prompt: Int32Array
@@ -173,8 +200,8 @@ class Run:
     hot_slots: int
     hot_chunks: int
     status: str  # prefilling, staging, loading, running, parked, leaving
-    position: int
-    durable_rows: int
+    progress: RowProgress
+    row: int
     prefilled: int
     ready_at: float = 0.0
     started: bool = False
@@ -184,9 +211,12 @@ class Run:
     has_first_token: bool = False
     last_token: int = -1
     in_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rewrites_at: float = 0.0
     tail: dict[int, int] = field(default_factory=dict)
     sending: Sending | None = None
-    writes: deque[tuple[int, Write]] = field(default_factory=deque)
+    writes: deque[Written] = field(default_factory=deque)
 
     @property
     def placement(self) -> int:
@@ -196,20 +226,20 @@ class Run:
     def rows_wanted(self) -> int:
         return len(self.prompt) + self.output.max_tokens - 1
 
-    @property
-    def rows_max(self) -> int:
+    def note_memory(self) -> None:
+        """After a change of pages or chunks."""
         pages = len(self.pages) if self.hot_slots else min(len(self.pages), self.hot_chunks)
-        return min(self.rows_wanted, pages * PAGE_TOKENS)
+        self.progress.rows_max = min(self.rows_wanted, pages * PAGE_TOKENS)
 
     @property
     def is_starved(self) -> bool:
-        return self.rows_max <= self.position < self.rows_wanted
+        return self.progress.starved(self.rows_wanted)
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing that was launched for it is under way."""
         is_sent = self.sending is None or self.sending.is_quiet
-        return is_sent and not self.in_steps and all(write.landed for _, write in self.writes)
+        return is_sent and not self.in_steps and all(written.has_landed for written in self.writes)
 
     @property
     def wakes_at(self) -> float:
@@ -218,14 +248,12 @@ class Run:
             return self.ready_at
         if not self.writes:
             return float("inf")
-        return min((write.lands_at for _, write in self.writes if not write.landed), default=0.0)
+        writes = (write for written in self.writes for write in written.writes)
+        return min((write.lands_at for write in writes if not write.landed), default=0.0)
 
-    def input_token(self) -> int | None:
-        """The token that the next step takes, if it is known: else the one drawn last."""
-        place = self.position - len(self.prompt)
-        if place < 0:
-            return int(self.prompt[place])
-        return self.output.tokens[place] if place < self.output.forced else None
+    def known_tokens(self, start: int, count: int) -> list[int]:
+        """As loop.batch.RunningRequest."""
+        return known_tokens(self.prompt, self.output.tokens, self.output.forced, start, count)
 
     def durable(self, rows: int) -> int:
         """What of `rows` a successor may build on: rows of published tokens alone."""
@@ -260,10 +288,25 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Launched: a request, the row it writes, and the token it takes (None: the one drawn last) of each."""
+class Place:
+    """A request in a step. The device may write no row from `end` on; `known` are the tokens from `base` on."""
 
-    places: list[tuple[Run, int, int | None]]
+    run: Run
+    end: int
+    base: int
+    known: list[int]
+    progress: StepProgress
+
+    def known_at(self, position: int) -> int | None:
+        at = position - self.base
+        return self.known[at] if 0 <= at < len(self.known) else None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Launched."""
+
+    places: list[Place]
     round: int = -1  # of the group
 
 
@@ -286,6 +329,7 @@ class FakeExecutor:
         receiver: FakeReceiver,
         rounds: RankRounds | None = None,
         on_peer_lost: Callable[[], None] = lambda: None,
+        rows: StepRows = PLAIN,
     ) -> None:
         self.transfers: dict[int, Transfer] = {}
         self._wire = wire
@@ -308,6 +352,8 @@ class FakeExecutor:
         self._hung_until = 0.0
         self._rounds = rounds
         self._on_peer_lost = on_peer_lost
+        self._rows = rows
+        self._right = rng.choice(SHARES_RIGHT) if rows.draft_tokens else 0.0
         self._chunks: deque[tuple[int, Run, int, int]] = deque()  # of rounds that have not run, and their extents
         self._steps_ahead = 0  # that may be launched and not read before the next round
         if rounds is not None:
@@ -393,7 +439,7 @@ class FakeExecutor:
         return busy_s or self._rng.uniform(*STEP_S)
 
     def _rows_wished(self) -> int:
-        return sum(run.status == "running" and run.position < run.rows_max for run in self.runs.values())
+        return sum(run.status == "running" and run.progress.has_room for run in self.runs.values())
 
     # ---------------------------------------------------------------- commands
 
@@ -429,7 +475,7 @@ class FakeExecutor:
             self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
             self._reports.add_event(Released(admit.placement, admit.durable_tokens))
             return
-        durable, by_steps = admit.durable_tokens, bool(admit.prefix_tokens and not admit.slab_pages)
+        durable, by_steps = admit.durable_tokens, _by_steps(admit)
         if durable and not len(prompt) <= durable < len(prompt) + output.forced:
             raise Violation(
                 "I3",
@@ -439,6 +485,8 @@ class FakeExecutor:
         if admit.warm_start not in (b"", admit.request_id.encode() if durable else b""):
             raise Violation("I3", f"placement {admit.placement} begins with the top-k of {admit.warm_start!r}")
         self._check_prefix(admit, prompt)
+        begins = durable or (admit.prefix_tokens if by_steps else len(prompt))
+        step_rows = 1 if row_words(admit.sampling.logprobs) else self._rows.rows  # what it asks of a draw
         run = Run(
             admit=admit,
             prompt=prompt,
@@ -449,13 +497,14 @@ class FakeExecutor:
             hot_slots=admit.hot_slots,
             hot_chunks=admit.hot_chunks,
             status="loading" if durable or by_steps else "prefilling",
-            position=durable or (admit.prefix_tokens if by_steps else len(prompt)),
-            durable_rows=durable,
+            progress=RowProgress(begins, begins, durable or admit.prefix_tokens, step_rows),
+            row=begins,
             prefilled=len(prompt) if durable or by_steps else admit.prefix_tokens,
             has_rows=bool(durable or by_steps),
             prompt_rows=admit.prefix_tokens,
             ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
         )
+        run.note_memory()
         self.runs[admit.placement] = run
         if admit.transfer_id:
             out = Outgoing(admit.transfer_id, len(prompt), unsent_pages=admit.unsent_tokens // PAGE_TOKENS)
@@ -501,9 +550,9 @@ class FakeExecutor:
         if run.status == "leaving" or not run.has_rows:
             return
         staged = len(run.prompt)
-        for first, write in run.writes:
-            if not write.landed:
-                staged = min(staged, first)
+        for written in run.writes:
+            if not written.has_landed:
+                staged = min(staged, written.first)
         for index in sending.out.take_ready(staged):
             place = index + sending.out.unsent_pages
             first = place * PAGE_TOKENS
@@ -518,6 +567,7 @@ class FakeExecutor:
             run.resize = Resize(grant.placement, run.resize.hot_slots, more)
         else:
             run.hot_chunks += grant.hot_chunks
+        run.note_memory()
         self._unpark(run)
 
     def _resize(self, run: Run, resize: Resize) -> None:
@@ -526,6 +576,7 @@ class FakeExecutor:
             return
         reloads = bool(run.hot_slots) and not resize.hot_slots and run.status in ("running", "parked")
         run.hot_slots, run.hot_chunks = resize.hot_slots, resize.hot_chunks
+        run.note_memory()
         if reloads:
             run.status, run.ready_at = "loading", trio.current_time() + self._rng.uniform(*LOAD_S)
         else:
@@ -553,7 +604,7 @@ class FakeExecutor:
                 self._release(run)
             case "staging" if run.has_first_token:
                 self._take_first_token(run)
-            case "staging" if all(write.landed for _, write in run.writes):
+            case "staging" if all(written.has_landed for written in run.writes):
                 self._take_over(run)
             case "sending" if run.sending is not None and run.sending.out.is_over:
                 self._leave(run)
@@ -565,15 +616,16 @@ class FakeExecutor:
 
     def _note_durable(self, run: Run) -> None:
         before = run.prompt_rows
-        while run.writes and run.writes[0][1].landed:
-            position, write = run.writes.popleft()
-            run.tail.pop(position, None)
-            if position >= len(run.prompt):
-                run.durable_rows = position + 1
-                if run.status == "parked":
-                    self._report_durable(run)
-            else:
-                run.prompt_rows = position + len(write.rows)
+        while run.writes and run.writes[0].has_landed:
+            written = run.writes.popleft()
+            if written.step is None:
+                run.prompt_rows = written.first + written.count
+                continue
+            for position in range(written.first, written.first + written.count):
+                del run.tail[position]
+            written.step.note_durable()
+            if run.status == "parked":
+                self._report_durable(run)
         if run.status == "prefilling" and run.prompt_rows // PAGE_TOKENS > before // PAGE_TOKENS:
             self._report_prompt(run, run.prompt_rows)
 
@@ -581,11 +633,11 @@ class FakeExecutor:
         run.has_first_token = False
         if not run.output.forced:
             run.last_token = next_token(digest_of(prompt_rows(run.prompt)))
-            self._take_token(run, run.last_token)
+            self._take_tokens(run, 0, [run.last_token])
 
     def _take_over(self, run: Run) -> None:
         run.writes.clear()
-        run.durable_rows = len(run.prompt)
+        run.progress.durable = len(run.prompt)
         run.slab_pages = 0
         self._report_durable(run)
         self._reports.add_event(Staged(run.placement, 1.0, 1.0))
@@ -603,9 +655,9 @@ class FakeExecutor:
             self._reports.add_event(Started(run.placement))
 
     def _release(self, run: Run) -> None:
-        rows = run.position if run.has_rows else 0
-        if not run.durable_rows:
-            self._report_prompt(run, min(run.prefilled, run.position))
+        rows = run.progress.certain if run.has_rows else 0
+        if (prompt_rows := min(run.prefilled, run.progress.certain)) > run.progress.durable:
+            self._report_prompt(run, prompt_rows)
         del self.runs[run.placement]
         durable, first_token = run.left_behind(rows)
         warm_start = run.admit.request_id.encode() if durable else b""
@@ -616,7 +668,7 @@ class FakeExecutor:
         self._reports.set_durable(run.admit.request_index, run.placement, whole)
 
     def _report_durable(self, run: Run) -> None:
-        self._reports.set_durable(run.admit.request_index, run.placement, run.durable(run.durable_rows))
+        self._reports.set_durable(run.admit.request_index, run.placement, run.durable(run.progress.durable))
 
     # ---------------------------------------------------------------- launches
 
@@ -642,7 +694,7 @@ class FakeExecutor:
         for first in range(start, prefilled, PAGE_TOKENS):
             page = run.pages[first // PAGE_TOKENS]
             write = self._pool.write(self._process, page, 0, rows[first : first + PAGE_TOKENS])
-            run.writes.append((first, write))
+            run.writes.append(Written(first, len(write.rows), [write]))
         if prefilled < len(run.prompt):
             return
         run.has_rows = True
@@ -651,19 +703,21 @@ class FakeExecutor:
 
     def _launch_step(self, number: int = -1, size: int | None = None) -> float:
         """Launch a step of at most `size` requests, as part of round `number` of the group."""
-        places: list[tuple[Run, int, int | None]] = []
+        places: list[Place] = []
         self._park_starved()
         for run in self.runs.values():
-            if run.status == "running" and run.position < run.rows_max and len(places) != size:
-                places.append((run, run.position, run.input_token()))
-                run.position += 1
+            progress = run.progress
+            if run.status == "running" and progress.has_room and len(places) != size:
+                known = run.known_tokens(progress.certain, self._rows.window_tokens(LOOKAHEAD))
+                end, base = progress.rows_end, progress.certain
+                places.append(Place(run, end, base, known, StepProgress([progress])))
                 run.in_steps += 1
         if not places:
             return 0.0
         self._steps.append(Step(places, number))
         seconds = self._rng.uniform(*STEP_S)
         self.counters.stepped(seconds)
-        self._count_swaps([run for run, _, _ in places], seconds)
+        self._count_swaps([place.run for place in places], seconds)
         return seconds
 
     def _count_swaps(self, runs: list[Run], seconds: float) -> None:
@@ -676,7 +730,8 @@ class FakeExecutor:
             swap.hits += LOOKED_UP - missed if run.hot_slots else 0
             swap.misses += missed
         swap.spent(1, 0, seconds * (0.8 if is_dear and any(run.hot_slots for run in runs) else 0.0))
-        self._reports.count_swaps({run.placement: self._swaps[run.placement] for run in runs}, swap.totals)
+        drafts = {run.placement: (run.drafted, run.accepted) for run in runs if run.drafted}
+        self._reports.count_swaps({run.placement: self._swaps[run.placement] for run in runs}, swap.totals, drafts)
 
     def _park_starved(self) -> None:
         for run in self.runs.values():
@@ -688,38 +743,71 @@ class FakeExecutor:
     # ---------------------------------------------------------------- results
 
     def _read(self, step: Step) -> None:
-        for run, position, token in step.places:
+        for place in step.places:
+            run, first = place.run, place.run.row
             run.in_steps -= 1
-            drawn = self._decode(run, position, run.last_token if token is None else token)
-            is_drawn = position + 1 - len(run.prompt) >= run.output.forced
-            if run.status != "leaving" and is_drawn:
-                self._take_token(run, drawn)
+            drawn = self._decode(place)
+            if place.progress.read([len(drawn)]) != [first]:
+                raise Violation("I3", f"placement {run.placement}: the host does not know that a step began at {first}")
+            begins, last = first + 1 - len(run.prompt), first + len(drawn) - len(run.prompt)
+            if run.status != "leaving" and last >= run.output.forced:
+                self._take_tokens(run, begins, drawn)
 
-    def _decode(self, run: Run, position: int, token: int) -> int:
-        """The device's part: read the context, write the new row, draw."""
+    def _decode(self, place: Place) -> list[int]:
+        """The device's part: read the context, write the new rows, draw. Returns what was drawn by rows that hold."""
+        run, first = place.run, place.run.row
         self._on_decode(run.admit.request_id)
-        settled = position - len(run.tail)
+        settled = first - len(run.tail)
         digest = digest_of(self._pool.read(run.pages, settled))
-        for place in range(settled, position):
-            digest = extend_digest(digest, run.tail[place], place)
-        is_prompt = position < len(run.prompt)  # whose row is that of prefill
-        row = int(prompt_rows(run.prompt)[position]) if is_prompt else decode_row(token, position, digest)
-        run.tail[position] = row
-        page, offset = run.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
-        write = self._pool.write(self._process, page, offset, np.array([row], dtype=np.uint64))
-        run.writes.append((position, write))
-        run.last_token = next_token(extend_digest(digest, row, position))
-        return run.last_token
+        for position in range(settled, first):
+            digest = extend_digest(digest, run.tail[position], position)
+        writes, drawn, held = list[Write](), [run.last_token], 0
+        for position in range(first, min(first + run.progress.step_rows, place.end)):
+            token, holds = self._fed(place, position, drawn[-1])
+            is_prompt = position < len(run.prompt)  # whose row is that of prefill
+            row = int(prompt_rows(run.prompt)[position]) if is_prompt else decode_row(token, position, digest)
+            digest = extend_digest(digest, row, position)
+            drawn.append(next_token(digest))
+            if holds and held == position - first:
+                held += 1
+                run.tail[position] = row
+                run.accepted += position > first and place.known_at(position) is None
+            writes.append(self._write(run, position, row))
+        run.writes.append(Written(first, held, writes, place.progress))
+        run.rewrites_at = max([run.rewrites_at, *(it.lands_at for it in writes[held:])])
+        run.row, run.last_token = first + held, drawn[held]
+        return drawn[1 : 1 + held]
 
-    def _take_token(self, run: Run, token: int) -> None:
-        place, words = len(run.output.tokens), row_words(run.admit.sampling.logprobs)
-        run.output.push(token, logprobs_of(token, place, words))
-        start, ids = run.output.take_publishable()
+    def _fed(self, place: Place, position: int, drawn: int) -> tuple[int, bool]:
+        """The token of a row behind one that drew `drawn`, and whether it holds if that one does: the first row always,
+        others when their selection was admitted, and their token is known or what was drawn."""
+        run, known = place.run, place.known_at(position)
+        if position == run.row:
+            return drawn if known is None else known, True
+        fits = self._rng.random() >= UNFIT
+        if known is not None:
+            return known, fits
+        is_right = self._rng.random() < self._right
+        run.drafted += 1
+        return drawn if is_right else WRONG_DRAFT, fits and is_right
+
+    def _write(self, run: Run, position: int, row: int) -> Write:
+        place, offset = divmod(position, PAGE_TOKENS)
+        if place >= len(run.pages):
+            raise Violation("I2", f"placement {run.placement} writes row {position} and has {len(run.pages)} pages")
+        rows = np.array([row], dtype=np.uint64)
+        return self._pool.write(self._process, run.pages[place], offset, rows, run.rewrites_at)
+
+    def _take_tokens(self, run: Run, place: int, tokens: list[int]) -> None:
+        """What a step drew for the places of the output from `place` on."""
+        words, output = row_words(run.admit.sampling.logprobs), run.output
+        rows = [logprobs_of(token, place + at, words) for at, token in enumerate(tokens)] if words else []
+        output.extend(place, tokens, rows)
+        start, ids = output.take_publishable()
         if ids:
-            durable, rows = run.durable(run.durable_rows), run.output.take_rows(len(ids))
-            self._reports.add_tokens(run.admit.request_index, run.placement, start, ids, durable, rows)
-        if run.output.finished:
-            output = run.output
+            durable, told = run.durable(run.progress.durable), output.take_rows(len(ids))
+            self._reports.add_tokens(run.admit.request_index, run.placement, start, ids, durable, told)
+        if output.finished:
             self._reports.add_event(Finished(run.placement, output.reason, output.generated_tokens, output.tail_text))
             self._leave(run)
 
@@ -765,10 +853,15 @@ class FakeExecutor:
         for run in runs:
             if not (capacity.decodes or run.hot_slots == NO_HOT_BUFFER):
                 raise Violation("I2", f"placement {run.placement} is to be decoded by a worker that only prefills")
-            if not (capacity.prefills or run.admit.durable_tokens):
+            if not (capacity.prefills or run.admit.durable_tokens or _by_steps(run.admit)):
                 raise Violation("I2", f"placement {run.placement} is to be prefilled by a worker that only decodes")
             if run.index_pages != len(run.pages) or len(set(run.pages)) != len(run.pages):
                 raise Violation("I1", f"placement {run.placement} has pages {run.pages}, {run.index_pages} index pages")
+
+
+def _by_steps(admit: Admit) -> bool:
+    """Whether the rest of a prompt behind its first pages goes through decode steps."""
+    return admit.prefix_tokens > 0 and not admit.slab_pages
 
 
 def _chunks(run: Run) -> int:

@@ -7,7 +7,7 @@ What the design shrugs off is no use here: losing a command or a report by itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
@@ -33,6 +33,7 @@ from protocol import messages, units
 from protocol.messages import Withdraw
 from tests.sim.transfer import FakeReceiver
 from worker.link.link_state import LinkPhase, LinkState
+from worker.loop.acceptance import RowProgress, StepProgress
 from worker.transfer.handover import Incoming, Outgoing
 
 MUTANTS: Final[dict[str, Any]] = {}
@@ -363,6 +364,28 @@ def share_pages_that_are_given_out_in_the_same_turn() -> Plan:
 def prefill_again_what_a_lost_worker_had_staged() -> Plan:
     """Decoding cannot go on from the full pages: so they are of no use."""
     yield RequestState, "_own_after_loss", lambda self, rows, unit_tokens: 0
+
+
+# ---------------------------------------------------------------- drafts
+
+
+@plant
+def count_rejected_rows_as_durable() -> Plan:
+    """The step was seen in host memory, and so were its rows."""
+    original = StepProgress.read
+
+    def read(self: StepProgress, accepted: Sequence[int]) -> list[int]:
+        firsts = original(self, accepted)
+        self._stops = [first + it.step_rows for first, it in zip(firsts, self._progress, strict=True)]
+        return firsts
+
+    yield StepProgress, "read", read
+
+
+@plant
+def write_more_rows_than_granted() -> Plan:
+    """A step has room for its first row: so it may write its rows."""
+    yield RowProgress, "rows_end", property(lambda self: self.position + self.step_rows)
 
 
 # ---------------------------------------------------------------- clients

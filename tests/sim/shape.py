@@ -11,11 +11,14 @@ import msgspec
 from protocol import messages
 from protocol.messages import WorkerCapacity
 from protocol.settings import NO_JOURNAL, CoordinatorSettings
+from worker.device.step_rows import StepRows
 
 #: Tokens of a page here. Policies see pages, not tokens: with small ones a short output crosses as many borders.
 PAGE_TOKENS: Final = 8
 #: Tokens of a prompt, behind cached pages, that go through decode steps.
 SHORT_RESTS: Final = (1, 2, 5, 9)
+#: Tokens that the workers of a cluster without groups draft for a step.
+DRAFTS: Final = (0, 0, 0, 1, 2, 4)
 #: How many clusters have groups.
 GROUP_ODDS: Final = 0.25
 #: Nodes of the ranks of each group, and of a worker that holds the whole model.
@@ -48,6 +51,7 @@ class Shape:
     settings: CoordinatorSettings
     roles: dict[str, str] = field(default_factory=dict)
     is_roomy: bool = False
+    draft_tokens: int = 0  # of all workers: the pages of one node have one form
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)  # their workers by rank
 
     def capacity_of(self, worker: str) -> WorkerCapacity:
@@ -67,7 +71,11 @@ class Shape:
         """`roomy`: with memory for all requests at once, so that none waits for another."""
         shape = cls._draw_shape(rng, roomy=roomy)
         mode = rng.choice(("all", "all", "own", "off"))
-        return replace(shape, settings=msgspec.structs.replace(shape.settings, prefix_reuse=mode))
+        shape = replace(shape, settings=msgspec.structs.replace(shape.settings, prefix_reuse=mode))
+        drafts = 0 if shape.groups else rng.choice(DRAFTS)
+        overshoot = StepRows(drafts).overshoot_tokens(shape.capacity.overshoot_tokens)  # of plain steps: the lookahead
+        capacity = msgspec.structs.replace(shape.capacity, overshoot_tokens=overshoot)
+        return replace(shape, capacity=capacity, draft_tokens=drafts)
 
     @classmethod
     def _draw_shape(cls, rng: random.Random, *, roomy: bool) -> Shape:

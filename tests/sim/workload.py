@@ -62,7 +62,7 @@ def _draw_request(cluster: Cluster, rng: random.Random, request_id: str, prefixe
             rng.choice((1, 7, 8, 16, 24, 33)),
             stop=tuple("".join(chr(rng.randint(32, 126)) for _ in range(2)) for _ in range(rng.choice((0, 0, 3)))),
             ignore_eos=rng.random() < 0.5,
-            logprobs=len(tokens) % 4 - 1,
+            logprobs=-1 if cluster.shape.draft_tokens and len(tokens) % 2 else len(tokens) % 4 - 1,
         )
         if not misfit(Length(len(prompt), 0, sampling.max_tokens), cluster.shape.capacity, ""):
             return Truth(request_id, prompt, sampling, rng.choice((0, 0, 0, 1)), _draw_way(cluster, rng))
