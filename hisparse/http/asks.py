@@ -146,7 +146,7 @@ def ask_of(
     else:
         prompts = list(prompts_of(wanted.prompt, served.tokenizer, served.model))
         limit = _first(wanted.max_tokens, COMPLETION_TOKENS_DEFAULT)
-        form = plan_of(wanted.structure, served.tokenizer.special_ids)
+        form = plan_of(wanted.structure, served.tokenizer.grammar_tokens)
     echoes = echoes_of(prompts, wanted.prompt, served.tokenizer) if wanted.echo else []
     samples = _first(wanted.n, 1)
     if form is not None:
@@ -275,7 +275,7 @@ def chat_plan(wanted: Generation, conversation: Conversation, served: Served, re
     """What the reply is held to; None: to nothing. Raises BadInput."""
     if wanted.structure is None and not conversation.must_call:
         return None
-    known, special = format_of(served.model.chat_template, served.tokenizer), served.tokenizer.special_ids
+    known, special = format_of(served.model.chat_template, served.tokenizer), served.tokenizer.grammar_tokens
     return plan_of(wanted.structure, special, conversation, known, reply, conversation.parameters)
 
 

@@ -10,8 +10,12 @@ from typing import Any, Final
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from hisparse.http.asks import Served, ask_of
+from hisparse.http.bodies import read_body
 from hisparse.http.chat import render
+from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.formats.arguments import json_or_quoted, typed, types_of
 from hisparse.http.formats.conversation import (
     Conversation,
@@ -27,6 +31,7 @@ from hisparse.http.formats.known import DEEPSEEK, DEEPSEEK_CALLS, GLM, PLAIN, RE
 from hisparse.http.formats.replies import Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall, merged
 from protocol.errors import BadInput
 from protocol.text import ByteTokenizer, JsonTokenizer
+from tests.hisparse.test_http import MODEL, here
 from tests.support.http_rig import byte_tokenizer_json
 from worker.runners.tiny_template import TEMPLATES
 
@@ -423,6 +428,22 @@ def test_markers_have_text_though_they_are_special_tokens() -> None:
     assert shown(tokenizer, ids, ()) == "énow"
     assert shown(tokenizer, ids, GLM.markers) == "é<tool_call>now</tool_call>"
     assert shown(tokenizer, ids, tokenizer.special_ids) == "é<tool_call>now</tool_call><｜x｜>"
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_calls_begin_with_the_token_of_their_marker(special: bool) -> None:
+    """Also where the tokenizer has it for an ordinary one: a grammar's text cannot be made of it."""
+    tokenizer = tokenizer_with("<tool_call>", "</tool_call>", special=special)
+    known = Served(structs.replace(MODEL, chat_template=TEMPLATES["glm-5"], vocab_size=300), tokenizer)
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "time"}}],
+        "tool_choice": "required",
+    }
+    form = ask_of(read_body(json.dumps(body).encode(), ChatBody).generation(), known, "a", here).form
+    assert form is not None
+    (token,) = tokenizer.encode("<tool_call>", special=False)
+    assert f"<[{token}]>" in form.lark
 
 
 def shown(tokenizer: JsonTokenizer, ids: list[int], texts: tuple[str, ...]) -> str:
