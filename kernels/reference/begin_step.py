@@ -25,19 +25,22 @@ def begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> None:
     for output in (batch.new_rows, batch.new_index_rows, *outputs):
         output.fill_(-1)
     first = batch.at_depth(batch.depths()[0])
-    state.tripwires[Tripwire.SEAT] += (real_rows(first) & ~active_rows(state, first)).sum()
+    active = active_rows(state, first)
+    state.tripwires[Tripwire.SEAT] += (real_rows(first) & ~active).sum()
     if state.seat_rows > 1:
-        _add_drafts(state, batch, first)
+        _add_drafts(state, batch, first, active)
         batch.rejected.fill_(1)
-    placed = _granted(state, batch, active_rows(state, batch).nonzero().flatten())
+        active = active_rows(state, batch)
+    placed = _granted(state, batch, active.nonzero().flatten())
     state.now[batch.seats[placed].long()] += 1  # once for a seat, however many rows it has
     for rows in batch.depths():
         _place_depth(state, batch, plan, placed[(placed >= rows.start) & (placed < rows.stop)])
 
 
-def _add_drafts(state: DeviceState, batch: StepBatch, first: StepBatch) -> None:
-    """Seats and lengths at all depths from those at depth 0; length 0 where there is no row."""
-    seats, lengths, active = first.seats.clone(), first.lengths.long().clone(), active_rows(state, first)
+def _add_drafts(state: DeviceState, batch: StepBatch, first: StepBatch, active: Tensor) -> None:
+    """Seats and lengths at all depths from those at depth 0, of which `active` decode; length 0 where there is no
+    row."""
+    seats, lengths = first.seats.clone(), first.lengths.long().clone()
     granted = state.granted_rows[seats.long().clamp(0, state.seats - 1)]
     for depth, rows in enumerate(batch.depths()):
         batch.seats[rows] = seats

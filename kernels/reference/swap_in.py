@@ -45,7 +45,8 @@ def _resolve_depth(
     plan.count.zero_()
     if bool(found.miss.any()):
         rejected = _load(state, group, found, plan, all_or_none=all_or_none)
-        batch.rejected.masked_fill_(rejected, 1)
+        if rejected is not None:
+            batch.rejected.masked_fill_(rejected, 1)
         replay_misses(state, state.geometry.layers_of_group(group)[0], plan)
     out_rows.scatter_(1, found.order, found.rows.int())
 
@@ -106,18 +107,20 @@ def _resolve(
     return hit, granted & absent, index_rows, rows
 
 
-def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan, *, all_or_none: bool) -> Tensor:
+def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan, *, all_or_none: bool) -> Tensor | None:
     """Give every miss a victim's slot, in the tables, in `found.rows` and in `plan`. Copies nothing.
 
-    bool[B]: rows that load nothing since they do not fit, if `all_or_none`.
+    bool[B], if `all_or_none`: rows that load nothing since they do not fit.
     """
     host_pages = table_entries(state.host_table, found.seats.unsqueeze(1), found.tokens // PAGE_TOKENS)
     miss = found.miss & (host_pages >= 0)
     state.tripwires[Tripwire.UNGRANTED] += (found.miss & ~miss).sum()
     rank = (miss & found.first).cumsum(1) - 1
     slots = _victims(state, group, found, rank[:, -1] + 1).gather(1, rank.clamp(min=0))
-    rejected = (miss & (slots < 0)).any(1) & all_or_none
-    miss &= ~rejected.unsqueeze(1)
+    rejected = None
+    if all_or_none:
+        rejected = (miss & (slots < 0)).any(1)
+        miss &= ~rejected.unsqueeze(1)
     state.tripwires[Tripwire.VICTIMS] += (miss & (slots < 0)).sum()
     miss &= slots >= 0
     chunks = table_entries(state.chunk_table, found.seats.unsqueeze(1), slots.clamp(min=0) // PAGE_TOKENS)

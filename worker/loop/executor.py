@@ -665,8 +665,9 @@ class Executor:
                     self.counters.late_masks += 1
                 elif request.is_drawn(position + len(drawn) - 1):
                     place = position + 1 - request.prompt_tokens
-                    drafts = step.drafts[number] if step.drafts else (0, 0)
-                    self._contain(self._take_tokens, request, place, drawn, step.rows(number), drafts)
+                    rows = step.rows(number) if step.logprobs is not None else ()
+                    drafts = step.drafts[number] if step.drafts else None
+                    self._contain(self._take_tokens, request, place, drawn, rows, drafts)
             self._report.swaps(step)
         return busy
 
@@ -678,18 +679,19 @@ class Executor:
         place: int,
         drawn: Sequence[int],
         rows: Sequence[bytes],
-        drafts: tuple[int, int] = (0, 0),
+        drafts: tuple[int, int] | None = None,
     ) -> None:
         """What a step, or prefill, drew for the places of the output from `place` on; of its `drafts`, how many were
         verified and how many hold."""
-        taken = request.output.extend(place, drawn, rows)
-        surplus = max(0, place + len(drawn) - len(request.output.tokens)) if request.output.finished else 0
-        request.drafted += drafts[0]
-        past = place + len(drawn) - request.output.generated_tokens if request.output.finished else 0
-        request.accepted += drafts_kept(drafts[1], past)  # a stop string is no part of the output
+        output = request.output
+        taken = output.extend(place, drawn, rows)
+        if drafts is not None:
+            past = place + len(drawn) - output.generated_tokens if output.finished else 0
+            request.drafted += drafts[0]
+            request.accepted += drafts_kept(drafts[1], past)  # a stop string is no part of the output
         self._report.publish(request, taken)
-        if request.output.finished:
-            self.counters.surplus_tokens += surplus
+        if output.finished:
+            self.counters.surplus_tokens += max(0, place + len(drawn) - len(output.tokens))
             self._report.finished(request)
             self._leave(request)
         elif request.grammar is not None:
