@@ -193,7 +193,7 @@ class HttpConnection:
         is_new = (self._turns, self._party) != (self._clients.owners, party)
         self._turns, self._party = self._clients.owners, party
         self._is_in_arrears = True
-        await self._clients.next_request(party)
+        await self._wait_until(self._clients.next_request_at(party), self.left)
         self.evictable = self._is_in_arrears = False
         if is_new:
             await self._turns.turn(party)
@@ -212,8 +212,8 @@ class HttpConnection:
         return piece
 
     async def left(self) -> None:
-        """What comes meanwhile belongs to the next request. Past a header of it nothing more is read, so that a client
-        that leaves after that is noticed by the next write."""
+        """What comes meanwhile is kept: it belongs to the body, or to the next request. Past HEADER_BYTES_MAX of it
+        nothing more is read, so that a client that leaves after that is noticed by the next read or write."""
         try:
             while self._wire.waiting_bytes <= HEADER_BYTES_MAX:
                 if not await self._receive():
@@ -228,19 +228,19 @@ class HttpConnection:
             if self._is_admitted:
                 self._clients.refused(self._party)
             else:
-                await self._wait_to_refuse()
+                await self._wait_until(self._clients.refusal_at(self._address), self._until_left)
         self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
 
-    async def _wait_to_refuse(self) -> None:
-        """No checkpoint where it may be at once. Raises ClientGone once the client has left: its place is free then."""
-        at = self._clients.refusal_at(self._address)
+    async def _wait_until(self, at: float, left: Callable[[], Awaitable[None]]) -> None:
+        """No checkpoint where `at` is past. Raises ClientGone once the client has left, which `left` waits for where
+        the body was not read: its place is free then."""
         if at <= trio.current_time():
             return
         if self._wire.body_is_whole:  # the exchange watches, and cancels this
             await trio.sleep_until(at)
             return
         with trio.CancelScope(deadline=at):
-            await self._until_left()
+            await left()
             raise ClientGone
 
     async def write(self, data: bytes) -> None:

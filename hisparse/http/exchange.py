@@ -39,7 +39,7 @@ class ClientGone(Exception):
 
 
 class Channel(Protocol):
-    """What carries an exchange: hisparse.http.connection. All but `admit` may raise ClientGone."""
+    """What carries an exchange: hisparse.http.connection. All may raise ClientGone."""
 
     async def admit(self, owner: str) -> None:
         """Its client has a right to be here: the connection is not closed to make room for another. Waits for the
@@ -51,7 +51,7 @@ class Channel(Protocol):
         ...
 
     async def left(self) -> None:
-        """Wait until the client has left. To be called once the body is whole."""
+        """Wait until the client has left. No piece of the body is read meanwhile."""
         ...
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
@@ -89,7 +89,10 @@ class HttpExchange:
 
     async def admit(self, owner: str) -> None:
         """Its client was recognized: see Channel.admit."""
-        await self._channel.admit(owner)
+        try:
+            await self._channel.admit(owner)
+        except ClientGone:
+            await self._leave()
 
     # ------------------------------------------------------------ what comes
 

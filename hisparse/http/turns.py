@@ -141,11 +141,9 @@ class ClientTurns:
         """When a client there, who has shown no key, may be refused: at once, unless this is later than now."""
         return self._arrears.refused(address, trio.current_time())
 
-    async def next_request(self, owner: str) -> None:
-        """Wait until one of `owner` may be read; no checkpoint where it may at once."""
-        now = trio.current_time()
-        if (at := self._arrears.next_at(owner, now)) > now:
-            await trio.sleep_until(at)
+    def next_request_at(self, owner: str) -> float:
+        """When one of `owner` may be read: at once, unless this is later than now."""
+        return self._arrears.next_at(owner, trio.current_time())
 
     async def run(self) -> None:
         """Until cancelled."""

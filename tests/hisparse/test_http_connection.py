@@ -48,9 +48,9 @@ async def echo(head: RequestHead, channel: Channel) -> None:
         nursery.start_soon(exchange.watch)
         with exchange.leaving:
             if head.path.startswith("/known"):
-                await channel.admit("owner")
+                await exchange.admit("owner")
             if head.path == "/hold":
-                await channel.admit("")
+                await exchange.admit("")
                 await exchange.open_stream({})
                 await trio.sleep_forever()
             if head.path.endswith("/unread"):
@@ -437,6 +437,41 @@ async def test_refused_owner_is_slowed_down() -> None:
             assert b"403" in await refused.receive_some()
         assert await waits(refused, GET.replace(b"/x", b"/known"))
         assert await waits(another, GET.replace(b"/x", b"/known"))
+
+
+@pytest.mark.usefixtures("four_refusals")
+@pytest.mark.parametrize(
+    "data",
+    [
+        GET.replace(b"/x", b"/known"),
+        b"POST /known HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1",
+        b"POST /known HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n123456789",
+    ],
+    ids=["no body", "part of a body", "whole body"],
+)
+async def test_request_of_a_refused_owner_ends_when_its_client_leaves(data: bytes) -> None:
+    async with running() as rig:
+        async with await rig.open() as refused:
+            for _ in range(4):
+                await refused.send_all(GET.replace(b"/x", b"/known/unread"))
+                assert b"403" in await refused.receive_some()
+        stream = await rig.open()
+        assert await waits(stream, data)
+        await stream.aclose()
+        await rig.until(lambda: not rig.counters.connections)
+
+
+async def test_body_of_a_refused_owner_that_comes_meanwhile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
+    monkeypatch.setattr(arrears, "DEBT_MAX_S", 0.5)
+    async with running() as rig, await rig.open() as stream:
+        for _ in range(4):
+            await stream.send_all(GET.replace(b"/x", b"/known/unread"))
+            assert b"403" in await stream.receive_some()
+        head, body = b"POST /known HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", b"a" * (2 * HEADER_BYTES_MAX)
+        await stream.send_all(head % len(body) + body)
+        with trio.fail_after(LIMIT_S):
+            assert (await stream.receive_some()).endswith(b"POST /known " + body[:100])
 
 
 @pytest.mark.usefixtures("four_refusals")
