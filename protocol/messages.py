@@ -32,8 +32,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
-#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts. A coordinator serves
-#: peers of the version before, too (protocol/skew.py).
+#: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts, ranks of
+#: requests for workers. A coordinator serves peers of the version before, too (protocol/skew.py).
 PROTOCOL_VERSION: Final = 7
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
@@ -182,6 +182,10 @@ class HeldToken(Part, frozen=True):
 
 #: A first token that is held back, or NO_TOKEN.
 FirstToken: TypeAlias = int | HeldToken
+
+#: Of a request, (-priority, turn, arrival): a total order that never changes; the lower rank goes first. Turns:
+#: coordinator.scheduling.turns.
+Rank: TypeAlias = tuple[int, int, int]
 
 
 class ModelInfo(Part, frozen=True):
@@ -784,6 +788,8 @@ class Admit(Part, frozen=True, tag="admit"):
     rows and index keys already. They are shared with other requests or with a lost process, and never written. Prefill
     begins behind them, with slab pages for the whole prompt. With `slab_pages` 0 the rest is short: it goes through
     decode steps, on a hot buffer that begins like that of a resume.
+
+    `rank` is the request's: work of which a worker does little at once is done in its order.
     """
 
     placement: int
@@ -804,6 +810,7 @@ class Admit(Part, frozen=True, tag="admit"):
     warm_start: bytes = b""
     prefix_tokens: int = 0
     unsent_tokens: int = 0
+    rank: Rank = (0, 0, 0)
 
 
 class Receive(Part, frozen=True, tag="receive"):

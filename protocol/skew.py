@@ -23,6 +23,9 @@ import msgspec
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
+    Admit,
+    Commands,
+    CoordinatorMessage,
     Ended,
     GatewayMessage,
     RequestDetail,
@@ -35,9 +38,9 @@ from protocol.messages import (
 PROTOCOL_VERSION_MIN: Final = 6
 #: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends. None
 #: of them contains another.
-NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Ended: 2, RequestRow: 2}
+NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Ended: 2, RequestRow: 2, Admit: 1}
 #: Messages of a coordinator that contain such a struct.
-CHANGED: Final = frozenset({Ended, RequestRows, RequestDetail})
+CHANGED: Final = frozenset({Ended, RequestRows, RequestDetail, Commands})
 
 assert PROTOCOL_VERSION - PROTOCOL_VERSION_MIN == 1  # no version between them, for which nothing is cut
 
@@ -58,7 +61,7 @@ def check_version(version: int) -> None:
     )
 
 
-def encode_for(message: GatewayMessage, version: int) -> bytes:
+def encode_for(message: GatewayMessage | CoordinatorMessage, version: int) -> bytes:
     """`message` as a peer of `version` reads it, which `check_version` has accepted."""
     if version == PROTOCOL_VERSION or type(message) not in CHANGED:
         return encode(message)

@@ -38,6 +38,7 @@ from protocol.messages import (
     GroupMember,
     Logprobs,
     ModelInfo,
+    Rank,
     Sampling,
     TraceContext,
     WorkerCapacity,
@@ -45,10 +46,6 @@ from protocol.messages import (
 
 #: Most drained worker names that are kept, those of workers that have left included.
 DRAINS_MAX: Final = 1_024
-
-#: (-priority, turn, arrival): a total order that never changes; the lower rank goes first. Turns:
-#: coordinator.scheduling.turns.
-Rank: TypeAlias = tuple[int, int, int]
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -19,7 +19,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from coordinator.journal.records import Rank, RequestFacts, RequestOrdered
+from coordinator.journal.records import RequestFacts, RequestOrdered
 from coordinator.memory.prefix_index import Chain, Match
 from coordinator.scheduling.events import WorkerPort
 from protocol.messages import (
@@ -29,6 +29,7 @@ from protocol.messages import (
     GroupMember,
     HotFloorRow,
     ModelInfo,
+    Rank,
     WorkerCapacity,
 )
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory

@@ -16,7 +16,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from coordinator.journal.records import DRAINS_MAX, Rank, RequestFacts, RequestOrdered
+from coordinator.journal.records import DRAINS_MAX, RequestFacts, RequestOrdered
 from coordinator.journal.state import no_order
 from coordinator.memory.ledger import EpochKey, Ledger, follows
 from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
@@ -24,7 +24,7 @@ from coordinator.scheduling.groups import life_of, missing_of, ranks_of
 from coordinator.scheduling.poison import PoisonDetector
 from coordinator.scheduling.turns import Owner, OwnerTurns
 from protocol.errors import InternalError
-from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken
+from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, Rank
 from protocol.sizing import NO_HOT_SIZE, RESIDENT, HotSize, Memory
 
 #: Epochs that went down whose processes' ids are remembered.

@@ -55,7 +55,6 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from coordinator.journal.records import Rank
 from coordinator.memory.ledger import NO_PAGES, Freeing, Ledger
 from coordinator.scheduling.decisions import (
     DISPLACING,
@@ -77,7 +76,7 @@ from coordinator.scheduling.prefill_costs import REST_TOKENS_MAX, PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.arrays import Int32Array
-from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
+from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED, Rank
 from protocol.sizing import (
     NO_HOT_SIZE,
     RESIDENT,

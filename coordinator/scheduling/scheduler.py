@@ -575,6 +575,7 @@ class Scheduler(SchedulerApi):
             transfer_id=transfer.transfer_id if transfer else 0,
             destination=transfer.worker.receiver if transfer else b"",
             warm_start=warm_start if decision.resumed_tokens else b"",
+            rank=live.facts.rank,
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {prefix_tokens} tokens of the prompt reused" if prefix_tokens else ""

@@ -34,7 +34,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TypeAlias
 
-from coordinator.journal.records import Rank, RequestFacts
+from coordinator.journal.records import RequestFacts
+from protocol.messages import Rank
 
 #: User and tenant.
 Owner: TypeAlias = tuple[str, str]

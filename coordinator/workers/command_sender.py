@@ -9,6 +9,7 @@ import trio
 from coordinator.listener.router import RouterSocket, Sent
 from metrics.state import CoordinatorCounters
 from protocol import messages
+from protocol.skew import encode_for
 
 if TYPE_CHECKING:
     from coordinator.workers.epoch_link import WorkerLink
@@ -54,8 +55,8 @@ class CommandSender:
         """Whether `link` is done for now. Commands of a link without a connection wait for its next hello."""
         log = link.state.commands
         while link.peer is not None and (batch := log.take(now)) is not None:
-            frame = messages.encode(messages.Commands(self._incarnation, batch.first, batch.commands))
-            sent = self._socket.send(link.peer, frame)
+            commands = messages.Commands(self._incarnation, batch.first, batch.commands)
+            sent = self._socket.send(link.peer, encode_for(commands, link.protocol))
             if sent is not Sent.OK:
                 log.untake(batch)
                 return sent is Sent.GONE

@@ -15,7 +15,8 @@ from protocol.messages import NOT_SEEN, Command, WorkerHello
 class WorkerLink:
     """One epoch of one worker: its state, its connection (`peer`), and the WorkerPort for the actors.
 
-    `number` is its source in the token log. `process` is the attested process, 0 without attestation.
+    `number` is its source in the token log. `protocol` is the version that the process behind `peer` speaks. `process`
+    is the attested process, 0 without attestation.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class WorkerLink:
         self.attested = process
         self.number = number
         self.peer: bytes | None = None
+        self.protocol = hello.protocol
         self.is_down = False
         self.is_awaited = False
         self.is_leaving = False

@@ -371,7 +371,7 @@ class WorkerLinks:
     def _welcome(self, link: WorkerLink, peer: bytes, protocol: int, *, adopted: bool = False) -> None:
         if link.peer is not None:
             self._by_peer.pop(link.peer, None)
-        link.peer = peer
+        link.peer, link.protocol = peer, protocol
         self._by_peer[peer] = link
         wants = self._tokenizers.wants(link.model)
         acknowledged = link.state.report_durable

@@ -58,7 +58,9 @@ def test_older_workers_are_sent_what_their_coordinator_would_send() -> None:
     kinds = {name_of(kind): kind for kind in get_args(messages.CoordinatorMessage)}
     assert kinds.keys() == RECORDED["frames"]["coordinator"].keys()
     for name, frame in RECORDED["frames"]["coordinator"].items():
-        assert messages.encode(sample_of(inspect.type_info(kinds[name]))).hex() == frame, name
+        message = sample_of(inspect.type_info(kinds[name]))
+        assert encode_for(message, PROTOCOL_VERSION_MIN).hex() == frame, name
+        assert encode_for(message, PROTOCOL_VERSION) == messages.encode(message)
 
 
 @pytest.mark.parametrize("role", sorted(UNIONS))

@@ -29,7 +29,7 @@ import numpy as np
 import trio
 import trio._core._run
 
-from coordinator.journal.records import Rank, RequestFacts
+from coordinator.journal.records import RequestFacts
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import EntryPhase, RequestEntry
 from coordinator.tokens.logprob_rows import unpack_logprobs
@@ -156,7 +156,7 @@ class Checker(trio.abc.Instrument):
         if len(new) != 1 or any(now.get(arrival) != seen for arrival, seen in before.items()):
             return
         facts = now[new.pop()][0]
-        owners: dict[tuple[str, str], list[Rank]] = defaultdict(list)
+        owners: dict[tuple[str, str], list[messages.Rank]] = defaultdict(list)
         for other, held in before.values():
             if other.priority == facts.priority and not held:
                 owners[other.turn_owner].append(other.rank)

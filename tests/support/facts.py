@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.journal.records import Rank, RequestAccepted, RequestFacts, RequestOrdered, digest_of
+from coordinator.journal.records import RequestAccepted, RequestFacts, RequestOrdered, digest_of
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.events import ResumeOrder, RetractOrder
 from coordinator.scheduling.placement_table import PlacementTable
@@ -15,7 +15,7 @@ def make_facts(
     max_tokens: int = 100,
     *,
     request_id: str = "r",
-    rank: Rank = (0, 0, 1),
+    rank: messages.Rank = (0, 0, 1),
     prefill_mode: str = messages.AUTO,
     prompt: bytes = b"",
     tenant: str = "",
@@ -34,7 +34,7 @@ def make_accepted(
     max_tokens: int = 100,
     *,
     request_id: str = "",
-    rank: Rank = (0, 0, 1),
+    rank: messages.Rank = (0, 0, 1),
     logprobs: int = messages.NO_LOGPROBS,
 ) -> RequestAccepted:
     name, tokens = request_id or f"r{request_index}", len(prompt) // 4

@@ -422,7 +422,7 @@ class Executor:
             return
         request.since_s = self._clock()
         if admit.sampling.grammar:
-            request.grammar = self._grammars.open(request.seat, admit.sampling.grammar, output.tokens)
+            request.grammar = self._grammars.open(request.seat, admit.sampling.grammar, output.tokens, admit.rank)
         self._requests[request.placement] = self._waiting[request.placement] = request
         if request.status is Status.PREFILLING:
             self._prompts.append(request)

@@ -10,6 +10,9 @@ lets go of the interpreter meanwhile. Builds and tokens have threads and a queue
 a batch that decodes. Each request has at most one job at a time, and none once it has left. A state is a function of
 the grammar and the tokens so far, so another worker, or the same one after a retraction, builds it from these.
 
+Builds begin in the order of rank, in which owners take turns. So a request waits for builds that have begun, one in
+each thread, and for those of requests that rank before it, however many more another owner has sent.
+
 A grammar of a client may take gigabytes or minutes, which nothing bounds here: it passes a trial in a process that has
 limits before it is built (protocol/grammar_trials.py). A thread waits for the process meanwhile, the decode loop for
 neither.
@@ -30,7 +33,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from queue import Empty, SimpleQueue
+from itertools import count
+from math import inf
+from queue import Empty, PriorityQueue, SimpleQueue
 from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -40,7 +45,7 @@ import numpy.typing as npt
 from protocol.errors import BadInput, HiSparseError, InternalError
 from protocol.grammar_trials import Trials
 from protocol.grammars import Mask, Matcher, Vocabulary
-from protocol.messages import ModelInfo
+from protocol.messages import ModelInfo, Rank
 from protocol.text import Tokenizer
 from worker.loop.inputs import host_tensor
 from worker.runners.logits import AdjustTables
@@ -66,10 +71,17 @@ class Grammar:
     """The grammar of one request. Used by the decode loop; `work` runs in a thread."""
 
     def __init__(
-        self, build: _Build, tokens: Sequence[int], builds: _Jobs, masks: _Jobs, ask_help: Callable[[], None]
+        self,
+        build: _Build,
+        rank: Rank,
+        tokens: Sequence[int],
+        builds: _RankedJobs,
+        masks: _MaskJobs,
+        ask_help: Callable[[], None],
     ) -> None:
         """`tokens` are known already. `builds` takes the first job, `masks` all others; with `ask_help` more threads
         work on these."""
+        self.rank: Final = rank
         self._build = build
         self._ask_help = ask_help
         self._builds, self._masks = builds, masks
@@ -193,8 +205,25 @@ class _Build:
             grammar.build_again()
 
 
-#: Of threads; None ends one.
-_Jobs: TypeAlias = SimpleQueue[Grammar | None]
+class _RankedJobs:
+    """The job of the first in rank comes next, of equal ranks the earlier one; None, which ends a thread, comes last.
+    Thread-safe."""
+
+    def __init__(self) -> None:
+        self._jobs: PriorityQueue[tuple[Rank | tuple[float], int, Grammar | None]] = PriorityQueue()
+        self._numbers = count()
+
+    def put(self, job: Grammar | None) -> None:
+        self._jobs.put(((inf,) if job is None else job.rank, next(self._numbers), job))
+
+    def get(self) -> Grammar | None:
+        """Blocks until there is one."""
+        return self._jobs.get()[-1]
+
+
+#: In the order in which they came; None ends a thread.
+_MaskJobs: TypeAlias = SimpleQueue[Grammar | None]
+_Jobs: TypeAlias = _RankedJobs | _MaskJobs
 
 
 def _failure(error: BaseException) -> HiSparseError:
@@ -223,20 +252,20 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._building: WeakValueDictionary[str, _Build] = WeakValueDictionary()
-        self._builds: _Jobs = SimpleQueue()
-        self._masks: _Jobs = SimpleQueue()
+        self._builds = _RankedJobs()
+        self._masks: _MaskJobs = SimpleQueue()
         self._help: SimpleQueue[bool] = SimpleQueue()  # true: asked for; false ends a thread that helps
         self._threads: list[threading.Thread] = []
 
-    def open(self, seat: int, source: str, tokens: Sequence[int]) -> Grammar:
-        """Of the request that takes `seat`, whose draws are free until a mask is set: they give known tokens."""
+    def open(self, seat: int, source: str, tokens: Sequence[int], rank: Rank) -> Grammar:
+        """Of the request of `rank` that takes `seat`: its draws are free until a mask is set, and give known tokens."""
         self._host_rows[seat] = 255
         if not self._threads:
             self._start()
         build = self._building.get(source)
         if build is None:
             build = self._building[source] = _Build(source, self._trials)
-        return Grammar(build, tokens, self._builds, self._masks, self._ask_help)
+        return Grammar(build, rank, tokens, self._builds, self._masks, self._ask_help)
 
     def set(self, seat: int, mask: Mask | None) -> None:
         """What the next draw of `seat` is held to; None: it does not draw."""
@@ -255,7 +284,7 @@ class Grammars:
     @property
     def _queues(self) -> list[_Jobs]:
         """One for each thread that has one."""
-        return [self._builds] * BUILD_THREADS + [self._masks]
+        return [*[self._builds] * BUILD_THREADS, self._masks]
 
     def close(self) -> None:
         """End the threads, and the processes of trials, once they have done what was begun."""

@@ -144,6 +144,17 @@ async def test_retract_and_resume_in_every_state(autojump_clock: MockClock, stat
         assert link.worker.runs == {} or state == "QUEUED"
 
 
+async def test_worker_is_told_the_rank_of_each_request(autojump_clock: MockClock) -> None:
+    async with open_rig() as rig:
+        link = await rig.add_worker("w0")
+        for request_id, priority in (("r1", 0), ("r2", 0), ("r3", 7)):
+            await rig.submit(request_id, priority=priority)
+        await rig.run_until("r2", "RUNNING")
+        ranks = {run.admit.request_id: run.admit.rank for run in link.worker.runs.values()}
+        assert ranks == {it.facts.request_id: it.facts.rank for it in rig.scheduler._requests.live.values()}
+        assert ranks["r3"] < ranks["r1"] < ranks["r2"]
+
+
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "drop"])
 async def test_last_topk_waits_with_its_rows(autojump_clock: MockClock, keep: bool) -> None:
     async with open_rig() as rig:

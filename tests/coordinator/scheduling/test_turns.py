@@ -11,9 +11,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coordinator.journal.records import Rank, RequestFacts
+from coordinator.journal.records import RequestFacts
 from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.turns import Owner, OwnerTurns
+from protocol.messages import Rank
 from tests.coordinator.scheduling.test_policy import LONG, cluster, is_running, run_until
 from tests.support.facts import make_facts
 from tests.support.fakes.fake_cluster import FakeCluster

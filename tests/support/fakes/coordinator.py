@@ -27,6 +27,7 @@ from protocol.messages import (
     FirstToken,
     Grant,
     Parked,
+    Rank,
     Released,
     Resize,
     Resized,
@@ -75,6 +76,7 @@ class Life:
     warm_start: bytes = b""
     host_pages: list[int] = field(default_factory=list)
     shared: tuple[int, ...] = ()  # host pages of another request that hold the first rows of the prompt
+    rank: Rank = (0, 0, 0)
     by_steps: bool = False  # what follows them goes through decode steps
     placement: int = 0  # 0: not on the worker
     hot_slots: int = 0
@@ -315,6 +317,7 @@ class FakeCoordinator:
             first_token=NO_TOKEN if life.tokens else life.first_token,
             warm_start=life.warm_start if life.durable else b"",
             prefix_tokens=0 if life.durable else len(life.shared) * PAGE_TOKENS,
+            rank=life.rank,
         )
 
     def adopt(self, other: FakeCoordinator) -> None:

@@ -60,7 +60,7 @@ for rule, last, case in (("{}", "/a/", str), ('("a" {})?', '"b"', str), ("{}", "
             break
     source = "\\n".join([*lines, case(following) + ":" + last])
     assert GRAMMAR_CHARS_MAX - 200 < len(source) <= GRAMMAR_CHARS_MAX
-    assert found.open(0, source, ()).wait(time.monotonic() + 60) is not None
+    assert found.open(0, source, (), (0, 0, 0)).wait(time.monotonic() + 60) is not None
 print("built")
 """
 
@@ -85,6 +85,11 @@ def make_vocabulary() -> Vocabulary:
 
 def no_help() -> None:
     pass
+
+
+def grammar_of(build: grammars._Build) -> grammars.Grammar:
+    """No thread works on it."""
+    return grammars.Grammar(build, (0, 0, 0), (), grammars._RankedJobs(), SimpleQueue(), no_help)
 
 
 class FakePanic(BaseException):
@@ -261,9 +266,8 @@ def test_longest_chain_of_rules_does_not_end_the_process() -> None:
 
 def test_build_that_several_requests_wait_for_has_one_time(matchers: type[FakeMatcher], trials: Trials) -> None:
     """A request that comes to a build of long ago fails with it; once it is built, the time is that of the copy."""
-    jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
     build = grammars._Build(f"{ALTERNATING}\n// held", trials)
-    first, second = (grammars.Grammar(build, (), jobs, jobs, no_help) for _ in range(2))
+    first, second = (grammar_of(build) for _ in range(2))
     builder = threading.Thread(target=first.work, args=(make_vocabulary,))
     builder.start()
     while not matchers.built:
@@ -282,8 +286,7 @@ def test_build_that_several_requests_wait_for_has_one_time(matchers: type[FakeMa
 
 def test_time_in_a_queue_does_not_count(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "GRAMMAR_LIMIT_S", 0.0)
-    jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
-    grammar = grammars.Grammar(grammars._Build(LETTER, trials), (), jobs, jobs, no_help)
+    grammar = grammar_of(grammars._Build(LETTER, trials))
     time.sleep(0.01)
     grammar.check()
 
@@ -314,8 +317,7 @@ def test_trial_without_a_process_is_no_fault_of_the_grammar(trials: Trials, monk
 
 
 def failure_of(build: grammars._Build, vocabulary: Callable[[], Vocabulary]) -> HiSparseError:
-    jobs: SimpleQueue[grammars.Grammar | None] = SimpleQueue()
-    grammar = grammars.Grammar(build, (), jobs, jobs, no_help)
+    grammar = grammar_of(build)
     grammar.work(vocabulary)
     with pytest.raises(HiSparseError) as caught:
         grammar.check()
@@ -354,6 +356,37 @@ def test_builds_do_not_delay_the_masks_of_a_batch(matchers: type[FakeMatcher], m
     rig.run()
     assert {life.outcome for life in built} == {"length"}
     rig.check_end()
+
+
+def test_builds_begin_in_the_order_of_rank(matchers: type[FakeMatcher], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner with many slow grammars; then one of another owner comes, whose turn is before the second of those."""
+    monkeypatch.setattr(grammars, "BUILD_THREADS", 1)
+    rig = Rig()
+    ranks = [(0, 0, 1), (0, 1, 2), (0, 0, 3), (-1, 5, 4)]
+    lives = [rig.coordinator.create(it[2], 40, 8, grammar=f"{ALTERNATING}\n// {it[2]} held") for it in ranks]
+    for life, rank in zip(lives, ranks, strict=True):
+        life.rank = rank
+        assert rig.coordinator.admit(life, 64)
+        rig.run_until(lambda: bool(matchers.built))
+    rig.turn()
+    matchers.goes_on.set()
+    rig.run()
+    assert [source.split()[-2] for source in matchers.built] == ["1", "4", "3", "2"]
+    assert {life.outcome for life in lives} == {"length"}
+    rig.check_end()
+
+
+def test_threads_of_builds_end_once_all_is_built(matchers: type[FakeMatcher]) -> None:
+    rig = Rig()
+    lives = [rig.coordinator.create(number, 40, 8, grammar=f"{ALTERNATING}\n// {number} held") for number in range(4)]
+    for life in lives:
+        assert rig.coordinator.admit(life, 64)
+        rig.turn()
+    rig.executor._grammars.close()
+    matchers.goes_on.set()
+    for thread in rig.executor._grammars._threads[: grammars.BUILD_THREADS]:
+        thread.join(60)
+    assert len(matchers.built) == len(lives)
 
 
 def test_long_mask_of_one_request_does_not_delay_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
