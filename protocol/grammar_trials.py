@@ -4,7 +4,7 @@
 
 A grammar of some kilobytes may take gigabytes or minutes, and a build can be neither bounded nor stopped where it runs.
 What passes a trial takes about as much again where it is built for good, with the same tokens that a grammar may name
-(Tokenizer.grammar_tokens) and within the same limits of the library. Vocabularies differ in nothing else that could
+(nameable_tokens) and within the same limits of the library. Vocabularies differ in nothing else that could
 refuse a grammar: here all other tokens are bytes. Grammars that passed lately are known again, by their digest.
 
 Rejected: to build there alone (a matcher cannot be sent), and a word of the front that it has built a grammar (clients
@@ -25,7 +25,7 @@ import msgspec
 
 from protocol.children import Children, serve
 from protocol.errors import BadInput
-from protocol.grammars import Vocabulary, check_grammar, refusal
+from protocol.grammars import Vocabulary, check_grammar, nameable_tokens, refusal
 from protocol.text import ByteTokenizer, Tokenizer
 
 #: For one grammar. Twice what the front grants (hisparse/http/grammar_checks.py): what has passed there passes on a
@@ -69,7 +69,7 @@ class Trials:
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], limit_s: float = TRIAL_LIMIT_S
     ) -> None:
-        about = (vocab_size, tuple(eos_token_ids), dict(tokenizer.grammar_tokens))
+        about = (vocab_size, tuple(eos_token_ids), nameable_tokens(tokenizer, vocab_size))
         self._vocabulary = msgspec.msgpack.encode(about)
         self._children = Children(__name__, limit_s, MEMORY_BYTES_MAX, KEPT_BYTES_MAX)
         self._known = PassedGrammars()

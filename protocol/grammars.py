@@ -62,8 +62,17 @@ def kind_of(grammar: str) -> str:
     return next(kinds, "a grammar")
 
 
+def nameable_tokens(tokenizer: Tokenizer, vocab_size: int) -> dict[str, int]:
+    """Tokens that a grammar may name, by their texts. A tokenizer may have ids that its model lacks, such as a padding
+    token that was added for training: those are left out."""
+    return {text: number for text, number in tokenizer.grammar_tokens.items() if number < vocab_size}
+
+
 class Vocabulary:
-    """The tokens of a model as bytes. Raises ConfigError for a tokenizer that the library cannot read."""
+    """The tokens of a model as bytes. Raises ConfigError for a tokenizer that the library cannot read.
+
+    The library knows all tokens of a tokenizer.json, also those that the model lacks: masks are cut behind the model's.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a second for a tokenizer.json of 130,000 tokens."""
@@ -73,9 +82,10 @@ class Vocabulary:
         ends = list(eos_token_ids) or [vocab_size - 1]  # a grammar wants an end; without one it is refused before
         try:
             if isinstance(tokenizer, JsonTokenizer):
-                self.library: Any = LLTokenizer(tokenizer.source(), n_vocab=vocab_size, eos_token=ends)
+                size = max(vocab_size, tokenizer.ids)
+                self.library: Any = LLTokenizer(tokenizer.source(), n_vocab=size, eos_token=ends)
             else:
-                plain = _PlainTokens(vocab_size, ends, tokenizer.grammar_tokens)
+                plain = _PlainTokens(vocab_size, ends, nameable_tokens(tokenizer, vocab_size))
                 self.library = LLTokenizer(_wrapped(plain), n_vocab=vocab_size, eos_token=ends)
         except ValueError as error:
             raise ConfigError(
@@ -113,7 +123,7 @@ class Matcher:
         where that takes more than LIMITS."""
         mask: Mask = np.frombuffer(self._library.compute_bitmask(), np.uint8)
         self._check()
-        return mask[: self._bytes]  # the library's has room for one token more
+        return mask[: self._bytes]  # the library's has room for one token more, and for those that the model lacks
 
     def _check(self) -> None:
         if self._library.is_error():

@@ -176,6 +176,11 @@ class JsonTokenizer:
         special = {number for number, it in self._added_tokens.items() if it.special}
         return _JsonDetokenizer(self._tokenizer, {it: texts[it] for it in special & texts.keys()})
 
+    @cached_property
+    def ids(self) -> int:
+        """One more than the highest id."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
     def source(self) -> str:
         """The tokenizer.json."""
         return str(self._tokenizer.to_str())

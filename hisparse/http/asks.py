@@ -26,6 +26,7 @@ from hisparse.http.grammars import GrammarPlan, plan_of
 from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, NotFound
+from protocol.grammars import nameable_tokens
 from protocol.messages import LOGPROBS_OF_ANSWER_MAX, NO_LOGPROBS, PRIORITY_MAX, ModelInfo, Sampling
 from protocol.text import Tokenizer
 
@@ -146,7 +147,7 @@ def ask_of(
     else:
         prompts = list(prompts_of(wanted.prompt, served.tokenizer, served.model))
         limit = _first(wanted.max_tokens, COMPLETION_TOKENS_DEFAULT)
-        form = plan_of(wanted.structure, served.tokenizer.grammar_tokens)
+        form = plan_of(wanted.structure, nameable_tokens(served.tokenizer, served.model.vocab_size))
     echoes = echoes_of(prompts, wanted.prompt, served.tokenizer) if wanted.echo else []
     samples = _first(wanted.n, 1)
     if form is not None:
@@ -275,7 +276,8 @@ def chat_plan(wanted: Generation, conversation: Conversation, served: Served, re
     """What the reply is held to; None: to nothing. Raises BadInput."""
     if wanted.structure is None and not conversation.must_call:
         return None
-    known, special = format_of(served.model.chat_template, served.tokenizer), served.tokenizer.grammar_tokens
+    known = format_of(served.model.chat_template, served.tokenizer)
+    special = nameable_tokens(served.tokenizer, served.model.vocab_size)
     return plan_of(wanted.structure, special, conversation, known, reply, conversation.parameters)
 
 

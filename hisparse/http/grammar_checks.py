@@ -30,7 +30,7 @@ from protocol.grammar_trials import (
     bytes_vocabulary,
     too_large,
 )
-from protocol.grammars import Vocabulary, check_grammar
+from protocol.grammars import Vocabulary, check_grammar, nameable_tokens
 from protocol.messages import ModelInfo
 from protocol.text import Tokenizer
 
@@ -104,7 +104,7 @@ class GrammarChecks:
 
 
 def _request(plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> bytes:
-    ends, special = model.eos_token_ids, dict(tokenizer.grammar_tokens)
+    ends, special = model.eos_token_ids, nameable_tokens(tokenizer, model.vocab_size)
     return msgspec.msgpack.encode(GrammarRequest(plan, model.vocab_size, ends, special))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -10,17 +11,22 @@ from typing import Any, Final
 
 import jsonschema
 import pytest
+from msgspec.structs import replace
 
 from hisparse.http.anthropic.bodies import MessagesBody
-from hisparse.http.asks import Ask
-from hisparse.http.bodies import CompletionBody
+from hisparse.http.asks import Ask, ask_of
+from hisparse.http.bodies import CompletionBody, read_body
 from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.formats.replies import Reasoning, ReplyParser, Text, ToolCall, merged
 from hisparse.http.grammar_checks import GrammarChecks
 from hisparse.http.responses.bodies import ResponsesBody
+from protocol.errors import BadInput
 from protocol.grammar_trials import MEMORY_BYTES_MAX
+from protocol.text import JsonTokenizer
 from tests.hisparse.asker import Asker, asker
+from tests.hisparse.test_http import here, served
 from tests.support.hostile_schemas import CHAIN
+from tests.support.http_rig import byte_tokenizer_json
 from tests.support.walks import walk
 from worker.runners.tiny_template import TEMPLATES
 
@@ -335,6 +341,23 @@ def test_deepest_chain_of_rules_is_built(ask: Asker) -> None:
     rules = "".join(f"{name}: {following}\n" for name, following in pairwise(names))
     grammar = f"start: {names[0]}\n{rules}{names[-1]}: /a/\n"
     assert ask(CompletionBody, prompt="x", structured_outputs={"grammar": grammar})
+
+
+def test_tokenizer_may_have_tokens_that_the_model_lacks(ask: Asker) -> None:
+    """As published models have them whose tokenizer got a padding token in training."""
+    tokenizer, known = JsonTokenizer(byte_tokenizer_json()), served("")
+    model = replace(known.model, vocab_size=257, eos_token_ids=(256,))
+    known = dataclasses.replace(known, model=model, tokenizer=tokenizer)
+
+    def built(grammar: str) -> str:
+        body = json.dumps({"prompt": "x", "structured_outputs": {"grammar": grammar}}).encode()
+        form = ask_of(read_body(body, CompletionBody).generation(), known, "a", here).form
+        assert form is not None
+        return ask.checks.check(form, model, tokenizer)
+
+    assert built("start: <bos> /[a-z]/")
+    with pytest.raises(BadInput, match="<eos>"):
+        built("start: <eos> /[a-z]/")
 
 
 def test_grammar_that_is_known_is_not_built_again(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:

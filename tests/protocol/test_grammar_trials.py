@@ -50,6 +50,15 @@ def test_special_tokens_of_the_tokenizer_are_known(trials: Trials) -> None:
     trials.check("start: <|call|> /[a-z]/")
 
 
+def test_token_that_the_model_lacks_cannot_be_named() -> None:
+    trials = Trials(JsonTokenizer(byte_tokenizer_json()), 257, (ord("!"),))
+    trials.check("start: <bos> /[a-z]/")
+    for grammar in ("start: <eos>", "start: <[257]>"):
+        with pytest.raises(BadInput, match=r"unknown special token|Token range end too large"):
+            trials.check(grammar)
+    trials.close()
+
+
 def test_grammars_name_the_same_tokens_in_a_trial_and_in_a_build() -> None:
     """llguidance takes added tokens in angle brackets for special."""
     library = json.loads(byte_tokenizer_json())

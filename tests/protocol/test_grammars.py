@@ -7,7 +7,7 @@ import pytest
 
 from hisparse.http.grammars import plan_of
 from hisparse.http.structured import StructuredOutputs, of_structured_outputs
-from protocol.grammars import Mask, Matcher, Vocabulary, kind_of, mask_bytes
+from protocol.grammars import Mask, Matcher, Vocabulary, kind_of, mask_bytes, nameable_tokens
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.support.http_rig import EOS, byte_tokenizer_json
 
@@ -29,6 +29,17 @@ def test_masks_of_a_tokenizer_json_are_those_of_its_bytes() -> None:
         for matcher in (one, other):
             matcher.push((byte,))
     assert allowed(one.mask()) == allowed(other.mask()) == [EOS, 258]
+
+
+@pytest.mark.parametrize("size", [257, 256])
+def test_tokens_that_the_model_lacks_are_in_no_mask(size: int) -> None:
+    """A tokenizer.json with <bos>, <eos> and <pad> behind its bytes; with the size of 256 the mask ends at a word."""
+    ends, tokenizer = (ord("!"),), JsonTokenizer(byte_tokenizer_json())
+    plain, read = Vocabulary(ByteTokenizer(), size, ends), Vocabulary(tokenizer, size, ends)
+    one, other = (Matcher(it, "start: /(.|\\n)*/").mask() for it in (plain, read))
+    assert len(one) == len(other) == mask_bytes(size)
+    assert allowed(one)[:256] == [it for it in allowed(other) if it < size] == allowed(other)
+    assert nameable_tokens(tokenizer, size) == {text: it for text, it in (("<bos>", 256),) if it < size}
 
 
 def test_mask_has_whole_words() -> None:
