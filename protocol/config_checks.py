@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from protocol.byte_sizes import AUTO, parse_size
 from protocol.errors import ConfigError
-from protocol.messages import GROUP_SIZE_MAX, NAME_CHARS_MAX, ROLES
+from protocol.messages import DRAFT_TOKENS_MAX, GROUP_SIZE_MAX, NAME_CHARS_MAX, ROLES
 from protocol.settings import (
     ANY_ORIGIN,
     AUTO_FLOOR,
@@ -43,6 +43,7 @@ MATMULS: Final = (WEIGHT_ONLY, "w8a8")
 #: sun_path of a Unix socket holds 108 bytes, its terminating zero included (unix(7)).
 SOCKET_PATH_BYTES_MAX: Final = 107
 PORT_MAX: Final = 65_535
+assert DRAFT_TOKENS_MAX == SEAT_ROWS_MAX - 1  # a step takes the last token and its drafts
 SEATS_MAX: Final = 1_024
 #: Characters of a group's name, which is part of a socket's path.
 GROUP_NAME_CHARS_MAX: Final = 64
@@ -265,7 +266,7 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
 
 def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
     count, field = worker.draft_tokens, "worker.draft_tokens"
-    yield _between(field, count, 0, SEAT_ROWS_MAX - 1)
+    yield _between(field, count, 0, DRAFT_TOKENS_MAX)
     yield SettingCheck(
         not count or worker.tail_slots >= 2 * (1 + count),
         "worker.tail_slots",
@@ -274,7 +275,7 @@ def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
         f"set it to {2 * (1 + count)} or more",
     )
     yield SettingCheck(
-        not 0 < count < SEAT_ROWS_MAX or worker.seats * (1 + count) <= SEATS_MAX,
+        not 0 < count <= DRAFT_TOKENS_MAX or worker.seats * (1 + count) <= SEATS_MAX,
         "worker.seats",
         worker.seats,
         f"a step takes {SEATS_MAX} rows at most, {1 + count} of each seat",

@@ -64,6 +64,8 @@ NO_LOGPROBS: Final = -1
 LOGPROBS_OF_ANSWER_MAX: Final = 262_144
 #: Longest `Sampling.grammar`, in characters: coordinators keep it until the request ends.
 GRAMMAR_CHARS_MAX: Final = 64 * 1024
+#: Most tokens that are drafted for a step of a request (`Submit.draft_tokens`): as many as its worker drafts.
+DRAFT_TOKENS_MAX: Final = 4
 #: Most end-of-sequence tokens of a model.
 EOS_IDS_MAX: Final = 64
 #: Bytes of a trace's and of a span's id, and most characters of `TraceContext.state`, as W3C Trace Context has them.
@@ -267,6 +269,7 @@ class Submit(Message, frozen=True, tag="submit"):
     `prefill_mode` is one of PREFILL_MODES. `tenant` is on whose behalf the connection's user asks, "" for its own:
     requests of one priority take turns by user and tenant. It counts from users who may name tenants (HTTP fronts).
     Only requests of one `cache_salt` reuse each other's prefixes. `trace`: the span of the caller; None: it has none.
+    A worker drafts `draft_tokens` for a step of the request at most, and no more than its `worker.draft_tokens`.
     """
 
     tag: int
@@ -279,6 +282,7 @@ class Submit(Message, frozen=True, tag="submit"):
     tenant: str = ""
     cache_salt: str = ""
     trace: TraceContext | None = None
+    draft_tokens: int = DRAFT_TOKENS_MAX
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -789,7 +793,8 @@ class Admit(Part, frozen=True, tag="admit"):
     begins behind them, with slab pages for the whole prompt. With `slab_pages` 0 the rest is short: it goes through
     decode steps, on a hot buffer that begins like that of a resume.
 
-    `rank` is the request's: work of which a worker does little at once is done in its order.
+    `rank` is the request's: work of which a worker does little at once is done in its order. `draft_tokens` is
+    that of the Submit.
     """
 
     placement: int
@@ -811,6 +816,7 @@ class Admit(Part, frozen=True, tag="admit"):
     prefix_tokens: int = 0
     unsent_tokens: int = 0
     rank: Rank = (0, 0, 0)
+    draft_tokens: int = DRAFT_TOKENS_MAX
 
 
 class Receive(Part, frozen=True, tag="receive"):

@@ -38,7 +38,7 @@ from protocol.messages import (
 PROTOCOL_VERSION_MIN: Final = 6
 #: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends. None
 #: of them contains another.
-NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Ended: 2, RequestRow: 2, Admit: 1}
+NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Ended: 2, RequestRow: 2, Admit: 2}
 #: Messages of a coordinator that contain such a struct.
 CHANGED: Final = frozenset({Ended, RequestRows, RequestDetail, Commands})
 

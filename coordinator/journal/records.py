@@ -33,6 +33,7 @@ from protocol.arrays import pack_int32, unpack_int32
 from protocol.grammars import kind_of
 from protocol.messages import (
     AUTO,
+    DRAFT_TOKENS_MAX,
     NO_TOKEN,
     FirstToken,
     GroupMember,
@@ -62,7 +63,7 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     keys; `tenant` is on whose behalf that user submitted it, "" for its own. `prompt_digest` identifies the prompt,
     after the prompt itself is only in the journal. `at_s`: time of submission, in seconds since 1970. `prefill_mode`
     is that of the Submit. `scope` says whose cached prefixes it may begin with; None: no one's. `trace` is the span
-    that it is part of; None: it has a trace of its own.
+    that it is part of; None: it has a trace of its own. `draft_tokens` is that of the Submit.
 
     `sampling` is as it was submitted in RequestAccepted alone. Elsewhere its grammar has a name in its place
     (`with_named_grammar`), and is kept beside the prompt, until the request ends.
@@ -81,6 +82,7 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
     tenant: str = ""
     scope: Scope | None = None
     trace: TraceContext | None = None
+    draft_tokens: int = DRAFT_TOKENS_MAX
 
     @property
     def turn_owner(self) -> tuple[str, str]:

@@ -83,6 +83,7 @@ class Submissions:
             submit.tenant,
             ask.chain.scope if ask.chain is not None else None,
             submit.trace,
+            submit.draft_tokens,
         )
         facts = kept_facts(submitted)
         entry = placement_table.add(facts)

@@ -13,6 +13,7 @@ from protocol.messages import (
     BOTH,
     DECODE,
     DIRECT,
+    DRAFT_TOKENS_MAX,
     GRAMMAR_CHARS_MAX,
     LOGIT_BIAS_MAX,
     LOGPROBS_MAX,
@@ -64,8 +65,14 @@ def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
         )
     if (trace := submit.trace) is not None and not (any(trace.trace_id) and any(trace.span_id)):
         raise BadInput("an id of zeros is none", field="trace", value="00", remedy="leave it out")
+    check_draft_tokens(submit.draft_tokens)
     check_length(prompt.size, submit.sampling.max_tokens, model)
     return prompt
+
+
+def check_draft_tokens(count: int) -> None:
+    """Raises BadInput for a count that no worker drafts. A worker that drafts fewer tokens drafts its own number."""
+    _check_range("draft_tokens", count, 0, DRAFT_TOKENS_MAX)
 
 
 def check_token_ids(sampling: Sampling, model: ModelInfo) -> None:

@@ -31,10 +31,10 @@ class WorkerLink:
     ) -> None:
         self.state = WorkerEpoch(hello, observe_round_trip, now)
         self.model = hello.model
+        self.protocol = hello.protocol
         self.attested = process
         self.number = number
         self.peer: bytes | None = None
-        self.protocol = hello.protocol
         self.is_down = False
         self.is_awaited = False
         self.is_leaving = False

@@ -151,6 +151,7 @@ def submit_and_follow(
     request_id: str,
     priority: int,
     prefill_mode: str,
+    draft_tokens: int,
     detach: bool,
 ) -> int:
     """Submit `prompt` (text, or ids) and show its output; with `detach` print only the request's id."""
@@ -160,14 +161,19 @@ def submit_and_follow(
         ids = tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else [int(token) for token in prompt]
         if not ids:
             raise BadInput("empty prompt", field="prompt", value="", remedy="give it at least one token")
-        if detach:
-            accepted = await client.submit_detached(
-                ids, sampling, request_id=request_id, priority=priority, prefill_mode=prefill_mode
-            )
-            write_line(accepted) if follow.output == "table" else write_json({"request_id": accepted})
+        submit = client.submit_detached if detach else client.submit
+        submitted = await submit(
+            ids,
+            sampling,
+            request_id=request_id,
+            priority=priority,
+            prefill_mode=prefill_mode,
+            draft_tokens=draft_tokens,
+        )
+        if isinstance(submitted, str):
+            write_line(submitted) if follow.output == "table" else write_json({"request_id": submitted})
             return 0
-        stream = await client.submit(ids, sampling, request_id=request_id, priority=priority, prefill_mode=prefill_mode)
-        return await follow.show(client, stream, tokenizer)
+        return await follow.show(client, submitted, tokenizer)
 
     return follow.run(action)
 

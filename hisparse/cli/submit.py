@@ -64,6 +64,12 @@ timeout_option = click.option(
     type=click.Choice(["auto", "staged", "direct"]),
     help="staged: by the worker that decodes the request. direct: by another one, into its host pages.",
 )
+@click.option(
+    "--draft-tokens",
+    type=click.IntRange(0, 4),
+    metavar="N",
+    help="Draft N tokens for a step at most, 0 to 4; default: as many as the worker drafts.",
+)
 @click.option("--id", "request_id", default="", metavar="ID", help="Id of the request; default: made by the service.")
 @click.option("--tokens", "raw", is_flag=True, help="Prompt and output are token ids, separated by blanks or commas.")
 @click.option("--detach", is_flag=True, help="Print the request's id and exit.")
@@ -78,6 +84,7 @@ def submit(
     request_id: str,
     priority: int,
     prefill_mode: str,
+    draft_tokens: int | None,
     raw: bool,
     detach: bool,
     timeout_s: float | None,
@@ -91,7 +98,7 @@ def submit(
     and at the end its id, tokens and hit rate.
     """
     from hisparse.cli.streaming import submit_and_follow
-    from protocol.messages import Sampling
+    from protocol.messages import DRAFT_TOKENS_MAX, Sampling
 
     if sampling["logprobs"] is not None and output == "table":
         raise click.UsageError("--logprobs needs -o json or -o jsonl", click.get_current_context())
@@ -105,6 +112,7 @@ def submit(
         request_id=request_id,
         priority=priority,
         prefill_mode=prefill_mode,
+        draft_tokens=DRAFT_TOKENS_MAX if draft_tokens is None else draft_tokens,
         detach=detach,
     )
 

@@ -81,6 +81,7 @@ class Client:
         cache_salt: str = "",
         traceparent: str = "",
         tracestate: str = "",
+        draft_tokens: int = messages.DRAFT_TOKENS_MAX,
     ) -> TokenStream:
         """Submit `prompt` and subscribe; returns once the request is in the journal.
 
@@ -90,7 +91,8 @@ class Client:
         front asks; requests of one priority take turns by tenant. Where the coordinator reuses prefixes, only requests
         of one `cache_salt`, 128 characters at most, reuse each other's; `TokenStream.ended` says how much was reused.
         `traceparent`, `tracestate`: the caller's span as W3C Trace Context writes it, of which the request's spans are
-        children where the coordinator makes traces; an invalid one is as good as none.
+        children where the coordinator makes traces; an invalid one is as good as none. `draft_tokens`: 0 to 4; a worker
+        drafts so many tokens for a step at most, and no more than its `worker.draft_tokens`. The output is the same.
 
         Raises BadInput, WrongState (id of another request), CapacityError (it never fits, or the queue is full),
         Unavailable or ConnectionLost. Cancelled: the request may have been submitted; without a `request_id` its id is
@@ -99,7 +101,8 @@ class Client:
         packed, trace = pack_tokens(prompt), read_context(traceparent, tracestate)
         return await self._subscribe(
             lambda tag: messages.Submit(
-                tag, packed, sampling, request_id, priority, True, prefill_mode, tenant, cache_salt, trace
+                *(tag, packed, sampling, request_id, priority, True, prefill_mode, tenant, cache_salt, trace),
+                draft_tokens,
             ),
             start=0,
             repeatable=bool(request_id),
@@ -113,11 +116,14 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         prefill_mode: str = messages.AUTO,
+        draft_tokens: int = messages.DRAFT_TOKENS_MAX,
     ) -> str:
         """As `submit`, without subscribing; returns the request's id."""
         packed = pack_tokens(prompt)
         accepted = await self._call(
-            lambda tag: messages.Submit(tag, packed, sampling, request_id, priority, False, prefill_mode),
+            lambda tag: messages.Submit(
+                *(tag, packed, sampling, request_id, priority, False, prefill_mode), draft_tokens=draft_tokens
+            ),
             messages.Accepted,
             repeatable=bool(request_id),
         )

@@ -15,7 +15,13 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from coordinator.scheduling.validation import check_orders, check_priority, check_salt, check_token_ids
+from coordinator.scheduling.validation import (
+    check_draft_tokens,
+    check_orders,
+    check_priority,
+    check_salt,
+    check_token_ids,
+)
 from hisparse.http.bodies import CHOICES_MAX
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.formats.conversation import Conversation, template_messages, template_tools
@@ -27,7 +33,14 @@ from hisparse.http.prompts import prompts_of, text_bytes_max, text_ids
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, NotFound
 from protocol.grammars import nameable_tokens
-from protocol.messages import LOGPROBS_OF_ANSWER_MAX, NO_LOGPROBS, PRIORITY_MAX, ModelInfo, Sampling
+from protocol.messages import (
+    DRAFT_TOKENS_MAX,
+    LOGPROBS_OF_ANSWER_MAX,
+    NO_LOGPROBS,
+    PRIORITY_MAX,
+    ModelInfo,
+    Sampling,
+)
 from protocol.text import Tokenizer
 
 #: As OpenAI has it for /v1/completions.
@@ -55,6 +68,7 @@ class SampleAsk:
     priority: int
     prompt_digest: bytes
     cache_salt: str = ""
+    draft_tokens: int = DRAFT_TOKENS_MAX
 
     @property
     def fingerprint(self) -> tuple[bytes, Sampling, int, str]:
@@ -135,6 +149,7 @@ def ask_of(
     """
     check_priority(wanted.priority, priority_max, "the file of API keys")
     check_salt(wanted.cache_salt)
+    check_draft_tokens(_first(wanted.draft_tokens, DRAFT_TOKENS_MAX))
     check_model(wanted.model, served.model)
     plan: ReplyPlan = PLAIN
     shown: tuple[str, ...] = ()
@@ -205,7 +220,10 @@ def _choices(
         _check_logprobs(sampling, total, wanted)
         check_token_ids(sampling, model)
         _check_length(prompts[which].size, sampling.max_tokens, wanted, model)
-        yield SampleAsk(request_id, prompts[which], sampling, wanted.priority, digests[which], wanted.cache_salt)
+        yield SampleAsk(
+            *(request_id, prompts[which], sampling, wanted.priority, digests[which], wanted.cache_salt),
+            _first(wanted.draft_tokens, DRAFT_TOKENS_MAX),
+        )
 
 
 def _check_orders(sampling: Sampling, wanted: Generation) -> None:

@@ -126,6 +126,7 @@ class Body(ApiBody, frozen=True, kw_only=True):
     structured_outputs: msgspec.Raw = NULL
     priority: int = 0
     cache_salt: str = ""
+    draft_tokens: int | None = None
     ignore_eos: bool = False
 
     # Ignored.
@@ -203,6 +204,7 @@ class Body(ApiBody, frozen=True, kw_only=True):
             structure=self.structure,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            draft_tokens=self.draft_tokens,
             stream=bool(self.stream),
             include_usage=bool(options.include_usage),
             usage_in_every_chunk=bool(options.continuous_usage_stats),

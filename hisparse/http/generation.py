@@ -44,6 +44,7 @@ class Generation:
     structure: OutputForm | None = None
     priority: int = 0
     cache_salt: str = ""
+    draft_tokens: int | None = None
     stream: bool = False
     include_usage: bool = False
     usage_in_every_chunk: bool = False

@@ -231,6 +231,7 @@ class FollowedOutputs:
                 priority=it.priority,
                 tenant=output.owner,
                 cache_salt=it.cache_salt,
+                draft_tokens=it.draft_tokens,
                 **headers_of(output.trace),
             )
             output.accept()

@@ -513,7 +513,17 @@ def test_submit_streams_text_and_sends_its_options(gateway: FakeGateway) -> None
     assert unpack_int32(submit.prompt, "prompt").tolist() == list("hé".encode())
     assert submit.sampling == messages.Sampling(9, 0.5, 0.9, 4, ("END",), True)
     assert (submit.request_id, submit.priority, submit.subscribe) == ("mine", 2, True)
+    assert submit.draft_tokens == messages.DRAFT_TOKENS_MAX
     assert gateway.roles == ["client"]
+
+
+@pytest.mark.parametrize("rest", [(), ("--detach",)])
+def test_submit_limits_drafts(gateway: FakeGateway, rest: tuple[str, ...]) -> None:
+    serve_output(gateway, messages.Submit, ["x"])
+    assert run("submit", "a", "--draft-tokens", "1", *rest).exit_code == 0
+    (submit,) = gateway.received
+    assert isinstance(submit, messages.Submit)
+    assert (submit.draft_tokens, submit.subscribe) == (1, not rest)
 
 
 def test_a_prompt_comes_from_a_file_or_stdin(gateway: FakeGateway, tmp_path: Path) -> None:

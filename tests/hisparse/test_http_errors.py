@@ -191,6 +191,9 @@ CASES: Final = {
     "priority": Case(
         COMPLETIONS, said(priority=1_001), 400, BAD, "priority", "must be -1000 to 1000", said(priority=1_000)
     ),
+    "draft_tokens": Case(
+        COMPLETIONS, said(draft_tokens=5), 400, BAD, "draft_tokens", "must be 0 to 4 (got 5)", said(draft_tokens=4)
+    ),
     "model": Case(
         COMPLETIONS, said(model="gpt"), 404, "not_found", "model", "(got gpt). Use fake.", said(model="fake")
     ),

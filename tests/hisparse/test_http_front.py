@@ -60,11 +60,12 @@ async def until(condition: Any) -> None:
 
 
 async def test_completion_without_stream(rig: FrontRig) -> None:
-    peer = await rig.complete({"prompt": "abc", "max_tokens": 4, "priority": 2})
+    peer = await rig.complete({"prompt": "abc", "max_tokens": 4, "priority": 2, "draft_tokens": 0})
     (name,) = await rig.submitted(1)
     assert name.startswith("cmpl-")
     submit = rig.gateway.scheduler.commands[0][1]
     assert (submit.priority, submit.sampling.max_tokens, len(submit.prompt)) == (2, 4, 12)
+    assert submit.draft_tokens == 0
     rig.speak(name, "hé")
     rig.gateway.scheduler.finish(name, tail_text="!")
     answer = await peer.answer()

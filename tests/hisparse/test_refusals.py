@@ -370,6 +370,7 @@ CASES: Final[dict[str, Case]] = {
     "token id beyond int64": Case(f"submit --tokens '1 {10**30}'", 2, "expected a list of int32 token ids"),
     "log-probabilities in a text": Case("submit a --logprobs 1", 2, "--logprobs needs -o json or -o jsonl"),
     "too many log-probabilities": Case("submit a --logprobs 21 -o json", 2, "21 is not in the range"),
+    "too many drafts": Case("submit a --draft-tokens 5", 2, "5 is not in the range"),
     "seed out of range": Case("submit a --seed -1", 2, "-1 is not in the range"),
     "not a terminal": Case("top", 2, "not a terminal that can draw (use: hisparse requests --watch)"),
     "two kinds of GPU memory": Case(

@@ -486,7 +486,7 @@ class FakeExecutor:
             raise Violation("I3", f"placement {admit.placement} begins with the top-k of {admit.warm_start!r}")
         self._check_prefix(admit, prompt)
         begins = durable or (admit.prefix_tokens if by_steps else len(prompt))
-        step_rows = 1 if row_words(admit.sampling.logprobs) else self._rows.rows  # what it asks of a draw
+        step_rows = 1 if row_words(admit.sampling.logprobs) else min(1 + admit.draft_tokens, self._rows.rows)
         run = Run(
             admit=admit,
             prompt=prompt,

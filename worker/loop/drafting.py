@@ -36,29 +36,32 @@ from worker.streams import Streams
 
 #: What `counts` has of each seat.
 COUNTS: Final = ("accepted", "drafted", "drafts accepted")
+#: Of each seat, what goes before the window.
+ROWS_AHEAD: Final = 4
 
 
 class DraftInputs:
-    """What the host says of one step of S seats: int32[(3 + window) * S + 1], so that it travels in one copy.
+    """What the host says of one step of S seats: int32[(ROWS_AHEAD + window) * S + 1], so that it travels in one copy.
 
-    Seats, the first row that no step may write, the row that the window begins with; tokens of the window, -1 where
-    they are not known; the number of real seats.
+    Seats, the first row that no step may write, how many rows a step takes at most, the row that the window begins
+    with; tokens of the window, -1 where they are not known; the number of real seats.
     """
 
     def __init__(self, seats: int, window: int, device: torch.device | str) -> None:
-        self._host = host_tensor((3 + window) * seats + 1, dtype=torch.int32, device=device)
+        self._host = host_tensor((ROWS_AHEAD + window) * seats + 1, dtype=torch.int32, device=device)
         array: Ids = self._host.numpy()
-        self._rows, self._count, self._window = array[:-1].reshape(3 + window, seats), array[-1:], window
+        self._rows, self._count, self._window = array[:-1].reshape(ROWS_AHEAD + window, seats), array[-1:], window
 
     def fill(self, requests: Sequence[RunningRequest]) -> None:
         real = len(requests)
         self._rows[:] = -1
         self._rows[0, :real] = [request.seat for request in requests]
         self._rows[1, :real] = [request.progress.rows_end for request in requests]
-        self._rows[2, :real] = [request.progress.certain for request in requests]
+        self._rows[2, :real] = [request.progress.step_rows for request in requests]
+        self._rows[3, :real] = [request.progress.certain for request in requests]
         for place, request in enumerate(requests):
             tokens = request.known_tokens(request.progress.certain, self._window)
-            self._rows[3 : 3 + len(tokens), place] = tokens
+            self._rows[ROWS_AHEAD : ROWS_AHEAD + len(tokens), place] = tokens
         self._count[0] = real
 
     def upload(self, target: Tensor) -> None:
@@ -72,6 +75,7 @@ class _Given:
 
     seats: Tensor  # int32[S]
     limits: Tensor
+    step_rows: Tensor
     base: Tensor
     window: Tensor  # int32[W, S]
     num_real: Tensor  # int32[1]
@@ -104,9 +108,9 @@ class DraftStep:
         state = drafting.state
         groups, device, rows = state.geometry.groups, state.rows.device, drafting.rows.rows
         self._owner, self._seats, self._rows, self._window = drafting, seats, rows, window
-        self.inputs = torch.zeros((3 + window) * seats + 1, dtype=torch.int32, device=device)
-        seat_rows, numbers = self.inputs[:-1].view(3 + window, seats), self.inputs[-1:]
-        self._given = _Given(seat_rows[0], seat_rows[1], seat_rows[2], seat_rows[3:], numbers)
+        self.inputs = torch.zeros((ROWS_AHEAD + window) * seats + 1, dtype=torch.int32, device=device)
+        seat_rows, numbers = self.inputs[:-1].view(ROWS_AHEAD + window, seats), self.inputs[-1:]
+        self._given = _Given(*seat_rows[:ROWS_AHEAD].unbind(), window=seat_rows[ROWS_AHEAD:], num_real=numbers)
         batch = StepBatch.allocate(rows * seats, groups, device, seat_rows=rows)
         self.batch = replace(batch, num_real=numbers)
         self.counts = torch.zeros(len(COUNTS), seats, dtype=torch.int32, device=device)
@@ -142,7 +146,7 @@ class DraftStep:
         first = owner.position[at]
         batch.seats[: self._seats] = given.seats
         batch.lengths[: self._seats] = torch.where(real, first + 1, 0)
-        _put(owner.state.granted_rows, given.seats, given.limits, real)
+        self._grant(first + given.step_rows)
         places = (first - given.base) + torch.arange(self._rows + 1, device=first.device).unsqueeze(1)
         found = given.window.gather(0, places.long().clamp(0, self._window - 1))
         self._known.copy_(torch.where((places >= 0) & (places < self._window), found, -1))
@@ -171,7 +175,9 @@ class DraftStep:
         self._first_drafts.following.copy_(following.flatten())
         moved, at = accepted > 0, self._given.seats.long().clamp(min=0)
         last = following.flatten().gather(0, self._last.long())
-        _put(owner.position, self._given.seats, owner.position[at] + accepted, moved)
+        position = owner.position[at] + accepted
+        self._grant(position + self._given.step_rows - 1)
+        _put(owner.position, self._given.seats, position, moved)
         _put(owner.sampler.last_token, self._given.seats, last, moved)
 
     def _keep_first(self) -> None:
@@ -191,6 +197,12 @@ class DraftStep:
         assert further.source is not None
         numbers = torch.arange(self._seats, dtype=torch.int32, device=self._last.device)
         further.source.copy_(self._last if number == 1 else numbers)
+
+    def _grant(self, stops: Tensor) -> None:
+        """Rows of each seat before its stop may be written, as far as its memory goes: those of a step, then those that
+        drafts of the next step begin."""
+        given = self._given
+        _put(self._owner.state.granted_rows, given.seats, torch.minimum(given.limits, stops), self._real())
 
     def _real(self) -> Tensor:
         return torch.arange(self._seats, device=self.inputs.device) < self._given.num_real

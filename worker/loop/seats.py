@@ -221,6 +221,7 @@ class Seats:
         prompt, host_pages = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.host_pages, "host_pages").tolist()
         rows = admit.durable_tokens or (admit.prefix_tokens if by_steps(admit) else 0)  # that decoding goes on from
         resumes, begins = rows > 0, rows or len(prompt)
+        step_rows = min(1 + admit.draft_tokens, self._step_rows)
         chunk_count = admit.hot_chunks if resumes else pages_for(len(prompt))
         if not self._free or self.index_pages.free < admit.index_pages:
             raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
@@ -241,7 +242,7 @@ class Seats:
             output=output,
             memory=memory,
             status=Status.LOADING if resumes else Status.PREFILLING,
-            progress=RowProgress(begins, begins, admit.durable_tokens or admit.prefix_tokens, self._step_rows),
+            progress=RowProgress(begins, begins, admit.durable_tokens or admit.prefix_tokens, step_rows),
             adjust=Adjust.of(admit.sampling),
             logprob_words=row_words(admit.sampling.logprobs),
             prefilled=len(prompt) if resumes else admit.prefix_tokens,

@@ -186,6 +186,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     seed: int | None = None
     priority: int = 0
     cache_salt: str = ""
+    draft_tokens: int | None = None
     ignore_eos: bool = False
 
     metadata: msgspec.Raw = NULL
@@ -211,6 +212,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
             structure=None if form is None else OutputForm("json", form.schema, "output_config.format.schema"),
             priority=self.priority,
             cache_salt=self.cache_salt,
+            draft_tokens=self.draft_tokens,
             stream=bool(self.stream),
             names=_NAMES,
         )

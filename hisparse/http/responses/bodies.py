@@ -156,6 +156,7 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
     seed: int | None = None
     priority: int = 0
     cache_salt: str = ""
+    draft_tokens: int | None = None
     ignore_eos: bool = False
 
     # Ignored.
@@ -221,6 +222,7 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
             structure=_structure(self.config),
             priority=self.priority,
             cache_salt=self.cache_salt,
+            draft_tokens=self.draft_tokens,
             stream=bool(self.stream),
             names=_NAMES,
             settings=_settings(self, conversation),

@@ -130,6 +130,24 @@ def held_to(grammar: str, request_id: str = "held") -> messages.Submit:
     return messages.Submit(1, pack_int32(range(40)), messages.Sampling(20, grammar=grammar), request_id)
 
 
+async def test_limit_of_drafts_is_that_of_the_submission_after_a_restart(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with Life.over() as life:
+        await life.add_worker("w0", seats=1)
+        await life.submit("running!", max_tokens=200)
+        submit = msgspec.structs.replace(held_to("", "limited"), draft_tokens=1)
+        await life.scheduler.submit(submit, "me")
+        await life.settle()
+        groups = life.store.groups
+    async with Life.over(groups) as life:
+        link = await life.add_worker("w1", seats=4)
+        await life.settle()
+        admits = [it for it in link.downlink if isinstance(it, messages.Admit)]
+        assert [it.draft_tokens for it in admits if it.request_id == "limited"] == [1]
+        assert {it.draft_tokens for it in admits if it.request_id != "limited"} <= {messages.DRAFT_TOKENS_MAX}
+
+
 async def test_grammar_is_kept_until_its_request_ends(autojump_clock: trio.testing.MockClock) -> None:
     """Through a restart. Of an ended request its name is left, by which a repeated submission is known."""
     grammar = 'start: (%json {"type": "object"})\n'

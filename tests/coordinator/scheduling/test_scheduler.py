@@ -259,6 +259,10 @@ async def test_tokens_and_sampling_are_checked() -> None:
             submit = messages.Submit(1, pack_int32(prompt), messages.Sampling(**fields))
             with pytest.raises(BadInput, match=text):
                 await rig.scheduler.submit(submit, "test")
+        for count in (-1, 5):
+            submit = messages.Submit(1, pack_int32([1]), sampling, draft_tokens=count)
+            with pytest.raises(BadInput, match=f"draft_tokens={count}: must be 0 to 4"):
+                await rig.scheduler.submit(submit, "test")
         with pytest.raises(ProtocolError, match="3 bytes do not divide"):
             await rig.scheduler.submit(messages.Submit(1, b"abc", sampling), "test")
         assert (await rig.scheduler.submit(messages.Submit(1, pack_int32([1]), sampling), "test")).request_id == "r1"

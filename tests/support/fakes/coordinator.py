@@ -16,6 +16,7 @@ import torch
 
 from protocol.arrays import pack_int32
 from protocol.messages import (
+    DRAFT_TOKENS_MAX,
     NO_DRAFTS,
     NO_HOT_BUFFER,
     NO_TOKEN,
@@ -68,6 +69,7 @@ class Life:
     number: int
     prompt: tuple[int, ...]
     sampling: Sampling
+    draft_tokens: int = DRAFT_TOKENS_MAX
     tokens: list[int] = field(default_factory=list)
     rows: list[bytes] = field(default_factory=list)  # of log-probabilities
     durable: int = 0
@@ -133,9 +135,18 @@ class FakeCoordinator:
         self._by_admission: dict[int, Life] = {}
         self._next_admission = 1
 
-    def create(self, number: int, prompt_tokens: int, max_tokens: int, **sampling: object) -> Life:
+    def create(
+        self,
+        number: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        *,
+        draft_tokens: int = DRAFT_TOKENS_MAX,
+        **sampling: object,
+    ) -> Life:
         values: dict[str, object] = {"ignore_eos": True, **sampling}
-        life = Life(number, prompt_of(number, prompt_tokens), Sampling(max_tokens, **values))  # type: ignore[arg-type]
+        asked = Sampling(max_tokens, **values)  # type: ignore[arg-type]
+        life = Life(number, prompt_of(number, prompt_tokens), asked, draft_tokens)
         self.lives.append(life)
         return life
 
@@ -318,6 +329,7 @@ class FakeCoordinator:
             warm_start=life.warm_start if life.durable else b"",
             prefix_tokens=0 if life.durable else len(life.shared) * PAGE_TOKENS,
             rank=life.rank,
+            draft_tokens=life.draft_tokens,
         )
 
     def adopt(self, other: FakeCoordinator) -> None:

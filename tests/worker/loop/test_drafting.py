@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordinator.scheduling.validation import _mismatch
 from protocol.errors import ConfigError
-from protocol.messages import Finished
+from protocol.messages import DRAFT_TOKENS_MAX, Finished
 from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
@@ -71,6 +71,37 @@ def test_right_drafts_are_all_accepted(draft_tokens: int, lookahead: int) -> Non
     assert not rig.wrong()
     assert rig.executor.counters.steps <= 60 / (1 + draft_tokens) + 2 + lookahead
     assert rig.executor.counters.accepted.keys() == set(range(1, 1 + draft_tokens))
+    rig.check_end()
+
+
+@pytest.mark.parametrize(("draft_tokens", "lookahead"), [(2, 0), (2, 1), (4, 1)])
+def test_requests_with_other_limits_of_drafts_share_steps(draft_tokens: int, lookahead: int) -> None:
+    rig = DraftRig(None, drafting_settings(draft_tokens, lookahead_steps=lookahead, device_mem="1MiB"), 100)
+    limits = 0, 1, 2, draft_tokens
+    lives = [rig.coordinator.create(number, 65 + number, 40, draft_tokens=it) for number, it in enumerate(limits)]
+    for life in lives:
+        assert rig.coordinator.admit(life, 0)
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+    for placement, limit in enumerate(limits, 1):
+        drafted, right = rig.coordinator.drafts.get(placement, (0, 0))
+        assert bool(drafted) == bool(limit)
+        assert 0 <= 39 * limit / (1 + limit) - right <= 2 * limit
+
+
+@pytest.mark.parametrize(("limit", "lookahead"), [(0, 0), (1, 1), (2, 1), (3, 0)])
+def test_right_drafts_are_all_accepted_up_to_the_limit_of_the_request(limit: int, lookahead: int) -> None:
+    """Of a worker that drafts four. The drafts of the next step, too, have their rows."""
+    rig = DraftRig(None, drafting_settings(4, lookahead_steps=lookahead, device_mem="1MiB"), 100)
+    life = rig.coordinator.create(0, 65, 61, draft_tokens=limit)
+    assert rig.coordinator.admit(life, 0)
+    rig.run()
+    assert not rig.wrong()
+    counters = rig.executor.counters
+    assert 60 / (1 + limit) <= counters.steps <= 60 / (1 + limit) + 2 + lookahead
+    assert counters.drafted.keys() == set(range(1, 1 + limit))
+    assert life.rows_wanted == 125
     rig.check_end()
 
 
@@ -389,11 +420,27 @@ def test_deterministic_bits_are_those_of_a_request_alone(family: str, monkeypatc
     assert decode_some(beside, [2, 0, 1], 64, moves=True) == [tokens[2], tokens[0], tokens[1]]
     assert set(beside.depths.values()) == {0, 1, 2}
     assert [place for place, values in logits.items() if not torch.equal(values, beside.logits[place])] == []
+    limited = DraftRig(
+        None, settings, 70, runner=copy(runner), expected=lambda life: tokens[life.number], keep_logits=True
+    )
+    limits = {0: 0, 1: 1}
+    assert decode_some(limited, [2, 0, 1], 64, limits=limits) == [tokens[2], tokens[0], tokens[1]]
+    assert [place for place, values in logits.items() if not torch.equal(values, limited.logits[place])] == []
 
 
-def decode_some(rig: DraftRig, numbers: Sequence[int], hot_slots: int, *, moves: bool = False) -> list[list[int]]:
+def decode_some(
+    rig: DraftRig, numbers: Sequence[int], hot_slots: int, *, moves: bool = False, limits: Mapping[int, int] = {}
+) -> list[list[int]]:
     """The second request is sampled. With `moves` one is retracted twice, and resumed."""
-    lives = [rig.coordinator.create(it, 150 - 40 * it, 16, seed=it, temperature=0.9 * (it == 1)) for it in numbers]
+    lives = [
+        rig.coordinator.create(
+            *(it, 150 - 40 * it, 16),
+            seed=it,
+            temperature=0.9 * (it == 1),
+            draft_tokens=limits.get(it, DRAFT_TOKENS_MAX),
+        )
+        for it in numbers
+    ]
     for life in lives:
         assert rig.coordinator.admit(life, hot_slots)
     for leaving, count in (("keep", 3), ("drop", 8)) if moves else ():
