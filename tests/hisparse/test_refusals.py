@@ -756,7 +756,7 @@ CALLS: Final[dict[str, Call]] = {
     "tokenizer that no grammar can use": Call(
         ConfigError,
         "(replace the file)",
-        lambda *_: Vocabulary(cast(Any, JsonTokenizer(byte_tokenizer_json())), 9, (8,)),
+        lambda *_: Vocabulary(cast(Any, JsonTokenizer(byte_tokenizer_json())), 9, (999,)),
     ),
     "neither Lark nor GBNF": Call(
         BadInput, "is neither Lark (no rule start) nor GBNF", lambda *_: _lark(GrammarPlan("", "grammar", "?", True))
