@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -34,6 +34,7 @@ from tests.support.group_cluster import (
     rows_of,
     states_of,
     until_decoding,
+    until_drained,
 )
 
 pytestmark = [pytest.mark.process, pytest.mark.group, pytest.mark.timeout(600)]
@@ -74,12 +75,6 @@ async def test_requests_of_a_dead_group_continue_on_another_at_once(model: Path,
         await assert_nothing_prefilled_again(client, "crashed")
         assert any("w3 killed by SIGKILL" in line for line in said)
     assert crashed == quiet
-
-
-async def until_drained(client: Client, names: Collection[str]) -> None:
-    with trio.fail_after(BACK_LIMIT_S):
-        while {row.state for row in await client.workers() if row.worker in names} != {"drained"}:  # noqa: ASYNC110
-            await trio.sleep(0.05)
 
 
 async def draw(client: Client, name: str, prompt: Sequence[int]) -> tuple[str, int, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,6 +55,12 @@ async def until_decoding(client: Client, prefix: str, tokens: int) -> None:
         row.request_id.startswith(prefix) and row.generated_tokens >= tokens for row in (await client.requests()).rows
     ):
         await trio.sleep(0.02)
+
+
+async def until_drained(client: Client, names: Collection[str]) -> None:
+    with trio.fail_after(BACK_LIMIT_S):
+        while {row.state for row in await client.workers() if row.worker in names} != {"drained"}:  # noqa: ASYNC110
+            await trio.sleep(0.05)
 
 
 async def until_restarted(cluster: Cluster, names: tuple[str, ...], before: dict[str, int]) -> float:

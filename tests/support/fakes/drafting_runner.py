@@ -1,5 +1,6 @@
 """The hash runner with a draft layer: rows, keys and a selection like the other layers', of hashes of the model's state
-and the token behind it. Its drafts are hashes too: right ones are given by tests/support/drafting_rig.py."""
+and the token behind it. Its drafts are hashes too: right ones are given by tests/support/drafting_rig.py. What both are
+of a text, over plain tensors, is `DraftOracle`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,19 @@ from torch import Tensor
 
 from kernels.rows import write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, StepBatch, real_rows
-from tests.support.fakes.hash_runner import SHARED, VOCAB, Chunk, FakeRunner, embed, geometry_of, keys_of, mix, rows_of
+from tests.support.fakes.hash_runner import (
+    SHARED,
+    VOCAB,
+    Chunk,
+    FakeRunner,
+    attend,
+    embed,
+    geometry_of,
+    keys_of,
+    mix,
+    rows_of,
+    select,
+)
 from worker.runners.adjust import Adjust
 from worker.runners.base import DraftRows, LayerWritten, SamplerState, StepOutputs, no_listener
 from worker.runners.swapping import launch_swap_in
@@ -79,6 +92,29 @@ class DraftingFakeRunner(FakeRunner):
         self._outputs[rows] = self._scratch[rows].hidden.clone()
         drafts = (mix(self._outputs[rows]).abs() % VOCAB).int()
         draft.tokens.copy_(drafts.masked_fill(~real_rows(batch), -1))
+
+
+class DraftOracle:
+    """What the layer writes and draws of one text. `tokens` are its prompt and output, `states` int64[n] those that
+    the model computed of its first n positions; `groups` are the model's."""
+
+    def __init__(self, tokens: Sequence[int], states: Tensor, groups: Sequence[int]) -> None:
+        self._layer, self._group = len(groups), groups[-1] + 1
+        self._entered = mix(states + embed(torch.tensor(tokens[1 : len(states) + 1])))
+        self.rows, self.keys = rows_of(self._entered, self._layer), keys_of(self._entered, self._group)
+
+    def draft(self, place: int, fed: Sequence[int]) -> int:
+        """What it draws behind row `place`; with `fed`, behind the drafts that it was applied to from there on."""
+        hidden = self._entered[place : place + 1]
+        rows, keys, output = self.rows[: place + 1], self.keys[: place + 1], torch.zeros(0)
+        for token in (None, *fed):
+            if token is not None:
+                hidden = mix(output + embed(torch.tensor([token])))
+                rows = torch.cat((rows, rows_of(hidden, self._layer)))
+                keys = torch.cat((keys, keys_of(hidden, self._group)))
+            chosen = select(hidden, keys[None], torch.ones_like(keys[None], dtype=torch.bool))
+            output = attend(hidden, rows[chosen.clamp(min=0)], chosen >= 0)
+        return int(mix(output).abs() % VOCAB)
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ It runs where its tensors are, and on a GPU without waiting for it, so that its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -312,38 +312,53 @@ def expected_tokens(
     """What `count` generated tokens must be, over plain lists of rows and keys. The prompt goes through decode steps
     from position `prefilled` on. `is_held`: to ALTERNATING."""
 
+    prefilled = len(prompt) if prefilled is None else prefilled
+    chunks = {start: min(start + chunk_tokens, prefilled) for start in range(0, prefilled, chunk_tokens)}
+    return computed(prompt, count, seed, chunks, groups, is_held=is_held)[0]
+
+
+def computed(
+    prompt: Sequence[int],
+    count: int,
+    seed: int,
+    chunks: Mapping[int, int],
+    groups: tuple[int, ...] = SHARED,
+    *,
+    is_held: bool = False,
+) -> tuple[list[int], Tensor]:
+    """The tokens that `expected_tokens` returns, and the states int64[n] of all positions that have a row. Positions
+    from a key of `chunks` to its value go through one prompt chunk, all others through decode steps."""
+
     def drawn(hidden: Tensor, position: int) -> int:
         if is_held:
             return int(draw_allowed(hidden, alternates(position - len(prompt))))
         return int(draw(hidden, torch.tensor([seed]), torch.tensor([position])))
 
-    prefilled = len(prompt) if prefilled is None else prefilled
-    layers = range(len(groups))
-    rows: list[list[Tensor]] = [[] for _ in layers]
+    rows: list[list[Tensor]] = [[] for _ in groups]
     keys: list[list[Tensor]] = [[] for _ in groups]
-    hidden = torch.zeros(0)
-    for start in range(0, prefilled, chunk_tokens):
-        hidden = embed(torch.tensor(prompt[start : min(start + chunk_tokens, prefilled)]))
-        for layer in layers:
+    tokens, states, position = list(prompt), list[Tensor](), 0
+    while len(tokens) < len(prompt) + count:
+        stop = chunks.get(position, 0)
+        hidden, chosen = embed(torch.tensor(tokens[position : stop or position + 1])), torch.zeros(0)
+        for layer, group in enumerate(groups):
             rows[layer].append(rows_of(hidden, layer))
-            if groups.index(groups[layer]) == layer:
-                keys[groups[layer]].append(keys_of(hidden, groups[layer]))
-                hidden = mix(hidden + torch.cat(keys[groups[layer]]).sum())
-            hidden = attend_prompt(hidden, start, torch.cat(rows[layer]))
-    tokens = list(prompt[prefilled:]) or [drawn(hidden[-1:], len(prompt))]
-    for length in range(prefilled + 1, len(prompt) + count):
-        hidden = embed(torch.tensor(tokens[length - prefilled - 1 : length - prefilled]))
-        chosen = torch.zeros(0)
-        for layer in layers:
-            rows[layer].append(rows_of(hidden, layer))
-            if groups.index(groups[layer]) == layer:
-                keys[groups[layer]].append(keys_of(hidden, groups[layer]))
-                all_keys = torch.cat(keys[groups[layer]]).unsqueeze(0)
-                chosen = select(hidden, all_keys, torch.ones_like(all_keys, dtype=torch.bool))
-            hidden = attend(hidden, torch.cat(rows[layer])[chosen.clamp(min=0)], chosen >= 0)
-        if length >= len(prompt) + (prefilled == len(prompt)):
-            tokens.append(drawn(hidden, length))
-    return tokens[len(prompt) - prefilled :]
+            if groups.index(group) == layer:
+                keys[group].append(keys_of(hidden, group))
+                all_keys = torch.cat(keys[group])
+                if stop:
+                    hidden = mix(hidden + all_keys.sum())
+                else:
+                    chosen = select(hidden, all_keys[None], torch.ones_like(all_keys[None], dtype=torch.bool))
+            all_rows = torch.cat(rows[layer])
+            if stop:
+                hidden = attend_prompt(hidden, position, all_rows)
+            else:
+                hidden = attend(hidden, all_rows[chosen.clamp(min=0)], chosen >= 0)
+        states.append(hidden)
+        position = stop or position + 1
+        if position >= len(prompt):
+            tokens.append(drawn(hidden[-1:], position))
+    return tokens[len(prompt) :], torch.cat(states)
 
 
 def geometry_of(groups: Sequence[int]) -> Geometry:
