@@ -20,6 +20,7 @@ from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING, SEPARATE, SHARED
 from tests.worker.loop.test_fences import MakeStreams, come_back, lagging, simulated
 from worker.device.step_rows import StepRows
+from worker.loop.acceptance import StepProgress
 from worker.loop.decode import Decoder
 from worker.loop.drafting import DraftStep
 from worker.loop.prefill import Prefill
@@ -203,6 +204,18 @@ def see_backups_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Decoder, "note_durable", early)
 
 
+def count_rejected_rows(patch: pytest.MonkeyPatch) -> None:
+    """The next step writes them again."""
+    note = StepProgress.note_durable
+
+    def note_all(step: StepProgress) -> None:
+        note(step)
+        for progress in step._progress:
+            progress.durable = max(progress.durable, progress.position)
+
+    patch.setattr(StepProgress, "note_durable", note_all)
+
+
 def prefill_behind_a_prefix_of_the_model_alone(patch: pytest.MonkeyPatch) -> None:
     """No layer of a prompt attends to rows of the draft layer: its first step does."""
     await_prefix = Prefill._await_prefix
@@ -242,6 +255,7 @@ MUTANTS: Final = {
     "row_written, draws launched later": Mutant(back_up_before_drafts, a_grammar, "compute"),
     "backed_up": Mutant(wait_one_backup_less, many_drafts, "backup"),
     "durable": Mutant(see_backups_early, a_crash, "backup"),
+    "durable, rows that hold": Mutant(count_rejected_rows, a_crash, "backup"),
     "preloaded": Mutant(prefill_behind_a_prefix_of_the_model_alone, a_second_turn, "load"),
     "selected": Mutant(draft_without("selected"), a_batch, "compute"),
     "swapped_in": Mutant(draft_without("swapped_in"), a_batch, "swap"),
