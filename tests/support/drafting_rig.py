@@ -191,8 +191,9 @@ class DraftRig(Rig):
             life = next(it for it in self.coordinator.lives if it.number == number)
             size, device, first = self._guesses.shape[1], self._guesses.device, len(life.prompt)
             guesses = host_tensor(size, dtype=torch.int32, device=device, fill=WRONG)
-            for position, token in enumerate(self._expected(life) if self._percent else (), first):
-                if 100 * random.Random(f"{number} {position}").random() < self._percent:
+            percent = self._percent or 0
+            for position, token in enumerate(self._expected(life) if percent else (), first):
+                if 100 * random.Random(f"{number} {position}").random() < percent:
                     guesses[position] = token
             self._given[number] = guesses
         return self._given[number]
