@@ -82,7 +82,7 @@ class DraftRig(Rig):
         self._owners: dict[int, int] = {}  # of seats: numbers of requests, as operations see them
         self._drawn: dict[int, set[tuple[int, tuple[int, ...], int]]] = defaultdict(set)  # place, fed drafts, draft
         self.watches, self.wrong_rows = watches, list[tuple[int, int]]()
-        is_told = settings.draft_tokens > 0 and (percent is not None or watches)
+        is_told = bool(settings.draft_tokens) and (percent is not None or watches)
         if is_told:
             self._aim_drafts(runner, watches=watches)
         super().__init__(
@@ -155,7 +155,7 @@ class DraftRig(Rig):
 
     def _watch(self, state: DeviceState, batch: StepBatch, draft: DraftRows) -> None:
         """Keep drafts behind rows that hold. What a buffer that has no room for a row selected is of no interest."""
-        rooms, drafting = TOPK * self.settings.draft_tokens + TOPK, self._drafting
+        rooms, drafting = TOPK * state.seat_rows, self._drafting
         for row in (real_rows(batch) & (batch.lengths > 0)).nonzero().flatten().tolist():
             seat, place = int(batch.seats[row]), int(batch.lengths[row]) - 1
             held = int(drafting.position[seat]) - 1  # the row that holds last
