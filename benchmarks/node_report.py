@@ -143,8 +143,23 @@ def prefix_restored(result: Result) -> str:
         f"{found['ttft_cold_ms']:,.0f} when all is prefilled ({found['ttft_ratio']:.1f} ×). Rows of a layer alone: "
         f"{low:.1f} to {high:.1f} GB/s, {found['layer_share_of_dma']:.0%} of one plain copy "
         f"({found['dma_gb_per_s']:.1f}); index keys {found['keys_share_of_dma']:.0%}. "
-        f"Of 16 tokens {found['mismatched_tokens']} differ from those of the whole prefill, which was "
-        "not looked into.\n"
+        f"{_restored_tokens(found)}\n"
+    )
+
+
+def _restored_tokens(found: Result) -> str:
+    """What became of the tokens behind the restored prefix. Results before `tied_tokens` counted differences alone."""
+    if "tied_tokens" not in found:
+        return (
+            f"Of 24 tokens {found['mismatched_tokens']} differ from those of the whole prefill; whether they follow a "
+            "tie was not recorded."
+        )
+    return (
+        f"Of {found['compared_tokens']} tokens {found['mismatched_tokens']} differ from those of the whole prefill, "
+        f"and {found['tied_tokens']} follow a tie of less than {found['tie_bound']}; log-probabilities of the same "
+        f"context change by {found['logprob_change_max']:.3f} at most. Behind {found['same_chunks_prefix_tokens']:,} "
+        f"tokens, which leave the same chunks to compute, {found['same_chunks_mismatched_tokens']} of "
+        f"{found['same_chunks_compared_tokens']} differ in any bit."
     )
 
 

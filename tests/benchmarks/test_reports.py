@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import decode_report, overlap_report, place_report, report, swap_in_report, transfer_report
+from benchmarks import decode_report, node_report, overlap_report, place_report, report, swap_in_report, transfer_report
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in_cells import OVERLAPPED, peers, spread, verdict, verdicts
 
@@ -297,3 +298,15 @@ def test_verdicts_quote_their_results() -> None:
 
 def test_verdicts_fit_one_page() -> None:
     assert len((report.PLACE / "RESULTS.md").read_text().splitlines()) < 80
+
+
+def test_tokens_behind_a_restored_prefix_are_told_with_their_ties() -> None:
+    found = json.loads((report.RESULTS / "prefix-H100.json").read_text())
+    assert "Of 24 tokens 6 differ" in node_report.prefix_restored(found)
+    counts = {"compared_tokens": 48, "mismatched_tokens": 0, "tied_tokens": 6, "tie_bound": 0.2}
+    found["result"] |= counts | {"logprob_change_max": 0.0459, "same_chunks_prefix_tokens": 73_728}
+    found["result"] |= {"same_chunks_compared_tokens": 48, "same_chunks_mismatched_tokens": 1}
+    told = node_report.prefix_restored(found)
+    assert "Of 48 tokens 0 differ from those of the whole prefill, and 6 follow a tie of less than 0.2" in told
+    assert "change by 0.046 at most. Behind 73,728 tokens" in told
+    assert "1 of 48 differ in any bit." in told
