@@ -534,7 +534,8 @@ class Ended(Message, frozen=True, tag="ended"):
 
     `tail_text` is the text between the last token and a stop string that starts inside a token; the client appends it
     to the decoded text. `prefix_tokens` of the prompt were reused, not computed. Steps verified `drafted_tokens`, of
-    which `accepted_tokens` are in the output; a coordinator that was started again counts from then on.
+    which `accepted_tokens` are in the output; the journal has neither, so that a coordinator which was started again
+    counts from the placement on that it found.
     """
 
     handle: int
