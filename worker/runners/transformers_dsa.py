@@ -6,7 +6,8 @@ computes is in layers.py; this is where it meets the KV cache.
 Per layer, a prompt chunk is two operations on `compute`: *project* (norm, projections, write row and index key, and on
 an anchor layer index_topk) and *attend* (attention over rows, output projection, MLP). In a decode step an anchor layer
 has a third one ahead of them, *select* (what the indexer needs of the projections, index key, index_topk), so that the
-selection is swapped in on `swap` beside *project*; *attend* waits for it (swapping.py).
+selection is swapped in on `swap` beside *project*; *attend* waits for it, for each half of the batch if it runs in
+halves (swapping.py); *finish* is the rest of the layer.
 No operation of a step waits for the device or takes a shape from data: on a GPU it can be captured in a graph. What
 flows from one operation to the next lies in a _RunnerScratch; in a graph, the library's intermediates lie in its pool.
 
@@ -61,7 +62,7 @@ from worker.runners.layers import Angles, Compressed, Layer, Layers, row_multipl
 from worker.runners.logprobs import write_logprobs
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import draw
-from worker.runners.swapping import launch_swap_in
+from worker.runners.swapping import SwappedIn, launch_swap_in
 from worker.weights.layout import ExpertShare, exchange_bytes, weights_bytes
 from worker.weights.model import load_model
 from worker.weights.modules import prepare_products
@@ -69,7 +70,7 @@ from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 
 if TYPE_CHECKING:
-    from worker.streams import Fence, Streams
+    from worker.streams import Streams
 
 #: Called with group, batch and its top-k int32[B, k], which it may overwrite, before swap_in reads it.
 AfterIndexTopk = Callable[[int, StepBatch, Tensor], None]
@@ -125,13 +126,14 @@ class TransformersRunner:
         *,
         deterministic_seats: int = 0,
         draft_tokens: int = 0,
+        halves_from: int = 0,
         gathered_prefill: bool | None = None,
         after_index_topk: AfterIndexTopk | None = None,
         share: ExpertShare | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         """`deterministic_seats` > 0: every step has that many seats, of 1 + `draft_tokens` rows each, and rows are kept
-        apart. Raises ConfigError.
+        apart. `halves_from` > 0: steps of so many padded seats or more run in halves (swapping.py). Raises ConfigError.
 
         `gathered_prefill` chooses the form of prefill, by default the device's; `after_index_topk` sees, and may
         replace, what the indexer selected in decode steps. A `model` with the routed experts of `share` alone needs the
@@ -140,6 +142,7 @@ class TransformersRunner:
         self.info = info
         self.geometry = geometry
         self.dtype: torch.dtype = model.dtype
+        self.halves_from = halves_from
         self.after_index_topk = after_index_topk
         self._layers = layers = Layers(
             model, geometry, deterministic=deterministic_seats > 0, exchange=exchange, share=share
@@ -154,7 +157,7 @@ class TransformersRunner:
         self._scratch: dict[int, _RunnerScratch] = {}
         self._prepared: ref[DeviceState] | None = None  # weakly: gigabytes, and their owner's
         if deterministic_seats:
-            layers.require_rows_apart(deterministic_seats, StepRows(draft_tokens))
+            layers.require_rows_apart(deterministic_seats, StepRows(draft_tokens), halves_from)
 
     @classmethod
     def load(
@@ -170,13 +173,14 @@ class TransformersRunner:
         collectives: Collectives | None = None,
         rows_max: int = 0,
         draft_tokens: int = 0,
+        halves_from: int = 0,
     ) -> TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served.
 
         `keeps_fp8`: weights stored in FP8 stay so in device memory, by default on a GPU; else they are decoded.
         `quantizes_rows`: FP8 products quantize their activations too (worker.matmul = "w8a8"). `collectives` of a
         group, of which this rank holds a share of the experts; `rows_max` is its largest round. `draft_tokens` above 0:
-        with the draft layer, a DraftRunner.
+        with the draft layer, a DraftRunner. `halves_from` as for the constructor.
         """
         config, draft_layer = read_config(path), draft_tokens > 0
         torch_dtype = _torch_dtype(dtype, config)
@@ -225,6 +229,7 @@ class TransformersRunner:
             geometry,
             deterministic_seats=deterministic_seats,
             draft_tokens=draft_tokens,
+            halves_from=halves_from,
             share=share,
             exchange=exchange,
         )
@@ -289,16 +294,16 @@ class TransformersRunner:
             streams.compute.launch(f"prefill pad {layer.number}", partial(self._pad, layer, self._round_rows))
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
-        """Two operations per layer on `compute`, one more of an anchor, and a swap-in or a replay (swapping.py).
+        """Three operations per layer on `compute`, one more of an anchor, and a swap-in or a replay (swapping.py).
 
         The first step for a state compiles and allocates what steps and prompt chunks of any size will need.
         """
         self._prepare(state)
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
-        loaded: dict[int, Fence] = {}
+        swapped_in: SwappedIn | None = None
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         for layer in self._layers:
-            loaded = self._launch_layer(streams, scratch, state, batch, layer, loaded)
+            swapped_in = self._launch_layer(streams, scratch, state, batch, layer, swapped_in)
         compute.launch("keep hidden", partial(self._keep_hidden, scratch))
 
     def launch_sample(
@@ -318,7 +323,7 @@ class TransformersRunner:
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
         source = scratch if draft.source is None else self._scratch_for(draft.source_rows)
         compute.launch("enter draft", partial(self._enter_draft, self._drafting, scratch, source, batch, draft))
-        self._launch_layer(streams, scratch, state, batch, self._drafting.layer, {})
+        self._launch_layer(streams, scratch, state, batch, self._drafting.layer)
         compute.launch("draft", partial(self._draft, self._drafting, scratch, sampler, batch, draft))
 
     def _launch_layer(
@@ -328,19 +333,19 @@ class TransformersRunner:
         state: DeviceState,
         batch: StepBatch,
         layer: Layer,
-        loaded: dict[int, Fence],
-    ) -> dict[int, Fence]:
-        """One layer of a decode step. `loaded`, and what returns: the swap-ins on `swap` of the layer's group."""
+        swapped_in: SwappedIn | None = None,
+    ) -> SwappedIn:
+        """One layer of a decode step. `swapped_in`, and what returns: for the layer's group."""
         compute = streams.compute
         if layer.anchor:
             compute.launch(f"select {layer.number}", partial(self._select, scratch, state, batch, layer))
             selection = scratch.topk, batch, scratch.out_rows, scratch.plan
-            loaded = launch_swap_in(streams, state, layer.group, *selection)
+            swapped_in = launch_swap_in(streams, state, layer.group, *selection, halves_from=self.halves_from)
+        assert swapped_in is not None
         compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer))
-        if layer.number in loaded:
-            compute.wait(loaded[layer.number])
-        compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
-        return loaded
+        swapped_in.launch_attention(streams, layer.number, partial(self._attend, scratch, state, layer))
+        compute.launch(f"finish {layer.number}", partial(self._finish, scratch, layer))
+        return swapped_in
 
     # ---------------------------------------------------------------- operations
 
@@ -432,9 +437,12 @@ class TransformersRunner:
             self.after_index_topk(layer.group, batch, scratch.topk)
 
     @torch.inference_mode()
-    def _attend(self, scratch: _RunnerScratch, state: DeviceState, layer: Layer) -> None:
-        scaling = layer.attention.scaling
-        attend_rows(state, layer.number, scratch.queries, scratch.out_rows, scaling, scratch.latents)
+    def _attend(self, scratch: _RunnerScratch, state: DeviceState, layer: Layer, rows: slice) -> None:
+        tensors = scratch.queries[rows], scratch.out_rows[rows], layer.attention.scaling, scratch.latents[rows]
+        attend_rows(state, layer.number, *tensors)
+
+    @torch.inference_mode()
+    def _finish(self, scratch: _RunnerScratch, layer: Layer) -> None:
         attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
         experts, real = self._layers.decode_experts, scratch.real
         scratch.hidden = self._layers.finish(layer, scratch.hidden, attended, experts, real=real)
@@ -540,6 +548,7 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         collectives=collectives,
         rows_max=max(StepRows(settings.draft_tokens).rows * settings.seats, settings.prefill_chunk_tokens),
         draft_tokens=settings.draft_tokens,
+        halves_from=settings.decode_halves,
     )
     unit = prefix_unit_tokens(settings)
     runner.info = msgspec.structs.replace(
