@@ -88,6 +88,6 @@ def check_swap_in(
     for name in ("device_row", "host_page", "host_offset"):
         sizes.check(f"plan.{name}", getattr(plan, name), ("batch", "k"), torch.int32)
     sizes.check("plan.count", plan.count, ("batch",), torch.int32)
-    if seats is not None and not (0 <= seats.start < seats.stop <= batch.step_seats and seats.step in (None, 1)):
-        size = batch.step_seats
+    size = batch.step_seats
+    if seats is not None and (seats != slice(*seats.indices(size)[:2]) or seats.start >= seats.stop):
         raise BadInput("no part of the batch", field="seats", value=seats, remedy=f"slice(a, b), 0 <= a < b <= {size}")
