@@ -106,6 +106,20 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
         lambda it: _by_position(it.accepted),
         labels="position",
     ),
+    gauge(
+        "hisparse_worker_draft_tokens",
+        "tokens",
+        "Tokens drafted for each request of the step launched last: worker.draft_tokens, or what auto chose.",
+        "How many drafts pay?",
+        lambda it: it.draft_tokens,
+    ),
+    counter(
+        "hisparse_worker_draft_switches_total",
+        "times",
+        "Times that worker.draft_tokens auto chose another number; trials of other numbers are not counted.",
+        "Does the choice swing?",
+        lambda it: it.draft_switches,
+    ),
     counter(
         "hisparse_worker_prompt_tokens_total",
         "tokens",

@@ -173,6 +173,8 @@ class WorkerCounters:
     late_masks: int = 0  # rows of steps that drew nothing, since what their grammars allow was not known in time
     drafted: Counter[int] = field(default_factory=Counter)  # drafts that steps verified, by row of the step
     accepted: Counter[int] = field(default_factory=Counter)  # of them, those that the model drew too
+    draft_tokens: int = 0  # drafted for the step launched last
+    draft_switches: int = 0  # times that another number was chosen; trials are none
     staged_bytes: int = 0  # device to host, prompts
     backed_up_bytes: int = 0  # device to host, decoded rows
     preloaded_bytes: int = 0  # host to device, index keys and rows of resumed requests

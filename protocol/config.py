@@ -25,7 +25,15 @@ import msgspec
 
 from protocol.config_checks import PORT_MAX, check
 from protocol.errors import ConfigError
-from protocol.settings import ClusterSettings, Config, CoordinatorSettings, HttpSettings, Settings, WorkerSettings
+from protocol.settings import (
+    ClusterSettings,
+    Config,
+    CoordinatorSettings,
+    DraftTokens,
+    HttpSettings,
+    Settings,
+    WorkerSettings,
+)
 from protocol.small_files import read_small_file
 
 ENVIRONMENT_PREFIX: Final = "HISPARSE_"
@@ -280,7 +288,13 @@ def _require_known(name: str, known: Iterable[str], field: str, value: object, o
 
 
 #: The name of a setting's type in an error.
-_TYPE_NAMES: Final = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_TYPE_NAMES: Final = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    DraftTokens: "a whole number, or auto",
+}
 
 
 def _convert(section: str, field: str, value: object, origin: str) -> object:

@@ -266,7 +266,7 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
 
 
 def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
-    count, field = worker.draft_tokens, "worker.draft_tokens"
+    said, count, field = worker.draft_tokens, worker.draft_tokens_max, "worker.draft_tokens"
     yield _between(field, count, 0, DRAFT_TOKENS_MAX)
     yield SettingCheck(
         not count or worker.tail_slots >= 2 * (1 + count),
@@ -288,7 +288,12 @@ def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
         (on_gpu and worker.deterministic, "deterministic mode on GPUs does not draft yet"),
         (bool(worker.record_selections), "selections of steps that draft are not recorded yet"),
     ):
-        yield SettingCheck(not count or not refused, field, count, why, "set 0")
+        yield SettingCheck(not count or not refused, field, said, why, "set 0")
+    for refused, why in (
+        (worker.deterministic, "in deterministic mode all steps have one shape"),
+        (worker.group_size > 1, "the ranks of a group draft equally many tokens in all steps"),
+    ):
+        yield SettingCheck(said != AUTO or not refused, field, said, why, f"set a number, 0 to {DRAFT_TOKENS_MAX}")
 
 
 def _halves(worker: WorkerSettings) -> Iterator[SettingCheck]:

@@ -6,14 +6,19 @@ This module imports no torch.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import msgspec
+
+from protocol.byte_sizes import AUTO
+from protocol.messages import DRAFT_TOKENS_MAX
 
 #: Value of `journal` for a coordinator without a journal.
 NO_JOURNAL: Final = "none"
 #: Value of `hot_floor` that lets measured throughput choose it.
 AUTO_FLOOR: Final = "auto"
+#: Of `draft_tokens`. AUTO: the worker chooses a number for each step.
+DraftTokens: TypeAlias = int | Literal["auto"]
 #: Value of `cors_origins` that stands for all origins.
 ANY_ORIGIN: Final = "*"
 
@@ -100,7 +105,7 @@ class WorkerSettings(Settings, frozen=True):
     hot_chunks_max: int = 0  # caps the hot arena; 0: whatever device_mem leaves
     tail_slots: int = 8
     lookahead_steps: int = 1  # steps launched before the previous one's tokens are read: 0 or 1
-    draft_tokens: int = 0  # tokens drafted for each step by the model's own draft layer: 0 to 4; 0: none
+    draft_tokens: DraftTokens = 0  # drafted for a step by the model's own draft layer: 0 to 4; auto: as many as pay
     decode_halves: int = 0  # steps padded to so many requests or more load and attend half by half; 0: none
     deterministic: bool = False
     threads: int = 0  # torch threads; 0: torch's default
@@ -114,6 +119,11 @@ class WorkerSettings(Settings, frozen=True):
     record_selections: str = ""  # trace of selections, in FILE.<worker name>.<pid>; makes steps longer; empty: off
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
+
+    @property
+    def draft_tokens_max(self) -> int:
+        """Tokens that a step drafts at most: what memory is made for."""
+        return DRAFT_TOKENS_MAX if self.draft_tokens == AUTO else int(self.draft_tokens)
 
 
 class HttpSettings(Settings, frozen=True):

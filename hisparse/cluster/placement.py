@@ -86,8 +86,8 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
     dimensions, dtype, block = weights
     kv_bytes = 0 if settings.device_mem == AUTO else parse_size(settings.device_mem, "worker.device_mem")
     left = min(gpu_bytes) - kv_bytes
-    rows = max(settings.prefill_chunk_tokens, StepRows(settings.draft_tokens).rows * settings.seats)
-    kind = {"deterministic": settings.deterministic, "draft_layer": settings.draft_tokens > 0}
+    rows = max(settings.prefill_chunk_tokens, StepRows.of(settings).rows * settings.seats)
+    kind = {"deterministic": settings.deterministic, "draft_layer": settings.draft_tokens_max > 0}
     possible = group_sizes(dimensions.n_routed_experts)
     sizes = [size for size in possible if workers % size == 0]
 

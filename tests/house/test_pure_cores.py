@@ -124,6 +124,7 @@ PURE = [
     "protocol/units",
     "worker/device/step_rows",
     "worker/loop/acceptance",
+    "worker/loop/draft_length",
     "worker/loop/batch",
     "worker/loop/output",
     "worker/loop/reuse",

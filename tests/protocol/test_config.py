@@ -156,6 +156,16 @@ def test_cuda_device_defaults_to_cuda_streams_and_memory_pool() -> None:
         ({"flags": {"worker.lookahead_steps": 2}}, "worker.lookahead_steps", "2", "0 to 1"),
         ({"flags": {"worker.draft_tokens": 5}}, "worker.draft_tokens", "5", "0 to 4"),
         ({"flags": {"worker.draft_tokens": 4}}, "worker.tail_slots", "8", "10 or more"),
+        ({"flags": {"worker.draft_tokens": "auto"}}, "worker.tail_slots", "8", "10 or more"),
+        ({"flags": {"worker.draft_tokens": "many"}}, "worker.draft_tokens", "many", "correct it in the command line"),
+        (
+            {"flags": {"worker.draft_tokens": "auto", "worker.tail_slots": 10, "worker.deterministic": True}},
+            *("worker.draft_tokens", "auto", "set a number, 0 to 4"),
+        ),
+        (
+            {"flags": {"worker.draft_tokens": "auto", "worker.tail_slots": 10, "worker.group_size": 2}},
+            *("worker.draft_tokens", "auto", "set a number, 0 to 4"),
+        ),
         ({"flags": {"worker.draft_tokens": 2, "worker.seats": 400}}, "worker.seats", "400", "341 or less"),
         (
             {"flags": {"worker.draft_tokens": 2, "worker.group_size": 2, "worker.device": "cuda"}},

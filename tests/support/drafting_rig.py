@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.state import DeviceState, StepBatch, real_rows
 from protocol.messages import Admit, Released
-from protocol.settings import WorkerSettings
+from protocol.settings import DraftTokens, WorkerSettings
 from protocol.units import PAGE_TOKENS
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner, DraftOracle
@@ -32,10 +32,14 @@ from worker.streams.cuda import CudaStreams
 WRONG = 7
 
 
-def drafting_settings(draft_tokens: int, settings: WorkerSettings = SETTINGS, **changes: object) -> WorkerSettings:
+def drafting_settings(
+    draft_tokens: DraftTokens, settings: WorkerSettings = SETTINGS, **changes: object
+) -> WorkerSettings:
     """Memory for the draft layer too, and the shortest tail."""
-    sizes: dict[str, object] = {"host_mem": "1MiB", "device_mem": "512KiB", "tail_slots": 2 * (1 + draft_tokens)}
-    return msgspec.structs.replace(settings, draft_tokens=draft_tokens, **{**sizes, **changes})
+    drafting = msgspec.structs.replace(settings, draft_tokens=draft_tokens)
+    tail_slots = 2 * (1 + drafting.draft_tokens_max)
+    sizes: dict[str, object] = {"host_mem": "1MiB", "device_mem": "512KiB", "tail_slots": tail_slots}
+    return msgspec.structs.replace(drafting, **{**sizes, **changes})
 
 
 @cache

@@ -107,7 +107,7 @@ def size_worker(
     classes = _classes(settings, geometry)
     context = _context(settings, info)
     host_pages = parse_size(settings.host_mem, "worker.host_mem") // geometry.page_bytes
-    overshoot = StepRows(settings.draft_tokens).overshoot_tokens(settings.lookahead_steps)
+    overshoot = StepRows.of(settings).overshoot_tokens(settings.lookahead_steps)
     max_pages = pages_for(context + overshoot)
     max_chunks = max(max_pages, managed_chunks(classes[-1]))
     bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks, info.vocab_size)

@@ -13,14 +13,28 @@ step has run, and the host hears it late.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from protocol.byte_sizes import AUTO
+from protocol.settings import WorkerSettings
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """`draft_tokens` n: tokens drafted for each step of a request."""
+    """`draft_tokens` n: tokens drafted for each step of a request; where `varies`, at most, and memory is for n."""
 
     draft_tokens: int = 0
+    varies: bool = False
+
+    @classmethod
+    def of(cls, settings: WorkerSettings) -> StepRows:
+        return cls(settings.draft_tokens_max, settings.draft_tokens == AUTO)
+
+    @property
+    def choices(self) -> Sequence[int]:
+        """Drafts that a step may have, ascending."""
+        return range(self.draft_tokens + 1) if self.varies else (self.draft_tokens,)
 
     @property
     def rows(self) -> int:

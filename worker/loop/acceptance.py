@@ -32,12 +32,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.arrays import Int32Array
+from protocol.units import SEAT_ROWS_MAX
 
 
 @dataclass(slots=True)
 class RowProgress:
     """How far one request is: counts of rows, from the first of its prompt. `rows_max` is the first row that no step
-    may write, `durable` how many were seen in host memory, `step_rows` how many a step takes at most."""
+    may write, `durable` how many were seen in host memory, `step_rows` how many a step takes at most, `rows_in_flight`
+    how many the steps in flight take at most."""
 
     settled: int
     position: int
@@ -45,6 +47,7 @@ class RowProgress:
     step_rows: int
     rows_max: int = 0
     in_flight: int = 0
+    rows_in_flight: int = 0
 
     @property
     def certain(self) -> int:
@@ -66,12 +69,14 @@ class RowProgress:
         """The first row that the next step may not write; with drafts, those for the step behind it need a row too."""
         return self.rows_max if self.step_rows > 1 else min(self.rows_max, self.position + 1)
 
-    def settle(self, accepted: int) -> None:
-        """The oldest step in flight has `accepted` rows that hold."""
+    def settle(self, accepted: int, rows: int = 0) -> None:
+        """The oldest step in flight, of `rows` rows (0: `step_rows`), has `accepted` that hold."""
+        rows = rows or self.step_rows
         self.in_flight -= 1
+        self.rows_in_flight -= rows
         self.settled += accepted
-        if self.step_rows > accepted:  # where it is not, the bound was exact
-            self.position = min(self.position, self.settled + self.in_flight * self.step_rows)
+        if rows > accepted:  # where it is not, the bound was exact
+            self.position = min(self.position, self.settled + self.rows_in_flight)
 
 
 def known_tokens(prompt: Int32Array, generated: Sequence[int], forced: int, start: int, count: int) -> list[int]:
@@ -99,23 +104,26 @@ class StepProgress:
     """What one launched step does for the progress of its requests: it is read once, and once seen in host memory, in
     either order. The decode loop makes one for each step: its loops are short on purpose."""
 
-    __slots__ = ("_is_durable", "_progress", "_stops")
+    __slots__ = ("_is_durable", "_progress", "_rows", "_stops")
 
-    def __init__(self, progress: list[RowProgress]) -> None:
-        """The step is launched for these, each of which has room."""
-        self._progress = progress
+    def __init__(self, progress: list[RowProgress], rows: int = SEAT_ROWS_MAX) -> None:
+        """The step is launched for these, each of which has room. It takes `rows` of each at most."""
+        self._progress, self._rows = progress, rows
         self._is_durable = False
         self._stops = stops = list[int]()  # first row behind those that are known to hold
         for it in progress:
-            position = it.position + it.step_rows
+            taken = it.step_rows if it.step_rows < rows else rows
+            position = it.position + taken
             it.position = position if position < it.rows_max else it.rows_max
+            it.rows_in_flight += taken
             it.in_flight = in_flight = it.in_flight + 1
             stops.append(it.settled + in_flight)
 
     def withdraw(self, place: int) -> None:
         """Before the step is read: the request at `place` draws nothing. It is where it was, and the step is to be
         launched again for it."""
-        self._progress[place].settle(0)
+        it = self._progress[place]
+        it.settle(0, min(it.step_rows, self._rows))
         self._stops[place] = 0
 
     def read(self, accepted: Sequence[int]) -> list[int]:
@@ -123,11 +131,14 @@ class StepProgress:
         by request; meaningless for those withdrawn."""
         firsts = [it.settled for it in self._progress]
         for place, (it, count) in enumerate(zip(self._progress, accepted, strict=True)):
-            if it.step_rows == count == 1:  # as `settle` has it; the bound that `_stops` has was exact
+            if count == 1 and (
+                it.step_rows == 1 or self._rows == 1
+            ):  # as `settle` has it; `_stops` has the exact bound
                 it.in_flight -= 1
+                it.rows_in_flight -= 1
                 it.settled += 1
             elif count:
-                it.settle(count)
+                it.settle(count, min(it.step_rows, self._rows))
                 self._stops[place] = it.settled
                 if self._is_durable:
                     it.durable = max(it.durable, it.settled)

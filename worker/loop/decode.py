@@ -35,6 +35,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Final
 
 import torch
@@ -47,6 +48,7 @@ from protocol.logprobs import ROW_WORDS_MAX
 from worker.device.step_rows import StepRows
 from worker.loop.acceptance import StepProgress, drafts_in_step
 from worker.loop.batch import RunningRequest
+from worker.loop.draft_length import StepSeen
 from worker.loop.drafting import COUNTS, DraftInputs, DraftSeats, DraftStep
 from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
 from worker.loop.recording import SelectionRecorder
@@ -73,9 +75,10 @@ class _Bucket:
         logprobs: torch.Tensor,
         drafting: DraftSeats | None,
         window: int,
+        draft_tokens: int,
     ) -> None:
         groups, device, rows = state.geometry.groups, state.rows.device, len(outputs.tokens)
-        self.seats = seats
+        self.seats, self.draft_tokens = seats, draft_tokens
         self.drafts: DraftStep | None = None
         self.ring: Ring[StepInputs] | Ring[DraftInputs]
         if drafting is None:
@@ -83,7 +86,7 @@ class _Bucket:
             self.batch = StepInputs.batch(self.inputs, groups)
             self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
         else:
-            self.drafts = DraftStep(drafting, seats, window)
+            self.drafts = DraftStep(drafting, seats, window, draft_tokens)
             self.inputs, self.batch = self.drafts.inputs, self.drafts.batch
             self.ring = Ring([DraftInputs(seats, window, device) for _ in range(RING_BUFFERS)])
         self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(plans)]
@@ -135,6 +138,8 @@ class _Launched:
     at_s: float
     undrawn: Collection[RunningRequest] = ()
     seats: int = 0  # padded
+    draft_tokens: int = 0
+    is_alone: bool = True
 
 
 @dataclass(slots=True)
@@ -149,6 +154,7 @@ class _Begun:
     counted: bool
     number: int
     at_s: float
+    is_alone: bool
     undrawn: list[RunningRequest] = field(default_factory=list)
 
 
@@ -156,7 +162,8 @@ class _Begun:
 class StepTokens:
     """A step that was read: requests, the first row that each wrote, the tokens that its rows drew which hold; if asked
     for, `counts` int64[2, G, S], hits and misses by index group and seat. `undrawn` drew no token. `drafts`, of a step
-    that drafts: of each request, those verified, and of these those that hold.
+    that drafts: of each request, those verified, and of these those that hold. It has `seats` padded seats, and
+    `draft_tokens` of each request; `is_alone`: no prompt was launched beside it.
 
     `logits` float32[requests, vocab] if they are kept, `logprobs` int32[requests, ROW_WORDS_MAX] if a request asks for
     them: true until as many steps have been launched as are in flight.
@@ -171,6 +178,9 @@ class StepTokens:
     logprobs: Int32Array | None
     undrawn: Collection[RunningRequest] = ()
     drafts: Sequence[tuple[int, int]] = ()
+    seats: int = 0
+    draft_tokens: int = 0
+    is_alone: bool = True
 
     def rows(self, number: int) -> tuple[bytes, ...]:
         """Log-probabilities of the tokens of a request, as far as it asks for them; none where it does not."""
@@ -212,15 +222,16 @@ class Decoder:
                 size,
                 rows.backup_steps(state.tail_slots),
                 state,
-                StepOutputs.allocate(rows.rows * size, vocab, keep_logits=keep_logits, device=device),
+                StepOutputs.allocate((1 + draft_tokens) * size, vocab, keep_logits=keep_logits, device=device),
                 logprobs,
                 drafting,
                 window,
+                draft_tokens,
             )
-            for size in sorted(buckets)
+            for draft_tokens, size in product(rows.choices, sorted(buckets))
         ]
         self._backup_steps = rows.backup_steps(state.tail_slots)
-        self._seat_rows = rows.rows
+        self._seat_rows, self._draft_tokens = rows.rows, rows.draft_tokens
         self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
         self._timed_every = timed_every
         self._counters = swap.counters
@@ -243,7 +254,7 @@ class Decoder:
     def warm_up(self, *, graphs: bool) -> None:
         """Run each bucket once on padding alone and, where there are graphs and if asked for, capture it. Blocks."""
         compute = self._streams.compute
-        for bucket in reversed(self._buckets):
+        for bucket in sorted(self._buckets, key=lambda it: -len(it.outputs.tokens)):
             self._upload(bucket, [])
             compute.launch("begin step", partial(begin_step, self._state, bucket.batch, bucket.plans[0]))
             self._launch_runner(bucket)
@@ -259,14 +270,29 @@ class Decoder:
     @property
     def batch_sizes(self) -> list[int]:
         """What batches are padded to, ascending."""
-        return [bucket.seats for bucket in self._buckets]
+        return [bucket.seats for bucket in self._buckets if bucket.draft_tokens == self._draft_tokens]
 
-    def launch(self, requests: list[RunningRequest], now_s: float, *, count: bool = False, rows: int = 0) -> None:
+    def padded(self, seats: int) -> int:
+        """The batch size that a step of so many seats is padded to."""
+        return next(size for size in self.batch_sizes if size >= seats)
+
+    def launch(
+        self,
+        requests: list[RunningRequest],
+        now_s: float,
+        *,
+        count: bool = False,
+        rows: int = 0,
+        draft_tokens: int | None = None,
+        is_alone: bool = True,
+    ) -> None:
         """Launch one step of `requests`, each of which has memory for its next row, and advance their positions.
 
-        It is padded to `rows` at least. With a grammar in it, `draw` must follow before the next.
+        It is padded to `rows` at least. With a grammar in it, `draw` must follow before the next. `draft_tokens` is one
+        of the choices of its StepRows, by default the most; `is_alone` as StepTokens has it.
         """
-        bucket = next(bucket for bucket in self._buckets if bucket.seats >= max(rows, len(requests)))
+        drafts, seats = self._draft_tokens if draft_tokens is None else draft_tokens, max(rows, len(requests))
+        bucket = next(it for it in self._buckets if it.draft_tokens == drafts and it.seats >= seats)
         asking = [request for request in requests if request.adjust is not None or request.logprob_words]
         adjust = Adjust.together(request.adjust for request in asking)
         has_logprobs = any(request.logprob_words for request in asking)
@@ -278,8 +304,8 @@ class Decoder:
         plan = bucket.plans[self._number % len(bucket.plans)]
         compute.launch("begin step", partial(begin_step, self._state, bucket.batch, plan))
         is_timed = self._timed_every > 0 and self._number % self._timed_every == self._timed_every - 1
-        progress = StepProgress([request.progress for request in requests])
-        begun = _Begun(bucket, outputs, adjust, requests, progress, count, self._number, now_s)
+        progress = StepProgress([request.progress for request in requests], 1 + drafts)
+        begun = _Begun(bucket, outputs, adjust, requests, progress, count, self._number, now_s, is_alone)
         draws_later = adjust is not None and adjust.grammar
         if draws_later:
             self._begun = begun
@@ -341,6 +367,8 @@ class Decoder:
                 begun.at_s,
                 begun.undrawn,
                 begun.bucket.seats,
+                begun.bucket.draft_tokens,
+                begun.is_alone,
             )
         )
 
@@ -353,14 +381,20 @@ class Decoder:
         if self._recorder is not None:
             placements = [request.placement for request in step.requests]
             self._recorder.take(step.number, placements, [position + 1 for position in positions])
-        by_seat = step.results.tokens[: self._seat_rows * step.seats].view(self._seat_rows, -1).T
+        rows = 1 + step.draft_tokens
+        by_seat = step.results.tokens[: rows * step.seats].view(rows, -1).T
         tokens: list[list[int]] = by_seat[: len(step.requests)].tolist()
         if self._seat_rows > 1 or step.undrawn:
             tokens = [row[:count] for row, count in zip(tokens, accepted, strict=True)]
         counts = step.results.counts.numpy().copy() if step.counted else None
         logits = step.results.logits[: len(step.requests)]
         logprobs = step.results.logprobs[: len(step.requests)].numpy() if step.has_logprobs else None
-        return StepTokens(step.requests, positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn, drafts)
+        return StepTokens(
+            *(step.requests, positions, tokens, counts, step.at_s, logits, logprobs, step.undrawn, drafts),
+            step.seats,
+            step.draft_tokens,
+            is_alone=step.is_alone,
+        )
 
     def _accepted(self, step: _Launched) -> tuple[list[int], list[tuple[int, int]]]:
         """Of each request, rows that hold; and StepTokens.drafts."""
@@ -448,6 +482,19 @@ class Decoder:
         bucket.ring.launched(self._streams.compute.record("inputs_consumed"))
         if bucket.drafts is not None:
             bucket.drafts.launch_begin()
+
+
+def step_seen(step: StepTokens, seconds: float) -> StepSeen:
+    """What the choice of the next drafts hears of a step. Of a request that read known tokens, the rows that hold say
+    nothing of drafts: it counts as one whose rows are those of plain decoding."""
+    held = [
+        right if len(tokens) == 1 + right else 0 for tokens, (_, right) in zip(step.tokens, step.drafts, strict=True)
+    ]
+    holding = [sum(right >= depth for right in held) for depth in range(1, 1 + step.draft_tokens)]
+    requests, is_measured = len(step.requests), step.is_alone and not step.undrawn
+    return StepSeen(
+        step.seats, step.draft_tokens, requests, requests + sum(held), holding, seconds if is_measured else None
+    )
 
 
 def batch_sizes(seats: int, *, deterministic: bool) -> list[int]:

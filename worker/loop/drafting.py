@@ -82,7 +82,8 @@ class _Given:
 
 
 class DraftSeats:
-    """Where each seat is, and its drafts: int32[seats] and int32[n, seats], of operations on `compute` alone."""
+    """Where each seat is, and its drafts: int32[seats] and int32[n, seats], -1 where there is none, of operations on
+    `compute` alone."""
 
     def __init__(
         self, runner: DraftRunner, streams: Streams, state: DeviceState, sampler: SamplerState, rows: StepRows
@@ -90,7 +91,7 @@ class DraftSeats:
         device, seats = state.rows.device, state.seats
         self.runner, self.streams, self.state, self.sampler, self.rows = runner, streams, state, sampler, rows
         self.position = torch.zeros(seats, dtype=torch.int32, device=device)
-        self.drafts = torch.zeros(rows.draft_tokens, seats, dtype=torch.int32, device=device)
+        self.drafts = torch.full((rows.draft_tokens, seats), -1, dtype=torch.int32, device=device)
 
     def open(self, seat: int, position: int) -> None:
         """Launch: the next step of `seat` begins at `position`."""
@@ -98,19 +99,20 @@ class DraftSeats:
 
     def _open(self, seat: int, position: int) -> None:
         self.position[seat].fill_(position)
-        self.drafts[:, seat].fill_(0)
+        self.drafts[:, seat].fill_(-1)
 
 
 class DraftStep:
-    """What steps of one padded size do and use: S seats, B = (1 + n) S rows, turn by turn."""
+    """What steps of one padded size and one n do and use: S seats, B = (1 + n) S rows, turn by turn."""
 
-    def __init__(self, drafting: DraftSeats, seats: int, window: int) -> None:
+    def __init__(self, drafting: DraftSeats, seats: int, window: int, draft_tokens: int) -> None:
         state = drafting.state
-        groups, device, rows = state.geometry.groups, state.rows.device, drafting.rows.rows
+        groups, device, rows = state.geometry.groups, state.rows.device, 1 + draft_tokens
         self._owner, self._seats, self._rows, self._window = drafting, seats, rows, window
         self.inputs = torch.zeros((ROWS_AHEAD + window) * seats + 1, dtype=torch.int32, device=device)
         seat_rows, numbers = self.inputs[:-1].view(ROWS_AHEAD + window, seats), self.inputs[-1:]
-        self._given = _Given(*seat_rows[:ROWS_AHEAD].unbind(), window=seat_rows[ROWS_AHEAD:], num_real=numbers)
+        seat, limits, step_rows, base = (seat_rows[at] for at in range(ROWS_AHEAD))
+        self._given = _Given(seat, limits, step_rows, base, seat_rows[ROWS_AHEAD:], numbers)
         batch = StepBatch.allocate(rows * seats, groups, device, seat_rows=rows)
         self.batch = replace(batch, num_real=numbers)
         self.counts = torch.zeros(len(COUNTS), seats, dtype=torch.int32, device=device)
@@ -131,6 +133,9 @@ class DraftStep:
         owner, compute = self._owner, self._owner.streams.compute
         parts = owner.streams, owner.state, owner.sampler
         compute.launch("verify", partial(self._verify, outputs))
+        if self._rows == 1:  # another step may draft: it needs the layer's rows of this one
+            owner.runner.launch_draft_rows(owner.streams, owner.state, self.batch, self._first_drafts)
+            return
         owner.runner.launch_draft(*parts, self.batch, self._first_drafts)
         compute.launch("keep drafts", self._keep_first)
         for number, further in enumerate(self._further, 1):
@@ -146,13 +151,14 @@ class DraftStep:
         first = owner.position[at]
         batch.seats[: self._seats] = given.seats
         batch.lengths[: self._seats] = torch.where(real, first + 1, 0)
-        self._grant(first + given.step_rows)
         places = (first - given.base) + torch.arange(self._rows + 1, device=first.device).unsqueeze(1)
         found = given.window.gather(0, places.long().clamp(0, self._window - 1))
         self._known.copy_(torch.where((places >= 0) & (places < self._window), found, -1))
-        guessed = torch.cat((torch.full_like(given.seats, -1).unsqueeze(0), owner.drafts[:, at]))
+        guessed = torch.cat((torch.full_like(given.seats, -1).unsqueeze(0), owner.drafts[: self._rows - 1, at]))
         fed = torch.where(self._known[: self._rows] >= 0, self._known[: self._rows], guessed)
         batch.inputs.copy_(fed.flatten())
+        guided = 1 + (fed[1:] >= 0).int().cumprod(0).sum(0, dtype=torch.int32)  # rows that have a token
+        self._grant(first + torch.minimum(given.step_rows, guided))
 
     def _verify(self, outputs: StepOutputs) -> None:
         owner, batch = self._owner, self.batch
@@ -179,13 +185,15 @@ class DraftStep:
         self._grant(position + self._given.step_rows - 1)
         _put(owner.position, self._given.seats, position, moved)
         _put(owner.sampler.last_token, self._given.seats, last, moved)
+        for unused in owner.drafts[self._rows - 1 :]:
+            _put(unused, self._given.seats, torch.full_like(last, -1), self._real())
 
     def _keep_first(self) -> None:
         self._keep(0, self._first_drafts.tokens.gather(0, self._last.long()))
 
     def _keep(self, number: int, tokens: Tensor) -> None:
-        """A draft that no row could take, past the granted rows, is any token."""
-        _put(self._owner.drafts[number], self._given.seats, tokens.clamp(min=0), self._real())
+        """-1: no row could take it, past the granted rows."""
+        _put(self._owner.drafts[number], self._given.seats, tokens, self._real())
 
     def _begin_further(self, number: int, further: DraftRows) -> None:
         owner, given, one = self._owner, self._given, self._one

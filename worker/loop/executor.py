@@ -50,7 +50,8 @@ from worker.group.agreement import Agreement, RoundKind, Wish, chunk_sizes
 from worker.group.group import Group
 from worker.loop.acceptance import drafts_kept
 from worker.loop.batch import RunningRequest, Status
-from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes
+from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes, step_seen
+from worker.loop.draft_length import DraftLengths
 from worker.loop.drafting import DraftSeats
 from worker.loop.grammars import MASK_WAIT_S, Grammars
 from worker.loop.output import Output
@@ -123,7 +124,9 @@ class Executor:
         self._lookahead = settings.lookahead_steps
         sampler = SamplerState.allocate(settings.seats, runner.info.vocab_size, settings.device)
         self._swap = Swap(streams, self.state, self.counters)
-        rows = StepRows(settings.draft_tokens)
+        rows = StepRows.of(settings)
+        self._lengths = DraftLengths(rows.draft_tokens) if rows.varies else None
+        self.counters.draft_tokens = 0 if rows.varies else rows.draft_tokens
         parts = (runner, streams, self.state, sampler, self._swap)
         vocab = runner.info.vocab_size
         drafting = (
@@ -249,10 +252,10 @@ class Executor:
 
     def _take_turn(self) -> bool:
         """Launch a chunk and a step, and read the steps beyond the lookahead; whether there was any."""
-        busy = self._launch_prompt()
+        prompt = busy = self._launch_prompt()
         ready = self._ready()
         if ready:
-            self._launch_step(ready)
+            self._launch_step(ready, is_alone=not prompt)
         busy |= self._read(self._lookahead if ready else 0)
         return busy or bool(ready)
 
@@ -615,14 +618,18 @@ class Executor:
             self._park(request)
         return ready
 
-    def _launch_step(self, ready: list[RunningRequest], rows: int = 0) -> None:
+    def _launch_step(self, ready: list[RunningRequest], rows: int = 0, *, is_alone: bool = True) -> None:
         """One step of `ready`, padded to `rows` at least."""
         self._seats.flush()
+        if self._lengths is not None:
+            self.counters.draft_tokens = self._lengths.choose(self._decoder.padded(len(ready)))
+            self.counters.draft_switches = self._lengths.switches
         now = self._clock()
         count = now - self._counted_at >= COUNTERS_INTERVAL_S
         if count:
             self._counted_at = now
-        self._decoder.launch(ready, now, count=count, rows=rows)
+        drafts = self.counters.draft_tokens
+        self._decoder.launch(ready, now, count=count, rows=rows, draft_tokens=drafts, is_alone=is_alone)
         held = [request for request in ready if request.grammar is not None]
         if held:
             self._read(0)
@@ -655,7 +662,10 @@ class Executor:
         while self._decoder.in_flight > keep:
             step = self._decoder.read()
             now = self._clock()
-            self.counters.stepped(now - max(step.launched_s, self._read_at))
+            seconds = now - max(step.launched_s, self._read_at)
+            self.counters.stepped(seconds)
+            if self._lengths is not None:
+                self._lengths.observe(step_seen(step, seconds))
             self._read_at = now
             tokens, undrawn = zip(step.requests, step.positions, step.tokens, strict=True), step.undrawn
             for number, (request, position, drawn) in enumerate(tokens):

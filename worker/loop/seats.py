@@ -74,7 +74,7 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
         max_chunks=sizing.max_chunks,
         max_slab_pages=sizing.max_slab_pages,
         tail_slots=capacity.tail_slots,
-        seat_rows=StepRows(settings.draft_tokens).rows,
+        seat_rows=StepRows.of(settings).rows,
         host=host,
         device=settings.device,
     )

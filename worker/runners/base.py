@@ -275,6 +275,11 @@ class DraftRunner(Runner, Protocol):
         """
         ...
 
+    def launch_draft_rows(self, streams: Streams, state: DeviceState, batch: StepBatch, draft: DraftRows) -> None:
+        """As `launch_draft` behind `launch_forward`, for the rows and index keys alone, so that a later step can draft:
+        no attention, no experts, no exchange, no drafts. Reads `draft.following`."""
+        ...
+
 
 class GroupRunner(Runner, Protocol):
     """The runner of a rank, which holds a share of the model's experts: all ranks launch the same rounds."""

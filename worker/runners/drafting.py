@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.encode import encode
-from kernels.rows import write_prompt_index_keys, write_slab_rows
+from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, StepBatch, real_rows
 from protocol.errors import InternalError
 from worker.runners import attention as mla
@@ -65,6 +65,14 @@ class Drafting:
         draft.tokens.copy_(tokens.masked_fill(~real, -1))
         if draft.logits is not None:
             draft.logits.copy_(logits)
+
+    def write_step(self, state: DeviceState, batch: StepBatch, entered: Tensor, angles: Angles) -> None:
+        """Rows and index keys of a step whose x is `entered` [B, 1, hidden]."""
+        layers, layer = self._layers, self.layer
+        inputs = layers.compress(layer, entered)
+        projected, index = layers.project(layer, inputs, angles), layers.project_index(layer, inputs, angles)
+        write_new_rows(state, layer.number, batch, encode(layers.rows, projected.rows.squeeze(1)))
+        write_index_keys(state, layer.group, batch, encode(layers.keys, index.keys.squeeze(1)))
 
     def write_prompt(
         self, state: DeviceState, seat: int, start: int, following: Tensor, hidden: Tensor, warm_start: Tensor | None

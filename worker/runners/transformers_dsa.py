@@ -326,6 +326,15 @@ class TransformersRunner:
         self._launch_layer(streams, scratch, state, batch, self._drafting.layer)
         compute.launch("draft", partial(self._draft, self._drafting, scratch, sampler, batch, draft))
 
+    def launch_draft_rows(self, streams: Streams, state: DeviceState, batch: StepBatch, draft: DraftRows) -> None:
+        """Two operations on `compute`. Raises InternalError without a draft layer."""
+        if self._drafting is None:
+            raise InternalError("this runner was loaded without the draft layer")
+        self._prepare(state)
+        scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
+        compute.launch("enter draft", partial(self._enter_draft, self._drafting, scratch, scratch, batch, draft))
+        compute.launch("write draft rows", partial(self._write_step_rows, self._drafting, scratch, state, batch))
+
     def _launch_layer(
         self,
         streams: Streams,
@@ -464,6 +473,12 @@ class TransformersRunner:
         scratch.hidden, scratch.angles = drafting.enter_step(batch, draft, hidden)
 
     @torch.inference_mode()
+    def _write_step_rows(
+        self, drafting: Drafting, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch
+    ) -> None:
+        drafting.write_step(state, batch, scratch.hidden, scratch.angles)
+
+    @torch.inference_mode()
     def _draft(
         self, drafting: Drafting, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch, draft: DraftRows
     ) -> None:
@@ -546,8 +561,8 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         deterministic_seats=settings.seats if settings.deterministic else 0,
         quantizes_rows=settings.matmul == W8A8,
         collectives=collectives,
-        rows_max=max(StepRows(settings.draft_tokens).rows * settings.seats, settings.prefill_chunk_tokens),
-        draft_tokens=settings.draft_tokens,
+        rows_max=max(StepRows.of(settings).rows * settings.seats, settings.prefill_chunk_tokens),
+        draft_tokens=settings.draft_tokens_max,
         halves_from=settings.decode_halves,
     )
     unit = prefix_unit_tokens(settings)

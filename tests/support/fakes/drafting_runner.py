@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.rows import write_prompt_index_keys, write_slab_rows
+from kernels.rows import write_index_keys, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, StepBatch, real_rows
 from tests.support.fakes.hash_runner import (
     SHARED,
@@ -70,6 +70,16 @@ class DraftingFakeRunner(FakeRunner):
         compute.launch("project", partial(self._project, scratch, state, batch, self.layers))
         swapped_in.launch_attention(streams, self.layers, partial(self._attend, scratch, state, self.layers))
         compute.launch("draft", partial(self._draft, len(batch.seats), batch, draft))
+
+    def launch_draft_rows(self, streams: Streams, state: DeviceState, batch: StepBatch, draft: DraftRows) -> None:
+        self._scratch_for(len(batch.seats), state.rows.device)
+        streams.compute.launch("enter draft", partial(self._enter_draft, len(batch.seats), draft))
+        streams.compute.launch("write draft rows", partial(self._write_rows, len(batch.seats), state, batch))
+
+    def _write_rows(self, rows: int, state: DeviceState, batch: StepBatch) -> None:
+        scratch, group = self._scratch[rows], self.geometry.group_of_layer[self.layers]
+        write_index_keys(state, group, batch, _bytes(keys_of(scratch.hidden, group).unsqueeze(1)))
+        self._project(scratch, state, batch, self.layers)
 
     def _write_prompt(
         self, chunk: Chunk, state: DeviceState, sampler: SamplerState, tokens: Tensor, following: Tensor | None

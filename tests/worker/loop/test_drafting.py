@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordinator.scheduling.validation import _mismatch
+from kernels.state import StepBatch
 from protocol.errors import ConfigError
 from protocol.messages import DRAFT_TOKENS_MAX, Finished
+from protocol.settings import DraftTokens
 from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
@@ -26,9 +29,10 @@ from tests.support.scheduler_rig import open_rig
 from tests.support.worker_rig import Logits, Rig
 from tests.worker.loop import test_model
 from tests.worker.runners.test_drafting import pair_of
+from worker.loop.decode import StepTokens
 from worker.loop.drafting import DraftStep
 from worker.runners import invariance
-from worker.runners.base import StepOutputs
+from worker.runners.base import DraftRows, StepOutputs
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import Streams, make_streams
@@ -229,7 +233,7 @@ def test_end_token_inside_a_draft_ends_the_output(lookahead: int) -> None:
     assert [it.generated_tokens for it in rig.coordinator.events if isinstance(it, Finished)] == [place + 1]
     rig.check_end()
     assert place == 6
-    assert rig.coordinator.drafts[1] == (6, 4), "of three steps: what was launched behind the last is no part of it"
+    assert rig.coordinator.drafts[1] == (4, 4), "of two steps: the first has none, one behind the last is no part of it"
 
 
 def test_drafts_within_a_stop_string_are_not_in_the_output() -> None:
@@ -498,3 +502,95 @@ def test_planted_bug_gives_wrong_tokens(
         assert rig.coordinator.admit(rig.coordinator.create(number, *sizes, seed=number), hot_slots)
     rig.run()
     assert rig.wrong()
+
+
+# ---------------------------------------------------------------- a number that changes from step to step
+
+
+def choose_at_random(rig: DraftRig, seed: int) -> list[int]:
+    """Drawn numbers of drafts in place of those that pay; returned as they are chosen."""
+    chance, chosen = random.Random(seed), list[int]()
+
+    def choose(_: int) -> int:
+        chosen.append(chance.choice((0, 0, 1, 2, 3, 4, 4)))
+        return chosen[-1]
+
+    assert rig.executor._lengths is not None
+    rig.executor._lengths.choose = choose  # type: ignore[method-assign]
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("percent", "hot_slots", "lookahead"), [(100, 0, 0), (100, 128, 1), (60, 64, 1), (0, 128, 1), (80, 0, 1)]
+)
+def test_tokens_are_those_of_plain_decoding_while_the_number_changes(
+    percent: int, hot_slots: int, lookahead: int
+) -> None:
+    rig = DraftRig(None, drafting_settings("auto", lookahead_steps=lookahead, device_mem="1MiB"), percent)
+    chosen = choose_at_random(rig, percent + lookahead)
+    decoded(rig, hot_slots)
+    assert len(set(chosen)) >= 4
+    if percent == 100 and hot_slots != 64:
+        assert rig.executor.counters.accepted_tokens > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_and_orders_of_streams_change_no_token_while_the_number_changes(seed: int) -> None:
+    settings = drafting_settings("auto", lookahead_steps=seed % 2)
+    rig = DraftRig(make_streams("simulated", seed), settings, 70)
+    choose_at_random(rig, seed)
+    a_day(rig)
+
+
+def test_drafts_behind_steps_without_drafts_are_as_good() -> None:
+    """Those steps write the draft layer's rows all the same, from the model's states: drafts are those of a worker that
+    drafts in all steps."""
+    always, at_times = draft_by_position(1), draft_by_position("auto")
+    assert len(at_times) > 10
+    assert all(always[place] == token for place, token in at_times.items())
+
+
+def draft_by_position(draft_tokens: DraftTokens) -> dict[int, int]:
+    """What the runner's own draft layer draws for each position. The number is 0 and 1 in turn, or 1."""
+    rig, drawn = DraftRig(None, drafting_settings(draft_tokens, device_mem="1MiB"), None), dict[int, int]()
+    if rig.executor._lengths is not None:
+        numbers = cycle((0, 0, 1))
+        rig.executor._lengths.choose = lambda _: next(numbers)  # type: ignore[method-assign]
+    draw = rig.runner._draft  # type: ignore[attr-defined]
+
+    def draw_and_keep(rows: int, batch: StepBatch, draft: DraftRows) -> None:
+        draw(rows, batch, draft)
+        first = int(batch.lengths[0])
+        if first:
+            drawn[first + 1] = int(draft.tokens[0])
+
+    rig.runner._draft = draw_and_keep  # type: ignore[attr-defined]
+    life = rig.coordinator.create(0, 65, 50)
+    assert rig.coordinator.admit(life, 0)
+    rig.run()
+    assert not rig.wrong()
+    return drawn
+
+
+@pytest.mark.parametrize(("percent", "seconds"), [(100, 0.01), (0, 0.5)])
+def test_number_is_the_one_that_pays(percent: int, seconds: float) -> None:
+    """By a clock on which a step takes `seconds` longer for each draft."""
+    rig = DraftRig(None, drafting_settings("auto", device_mem="1MiB", lookahead_steps=0), percent)
+    executor, now = rig.executor, 0.0
+    read = executor._decoder.read
+
+    def read_and_wait() -> StepTokens:
+        nonlocal now
+        step = read()
+        now += 1.0 + seconds * step.draft_tokens
+        return step
+
+    executor._decoder.read = read_and_wait  # type: ignore[method-assign]
+    executor._clock, executor._read_at = lambda: now, now
+    life = rig.coordinator.create(0, 33, 440)
+    assert rig.coordinator.admit(life, 0)
+    rig.run()
+    assert not rig.wrong()
+    assert executor.counters.draft_tokens == (4 if percent else 0)
+    assert bool(executor.counters.draft_switches) == bool(percent)
+    assert now < (440 * 0.6 if percent else 440 * 1.05)
