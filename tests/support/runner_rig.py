@@ -134,10 +134,17 @@ class Rig:
         return outputs.tokens[: len(seats)].tolist(), outputs.logits[: len(seats)].clone()
 
     def draft(
-        self, seats: Sequence[int], following: Sequence[int], *, further: bool = False, rows: int = 0
+        self,
+        seats: Sequence[int],
+        following: Sequence[int],
+        *,
+        further: bool = False,
+        rows: int = 0,
+        rows_alone: bool = False,
     ) -> DraftRows:
         """Drafts, with logits, of the step of these `seats` and `rows` that ran last, and of the tokens `following`.
-        With `further` drafts: of what the launch before drafted, one position later."""
+        With `further` drafts: of what the launch before drafted, one position later. With `rows_alone` the layer's rows
+        and index keys, and no drafts."""
         step, runner = self._step(rows or len(seats)), cast(DraftRunner, self.runner)
         count = len(step.batch.seats)
         draft = DraftRows.allocate(count, source_rows=count if further else 0, vocab_size=self.runner.info.vocab_size)
@@ -149,7 +156,10 @@ class Rig:
             self._fill(step.batch, seats, [self.lengths[seat] for seat in seats], [-1] * len(seats))
             self.streams.compute.launch("begin", lambda: begin_step(self.state, step.batch, step.plan))
         self._drafted = list(seats)
-        runner.launch_draft(self.streams, self.state, self.sampler, step.batch, draft)
+        if rows_alone:
+            runner.launch_draft_rows(self.streams, self.state, step.batch, draft)
+        else:
+            runner.launch_draft(self.streams, self.state, self.sampler, step.batch, draft)
         self.streams.compute.record("sampled").wait()
         return draft
 

@@ -161,7 +161,8 @@ class DraftLengths:
         size, before, self._before = self._size(seen.seats), self._before, seen.draft_tokens
         drafted = min(before, seen.draft_tokens)  # the step before drafted no more
         pairs = zip(self._shares[:drafted], seen.holding, strict=False)
-        if any([share.add(holding, seen.requests) for share, holding in pairs]):
+        changes = [share.add(holding, seen.requests) for share, holding in pairs]
+        if any(changes):
             self._shares[drafted:] = [_Share() for _ in self._shares[drafted:]]  # deeper ones are of other prompts
         if seen.seconds is not None:
             self._pay(size, seen, seen.seconds)

@@ -304,6 +304,12 @@ def test_model_gives_the_tokens_of_plain_decoding(family: str) -> None:
         assert decode_model(rig, hot_slots) == plain
         assert rig.executor.counters.drafted_tokens
         assert rig.executor.counters.accepted_tokens or percent is None
+    rig = DraftRig(
+        None, drafting_settings("auto", **sizes), 70, runner=copy(runner), expected=lambda life: plain[life.number]
+    )
+    chosen = choose_at_random(rig, 1)
+    assert decode_model(rig, 128) == plain
+    assert len(set(chosen)) > 2
 
 
 def write_predictable(path: Path, family: str) -> Path:

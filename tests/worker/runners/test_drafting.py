@@ -154,6 +154,23 @@ def test_drafts_of_steps_are_those_of_the_library(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("hot_slots", [0, 64])
+def test_steps_without_drafts_write_what_later_drafts_read(family: str, hot_slots: int) -> None:
+    """The layer attends to the rows of all steps, of which every third one drafts."""
+    pair = pair_of(family)
+    rig, known = opened(pair, hot_slots=hot_slots)
+    for number in range(STEPS):
+        draft = rig.draft([0, 1], stepped(rig, known), rows_alone=number % 3 < 2)
+        if number % 3 < 2:
+            assert draft.tokens.tolist() == [-1, -1]
+            continue
+        assert draft.logits is not None
+        for seat in range(2):
+            torch.testing.assert_close(draft.logits[seat], wanted_logits(pair, known[seat]), **CLOSE)
+    assert not rig.state.tripwires.any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_of_an_fp8_checkpoint_are_those_of_its_decoded_weights(tmp_path: Path, family: str) -> None:
     """FP8 is kept in ours, and decoded for the library's."""
     write_tiny_checkpoint(tmp_path, family, index_topk=TOPK, fp8=True, powers_of_two=family == "glm-5")
