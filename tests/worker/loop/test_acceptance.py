@@ -342,9 +342,9 @@ def takes_known_tokens_twice(patch: pytest.MonkeyPatch) -> None:
 def keeps_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
     settle = RowProgress.settle
 
-    def settle_alone(progress: RowProgress, accepted: int) -> None:
+    def settle_alone(progress: RowProgress, accepted: int, rows: int = 0) -> None:
         position = progress.position
-        settle(progress, accepted)
+        settle(progress, accepted, rows)
         progress.position = position
 
     patch.setattr(RowProgress, "settle", settle_alone)
