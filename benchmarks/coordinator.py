@@ -4,8 +4,9 @@
     process 2, core B   fake workers, one client subscribed to every request, one admin; over real ipc sockets
 
 Fake workers keep the worker's side of the protocol (numbered reports and commands, acknowledgements, granted pages:
-a request out of granted pages waits) and compute nothing. The client checks every position of every request for gaps,
-repeats and wrong tokens; one error fails the run.
+a request out of granted pages waits) and compute nothing. They report what commands led to as often as a worker does,
+at most each REPORT_INTERVAL_S; Released goes at once, so that a round trip is the coordinator's. The client checks
+every position of every request for gaps, repeats and wrong tokens; one error fails the run.
 
     admissions_per_s      submissions accepted by the gateway and admitted at a worker, all requests at once
     token_events_per_s    tokens that reached the client, at the offered rate (--rate; 0: as fast as it goes)
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import shutil
 import statistics
 import subprocess
@@ -34,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -42,13 +44,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import trio
+import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from protocol import messages
 from protocol.arrays import pack_int32, pack_int64, unpack_int32
 from protocol.errors import HiSparseError
-from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, WORKER_MESSAGE_BYTES_MAX
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION
 from protocol.transport.dealer import DealerSocket
 
 WORKERS: Final = 16
@@ -59,6 +62,10 @@ PAGE_TOKENS: Final = 64
 SUBMIT_WINDOW: Final = 512
 #: Reports of one worker not yet acknowledged; a step that finds the window full is put off.
 REPORT_WINDOW: Final = 8
+#: Messages to and from one worker that libzmq holds, each way.
+QUEUE_MESSAGES: Final = 10_000
+#: As worker.report_interval_ms: time between two reports of what commands led to.
+REPORT_INTERVAL_S: Final = 0.02
 PROBE_INTERVAL_S: Final = 0.02
 #: Probes at the same time, and those that have ended and are listed.
 PROBES_MAX: Final = 8_192
@@ -88,7 +95,7 @@ class Load:
     workers: int = WORKERS
     groups: int = 0
     rate: float = 0.0  # token events per second; 0: as fast as it goes
-    is_running: bool = False
+    running: trio.Event = field(default_factory=trio.Event)
     admitted: int = 0
     all_admitted: trio.Event = field(default_factory=trio.Event)
     token_events: int = 0
@@ -115,18 +122,30 @@ class FakeWorker:
         self._events: list[messages.Event] = []
         self._reports = 0
         self._reports_acked = 0
-        self._reporting = trio.Lock()
         self._command_ack = 0
+        self._command_ack_sent = 0
+        self._applied = trio.Event()
+        self._is_receiving = False
+        self.welcome = trio.Event()
         self._beats = 0
 
-    async def run(self, endpoint: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        self._dealer = await DealerSocket.connect(endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX)
-        await self._say(self._hello())
+    def connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> int:
+        """Connect and say hello; returns the descriptor that is readable when there may be messages. The context's end
+        closes the socket."""
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        self._socket.connect(endpoint)
+        self._say(self._hello())
+        return int(self._socket.getsockopt(zmq.FD))
+
+    async def run(self) -> None:
+        """Once it is welcome. Messages that come are `receive`d by the task of FakeWorkers."""
         async with trio.open_nursery() as nursery:
-            await nursery.start(self._listen)
             nursery.start_soon(self._step)
+            nursery.start_soon(self._answer)
             nursery.start_soon(self._beat)
-            task_status.started()
 
     def _hello(self) -> messages.WorkerHello:
         rows, workers, groups = self._load.requests, self._load.workers, self._load.groups
@@ -150,24 +169,35 @@ class FakeWorker:
         about = f"bench-node-{node:02}", 1, os.getpid(), 0, 0, 1, MODEL, capacity
         return messages.WorkerHello(PROTOCOL_VERSION, self.name, *about, member=member)
 
-    async def _listen(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        while True:
-            for frame in await self._dealer.recv_batch():
-                match messages.decode_coordinator(frame):
-                    case messages.WorkerWelcome():
-                        task_status.started()
-                    case messages.Commands(first=first, commands=commands):
-                        if first > self._command_ack + 1:
-                            raise BenchmarkError(f"command {first} came after {self._command_ack}")
-                        fresh = commands[self._command_ack + 1 - first :]  # a busy generator is sent some again
-                        self._command_ack += len(fresh)
-                        for command in fresh:
-                            self._apply(command)
-                        await self._report(None)
-                    case messages.ReportAck(number=number):
-                        self._reports_acked = max(self._reports_acked, number)
-                    case message:
-                        raise BenchmarkError(f"{self.name} was told {message}")
+    def receive(self) -> None:
+        """Take all messages that have arrived, also those that come while some are answered."""
+        with suppress(zmq.Again):
+            while not self._is_receiving:
+                frame = self._socket.recv(zmq.NOBLOCK)
+                self._is_receiving = True
+                try:
+                    self._hear(messages.decode_coordinator(frame))
+                finally:
+                    self._is_receiving = False
+
+    def _hear(self, message: messages.CoordinatorMessage) -> None:
+        match message:
+            case messages.WorkerWelcome():
+                self.welcome.set()
+            case messages.Commands(first=first, commands=commands):
+                if first > self._command_ack + 1:
+                    raise BenchmarkError(f"command {first} came after {self._command_ack}")
+                fresh = commands[self._command_ack + 1 - first :]  # a busy generator is sent some again
+                self._command_ack += len(fresh)
+                for command in fresh:
+                    self._apply(command)
+                self._applied.set()
+                if any(isinstance(command, messages.Withdraw) for command in fresh):
+                    self._report(None)
+            case messages.ReportAck(number=number):
+                self._reports_acked = max(self._reports_acked, number)
+            case _:
+                raise BenchmarkError(f"{self.name} was told {message}")
 
     def _apply(self, command: messages.Command) -> None:
         match command:
@@ -204,16 +234,18 @@ class FakeWorker:
 
     async def _step(self) -> None:
         """A decode step for all requests, at the offered rate; workers keep their distance from one another."""
-        load, step_at = self._load, trio.current_time()
+        load = self._load
+        await load.running.wait()
+        step_at = trio.current_time()
         while True:
             interval_s = load.requests / load.rate if load.rate else 0.001
             phase_s = self._index / load.workers * interval_s
             step_at = max(step_at + interval_s, trio.current_time() - interval_s)
             await trio.sleep_until(step_at + phase_s)
-            while not load.is_running or self._reports - self._reports_acked >= REPORT_WINDOW:
-                load.stalled_steps += load.is_running
+            while self._reports - self._reports_acked >= REPORT_WINDOW:
+                load.stalled_steps += 1
                 await trio.sleep(0.001)
-            await self._report(self._decode())
+            self._report(self._decode())
 
     def _decode(self) -> messages.Progress:
         count = len(self._row_of)
@@ -229,20 +261,64 @@ class FakeWorker:
             durables=pack_int32(PROMPT_TOKENS + starts),
         )
 
-    async def _report(self, progress: messages.Progress | None) -> None:
-        async with self._reporting:  # numbers are taken and sent in one order
-            events, self._events = tuple(self._events), []
-            self._reports += 1
-            await self._say(messages.Report(self._reports, 1, self._command_ack, progress, events))
+    async def _answer(self) -> None:
+        """Report what commands led to, as often as a worker does (worker/link/link.py)."""
+        while True:
+            await self._applied.wait()
+            self._applied = trio.Event()
+            if self._command_ack > self._command_ack_sent:  # no other report took it
+                self._report(None)
+                await trio.sleep(REPORT_INTERVAL_S)
+
+    def _report(self, progress: messages.Progress | None) -> None:
+        """With what commands led to since the last report."""
+        events, self._events = tuple(self._events), []
+        self._reports += 1
+        self._command_ack_sent = self._command_ack
+        self._say(messages.Report(self._reports, 1, self._command_ack, progress, events))
 
     async def _beat(self) -> None:
         while True:
             self._beats += 1
-            await self._say(messages.Heartbeat(1, self._command_ack, self._beats, self._beats, 1e4))
+            self._say(messages.Heartbeat(1, self._command_ack, self._beats, self._beats, 1e4))
             await trio.sleep(HEARTBEAT_INTERVAL_S)
 
-    async def _say(self, message: messages.WorkerMessage) -> None:
-        await self._dealer.send(messages.encode(message))
+    def _say(self, message: messages.WorkerMessage) -> None:
+        """Raises BenchmarkError when QUEUE_MESSAGES wait: the coordinator is far behind."""
+        try:
+            self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise BenchmarkError(f"{QUEUE_MESSAGES} messages of {self.name} wait to be sent") from error
+        self.receive()  # what came meanwhile: the send may have taken the note of it off the descriptor
+
+
+class FakeWorkers:
+    """All workers, their sockets behind one descriptor: a task and a DealerSocket for each would cost more than what a
+    coordinator does for a message, and the generator would be what is measured."""
+
+    def __init__(self, load: Load) -> None:
+        self._workers = [FakeWorker(index, load) for index in range(load.workers)]
+
+    async def run(self, endpoint: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Start once all workers are welcome."""
+        with zmq.Context() as context, select.epoll() as ready:
+            by_descriptor = {worker.connect(context, endpoint): worker for worker in self._workers}
+            for descriptor in by_descriptor:
+                ready.register(descriptor, select.EPOLLIN)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._listen, ready, by_descriptor)
+                with trio.fail_after(START_LIMIT_S):
+                    for worker in self._workers:
+                        await worker.welcome.wait()
+                        nursery.start_soon(worker.run)
+                task_status.started()
+
+    @staticmethod
+    async def _listen(ready: select.epoll, by_descriptor: dict[int, FakeWorker]) -> None:
+        while True:
+            await trio.lowlevel.wait_readable(ready.fileno())
+            for descriptor, _ in ready.poll(0):
+                by_descriptor[descriptor].receive()
 
 
 # ---------------------------------------------------------------- the client
@@ -349,6 +425,7 @@ class CheckingClient:
 class Admissions:
     per_s: float
     cpu_us: float
+    generator_cpu_us: float
 
 
 @dataclass(frozen=True)
@@ -367,6 +444,7 @@ class Result:
     submit_ack_p99_ms: float
     admissions_per_s: float
     admission_cpu_us: float
+    admission_generator_cpu_us: float
     token_event_cpu_us: float
     coordinator_core_share: float
     generator_core_share: float
@@ -381,10 +459,9 @@ async def run_phases(
     load = Load(options.requests, workers, options.groups * workers // options.workers)
     client = CheckingClient(load)
     async with trio.open_nursery() as nursery:
-        for index in range(workers):
-            await nursery.start(FakeWorker(index, load).run, endpoints["worker"])
+        await nursery.start(FakeWorkers(load).run, endpoints["worker"])
         await nursery.start(client.run, endpoints["client"])
-        start, cpu_s = time.perf_counter(), _cpu_s(coordinator_pid)
+        start, cpu_s, own_cpu_s = time.perf_counter(), _cpu_s(coordinator_pid), time.process_time()
         with trio.fail_after(PHASE_LIMIT_S):
             for number in range(options.requests):
                 await client.submit(number)
@@ -392,8 +469,10 @@ async def run_phases(
         placements = Admissions(
             per_s=options.requests / (time.perf_counter() - start),
             cpu_us=1e6 * (_cpu_s(coordinator_pid) - cpu_s) / options.requests,
+            generator_cpu_us=1e6 * (time.process_time() - own_cpu_s) / options.requests,
         )
-        load.rate, load.is_running = options.rate, True
+        load.rate = options.rate
+        load.running.set()
         await trio.sleep(1.0)
         result = await _measure(load, client, coordinator_pid, options, placements)
         nursery.cancel_scope.cancel()
@@ -431,6 +510,7 @@ async def _measure(
         submit_ack_p99_ms=float(np.percentile(acks_ms, 99)),
         admissions_per_s=placements.per_s,
         admission_cpu_us=placements.cpu_us,
+        admission_generator_cpu_us=placements.generator_cpu_us,
         token_event_cpu_us=1e6 * coordinator_cpu_s / events,
         coordinator_core_share=coordinator_cpu_s / elapsed_s,
         generator_core_share=generator_cpu_s / elapsed_s,

@@ -215,14 +215,15 @@ async def scrape_under_load(endpoints: dict[str, str], url: str, requests: int, 
     load = fleet.Load(requests)
     client = fleet.CheckingClient(load)
     async with trio.open_nursery() as nursery:
-        for index in range(fleet.WORKERS):
-            await nursery.start(fleet.FakeWorker(index, load).run, endpoints["worker"])
+        await nursery.start(fleet.FakeWorkers(load).run, endpoints["worker"])
         await nursery.start(client.run, endpoints["client"])
         with trio.fail_after(fleet.PHASE_LIMIT_S):
             for number in range(requests):
                 await client.submit(number)
             await load.all_admitted.wait()
-        load.rate, load.is_running = rate, rate > 0
+        load.rate = rate
+        if rate:
+            load.running.set()
         await trio.sleep(2.0)
         scrapes = []
         for _ in range(SCRAPES):
