@@ -461,9 +461,11 @@ async def run_phases(
     async with trio.open_nursery() as nursery:
         await nursery.start(FakeWorkers(load).run, endpoints["worker"])
         await nursery.start(client.run, endpoints["client"])
-        start, cpu_s, own_cpu_s = time.perf_counter(), _cpu_s(coordinator_pid), time.process_time()
+        begin, start, cpu_s, own_cpu_s = trio.current_time(), time.perf_counter(), _cpu_s(coordinator_pid), time.process_time()
         with trio.fail_after(PHASE_LIMIT_S):
             for number in range(options.requests):
+                if options.admit_rate:
+                    await trio.sleep_until(begin + number / options.admit_rate)
                 await client.submit(number)
             await load.all_admitted.wait()
         placements = Admissions(
@@ -622,6 +624,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--admit-rate", type=float, default=0.0, help="requests submitted per second; 0: all at once")
     parser.add_argument("--rate", type=float, default=220_000.0, help="token events offered per second; 0: no limit")
     parser.add_argument(
         "--journal",

@@ -299,7 +299,7 @@ class _Plan:
 
     def _crowding(self, worker: WorkerEntry) -> int:
         """Of a rank, the fewer requests, the better."""
-        return -len(worker.ranks) - self.promised[worker.name] if self.has_groups else 0
+        return -len(worker.ranks) - self.promised.get(worker.name, 0) if self.has_groups else 0
 
     def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
         """Whether poison detection lets it: a suspect waits its turn, and blocks like a request that waits for room."""

@@ -13,7 +13,8 @@ in its place when it comes to the top. A rank that a request is told to leave st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
+from operator import neg
 from typing import NamedTuple, TypeAlias
 
 from coordinator.scheduling.entries import WorkerEntry
@@ -46,23 +47,24 @@ class WorkerOrder:
         self, fits: Callable[[WorkerEntry], bool], is_better: Callable[[WorkerEntry], bool]
     ) -> WorkerEntry | None:
         """The first that fits and is better; else the first that fits; None: none does."""
+        heap = self._heap
         passed: list[_Place] = []
         found: WorkerEntry | None = None
-        while self._heap:
-            place = heappop(self._heap)
+        while heap:
+            place = heap[0]
             now = self._place(place.worker)
             if now.negated != place.negated:
-                heappush(self._heap, now)
+                heapreplace(heap, now)
                 continue
-            passed.append(place)
             if fits(place.worker):
                 if is_better(place.worker):
                     found = place.worker
                     break
                 found = found or place.worker
+            passed.append(heappop(heap))
         for place in passed:
-            heappush(self._heap, place)
+            heappush(heap, place)
         return found
 
     def _place(self, worker: WorkerEntry) -> _Place:
-        return _Place(tuple(-it for it in self._standing_of(worker)), worker)
+        return _Place(tuple(map(neg, self._standing_of(worker))), worker)
