@@ -959,7 +959,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     `command_ack`: the last command applied. Reports `report_first` to `report_next` - 1 were not acknowledged.
     `inventory`: rows of the placements that it still has, or whose Released was not acknowledged
     (protocol/inventory.py). `receiver` describes how other nodes send it host pages (worker/transfer); empty: it
-    receives none.
+    receives none. `first_epoch`: that of this process, which begins another one only without requests; 0: unknown.
     """
 
     protocol: int
@@ -976,6 +976,7 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     report_first: int = 1
     receiver: bytes = b""
     member: GroupMember | None = None
+    first_epoch: int = 0
 
 
 class Progress(Part, frozen=True):

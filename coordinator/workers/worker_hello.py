@@ -13,7 +13,9 @@
                                                      a worker begins a new epoch only without requests
                                  another process     NameTaken
 
-Process 0 is not attested: it equals no process and proves nothing.
+Process 0 is not attested: it equals no process. Over tcp a process is known by the numbers of its epochs: the first is
+the time of its start, later ones count on, and the hello says which was the first. So an earlier epoch between the two
+was its own.
 """
 
 from __future__ import annotations
@@ -57,11 +59,18 @@ def judge(hello: WorkerHello, process: int, known: KnownWorker | None, incarnati
         if hello.incarnation_seen == incarnation:
             raise WrongState("this epoch is not known", field="epoch", value=hello.epoch, remedy="begin a new one")
         return Course.SEND_AWAY
-    if known is not None and known.process == process != 0:
+    if known is not None and _is_same(hello, process, known):
         return Course.SUCCEED
     if known is not None and not known.is_down:
         raise _taken(hello, known)
     return Course.JOIN
+
+
+def _is_same(hello: WorkerHello, process: int, known: KnownWorker) -> bool:
+    """Whether the process of a new epoch is that of the known one."""
+    if process or known.process:
+        return process == known.process
+    return 0 < hello.first_epoch <= known.epoch < hello.epoch
 
 
 def _check(hello: WorkerHello, incarnation: int) -> None:

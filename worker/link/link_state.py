@@ -165,6 +165,7 @@ class LinkState:
         self.incarnation = 0
         self.command_ack = 0
         self.stopping = False
+        self._first_epoch = outbox.epoch
         self._next_incarnation = 0
         self._heard_at = 0.0
         self._asked_at = -REPLAY_ASK_INTERVAL_S
@@ -216,6 +217,7 @@ class LinkState:
             report_first=self.outbox.first_number,
             receiver=me.receiver,
             member=me.member,
+            first_epoch=self._first_epoch,
         )
 
     # ---------------------------------------------------------------- messages

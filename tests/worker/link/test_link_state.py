@@ -257,6 +257,10 @@ def test_epoch_declared_down_is_emptied_and_replaced() -> None:
     state.outbox.add_event(Released(1, 0))
     assert state.may_connect()
     assert (state.outbox.epoch, state.incarnation) == (11, 1)
+    (action,) = state.connected(0.0)
+    assert isinstance(action, Send)
+    assert isinstance(action.message, WorkerHello)
+    assert (action.message.first_epoch, action.message.epoch) == (10, 11)
 
 
 def test_silence_is_probed_and_then_ends_the_connection() -> None:
