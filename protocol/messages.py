@@ -386,11 +386,13 @@ class ReleaseQuarantine(Message, frozen=True, tag="release_quarantine"):
     """Free the quarantined pages of these workers' lost epochs.
 
     The operator vouches that the processes of these epochs are gone, when the coordinator has no proof. A process that
-    still runs would overwrite pages of other requests.
+    still runs would overwrite pages of other requests. `died`: a supervisor has seen each process end while it ran
+    requests, which counts against them (coordinator.scheduling.poison).
     """
 
     tag: int
     workers: Names
+    died: bool = False
 
 
 class ForgetWorkers(Message, frozen=True, tag="forget_workers"):

@@ -316,7 +316,7 @@ def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
             m.workers, peer.owner, handover=m.handover, deadline_s=m.deadline_s
         ),
         messages.UndrainWorkers: lambda peer, m: it.undrain(m.workers, peer.owner),
-        messages.ReleaseQuarantine: lambda peer, m: it.release_quarantine(m.workers, peer.owner),
+        messages.ReleaseQuarantine: lambda peer, m: it.release_quarantine(m.workers, peer.owner, died=m.died),
         messages.ForgetWorkers: lambda _, m: it.forget_workers(m.workers),
         messages.DropPrefixes: lambda peer, m: it.drop_prefixes(m.prefix_ids, m.owners, peer.owner),
         messages.StopCoordinator: lambda peer, m: it.stop(m.deadline_s, peer.owner),

@@ -190,11 +190,11 @@ class SchedulerApi(Actor[Message]):
         """Compare what all workers hold with the ledgers: who was audited, and what two audits in a row found."""
         return await self.ask(lambda reply: events.AuditAsk(owner, reply))
 
-    async def release_quarantine(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
+    async def release_quarantine(self, workers: tuple[str, ...], owner: str, *, died: bool = False) -> tuple[str, ...]:
         """Take the operator's word that the lost epochs of these workers are gone, all or none. See
         messages.ReleaseQuarantine. Raises NotFound for a worker without such an epoch."""
         check_writes(self._journal)
-        return await self.ask(lambda reply: events.ReleaseAsk(workers, owner, reply))
+        return await self.ask(lambda reply: events.ReleaseAsk(workers, owner, died, reply))
 
     async def forget_workers(self, workers: tuple[str, ...]) -> tuple[str, ...]:
         """List these disconnected workers no longer, all or none. Raises NotFound, and WrongState for one that is

@@ -31,11 +31,12 @@ def carry_out(
 
 
 def release_quarantine(
-    workers: Sequence[str], ledgers: Mapping[str, Ledger], dispatch: Dispatch
+    workers: Sequence[str], ledgers: Mapping[str, Ledger], dispatch: Dispatch, *, died: bool = False
 ) -> tuple[list[Effects], tuple[str, ...]]:
     """What follows from an operator's word that these workers' lost epochs are gone, and one line per worker.
 
-    No evidence against requests follows: no process was seen to die. Raises NotFound, with nothing done.
+    An operator's word is no evidence against requests. A supervisor's is, which saw the process of the last epoch end:
+    `died`. Raises NotFound, with nothing done.
     """
     names = tuple(dict.fromkeys(workers))
     epochs = {name: sorted({epoch for it in ledgers.values() for epoch in it.unproved(name)}) for name in names}
@@ -44,7 +45,11 @@ def release_quarantine(
             raise NotFound(
                 "has nothing in quarantine", field="worker", value=name[:NAME_CHARS_MAX], remedy="see: hisparse pool"
             )
-    effects = [dispatch.worker_exited(name, epoch, died=False) for name in names for epoch in epochs[name]]
+    effects = [
+        dispatch.worker_exited(name, epoch, died=died and epoch == epochs[name][-1])
+        for name in names
+        for epoch in epochs[name]
+    ]
     return effects, tuple(f"{name}: released what its lost epochs {epochs[name]} had" for name in names)
 
 

@@ -155,10 +155,12 @@ class DrainAsk(msgspec.Struct, frozen=True):
 
 
 class ReleaseAsk(msgspec.Struct, frozen=True):
-    """An operator's word that the processes of these workers' lost epochs are gone."""
+    """An operator's word that the processes of these workers' lost epochs are gone. `died`: a supervisor's, which has
+    seen the last ones end."""
 
     workers: tuple[str, ...]
     owner: str
+    died: bool
     reply: Reply[tuple[str, ...]]
 
 

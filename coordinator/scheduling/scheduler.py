@@ -403,10 +403,12 @@ class Scheduler(SchedulerApi):
         """What was done, and in one phrase."""
         if isinstance(ask, events.DropPrefixesAsk):
             return self._drop_prefixes(ask, turn), "the prefixes were dropped"
-        effects, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch)
+        if ask.died:
+            self._refresh(self._placement_table.entries.values())
+        effects, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch, died=ask.died)
         for each in effects:
             turn.take(each)
-        log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner))
+        log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner, died=ask.died))
         return lines, "the quarantine was released"
 
     # ---------------------------------------------------------------- requests

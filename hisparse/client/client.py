@@ -227,9 +227,12 @@ class Client:
         """Place requests on these workers (none named: all) again."""
         return await self._do(lambda tag: messages.UndrainWorkers(tag, ids(workers)))
 
-    async def release_quarantine(self, workers: Sequence[str]) -> tuple[str, ...]:
-        """Vouch that the processes of these workers' lost epochs are gone: see messages.ReleaseQuarantine."""
-        return await self._do(lambda tag: messages.ReleaseQuarantine(tag, ids(workers)))
+    async def release_quarantine(self, workers: Sequence[str], *, died: bool = False) -> tuple[str, ...]:
+        """Vouch that the processes of these workers' lost epochs are gone: see messages.ReleaseQuarantine.
+
+        `died`: the caller has seen them end, which is evidence against the requests that they ran.
+        """
+        return await self._do(lambda tag: messages.ReleaseQuarantine(tag, ids(workers), died))
 
     async def forget(self, workers: Sequence[str]) -> tuple[str, ...]:
         """List these disconnected workers, or those of these groups, no longer: see messages.ForgetWorkers."""

@@ -12,6 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from coordinator.scheduling.lifecycle import TERMINAL
+from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.scheduler import DEADLINE_MAX_S, GRANTED_ALL
 from protocol import messages
 from protocol.arrays import pack_int32, pack_int64
@@ -389,6 +390,26 @@ async def test_worker_that_may_still_write_pages_is_not_forgotten(autojump_clock
             await rig.scheduler.forget_workers(("w0",))
         await rig.scheduler.release_quarantine(("w0",), "test")  # the remedy
         assert await rig.scheduler.forget_workers(("w0",)) == ("w0: forgotten",)
+
+
+@pytest.mark.parametrize("died", [True, False], ids=["supervisor", "operator"])
+async def test_word_of_a_supervisor_counts_against_requests_and_that_of_an_operator_does_not(
+    autojump_clock: MockClock, died: bool
+) -> None:
+    """A supervisor on the worker's node has seen its process end; an operator only vouches that it is gone."""
+    async with open_rig() as rig:
+        for _ in range(POISON_STRIKES):
+            await rig.add_worker("w0")
+            if not rig.live():
+                await rig.submit("r!", 100, 1_000)
+            await rig.run_until("r!", "PREFILLING")
+            rig.lose_worker("w0", proved=False)
+            await rig.settle()
+            await rig.scheduler.release_quarantine(("w0",), "test", died=died)
+            await rig.settle()
+        row, _ = rig.scheduler.describe("r!")
+        assert (row.state == "FAILED") == died
+        assert ("its worker died 6 times" in row.reason) == died
 
 
 async def test_disconnected_ranks_are_forgotten_by_their_group() -> None:

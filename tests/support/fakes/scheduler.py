@@ -115,7 +115,7 @@ class FakeScheduler:
         self._record("undrain", workers)
         return workers
 
-    async def release_quarantine(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
+    async def release_quarantine(self, workers: tuple[str, ...], owner: str, *, died: bool = False) -> tuple[str, ...]:
         self._record("release_quarantine", workers)
         return workers
 
