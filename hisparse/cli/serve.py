@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: As messages.ROLES, without importing the protocol.
 ROLES: Final = ("prefill", "decode", "both")
+#: Where workers of nodes that Ray knows receive pages, until their node is chosen.
+ANY_NODE: Final = "tcp://0.0.0.0:0"
 LOG_SETTINGS: Final = (
     Setting("--log-level", "cluster.log_level", "debug, info, warning or error."),
     Setting("--log-format", "cluster.log_format", "logfmt or json."),
@@ -176,13 +178,21 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--groups", type=click.IntRange(1, 1024), help="With --ray: groups of workers to start.")
 @click.option("--apart", is_flag=True, help="With --ray: no node has groups that prefill and groups that decode.")
 @click.option("--coordinator-node", metavar="ADDRESS", help="With --ray: node of the coordinator; default: Ray's head.")
+@click.option("--replace", is_flag=True, help="With --ray: stop what runs of that name, keep its rows, start as asked.")
+@click.option("--i-am-sure", "is_sure", is_flag=True, help="With --replace: nodes that do not answer are off.")
 @click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535),
     metavar="PORT",
     help="Serve metrics at PORT (coordinator), PORT+1 on (workers), then the front; default: any free ports.",
 )
-@with_config(*COORDINATOR_SETTINGS, *WORKER_SETTINGS, *FRONT_SETTINGS, *LOG_SETTINGS)
+@with_config(
+    *COORDINATOR_SETTINGS,
+    *WORKER_SETTINGS,
+    *FRONT_SETTINGS,
+    *LOG_SETTINGS,
+    implied={"ray": {"worker.transfer_address": ANY_NODE}},
+)
 def up(
     config: Config,
     workers: int,
@@ -196,6 +206,8 @@ def up(
     groups: int | None,
     apart: bool,
     coordinator_node: str | None,
+    replace: bool,
+    is_sure: bool,
     metrics_port: int | None,
 ) -> int:
     """Run a coordinator and N workers on this machine, sharing one host pool.
@@ -217,10 +229,14 @@ def up(
     if metrics_port is not None:
         count = workers if ray is None else (groups or 1) * (group_size or 1)
         config = with_metrics_ports(config, metrics_port, count)
+    if is_sure and not replace:
+        raise click.UsageError("--i-am-sure needs --replace", click.get_current_context())
     if ray is not None:
-        return _up_on_ray(config, ray, (groups or 1, group_size or 1, roles, apart), http, coordinator_node, ready_file)
-    if groups is not None or apart or coordinator_node is not None:
-        raise click.UsageError("--groups, --apart and --coordinator-node need --ray", click.get_current_context())
+        shape = groups or 1, group_size or 1, roles, apart
+        return _up_on_ray(config, ray, shape, http, coordinator_node, ready_file, replace, is_sure)
+    if groups is not None or apart or coordinator_node is not None or replace:
+        flags = "--groups, --apart, --coordinator-node and --replace"
+        raise click.UsageError(f"{flags} need --ray", click.get_current_context())
     options = UpOptions(workers, roles, group_size, http is not None, abort_unfinished, deadline, ready_file)
     return run_up(config, options)
 
@@ -232,6 +248,8 @@ def _up_on_ray(
     http: tuple[str, int] | None,
     coordinator_node: str | None,
     ready_file: Path | None,
+    replaces: bool,
+    is_sure: bool,
 ) -> int:
     from hisparse.ray.plan import RayOptions
     from hisparse.ray.ray_cluster import RayCluster
@@ -245,7 +263,7 @@ def _up_on_ray(
             raise click.UsageError(f"{flag} cannot be used with --ray{': ' * bool(remedy)}{remedy}", context)
     check_asked(config)
     options = RayOptions(*asked, http is not None, coordinator_node or "")
-    return run_ray_up(config, options, RayCluster(address), ready_file)
+    return run_ray_up(config, options, RayCluster(address), ready_file, replaces=replaces, is_sure=is_sure)
 
 
 @click.command(short_help="Stop what `up --ray` runs.")

@@ -209,10 +209,13 @@ def _point_to_common_options(command: click.Command) -> None:
         command.epilog = COMMON_HINT
 
 
-def with_config(*settings: Setting, origins: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_config(
+    *settings: Setting, origins: bool = False, implied: Mapping[str, Mapping[str, str]] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command `--config`, `--runtime-dir`, `--set` and a flag per setting; it receives the resolved `config`.
 
-    With `origins` it also receives where each setting comes from, by "section.field".
+    With `origins` it also receives where each setting comes from, by "section.field". `implied`: by the name of another
+    option of the command, settings that hold where that option is given.
     """
     chosen = (*EVERYWHERE, *settings)
 
@@ -221,6 +224,8 @@ def with_config(*settings: Setting, origins: bool = False) -> Callable[[Callable
         def wrapper(*args: Any, config_path: str | None, assignments: Sequence[tuple[str, str]], **kwargs: Any) -> Any:
             given = {setting.name: kwargs.pop(setting.parameter) for setting in chosen}
             flags = dict(assignments) | {name: value for name, value in given.items() if value is not None}
+            for option, values in (implied or {}).items():
+                flags |= values if kwargs[option] is not None else {}
             from protocol.config import load_with_origins
 
             config, found = load_with_origins(config_path, flags=flags)

@@ -23,7 +23,7 @@ from hisparse.cluster.up import STOP_GRACE_S
 from hisparse.console.options import EXIT_CODES
 from hisparse.ray.plan import NodePlan
 from hisparse.ray.remains import read, runs, write_atomically
-from hisparse.ray.supervisor import DEADLINE_FILE, PLAN_FILE, REMAINS_FILE, STATUS_FILE, NodeStatus
+from hisparse.ray.supervisor import PLAN_FILE, REMAINS_FILE, STATUS_FILE, STOP_FILE, NodeStatus, StopOrder
 from protocol.errors import ConfigError
 from protocol.transport.private_dir import make_private_dir
 
@@ -36,7 +36,7 @@ STARTING: Final = NodeStatus("starting", {})
 
 class NodeReport(msgspec.Struct, frozen=True):
     """`exit_code`: of a supervisor that is not started again, negative for a signal; None: it runs, or will again.
-    `nodes`: of the cluster."""
+    `nodes`: of the cluster. `workers`: names of those of this node."""
 
     address: str
     asked: str
@@ -47,6 +47,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     status: NodeStatus
     exit_code: int | None
     nodes: int = 1
+    workers: tuple[str, ...] = ()
 
 
 class NodeHost:
@@ -84,16 +85,16 @@ class NodeHost:
                 self._refusal or self._status(),
                 self._exit_code,
                 plan.nodes,
+                tuple(it.name for it in plan.workers),
             )
         )
 
-    def stop(self, deadline_s: float) -> bool:
-        """End all processes of the node; whether they have ended. Requests may run on for `deadline_s` where the
-        coordinator is."""
+    def stop(self, deadline_s: float, keeps_pool: bool = False) -> bool:
+        """End all processes of the node, as StopOrder says; whether they have ended."""
         with self._lock:
             self._stopping.set()
             if self._child is not None and not self._ended.is_set():
-                write_atomically(self._directory / DEADLINE_FILE, str(deadline_s).encode())
+                write_atomically(self._directory / STOP_FILE, msgspec.json.encode(StopOrder(deadline_s, keeps_pool)))
                 self._child.signal(signal.SIGTERM)
         return self._ended.wait(deadline_s + STOP_LIMIT_S) and self._all_ended()
 
@@ -118,7 +119,7 @@ class NodeHost:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 write_atomically(path, text.encode())
             write_atomically(self._directory / PLAN_FILE, plan)
-            (self._directory / DEADLINE_FILE).unlink(missing_ok=True)
+            (self._directory / STOP_FILE).unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"a file in it cannot be written: {error}",

@@ -12,7 +12,7 @@ Rejected: a bundle a rank, placed by Ray (a host pool belongs to a node, so a gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -46,6 +46,10 @@ class NodeFacts(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         return "".join(it if it.isalnum() else "-" for it in self.address)
+
+    def name_of(self, worker: str) -> str:
+        """What `worker`, of a group's place in the cluster, is called on this node."""
+        return f"{worker}-{self.name}"
 
 
 class RayOptions(msgspec.Struct, frozen=True):
@@ -121,8 +125,12 @@ def choose(
     options: RayOptions,
     nodes: Sequence[NodeFacts],
     home: NodeFacts,
+    before: Collection[str] = (),
 ) -> list[str]:
-    """The address of each group's node. Raises CapacityError."""
+    """The address of each group's node. Raises CapacityError.
+
+    `before`: names of workers of an earlier start, whose groups stay on their nodes where they fit.
+    """
     taken: dict[str, list[int]] = {it.address: [] for it in nodes}
     chosen: list[str] = []
     for number, ranks in enumerate(groups):
@@ -134,7 +142,11 @@ def choose(
         ]
         if not fitting:
             raise _does_not_fit(number, ranks, groups, taken, config, options, nodes, home)
-        best = min(fitting, key=lambda it: (len(taken[it.address]), it == home, nodes.index(it)))
+        first = ranks[0].name
+        best = min(
+            fitting,
+            key=lambda it: (it.name_of(first) not in before, len(taken[it.address]), it == home, nodes.index(it)),
+        )
         taken[best.address].append(number)
         chosen.append(best.address)
     return chosen

@@ -6,9 +6,10 @@ outlive the driver.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import random
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ import msgspec
 from hisparse.ray.host import STOP_LIMIT_S, NodeHost, NodeReport
 from hisparse.ray.plan import PORTS, NodeFacts, NodePlan, bundle
 from protocol.errors import CapacityError, ConfigError, Unavailable
+from protocol.logs import logger
 
 NAMESPACE: Final = "hisparse"
 #: Longest wait for an answer of a node, for a place, and for an actor to begin.
@@ -27,18 +29,20 @@ PLACE_LIMIT_S: Final = 60.0
 #: Above those of Ray's workers, below those that kernels give to connections: a free one stays free until it is used.
 PORT_CHOICE: Final = range(20_000, 32_000)
 
+log = logger("up")
+
 
 class Host(Protocol):
     """The actor of a node. Raises Unavailable when it does not answer: that proves nothing of the node's processes."""
 
     def report(self) -> NodeReport: ...
-    def stop(self, deadline_s: float) -> bool: ...
+    def stop(self, deadline_s: float, *, keeps_pool: bool = False) -> bool: ...
 
 
 class RayApi(Protocol):
     """What `hisparse up --ray` needs of Ray."""
 
-    def nodes(self, pool_dir: str) -> list[NodeFacts]: ...
+    def nodes(self, name: str, pool_dir: str) -> list[NodeFacts]: ...
     def hosts(self, name: str) -> dict[str, Host]: ...
     def start(self, name: str, plans: Sequence[NodePlan], nodes: Sequence[NodeFacts]) -> dict[str, Host]: ...
     def remove(self, name: str) -> None: ...
@@ -53,8 +57,9 @@ class RayHost:
     def report(self) -> NodeReport:
         return msgspec.json.decode(_get(self._handle.report.remote(), ANSWER_LIMIT_S), type=NodeReport)
 
-    def stop(self, deadline_s: float) -> bool:
-        return bool(_get(self._handle.stop.remote(deadline_s), deadline_s + STOP_LIMIT_S + ANSWER_LIMIT_S))
+    def stop(self, deadline_s: float, *, keeps_pool: bool = False) -> bool:
+        limit_s = deadline_s + STOP_LIMIT_S + ANSWER_LIMIT_S
+        return bool(_get(self._handle.stop.remote(deadline_s, keeps_pool), limit_s))
 
 
 class RayCluster:
@@ -73,8 +78,8 @@ class RayCluster:
                 remedy="run this on a node of the cluster, with the address that `ray start --head` printed, or auto",
             ) from error
 
-    def nodes(self, pool_dir: str) -> list[NodeFacts]:
-        """Nodes that answer, by address."""
+    def nodes(self, name: str, pool_dir: str) -> list[NodeFacts]:
+        """Nodes that answer, the head first, then by address. `name`: of the cluster that is to run there."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ray = _ray()
@@ -82,13 +87,17 @@ class RayCluster:
         ask = ray.remote(num_cpus=0)(look_around)
         asked = [
             ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(it["NodeID"], soft=False)).remote(
-                pool_dir, it["NodeManagerAddress"]
+                name, pool_dir, it["NodeManagerAddress"]
             )
             for it in alive
         ]
         found = []
         for node, reply in zip(alive, asked, strict=True):
-            free, ports = _get(reply, ANSWER_LIMIT_S)
+            try:
+                free, ports = _get(reply, ANSWER_LIMIT_S)
+            except Unavailable:  # Ray has not seen yet that it is dead
+                log.warning(f"{node['NodeManagerAddress']} does not answer, and is left out")
+                continue
             resources = {name: float(amount) for name, amount in node["Resources"].items()}
             is_head = "node:__internal_head__" in resources
             found.append(NodeFacts(node["NodeManagerAddress"], resources, is_head, free, tuple(ports)))
@@ -135,6 +144,9 @@ class RayCluster:
         for handle in _handles(name).values():
             _ray().kill(handle, no_restart=True)
         self._remove_group(name)
+        give_up_at = time.monotonic() + ANSWER_LIMIT_S
+        while _handles(name) and time.monotonic() < give_up_at:  # until names are free for another start
+            time.sleep(0.1)
 
     def _remove_group(self, name: str) -> None:
         from ray.util.placement_group import get_placement_group, remove_placement_group
@@ -146,19 +158,26 @@ class RayCluster:
         remove_placement_group(group)
 
 
-def look_around(pool_dir: str, address: str) -> tuple[int, list[int]]:
-    """On a node: free bytes of the file system of `pool_dir`, and free ports of `address`."""
+def look_around(name: str, pool_dir: str, address: str) -> tuple[int, list[int]]:
+    """On a node: free bytes of the file system of `pool_dir`, and free ports of `address`.
+
+    Ports of a cluster `name` on a node are the same at each start, unless another process has taken one: clients that
+    know an address of the coordinator reconnect there.
+    """
     path = Path(pool_dir)
     while not path.exists():
         path = path.parent
     status = os.statvfs(path)
+    drawn = int.from_bytes(hashlib.sha256(f"{name}@{address}".encode()).digest()[:8])
     with ExitStack() as held:
         ports: list[int] = []
-        while len(ports) < PORTS:
-            port = random.SystemRandom().choice(PORT_CHOICE)
+        for step in range(len(PORT_CHOICE)):
             with suppress(OSError):
+                port = PORT_CHOICE[(drawn + step) % len(PORT_CHOICE)]
                 held.enter_context(socket.create_server((address, port)))
                 ports.append(port)
+            if len(ports) == PORTS:
+                break
         return status.f_bavail * status.f_frsize, ports
 
 

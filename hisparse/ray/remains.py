@@ -25,10 +25,10 @@ FILE_MODE: Final = 0o600
 
 
 class Remains(msgspec.Struct, frozen=True):
-    """`processes` by name; `endpoint`: where the coordinator that they belong to listens for workers."""
+    """`processes` by name; `journal`: path of the one that knows what is in their host pool."""
 
-    endpoint: str
     processes: dict[str, Process]
+    journal: str = ""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -40,9 +40,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     partial.replace(path)
 
 
-def note(path: Path, endpoint: str, processes: Mapping[str, Process]) -> None:
+def note(path: Path, processes: Mapping[str, Process], journal: str) -> None:
     """Write what was started. A process is identified when it starts: later its id may be another's."""
-    write_atomically(path, msgspec.json.encode(Remains(endpoint, dict(processes))))
+    write_atomically(path, msgspec.json.encode(Remains(dict(processes), journal)))
 
 
 def read(path: Path) -> Remains | None:

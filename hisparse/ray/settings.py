@@ -7,7 +7,7 @@ endpoints, directories and keys are the same after each restart.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -73,18 +73,20 @@ def digest_of(config: Config, options: RayOptions) -> str:
     return hashlib.sha256(msgspec.json.encode([same, options])).hexdigest()
 
 
-def make_plans(config: Config, options: RayOptions, nodes: Sequence[NodeFacts], experts: int) -> tuple[NodePlan, ...]:
+def make_plans(
+    config: Config, options: RayOptions, nodes: Sequence[NodeFacts], experts: int, before: Collection[str] = ()
+) -> tuple[NodePlan, ...]:
     """What each node runs, without files; nodes that run nothing are left out. The coordinator's is the first.
 
-    `config` is that of the command, resolved. `experts`: routed ones of the model. Raises ConfigError, NotFound or
-    CapacityError.
+    `config` is that of the command, resolved. `experts`: routed ones of the model. `before`: as in `choose`. Raises
+    ConfigError, NotFound or CapacityError.
     """
     check_asked(config)
     home = home_of(options, nodes)
     count = options.groups * options.group_size
     ranks = place(config.worker, count, roles=options.roles, group_size=options.group_size, experts=experts)
     groups = [ranks[i : i + options.group_size] for i in range(0, count, options.group_size)]
-    chosen = choose(groups, config, options, nodes, home)
+    chosen = choose(groups, config, options, nodes, home, before)
     if home.address not in chosen:
         _require_room(home, options)
     require_transfer(config, groups, chosen)
@@ -163,7 +165,7 @@ def _workers(
     for number, rank in enumerate(here):
         own = msgspec.structs.replace(
             config.worker,
-            name=f"{rank.name}-{node.name}",
+            name=node.name_of(rank.name),
             role=rank.role,
             device=f"{CUDA}:{number}" if rank.device == CUDA else rank.device,
             metrics_port=rank.metrics_port,

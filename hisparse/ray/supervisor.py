@@ -5,8 +5,9 @@
     run       hisparse.cluster.keeper restarts what dies and kills what hangs. A coordinator on another node cannot see
               a process end, so its pages would stay in quarantine: this process has seen the exit by a pidfd, and
               vouches
-    stop      SIGTERM: with the coordinator here, drain it for the seconds in the file `deadline`; then all processes
-              end, and the host pool is removed. When the actor that started it dies, the kernel sends the same signal
+    stop      SIGTERM: with the coordinator here, drain it for as long as the file `stop.json` says; then all processes
+              end, and the host pool is removed, unless it says that the cluster is about to start again. When the actor
+              that started it dies, the kernel sends the same signal
 
     python -m hisparse.ray.supervisor RUNTIME_DIR PARENT_PID
 
@@ -42,12 +43,12 @@ from protocol.config import pool_path
 from protocol.errors import HiSparseError, NotFound, Unavailable, WrongState
 from protocol.logs import configure, logger
 from protocol.settings import Config
-from worker.pool.file import remove_pool
+from worker.pool.file import pass_on_pool, remove_pool
 
 PLAN_FILE: Final = "plan.json"
 STATUS_FILE: Final = "status.json"
 REMAINS_FILE: Final = "processes.json"
-DEADLINE_FILE: Final = "deadline"
+STOP_FILE: Final = "stop.json"
 LOCK_FILE: Final = "supervisor.lock"
 #: Lines of what happened that are kept for the operator.
 SAID_MAX: Final = 20
@@ -65,6 +66,14 @@ class NodeStatus(msgspec.Struct, frozen=True):
     state: str
     processes: dict[str, int]
     said: tuple[str, ...] = ()
+
+
+class StopOrder(msgspec.Struct, frozen=True):
+    """How to stop. `deadline_s`: for how long requests may run on where the coordinator is. `keeps_pool`: rows of the
+    host pool stay for the next start with the same journal."""
+
+    deadline_s: float = 0.0
+    keeps_pool: bool = False
 
 
 @dataclass
@@ -144,9 +153,7 @@ class NodeSupervisor:
 
     async def _drain(self) -> None:
         """Returns when the coordinator has exited, after the deadline, or when it does not answer."""
-        deadline_s = 0.0
-        with suppress(FileNotFoundError, ValueError):
-            deadline_s = float((self._runtime_dir / DEADLINE_FILE).read_text())
+        deadline_s = self._stop_order().deadline_s
         try:
             async with open_admin(self._plan.config, "supervisor") as client:
                 await client.stop(deadline_s)
@@ -154,13 +161,20 @@ class NodeSupervisor:
         except HiSparseError as error:
             self._report(f"not drained: {error}")
 
+    def _stop_order(self) -> StopOrder:
+        try:
+            return msgspec.json.decode((self._runtime_dir / STOP_FILE).read_bytes(), type=StopOrder)
+        except FileNotFoundError:
+            return StopOrder()
+
     async def _serve(self) -> Child:
         path = self._runtime_dir / REMAINS_FILE
         before = read(path)
         if before is not None:
             await end_all(before)
-            if before.endpoint != self._plan.config.cluster.worker_endpoint:
-                remove_pool(self._pool)  # of another start of the cluster
+            if before.journal != self._plan.config.coordinator.journal:
+                remove_pool(self._pool)  # a journal that does not know of later writes must not find its pool again
+            pass_on_pool(self._pool, self._plan.config.cluster.worker_endpoint)
         if self._plan.coordinator:
             child = self._processes.start(COORDINATOR)
             await started([child], self._answers, START_LIMIT_S)
@@ -169,7 +183,8 @@ class NodeSupervisor:
                 await trio.sleep(POLL_INTERVAL_S)
         workers = tuple(it.name for it in self._plan.workers)
         if before is not None:
-            await self._vouch([name for name in before.processes if name not in (COORDINATOR, HTTP)])
+            left = [name for name in before.processes if name not in (COORDINATOR, HTTP)]
+            await self._vouch(left, died=False)  # they were ended, by this supervisor or with the one before
         for name in (*([HTTP] if self._plan.http else []), *workers):
             self._processes.start(name)
         self._state = "up"
@@ -181,8 +196,9 @@ class NodeSupervisor:
     async def _answers(self) -> bool:
         return await answers(self._plan.config)
 
-    async def _vouch(self, names: Sequence[str]) -> None:
-        """Tell the coordinator that the processes of these workers have ended: each was seen to.
+    async def _vouch(self, names: Sequence[str], *, died: bool = True) -> None:
+        """Tell the coordinator that the processes of these workers have ended: each was seen to. `died`: while they
+        ran, which counts against their requests as it does where the coordinator sees it.
 
         Returns without having told after VOUCH_LIMITS heartbeat limits in which it answers: pages stay in quarantine.
         """
@@ -194,7 +210,7 @@ class NodeSupervisor:
                 try:
                     async with open_admin(config, "supervisor") as client:
                         for name in sorted(left):
-                            if await self._is_told(client, name):
+                            if await self._is_told(client, name, died=died):
                                 left.discard(name)
                 except HiSparseError as error:
                     if isinstance(error, Unavailable) and is_restarted:
@@ -203,10 +219,10 @@ class NodeSupervisor:
             return
         self._report(f"the coordinator was not told that {', '.join(sorted(left))} ended")
 
-    async def _is_told(self, client: Client, name: str) -> bool:
+    async def _is_told(self, client: Client, name: str, *, died: bool) -> bool:
         """Vouch once the worker's epoch is lost. A coordinator that forgets the worker has no page left of it."""
         with suppress(NotFound):  # no epoch is lost yet, or none had pages
-            self._report((await client.release_quarantine([name]))[0])
+            self._report((await client.release_quarantine([name], died=died))[0])
         try:
             await client.forget([name])
         except NotFound:
@@ -221,7 +237,8 @@ class NodeSupervisor:
             await stop_children(children, STOP_GRACE_S)
         for child in children:
             child.close()
-        remove_pool(self._pool)
+        if not self._stop_order().keeps_pool:
+            remove_pool(self._pool)
         self._state = "stopped"
         self._changed()
 
@@ -233,8 +250,8 @@ class NodeSupervisor:
     def _changed(self) -> None:
         pids = {name: child.pid for name, child in self._processes.children.items() if child.running}
         if self._processes.identities:  # until then, what ran before
-            endpoint = self._plan.config.cluster.worker_endpoint
-            note(self._runtime_dir / REMAINS_FILE, endpoint, self._processes.identities)
+            journal = self._plan.config.coordinator.journal
+            note(self._runtime_dir / REMAINS_FILE, self._processes.identities, journal)
         status = NodeStatus(self._state, pids, tuple(self._said))
         write_atomically(self._runtime_dir / STATUS_FILE, msgspec.json.encode(status))
 

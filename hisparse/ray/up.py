@@ -10,7 +10,8 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -18,13 +19,13 @@ import msgspec
 import trio
 
 from hisparse.cluster.children import exit_text
-from hisparse.cluster.keeper import open_admin
+from hisparse.cluster.keeper import COORDINATOR, HTTP, open_admin
 from hisparse.cluster.up import EXIT_CHILD_LOST
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.api_keys import read_keys
 from hisparse.http.tls import tls_of
 from hisparse.ray.host import NodeReport
-from hisparse.ray.plan import NodePlan, RayOptions
+from hisparse.ray.plan import NodeFacts, NodePlan, RayOptions, pool_bytes
 from hisparse.ray.ray_cluster import Host, RayApi
 from hisparse.ray.settings import digest_of, make_plans
 from protocol.errors import ConfigError, NotFound, Unavailable, WrongState
@@ -42,18 +43,28 @@ FRONT_KEY: Final = "client.http.key"
 log = logger("up")
 
 
-def run_ray_up(config: Config, options: RayOptions, cluster: RayApi, ready_file: Path | None) -> int:
+def run_ray_up(
+    config: Config,
+    options: RayOptions,
+    cluster: RayApi,
+    ready_file: Path | None,
+    *,
+    replaces: bool = False,
+    is_sure: bool = False,
+) -> int:
     """Start the cluster, or join it; report until a signal, which leaves it running. Returns the exit code.
 
-    Raises HiSparseError when it cannot be started, or another one of that name runs.
+    `replaces`: what runs of that name is stopped first; `is_sure`: as in `make_way`. Raises HiSparseError when it
+    cannot be started, or another one of that name runs.
     """
     configure(config.cluster.log_level, config.cluster.log_format)
     log.setLevel(logging.INFO)
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.set())
-    hosts = start_or_join(config, options, cluster)
-    return follow(config, cluster, hosts, asked, ready_file)
+    before = make_way(config, options, cluster, is_sure=is_sure) if replaces else None
+    hosts = start_or_join(config, options, cluster, before or ())
+    return follow(config, cluster, hosts, asked, ready_file, vouches=before is not None)
 
 
 def run_ray_down(config: Config, cluster: RayApi, deadline_s: float, *, is_sure: bool = False) -> int:
@@ -68,17 +79,52 @@ def run_ray_down(config: Config, cluster: RayApi, deadline_s: float, *, is_sure:
     if not hosts:
         raise NotFound("no such cluster runs there", field="cluster.name", value=config.cluster.name)
     reports = {address: _reported(host) for address, host in hosts.items()}
-    home_first = sorted(hosts, key=lambda it: not (reports[it] and reports[it].is_home))  # type: ignore[union-attr]
-    stopped = [_stopped(address, hosts[address], deadline_s) for address in home_first]
-    if not all(stopped) and not is_sure:
+    stopped = _stop_all(hosts, reports, deadline_s)
+    if not stopped and not is_sure:
         return EXIT_CODES[Unavailable.code]
     cluster.remove(config.cluster.name)
-    log.info("all processes have ended" if all(stopped) else "given back what Ray reserved")
+    log.info("all processes have ended" if stopped else "given back what Ray reserved")
     return 0
 
 
-def start_or_join(config: Config, options: RayOptions, cluster: RayApi) -> Mapping[str, Host]:
-    """The actors by address. Raises WrongState when one of that name runs with other settings, or in part."""
+def _stop_all(
+    hosts: Mapping[str, Host], reports: Mapping[str, NodeReport | None], deadline_s: float, *, keeps_pools: bool = False
+) -> bool:
+    """Whether all processes of all nodes have ended. The coordinator's node is the first."""
+    home_first = sorted(hosts, key=lambda it: not (reports[it] and reports[it].is_home))  # type: ignore[union-attr]
+    stopped = [_stopped(address, hosts[address], deadline_s, keeps_pools) for address in home_first]
+    return all(stopped)
+
+
+def make_way(config: Config, options: RayOptions, cluster: RayApi, *, is_sure: bool = False) -> tuple[str, ...] | None:
+    """Stop the cluster that runs but for its host pools, and give back what Ray reserves for it, so that another start
+    goes on with its journal. Returns names of workers of the nodes that answered; None: no cluster runs.
+
+    `is_sure`: the operator's word that nodes which do not answer are off, or their processes gone. Without it raises
+    Unavailable for these nodes. Refusals of the next start come before anything is stopped.
+    """
+    hosts = cluster.hosts(config.cluster.name)
+    if not hosts:
+        return None
+    reports = {address: _reported(host) for address, host in hosts.items()}
+    answering = {address: host for address, host in hosts.items() if reports[address] is not None}
+    if len(answering) < len(hosts) and not is_sure:
+        raise _may_run_on(sorted(hosts.keys() - answering.keys()))
+    workers = tuple(worker for report in reports.values() if report is not None for worker in report.workers)
+    _plans(config, options, cluster, workers)
+    if not _stop_all(answering, reports, 0.0, keeps_pools=True) and not is_sure:
+        raise _may_run_on(sorted(answering))
+    cluster.remove(config.cluster.name)
+    return workers
+
+
+def start_or_join(
+    config: Config, options: RayOptions, cluster: RayApi, before: Sequence[str] = ()
+) -> Mapping[str, Host]:
+    """The actors by address. Raises WrongState when one of that name runs with other settings, or in part.
+
+    `before`: names of workers that it follows on their nodes, of `make_way`.
+    """
     name, asked = config.cluster.name, digest_of(config, options)
     if hosts := cluster.hosts(name):
         reports = [report for host in hosts.values() if (report := _reported(host)) is not None]
@@ -87,7 +133,7 @@ def start_or_join(config: Config, options: RayOptions, cluster: RayApi) -> Mappi
                 "a cluster of that name runs with other settings",
                 field="cluster.name",
                 value=name,
-                remedy="hisparse down --ray ADDRESS, or give this one another name with --set cluster.name=NAME",
+                remedy="--replace, or hisparse down --ray ADDRESS, or another name: --set cluster.name=NAME",
             )
         if any(report.nodes > len(hosts) for report in reports):
             raise WrongState(
@@ -98,10 +144,31 @@ def start_or_join(config: Config, options: RayOptions, cluster: RayApi) -> Mappi
             )
         log.info(f"joined the running cluster {name}")
         return hosts
-    experts = read_config(config.worker.model).get("n_routed_experts") or 0
-    nodes = cluster.nodes(config.worker.pool_dir)
-    plans = make_plans(config, options, nodes, experts)
+    plans, nodes = _plans(config, options, cluster, before)
     return cluster.start(name, [with_files(plan, config) for plan in plans], nodes)
+
+
+def _plans(
+    config: Config, options: RayOptions, cluster: RayApi, before: Sequence[str]
+) -> tuple[tuple[NodePlan, ...], list[NodeFacts]]:
+    """Plans of a start, and the nodes that they were made for. Pools of nodes that had workers `before` are there."""
+    experts = read_config(config.worker.model).get("n_routed_experts") or 0
+    nodes = [
+        msgspec.structs.replace(it, pool_free_bytes=max(it.pool_free_bytes, pool_bytes(config.worker)))
+        if any(worker.endswith(it.name_of("")) for worker in before)
+        else it
+        for it in cluster.nodes(config.cluster.name, config.worker.pool_dir)
+    ]
+    return make_plans(config, options, nodes, experts, before), nodes
+
+
+def _may_run_on(addresses: Sequence[str]) -> Unavailable:
+    return Unavailable(
+        f"processes of the running cluster may still write there: {', '.join(addresses)}",
+        field="--replace",
+        value=len(addresses),
+        remedy="make sure that these nodes are off, or their processes gone, then pass --i-am-sure",
+    )
 
 
 def keys_dir_of(config: Config) -> Path:
@@ -143,9 +210,19 @@ def with_files(plan: NodePlan, config: Config) -> NodePlan:
 
 
 def follow(
-    config: Config, cluster: RayApi, hosts: Mapping[str, Host], asked: threading.Event, ready_file: Path | None
+    config: Config,
+    cluster: RayApi,
+    hosts: Mapping[str, Host],
+    asked: threading.Event,
+    ready_file: Path | None,
+    *,
+    vouches: bool = False,
 ) -> int:
-    """Report what happens until `asked`, or until the cluster is over; returns the exit code."""
+    """Report what happens until `asked`, or until the cluster is over; returns the exit code.
+
+    `vouches`: all processes that ran before the cluster are gone, so that the coordinator forgets workers that it has
+    from then and that are not started again.
+    """
     said: dict[str, list[str]] = {address: [] for address in hosts}
     ended: set[str] = set()
     is_up = False
@@ -163,6 +240,8 @@ def follow(
                 return 0
             if not is_up and len(reports) == len(hosts) and _all_connected(config, reports):
                 is_up = True
+                if vouches:
+                    trio.run(_forget_others, _access(config, reports), _names(reports))
                 _tell_up(reports, ready_file)
             asked.wait(FOLLOW_INTERVAL_S)
     finally:
@@ -223,11 +302,32 @@ def _all_connected(config: Config, reports: list[NodeReport]) -> bool:
     home = next((it for it in reports if it.is_home), None)
     if home is None or any(it.status.state != "up" for it in reports):
         return False
-    wanted = {name for it in reports for name in it.status.processes} - {"coordinator", "http"}
+    return _names(reports) <= trio.run(_connected, _access(config, reports))
+
+
+def _names(reports: list[NodeReport]) -> set[str]:
+    """Workers that run."""
+    return {name for it in reports for name in it.status.processes} - {COORDINATOR, HTTP}
+
+
+def _access(config: Config, reports: list[NodeReport]) -> Config:
+    """`config` with the way to the coordinator of `reports`."""
+    home = next(it for it in reports if it.is_home)
     cluster = msgspec.structs.replace(
         config.cluster, admin_endpoint=home.admin_endpoint, keys_dir=str(keys_dir_of(config))
     )
-    return wanted <= trio.run(_connected, msgspec.structs.replace(config, cluster=cluster))
+    return msgspec.structs.replace(config, cluster=cluster)
+
+
+async def _forget_others(config: Config, names: set[str]) -> None:
+    """Free what other workers than `names` have in quarantine, and list them no longer."""
+    async with open_admin(config, "hisparse up") as client:
+        for row in await client.workers():
+            if row.worker not in names:
+                with suppress(NotFound):  # it has nothing there
+                    log.info((await client.release_quarantine([row.worker]))[0])
+                with suppress(NotFound, WrongState):
+                    await client.forget([row.worker])
 
 
 async def _connected(config: Config) -> set[str]:
@@ -248,9 +348,9 @@ def _reported(host: Host) -> NodeReport | None:
         return None
 
 
-def _stopped(address: str, host: Host, deadline_s: float) -> bool:
+def _stopped(address: str, host: Host, deadline_s: float, keeps_pool: bool) -> bool:
     try:
-        is_stopped = host.stop(deadline_s)
+        is_stopped = host.stop(deadline_s, keeps_pool=keeps_pool)
     except Unavailable as error:
         log.warning(f"{address}: {error}")
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,10 +31,11 @@ from hisparse.ray import supervisor as supervising
 from hisparse.ray.host import NodeHost, NodeReport
 from hisparse.ray.plan import PORTS, NodeFacts, NodePlan, RayOptions, bundle
 from hisparse.ray.settings import digest_of, make_plans
-from hisparse.ray.up import follow, run_ray_down, start_or_join
+from hisparse.ray.up import follow, make_way, run_ray_down, start_or_join
 from protocol.config import HostFacts, build
 from protocol.errors import CapacityError, ConfigError, InternalError, NotFound, Unavailable, WrongState
 from protocol.settings import Config
+from worker.runners.tiny import write_tiny_checkpoint
 
 GIB = 1 << 30
 
@@ -164,7 +166,7 @@ def test_what_an_earlier_supervisor_left_is_ended_and_a_stranger_is_not(tmp_path
     try:
         reused = process_of(stranger.pid)._replace(started=1)  # another process had this id
         processes = {"w0": process_of(left.pid), "w1": reused, "w2": process_of(stranger.pid)._replace(boot="earlier")}
-        remains.note(tmp_path / "processes.json", "tcp://a:1", processes)
+        remains.note(tmp_path / "processes.json", processes, "/data/j")
         found = remains.read(tmp_path / "processes.json")
         assert found is not None
         ended = trio.run(remains.end_all, found)
@@ -235,6 +237,53 @@ def test_down_of_nothing_and_up_beside_another_are_refused() -> None:
         start_or_join(config(), RayOptions(), other)
 
 
+def test_groups_that_ran_before_stay_on_their_nodes_when_the_coordinator_moves() -> None:
+    nodes = [node(1), node(2), node(3)]
+    before = plans(RayOptions(groups=2), nodes)
+    names = [worker.name for plan in before.values() for worker in plan.workers]
+    moved = RayOptions(groups=2, coordinator_node="10.0.0.2")
+    after = {it.address: it for it in make_plans(config(), moved, nodes, 8, names)}
+    assert {it: plan.workers for it, plan in after.items() if plan.workers} == {
+        it: plan.workers for it, plan in before.items() if plan.workers
+    }
+    assert "10.0.0.2" not in {it for it, plan in plans(moved, nodes).items() if plan.workers}
+
+
+def test_pool_that_stays_needs_no_room_and_what_has_no_place_stops_nothing(tmp_path: Path) -> None:
+    stopped: list[str] = []
+
+    def stop(deadline_s: float, *, keeps_pool: bool) -> bool:
+        stopped.append("10.0.0.2")
+        return keeps_pool
+
+    report = SimpleNamespace(workers=("w0-10-0-0-2",), is_home=False)
+    hosts = {"10.0.0.2": SimpleNamespace(report=lambda: report, stop=stop)}
+    ray: Any = SimpleNamespace(
+        hosts=lambda name: hosts,
+        nodes=lambda *_: [node(1, cpus=1), node(2, pool_free_bytes=0)],
+        remove=lambda name: hosts.clear(),
+    )
+    write_tiny_checkpoint(tmp_path / "model", "glm-5")
+    settings = config(worker__model=str(tmp_path / "model"))
+    with pytest.raises(NotFound, match="no such node"):
+        make_way(settings, RayOptions(coordinator_node="10.0.0.9"), ray)
+    with pytest.raises(CapacityError, match="no node has room"):
+        make_way(settings, RayOptions(groups=20), ray)
+    assert not stopped
+    assert make_way(settings, RayOptions(), ray) == ("w0-10-0-0-2",)
+    assert (stopped, hosts) == (["10.0.0.2"], {})
+    assert make_way(settings, RayOptions(), ray) is None
+
+
+def test_processes_that_run_on_are_not_replaced_without_an_operators_word(tmp_path: Path) -> None:
+    def silent() -> None:
+        raise Unavailable("an actor does not answer")
+
+    ray: Any = SimpleNamespace(hosts=lambda name: {"10.0.0.1": SimpleNamespace(report=silent)})
+    with pytest.raises(Unavailable, match=r"10\.0\.0\.1.*--i-am-sure"):
+        make_way(config(), RayOptions(), ray)
+
+
 def test_up_does_not_join_a_part_of_a_cluster() -> None:
     report = SimpleNamespace(asked=digest_of(config(), RayOptions()), nodes=2)
     part: Any = SimpleNamespace(hosts=lambda name: {"a": SimpleNamespace(report=lambda: report)})
@@ -251,21 +300,39 @@ def test_driver_ends_when_the_cluster_was_removed() -> None:
     assert follow(config(), removed, hosts, threading.Event(), None) == 0
 
 
-def test_free_ports_are_not_those_of_connections() -> None:
-    free, ports = cluster.look_around("/tmp", "127.0.0.1")
+def test_free_ports_are_not_those_of_connections_and_the_same_at_each_start() -> None:
+    name = f"test-{os.getpid()}"
+    free, ports = cluster.look_around(name, "/tmp", "127.0.0.1")
     assert free > 0
     assert len(set(ports)) == PORTS
     assert all(it in cluster.PORT_CHOICE for it in ports)
+    assert cluster.look_around(name, "/tmp", "127.0.0.1")[1] == ports
+    with socket.create_server(("127.0.0.1", ports[0])):
+        others = cluster.look_around(name, "/tmp", "127.0.0.1")[1]
+        assert ports[0] not in others
+        assert ports[1] in others
 
 
 def test_each_worker_on_ray_has_a_metrics_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
     monkeypatch.setattr(cluster, "RayCluster", lambda address: None)
-    monkeypatch.setattr("hisparse.ray.up.run_ray_up", lambda config, *_: seen.append(config) or 0)
+    monkeypatch.setattr("hisparse.ray.up.run_ray_up", lambda config, *_, **__: seen.append(config) or 0)
     words = "up --ray auto --groups 3 --group-size 2 --metrics-port 9000 --journal /data/j.sqlite --runtime-dir /tmp/hs"
     result = CliRunner().invoke(main, words.split())
     assert result.exit_code == 0, result.output
     assert (seen[0].worker.metrics_port, seen[0].http.metrics_port) == (9001, 9007)
+
+
+def test_up_on_ray_takes_an_engine_without_an_address_of_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr(cluster, "RayCluster", lambda address: None)
+    monkeypatch.setattr("hisparse.ray.up.run_ray_up", lambda config, *_, **__: seen.append(config) or 0)
+    words = "--set worker.transfer=nixl --journal /data/j.sqlite --runtime-dir /tmp/hs --host-mem 2GiB"
+    result = CliRunner().invoke(main, ["up", "--ray", "auto", *words.split()])
+    assert result.exit_code == 0, result.output
+    assert plans(RayOptions(), [node(1)], seen[0])["10.0.0.1"].workers[0].transfer_address == "tcp://10.0.0.1:0"
+    alone = CliRunner().invoke(main, ["up", *words.split()])
+    assert "needs an address" in alone.output
 
 
 # ---------------------------------------------------------------- actors and supervisors
@@ -313,7 +380,7 @@ def test_node_whose_processes_outlived_their_supervisor_is_not_stopped(
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         path = Path(host._plan.runtime_dir) / hosting.REMAINS_FILE
-        remains.note(path, "tcp://a:1", {"w0": process_of(left.pid)})
+        remains.note(path, {"w0": process_of(left.pid)}, "/data/j")
         assert not host.stop(0.0)
         left.kill()
         assert host.stop(0.0)  # it has ended, and was not waited for
@@ -340,8 +407,8 @@ def test_word_waits_for_a_coordinator_that_comes_back_late(tmp_path: Path, monke
     Path(plan.runtime_dir).mkdir()
     told: list[object] = []
 
-    async def tell(names: object) -> list[str]:
-        told.append(names)
+    async def tell(*names: object, **more: object) -> list[str]:
+        told.append((*names, more))
         return ["released"]
 
     async def scenario() -> None:
@@ -354,10 +421,10 @@ def test_word_waits_for_a_coordinator_that_comes_back_late(tmp_path: Path, monke
             yield SimpleNamespace(release_quarantine=tell, forget=tell)
 
         monkeypatch.setattr(supervising, "open_admin", open_admin)
-        await supervising.NodeSupervisor(plan)._vouch(["w0"])
+        await supervising.NodeSupervisor(plan)._vouch(["w0"], died=False)
 
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
-    assert told == [["w0"], ["w0"]]
+    assert told == [(["w0"], {"died": False}), (["w0"], {})]
 
 
 def test_supervisor_waits_until_the_one_before_is_named_and_asks_it_once(
@@ -389,7 +456,7 @@ async def endless(_: object) -> None:
 def test_process_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remains, "KILL_LIMIT_S", 0.05)
     monkeypatch.setattr(remains, "_end", endless)
-    left = remains.Remains("tcp://a:1", {"w0": process_of(1)})
+    left = remains.Remains({"w0": process_of(1)})
     with pytest.raises(InternalError, match="still run"):
         trio.run(remains.end_all, left)
 
@@ -402,8 +469,10 @@ def test_process_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         ("up --ray auto --deadline 3", "pass it to down"),
         ("up --ray auto --abort-unfinished", "cannot be used with --ray"),
         ("up --ray auto", "name one with --journal"),
+        ("up --replace", "need --ray"),
+        ("up --ray auto --i-am-sure", "needs --replace"),
     ],
-    ids=["groups", "workers", "deadline", "abort", "journal"],
+    ids=["groups", "workers", "deadline", "abort", "journal", "replace", "sure"],
 )
 def test_options_that_do_not_go_together_are_refused(words: str, text: str) -> None:
     result = CliRunner().invoke(main, words.split())

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,18 +17,21 @@ import msgspec
 import pytest
 import trio
 
+from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.workers.processes import process_of
 from hisparse import Client, TokenStream, open_client
 from hisparse.cluster.keeper import open_admin
+from hisparse.ray.host import NodeReport
 from hisparse.ray.plan import RayOptions
 from hisparse.ray.remains import runs
-from hisparse.ray.up import follow, keys_dir_of, run_ray_down, start_or_join
-from protocol.errors import WrongState
+from hisparse.ray.up import follow, keys_dir_of, make_way, run_ray_down, start_or_join
+from protocol.errors import Unavailable, WrongState
 from protocol.messages import Sampling
 from protocol.settings import Config
 from protocol.transport.keys import access
 from tests.support.cluster_rig import crash_config, prompts_of, write_model
 from tests.support.fakes.ray import FakeRay
+from tests.support.ray_client import decode_anywhere
 
 pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.timeout(600)]
 HOME, OTHER = "127.0.0.1", "127.0.0.2"
@@ -51,9 +54,13 @@ def ray_config(tmp_path: Path) -> Config:
     return msgspec.structs.replace(config, coordinator=settings)
 
 
+def home_of(ray: FakeRay) -> NodeReport:
+    return next(report for it in ray.actors.values() if not it.lost and (report := it.report()).is_home)
+
+
 @asynccontextmanager
 async def admin_of(config: Config, ray: FakeRay) -> AsyncIterator[Client]:
-    home = ray.actors[HOME].report()
+    home = home_of(ray)
     cluster = msgspec.structs.replace(
         config.cluster, admin_endpoint=home.admin_endpoint, keys_dir=str(keys_dir_of(config))
     )
@@ -180,3 +187,81 @@ async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp
     assert not ray.actors
     assert running._ended.is_set()
     assert not list((tmp_path / "run").rglob("*.pool"))
+
+
+async def test_coordinator_moves_to_another_node_by_an_operators_word(tmp_path: Path, ray: FakeRay) -> None:
+    """Its node is off. The group that was there goes to the other node, whose rows stay."""
+    config, ready = ray_config(tmp_path), tmp_path / "ready.json"
+    start_or_join(config, OPTIONS, ray)
+    await until(ray.are_up)
+    stays = f"w0-{OTHER.replace('.', '-')}"
+    async with admin_of(config, ray) as client:
+        await until_connected(client, 2)
+        incarnation = (await client.welcome()).incarnation
+    keys, where = str(keys_dir_of(config)), ""
+
+    def endpoint() -> str:
+        nonlocal where
+        with suppress(StopIteration):  # no coordinator runs
+            where = home_of(ray).client_endpoint
+        return where
+
+    undisturbed, outputs = ([[] for _ in range(2 * REQUESTS)] for _ in range(2))
+    await decode_anywhere(endpoint, keys, "a", undisturbed)
+    moved = RayOptions(groups=2, group_size=1, coordinator_node=OTHER)
+    asked = threading.Event()
+    drivers: list[threading.Thread] = []
+
+    async def move() -> None:
+        await until(lambda: all(outputs))
+        ray.lose_node(HOME)
+        before = ray.actors[OTHER].report().status.processes
+        with pytest.raises(WrongState, match="--replace"):
+            start_or_join(config, moved, ray)
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1.*--i-am-sure"):
+            make_way(config, moved, ray)
+        assert ray.actors[OTHER].report().status.processes == before  # refused, with nothing stopped
+        pool = next((tmp_path / "run").rglob(f"*{OTHER.replace('.', '-')}*/**/*.pool"))
+        kept = pool.stat().st_ino
+        names = await trio.to_thread.run_sync(partial(make_way, config, moved, ray, is_sure=True))
+        assert names == (stays,)
+        assert pool.stat().st_ino == kept
+        hosts = start_or_join(config, moved, ray, names)
+        run = partial(follow, config, ray, hosts, asked, ready, vouches=True)
+        drivers.append(threading.Thread(target=run))
+        drivers[0].start()
+        await until(ready.exists)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(move)
+        await decode_anywhere(endpoint, keys, "b", outputs)
+    assert outputs == undisturbed
+    async with admin_of(config, ray) as client:
+        assert (await client.welcome()).incarnation > incarnation
+        assert sorted(it.worker for it in await client.workers()) == [stays, f"w1-{OTHER.replace('.', '-')}"]
+        assert not any(it.quarantined for it in await client.pools())
+    asked.set()
+    drivers[0].join(LIMIT_S)
+
+
+async def test_request_that_kills_its_worker_is_failed(tmp_path: Path, ray: FakeRay) -> None:
+    """I5: the coordinator sees no exit of a process on another node, and takes the word of its supervisor. The test
+    plays the request, by killing its worker at once."""
+    config = ray_config(tmp_path)
+    start_or_join(config, OPTIONS, ray)
+    await until(ray.are_up)
+    name, kills = f"w0-{OTHER.replace('.', '-')}", 0
+    async with admin_of(config, ray) as client:
+        await until_connected(client, 2)
+        await client.drain([f"w1-{HOME.replace('.', '-')}"])
+        await client.submit_detached([1, 2, 3], Sampling(max_tokens=TOKENS, ignore_eos=True), request_id="poison")
+        with trio.fail_after(LIMIT_S):
+            while (row := (await client.request("poison")).row).state != "FAILED":
+                pid = ray.actors[OTHER].report().status.processes.get(name, 0)
+                if row.worker == name and pid:
+                    os.kill(pid, signal.SIGKILL)
+                    kills += 1
+                    await until(lambda: ray.actors[OTHER].report().status.processes.get(name, pid) != pid)  # noqa: B023
+                await trio.sleep(0.01)
+    assert f"its worker died {POISON_STRIKES} times without its coming further" in row.reason
+    assert kills == POISON_STRIKES

@@ -196,7 +196,13 @@ PRODUCED: Final = {
         "hisparse/ray/up.py:run_ray_down:NotFound",
         "hisparse/ray/up.py:start_or_join:WrongState",
     ],
+    "tests/hisparse/test_ray_plan.py::test_processes_that_run_on_are_not_replaced_without_an_operators_word": [
+        "hisparse/ray/up.py:_may_run_on:Unavailable"
+    ],
     "tests/hisparse/test_ray_plan.py::test_options_that_do_not_go_together_are_refused[groups]": [
+        "hisparse/cli/serve.py:up:UsageError#2"
+    ],
+    "tests/hisparse/test_ray_plan.py::test_options_that_do_not_go_together_are_refused[sure]": [
         "hisparse/cli/serve.py:up:UsageError"
     ],
     "tests/hisparse/test_ray_plan.py::test_options_that_do_not_go_together_are_refused[workers]": [

@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -214,6 +214,23 @@ def keep_pool(path: Path) -> int | None:
         return None
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
+
+
+def pass_on_pool(path: Path, worker_endpoint: str) -> None:
+    """Have the pool at `path` belong to the coordinator at `worker_endpoint`, which has the journal of the one before.
+
+    Nothing is done where there is none, or a process uses it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        header = Header.read(descriptor) if lock(descriptor, fcntl.LOCK_EX) else None
+        if header is not None:
+            replace(header, owner={**header.owner, "worker_endpoint": worker_endpoint}).write(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_pool(path: Path) -> None:

@@ -5,6 +5,8 @@ What they run are real supervisors with real processes.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,9 +29,9 @@ class FakeHost:
         self._require_found()
         return msgspec.json.decode(self.inner.report(), type=NodeReport)
 
-    def stop(self, deadline_s: float) -> bool:
+    def stop(self, deadline_s: float, *, keeps_pool: bool = False) -> bool:
         self._require_found()
-        return self.inner.stop(deadline_s)
+        return self.inner.stop(deadline_s, keeps_pool)
 
     def _require_found(self) -> None:
         if self.lost:
@@ -44,10 +46,10 @@ class FakeRay:
     actors: dict[str, FakeHost] = field(default_factory=dict)
     started: list[NodePlan] = field(default_factory=list)
 
-    def nodes(self, pool_dir: str) -> list[NodeFacts]:
+    def nodes(self, name: str, pool_dir: str) -> list[NodeFacts]:
         found = []
         for number, address in enumerate(self.addresses):
-            free, ports = look_around(pool_dir, address)
+            free, ports = look_around(f"{name} {os.getpid()}", pool_dir, address)  # beside other runs of the test
             resources = {"CPU": 8.0, "memory": float(8 << 30), f"node:{address}": 1.0}
             found.append(NodeFacts(address, resources, number == 0, free, tuple(ports)))
         return found
@@ -68,6 +70,16 @@ class FakeRay:
         one."""
         plan = next(it for it in self.started if it.address == address)
         self.actors[address] = FakeHost(NodeHost(msgspec.json.encode(plan)))
+
+    def lose_node(self, address: str) -> None:
+        """The node is off: all of its processes end at once, and its actor does not answer."""
+        host = self.actors[address]
+        report = host.report()
+        host.inner._stopping.set()
+        for pid in (report.supervisor, *report.status.processes.values()):
+            os.kill(pid, signal.SIGKILL)
+        host.lost = True
+        self.addresses = [it for it in self.addresses if it != address]
 
     def are_up(self) -> bool:
         return all(it.report().status.state == "up" for it in self.actors.values())

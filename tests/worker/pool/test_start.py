@@ -23,7 +23,7 @@ from protocol.errors import CapacityError, ConfigError, Unavailable
 from protocol.settings import Config
 from tests import ROOT
 from worker.pool import file, registration
-from worker.pool.file import Header, find_pool, keep_pool, open_pool_file, reclaim_stale, remove_pool
+from worker.pool.file import Header, find_pool, keep_pool, open_pool_file, pass_on_pool, reclaim_stale, remove_pool
 from worker.pool.host_pool import MappedPool
 from worker.pool.registration import (
     OS_PAGE_BYTES,
@@ -298,6 +298,20 @@ def test_two_clusters_never_share_a_pool(tmp_path: Path) -> None:
     second = start(config_for(tmp_path, runtime="two"))
     assert second.created
     assert second.pool_id != first.pool_id
+
+
+def test_pool_is_passed_on_with_its_rows_to_a_coordinator_that_has_moved(tmp_path: Path) -> None:
+    first = start(config_for(tmp_path, runtime="one"))
+    path, endpoint = first.path, f"ipc://{tmp_path}/two/worker.sock"
+    pass_on_pool(path, endpoint)  # in use: nothing is done
+    with pytest.raises(ConfigError, match="belongs to the cluster at"):
+        start(config_for(tmp_path, runtime="two"))
+    first.close()
+    pass_on_pool(path, endpoint)
+    second = start(config_for(tmp_path, runtime="two"))
+    assert not second.created
+    assert second.pool_id == first.pool_id
+    pass_on_pool(tmp_path / "none.pool", endpoint)
 
 
 def test_auto_takes_the_size_of_an_existing_pool(tmp_path: Path) -> None:
