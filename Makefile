@@ -42,11 +42,11 @@ transfer-test: $(STAMP)
 	$(BIN)/python -m pytest tests/worker/transfer/test_engines.py tests/worker/transfer/test_transfer.py tests/worker/transfer/test_decode.py \
 		tests/processes/test_prefill_decode.py tests/processes/test_prefill_decode_faults.py
 
-# A real Ray cluster of three nodes in network namespaces, for CLUSTER_MIN minutes at most: docs/ray.md. Needs root and
-# iproute2, installs the extra `ray` (79 MB), and skips where namespaces cannot be made.
+# A real Ray cluster of four nodes in network namespaces, for CLUSTER_MIN minutes at most: docs/ray.md. Needs root and
+# iproute2, installs the extras `ray` (79 MB) and `nixl` (120 MB), and skips where namespaces cannot be made.
 CLUSTER_MIN ?= 30
 cluster-test: $(STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray,nixl]'
 	timeout --kill-after=60 $(CLUSTER_MIN)m $(BIN)/python -m pytest tests/cluster -m cluster -s $(PYTEST_FLAGS)
 
 # docker-compose.yml on this machine's engine, for COMPOSE_MIN minutes at most: docs/operations.md. Needs root, an engine,

@@ -1,157 +1,176 @@
-"""`hisparse up --ray` on a real Ray cluster of three nodes: a coordinator, and two groups of two ranks.
+"""`hisparse up --ray` on a real Ray cluster of four nodes: `make cluster-test`.
 
-Under load a rank, the coordinator, a supervisor, a raylet and the driver get SIGKILL: no token changes, none comes
-twice, and no page stays in quarantine. `make cluster-test`.
+A group of two ranks prefills, one on another node decodes, the coordinator is on a third. Each test loads them with the
+64 mixed requests and disturbs them meanwhile: no token changes, none comes twice, and no page stays in quarantine.
+Tests share the cluster, which each leaves whole; each runs alone, too.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import trio
 
-from tests import ROOT
-from tests.support.cluster_rig import write_model
-from tests.support.ray_client import REQUESTS, TOKENS
-from tests.support.ray_rig import PORT, RayNode, ray_cluster, run_on, start_command, wait_for, why_not
+from protocol.config import HostFacts, build
+from tests.support.cluster_rig import cluster_of_two, write_model
+from tests.support.netns_rig import plug, unplug
+from tests.support.nodes_rig import REQUESTS
+from tests.support.once import made_once
+from tests.support.ray_client import decode_all, sampling_of
+from tests.support.ray_rig import RayNode, run_on, wait_for, why_not
+from tests.support.ray_site import SETTINGS, Site, kill, ray_site, start_ray
 
 pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.cluster, pytest.mark.timeout(900)]
-HISPARSE = str(Path(sys.executable).with_name("hisparse"))
-SETTINGS = (
-    *("worker.deterministic=true", "worker.tail_slots=2", "worker.prefill_chunk_tokens=256"),
-    *("coordinator.heartbeat_limit_s=2", "coordinator.audit_interval_s=0.5", "worker.stream_backend=simulated"),
-)
+RANK, COORDINATOR = "hisparse.cli worker", "hisparse.cli coordinator"
+SUPERVISOR, RAYLET = "hisparse.ray.supervisor", "raylet/raylet"
+#: Of a partition: several heartbeat limits, and shorter than Ray's health check takes.
+PARTED_S = 10.0
 
 
-@dataclass
-class Site:
-    """`kept`: a directory that all nodes see. `driver`: of the last `up`, on the head."""
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> list[list[int]]:
+    """What one group that prefills and decodes gives, on this machine and without Ray."""
+    if reason := why_not():
+        pytest.skip(reason)
+    directory = tmp_path_factory.mktemp("alone")
+    flags: dict[str, object] = {**SETTINGS, "cluster.runtime_dir": str(directory)}
+    flags["worker.model"] = str(write_model(directory / "model"))
+    config = build({}, {}, flags, HostFacts.read())
 
-    nodes: list[RayNode]
-    kept: Path
-    driver: subprocess.Popen[bytes] | None = None
+    async def run() -> list[list[int]]:
+        outputs: list[list[int]] = [[] for _ in range(REQUESTS)]
+        async with cluster_of_two(config, directory, group_size=2) as (_, client, _):
+            await decode_all(client, "alone-", outputs)
+        return outputs
 
-    @property
-    def head(self) -> RayNode:
-        return self.nodes[0]
+    found: list[list[int]] = made_once(run_dir, "ray_alone", lambda: trio.run(run))
+    assert [len(it) for it in found] == [sampling_of(i).max_tokens for i in range(REQUESTS)]
+    return found
 
-    @property
-    def ready(self) -> dict[str, str]:
-        return dict(json.loads((self.kept / "ready.json").read_text()))
 
-    def up(self) -> float:
-        """Start the driver; the seconds until it says that all is up."""
-        (self.kept / "ready.json").unlink(missing_ok=True)
-        command = [HISPARSE, "up", "--ray", f"{self.head.address}:{PORT}", "--groups", "2", "--group-size", "2"]
-        command += ["--model", str(self.kept / "model"), "--journal", str(self.kept / "journal.sqlite")]
-        command += ["--keys-dir", str(self.kept / "keys"), "--runtime-dir", "/tmp/hs", "--host-mem", "24MiB"]
-        command += ["--dtype", "float32", "--device-mem", "64MiB", "--context-max-tokens", "1024", "--threads", "1"]
-        command += ["--hot-size-classes", "64,128,256", "--seats", "8", "--ready-file", str(self.kept / "ready.json")]
-        command += [word for it in SETTINGS for word in ("--set", it)]
-        with (self.kept / "up.log").open("ab") as log:
-            self.driver = subprocess.Popen(self.head.command(*command), stdout=log, stderr=log, cwd="/")
-        driver = self.driver
-        took = wait_for("up", lambda: (self.kept / "ready.json").exists() or driver.poll() is not None, 240)
-        assert driver.poll() is None, (self.kept / "up.log").read_text()[-3000:]
-        return took
-
-    def operator(self, *words: str) -> str:
-        """What a command of an operator prints."""
-        access = ["--as", "admin", "--keys-dir", str(self.kept / "keys"), "-o", "json"]
-        endpoint = f"cluster.admin_endpoint={self.ready['admin_endpoint']}"
-        done = run_on(self.head, [HISPARSE, *words, *access, "--set", endpoint])
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def are_connected(self) -> bool:
-        """All ranks are, and no page is in quarantine."""
-        try:
-            rows = json.loads(self.operator("workers"))
-            pools = json.loads(self.operator("pool"))
-        except AssertionError:
-            return False
-        connected = [it for it in rows if it["state"] == "connected" and not it["ranks_missing"]]
-        return len(connected) == 4 and not any(it["quarantined"] for it in pools)
-
-    def outputs(self, prefix: str, disturb: Callable[[], None] | None = None) -> list[list[int]]:
-        """Of all requests of a client; `disturb` is called while each of them decodes."""
-        path = self.kept / prefix
-        words = [self.ready["client_endpoint"], str(self.kept / "keys"), prefix, str(path)]
-        command = self.head.command(
-            *("env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.support.ray_client", *words)
-        )
-        client = subprocess.Popen(command, cwd="/")
-        try:
-            wait_for(
-                "requests begin", lambda: path.with_name(f"{prefix}.begun").exists() or client.poll() is not None, 240
-            )
-            if disturb is not None:
-                assert client.poll() is None, "the requests ended before they were disturbed"
-                disturb()
-            assert client.wait(300) == 0
-        finally:
-            client.kill()
-        return list(json.loads(path.read_text()))
+@pytest.fixture(scope="module")
+def running(expected: list[list[int]]) -> Iterator[Site]:
+    with ray_site() as site:
+        yield site
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    if reason := why_not():
-        pytest.skip(reason)
-    kept = Path("/var/tmp") / f"hisparse-ray-{os.getpid()}"  # outside of /tmp, which each node has of its own
-    kept.mkdir(mode=0o700)
-    try:
-        write_model(kept / "model")
-        with ray_cluster(3, kept) as nodes:
-            yield Site(nodes, kept)
-    finally:
-        shutil.rmtree(kept)
+def site(running: Site) -> Iterator[Site]:
+    """Whole, as the test before has to leave it."""
+    running.until_whole()
+    yield running
+    assert running.differences() == ""
 
 
-def kill(node: RayNode, part: str) -> None:
-    pid = node.pid_of(part)
-    assert pid, f"{part} does not run on {node.address}"
-    os.kill(pid, signal.SIGKILL)
+def test_prompts_that_cross_nodes_give_the_tokens_of_one_group(site: Site, expected: list[list[int]]) -> None:
+    assert site.outputs() == expected
 
 
-def start_ray_again(node: RayNode, head: RayNode) -> None:
-    """As an operator does. Its supervisor may have outlived Ray there, and is then followed by another one."""
-    before = node.pid_of("hisparse.ray.supervisor")
-    done = run_on(node, start_command(node.address, head.address))
-    assert done.returncode == 0, done.stderr
-    wait_for("another supervisor", lambda: node.pid_of("hisparse.ray.supervisor") not in (0, before), 240)
+KILLED: dict[str, Callable[[Site], None]] = {
+    "rank that prefills": lambda site: kill(site.prefilling, RANK),
+    "rank that decodes": lambda site: kill(site.decoding, RANK),
+    "coordinator": lambda site: kill(site.home, COORDINATOR),
+    "supervisor": lambda site: kill(site.decoding, SUPERVISOR),
+}
 
 
-def test_what_dies_comes_back_and_no_token_changes(site: Site) -> None:
-    print(f"\nup after {site.up():.1f} s")
-    second, third = site.nodes[1:]
-    undisturbed = site.outputs("none")
-    assert [len(it) for it in undisturbed] == [TOKENS] * REQUESTS
-    victims: dict[str, Callable[[], None]] = {
-        "rank": lambda: kill(second, "hisparse.cli worker"),
-        "coordinator": lambda: kill(site.head, "hisparse.cli coordinator"),
-        "supervisor": lambda: kill(third, "hisparse.ray.supervisor"),
-        "raylet": lambda: kill(third, "raylet/raylet"),
-        "driver": lambda: kill(site.head, "hisparse up"),
-    }
-    for name, disturb in victims.items():
-        print(f"{name}: killed", flush=True)
-        assert site.outputs(name, disturb) == undisturbed, name
-        if name == "raylet":
-            start_ray_again(third, site.head)
-        if name == "driver":
-            print(f"a driver joins after {site.up():.1f} s")
-        print(f"{name}: all connected {wait_for(name, site.are_connected, 240):.1f} s after the last token")
-    down = run_on(site.head, [HISPARSE, "down", "--ray", f"{site.head.address}:{PORT}", "--deadline", "1"])
-    assert down.returncode == 0, down.stderr
-    for node in site.nodes:
-        assert not node.pid_of("hisparse.cli")
-        assert not node.pid_of("hisparse.ray.supervisor")
+@pytest.mark.parametrize("name", KILLED)
+def test_process_that_is_killed_comes_back(site: Site, expected: list[list[int]], name: str) -> None:
+    assert site.outputs(lambda: KILLED[name](site)) == expected
+    print(f"  {name}: whole {site.until_whole():.1f} s after the last token")
+
+
+def test_cluster_does_not_need_its_driver(site: Site, expected: list[list[int]]) -> None:
+    before = site.pids()
+    assert site.outputs(lambda: kill(site.head, "hisparse up")) == expected
+    assert site.pids() == before
+    print(f"  driver: another one joins after {site.up():.1f} s")
+
+
+@pytest.mark.parametrize("name", ["node that decodes", "node that prefills", "node of the coordinator"])
+def test_sides_of_a_partition_live_on_and_meet_again(site: Site, expected: list[list[int]], name: str) -> None:
+    """I2: what the node that is cut off goes on writing is given to no other request. Ray does not notice."""
+    node = {"node that decodes": site.decoding, "node that prefills": site.prefilling}.get(name, site.home)
+    before = site.pids()
+
+    def part() -> None:
+        unplug(node.place)
+        try:
+            time.sleep(PARTED_S)
+            if node is not site.home:
+                assert site.quarantined() > 0
+            assert site.pids() == before
+        finally:
+            plug(node.place)
+
+    assert site.outputs(part) == expected
+    print(f"  {name}, cut off for {PARTED_S:g} s: whole {site.until_whole():.1f} s after the last token")
+    assert site.pids() == before
+
+
+def test_raylet_that_is_killed_is_started_again_by_an_operator(site: Site, expected: list[list[int]]) -> None:
+    assert site.outputs(lambda: kill(site.prefilling, RAYLET)) == expected
+    site.start_ray_again(site.prefilling)
+    print(f"  raylet: whole {site.until_whole():.1f} s after Ray is back")
+
+
+def test_node_that_ray_has_given_up_runs_on(site: Site, expected: list[list[int]]) -> None:
+    """Ray's word that a node is dead proves nothing: its processes live, and their pages stay in quarantine."""
+    node, before = site.decoding, site.pids()
+
+    def part() -> None:
+        unplug(node.place)
+        try:
+            print(f"  Ray gives the node up after {wait_for('Ray', lambda: node.address in site.dead(), 240):.1f} s")
+            assert site.quarantined() > 0
+            assert site.pids() == before
+        finally:
+            plug(node.place)
+        print(f"  raylet ends {wait_for('its end', lambda: not node.pid_of(RAYLET), 240):.1f} s after the partition")
+        site.start_ray_again(node)
+
+    assert site.outputs(part) == expected
+    print(f"  given up: whole {site.until_whole():.1f} s after the last token")
+
+
+def test_requests_outlive_the_control_service_of_ray(site: Site, expected: list[list[int]]) -> None:
+    """Raylets end without it, and with them all processes. The same command on a new Ray cluster resumes requests."""
+
+    def lose_ray() -> None:
+        kill(site.head, "gcs_server")
+        took = wait_for("the end of all", lambda: not any(map(has_any, site.nodes)), 300)
+        print(f"  all processes have ended {took:.1f} s after the control service")
+        for node in site.nodes:
+            start_ray(node, site.head)
+        print(f"  up on the new Ray after {site.up():.1f} s")
+
+    def has_any(node: RayNode) -> bool:
+        return any(map(node.pid_of, (RAYLET, SUPERVISOR, "hisparse.cli")))
+
+    assert site.outputs(lose_ray) == expected
+    print(f"  control service: whole {site.until_whole():.1f} s after the last token")
+
+
+def test_down_ends_all_processes(site: Site) -> None:
+    site.down()
+    assert not any(node.pid_of(part) for node in site.nodes for part in ("hisparse.cli", SUPERVISOR))
+    site.up()
+
+
+def test_coordinator_moves_when_its_node_is_gone(site: Site, expected: list[list[int]]) -> None:
+    """By an operator's command and word. Ranks start anew, on the rows that are there."""
+
+    def move() -> None:
+        site.home.end()
+        site.nodes.remove(site.home)
+        site.home = site.head
+        refused = run_on(site.head, site.command("--replace"))
+        assert refused.returncode == 6, refused.stderr
+        assert "--i-am-sure" in refused.stderr
+        print(f"  up with the coordinator on another node after {site.up('--replace', '--i-am-sure'):.1f} s")
+
+    assert site.outputs(move) == expected
+    print(f"  moved: whole {site.until_whole():.1f} s after the last token")

@@ -151,7 +151,7 @@ async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp
     with pytest.raises(WrongState, match="runs with other settings"):
         start_or_join(config, RayOptions(groups=1), ray)
 
-    # a worker is restarted, and the coordinator of another node is told that it has ended: no page stays in quarantine
+    # a worker is restarted, and the coordinator of another node is told that it has ended: no page remaining in quarantine
     undisturbed = await outputs_of(config, ray, "a")
     worker = ray.actors[OTHER].report().status.processes[names[0]]
     disturb = partial(kill_while_it_decodes, config, ray, names[0], worker)
@@ -194,7 +194,7 @@ async def test_coordinator_moves_to_another_node_by_an_operators_word(tmp_path: 
     config, ready = ray_config(tmp_path), tmp_path / "ready.json"
     start_or_join(config, OPTIONS, ray)
     await until(ray.are_up)
-    stays = f"w0-{OTHER.replace('.', '-')}"
+    remaining = f"w0-{OTHER.replace('.', '-')}"
     async with admin_of(config, ray) as client:
         await until_connected(client, 2)
         incarnation = (await client.welcome()).incarnation
@@ -224,7 +224,7 @@ async def test_coordinator_moves_to_another_node_by_an_operators_word(tmp_path: 
         pool = next((tmp_path / "run").rglob(f"*{OTHER.replace('.', '-')}*/**/*.pool"))
         kept = pool.stat().st_ino
         names = await trio.to_thread.run_sync(partial(make_way, config, moved, ray, is_sure=True))
-        assert names == (stays,)
+        assert names == (remaining,)
         assert pool.stat().st_ino == kept
         hosts = start_or_join(config, moved, ray, names)
         run = partial(follow, config, ray, hosts, asked, ready, vouches=True)
@@ -238,7 +238,7 @@ async def test_coordinator_moves_to_another_node_by_an_operators_word(tmp_path: 
     assert outputs == undisturbed
     async with admin_of(config, ray) as client:
         assert (await client.welcome()).incarnation > incarnation
-        assert sorted(it.worker for it in await client.workers()) == [stays, f"w1-{OTHER.replace('.', '-')}"]
+        assert sorted(it.worker for it in await client.workers()) == [remaining, f"w1-{OTHER.replace('.', '-')}"]
         assert not any(it.quarantined for it in await client.pools())
     asked.set()
     drivers[0].join(LIMIT_S)

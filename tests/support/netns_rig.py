@@ -16,10 +16,12 @@ NAMESPACES_MAX: Final = 16
 
 @dataclass(frozen=True)
 class Namespace:
-    """`prefix` goes before the command of a process that is to live there."""
+    """`prefix` goes before the command of a process that is to live there. `port`: its end of the cable at `switch`."""
 
     name: str
     address: str
+    switch: str
+    port: str
 
     @property
     def prefix(self) -> list[str]:
@@ -42,22 +44,33 @@ def cut(node: Namespace) -> None:
     _ip("-n", node.name, "link", "set", "eth0", "down")
 
 
+def unplug(node: Namespace) -> None:
+    """Drop what passes between this node and the others, without a word to either side, until `plug`."""
+    _ip("-n", node.switch, "link", "set", node.port, "down")
+
+
+def plug(node: Namespace) -> None:
+    _ip("-n", node.switch, "link", "set", node.port, "up")
+
+
 @contextmanager
 def namespaces(count: int) -> Iterator[list[Namespace]]:
     """`count` of them, at most NAMESPACES_MAX, each of which reaches each other; gone at the end."""
     assert count <= NAMESPACES_MAX
     switch = f"hs{os.getpid()}s"
-    nodes = [Namespace(f"hs{os.getpid()}n{number}", f"{SUBNET}.{number}") for number in range(1, count + 1)]
+    nodes = [
+        Namespace(f"hs{os.getpid()}n{number}", f"{SUBNET}.{number}", switch, f"port{number}")
+        for number in range(1, count + 1)
+    ]
     with ExitStack() as stack:
         for name in (switch, *(node.name for node in nodes)):
             _ip("netns", "add", name)
             stack.callback(_ip, "netns", "del", name)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
-        for number, node in enumerate(nodes, 1):
-            port = f"port{number}"
-            _ip("link", "add", port, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", node.name)
-            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+        for node in nodes:
+            _ip("link", "add", node.port, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", node.name)
+            _ip("-n", switch, "link", "set", node.port, "master", "bridge", "up")
             _ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", "eth0")
             _ip("-n", node.name, "link", "set", "eth0", "up")
             _ip("-n", node.name, "link", "set", "lo", "up")

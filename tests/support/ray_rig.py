@@ -86,10 +86,12 @@ def start_node(place: Namespace, head: str, kept: Path) -> RayNode:
 def start_command(address: str, head: str) -> list[str]:
     """`ray start` on the node of `address`."""
     role = (
-        ["--head", f"--port={PORT}", "--include-dashboard=false"] if head == address else [f"--address={head}:{PORT}"]
+        ["--head", f"--port={PORT}", "--include-dashboard=false", "--num-cpus=1"]  # no room for a group
+        if head == address
+        else [f"--address={head}:{PORT}", "--num-cpus=8"]
     )
     return [
-        *(str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", "--num-cpus=8"),
+        *(str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats"),
         f"--node-ip-address={address}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--memory={MEMORY_BYTES}",
