@@ -151,7 +151,7 @@ async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp
     with pytest.raises(WrongState, match="runs with other settings"):
         start_or_join(config, RayOptions(groups=1), ray)
 
-    # a worker is restarted, and the coordinator of another node is told that it has ended: no page remaining in quarantine
+    # a worker is restarted, and the coordinator of another node is told that it has ended: no page stays in quarantine
     undisturbed = await outputs_of(config, ray, "a")
     worker = ray.actors[OTHER].report().status.processes[names[0]]
     disturb = partial(kill_while_it_decodes, config, ray, names[0], worker)
