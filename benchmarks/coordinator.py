@@ -461,7 +461,8 @@ async def run_phases(
     async with trio.open_nursery() as nursery:
         await nursery.start(FakeWorkers(load).run, endpoints["worker"])
         await nursery.start(client.run, endpoints["client"])
-        begin, start, cpu_s, own_cpu_s = trio.current_time(), time.perf_counter(), _cpu_s(coordinator_pid), time.process_time()
+        begin = trio.current_time()
+        start, cpu_s, own_cpu_s = time.perf_counter(), _cpu_s(coordinator_pid), time.process_time()
         with trio.fail_after(PHASE_LIMIT_S):
             for number in range(options.requests):
                 if options.admit_rate:
