@@ -1,13 +1,15 @@
 """What grammars and log-probabilities cost requests without them: a worker's processor time for each token.
 
     git archive COMMIT | tar x -C DIR
-    python -m benchmarks.agents_cost --against DIR [--runs 7] [--core 1]
+    python -m benchmarks.agents_cost --against DIR [--runs 8] [--core 1]
 
 64 requests decode on a worker in three processes: of the commit in DIR, of this one, and of this one with a grammar for
 every second request (masks). All three are pinned to one core, have one thread of torch and no collector, and decode
-BLOCK steps in turn, in an order that is reversed each time, so that drift hits all alike. The median of the blocks'
-ratios is a run; the processes of a run are new ones, since a process keeps its luck with addresses. What counts is
-processor time of the whole process, threads that compute masks included; a GPU's host has other cores for these.
+BLOCK steps in turn, so that drift hits all alike. None follows itself, which would find its own caches; the first two
+change places halfway, and the run after begins with the other one. A step ahead of each block is not measured. The
+median of the blocks' ratios is a run; the processes of a run are new ones, since a process keeps its luck with
+addresses. What counts is processor time of the whole process, threads that compute masks included; a GPU's host has
+other cores for these. Give the commit itself as DIR to see what this machine can tell apart.
 
 The model is a tiny GLM-5 in float32 on a CPU, through the executor with its streams, swap-in and draws. The commit in
 DIR needs `tests/support/worker_rig.py`. The bounds are BASE_SHARE_MAX and MASKS_SHARE_MAX; past one the exit code is 1.
@@ -29,6 +31,8 @@ import click
 REQUESTS: Final = 64
 #: Steps measured together, and such blocks of each process in a run.
 BLOCK, BLOCKS = 4, 32
+#: Of the three processes, in the first half of the blocks and in the second.
+ORDERS: Final = ((0, 1, 2), (1, 0, 2))
 #: More processor time than of the earlier commit, and than without grammars, as shares.
 BASE_SHARE_MAX: Final = 0.01
 MASKS_SHARE_MAX: Final = 0.03
@@ -63,6 +67,7 @@ gc.freeze()
 gc.disable()
 print("ready", flush=True)
 for line in sys.stdin:
+    steps(1)
     tokens = sum(len(life.tokens) for life in lives)
     began = time.process_time_ns()
     steps(int(line))
@@ -105,7 +110,7 @@ def measure(workers: Sequence[Worker]) -> list[list[int]]:
         worker.line()
     found: list[list[int]] = [[] for _ in workers]
     for block in range(BLOCKS):
-        for place in range(len(workers))[:: -1 if block % 2 else 1]:
+        for place in ORDERS[2 * block // BLOCKS]:
             found[place].append(workers[place].token_ns())
     return found
 
@@ -115,12 +120,14 @@ def share(blocks: Sequence[int], against: Sequence[int]) -> float:
     return statistics.median(a / b for a, b in zip(blocks, against, strict=True)) - 1
 
 
-def run_once(against: Path, model: str, core: int) -> tuple[float, float, float]:
+def run_once(against: Path, model: str, core: int, *, now_first: bool) -> tuple[float, float, float]:
     """Microseconds per token, and the shares of this commit and of masks."""
     here, workers = Path(__file__).parents[1], list[Worker]()
     try:
-        workers += [Worker(against, model, core), Worker(here, model, core), Worker(here, model, core, 2)]
-        base, now, masks = measure(workers)
+        places = (here, against) if now_first else (against, here)
+        workers += [*(Worker(place, model, core) for place in places), Worker(here, model, core, 2)]
+        *plain, masks = measure(workers)
+        now, base = plain if now_first else reversed(plain)
     finally:
         for worker in workers:
             worker.close()
@@ -129,7 +136,7 @@ def run_once(against: Path, model: str, core: int) -> tuple[float, float, float]
 
 @click.command()
 @click.option("--against", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--runs", default=7)
+@click.option("--runs", default=8)
 @click.option("--core", default=max(os.sched_getaffinity(0)))
 def main(against: Path, runs: int, core: int) -> None:
     from worker.runners.tiny import write_tiny_checkpoint
@@ -137,8 +144,8 @@ def main(against: Path, runs: int, core: int) -> None:
     results = []
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_checkpoint(Path(directory), "glm-5", index_topk=16, context_max_tokens=512)
-        for _ in range(runs):
-            results.append(run_once(against.resolve(), directory, core))
+        for number in range(runs):
+            results.append(run_once(against.resolve(), directory, core, now_first=number % 2 > 0))
             click.echo("{:7.1f} us a token, {:+.2%} of the earlier commit, {:+.2%} with masks".format(*results[-1]))
     _, bases, masks = zip(*results, strict=True)
     base, mask = statistics.median(bases), statistics.median(masks)
