@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from coordinator.journal.records import Record
@@ -15,6 +16,23 @@ class LedgerStep(NamedTuple):
     node: str
     change: Change
     note: Record | None = None
+
+
+def in_transactions(steps: Sequence[LedgerStep]) -> Iterator[tuple[str, list[int]]]:
+    """Nodes, and the numbers of their steps, so that each node is asked as seldom as may be.
+
+    Steps of a node keep their order, and so do the notes of a request, which lie in one journal: rows that were kept on
+    one node are given up before the request is placed on another.
+    """
+    by_node: dict[str, list[int]] = {}
+    noted: dict[int, str] = {}
+    for number, step in enumerate(steps):
+        request_index = getattr(step.note, "request_index", None)
+        if request_index is not None and noted.setdefault(request_index, step.node) != step.node:
+            yield from by_node.items()
+            by_node, noted = {}, {request_index: step.node}
+        by_node.setdefault(step.node, []).append(number)
+    yield from by_node.items()
 
 
 class WorkerSend(NamedTuple):

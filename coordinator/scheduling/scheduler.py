@@ -32,7 +32,7 @@ from coordinator.scheduling.api import Message, SchedulerApi
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.commands import carry_out, release_quarantine
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.effects import LedgerStep, WorkerSend
+from coordinator.scheduling.effects import LedgerStep, WorkerSend, in_transactions
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
 from coordinator.scheduling.hot_sizing import HotSizing
@@ -510,10 +510,7 @@ class Scheduler(SchedulerApi):
         """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something
         was given out, it is committed, and all before it."""
         given, commit = [NO_PAGES] * len(steps), DONE
-        by_node: dict[str, list[int]] = {}
-        for place, step in enumerate(steps):
-            by_node.setdefault(step.node, []).append(place)
-        for node, places in by_node.items():
+        for node, places in in_transactions(steps):
             applied = await self._transact_node(node, [steps[place] for place in places])
             for place, result in zip(places, applied.given, strict=True):
                 given[place] = result

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hisparse.console.options import TokenCount, load_config, named_by_flags, output_option
+from protocol.byte_sizes import AUTO
+from protocol.messages import DRAFT_TOKENS_MAX
+from protocol.settings import WorkerSettings
+from worker.device.step_rows import StepRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from hisparse.console.table import Column
     from kernels.layout import Geometry
-    from protocol.settings import WorkerSettings
     from worker.device.capacity import Choice, MemoryPlan
     from worker.loop.reuse import TraceMisses
     from worker.weights.shares import RankBytes
@@ -26,6 +29,9 @@ PRINTED: Final = (
     *("hot_size_classes", "role"),
 )
 
+#: Those of a worker that drafts, too.
+DRAFTING: Final = ("draft_tokens", "tail_slots")
+
 #: Rate of copies over the link: measured on an H200 (docs/operations.md).
 LINK_BYTES_PER_S: Final = 55e9
 
@@ -35,9 +41,19 @@ FLAGS: Final = {
     "worker.context_max_tokens": "--context",
     "worker.context_target_tokens": "--context",
     "worker.group_size": "--group-size",
+    "worker.draft_tokens": "--draft-tokens",
     **{
         f"worker.{name}": f"--{name.replace('_', '-')}"
-        for name in ("host_mem", "device_mem", "kv_dtype", "hot_size_classes", "slab_tokens", "role", "seats")
+        for name in (
+            "host_mem",
+            "device_mem",
+            "kv_dtype",
+            "hot_size_classes",
+            "slab_tokens",
+            "role",
+            "seats",
+            "draft_tokens",
+        )
     },
 }
 
@@ -79,6 +95,13 @@ FLAGS: Final = {
 @click.option("--role", type=click.Choice(["both", "decode"]), help="decode: other workers compute prompts.")
 @click.option("--seats", type=click.IntRange(1), help="Requests in one decode batch at most; default: as many as fit.")
 @click.option(
+    "--draft-tokens",
+    default="0",
+    show_default=True,
+    type=click.Choice([*map(str, range(DRAFT_TOKENS_MAX + 1)), AUTO]),
+    help="Tokens drafted for a step: rows and weights of the draft layer count.",
+)
+@click.option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -94,6 +117,7 @@ def size(
     workers: int | None,
     group_size: int,
     seats: int | None,
+    draft_tokens: str,
     trace: Path | None,
     output: str,
     **sizes: Any,
@@ -117,9 +141,13 @@ def size(
     if workers % group_size and group_size % workers:
         message = f"{workers} GPUs of a node are neither whole groups of {group_size}, nor an equal part of one"
         raise click.BadParameter(message, param_hint="--workers")
+    if group_size > 1 and draft_tokens != "0":
+        raise click.BadParameter("worker groups on GPUs do not draft yet: use 0", param_hint="--draft-tokens")
     sizes["hot_size_classes"] = sizes["hot_size_classes"] or classes_for(dimensions.index_topk, context)
     flags = {f"worker.{name}": value for name, value in sizes.items()}
-    flags |= {"worker.seats": seats_for(seats)}
+    drafts = WorkerSettings(draft_tokens=AUTO if draft_tokens == AUTO else int(draft_tokens))
+    flags |= {"worker.draft_tokens": drafts.draft_tokens, "worker.seats": seats_for(seats, drafts)}
+    flags |= {"worker.tail_slots": max(drafts.tail_slots, 2 * StepRows.of(drafts).rows)}
     held: RankBytes | None = None
     typed = {"--gpu-mem": gpu_mem or whole, "--host-mem": host_mem}
     with named_by_flags(FLAGS | ({"worker.device_mem": "--gpu-mem"} if whole else {}), typed):
@@ -133,7 +161,7 @@ def size(
         kind = kv_kind(dimensions, settings)
         info = anonymous_info(dimensions, dimensions.model_type)
         _require_context(context, info.context_max_tokens)
-        geometry = geometry_of(dimensions, kind)
+        geometry = geometry_of(dimensions, kind, draft_layer=settings.draft_tokens_max > 0)
         found = plan(settings, geometry, info, context, workers)
     traced = _read_trace(trace, geometry, found) if trace is not None else None
     if output == "table":
@@ -196,7 +224,7 @@ def _read_trace(path: Path, geometry: Geometry, plan: MemoryPlan) -> _Traced:
 
 def _whole_memory(gpu_mem: str | None, device_mem: str | None) -> str:
     """What --gpu-mem comes to; "" where --device-mem is the budget itself."""
-    from protocol.byte_sizes import AUTO, parse_size
+    from protocol.byte_sizes import parse_size
 
     typed, example = ("--device-mem", "30GB") if gpu_mem is None else ("--gpu-mem", "141GB")
     if device_mem == AUTO:
@@ -230,8 +258,6 @@ def _require_context(context: int, context_max: int) -> None:
 
 def _host_bytes(host_mem: str) -> str:
     """`host_mem`, or what a worker here would take for auto."""
-    from protocol.byte_sizes import AUTO
-
     if host_mem != AUTO:
         return host_mem
     from worker.pool.host_memory import AUTO_SHARE, memory_room
@@ -271,8 +297,14 @@ def _held(path: Path, dimensions: Any, group_size: int, settings: WorkerSettings
     from worker.runners.checkpoint import stored_dtype
     from worker.weights.shares import rank_bytes
 
-    rows = max(settings.prefill_chunk_tokens, settings.seats)
-    return rank_bytes(dimensions, stored_dtype(dimensions), _block(path, dimensions), group_size, rows)
+    drafts = settings.draft_tokens_max > 0
+    dtype, block, rows = stored_dtype(dimensions), _block(path, dimensions), _rows_max(settings)
+    return rank_bytes(dimensions, dtype, block, group_size, rows, draft_layer=drafts)
+
+
+def _rows_max(settings: WorkerSettings) -> int:
+    """Of a step or a chunk of a rank."""
+    return max(settings.prefill_chunk_tokens, StepRows.of(settings).rows * settings.seats)
 
 
 def _remedy(path: Path, dimensions: Any, gpu_bytes: int, settings: WorkerSettings) -> str:
@@ -281,16 +313,16 @@ def _remedy(path: Path, dimensions: Any, gpu_bytes: int, settings: WorkerSetting
     from worker.weights.layout import group_sizes
     from worker.weights.shares import fitting_group_size
 
-    dtype, block = stored_dtype(dimensions), _block(path, dimensions)
-    rows = max(settings.prefill_chunk_tokens, settings.seats)
-    sizes = group_sizes(dimensions.n_routed_experts)
-    fitting = fitting_group_size(dimensions, dtype, block, sizes, rows, gpu_bytes)
+    dtype, block, rows = stored_dtype(dimensions), _block(path, dimensions), _rows_max(settings)
+    sizes, drafts = group_sizes(dimensions.n_routed_experts), settings.draft_tokens_max > 0
+    fitting = fitting_group_size(dimensions, dtype, block, sizes, rows, gpu_bytes, draft_layer=drafts)
     group = f"--group-size {fitting} fits; or " if fitting else ""
     return f"{group}use a checkpoint in FP8, a smaller model, or a GPU with more memory"
 
 
 def _chosen(settings: WorkerSettings) -> dict[str, object]:
-    return {name: getattr(settings, name) for name in PRINTED}
+    names = (*PRINTED, *(DRAFTING if settings.draft_tokens_max else ()))
+    return {name: getattr(settings, name) for name in names}
 
 
 def _print(

@@ -391,6 +391,9 @@ CASES: Final[dict[str, Case]] = {
     "uneven GPUs": Case(
         f"{SIZE} --host-mem 1GB --gpu-mem 1GB --workers 3 --group-size 2", 2, "neither whole groups of 2", given=tiny
     ),
+    "drafts in a group": Case(
+        f"{SIZE} --host-mem 1GB --gpu-mem 1GB --group-size 2 --draft-tokens 1", 2, "do not draft yet: use 0", given=tiny
+    ),
     "context of another model": Case(
         f"{SIZE.replace('1k', '128k')} --host-mem 1GB --gpu-mem 1GB",
         8,

@@ -30,6 +30,7 @@ from protocol.settings import WorkerSettings
 from protocol.sizing import RESIDENT, Length, hot_sizes_for, misfit, page_limit
 from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.sizing import Sizing, size_worker
+from worker.device.step_rows import StepRows
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,9 @@ def _choices(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, work
     return choices
 
 
-def seats_for(seats: int | None) -> int:
-    """Seats to size with: as many as asked for, or so many that they limit nothing."""
-    return seats or SEATS_MAX
+def seats_for(seats: int | None, settings: WorkerSettings) -> int:
+    """Seats to size with: as many as asked for, or so many that they limit nothing but what a step takes."""
+    return seats or SEATS_MAX // StepRows.of(settings).rows
 
 
 def _from_class(settings: WorkerSettings, at: int) -> WorkerSettings:

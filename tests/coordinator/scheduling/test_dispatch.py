@@ -9,7 +9,7 @@ from coordinator.memory.changes import Keep, Release, Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
 from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects
-from coordinator.scheduling.effects import LedgerStep
+from coordinator.scheduling.effects import LedgerStep, in_transactions
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.events import (
     EndOrder,
@@ -192,3 +192,15 @@ def test_staged_frees_the_slab(desk: Desk) -> None:
     heard = desk.hear(desk.dispatch.progressed(PlacementProgressed(8, other.placement, Stage.STAGED)))
     assert steps(heard) == [Shrink(other.placement, Memory(slab_pages=2))]
     assert desk.ledger.budget("w0").free.slab_pages == 8
+
+
+def test_notes_of_a_request_are_written_in_order_across_nodes() -> None:
+    """One plan admits 1 on n1, gives up the rows of 2 on n0, and admits 2 on n1; then 3 on n0."""
+
+    def placed(request_index: int, node: str) -> LedgerStep:
+        return LedgerStep(node, Release(0), journal.RequestPlaced(request_index, 9, node, "w", 1, 0))
+
+    given_up = LedgerStep("n0", Release(5), journal.RequestDeparted(2, 0))
+    steps = [placed(1, "n1"), given_up, placed(2, "n1"), placed(3, "n0"), LedgerStep("n1", Release(6))]
+    assert list(in_transactions(steps)) == [("n1", [0]), ("n0", [1]), ("n1", [2, 4]), ("n0", [3])]
+    assert list(in_transactions([steps[0], steps[3], steps[2]])) == [("n1", [0, 2]), ("n0", [1])]

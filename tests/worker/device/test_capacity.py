@@ -29,7 +29,7 @@ from protocol.errors import CapacityError, ConfigError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.sizing import Length, Memory, hot_sizes_for, page_limit
-from protocol.units import managed_chunks, pages_for
+from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from tests import ROOT
 from worker.device.capacity import MemoryPlan, plan
 from worker.device.sizing import DEVICE_SHARE, Sizing, size_worker
@@ -442,15 +442,28 @@ def test_quantization_that_a_worker_refuses_is_refused(tmp_path: Path) -> None:
     assert "method awq is not served" in " ".join(refused.output.split())
 
 
-def test_weights_are_those_that_a_runner_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_weights_are_those_that_a_runner_holds(tmp_path: Path, draft_tokens: int) -> None:
     """FP8 kept and prompts gathered, as on a GPU."""
     write_tiny_checkpoint(tmp_path, "glm-5", fp8=True)
-    found = json.loads(size(tmp_path, *TINY, "--json"))
-    model = load_model(tmp_path, Quantization(), dtype=torch.float32, keeps_fp8=True)
-    info = anonymous_info(model.config, "tiny")
-    runner = TransformersRunner(model, info, geometry_of(model.config, "float32"), gathered_prefill=True)
+    found, drafts = json.loads(size(tmp_path, *TINY, "--draft-tokens", str(draft_tokens), "--json")), draft_tokens > 0
+    model = load_model(tmp_path, Quantization(), dtype=torch.float32, keeps_fp8=True, draft_layer=drafts)
+    info, geometry = anonymous_info(model.config, "tiny"), geometry_of(model.config, "float32", draft_layer=drafts)
+    runner = TransformersRunner(model, info, geometry, gathered_prefill=True)
     runner.release_unused()
     assert runner.weights_bytes() == found["weights_bytes_by_dtype"]
+    assert found["host_bytes_per_token"] == geometry.page_bytes // PAGE_TOKENS
+
+
+@pytest.mark.parametrize(("drafts", "rows"), [("0", 1), ("3", 4), ("auto", 5)])
+def test_printed_settings_of_a_worker_that_drafts_are_valid(tmp_path: Path, drafts: str, rows: int) -> None:
+    write_tiny_checkpoint(tmp_path, "glm-5")
+    text = size(tmp_path, *TINY, "--draft-tokens", drafts)
+    table = tomllib.loads(text[text.index("[worker]") :])
+    chosen = build(table, {}, {"worker.device": "cuda"}, HostFacts("h", 1, 1)).worker
+    assert str(chosen.draft_tokens) == drafts
+    assert 0 < chosen.seats <= SEATS_MAX // rows
+    assert chosen.tail_slots == max(8, 2 * rows)
 
 
 TINY = ("--host-mem", "1GB", "--context", "4096", "--gpu-mem", "1GB", "--hot-size-classes", "256")
