@@ -131,9 +131,7 @@ class StepProgress:
         by request; meaningless for those withdrawn."""
         firsts = [it.settled for it in self._progress]
         for place, (it, count) in enumerate(zip(self._progress, accepted, strict=True)):
-            if count == 1 and (
-                it.step_rows == 1 or self._rows == 1
-            ):  # as `settle` has it; `_stops` has the exact bound
+            if it.step_rows == count == 1:  # as `settle` has it; the bound that `_stops` has was exact
                 it.in_flight -= 1
                 it.rows_in_flight -= 1
                 it.settled += 1

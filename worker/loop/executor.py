@@ -126,7 +126,7 @@ class Executor:
         self._swap = Swap(streams, self.state, self.counters)
         rows = StepRows.of(settings)
         self._lengths = DraftLengths(rows.draft_tokens) if rows.varies else None
-        self.counters.draft_tokens = 0 if rows.varies else rows.draft_tokens
+        self._draft_tokens = self.counters.draft_tokens = 0 if rows.varies else rows.draft_tokens
         parts = (runner, streams, self.state, sampler, self._swap)
         vocab = runner.info.vocab_size
         drafting = (
@@ -622,13 +622,14 @@ class Executor:
         """One step of `ready`, padded to `rows` at least."""
         self._seats.flush()
         if self._lengths is not None:
-            self.counters.draft_tokens = self._lengths.choose(self._decoder.padded(len(ready)))
+            self._draft_tokens = self._lengths.choose(self._decoder.padded(len(ready)))
+            self.counters.draft_tokens = self._draft_tokens
             self.counters.draft_switches = self._lengths.switches
         now = self._clock()
         count = now - self._counted_at >= COUNTERS_INTERVAL_S
         if count:
             self._counted_at = now
-        drafts = self.counters.draft_tokens
+        drafts = self._draft_tokens
         self._decoder.launch(ready, now, count=count, rows=rows, draft_tokens=drafts, is_alone=is_alone)
         held = [request for request in ready if request.grammar is not None]
         if held:

@@ -33,9 +33,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from queue import Empty, PriorityQueue, SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -107,6 +108,7 @@ class Grammar:
     def cancel(self) -> None:
         """Its request has left: what was begun is dropped, unless a thread works on it."""
         self._has_left = True
+        self._builds.drop(self)
 
     def check(self) -> None:
         """Raises what made it fail, and BadInput when it takes too long."""
@@ -210,15 +212,26 @@ class _RankedJobs:
     Thread-safe."""
 
     def __init__(self) -> None:
-        self._jobs: PriorityQueue[tuple[Rank | tuple[float], int, Grammar | None]] = PriorityQueue()
+        self._jobs: list[tuple[Rank | tuple[float], int, Grammar | None]] = []
         self._numbers = count()
+        self._changed = threading.Condition()
 
     def put(self, job: Grammar | None) -> None:
-        self._jobs.put(((inf,) if job is None else job.rank, next(self._numbers), job))
+        with self._changed:
+            heappush(self._jobs, ((inf,) if job is None else job.rank, next(self._numbers), job))
+            self._changed.notify()
 
     def get(self) -> Grammar | None:
         """Blocks until there is one."""
-        return self._jobs.get()[-1]
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs)
+            return heappop(self._jobs)[-1]
+
+    def drop(self, job: Grammar) -> None:
+        """If it has not come yet, it does not."""
+        with self._changed:
+            self._jobs = [it for it in self._jobs if it[-1] is not job]
+            heapify(self._jobs)
 
 
 #: In the order in which they came; None ends a thread.

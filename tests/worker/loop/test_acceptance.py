@@ -410,3 +410,15 @@ def test_drafts_of_a_step_are_told_by_depth() -> None:
 def test_drafts_past_the_end_are_not_counted(right: int, surplus: int, kept: int) -> None:
     """The last row's own draw was not drafted."""
     assert drafts_kept(right, surplus) == kept
+
+
+@pytest.mark.parametrize("is_durable_first", [True, False])
+def test_step_of_one_row_behind_one_of_many_is_counted_durable(is_durable_first: bool) -> None:
+    """Where the number of drafts changes between two steps in flight."""
+    progress = RowProgress(settled=10, position=10, durable=10, step_rows=5, rows_max=100)
+    first, second = StepProgress([progress], 5), StepProgress([progress], 1)
+    first.read([3])
+    first.note_durable()
+    for told in (second.note_durable, lambda: second.read([1]))[:: 1 if is_durable_first else -1]:
+        told()
+    assert (progress.settled, progress.durable, progress.position) == (14, 14, 14)

@@ -169,3 +169,22 @@ def test_the_named_bounds_are_what_the_test_means(monkeypatch: pytest.MonkeyPatc
     scene, lengths = Scene(4, [0.0] * 4, [1.0, 1.9, 2.4, 2.9, 3.4]), DraftLengths(LONGEST)
     scene.run(lengths, random.Random(1))
     assert scene.speed(0, STEPS) < 0.98 * scene.speed_of(0)
+
+
+def test_no_trial_begins_while_prompts_are_computed() -> None:
+    """Steps beside prompts have no seconds: what a trial there costs is not seen."""
+    lengths, used = DraftLengths(LONGEST), []
+    for number in range(4_000):
+        used.append(drafts := lengths.choose(4))
+        lengths.observe(StepSeen(4, drafts, 4, 4, [0] * drafts, 1.0 + drafts if number < 4 else None))
+    assert sum(used) <= 2 * LONGEST
+
+
+def test_trials_that_prompts_overtake_are_paid_for() -> None:
+    lengths, times = DraftLengths(LONGEST), []
+    for number in range(12_000):
+        drafts = lengths.choose(4)
+        times.append(1.0 + drafts)
+        lengths.observe(StepSeen(4, drafts, 4, 4, [0] * drafts, None if number % 4 else times[-1]))
+    assert sum(times) > len(times)  # some were tried
+    assert all(1_500 / sum(times[at : at + 1_500]) >= 0.98 for at in range(0, len(times), 1_500))

@@ -506,3 +506,12 @@ def test_masks_do_not_wait_for_rows_that_are_loaded(monkeypatch: pytest.MonkeyPa
     rig.run()
     assert not rig.wrong()
     rig.check_end()
+
+
+def test_cancelled_build_that_has_not_begun_is_dropped() -> None:
+    """Else requests that come and leave behind better ranks would pile up."""
+    jobs, ranks = grammars._RankedJobs(), [(0, 0, 2), (0, 0, 1), (0, 0, 3)]
+    build = cast(grammars._Build, None)
+    first, second, third = (grammars.Grammar(build, it, (), jobs, SimpleQueue(), no_help) for it in ranks)
+    second.cancel()
+    assert [jobs.get(), jobs.get()] == [first, third]
