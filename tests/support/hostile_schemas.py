@@ -353,6 +353,8 @@ def _invalid(text: str, by: Any) -> str:
     try:
         jsonschema.Draft202012Validator(by).validate(json.loads(text))
     except jsonschema.ValidationError as error:
+        if str(error.validator).startswith("exclusive") and isinstance(error.validator_value, bool):
+            return ""  # of draft 4, as the library takes it: jsonschema, which has draft 2020-12, compares with 1 or 0
         return f"invalid: {text[:200]} under {json.dumps(by)[:600]}: {error.message[:200]}"
     except ValueError as error:
         return f"no JSON: {text[:200]}: {error}"
