@@ -20,9 +20,9 @@ from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner, DraftOracle
 from tests.support.fakes.hash_runner import TOPK, computed
 from tests.support.worker_rig import SETTINGS, Rig
+from worker.device.pinned import host_tensor
 from worker.loop.batch import RunningRequest
 from worker.loop.drafting import DraftSeats
-from worker.loop.inputs import host_tensor
 from worker.loop.output import Output
 from worker.runners.base import DraftRows, DraftRunner, SamplerState
 from worker.streams import Streams

@@ -14,12 +14,12 @@ from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from tests.support.fakes.coordinator import FakeCoordinator
 from tests.support.fakes.hash_runner import FakeRunner
+from worker.device.pinned import host_tensor
 from worker.device.sizing import size_worker
 from worker.group.group import Group
 from worker.loop.batch import Status
 from worker.loop.decode import Decoder, StepTokens
 from worker.loop.executor import Executor
-from worker.loop.inputs import host_tensor
 from worker.loop.recording import SelectionRecorder
 from worker.runners.base import Runner
 from worker.streams import InlineStreams, Streams, make_streams

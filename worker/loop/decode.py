@@ -45,12 +45,13 @@ from kernels.state import BackupPlan, DeviceState
 from protocol.arrays import Int32Array
 from protocol.errors import InternalError
 from protocol.logprobs import ROW_WORDS_MAX
+from worker.device.pinned import host_tensor
 from worker.device.step_rows import StepRows
 from worker.loop.acceptance import StepProgress, drafts_in_step
 from worker.loop.batch import RunningRequest
 from worker.loop.draft_length import StepSeen
 from worker.loop.drafting import COUNTS, DraftInputs, DraftSeats, DraftStep
-from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs, host_tensor
+from worker.loop.inputs import RING_BUFFERS, Ring, StepInputs
 from worker.loop.recording import SelectionRecorder
 from worker.loop.swap import Swap
 from worker.loop.swap_counts import Int64s

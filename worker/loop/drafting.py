@@ -28,9 +28,10 @@ from torch import Tensor
 
 from kernels.begin_step import begin_step
 from kernels.state import BackupPlan, DeviceState, StepBatch
+from worker.device.pinned import host_tensor
 from worker.device.step_rows import StepRows
 from worker.loop.batch import RunningRequest
-from worker.loop.inputs import Ids, host_tensor
+from worker.loop.inputs import Ids
 from worker.runners.base import DraftRows, DraftRunner, SamplerState, StepOutputs
 from worker.streams import Streams
 

@@ -48,7 +48,7 @@ from protocol.grammar_trials import Trials
 from protocol.grammars import Mask, Matcher, Vocabulary
 from protocol.messages import ModelInfo, Rank
 from protocol.text import Tokenizer
-from worker.loop.inputs import host_tensor
+from worker.device.pinned import host_tensor
 from worker.runners.logits import AdjustTables
 from worker.streams import Fence, Streams
 

@@ -2,8 +2,8 @@
 
 The host fills a buffer and launches the operation that reads it; the operation runs later. `Ring` gives out buffers in
 turn and waits for `inputs_consumed` of a buffer's last use before it gives it out again. For a GPU the buffers are
-pinned memory (`host_tensor`) and the operations that read them start with an upload: copies from pinned memory do
-not wait.
+pinned memory (worker/device/pinned.py), and the operations that read them start with an upload: copies from pinned
+memory do not wait.
 
 Seat tables are edited the same way: changes are gathered on the host and applied by one operation per flush, before
 whatever is launched next on `compute`. An entry set twice between two flushes travels once: writes to equal places
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kernels.state import DeviceState, StepBatch
 from protocol.errors import InternalError
+from worker.device.pinned import host_tensor
 from worker.streams import Fence, Stream
 
 if TYPE_CHECKING:
@@ -57,11 +58,6 @@ class Ring(Generic[B]):
 
     def launched(self, consumed: Fence) -> None:
         self._consumed[self._place] = consumed
-
-
-def host_tensor(*shape: int, dtype: torch.dtype, device: torch.device | str, fill: int = 0) -> Tensor:
-    """Host memory that operations on `device` read or write: pinned for a GPU, so that copies never block."""
-    return torch.full(shape, fill, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
 
 
 class StepInputs:

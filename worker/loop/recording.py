@@ -27,7 +27,7 @@ from protocol import logs
 from protocol.arrays import Int32Array
 from protocol.errors import ConfigError
 from protocol.logs import fields
-from worker.loop.inputs import host_tensor
+from worker.device.pinned import host_tensor
 from worker.loop.selections import TraceSizes, encode, encode_head
 
 QUEUED_STEPS: Final = 64

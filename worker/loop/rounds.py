@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from worker.device.pinned import host_tensor
 from worker.group.agreement import WISH_HEAD, Agreement, Round, Wish
 from worker.group.group import Group
-from worker.loop.inputs import Ring, host_tensor
+from worker.loop.inputs import Ring
 from worker.streams import Fence, Stream
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from protocol.messages import LOGIT_BIAS_MAX, Sampling
+from worker.device.pinned import host_tensor
 from worker.loop.batch import RunningRequest
-from worker.loop.inputs import RING_BUFFERS, Ring, host_tensor
+from worker.loop.inputs import RING_BUFFERS, Ring
 from worker.loop.output import end_token_ids
 from worker.runners.base import SamplerState
 from worker.runners.logits import COUNT_MAX, ENDS_MAX, AdjustTables

@@ -40,13 +40,14 @@ from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.arena import Arena
 from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
 from worker.device.inventory import FreeDeviceMemory
+from worker.device.pinned import host_tensor
 from worker.device.sizing import Sizing
 from worker.device.step_rows import StepRows
 from worker.loop.acceptance import RowProgress
 from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
 from worker.loop.drafting import DraftSeats
-from worker.loop.inputs import SeatTables, host_tensor
+from worker.loop.inputs import SeatTables
 from worker.loop.output import Output, held_back
 from worker.loop.sampler_seats import SamplerSeats
 from worker.loop.swap import Swap

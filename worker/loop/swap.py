@@ -45,7 +45,7 @@ from metrics.state import WorkerCounters
 from protocol.arrays import Int32Array
 from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp
-from worker.loop.inputs import host_tensor
+from worker.device.pinned import host_tensor
 from worker.streams import Fence, Streams
 
 #: Tokens moved by one operation; a long context is many, so that others get their turn on the link.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.layout import Geometry
 from protocol.messages import WARM_START_BYTES_MAX
-from worker.loop.inputs import host_tensor
+from worker.device.pinned import host_tensor
 from worker.loop.topk_bytes import pack
 
 #: Requests whose last top-k is on its way to the host at the same time; beyond them one starts cold. 0.5 MB each.
