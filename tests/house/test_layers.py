@@ -10,6 +10,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
 import pytest
@@ -145,6 +146,19 @@ def test_upward_import_is_reported() -> None:
     assert not points_down("protocol", "worker", FLOORS)
     assert not points_down("worker", "coordinator", FLOORS)
     assert points_down("hisparse", "protocol", FLOORS)
+
+
+@pytest.mark.parametrize("package", sorted(set().union(*FLOORS) - {"benchmarks", "tests"}))
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    """Imports for types alone count too: a reader follows them."""
+    graph: dict[str, set[str]] = {}
+    for source, target in within(package):
+        if source != target and "__init__" not in modules()[target]:
+            graph.setdefault(source, set()).add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from error
 
 
 #: Class names of two modules, with the reason: structures of CUDA bear the names of the C++ source.
