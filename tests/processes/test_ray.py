@@ -264,4 +264,4 @@ async def test_request_that_kills_its_worker_is_failed(tmp_path: Path, ray: Fake
                     await until(lambda: ray.actors[OTHER].report().status.processes.get(name, pid) != pid)  # noqa: B023
                 await trio.sleep(0.01)
     assert f"its worker died {POISON_STRIKES} times without its coming further" in row.reason
-    assert kills == POISON_STRIKES
+    assert kills >= POISON_STRIKES  # one that it had come further at began the count again
