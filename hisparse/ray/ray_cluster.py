@@ -59,7 +59,8 @@ class RayHost:
 
     def stop(self, deadline_s: float, *, keeps_pool: bool = False) -> bool:
         limit_s = deadline_s + STOP_LIMIT_S + ANSWER_LIMIT_S
-        return bool(_get(self._handle.stop.remote(deadline_s, keeps_pool), limit_s))
+        more = (True,) if keeps_pool else ()  # an actor of an older version has no such argument
+        return bool(_get(self._handle.stop.remote(deadline_s, *more), limit_s))
 
 
 class RayCluster:

@@ -79,21 +79,20 @@ def run_ray_down(config: Config, cluster: RayApi, deadline_s: float, *, is_sure:
     if not hosts:
         raise NotFound("no such cluster runs there", field="cluster.name", value=config.cluster.name)
     reports = {address: _reported(host) for address, host in hosts.items()}
-    stopped = _stop_all(hosts, reports, deadline_s)
-    if not stopped and not is_sure:
+    running = _stop_all(hosts, reports, deadline_s)
+    if running and not is_sure:
         return EXIT_CODES[Unavailable.code]
     cluster.remove(config.cluster.name)
-    log.info("all processes have ended" if stopped else "given back what Ray reserved")
+    log.info("given back what Ray reserved" if running else "all processes have ended")
     return 0
 
 
 def _stop_all(
     hosts: Mapping[str, Host], reports: Mapping[str, NodeReport | None], deadline_s: float, *, keeps_pools: bool = False
-) -> bool:
-    """Whether all processes of all nodes have ended. The coordinator's node is the first."""
+) -> list[str]:
+    """Addresses of nodes whose processes have not all ended. The coordinator's node is the first."""
     home_first = sorted(hosts, key=lambda it: not (reports[it] and reports[it].is_home))  # type: ignore[union-attr]
-    stopped = [_stopped(address, hosts[address], deadline_s, keeps_pools) for address in home_first]
-    return all(stopped)
+    return [it for it in home_first if not _stopped(it, hosts[it], deadline_s, keeps_pools)]
 
 
 def make_way(config: Config, options: RayOptions, cluster: RayApi, *, is_sure: bool = False) -> tuple[str, ...] | None:
@@ -101,7 +100,8 @@ def make_way(config: Config, options: RayOptions, cluster: RayApi, *, is_sure: b
     goes on with its journal. Returns names of workers of the nodes that answered; None: no cluster runs.
 
     `is_sure`: the operator's word that nodes which do not answer are off, or their processes gone. Without it raises
-    Unavailable for these nodes. Refusals of the next start come before anything is stopped.
+    Unavailable for these nodes; raises it for nodes that answered and did not stop, whatever the word. Refusals of the
+    next start come before anything is stopped.
     """
     hosts = cluster.hosts(config.cluster.name)
     if not hosts:
@@ -112,8 +112,13 @@ def make_way(config: Config, options: RayOptions, cluster: RayApi, *, is_sure: b
         raise _may_run_on(sorted(hosts.keys() - answering.keys()))
     workers = tuple(worker for report in reports.values() if report is not None for worker in report.workers)
     _plans(config, options, cluster, workers)
-    if not _stop_all(answering, reports, 0.0, keeps_pools=True) and not is_sure:
-        raise _may_run_on(sorted(answering))
+    if running := _stop_all(answering, reports, 0.0, keeps_pools=True):
+        raise Unavailable(
+            f"processes of the running cluster did not stop there: {', '.join(sorted(running))}",
+            field="--replace",
+            value=len(running),
+            remedy="make sure that they are gone, then: hisparse down --ray ADDRESS --i-am-sure, and start it again",
+        )
     cluster.remove(config.cluster.name)
     return workers
 

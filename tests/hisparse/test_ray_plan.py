@@ -284,6 +284,38 @@ def test_processes_that_run_on_are_not_replaced_without_an_operators_word(tmp_pa
         make_way(config(), RayOptions(), ray)
 
 
+def test_node_that_answers_and_does_not_stop_is_not_replaced_by_any_word(tmp_path: Path) -> None:
+    def stop(deadline_s: float, *, keeps_pool: bool) -> bool:
+        return False
+
+    def silent() -> None:
+        raise Unavailable("an actor does not answer")
+
+    report = SimpleNamespace(workers=(), is_home=True)
+    removed: list[str] = []
+    hosts = {
+        "10.0.0.1": SimpleNamespace(report=lambda: report, stop=stop),
+        "10.0.0.2": SimpleNamespace(report=silent),
+        "10.0.0.3": SimpleNamespace(report=lambda: report, stop=lambda deadline_s, *, keeps_pool: True),
+    }
+    ray: Any = SimpleNamespace(hosts=lambda name: hosts, nodes=lambda *_: [node(1)], remove=removed.append)
+    write_tiny_checkpoint(tmp_path / "model", "glm-5")
+    with pytest.raises(Unavailable, match=r"there: 10\.0\.0\.1 .*hisparse down --ray ADDRESS --i-am-sure"):
+        make_way(config(worker__model=str(tmp_path / "model")), RayOptions(), ray, is_sure=True)
+    assert not removed
+
+
+@pytest.mark.parametrize(("keeps_pool", "more"), [(False, ()), (True, (True,))])
+def test_stop_of_an_actor_names_the_pool_only_when_it_stays(
+    keeps_pool: bool, more: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cluster, "_get", lambda reply, limit_s: True)
+    handle = SimpleNamespace(stop=SimpleNamespace(remote=lambda *given: asked.append(given)))
+    assert cluster.RayHost(handle).stop(2.0, keeps_pool=keeps_pool)
+    assert asked == [(2.0, *more)]
+
+
 def test_up_does_not_join_a_part_of_a_cluster() -> None:
     report = SimpleNamespace(asked=digest_of(config(), RayOptions()), nodes=2)
     part: Any = SimpleNamespace(hosts=lambda name: {"a": SimpleNamespace(report=lambda: report)})

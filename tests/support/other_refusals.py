@@ -196,8 +196,11 @@ PRODUCED: Final = {
         "hisparse/ray/up.py:run_ray_down:NotFound",
         "hisparse/ray/up.py:start_or_join:WrongState",
     ],
+    "tests/hisparse/test_ray_plan.py::test_node_that_answers_and_does_not_stop_is_not_replaced_by_any_word": [
+        "hisparse/ray/up.py:make_way:Unavailable",
+    ],
     "tests/hisparse/test_ray_plan.py::test_processes_that_run_on_are_not_replaced_without_an_operators_word": [
-        "hisparse/ray/up.py:_may_run_on:Unavailable"
+        "hisparse/ray/up.py:_may_run_on:Unavailable",
     ],
     "tests/hisparse/test_ray_plan.py::test_options_that_do_not_go_together_are_refused[groups]": [
         "hisparse/cli/serve.py:up:UsageError#2"
