@@ -35,13 +35,15 @@ PIN: Final = 0.001
 
 class NodeFacts(msgspec.Struct, frozen=True):
     """A node as Ray and a look at it tell. `resources`: whole amounts by Ray's names. `pool_free_bytes`: of the file
-    system that is to hold the host pool. `ports`: free ones."""
+    system that is to hold the host pool. `ports`: free ones. `has_journal`: a file is there under the path of the
+    journal that was asked for."""
 
     address: str
     resources: dict[str, float]
     is_head: bool = False
     pool_free_bytes: int = 0
     ports: tuple[int, ...] = ()
+    has_journal: bool = False
 
     @property
     def name(self) -> str:

@@ -42,7 +42,7 @@ class Host(Protocol):
 class RayApi(Protocol):
     """What `hisparse up --ray` needs of Ray."""
 
-    def nodes(self, name: str, pool_dir: str) -> list[NodeFacts]: ...
+    def nodes(self, name: str, pool_dir: str, journal: str) -> list[NodeFacts]: ...
     def hosts(self, name: str) -> dict[str, Host]: ...
     def start(self, name: str, plans: Sequence[NodePlan], nodes: Sequence[NodeFacts]) -> dict[str, Host]: ...
     def remove(self, name: str) -> None: ...
@@ -79,8 +79,11 @@ class RayCluster:
                 remedy="run this on a node of the cluster, with the address that `ray start --head` printed, or auto",
             ) from error
 
-    def nodes(self, name: str, pool_dir: str) -> list[NodeFacts]:
-        """Nodes that answer, the head first, then by address. `name`: of the cluster that is to run there."""
+    def nodes(self, name: str, pool_dir: str, journal: str) -> list[NodeFacts]:
+        """Nodes that answer, the head first, then by address. `name`: of the cluster that is to run there.
+
+        Raises Unavailable when a node answers that it cannot be looked at.
+        """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ray = _ray()
@@ -88,20 +91,28 @@ class RayCluster:
         ask = ray.remote(num_cpus=0)(look_around)
         asked = [
             ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(it["NodeID"], soft=False)).remote(
-                name, pool_dir, it["NodeManagerAddress"]
+                name, pool_dir, it["NodeManagerAddress"], journal
             )
             for it in alive
         ]
         found = []
         for node, reply in zip(alive, asked, strict=True):
+            address = node["NodeManagerAddress"]
             try:
-                free, ports = _get(reply, ANSWER_LIMIT_S)
-            except Unavailable:  # Ray has not seen yet that it is dead
-                log.warning(f"{node['NodeManagerAddress']} does not answer, and is left out")
+                free, ports, has_journal = _get(reply, ANSWER_LIMIT_S)
+            except Unavailable as error:
+                if isinstance(error.__cause__, ray.exceptions.RayTaskError):
+                    raise Unavailable(
+                        f"the node cannot be looked at: {str(error.__cause__).strip().splitlines()[-1]}",
+                        field="--ray",
+                        value=address,
+                        remedy="install the same HiSparse there, under a user who may read worker.pool_dir",
+                    ) from error
+                log.warning(f"{address} is left out: {error}")  # Ray has not seen yet that it is dead
                 continue
             resources = {name: float(amount) for name, amount in node["Resources"].items()}
             is_head = "node:__internal_head__" in resources
-            found.append(NodeFacts(node["NodeManagerAddress"], resources, is_head, free, tuple(ports)))
+            found.append(NodeFacts(address, resources, is_head, free, tuple(ports), has_journal))
         return sorted(found, key=lambda it: (not it.is_head, it.address))
 
     def hosts(self, name: str) -> dict[str, Host]:
@@ -159,8 +170,8 @@ class RayCluster:
         remove_placement_group(group)
 
 
-def look_around(name: str, pool_dir: str, address: str) -> tuple[int, list[int]]:
-    """On a node: free bytes of the file system of `pool_dir`, and free ports of `address`.
+def look_around(name: str, pool_dir: str, address: str, journal: str) -> tuple[int, list[int], bool]:
+    """On a node: free bytes of the file system of `pool_dir`, free ports of `address`, whether `journal` is a file that it may see.
 
     Ports of a cluster `name` on a node are the same at each start, unless another process has taken one: clients that
     know an address of the coordinator reconnect there.
@@ -179,7 +190,7 @@ def look_around(name: str, pool_dir: str, address: str) -> tuple[int, list[int]]
                 ports.append(port)
             if len(ports) == PORTS:
                 break
-        return status.f_bavail * status.f_frsize, ports
+        return status.f_bavail * status.f_frsize, ports, os.path.isfile(journal)
 
 
 def _handles(name: str) -> dict[str, Any]:

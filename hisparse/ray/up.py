@@ -30,7 +30,7 @@ from hisparse.ray.ray_cluster import Host, RayApi
 from hisparse.ray.settings import digest_of, make_plans
 from protocol.errors import ConfigError, NotFound, Unavailable, WrongState
 from protocol.logs import configure, logger
-from protocol.settings import Config
+from protocol.settings import NO_JOURNAL, Config
 from protocol.transport.keys import ALLOWED_FILE, SERVER_FILE, add_peer, make_keys
 from protocol.transport.private_dir import make_private_dir
 from worker.runners.checkpoint import read_config
@@ -101,8 +101,16 @@ def make_way(config: Config, options: RayOptions, cluster: RayApi, *, is_sure: b
 
     `is_sure`: the operator's word that nodes which do not answer are off, or their processes gone. Without it raises
     Unavailable for these nodes; raises it for nodes that answered and did not stop, whatever the word. Refusals of the
-    next start come before anything is stopped.
+    next start come before anything is stopped, ConfigError among them when its node has no such journal.
     """
+    journal = config.coordinator.journal
+    if journal == NO_JOURNAL:
+        raise ConfigError(
+            "another start goes on with a journal, and none is asked for",
+            field="coordinator.journal",
+            value=journal,
+            remedy="name the journal of the running cluster, or without --replace: hisparse down, hisparse up",
+        )
     hosts = cluster.hosts(config.cluster.name)
     if not hosts:
         return None
@@ -111,7 +119,14 @@ def make_way(config: Config, options: RayOptions, cluster: RayApi, *, is_sure: b
     if len(answering) < len(hosts) and not is_sure:
         raise _may_run_on(sorted(hosts.keys() - answering.keys()))
     workers = tuple(worker for report in reports.values() if report is not None for worker in report.workers)
-    _plans(config, options, cluster, workers)
+    plans, nodes = _plans(config, options, cluster, workers)
+    if not next(it for it in nodes if it.address == plans[0].address).has_journal:
+        raise ConfigError(
+            f"there is no such file on {plans[0].address}, where the coordinator is to run",
+            field="coordinator.journal",
+            value=journal,
+            remedy="put it on storage that both nodes mount, or: hisparse down, copy all of it, hisparse up",
+        )
     if running := _stop_all(answering, reports, 0.0, keeps_pools=True):
         raise Unavailable(
             f"processes of the running cluster did not stop there: {', '.join(sorted(running))}",
@@ -162,7 +177,7 @@ def _plans(
         msgspec.structs.replace(it, pool_free_bytes=max(it.pool_free_bytes, pool_bytes(config.worker)))
         if any(worker.endswith(it.name_of("")) for worker in before)
         else it
-        for it in cluster.nodes(config.cluster.name, config.worker.pool_dir)
+        for it in cluster.nodes(config.cluster.name, config.worker.pool_dir, config.coordinator.journal)
     ]
     return make_plans(config, options, nodes, experts, before), nodes
 

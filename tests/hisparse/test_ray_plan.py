@@ -183,11 +183,22 @@ def test_what_an_earlier_supervisor_left_is_ended_and_a_stranger_is_not(tmp_path
 # ---------------------------------------------------------------- Ray that is not there, or does not answer
 
 
+class TaskFailed(OSError):
+    """Stands for RayTaskError: code that ran on a node has raised."""
+
+
 class NoRay:
     """Stands for the package `ray`."""
 
-    exceptions = SimpleNamespace(GetTimeoutError=TimeoutError, RayError=OSError)
+    exceptions = SimpleNamespace(GetTimeoutError=TimeoutError, RayError=OSError, RayTaskError=TaskFailed)
     util = SimpleNamespace(list_named_actors=list)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 1.0}}]
+
+    def remote(self, **_: object) -> Any:
+        asked = SimpleNamespace(remote=lambda *_: None)
+        return lambda _: SimpleNamespace(options=lambda **_: asked)
 
     def init(self, **_: object) -> None:
         raise ConnectionError("nothing listens there")
@@ -209,6 +220,32 @@ def test_ray_that_does_not_answer_is_refused_by_name(monkeypatch: pytest.MonkeyP
     host = cluster.RayHost(SimpleNamespace(report=SimpleNamespace(remote=lambda: None)))
     with pytest.raises(Unavailable, match="Its processes may still run"):
         host.report()
+
+
+def test_node_that_cannot_be_looked_at_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failed(reply: object, timeout: float) -> object:
+        raise TaskFailed("ray::look_around() (pid=7)\nModuleNotFoundError: No module named 'hisparse'\n")
+
+    def silent(reply: object, timeout: float) -> object:
+        raise OSError("the node of the task is dead")
+
+    strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    ray = NoRay()
+    monkeypatch.setattr(cluster, "_ray", lambda: ray)
+    monkeypatch.setattr(ray, "get", failed, raising=False)
+    own = object.__new__(cluster.RayCluster)
+    with pytest.raises(Unavailable, match="same HiSparse") as found:
+        own.nodes("hisparse", "/tmp", "/data/j")
+    assert "cannot be looked at: ModuleNotFoundError: No module named 'hisparse'" in str(found.value)
+    monkeypatch.setattr(ray, "get", silent)
+    assert own.nodes("hisparse", "/tmp", "/data/j") == []
+    assert "10.0.0.1 is left out" in caplog.text
+    assert "the node of the task is dead" in caplog.text
 
 
 def test_place_that_ray_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +297,7 @@ def test_pool_that_stays_needs_no_room_and_what_has_no_place_stops_nothing(tmp_p
     hosts = {"10.0.0.2": SimpleNamespace(report=lambda: report, stop=stop)}
     ray: Any = SimpleNamespace(
         hosts=lambda name: hosts,
-        nodes=lambda *_: [node(1, cpus=1), node(2, pool_free_bytes=0)],
+        nodes=lambda *_: [node(1, cpus=1, has_journal=True), node(2, pool_free_bytes=0)],
         remove=lambda name: hosts.clear(),
     )
     write_tiny_checkpoint(tmp_path / "model", "glm-5")
@@ -269,6 +306,10 @@ def test_pool_that_stays_needs_no_room_and_what_has_no_place_stops_nothing(tmp_p
         make_way(settings, RayOptions(coordinator_node="10.0.0.9"), ray)
     with pytest.raises(CapacityError, match="no node has room"):
         make_way(settings, RayOptions(groups=20), ray)
+    with pytest.raises(ConfigError, match=r"coordinator\.journal=/data/journal\.sqlite.*both nodes mount"):
+        make_way(settings, RayOptions(coordinator_node="10.0.0.2"), ray)
+    with pytest.raises(ConfigError, match="none is asked for"):
+        make_way(config(coordinator__journal="none"), RayOptions(), ray)
     assert not stopped
     assert make_way(settings, RayOptions(), ray) == ("w0-10-0-0-2",)
     assert (stopped, hosts) == (["10.0.0.2"], {})
@@ -298,7 +339,9 @@ def test_node_that_answers_and_does_not_stop_is_not_replaced_by_any_word(tmp_pat
         "10.0.0.2": SimpleNamespace(report=silent),
         "10.0.0.3": SimpleNamespace(report=lambda: report, stop=lambda deadline_s, *, keeps_pool: True),
     }
-    ray: Any = SimpleNamespace(hosts=lambda name: hosts, nodes=lambda *_: [node(1)], remove=removed.append)
+    ray: Any = SimpleNamespace(
+        hosts=lambda name: hosts, nodes=lambda *_: [node(1, has_journal=True)], remove=removed.append
+    )
     write_tiny_checkpoint(tmp_path / "model", "glm-5")
     with pytest.raises(Unavailable, match=r"there: 10\.0\.0\.1 .*hisparse down --ray ADDRESS --i-am-sure"):
         make_way(config(worker__model=str(tmp_path / "model")), RayOptions(), ray, is_sure=True)
@@ -334,13 +377,14 @@ def test_driver_ends_when_the_cluster_was_removed() -> None:
 
 def test_free_ports_are_not_those_of_connections_and_the_same_at_each_start() -> None:
     name = f"test-{os.getpid()}"
-    free, ports = cluster.look_around(name, "/tmp", "127.0.0.1")
+    free, ports, has_journal = cluster.look_around(name, "/tmp", "127.0.0.1", "/tmp")
     assert free > 0
+    assert not has_journal  # a directory
     assert len(set(ports)) == PORTS
     assert all(it in cluster.PORT_CHOICE for it in ports)
-    assert cluster.look_around(name, "/tmp", "127.0.0.1")[1] == ports
+    assert cluster.look_around(name, "/tmp", "127.0.0.1", __file__)[1:] == (ports, True)
     with socket.create_server(("127.0.0.1", ports[0])):
-        others = cluster.look_around(name, "/tmp", "127.0.0.1")[1]
+        others = cluster.look_around(name, "/tmp", "127.0.0.1", "/none")[1]
         assert ports[0] not in others
         assert ports[1] in others
 

@@ -189,6 +189,13 @@ PRODUCED: Final = {
     "tests/hisparse/test_ray_plan.py::test_up_does_not_join_a_part_of_a_cluster": [
         "hisparse/ray/up.py:start_or_join:WrongState#2"
     ],
+    "tests/hisparse/test_ray_plan.py::test_pool_that_stays_needs_no_room_and_what_has_no_place_stops_nothing": [
+        "hisparse/ray/up.py:make_way:ConfigError",
+        "hisparse/ray/up.py:make_way:ConfigError#2",
+    ],
+    "tests/hisparse/test_ray_plan.py::test_node_that_cannot_be_looked_at_ends_the_command": [
+        "hisparse/ray/ray_cluster.py:nodes:Unavailable",
+    ],
     "tests/hisparse/test_ray_plan.py::test_place_that_ray_does_not_give_is_refused": [
         "hisparse/ray/ray_cluster.py:start:CapacityError",
     ],

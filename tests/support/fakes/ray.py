@@ -46,12 +46,13 @@ class FakeRay:
     actors: dict[str, FakeHost] = field(default_factory=dict)
     started: list[NodePlan] = field(default_factory=list)
 
-    def nodes(self, name: str, pool_dir: str) -> list[NodeFacts]:
+    def nodes(self, name: str, pool_dir: str, journal: str) -> list[NodeFacts]:
         found = []
         for number, address in enumerate(self.addresses):
-            free, ports = look_around(f"{name} {os.getpid()}", pool_dir, address)  # beside other runs of the test
+            own = f"{name} {os.getpid()}"  # beside other runs of the test
+            free, ports, has_journal = look_around(own, pool_dir, address, journal)
             resources = {"CPU": 8.0, "memory": float(8 << 30), f"node:{address}": 1.0}
-            found.append(NodeFacts(address, resources, number == 0, free, tuple(ports)))
+            found.append(NodeFacts(address, resources, number == 0, free, tuple(ports), has_journal))
         return found
 
     def hosts(self, name: str) -> dict[str, Host]:
