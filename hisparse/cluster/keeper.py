@@ -15,7 +15,7 @@
     over      the coordinator has exited or was given up, or all workers have; with workers elsewhere, all that is here
 
 Where a cluster spans nodes, each node has a Keeper for its processes, and a coordinator elsewhere cannot see them end:
-`vouch` is given the names of workers whose processes have ended, before they start again.
+`vouch` is given the names of workers whose processes have ended, in that order, before they start again.
 
 A kill loses nothing: rows are in the host pool, which this process holds open for later workers, and acknowledged
 requests are in the coordinator's journal.
@@ -249,12 +249,12 @@ class Keeper:
                 what = "not restarted" if is_wanted(ends) else "given up after too many restarts"
                 self._report(f"{end_text(group, ends)}; {what}")
                 child = self._cluster.by_name[last]
-                await self._tell_gone(ranks)
+                await self._tell_gone([end.name for end in ends])
                 for name in ranks:
                     self._let_go(name, child)
                 return
             self._report(f"{end_text(group, ends)}; all of its ranks are restarted in {pause_s:g} s")
-            await self._tell_gone(ranks)
+            await self._tell_gone([end.name for end in ends])
             await trio.sleep(pause_s)
             for name in ranks:
                 self._cluster.restart(name)

@@ -171,7 +171,7 @@ class RayCluster:
 
 
 def look_around(name: str, pool_dir: str, address: str, journal: str) -> tuple[int, list[int], bool]:
-    """On a node: free bytes of the file system of `pool_dir`, free ports of `address`, whether `journal` is a file that it may see.
+    """On a node: free bytes of the file system of `pool_dir`, free ports of `address`, whether `journal` is a file.
 
     Ports of a cluster `name` on a node are the same at each start, unless another process has taken one: clients that
     know an address of the coordinator reconnect there.

@@ -197,27 +197,27 @@ class NodeSupervisor:
         return await answers(self._plan.config)
 
     async def _vouch(self, names: Sequence[str], *, died: bool = True) -> None:
-        """Tell the coordinator that the processes of these workers have ended: each was seen to. `died`: while they
-        ran, which counts against their requests as it does where the coordinator sees it.
+        """Tell the coordinator that the processes of these workers have ended, in this order: each was seen to. `died`:
+        while they ran, which counts against their requests as it does where the coordinator sees it: of a group's life
+        the first death that it is told.
 
         Returns without having told after VOUCH_LIMITS heartbeat limits in which it answers: pages stay in quarantine.
         """
-        left, config = set(names), self._plan.config
+        left, config = list(names), self._plan.config
         limit_s = WELCOME_LIMIT_S + VOUCH_LIMITS * config.coordinator.heartbeat_limit_s
         is_restarted = self._state == "up" or not self._plan.coordinator  # until then, no keeper sees to one of here
         with trio.move_on_after(limit_s) as scope:
             while left:
                 try:
                     async with open_admin(config, "supervisor") as client:
-                        for name in sorted(left):
-                            if await self._is_told(client, name, died=died):
-                                left.discard(name)
+                        while left and await self._is_told(client, left[0], died=died):
+                            del left[0]
                 except HiSparseError as error:
                     if isinstance(error, Unavailable) and is_restarted:
                         scope.deadline = trio.current_time() + limit_s
                 await trio.sleep(VOUCH_INTERVAL_S)
             return
-        self._report(f"the coordinator was not told that {', '.join(sorted(left))} ended")
+        self._report(f"the coordinator was not told that {', '.join(left)} ended")
 
     async def _is_told(self, client: Client, name: str, *, died: bool) -> bool:
         """Vouch once the worker's epoch is lost. A coordinator that forgets the worker has no page left of it."""

@@ -18,8 +18,9 @@ from typing import Final
 import msgspec
 import trio
 
+from hisparse.client.client import Client
 from hisparse.cluster.children import exit_text
-from hisparse.cluster.keeper import COORDINATOR, HTTP, open_admin
+from hisparse.cluster.keeper import CONNECTED, open_admin
 from hisparse.cluster.up import EXIT_CHILD_LOST
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.api_keys import read_keys
@@ -28,7 +29,7 @@ from hisparse.ray.host import NodeReport
 from hisparse.ray.plan import NodeFacts, NodePlan, RayOptions, pool_bytes
 from hisparse.ray.ray_cluster import Host, RayApi
 from hisparse.ray.settings import digest_of, make_plans
-from protocol.errors import ConfigError, NotFound, Unavailable, WrongState
+from protocol.errors import ConfigError, HiSparseError, NotFound, Unavailable, WrongState
 from protocol.logs import configure, logger
 from protocol.settings import NO_JOURNAL, Config
 from protocol.transport.keys import ALLOWED_FILE, SERVER_FILE, add_peer, make_keys
@@ -241,7 +242,7 @@ def follow(
     """Report what happens until `asked`, or until the cluster is over; returns the exit code.
 
     `vouches`: all processes that ran before the cluster are gone, so that the coordinator forgets workers that it has
-    from then and that are not started again.
+    from then and that are not started again. It is asked again each FOLLOW_INTERVAL_S until it has.
     """
     said: dict[str, list[str]] = {address: [] for address in hosts}
     ended: set[str] = set()
@@ -258,11 +259,13 @@ def follow(
             if not reports and _is_removed(cluster, config.cluster.name):
                 log.info("the cluster was stopped")
                 return 0
-            if not is_up and len(reports) == len(hosts) and _all_connected(config, reports):
-                is_up = True
+            is_asked = vouches or not is_up
+            if is_asked and len(reports) == len(hosts) and _all_connected(config, reports):
                 if vouches:
-                    trio.run(_forget_others, _access(config, reports), _names(reports))
-                _tell_up(reports, ready_file)
+                    vouches = not trio.run(_forget_others, _access(config, reports), _names(reports))
+                if not is_up:
+                    is_up = True
+                    _tell_up(reports, ready_file)
             asked.wait(FOLLOW_INTERVAL_S)
     finally:
         if ready_file is not None:
@@ -318,7 +321,7 @@ def _tell_up(reports: list[NodeReport], ready_file: Path | None) -> None:
 
 
 def _all_connected(config: Config, reports: list[NodeReport]) -> bool:
-    """Whether each node is up, and the coordinator has all workers that run."""
+    """Whether each node is up, and the coordinator has all workers of the nodes."""
     home = next((it for it in reports if it.is_home), None)
     if home is None or any(it.status.state != "up" for it in reports):
         return False
@@ -326,8 +329,8 @@ def _all_connected(config: Config, reports: list[NodeReport]) -> bool:
 
 
 def _names(reports: list[NodeReport]) -> set[str]:
-    """Workers that run."""
-    return {name for it in reports for name in it.status.processes} - {COORDINATOR, HTTP}
+    """Workers of the nodes, also those that are about to be started again."""
+    return {name for it in reports for name in it.workers}
 
 
 def _access(config: Config, reports: list[NodeReport]) -> Config:
@@ -339,23 +342,39 @@ def _access(config: Config, reports: list[NodeReport]) -> Config:
     return msgspec.structs.replace(config, cluster=cluster)
 
 
-async def _forget_others(config: Config, names: set[str]) -> None:
-    """Free what other workers than `names` have in quarantine, and list them no longer."""
-    async with open_admin(config, "hisparse up") as client:
-        for row in await client.workers():
-            if row.worker not in names:
-                with suppress(NotFound):  # it has nothing there
-                    log.info((await client.release_quarantine([row.worker]))[0])
-                with suppress(NotFound, WrongState):
-                    await client.forget([row.worker])
+async def _forget_others(config: Config, names: set[str]) -> bool:
+    """Free what other workers than `names` have in quarantine, and list them no longer; whether all of it was done
+    within ASK_LIMIT_S. Workers that are connected are not vouched for: their processes run."""
+    is_done = False
+    with trio.move_on_after(ASK_LIMIT_S):
+        try:
+            async with open_admin(config, "hisparse up") as client:
+                others = [it for it in await client.workers() if it.worker not in names and it.state not in CONNECTED]
+                told = [await _is_forgotten(client, it.worker) for it in others]
+                is_done = all(told)
+        except HiSparseError as error:
+            log.warning(f"workers from before are not forgotten yet: {error}")
+    return is_done
+
+
+async def _is_forgotten(client: Client, worker: str) -> bool:
+    with suppress(NotFound):  # it has nothing there
+        log.info((await client.release_quarantine([worker]))[0])
+    try:
+        await client.forget([worker])
+    except NotFound:
+        return True
+    except WrongState:  # awaited still, after the coordinator's restart
+        return False
+    return True
 
 
 async def _connected(config: Config) -> set[str]:
     with trio.move_on_after(ASK_LIMIT_S):
         try:
             async with open_admin(config, "hisparse up") as client:
-                return {it.worker for it in await client.workers() if it.state == "connected"}
-        except Unavailable:
+                return {it.worker for it in await client.workers() if it.state in CONNECTED}
+        except HiSparseError:
             pass
     return set()
 

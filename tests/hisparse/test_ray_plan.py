@@ -28,12 +28,14 @@ from hisparse.ray import host as hosting
 from hisparse.ray import ray_cluster as cluster
 from hisparse.ray import remains
 from hisparse.ray import supervisor as supervising
+from hisparse.ray import up as upping
 from hisparse.ray.host import NodeHost, NodeReport
 from hisparse.ray.plan import PORTS, NodeFacts, NodePlan, RayOptions, bundle
 from hisparse.ray.settings import digest_of, make_plans
+from hisparse.ray.supervisor import NodeStatus
 from hisparse.ray.up import follow, make_way, run_ray_down, start_or_join
 from protocol.config import HostFacts, build
-from protocol.errors import CapacityError, ConfigError, InternalError, NotFound, Unavailable, WrongState
+from protocol.errors import CapacityError, ConfigError, HiSparseError, InternalError, NotFound, Unavailable, WrongState
 from protocol.settings import Config
 from worker.runners.tiny import write_tiny_checkpoint
 
@@ -375,6 +377,52 @@ def test_driver_ends_when_the_cluster_was_removed() -> None:
     assert follow(config(), removed, hosts, threading.Event(), None) == 0
 
 
+class FakeAdmin:
+    """A client of a coordinator that lists `rows`, and that refuses to forget as often as `refusals` has errors."""
+
+    def __init__(self, rows: dict[str, str], refusals: list[HiSparseError | None], done: threading.Event) -> None:
+        self.rows, self.refusals, self.done = rows, refusals, done
+        self.asked: list[str] = []
+
+    @asynccontextmanager
+    async def open(self, *_: object) -> AsyncIterator[FakeAdmin]:
+        yield self
+
+    async def workers(self) -> list[object]:
+        return [SimpleNamespace(worker=name, state=state) for name, state in self.rows.items()]
+
+    async def release_quarantine(self, names: list[str]) -> list[str]:
+        self.asked += names
+        return ["released"]
+
+    async def forget(self, names: list[str]) -> None:
+        refusal = self.refusals.pop(0)
+        while refusal is None:
+            await trio.sleep_forever()
+        if not self.refusals:
+            self.done.set()
+        raise refusal
+
+
+def test_word_for_processes_from_before_is_given_again_until_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drained worker is connected; one that is about to be started again is not vouched for."""
+    rows = {"w0-here": "drained", "w1-here": "connected", "w0-lost": "disconnected", "w0-cut-off": "connected"}
+    refusals = [WrongState("is awaited"), Unavailable("no answer"), None, NotFound("no such worker")]
+    asked = threading.Event()
+    admin = FakeAdmin(rows, refusals, asked)
+    monkeypatch.setattr(upping, "open_admin", admin.open)
+    monkeypatch.setattr(upping, "FOLLOW_INTERVAL_S", 0.01)
+    monkeypatch.setattr(upping, "ASK_LIMIT_S", 0.5)
+    status = NodeStatus("up", {"coordinator": 1, "w0-here": 2})
+    report = NodeReport("10.0.0.1", "", True, "tcp://a", "tcp://b", 9, status, None, 1, ("w0-here", "w1-here"))
+    hosts: Any = {"10.0.0.1": SimpleNamespace(report=lambda: report)}
+    nothing: Any = None
+    assert follow(config(cluster__keys_dir=str(tmp_path)), nothing, hosts, asked, None, vouches=True) == 0
+    assert admin.asked == ["w0-lost"] * 4
+
+
 def test_free_ports_are_not_those_of_connections_and_the_same_at_each_start() -> None:
     name = f"test-{os.getpid()}"
     free, ports, has_journal = cluster.look_around(name, "/tmp", "127.0.0.1", "/tmp")
@@ -501,6 +549,30 @@ def test_word_waits_for_a_coordinator_that_comes_back_late(tmp_path: Path, monke
 
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
     assert told == [(["w0"], {"died": False}), (["w0"], {})]
+
+
+def test_word_of_a_group_is_given_in_the_order_in_which_its_ranks_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plans(RayOptions(), [node(1, cpus=1), node(2)], config(cluster__runtime_dir=str(tmp_path)))["10.0.0.2"]
+    Path(plan.runtime_dir).mkdir()
+    told: list[str] = []
+
+    async def release(names: list[str], **_: object) -> list[str]:
+        told.append(names[0])
+        return ["released"]
+
+    async def forget(names: list[str]) -> None:
+        if len(told) == 1:
+            raise WrongState("is connected")  # the first to end is not missed yet
+
+    @asynccontextmanager
+    async def open_admin(*_: object) -> AsyncIterator[object]:
+        yield SimpleNamespace(release_quarantine=release, forget=forget)
+
+    monkeypatch.setattr(supervising, "open_admin", open_admin)
+    trio.run(supervising.NodeSupervisor(plan)._vouch, ["w2", "w0", "w1"], clock=MockClock(autojump_threshold=0))
+    assert told == ["w2", "w2", "w0", "w1"]
 
 
 def test_supervisor_waits_until_the_one_before_is_named_and_asks_it_once(
