@@ -317,9 +317,15 @@ def follower(path: Path) -> str:
     return FOLLOW.format(path=str(path))
 
 
-async def kept(cluster: FakeCluster, said: list[str]) -> Child:
+async def kept(cluster: FakeCluster, said: list[str], gone: list[tuple[str, ...]] | None = None) -> Child:
+    """`gone` gets the names of each word for processes that have ended."""
+
+    async def vouch(names: Sequence[str]) -> None:
+        if gone is not None:
+            gone.append(tuple(names))
+
     with trio.fail_after(60):
-        return await Keeper(cluster, said.append, lambda: None).run()
+        return await Keeper(cluster, said.append, lambda: None, vouch=vouch).run()
 
 
 @pytest.mark.process
@@ -384,8 +390,10 @@ async def test_short_lives_of_a_group_are_counted_together(
     cluster = FakeCluster(tmp_path, codes, {"g0": ("w0", "w1")})
     clusters.append(cluster)
     said: list[str] = []
-    last = await kept(cluster, said)
+    gone: list[tuple[str, ...]] = []
+    last = await kept(cluster, said, gone)
     assert last is cluster.by_name["w1"]
+    assert gone == [("w0", "w1"), ("w1", "w0")] * 2  # in the order in which they ended
     assert [line.split(";")[0] for line in said] == [
         f"group g0 ended: {name} exited with 3" for name in ("w0", "w1", "w0", "w1")
     ]
