@@ -409,7 +409,12 @@ def test_word_for_processes_from_before_is_given_again_until_it_is_taken(
 ) -> None:
     """A drained worker is connected; one that is about to be started again is not vouched for."""
     rows = {"w0-here": "drained", "w1-here": "connected", "w0-lost": "disconnected", "w0-cut-off": "connected"}
-    refusals = [WrongState("is awaited"), Unavailable("no answer"), None, NotFound("no such worker")]
+    refusals: list[HiSparseError | None] = [
+        WrongState("is awaited"),
+        Unavailable("no answer"),
+        None,
+        NotFound("no such worker"),
+    ]
     asked = threading.Event()
     admin = FakeAdmin(rows, refusals, asked)
     monkeypatch.setattr(upping, "open_admin", admin.open)
