@@ -321,11 +321,12 @@ def _tell_up(reports: list[NodeReport], ready_file: Path | None) -> None:
 
 
 def _all_connected(config: Config, reports: list[NodeReport]) -> bool:
-    """Whether each node is up, and the coordinator has all workers of the nodes."""
+    """Whether each node is up, and the coordinator has all workers that run there: one may have been given up."""
     home = next((it for it in reports if it.is_home), None)
     if home is None or any(it.status.state != "up" for it in reports):
         return False
-    return _names(reports) <= trio.run(_connected, _access(config, reports))
+    running = {name for it in reports for name in it.workers if name in it.status.processes}
+    return running <= trio.run(_connected, _access(config, reports))
 
 
 def _names(reports: list[NodeReport]) -> set[str]:
