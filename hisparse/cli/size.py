@@ -10,15 +10,14 @@ import click
 
 from hisparse.console.options import TokenCount, load_config, named_by_flags, output_option
 from protocol.byte_sizes import AUTO
-from protocol.messages import DRAFT_TOKENS_MAX
-from protocol.settings import WorkerSettings
-from worker.device.step_rows import StepRows
+from protocol.units import SEAT_ROWS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from hisparse.console.table import Column
     from kernels.layout import Geometry
+    from protocol.settings import WorkerSettings
     from worker.device.capacity import Choice, MemoryPlan
     from worker.loop.reuse import TraceMisses
     from worker.weights.shares import RankBytes
@@ -98,7 +97,7 @@ FLAGS: Final = {
     "--draft-tokens",
     default="0",
     show_default=True,
-    type=click.Choice([*map(str, range(DRAFT_TOKENS_MAX + 1)), AUTO]),
+    type=click.Choice([*map(str, range(SEAT_ROWS_MAX)), AUTO]),
     help="Tokens drafted for a step: rows and weights of the draft layer count.",
 )
 @click.option(
@@ -130,8 +129,10 @@ def size(
     from dataclasses import asdict
 
     from hisparse.console.output import emit_one
+    from protocol.settings import WorkerSettings
     from protocol.units import PAGE_TOKENS
     from worker.device.capacity import classes_for, plan, seats_for
+    from worker.device.step_rows import StepRows
     from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kind, read_dimensions
     from worker.weights.layout import ExpertShare
 
@@ -304,6 +305,8 @@ def _held(path: Path, dimensions: Any, group_size: int, settings: WorkerSettings
 
 def _rows_max(settings: WorkerSettings) -> int:
     """Of a step or a chunk of a rank."""
+    from worker.device.step_rows import StepRows
+
     return max(settings.prefill_chunk_tokens, StepRows.of(settings).rows * settings.seats)
 
 

@@ -78,6 +78,13 @@ def test_process_that_ended_costs_no_request(bodies: LargeBodies) -> None:
     assert other.pid != process.pid
 
 
+def test_body_that_takes_too_long_is_refused() -> None:
+    hurried = LargeBodies(limit_s=0.001)
+    error = refusal(hurried, b"[" * (64 * LARGE_BYTES_MIN))
+    assert "takes more than 0.001 s" in error.message
+    hurried.close()
+
+
 async def test_front_does_not_decode_a_large_body_that_cannot_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,7 +151,7 @@ PRODUCED: Final = {
     "tests/hisparse/test_http_front.py::test_total_body_bytes_are_bounded": [
         "hisparse/http/exchange.py:_read:CapacityError"
     ],
-    "tests/hisparse/test_http_large_bodies.py::test_process_that_ended_costs_no_request": [
+    "tests/hisparse/test_http_large_bodies.py::test_body_that_takes_too_long_is_refused": [
         "hisparse/http/large_bodies.py:check:BadInput"
     ],
     "tests/hisparse/test_http_tls.py::test_bad_pair_is_refused_naming_the_file": [

@@ -296,11 +296,13 @@ def test_models_give_the_tokens_of_plain_decoding_wherever_requests_are(
     rigs = list[DraftRig]()
 
     def make(number: int, beside: DraftRig | None) -> DraftRig:
+        runner = copy(pair_of(family).runner)
+        runner._scratch = {}  # of two workers: the steps of one begin amid those of the other
         rig = DraftRig(
             make_streams(("inline", "simulated")[(seed + FAMILIES.index(family)) % 2], seed + 100 * number),
             model_settings(2, lookahead_steps=seed % 2),
             percent,
-            runner=copy(pair_of(family).runner),
+            runner=runner,
             host=None if beside is None else beside.host,
             expected=lambda life: outputs[life.number],
         )

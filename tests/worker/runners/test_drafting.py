@@ -269,7 +269,12 @@ def test_deterministic_mode_checks_all_batches_of_a_step(
     draft_tokens: int, batches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, seen = pair_of("glm-5"), list[int]()
-    monkeypatch.setattr(Layers, "_are_rows_apart", lambda layers, rows: not seen.append(rows))
+
+    def are_apart(_: Layers, parts: tuple[tuple[slice, ...], ...]) -> bool:
+        seen.append(sum(rows.stop - rows.start for part in parts for rows in part))
+        return True
+
+    monkeypatch.setattr(Layers, "_are_rows_apart", are_apart)
     sizes = {"deterministic_seats": 8, "draft_tokens": draft_tokens}
     TransformersRunner(pair.model, pair.runner.info, pair.runner.geometry, **sizes)
     assert seen == batches
