@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hisparse.console.options import output_option, read_words, with_config
+from protocol.units import SEAT_ROWS_MAX
 
 if TYPE_CHECKING:
     from hisparse.cli.streaming import Follow
@@ -66,9 +67,9 @@ timeout_option = click.option(
 )
 @click.option(
     "--draft-tokens",
-    type=click.IntRange(0, 4),
+    type=click.IntRange(0, SEAT_ROWS_MAX - 1),
     metavar="N",
-    help="Draft N tokens for a step at most, 0 to 4; default: as many as the worker drafts.",
+    help=f"Draft N tokens for a step at most, 0 to {SEAT_ROWS_MAX - 1}; default: as many as the worker drafts.",
 )
 @click.option("--id", "request_id", default="", metavar="ID", help="Id of the request; default: made by the service.")
 @click.option("--tokens", "raw", is_flag=True, help="Prompt and output are token ids, separated by blanks or commas.")

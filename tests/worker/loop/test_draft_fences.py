@@ -19,6 +19,7 @@ from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING, SEPARATE, SHARED
 from tests.worker.loop.test_fences import MakeStreams, come_back, lagging, simulated
+from worker.device.step_rows import StepRows
 from worker.loop.acceptance import StepProgress
 from worker.loop.decode import Decoder
 from worker.loop.drafting import DraftStep
@@ -62,6 +63,15 @@ def a_batch(make: MakeStreams) -> DraftRig:
     rig = rig_of(make)
     for number, hot_slots in enumerate((64, 0, 192)):
         assert rig.coordinator.admit(rig.coordinator.create(number, 90, 30, seed=number), hot_slots)
+    rig.run()
+    return rig
+
+
+def right_drafts(make: MakeStreams) -> DraftRig:
+    """Two steps in a row whose drafts all hold, on a buffer that the rows of a step fill: the launches behind the
+    second one's own draft evict rows that the first one has written."""
+    rig = rig_of(make, draft_tokens=4, percent=100)
+    assert rig.coordinator.admit(rig.coordinator.create(0, 230, 60, seed=24), 128)
     rig.run()
     return rig
 
@@ -169,6 +179,11 @@ def back_up_before_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Swap, "backup", back_up)
 
 
+def wait_one_backup_less(patch: pytest.MonkeyPatch) -> None:
+    """Steps that draft more than one token begin rows of the next step, which retire tail slots."""
+    patch.setattr(StepRows, "backup_steps", lambda rows, tail_slots: tail_slots // rows.rows)
+
+
 def read_steps_early(patch: pytest.MonkeyPatch) -> None:
     """Only the device knows how many rows of a step hold."""
     read = Decoder.read
@@ -229,6 +244,7 @@ MUTANTS: Final = {
     "prefill_written": Mutant(stage_the_layer_early, a_day, "compute"),
     "row_written": Mutant(back_up_before_drafts, a_batch, "compute"),
     "row_written, draws launched later": Mutant(back_up_before_drafts, a_grammar, "compute"),
+    "backed_up": Mutant(wait_one_backup_less, right_drafts, "backup"),
     "durable": Mutant(count_rejected_rows, a_crash, "backup"),
     "preloaded": Mutant(prefill_behind_a_prefix_of_the_model_alone, a_second_turn, "load"),
     "selected": Mutant(draft_without("selected"), a_batch, "compute"),
