@@ -210,8 +210,11 @@ class NodeSupervisor:
             while left:
                 try:
                     async with open_admin(config, "supervisor") as client:
-                        while left and await self._is_told(client, left[0], died=died):
-                            del left[0]
+                        for name in tuple(left):
+                            if await self._is_told(client, name, died=died):
+                                left.remove(name)
+                            elif died:
+                                break  # a later death must not be the first
                 except HiSparseError as error:
                     if isinstance(error, Unavailable) and is_restarted:
                         scope.deadline = trio.current_time() + limit_s
