@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -99,6 +100,9 @@ def running(model: Path, runtime_dir: Path, *args: str) -> Iterator[Up]:
         process.kill()
         process.wait()
         assert process.stderr is not None
+        os.set_blocking(process.stderr.fileno(), False)
+        with suppress(BlockingIOError):  # shown when the test has failed
+            print(os.read(process.stderr.fileno(), 2**20).decode(errors="replace"), file=sys.stderr)
         process.stderr.close()
 
 
