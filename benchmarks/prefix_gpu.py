@@ -43,7 +43,7 @@ from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from worker.loop.executor import Executor
-from worker.loop.swap import PIECE_TOKENS
+from worker.loop.swap import piece_tokens
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import make_streams
@@ -228,22 +228,26 @@ def restores(state: DeviceState, tokens: int) -> dict[str, Any]:
     geometry = state.geometry
     token = torch.arange(tokens, device="cuda")
     host_page = torch.randperm(len(state.host), device="cuda")[: pages_for(tokens)][token // PAGE_TOKENS].int()
-    pieces = [
-        (
-            piece.int().expand(geometry.groups, -1).contiguous(),
-            piece.int(),
-            host_page[piece],
-            (piece % PAGE_TOKENS).int(),
-        )
-        for piece in token.split(PIECE_TOKENS)
-    ]
+
+    def pieces(token_bytes: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        return [
+            (
+                piece.int().expand(geometry.groups, -1).contiguous(),
+                piece.int(),
+                host_page[piece],
+                (piece % PAGE_TOKENS).int(),
+            )
+            for piece in token.split(piece_tokens(token_bytes))
+        ]
+
+    row_pieces, key_pieces = pieces(geometry.row_bytes), pieces(geometry.groups * geometry.index_row_bytes)
 
     def rows_of(layer: int) -> None:
-        for rows, _, pages, offsets in pieces:
+        for rows, _, pages, offsets in row_pieces:
             copy_rows_to_device(state, rows, None, pages, offsets, range(layer, layer + 1))
 
     def keys() -> None:
-        for _, keys, pages, offsets in pieces:
+        for _, keys, pages, offsets in key_pieces:
             copy_keys_to_device(state, keys, pages, offsets)
 
     def plain_s(size: int) -> float:

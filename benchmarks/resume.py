@@ -35,7 +35,7 @@ from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from worker.loop.executor import Executor
-from worker.loop.swap import PIECE_TOKENS
+from worker.loop.swap import piece_tokens
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.streams import make_streams
 
@@ -71,19 +71,19 @@ def median_s(work: Callable[[], object]) -> float:
 
 def measure_copies(state: DeviceState, context: int) -> dict[str, float]:
     """GB/s of a context's rows and keys to the host and back, and of plain copies of as many bytes."""
-    groups, pages = state.geometry.groups, pages_for(context)
+    geometry, pages = state.geometry, pages_for(context)
     token = torch.arange(context, device="cuda")
     host_page = torch.randperm(len(state.host), device="cuda")[:pages][token // PAGE_TOKENS]
     places = [
-        (piece.expand(groups, -1).contiguous(), piece, host_page[piece], piece % PAGE_TOKENS)
-        for piece in token.split(PIECE_TOKENS)
+        (piece.expand(geometry.groups, -1).contiguous(), piece, host_page[piece], piece % PAGE_TOKENS)
+        for piece in token.split(piece_tokens(geometry.page_bytes // PAGE_TOKENS))
     ]
 
     def move(command: Callable[..., None]) -> None:
         for piece in places:
             command(state, *piece)
 
-    size = pages * state.geometry.page_bytes
+    size = pages * geometry.page_bytes
     device, host = state.rows.view(-1)[:size], state.host.view(-1)[:size]
     if len(device) < size:
         device = torch.empty(size, dtype=torch.uint8, device="cuda")

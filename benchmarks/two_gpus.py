@@ -33,7 +33,7 @@ from benchmarks.transfer_report import PAIRS, links
 from kernels.copy_rows import copy_rows_to_device, copy_rows_to_host
 from kernels.state import DeviceState
 from protocol.units import PAGE_TOKENS
-from worker.loop.swap import PIECE_TOKENS
+from worker.loop.swap import piece_tokens
 from worker.pool.host_pool import MappedPool
 from worker.pool.registration import CudaRegistrar
 
@@ -77,7 +77,7 @@ class End:
         page = scattered[token // PAGE_TOKENS]
         return [
             (piece.expand(GEOMETRY.groups, -1).contiguous(), piece, page[piece], piece % PAGE_TOKENS)
-            for piece in token.split(PIECE_TOKENS)
+            for piece in token.split(piece_tokens(GEOMETRY.page_bytes // PAGE_TOKENS))
         ]
 
     def obey(self, what: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def memory() -> Iterator[Path]:
 async def started(model: Path, log_dir: Path, memory: Path, spots: list[Spot]) -> AsyncIterator[tuple[Nodes, Client]]:
     config = crash_config(model, log_dir, "48MiB")
     worker = msgspec.structs.replace(config.worker, device=FIRST, stream_backend="cuda", pool_dir=str(memory))
-    patient = msgspec.structs.replace(config.coordinator, heartbeat_limit_s=20.0)
+    patient = msgspec.structs.replace(config.coordinator, heartbeat_limit_s=20.0, prefix_reuse="off")
     config = Config(config.cluster, patient, worker, config.http)
     async with running_nodes(config, log_dir, spots) as (nodes, client):
         yield nodes, client

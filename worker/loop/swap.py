@@ -48,8 +48,10 @@ from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp
 from worker.device.pinned import host_tensor
 from worker.streams import Fence, Streams
 
-#: Tokens moved by one operation; a long context is many, so that others get their turn on the link.
+#: Tokens moved by one operation, or as many as have PIECE_BYTES, if more: a long context is many operations, so that
+#: others get their turn on the link, and each takes some microseconds to begin and to end.
 PIECE_TOKENS: Final = 4_096
+PIECE_BYTES: Final = 2**25
 
 
 class Swap:
@@ -75,7 +77,7 @@ class Swap:
         """Copy prompt rows start..stop-1 of `layers` to the host once prefill, launched before this call, has written
         them; all index keys with those of the last layer."""
         self._streams.stage.wait(self._streams.compute.record("prefill_written"))
-        for first, last in _pieces(start, stop):
+        for first, last in _pieces(start, stop, len(layers) * self._state.geometry.row_bytes):
             places = self._places(first, last, host_pages, slab, index_pages)
             work = self._streams.timed(partial(self._stage, places, layers), self.counters.staging.spent)
             self._streams.stage.launch(f"stage {first}", work)
@@ -97,7 +99,7 @@ class Swap:
 
     def load_keys(self, index_pages: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
         """Load index keys of positions 0..tokens-1."""
-        for first, last in _pieces(0, tokens):
+        for first, last in _pieces(0, tokens, self._key_bytes):
             places = self._places(first, last, host_pages, index_pages)
             work = self._streams.timed(partial(self._load_keys, places), self.counters.preloading.spent)
             self._streams.load.launch(f"load keys {first}", work)
@@ -115,7 +117,7 @@ class Swap:
         except reclaimed ones."""
         g = self._state.geometry
         layers = range(g.layers) if layers is None else layers
-        for first, last in _pieces(0, tokens):
+        for first, last in _pieces(0, tokens, len(layers) * g.row_bytes):
             places = self._places(first, last, host_pages, chunks)
             work = self._streams.timed(partial(self._load_rows, places, layers), self.counters.preloading.spent)
             self._streams.load.launch(f"load rows {first}", work)
@@ -226,5 +228,11 @@ class Swap:
         return places
 
 
-def _pieces(start: int, stop: int) -> Iterable[tuple[int, int]]:
-    return ((first, min(first + PIECE_TOKENS, stop)) for first in range(start, stop, PIECE_TOKENS))
+def piece_tokens(token_bytes: int) -> int:
+    """Tokens that one operation moves at most, where it moves `token_bytes` of each. Whole pages."""
+    return max(PIECE_TOKENS, PIECE_BYTES // token_bytes // PAGE_TOKENS * PAGE_TOKENS)
+
+
+def _pieces(start: int, stop: int, token_bytes: int) -> Iterable[tuple[int, int]]:
+    size = piece_tokens(token_bytes)
+    return ((first, min(first + size, stop)) for first in range(start, stop, size))
