@@ -14,8 +14,6 @@ rows, index keys, slot tables. Concurrencies are powers of two and the most that
     resident   every row on the device; misses cannot happen, backup to host memory goes on
     hisparse   hot buffers of --hot-slots
     uncopied   the same, with misses resolved and evicted but not copied: what the copies cost is the difference
-    halves     hisparse, with steps that load and attend to one half of the batch after the other (worker.decode_halves)
-    resident halves   resident, with such steps
     plain      resident, without opening rows, swap-in or backup: the same model with a page table (concurrency 1)
 
 Times are between the tokens of one step and the next, as the executor reads them, STEPS after WARM_UP: enough that
@@ -23,9 +21,6 @@ four are longer than the 99th percentile. PROFILED more go through torch's profi
 kind ran in a step (they overlap across streams) and how long any did. The profiler makes the host slower, not kernels:
 no time of the host comes from these steps. Cells already in --out are kept; what is missing when --budget-seconds are
 over is left out.
-
-With --halves N no other cells run: N rounds, in each of which whole steps and steps in halves take turns, cell by cell.
---sparing-ranks: thread blocks a request of the swap_in that runs beside attention.
 """
 
 from __future__ import annotations
@@ -46,12 +41,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks import halves_report
-from benchmarks.halves_report import PAIRS
 from benchmarks.swap_in import machine
 from benchmarks.traces import Recorded, TracedSelections, read_trace
-from kernels.cuda import swap_in as swap_in_on_cuda
-from kernels.cuda.launch import RANKS
+from kernels.cuda.swap_in import without_copies
 from kernels.layout import Geometry
 from kernels.row_format import index_key_format_of, kv_row_format_of
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, real_rows
@@ -79,12 +71,6 @@ PROFILED: Final = 4
 TOKENS_AHEAD: Final = WARM_UP + STEPS + PROFILED + 3 * LOOKAHEAD + 4
 TURNS_MAX: Final = 1_000_000
 
-#: Modes with hot buffers, and modes whose steps run in halves.
-MANAGED: Final = ("hisparse", "uncopied", "halves")
-HALVED: Final = ("halves", "resident halves")
-#: With --halves, requests of the smaller batches.
-HALVES_LEAST: Final = 8
-
 #: Kinds of kernels, by parts of their names.
 KINDS: Final = {
     "swap": ("swap_in", "replay_misses"),
@@ -101,11 +87,6 @@ class Cell:
     mode: str
     concurrency: int
     overlap: float  # of the selections of successive steps; meaningless while everything is resident
-    round: int = 0  # of those with --halves, from 1 on
-
-    @property
-    def name(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "round" or value}
 
 
 class Selections:
@@ -258,8 +239,7 @@ def run(
     cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int, recorded: Recorded | None = None
 ) -> dict[str, Any]:
     """Decode WARM_UP and STEPS steps of all requests; what they took and found."""
-    managed = hot_slots if cell.mode in MANAGED else 0
-    runner.halves_from = 2 if cell.mode in HALVED else 0
+    managed = hot_slots if cell.mode in ("hisparse", "uncopied") else 0
     geometry = runner.geometry
     sizing = sizing_of(
         geometry,
@@ -283,7 +263,7 @@ def run(
     else:
         size = (geometry.groups, cell.concurrency, cell.context, geometry.topk)
         runner.after_index_topk = Selections(*size, cell.overlap)
-    mode = {"uncopied": swap_in_on_cuda.without_copies, "plain": plain_model}.get(cell.mode, nullcontext)
+    mode = {"uncopied": without_copies, "plain": plain_model}.get(cell.mode, nullcontext)
     clock, streams = Clock(), make_streams("cuda")
     with mode():
         executor = Executor(runner, settings, sizing, streams, pool, make_tokenizer("bytes"), clock)
@@ -397,23 +377,6 @@ def cells(
             yield from (Cell(context, mode, c, overlaps[0]) for c in powers if c < most[mode])
 
 
-def halves_cells(
-    geometry: Geometry, hot_slots: int, budget: int, contexts: list[int], overlaps: list[float], rounds: int
-) -> Iterator[Cell]:
-    """Whole steps and steps in halves, in turn: the most requests that fit at each overlap; resident ones; fewer."""
-    for context in contexts:
-        resident, most = (budget // bytes_of(geometry, context, slots) for slots in (0, hot_slots))
-        yield from (Cell(context, "uncopied", most, overlap) for overlap in overlaps)
-        fewer = [1 << power for power in range(most.bit_length()) if HALVES_LEAST <= 1 << power < most]
-        pairs = [(*PAIRS["hisparse"], most, overlap) for overlap in overlaps]
-        pairs.append((*PAIRS["resident"], resident, overlaps[0]))
-        pairs += [(*PAIRS["hisparse"], count, overlaps[0]) for count in fewer]
-        for number in range(1, rounds + 1):
-            for whole, halves, count, overlap in pairs:
-                yield Cell(context, whole, count, overlap, number)
-                yield Cell(context, halves, count, overlap, number)
-
-
 def show(row: dict[str, Any]) -> str:
     hit = "" if row["hit_rate"] is None else f"  hits {row['hit_rate']:.3f}"
     return (
@@ -432,8 +395,6 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
     parser.add_argument("--overlaps", type=float, nargs="*", default=list(OVERLAPS))
     parser.add_argument("--trace", type=Path, help="of selections; instead of --contexts and --overlaps")
-    parser.add_argument("--halves", type=int, default=0, metavar="ROUNDS", help="steps in halves beside whole ones")
-    parser.add_argument("--sparing-ranks", type=int, choices=RANKS, default=swap_in_on_cuda.SPARING_RANKS)
     parser.add_argument("--budget-seconds", type=float, default=600)
     options = parser.parse_args()
     began = time.monotonic()
@@ -454,15 +415,12 @@ def main() -> None:
         "hot_slots": options.hot_slots,
         "kv_budget_bytes": budget,
         **({"trace": recorded.about} if recorded is not None else {}),
-        **({"sparing_ranks": options.sparing_ranks} if options.halves else {}),
     }
     command = " ".join(["python", "-m", "benchmarks.decode", *sys.argv[1:]])
     result = {"machine": machine() | {"command": command}, "setting": setting, "rows": rows}
-    swap_in_on_cuda.SPARING_RANKS = options.sparing_ranks
     print(f"set up in {time.monotonic() - began:.1f} s: {setting}", flush=True)
-    wanted = geometry, options.hot_slots, budget, options.contexts, options.overlaps
-    for cell in halves_cells(*wanted, options.halves) if options.halves else cells(*wanted):
-        name = cell.name
+    for cell in cells(geometry, options.hot_slots, budget, options.contexts, options.overlaps):
+        name = asdict(cell)
         if any(name.items() <= row.items() for row in rows):
             continue
         if time.monotonic() - began > options.budget_seconds:
@@ -478,8 +436,6 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
         gc.collect()  # graphs hold memory in cycles
         torch.cuda.empty_cache()
-    if options.halves:
-        print(halves_report.section(result))
 
 
 if __name__ == "__main__":

@@ -194,7 +194,6 @@ class StepBatch:
     rejected: Tensor  # int32[B]: 1 no row, or one whose selection did not fit; written where the state's R is above 1
     size: Tensor  # int32[1]: B
     seat_rows: int = 1
-    first_seat: int = 0  # number of the first seat here: of a part of a batch, whose `num_real` counts the whole one
 
     @classmethod
     def allocate(
@@ -218,26 +217,17 @@ class StepBatch:
             seat_rows=seat_rows,
         )
 
-    @property
-    def step_seats(self) -> int:
-        """S: seats of the step, padding included."""
-        return self.seats.shape[0] // self.seat_rows
-
-    def depths(self, seats: slice | None = None) -> list[slice]:
-        """The rows of each depth, in order of position; those of the `seats` alone, by their numbers from 0 to S."""
-        size = self.step_seats
-        first, stop = (0, size) if seats is None else (seats.start, seats.stop)
-        return [slice(depth * size + first, depth * size + stop) for depth in range(self.seat_rows)]
+    def depths(self) -> list[slice]:
+        """The rows of each depth, in order of position."""
+        seats = self.seats.shape[0] // self.seat_rows
+        return [slice(depth * seats, (depth + 1) * seats) for depth in range(self.seat_rows)]
 
     def at_depth(self, rows: slice) -> Self:
-        """The batch of the rows that are one of `depths`, by views; `size` and `new_rows` stay those of all rows.
-
-        For swap_in alone where they are a part of a depth: other kernels count seats from 0."""
+        """The batch of the rows that are one of `depths`, by views; `size` and `new_rows` stay those of all rows."""
         if rows == slice(0, len(self.seats)):
             return self
         return replace(
             self,
-            first_seat=rows.start % self.step_seats,
             seats=self.seats[rows],
             lengths=self.lengths[rows],
             inputs=self.inputs[rows],
@@ -304,9 +294,9 @@ def active_rows(state: DeviceState, batch: StepBatch) -> Tensor:
 
 def real_rows(batch: StepBatch) -> Tensor:
     """bool[B]: rows of seats below num_real. Of a batch with drafts, behind begin_step: those of them that are rows."""
-    seats = torch.arange(batch.first_seat, batch.first_seat + batch.step_seats, device=batch.seats.device)
     if batch.seat_rows == 1:
-        return seats < batch.num_real
+        return torch.arange(batch.seats.shape[0], device=batch.seats.device) < batch.num_real
+    seats = torch.arange(batch.seats.shape[0] // batch.seat_rows, device=batch.seats.device)
     return (seats < batch.num_real).repeat(batch.seat_rows) & (batch.lengths >= 1)
 
 

@@ -15,8 +15,6 @@ Contract, the same for every backend:
     other entry that gets a row: together, the entries that do.
   * `batch` and the seats' tables are as begin_step left them. A change in between has undefined effect: CUDA reads the
     copy in `batch.opened`. A batch without a begin_step gives -1 everywhere.
-  * With `seats`, a part of the batch is resolved; other rows of `out_rows`, `plan` and `batch.rejected` stay as they
-    are. Parts of one batch, in any order, give what one call for all of it gives: no seat is in two parts.
   * A host row is read only for a token that lies outside the tail, so its backup has completed (I3).
 
 Which missed token goes to which of the victim slots is not part of the contract: compare sets and bytes, not slots.
@@ -35,28 +33,15 @@ from protocol.errors import BadInput
 from protocol.units import TOPK_MAX
 
 
-def swap_in(
-    state: DeviceState,
-    group: int,
-    topk: Tensor,
-    batch: StepBatch,
-    out_rows: Tensor,
-    plan: MissPlan,
-    *,
-    seats: slice | None = None,
-    sparing: bool = False,
-) -> None:
+def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
     """Device rows of `topk` int32[B, k] into `out_rows` int32[B, k]; the misses of the anchor layer are copied.
 
     `plan` receives the copies for replay_misses. `batch` as begin_step left it. Changes slot_of,
     slot_token, stamp, eviction queue, hits, misses of `group`, rows of its anchor layer, and `batch.rejected` of rows
     behind depth 0 that did not fit; nothing else. Raises BadInput before any change when a tensor does not fit.
-
-    `seats`: of the step's seats, numbered from 0, those of a part alone; all rows of a seat are in one part. `sparing`:
-    on CUDA, with few thread blocks, so that kernels launched beside it find multiprocessors. Same results.
     """
-    check_swap_in(state, group, topk, batch, out_rows, plan, seats)
-    backend(state, __name__).swap_in(state, group, topk, batch, out_rows, plan, seats=seats, sparing=sparing)
+    check_swap_in(state, group, topk, batch, out_rows, plan)
+    backend(state, __name__).swap_in(state, group, topk, batch, out_rows, plan)
 
 
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
@@ -65,13 +50,7 @@ def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
 
 
 def check_swap_in(
-    state: DeviceState,
-    group: int,
-    topk: Tensor,
-    batch: StepBatch,
-    out_rows: Tensor,
-    plan: MissPlan,
-    seats: slice | None = None,
+    state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan
 ) -> None:
     """Raises BadInput unless every tensor of a swap_in fits the others."""
     check_number("group", group, state.geometry.groups)
@@ -88,6 +67,3 @@ def check_swap_in(
     for name in ("device_row", "host_page", "host_offset"):
         sizes.check(f"plan.{name}", getattr(plan, name), ("batch", "k"), torch.int32)
     sizes.check("plan.count", plan.count, ("batch",), torch.int32)
-    size = batch.step_seats
-    if seats is not None and (seats != slice(*seats.indices(size)[:2]) or seats.start >= seats.stop):
-        raise BadInput("no part of the batch", field="seats", value=seats, remedy=f"slice(a, b), 0 <= a < b <= {size}")

@@ -253,7 +253,6 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     yield _between("worker.tail_slots", worker.tail_slots, 1, TAIL_SLOTS_MAX)
     yield _between("worker.lookahead_steps", worker.lookahead_steps, 0, 1)
     yield from _drafts(worker)
-    yield from _halves(worker)
     yield _between("worker.context_max_tokens", worker.context_max_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _between("worker.context_target_tokens", worker.context_target_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _at_least("worker.prefill_chunk_tokens", worker.prefill_chunk_tokens, 1)
@@ -294,19 +293,6 @@ def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
         (worker.group_size > 1, "the ranks of a group draft equally many tokens in all steps"),
     ):
         yield SettingCheck(said != AUTO or not refused, field, said, why, f"set a number, 0 to {DRAFT_TOKENS_MAX}")
-
-
-def _halves(worker: WorkerSettings) -> Iterator[SettingCheck]:
-    count, field = worker.decode_halves, "worker.decode_halves"
-    yield _between(field, count, 0, SEATS_MAX)
-    yield SettingCheck(count != 1, field, count, "one request has no halves", "set 2 or more, or 0 for none")
-    yield SettingCheck(
-        not (worker.deterministic and worker.seats % 2 and 1 < count <= worker.seats),
-        "worker.seats",
-        worker.seats,
-        f"deterministic mode wants halves of one size, and decode_halves is {count}",
-        f"set {worker.seats + 1}, or decode_halves to 0",
-    )
 
 
 def _worker_memory(worker: WorkerSettings) -> Iterator[SettingCheck]:

@@ -106,7 +106,6 @@ class WorkerSettings(Settings, frozen=True):
     tail_slots: int = 8
     lookahead_steps: int = 1  # steps launched before the previous one's tokens are read: 0 or 1
     draft_tokens: DraftTokens = 0  # drafted for a step by the model's own draft layer: 0 to 4; auto: as many as pay
-    decode_halves: int = 0  # steps padded to so many requests or more load and attend half by half; 0: none
     deterministic: bool = False
     threads: int = 0  # torch threads; 0: torch's default
     group: str = ""  # name of the group that this worker is a rank of; empty: this worker holds the whole model

@@ -22,7 +22,6 @@ from protocol.errors import BadInput
 from protocol.units import PAGE_TOKENS, TOPK_MAX
 
 PEER_MESSAGES_MAX = 13 * 8**2  # in a step: each block of a request writes to all others
-SPARING_RANKS = 1  # blocks per request beside other kernels
 REPLAY_ROWS = 8  # copies per block of replay_misses, until half the processors fill the link
 
 _copies: ContextVar[bool] = ContextVar("copies", default=True)
@@ -36,8 +35,6 @@ def swap_in(
     out_rows: Tensor,
     plan: MissPlan,
     *,
-    seats: slice | None = None,
-    sparing: bool = False,
     ranks: int | None = None,
     early: bool = True,
     refill_blocks: bool = True,
@@ -45,21 +42,19 @@ def swap_in(
     """As kernels.swap_in.swap_in, unchecked; `state` has been through `prepare`. `ranks` overrides blocks per request.
 
     Launched once for each depth of `batch`, on its rows. Each row of `plan` is written by that row's blocks; nothing
-    waits on the host. `sparing`: SPARING_RANKS blocks per request; a block of attend_rows wants a multiprocessor that
-    holds none of them. `early`: the launch may begin while the kernel ahead in the stream is at work, and awaits its
-    end by itself (programmatic dependent launch, from sm_90).
+    waits on the host. `early`: the launch may begin while the kernel ahead in the stream is at work, and awaits its end
+    by itself (programmatic dependent launch, from sm_90).
     `refill_blocks`: further blocks refill eviction queues, where the device has room for them.
     """
     k = topk.shape[1]
     if ranks and not has_room(k, ranks):
         raise BadInput("more than a block has room for", field="ranks", value=ranks, remedy="a power of two")
-    depths = batch.depths(seats)
-    rows = depths[0].stop - depths[0].start
-    ranks = ranks or (SPARING_RANKS if sparing else ranks_of(state, rows, k))
+    rows = topk.shape[0] // batch.seat_rows
+    ranks = ranks or ranks_of(state, rows, k)
     refilling = refill_clusters(rows, ranks, clusters_at_once(state, ranks)) if refill_blocks and ranks > 1 else 0
-    for number, depth in enumerate(depths):
+    for depth in batch.depths():
         part = topk[depth], batch.at_depth(depth), out_rows[depth], plan.at_depth(depth)
-        swap_in_of(state, ranks, draft=number > 0).launch(
+        swap_in_of(state, ranks, draft=depth.start > 0).launch(
             (ranks, rows + refilling),
             block_of(state, group, *part, ranks, refill_blocks=refilling > 0),
             stream_of(state),

@@ -21,20 +21,9 @@ from protocol.units import PAGE_TOKENS
 NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
 
 
-def swap_in(
-    state: DeviceState,
-    group: int,
-    topk: Tensor,
-    batch: StepBatch,
-    out_rows: Tensor,
-    plan: MissPlan,
-    *,
-    seats: slice | None = None,
-    sparing: bool = False,
-) -> None:
-    """See kernels.swap_in. There are no thread blocks to spare."""
-    del sparing
-    for depth, rows in enumerate(batch.depths(seats)):
+def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
+    """See kernels.swap_in."""
+    for depth, rows in enumerate(batch.depths()):
         part = topk[rows], batch.at_depth(rows), out_rows[rows], plan.at_depth(rows)
         _resolve_depth(state, group, *part, all_or_none=depth > 0)
 

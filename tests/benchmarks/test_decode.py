@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.decode import HALVED, MANAGED, PROFILED, bytes_of, halves_cells, look_up, open_rows, share_out
-from benchmarks.halves_report import PAIRS
-from kernels.layout import Geometry
+from benchmarks.decode import PROFILED, look_up, open_rows, share_out
 from kernels.state import MissPlan
 from tests.support.kernel_rig import Rig
 
@@ -52,18 +50,3 @@ def test_step_time_is_split_by_kernel_and_overlap_counts_once() -> None:
     found = share_out(ran)
     expected = {"swap": 1.0, "attention": 2.0, "backup": 0.2, "other": 0.4, "products": 0.0, "index": 0.0}
     assert {name: ms * PROFILED for name, ms in found.items()} == pytest.approx(expected | {"busy": 2.9})
-
-
-def test_whole_steps_and_halves_take_turns() -> None:
-    geometry = Geometry(2, 656, (0, 1), 132, 2048)
-    budget = 4 * bytes_of(geometry, 32_768, 0)
-    found = list(halves_cells(geometry, 4096, budget, [32_768], [0.99, 0.9], 3))
-    pairs = [cell for cell in found if cell.mode != "uncopied"]
-    for whole, halves in zip(pairs[::2], pairs[1::2], strict=True):
-        assert (whole.mode, halves.mode) in PAIRS.values()
-        assert whole.name | {"mode": ""} == halves.name | {"mode": ""}
-        assert (whole.mode in HALVED, halves.mode in HALVED) == (False, True)
-        assert (whole.mode in MANAGED) == (halves.mode in MANAGED)
-    assert [cell.round for cell in pairs] == sorted(cell.round for cell in pairs)
-    assert len({tuple(cell.name.items()) for cell in found}) == len(found)
-    assert "round" not in found[0].name, "as results of other runs have it"

@@ -9,16 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import (
-    decode_report,
-    halves_report,
-    node_report,
-    overlap_report,
-    place_report,
-    report,
-    swap_in_report,
-    transfer_report,
-)
+from benchmarks import decode_report, node_report, overlap_report, place_report, report, swap_in_report, transfer_report
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in_cells import OVERLAPPED, peers, spread, verdict, verdicts
 
@@ -151,23 +142,6 @@ def test_forms_of_a_step_are_compared_cell_by_cell() -> None:
     }
     table = overlap_report.section({"runs": runs})
     assert "| 58 | 0.99 | 6.000 | 5.700 | -5.0% | 1.00 | 1.00 | 1.00 | 1.00 | 90.0% | 95.0% |" in table
-
-
-def test_whole_steps_and_halves_are_compared_by_medians_of_rounds() -> None:
-    times = {"hisparse": (6.0, 6.2, 6.4), "halves": (5.9, 5.89, 5.7), "resident": (4.0,)}
-    rows = [
-        {**decode_row(mode, 58, 900.0), "step_ms": ms, "round": number}
-        for mode, found in times.items()
-        for number, ms in enumerate(found, 1)
-    ]
-    machine = dict.fromkeys(("command", "gpu", "driver_pcie", "torch", "python"), "x")
-    setting = {"layers": 8, "kv_dtype": "fp8", "sparing_ranks": 1}
-    table = halves_report.section(
-        {"machine": machine, "setting": setting, "rows": [*rows, decode_row("uncopied", 58, 1)]}
-    )
-    steps = "6.200 (6.000–6.400) | 5.890 (5.700–5.900) | -5.0% | 1.200 | 0.890"
-    assert f"| 32,768 | hisparse | 58 | 0.99 | 3 | {steps} | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |" in table
-    assert "| resident |" not in table, "no step in halves was measured"
 
 
 def test_swap_in_is_drawn_both_ways_where_both_were_measured() -> None:

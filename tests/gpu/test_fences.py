@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 from tests.gpu.delay import hold_back  # noqa: E402
 from tests.support.worker_rig import Rig  # noqa: E402
 from tests.worker.loop import test_fences as scenarios  # noqa: E402
+from worker.runners import swapping  # noqa: E402
 from worker.streams import FENCES, make_streams  # noqa: E402
 from worker.streams.cuda import CudaStreams  # noqa: E402
 
@@ -43,7 +44,8 @@ def late(name: str, omit: tuple[str, ...]) -> Callable[[], CudaStreams]:
 
 def play(name: str, omit: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Without graphs, inside which a fence is an edge that cannot be left out."""
-    scenarios.swap_in_as(name, monkeypatch)
+    if name in scenarios.BESIDE:
+        monkeypatch.setattr(swapping, "BESIDE_ROWS", 1)
     monkeypatch.setattr(CudaStreams, "capture", lambda streams, launch: None)
     return scenarios.SCENARIOS[name](late(name, omit))  # type: ignore[arg-type]
 

@@ -52,14 +52,12 @@ class Twin:
         refill_blocks: bool = True,
         ids: torch.dtype = torch.int32,
         seat_rows: int = 1,
-        cut: int = 0,
     ) -> None:
-        """`cut`: the GPU twin swaps in the first `cut` seats of a step and then the others, sparingly."""
         self.random = random.Random(seed)
         self.torch = torch.Generator().manual_seed(seed)
         self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
         self.ranks, self.refill_blocks, self.ids, self.size = ranks, refill_blocks, ids, batch
-        self.seat_rows, self.cut = seat_rows, cut
+        self.seat_rows = seat_rows
         pages = pages_for(max_tokens)
         slots = max(pages, managed_chunks(hot_max))
         host = torch.randint(0, 256, (seats * pages + 1, self.geometry.page_bytes), generator=self.torch).byte()
@@ -212,11 +210,11 @@ class Twin:
             out, plan = torch.full_like(table, 12345), MissPlan.allocate(*topk.shape, state.rows.device)
             plan.count.fill_(-5)
             if state is self.gpu:
-                self._swap_in_parts(group, table, batch, out, plan)
+                cuda_swap_in(state, group, table, batch, out, plan, ranks=self.ranks, refill_blocks=self.refill_blocks)
             else:
                 swap_in(state, group, table, batch, out, plan)
-                for layer in self.geometry.layers_of_group(group)[1:]:
-                    replay_misses(state, layer, plan)
+            for layer in self.geometry.layers_of_group(group)[1:]:
+                replay_misses(state, layer, plan)
             outs.append(out)
             plans.append(plan)
         for name in ("stamp", "tail", "now", "hits", "misses", "tripwires"):
@@ -233,23 +231,6 @@ class Twin:
             ]
             same(f"rows of layer {layer}, plane {plane}", *rows)
         self.adopt()
-
-    def _swap_in_parts(
-        self, group: int, topk: torch.Tensor, batch: StepBatch, out: torch.Tensor, plan: MissPlan
-    ) -> None:
-        tensors = group, topk, batch, out, plan
-        if not self.cut:
-            cuda_swap_in(self.gpu, *tensors, ranks=self.ranks, refill_blocks=self.refill_blocks)
-            parts = [slice(0, len(topk))]
-        else:
-            halves = slice(0, self.cut), slice(self.cut, batch.step_seats)
-            cuda_swap_in(self.gpu, *tensors, seats=halves[0], ranks=self.ranks, refill_blocks=self.refill_blocks)
-            assert bool((out[batch.depths(halves[1])[0]] == 12345).all()), "rows of the other part stay as they are"
-            cuda_swap_in(self.gpu, *tensors, seats=halves[1], sparing=True)
-            parts = [rows for half in halves for rows in batch.depths(half)]
-        for layer in self.geometry.layers_of_group(group)[1:]:
-            for rows in parts:
-                replay_misses(self.gpu, layer, plan.at_depth(rows))
 
     def tokens_held(self, state: DeviceState, group: int) -> torch.Tensor:
         """The sorted tokens in the slots of each seat: evicted sets are equal when these are."""

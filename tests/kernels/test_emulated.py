@@ -48,14 +48,6 @@ def test_steps_with_drafts(device: Device, ranks: int) -> None:
     goes_draft_steps(EmulatedTwin(ranks, device, ranks=ranks, **DRAFT_SIZES), steps=4)
 
 
-@pytest.mark.parametrize(("ranks", "cut"), [(1, 1), (4, 3)])
-@pytest.mark.parametrize("drafts", [False, True])
-def test_parts_of_a_step_give_what_the_whole_gives(device: Device, ranks: int, cut: int, drafts: bool) -> None:
-    """The first part on as many blocks as ever, the second sparingly; padding is in the second."""
-    goes, sizes, steps = (goes_draft_steps, DRAFT_SIZES, 4) if drafts else (goes_mixed_steps, MIXED_SIZES, 2)
-    goes(EmulatedTwin(ranks, device, ranks=ranks, cut=cut, **sizes), steps=steps)
-
-
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_contexts_beyond_the_prefetched_tables(device: Device, ranks: int) -> None:
     """Index pages of tokens from 65,536 on are looked up one by one."""

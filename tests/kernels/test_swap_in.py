@@ -307,7 +307,6 @@ def test_replay_repeats_copies_in_another_layer_only() -> None:
         ("out_rows", {"out_rows": torch.zeros(4, 8, dtype=torch.int32)[:, ::2]}),
         ("plan.device_row", {"plan": MissPlan.allocate(3, 4)}),
         ("group", {"group": 1}),
-        *(("seats", {"seats": slice(*part)}) for part in ((2, 5), (-1, 2), (2, 2), (None, 2), (0, 4, 2))),
     ],
 )
 def test_unfit_arguments_are_named_before_any_change(name: str, change: dict[str, object]) -> None:

@@ -180,12 +180,6 @@ def test_cuda_device_defaults_to_cuda_streams_and_memory_pool() -> None:
             "set 0",
         ),
         ({"flags": {"worker.draft_tokens": 2, "worker.record_selections": "t"}}, "worker.draft_tokens", "2", "set 0"),
-        ({"flags": {"worker.decode_halves": 1025}}, "worker.decode_halves", "1025", "0 to 1024"),
-        ({"flags": {"worker.decode_halves": 1}}, "worker.decode_halves", "1", "2 or more, or 0"),
-        (
-            {"flags": {"worker.decode_halves": 4, "worker.deterministic": True, "worker.seats": 7}},
-            *("worker.seats", "7", "set 8, or decode_halves to 0"),
-        ),
         ({"flags": {"worker.stream_backend": "cuda"}}, "worker.stream_backend", "cuda", "inline"),
         (
             {"flags": {"worker.device": "cuda", "worker.stream_backend": "simulated"}},

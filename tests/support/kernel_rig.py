@@ -75,7 +75,7 @@ class Rig:
         seed: int = 0,
         seat_rows: int = 1,
     ) -> None:
-        self.random, self.cuts = random.Random(seed), random.Random(seed)
+        self.random = random.Random(seed)
         self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
         self.host = torch.full((pages, self.geometry.page_bytes), POISON, dtype=torch.uint8)
         self.state = DeviceState.allocate(
@@ -327,7 +327,7 @@ class Rig:
             plan.host_page.fill_(-1)
 
     def swap_in(self, group: int, requests: list[Request], topk: list[list[int]]) -> torch.Tensor:
-        """swap_in, mostly in two parts, and replay for one group; checks counters, tripwires and bytes of every output.
+        """swap_in and replay for one group; checks counters, tripwires and the bytes behind every output.
 
         `topk`: of each row that the step of `requests` placed, depth by depth.
         """
@@ -338,9 +338,7 @@ class Rig:
         out = torch.full((size, k), 12345, dtype=torch.int32)
         before = self.state.hits.clone(), self.state.misses.clone(), self.state.tripwires.clone()
         held = [self.held(group, request) for request in requests]
-        cut = self.cuts.randrange(self.step_seats)
-        for seats in (slice(cut, self.step_seats), slice(0, cut)) if cut else (None,):
-            swap_in(self.state, group, table, self.batch, out, self.miss_plan, seats=seats)
+        swap_in(self.state, group, table, self.batch, out, self.miss_plan)
         layers = self.geometry.layers_of_group(group)
         for layer in layers[1:]:
             replay_misses(self.state, layer, self.miss_plan)

@@ -27,7 +27,7 @@ NO_TIMEOUT: Final = timedelta(days=3_650)
 #: Settings of a worker that must be equal on all ranks: rounds, graphs and results depend on them.
 SHARED: Final = (
     *("group_prompt_rounds_max", "dtype", "kv_dtype", "matmul", "graphs", "seats", "prefill_chunk_tokens"),
-    *("context_max_tokens", "lookahead_steps", "draft_tokens", "decode_halves", "deterministic", "role"),
+    *("context_max_tokens", "lookahead_steps", "draft_tokens", "deterministic", "role"),
 )
 
 log = logger("worker.group")

@@ -43,7 +43,6 @@ from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
 from worker.runners.experts import Over, experts_for, hold_share, mixture, padding
 from worker.runners.invariance import not_apart, remedies, rows_apart
-from worker.runners.swapping import parts_of
 from worker.weights.layout import ExpertShare
 from worker.weights.model import held_bytes
 
@@ -211,14 +210,14 @@ class Layers:
             self.finish(layer, hidden, attended, self.decode_experts)
 
     @torch.inference_mode()
-    def require_rows_apart(self, seats: int, step_rows: StepRows, halves_from: int = 0) -> None:
-        """Check one layer of each kind with the batches of steps of `seats`, in halves if there are `halves_from` or
-        more. Raises ConfigError with what was found to help."""
+    def require_rows_apart(self, seats: int, step_rows: StepRows) -> None:
+        """Check one layer of each kind with the batches of steps of `seats`. Raises ConfigError with what was found to
+        help."""
 
         def apart(seats: int) -> bool:
             if seats * step_rows.rows > SEATS_MAX:
                 return False  # more rows than a step takes
-            return all(self._are_rows_apart(parts_of(rows, seats, halves_from)) for rows in step_rows.batch_rows(seats))
+            return all(self._are_rows_apart(rows) for rows in step_rows.batch_rows(seats))
 
         with self._alone():
             if not apart(seats):
@@ -237,16 +236,14 @@ class Layers:
         finally:
             self._exchange.collectives = collectives
 
-    def _are_rows_apart(self, parts: tuple[tuple[slice, ...], ...]) -> bool:
-        launches = [launch for part in parts for launch in part]
-        rows = sum(launch.stop - launch.start for launch in launches)
+    def _are_rows_apart(self, rows: int) -> bool:
         if self._exchange is not None and rows > self._exchange.rows_max:
             return False  # a batch that is tried as a remedy, and has no room in an exchange
         kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._held}
         hidden = self.model.config.hidden_size
         random_rows = partial(torch.randn, rows, 1, hidden, dtype=self.dtype, device=self.device)
         state = self._state_of_rows(rows)
-        return all(rows_apart(partial(self._dense, layer, state, launches), random_rows) for layer in kinds.values())
+        return all(rows_apart(partial(self._dense, layer, state), random_rows) for layer in kinds.values())
 
     def _mlp(self, mlp: mla.Module, hidden: Tensor, experts: str, round_rows: int, real: Tensor | None) -> Tensor:
         rows = len(hidden)
@@ -283,9 +280,8 @@ class Layers:
             followers=members[1:] if members[0] == number else (),
         )
 
-    def _dense(self, layer: Layer, state: DeviceState, launches: list[slice], hidden: Tensor) -> Tensor:
-        """All of a decode step that mixes no tokens, [B, n], for hidden states [B, 1, hidden] at one position, with the
-        rows of each of its `launches` of attention."""
+    def _dense(self, layer: Layer, state: DeviceState, hidden: Tensor) -> Tensor:
+        """All of a decode step that mixes no tokens, [B, n], for hidden states [B, 1, hidden] at one position."""
         rows = len(hidden)
         angles = self.model.model.rotary_emb(hidden, torch.ones(rows, 1, dtype=torch.long, device=hidden.device))
         inputs = self.compress(layer, hidden)
@@ -294,8 +290,7 @@ class Layers:
         state.rows[0, :rows] = encode(self.rows, projected.rows.squeeze(1))
         own = torch.arange(rows, dtype=torch.int32, device=hidden.device).unsqueeze(1)
         latents = queries.new_empty(*queries.shape[:2], self.rows.scaled)
-        for part in launches:
-            attend_rows(state, 0, queries[part], own[part], layer.attention.scaling, latents[part])
+        attend_rows(state, 0, queries, own, layer.attention.scaling, latents)
         attended = mla.expand_values(layer.absorbed, latents)
         finished = self.finish(layer, hidden, attended.unsqueeze(1), self.decode_experts)
         parts = [projected.rows, queries, finished, self.logits(finished)]

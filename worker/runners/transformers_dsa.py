@@ -6,8 +6,7 @@ computes is in layers.py; this is where it meets the KV cache.
 Per layer, a prompt chunk is two operations on `compute`: *project* (norm, projections, write row and index key, and on
 an anchor layer index_topk) and *attend* (attention over rows, output projection, MLP). In a decode step an anchor layer
 has a third one ahead of them, *select* (what the indexer needs of the projections, index key, index_topk), so that the
-selection is swapped in on `swap` beside *project*; *attend* waits for it, for each half of the batch if it runs in
-halves (swapping.py); *finish* is the rest of the layer.
+selection is swapped in on `swap` beside *project*; *attend* waits for it (swapping.py).
 No operation of a step waits for the device or takes a shape from data: on a GPU it can be captured in a graph. What
 flows from one operation to the next lies in a _RunnerScratch; in a graph, the library's intermediates lie in its pool.
 
@@ -62,7 +61,7 @@ from worker.runners.layers import Angles, Compressed, Layer, Layers, row_multipl
 from worker.runners.logprobs import write_logprobs
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import draw
-from worker.runners.swapping import SwappedIn, launch_swap_in
+from worker.runners.swapping import launch_swap_in
 from worker.weights.layout import ExpertShare, exchange_bytes, weights_bytes
 from worker.weights.model import load_model
 from worker.weights.modules import prepare_products
@@ -70,7 +69,7 @@ from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 
 if TYPE_CHECKING:
-    from worker.streams import Streams
+    from worker.streams import Fence, Streams
 
 #: Called with group, batch and its top-k int32[B, k], which it may overwrite, before swap_in reads it.
 AfterIndexTopk = Callable[[int, StepBatch, Tensor], None]
@@ -126,14 +125,13 @@ class TransformersRunner:
         *,
         deterministic_seats: int = 0,
         draft_tokens: int = 0,
-        halves_from: int = 0,
         gathered_prefill: bool | None = None,
         after_index_topk: AfterIndexTopk | None = None,
         share: ExpertShare | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         """`deterministic_seats` > 0: every step has that many seats, of 1 + `draft_tokens` rows each, and rows are kept
-        apart. `halves_from` > 0: steps of so many padded seats or more run in halves (swapping.py). Raises ConfigError.
+        apart. Raises ConfigError.
 
         `gathered_prefill` chooses the form of prefill, by default the device's; `after_index_topk` sees, and may
         replace, what the indexer selected in decode steps. A `model` with the routed experts of `share` alone needs the
@@ -142,7 +140,6 @@ class TransformersRunner:
         self.info = info
         self.geometry = geometry
         self.dtype: torch.dtype = model.dtype
-        self.halves_from = halves_from
         self.after_index_topk = after_index_topk
         self._layers = layers = Layers(
             model, geometry, deterministic=deterministic_seats > 0, exchange=exchange, share=share
@@ -157,7 +154,7 @@ class TransformersRunner:
         self._scratch: dict[int, _RunnerScratch] = {}
         self._prepared: ref[DeviceState] | None = None  # weakly: gigabytes, and their owner's
         if deterministic_seats:
-            layers.require_rows_apart(deterministic_seats, StepRows(draft_tokens), halves_from)
+            layers.require_rows_apart(deterministic_seats, StepRows(draft_tokens))
 
     @classmethod
     def load(
@@ -173,14 +170,13 @@ class TransformersRunner:
         collectives: Collectives | None = None,
         rows_max: int = 0,
         draft_tokens: int = 0,
-        halves_from: int = 0,
     ) -> TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served.
 
         `keeps_fp8`: weights stored in FP8 stay so in device memory, by default on a GPU; else they are decoded.
         `quantizes_rows`: FP8 products quantize their activations too (worker.matmul = "w8a8"). `collectives` of a
         group, of which this rank holds a share of the experts; `rows_max` is its largest round. `draft_tokens` above 0:
-        with the draft layer, a DraftRunner. `halves_from` as for the constructor.
+        with the draft layer, a DraftRunner.
         """
         config, draft_layer = read_config(path), draft_tokens > 0
         torch_dtype = _torch_dtype(dtype, config)
@@ -229,7 +225,6 @@ class TransformersRunner:
             geometry,
             deterministic_seats=deterministic_seats,
             draft_tokens=draft_tokens,
-            halves_from=halves_from,
             share=share,
             exchange=exchange,
         )
@@ -294,16 +289,16 @@ class TransformersRunner:
             streams.compute.launch(f"prefill pad {layer.number}", partial(self._pad, layer, self._round_rows))
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
-        """Three operations per layer on `compute`, one more of an anchor, and a swap-in or a replay (swapping.py).
+        """Two operations per layer on `compute`, one more of an anchor, and a swap-in or a replay (swapping.py).
 
         The first step for a state compiles and allocates what steps and prompt chunks of any size will need.
         """
         self._prepare(state)
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
-        swapped_in: SwappedIn | None = None
+        loaded: dict[int, Fence] = {}
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
         for layer in self._layers:
-            swapped_in = self._launch_layer(streams, scratch, state, batch, layer, swapped_in)
+            loaded = self._launch_layer(streams, scratch, state, batch, layer, loaded)
         compute.launch("keep hidden", partial(self._keep_hidden, scratch))
 
     def launch_sample(
@@ -323,7 +318,7 @@ class TransformersRunner:
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
         source = scratch if draft.source is None else self._scratch_for(draft.source_rows)
         compute.launch("enter draft", partial(self._enter_draft, self._drafting, scratch, source, batch, draft))
-        self._launch_layer(streams, scratch, state, batch, self._drafting.layer)
+        self._launch_layer(streams, scratch, state, batch, self._drafting.layer, {})
         compute.launch("draft", partial(self._draft, self._drafting, scratch, sampler, batch, draft))
 
     def launch_draft_rows(self, streams: Streams, state: DeviceState, batch: StepBatch, draft: DraftRows) -> None:
@@ -342,19 +337,19 @@ class TransformersRunner:
         state: DeviceState,
         batch: StepBatch,
         layer: Layer,
-        swapped_in: SwappedIn | None = None,
-    ) -> SwappedIn:
-        """One layer of a decode step. `swapped_in`, and what returns: for the layer's group."""
+        loaded: dict[int, Fence],
+    ) -> dict[int, Fence]:
+        """One layer of a decode step. `loaded`, and what returns: the swap-ins on `swap` of the layer's group."""
         compute = streams.compute
         if layer.anchor:
             compute.launch(f"select {layer.number}", partial(self._select, scratch, state, batch, layer))
             selection = scratch.topk, batch, scratch.out_rows, scratch.plan
-            swapped_in = launch_swap_in(streams, state, layer.group, *selection, halves_from=self.halves_from)
-        assert swapped_in is not None
+            loaded = launch_swap_in(streams, state, layer.group, *selection)
         compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer))
-        swapped_in.launch_attention(streams, layer.number, partial(self._attend, scratch, state, layer))
-        compute.launch(f"finish {layer.number}", partial(self._finish, scratch, layer))
-        return swapped_in
+        if layer.number in loaded:
+            compute.wait(loaded[layer.number])
+        compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
+        return loaded
 
     # ---------------------------------------------------------------- operations
 
@@ -446,12 +441,9 @@ class TransformersRunner:
             self.after_index_topk(layer.group, batch, scratch.topk)
 
     @torch.inference_mode()
-    def _attend(self, scratch: _RunnerScratch, state: DeviceState, layer: Layer, rows: slice) -> None:
-        tensors = scratch.queries[rows], scratch.out_rows[rows], layer.attention.scaling, scratch.latents[rows]
-        attend_rows(state, layer.number, *tensors)
-
-    @torch.inference_mode()
-    def _finish(self, scratch: _RunnerScratch, layer: Layer) -> None:
+    def _attend(self, scratch: _RunnerScratch, state: DeviceState, layer: Layer) -> None:
+        scaling = layer.attention.scaling
+        attend_rows(state, layer.number, scratch.queries, scratch.out_rows, scaling, scratch.latents)
         attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
         experts, real = self._layers.decode_experts, scratch.real
         scratch.hidden = self._layers.finish(layer, scratch.hidden, attended, experts, real=real)
@@ -563,7 +555,6 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         collectives=collectives,
         rows_max=max(StepRows.of(settings).rows * settings.seats, settings.prefill_chunk_tokens),
         draft_tokens=settings.draft_tokens_max,
-        halves_from=settings.decode_halves,
     )
     unit = prefix_unit_tokens(settings)
     runner.info = msgspec.structs.replace(

@@ -68,8 +68,6 @@ FENCES: Final[dict[str, FenceSpec]] = {
     "plan_ready": _spec("compute", "swap", "replay reads the miss plan of a group's anchor layer", "inside capture"),
     "swapped_in": _spec("swap", "compute", "a layer gathers rows that swap-in found or loaded", "inside capture"),
     "prefetched": _spec("swap", "compute", "a shared-index layer gathers rows that replay copied", "inside capture"),
-    "first_half": _spec("swap", "compute", "half a batch attends to rows that were loaded for it", "inside capture"),
-    "second_half": _spec("swap", "compute", "the other half of that batch attends likewise", "inside capture"),
     "chunk_reclaimed": _spec("compute", "load", "rows are loaded into chunks that launched steps still read"),
     "mask_ready": _spec("masks", "compute", "draws read the masks of this step, of requests with a grammar"),
     "sampled": _spec("compute", "host", "the host reads the tokens of a step"),

@@ -65,10 +65,11 @@ class DraftingFakeRunner(FakeRunner):
         group = self.geometry.group_of_layer[self.layers]
         compute.launch("enter draft", partial(self._enter_draft, len(batch.seats), draft))
         compute.launch("select", partial(self._select, scratch, state, batch, group))
-        selection = scratch.topk, batch, scratch.out_rows, scratch.plan
-        swapped_in = launch_swap_in(streams, state, group, *selection, halves_from=self.halves_from)
+        loaded = launch_swap_in(streams, state, group, scratch.topk, batch, scratch.out_rows, scratch.plan)
         compute.launch("project", partial(self._project, scratch, state, batch, self.layers))
-        swapped_in.launch_attention(streams, self.layers, partial(self._attend, scratch, state, self.layers))
+        if self.layers in loaded:
+            compute.wait(loaded[self.layers])
+        compute.launch("attend", partial(self._attend, scratch, state, self.layers))
         compute.launch("draft", partial(self._draft, len(batch.seats), batch, draft))
 
     def launch_draft_rows(self, streams: Streams, state: DeviceState, batch: StepBatch, draft: DraftRows) -> None:

@@ -32,8 +32,8 @@ from protocol.units import PAGE_TOKENS
 from worker.runners.adjust import Adjust
 from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
 from worker.runners.logprobs import write_logprobs
-from worker.runners.swapping import SwappedIn, launch_swap_in
-from worker.streams import Streams
+from worker.runners.swapping import launch_swap_in
+from worker.streams import Fence, Streams
 
 VOCAB = 251
 TOPK = 64
@@ -136,8 +136,6 @@ class Chunk:
 class FakeRunner:
     """See worker/runners/base.py. Prefill raises for the prompt whose sampling seed is `poison`."""
 
-    halves_from = 0
-
     def __init__(
         self,
         groups: Sequence[int] = SHARED,
@@ -204,15 +202,16 @@ class FakeRunner:
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
-        swapped_in: SwappedIn | None = None
+        loaded: dict[int, Fence] = {}
         for layer, group in enumerate(self.geometry.group_of_layer[: self.layers]):
             if layer == self.geometry.layers_of_group(group)[0]:
                 compute.launch("select", partial(self._select, scratch, state, batch, group))
                 selection = scratch.topk, batch, scratch.out_rows, scratch.plan
-                swapped_in = launch_swap_in(streams, state, group, *selection, halves_from=self.halves_from)
-            assert swapped_in is not None
+                loaded = launch_swap_in(streams, state, group, *selection)
             compute.launch("project", partial(self._project, scratch, state, batch, layer))
-            swapped_in.launch_attention(streams, layer, partial(self._attend, scratch, state, layer))
+            if layer in loaded:
+                compute.wait(loaded[layer])
+            compute.launch("attend", partial(self._attend, scratch, state, layer))
 
     def launch_sample(
         self, streams: Streams, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
@@ -265,10 +264,9 @@ class FakeRunner:
     def _project(self, scratch: _Scratch, state: DeviceState, batch: StepBatch, layer: int) -> None:
         write_new_rows(state, layer, batch, _bytes(rows_of(scratch.hidden, layer)))
 
-    def _attend(self, scratch: _Scratch, state: DeviceState, layer: int, part: slice) -> None:
-        out_rows = scratch.out_rows[part]
-        rows = gather_rows(state, layer, out_rows).view(torch.int64)
-        scratch.hidden[part] = attend(scratch.hidden[part], rows, out_rows >= 0)
+    def _attend(self, scratch: _Scratch, state: DeviceState, layer: int) -> None:
+        rows = gather_rows(state, layer, scratch.out_rows).view(torch.int64)
+        scratch.hidden = attend(scratch.hidden, rows, scratch.out_rows >= 0)
 
     def _sample(
         self, scratch: _Scratch, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
