@@ -79,7 +79,7 @@ class SwappedIn:
     fences: dict[int, tuple[Fence, ...]]
 
     def launch_attention(self, streams: Streams, layer: int, attend: Attend) -> None:
-        """Launch the attention of all rows of `layer`, each part behind what it waits for."""
+        """Launch the attention of all rows of `layer`, each part behind what it waits for; the last rows come last."""
         compute, fences = streams.compute, self.fences.get(layer, ())
         for number, part in enumerate(self.parts):
             if fences:

@@ -294,7 +294,8 @@ class TransformersRunner:
             streams.compute.launch(f"prefill pad {layer.number}", partial(self._pad, layer, self._round_rows))
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
-        """Three operations per layer on `compute`, one more of an anchor, and a swap-in or a replay (swapping.py).
+        """Two operations per layer on `compute`, one more of an anchor and in halves, and a swap-in or a replay
+        (swapping.py).
 
         The first step for a state compiles and allocates what steps and prompt chunks of any size will need.
         """
@@ -353,7 +354,6 @@ class TransformersRunner:
         assert swapped_in is not None
         compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer))
         swapped_in.launch_attention(streams, layer.number, partial(self._attend, scratch, state, layer))
-        compute.launch(f"finish {layer.number}", partial(self._finish, scratch, layer))
         return swapped_in
 
     # ---------------------------------------------------------------- operations
@@ -449,8 +449,9 @@ class TransformersRunner:
     def _attend(self, scratch: _RunnerScratch, state: DeviceState, layer: Layer, rows: slice) -> None:
         tensors = scratch.queries[rows], scratch.out_rows[rows], layer.attention.scaling, scratch.latents[rows]
         attend_rows(state, layer.number, *tensors)
+        if rows.stop == scratch.queries.shape[0]:  # of all attention of the layer, these come last
+            self._finish(scratch, layer)
 
-    @torch.inference_mode()
     def _finish(self, scratch: _RunnerScratch, layer: Layer) -> None:
         attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
         experts, real = self._layers.decode_experts, scratch.real
