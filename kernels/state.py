@@ -94,6 +94,7 @@ class DeviceState:
     planes: tuple[Tensor, ...] = field(init=False, repr=False)  # of uint8[L, C*64, geometry.planes[i]]
     row_words: tuple[Tensor, ...] = field(init=False, repr=False)  # per plane, [L, C*64, words]
     key_words: Tensor = field(init=False, repr=False)  # [G, N*64, words]
+    key_pages: Tensor = field(init=False, repr=False)  # uint8[G, N, 64, index_row_bytes]
     host_row_words: tuple[Tensor, ...] = field(init=False, repr=False)  # per plane, [host_pages, L, 64, words]
     host_key_words: Tensor = field(init=False, repr=False)  # [host_pages, G, 64, words]
     layer_ids: Tensor = field(init=False, repr=False)  # int64[L, 1]
@@ -108,6 +109,7 @@ class DeviceState:
         self.planes = _planes(self.rows.flatten(1), g.planes)
         self.row_words = tuple(plane.view(_word(plane.shape[-1])) for plane in self.planes)
         self.key_words = self.index_keys.view(key_word)
+        self.key_pages = self.index_keys.unflatten(1, (self.index_keys.shape[1] // PAGE_TOKENS, PAGE_TOKENS))
         self.host_row_words = tuple(plane.view(_word(plane.shape[-1])) for plane in _planes(host_rows, g.planes))
         self.host_key_words = self.host[:, keys_begin:].view(key_word).view(pages, g.groups, PAGE_TOKENS, -1)
         device = self.rows.device

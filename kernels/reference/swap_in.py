@@ -40,8 +40,8 @@ def _resolve_depth(
 ) -> None:
     found = _look_up(state, group, topk, batch)
     state.hits[group].index_add_(0, found.seats, found.hit.sum(1))
-    used = found.hit & found.managed.unsqueeze(1)
-    state.stamp[group][found.rows[used]] = state.now[found.seats].unsqueeze(1).expand_as(used)[used]
+    row, column = (found.hit & found.managed.unsqueeze(1)).nonzero(as_tuple=True)
+    state.stamp[group][found.rows[row, column]] = state.now[found.seats[row]]
     plan.count.zero_()
     if bool(found.miss.any()):
         rejected = _load(state, group, found, plan, all_or_none=all_or_none)
@@ -54,10 +54,12 @@ def _resolve_depth(
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     """See kernels.swap_in."""
     held = torch.arange(plan.device_row.shape[1], device=plan.count.device) < plan.count.unsqueeze(1)
-    if bool(held.any()):
-        pages, offsets = plan.host_page[held].long(), plan.host_offset[held].long()
+    row, column = held.nonzero(as_tuple=True)
+    if row.shape[0]:
+        pages, offsets = plan.host_page[row, column], plan.host_offset[row, column]
+        rows = plan.device_row[row, column]
         for host, device in zip(state.host_row_words, state.row_words, strict=True):
-            device[layer][plan.device_row[held].long()] = host[pages, layer, offsets]
+            device[layer][rows] = host[:, layer][pages, offsets]
 
 
 @dataclass(eq=False)

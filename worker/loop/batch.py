@@ -168,11 +168,6 @@ class RunningRequest:
         self.progress.rows_max = min(self.rows_wanted, self.memory.rows_max)
 
     @property
-    def has_room(self) -> bool:
-        """Whether a step may write its next row."""
-        return self.progress.has_room
-
-    @property
     def starved(self) -> bool:
         """Whether only memory keeps it from its next step, whatever the steps in flight bring."""
         return self.progress.starved(self.rows_wanted)

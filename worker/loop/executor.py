@@ -50,7 +50,7 @@ from worker.group.agreement import Agreement, RoundKind, Wish, chunk_sizes
 from worker.group.group import Group
 from worker.loop.acceptance import drafts_kept
 from worker.loop.batch import RunningRequest, Status
-from worker.loop.decode import TIMED_EVERY, Decoder, batch_sizes, step_seen
+from worker.loop.decode import TIMED_EVERY, Decoder, StepTokens, batch_sizes, step_seen
 from worker.loop.draft_length import DraftLengths
 from worker.loop.drafting import DraftSeats
 from worker.loop.grammars import MASK_WAIT_S, Grammars
@@ -287,7 +287,7 @@ class Executor:
             runner.launch_padding(self._streams)
 
     def _wish(self) -> Wish:
-        rows = sum(request.has_room and not request.lacks_mask for request in self._running)
+        rows = sum(request.progress.has_room and not request.lacks_mask for request in self._running)
         prompts = [(request.prefilled, request.prompt_tokens) for request in self._launchable()]
         count = self._lookahead + 1
         return Wish(rows, next_chunks(prompts, self._chunk_tokens, count, for_first=self._is_first_put_off))
@@ -353,12 +353,16 @@ class Executor:
         """Do `action`; what it raises ends `request` alone, except for errors that are ours."""
         try:
             action(request, *args, **kwargs)
-        except InternalError:
-            raise
         except Exception as error:
-            self._report.faulted(request.placement, error)
-            request.is_faulty = True
-            self._leave(request)
+            self._end_faulty(request, error)
+
+    def _end_faulty(self, request: RunningRequest, error: Exception) -> None:
+        """`error` ends `request` alone, unless it is ours: then it is raised again."""
+        if isinstance(error, InternalError):
+            raise error
+        self._report.faulted(request.placement, error)
+        request.is_faulty = True
+        self._leave(request)
 
     # ---------------------------------------------------------------- commands
 
@@ -610,7 +614,7 @@ class Executor:
         for request in tuple(self._running):
             if request.grammar is not None and request.lacks_mask:
                 self._contain(_check_grammar, request)
-            elif request.has_room:
+            elif request.progress.has_room:
                 ready.append(request)
             elif request.starved:
                 starved.append(request)
@@ -637,9 +641,10 @@ class Executor:
             self._draw(held)
 
     def _draw(self, held: Sequence[RunningRequest]) -> None:
-        """The draws of the step launched last; `held` are its requests with a grammar."""
+        """The draws of the step launched last; `held` are its requests with a grammar. The last one's mask is waited
+        for first: a thread computes masks in order, and so it wakes this one once and not for each."""
         until_s, undrawn = time.monotonic() + MASK_WAIT_S, list[RunningRequest]()
-        for request in held:
+        for request in reversed(held):
             if not request.is_leaving and request.is_drawn(request.position - 1):
                 self._contain(self._set_mask, request, until_s, undrawn)
         for request in undrawn:
@@ -668,21 +673,34 @@ class Executor:
             if self._lengths is not None:
                 self._lengths.observe(step_seen(step, seconds))
             self._read_at = now
-            tokens, undrawn = zip(step.requests, step.positions, step.tokens, strict=True), step.undrawn
-            for number, (request, position, drawn) in enumerate(tokens):
-                if request.status is Status.LEAVING:
-                    self.counters.surplus_tokens += len(drawn)
-                elif undrawn and request in undrawn:
-                    self.counters.late_masks += 1
-                elif request.is_drawn(position + len(drawn) - 1):
-                    place = position + 1 - request.prompt_tokens
-                    rows = step.rows(number) if step.logprobs is not None else ()
-                    drafts = step.drafts[number] if step.drafts else None
-                    self._contain(self._take_tokens, request, place, drawn, rows, drafts)
+            self._take_step(step)
             self._report.swaps(step)
         return busy
 
     # ---------------------------------------------------------------- tokens and ends
+
+    def _take_step(self, step: StepTokens) -> None:
+        """What each request of a step drew that was not known before. Short on purpose, as `_take_tokens` is: it runs
+        for each token."""
+        leaving, undrawn, drafted = Status.LEAVING, step.undrawn, step.drafts
+        rows: Sequence[bytes] = ()
+        drafts: tuple[int, int] | None = None
+        tokens = zip(step.requests, step.positions, step.tokens, strict=True)
+        for number, (request, position, drawn) in enumerate(tokens):
+            place = position + 1 - request.prompt_tokens
+            if request.status is leaving:
+                self.counters.surplus_tokens += len(drawn)
+            elif undrawn and request in undrawn:
+                self.counters.late_masks += 1
+            elif place + len(drawn) > request.output.forced:
+                if step.logprobs is not None:
+                    rows = step.rows(number)
+                if drafted:
+                    drafts = drafted[number]
+                try:
+                    self._take_tokens(request, place, drawn, rows, drafts)
+                except Exception as error:
+                    self._end_faulty(request, error)
 
     def _take_tokens(
         self,
@@ -701,7 +719,7 @@ class Executor:
             request.drafted += drafts[0]
             request.accepted += drafts_kept(drafts[1], past)  # a stop string is no part of the output
         self._report.publish(request, taken)
-        if output.finished:
+        if output.reason:
             self.counters.surplus_tokens += max(0, place + len(drawn) - len(output.tokens))
             self._report.finished(request)
             self._leave(request)

@@ -67,10 +67,11 @@ class Output:
     def push(self, token: int, row: bytes = b"") -> None:
         """Take the next token in, with its row of log-probabilities if they are asked for. Nothing may follow once
         finished."""
-        self.tokens.append(token)
+        tokens = self.tokens
+        tokens.append(token)
         if row:
             self._rows.append(row)
-        self._publishable = len(self.tokens)
+        self._publishable = count = len(tokens)
         if self._matcher is not None:
             state = self._matcher.push((token,))
             self._publishable = max(state.publishable, self.published)
@@ -79,23 +80,24 @@ class Output:
                 return
         if token in self._eos:
             self.reason = "eos"
-        elif len(self.tokens) >= self.max_tokens:
+        elif count >= self.max_tokens:
             self.reason = "length"
         if self.reason:
-            self._publishable = len(self.tokens)
+            self._publishable = count
 
     def extend(self, place: int, tokens: Sequence[int], rows: Sequence[bytes] = ()) -> int:
         """Take in what a step drew: `tokens` for the places from `place` on, each with its row of log-probabilities if
         they are asked for. Places that were known are passed over, and so is what lies past the end. Returns how many
         tokens were new."""
-        before, known = len(self.tokens), self.forced - place
+        taken, known = 0, self.forced - place
         if known > 0:
             tokens, rows = tokens[known:], rows[known:]
-        for number, token in enumerate(tokens):
+        for token in tokens:
             if self.reason:
                 break
-            self.push(token, rows[number] if rows else b"")
-        return len(self.tokens) - before
+            self.push(token, rows[taken] if rows else b"")
+            taken += 1
+        return taken
 
     def take_publishable(self) -> tuple[int, list[int]]:
         """Start and ids of the tokens that may go out now; they count as published from here on."""

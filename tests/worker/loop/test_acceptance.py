@@ -159,7 +159,7 @@ class Life:
             self.parked += 1
             self._grant()
         self._see_durable()
-        launches = self.request.has_room
+        launches = self.request.progress.has_room
         assert launches or self.unread, "waits for nothing"
         if launches:
             self._launch()
