@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -408,31 +408,32 @@ def test_host_reads_are_refused_there() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deterministic_bits_are_those_of_a_request_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In company, on other hot buffers, retracted with rows kept and dropped, and where other drafts are right."""
     monkeypatch.setattr(invariance, "TRIALS", 4)  # of the check at start, which others test
-    settings = drafting_settings(2, deterministic=True, host_mem="16MiB", device_mem="16MiB")
-    info, geometry = pair_of(family).runner.info, pair_of(family).runner.geometry
-    model, sizes = pair_of(family).model, {"deterministic_seats": settings.seats, "draft_tokens": 2}
-    runner, tokens, logits = TransformersRunner(model, info, geometry, **sizes), list[list[int]](), Logits()
+    pair, sizes = pair_of(family), {"deterministic_seats": DETERMINISTIC.seats, "draft_tokens": 2}
+    runner = TransformersRunner(pair.model, pair.runner.info, pair.runner.geometry, **sizes)
+    bits_are_those_of_a_request_alone(runner, partial(make_streams, "inline"), make_streams("simulated", 1))
+
+
+DETERMINISTIC = drafting_settings(2, deterministic=True, host_mem="16MiB", device_mem="16MiB")
+
+
+def bits_are_those_of_a_request_alone(
+    runner: TransformersRunner, streams: Callable[[], Streams], beside_streams: Streams
+) -> None:
+    """Of DETERMINISTIC. Logits and tokens are those of a request alone none of whose drafts is right: in company, on
+    other hot buffers, retracted with rows kept and dropped, where other drafts are right, and with limits of drafts."""
+    settings, tokens, logits = DETERMINISTIC, list[list[int]](), Logits()
     for number in range(3):
-        rig = DraftRig(None, settings, 0, runner=copy(runner), keep_logits=True)
+        rig = DraftRig(streams(), settings, 0, runner=copy(runner), keep_logits=True)
         tokens += decode_some(rig, [number], 128)
         logits |= rig.logits
         assert set(rig.depths.values()) == {0}
-    beside = DraftRig(
-        make_streams("simulated", 1),
-        settings,
-        70,
-        runner=copy(runner),
-        expected=lambda life: tokens[life.number],
-        keep_logits=True,
-    )
+    expected: dict[str, Any] = {"expected": lambda life: tokens[life.number], "keep_logits": True}
+    beside = DraftRig(beside_streams, settings, 70, runner=copy(runner), **expected)
     assert decode_some(beside, [2, 0, 1], 64, moves=True) == [tokens[2], tokens[0], tokens[1]]
     assert set(beside.depths.values()) == {0, 1, 2}
     assert [place for place, values in logits.items() if not torch.equal(values, beside.logits[place])] == []
-    limited = DraftRig(
-        None, settings, 70, runner=copy(runner), expected=lambda life: tokens[life.number], keep_logits=True
-    )
+    limited = DraftRig(streams(), settings, 70, runner=copy(runner), **expected)
     limits = {0: 0, 1: 1}
     assert decode_some(limited, [2, 0, 1], 64, limits=limits) == [tokens[2], tokens[0], tokens[1]]
     assert [place for place, values in logits.items() if not torch.equal(values, limited.logits[place])] == []
