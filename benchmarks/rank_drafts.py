@@ -82,7 +82,6 @@ STEPS: Final = {1: 24, 4: 20, 16: 16, 64: 8}
 #: Drawn chances, as many steps; then they come again.
 DRAWN: Final = 997
 TAIL_SLOTS: Final = 2 * (1 + DRAFT_TOKENS_MAX)
-ROWS_MOST: Final = (1 + DRAFT_TOKENS_MAX) * max(BATCHES)
 
 
 @dataclass(frozen=True)
@@ -383,8 +382,9 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     config = published_config(FAMILY, layers=options.layers)
-    ranks = SynthesisedRanks.draw(config, options.of, ROWS_MOST, "cuda")
-    runner = synthetic_runner(config, kv_dtype="fp8", fp8=True, collectives=ranks, rows_max=ROWS_MOST, draft_tokens=1)
+    rows_max = (1 + DRAFT_TOKENS_MAX) * max(options.batches)
+    ranks = SynthesisedRanks.draw(config, options.of, rows_max, "cuda")
+    runner = synthetic_runner(config, kv_dtype="fp8", fp8=True, collectives=ranks, rows_max=rows_max, draft_tokens=1)
     print(f"weights {sum(runner.weights_bytes().values()) / 1e9:.1f} GB, {time.monotonic() - began:.1f} s", flush=True)
     pool = make_pool(runner.geometry, config, options.pool_gib)
     setup = Setup(runner, config, pool, options.of, options.context, options.hot_slots, options.overlap)

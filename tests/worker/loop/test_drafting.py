@@ -420,23 +420,32 @@ DETERMINISTIC = drafting_settings(2, deterministic=True, host_mem="16MiB", devic
 def bits_are_those_of_a_request_alone(
     runner: TransformersRunner, streams: Callable[[], Streams], beside_streams: Streams
 ) -> None:
-    """Of DETERMINISTIC. Logits and tokens are those of a request alone none of whose drafts is right: in company, on
-    other hot buffers, retracted with rows kept and dropped, where other drafts are right, and with limits of drafts."""
-    settings, tokens, logits = DETERMINISTIC, list[list[int]](), Logits()
+    """Of DETERMINISTIC. Logits and tokens are those of a request alone whose drafts are wrong: in company, on other hot
+    buffers, retracted with rows kept and dropped, where other drafts are right, and with limits of drafts."""
+    settings, tokens, logits, depths = DETERMINISTIC, list[list[int]](), Logits(), list[int]()
     for number in range(3):
         rig = DraftRig(streams(), settings, 0, runner=copy(runner), keep_logits=True)
         tokens += decode_some(rig, [number], 128)
         logits |= rig.logits
-        assert set(rig.depths.values()) == {0}
-    expected: dict[str, Any] = {"expected": lambda life: tokens[life.number], "keep_logits": True}
-    beside = DraftRig(beside_streams, settings, 70, runner=copy(runner), **expected)
-    assert decode_some(beside, [2, 0, 1], 64, moves=True) == [tokens[2], tokens[0], tokens[1]]
+        depths += rig.depths.values()
+
+    def check(streams: Streams, **how: Any) -> DraftRig:
+        expected = partial(_tokens_by_number, tokens)
+        rig = DraftRig(streams, settings, 70, runner=copy(runner), expected=expected, keep_logits=True)
+        assert decode_some(rig, [2, 0, 1], 64, **how) == [tokens[2], tokens[0], tokens[1]]
+        drawn = logits.keys() & rig.logits.keys()
+        assert len(drawn) >= sum(len(own) - 1 for own in tokens), "all but the first of each, which its prompt gives"
+        assert [place for place in drawn if not torch.equal(logits[place], rig.logits[place])] == []
+        return rig
+
+    beside = check(beside_streams, moves=True)
+    assert sum(depths) < sum(beside.depths.values())
     assert set(beside.depths.values()) == {0, 1, 2}
-    assert [place for place, values in logits.items() if not torch.equal(values, beside.logits[place])] == []
-    limited = DraftRig(streams(), settings, 70, runner=copy(runner), **expected)
-    limits = {0: 0, 1: 1}
-    assert decode_some(limited, [2, 0, 1], 64, limits=limits) == [tokens[2], tokens[0], tokens[1]]
-    assert [place for place, values in logits.items() if not torch.equal(values, limited.logits[place])] == []
+    check(streams(), limits={0: 0, 1: 1})
+
+
+def _tokens_by_number(tokens: list[list[int]], life: Life) -> list[int]:
+    return tokens[life.number]
 
 
 def decode_some(
