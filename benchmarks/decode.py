@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -53,11 +54,13 @@ from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from worker.device.sizing import Sizing
+from worker.loop.decode import TIMED_EVERY
 from worker.loop.executor import Executor
 from worker.loop.swap import Swap
+from worker.runners.base import Runner
 from worker.runners.synthetic import synthetic_config, synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
-from worker.streams import Fence, make_streams
+from worker.streams import Fence, Streams, make_streams
 
 RESIDENT_AT_32K: Final = 16
 CONTEXTS: Final = (32_768, 131_072, 8_192)
@@ -90,18 +93,25 @@ class Cell:
 
 
 class Selections:
-    """Stands in for the indexer's output, inside the graph: k places of a permutation, `fresh` further each step."""
+    """Stands in for the indexer's output, inside the graph: k places of a permutation, another for each request and
+    group, that begin `fresh` places further with each position. Rows of a step select what their positions do."""
 
-    def __init__(self, groups: int, rows: int, context: int, k: int, overlap: float) -> None:
-        draw = torch.rand(groups, rows, context, device="cuda")
-        self.order = draw.argsort(-1).int()
-        self.fresh = round((1 - overlap) * k)
-        self.places = torch.arange(k, device="cuda")
+    def __init__(
+        self, groups: int, requests: int, context: int, k: int, overlap: float, device: torch.device | str = "cuda"
+    ) -> None:
+        draw = torch.rand(groups, requests, context, device=device)
+        self.order = draw.argsort(-1).int().view(groups, -1)
+        self.context, self.fresh = context, round((1 - overlap) * k)
+        self.places = torch.arange(k, device=device)
+        self.first = torch.arange(requests, device=device) * context  # of each request's permutation
+        self.entries = torch.zeros(0, device=device)
 
     def __call__(self, group: int, batch: StepBatch, topk: Tensor) -> None:
-        if group == 0:
-            self.places.add_(self.fresh).remainder_(self.order.shape[-1])
-        torch.index_select(self.order[group, : len(topk)], 1, self.places, out=topk)
+        if group in (0, len(self.order) - 1):  # the last may be the draft layer's, whose steps have other rows
+            places = (batch.lengths.long().unsqueeze(1) * self.fresh + self.places) % self.context
+            first = self.first[: batch.step_seats].repeat(batch.seat_rows)
+            self.entries = (places + first.unsqueeze(1)).flatten()
+        torch.index_select(self.order[group], 0, self.entries, out=topk.view(-1))
 
 
 class Clock:
@@ -239,25 +249,7 @@ def run(
     cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int, recorded: Recorded | None = None
 ) -> dict[str, Any]:
     """Decode WARM_UP and STEPS steps of all requests; what they took and found."""
-    managed = hot_slots if cell.mode in ("hisparse", "uncopied") else 0
     geometry = runner.geometry
-    sizing = sizing_of(
-        geometry,
-        seats=cell.concurrency,
-        context_pages=pages_for(cell.context + TOKENS_AHEAD),
-        chunks=chunks_of(cell.context, managed),
-        slab_pages=1,
-        hot_slots=hot_slots,
-        host_pages=len(pool),
-    )
-    settings = WorkerSettings(
-        device="cuda",
-        seats=cell.concurrency,
-        tail_slots=TAIL_SLOTS,
-        lookahead_steps=LOOKAHEAD,
-        hot_size_classes=(hot_slots,),
-        deterministic=True,  # one graph, of this concurrency
-    )
     if recorded is not None:
         runner.after_index_topk = TracedSelections(recorded, geometry.groups, cell.concurrency, "cuda")
     else:
@@ -266,8 +258,7 @@ def run(
     mode = {"uncopied": without_copies, "plain": plain_model}.get(cell.mode, nullcontext)
     clock, streams = Clock(), make_streams("cuda")
     with mode():
-        executor = Executor(runner, settings, sizing, streams, pool, make_tokenizer("bytes"), clock)
-        admit_all(executor, cell, managed, sizing, runner.info.vocab_size)
+        executor = open_executor(runner, pool, cell, hot_slots, clock, streams)
         turn_until(executor, clock, WARM_UP)
         found = executor.state.hits.sum(), executor.state.misses.sum()
         before = [int(count) for count in found]
@@ -290,9 +281,48 @@ def run(
         "itl_max_ms": gaps[-1] * 1e3,
         "steps": len(gaps),
         "hit_rate": hits / (hits + misses) if hits + misses else None,
-        "kv_bytes": sizing.device_bytes,
+        "kv_bytes": executor._sizing.device_bytes,
         "parts_ms": parts,
     }
+
+
+def open_executor(
+    runner: Runner,
+    pool: Tensor,
+    cell: Cell,
+    hot_slots: int,
+    clock: Clock,
+    streams: Streams,
+    *,
+    device: str = "cuda",
+    timed_every: int = TIMED_EVERY,
+    **changes: object,
+) -> Executor:
+    """An executor of the cell's requests, all of them admitted; `changes` of its settings. `hot_slots` count where the
+    cell's mode has hot buffers."""
+    managed = hot_slots if cell.mode in ("hisparse", "uncopied") else 0
+    sizing = sizing_of(
+        runner.geometry,
+        seats=cell.concurrency,
+        context_pages=pages_for(cell.context + TOKENS_AHEAD),
+        chunks=chunks_of(cell.context, managed),
+        slab_pages=1,
+        hot_slots=hot_slots,
+        host_pages=len(pool),
+    )
+    settings = WorkerSettings(
+        device=device,
+        seats=cell.concurrency,
+        tail_slots=TAIL_SLOTS,
+        lookahead_steps=LOOKAHEAD,
+        hot_size_classes=(hot_slots,),
+        deterministic=True,  # one batch size
+    )
+    settings = msgspec.structs.replace(settings, **changes)
+    tokenizer = make_tokenizer("bytes")
+    executor = Executor(runner, settings, sizing, streams, pool, tokenizer, clock, timed_every=timed_every)
+    admit_all(executor, cell, managed, sizing, runner.info.vocab_size)
+    return executor
 
 
 def admit_all(executor: Executor, cell: Cell, hot_slots: int, sizing: Sizing, vocab: int) -> None:

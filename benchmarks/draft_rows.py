@@ -11,8 +11,9 @@ us per layer (begin_step: per step):
     swap_us     swap_in, FRESH misses a row
     attend_us   attend_rows
 
-Beside each, `x1` is the factor to R = 1 of the same batch. Kernels behind the indexer read device tables that the host
-has set: nothing is checked here but that rows fit and nothing trips (tests/gpu compares every byte).
+Beside each, `x1` is the factor to R = 1 of the same batch. A cell is written when it is there. Kernels behind the
+indexer read device tables that the host has set: nothing is checked here but that rows fit and nothing trips (tests/gpu
+compares every byte).
 """
 
 from __future__ import annotations
@@ -167,18 +168,21 @@ def show(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.draft_rows")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/draft-rows.json"))
+    parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
+    parser.add_argument("--seat-rows", type=int, nargs="*", default=list(SEAT_ROWS), help="the first is compared with")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for batch in BATCHES:
+    for batch in options.batches:
         one: dict[str, float] = {}
-        for seat_rows in SEAT_ROWS:
+        for seat_rows in options.seat_rows:
             times = measure(Cell(batch, seat_rows))
             one = one or times
             factors = {f"{name}_x1": times[f"{name}_us"] / one[f"{name}_us"] for name in KERNELS}
             rows.append({"batch": batch, "seat_rows": seat_rows, **times, **factors})
             print(show(rows[-1]), flush=True)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
             torch.cuda.empty_cache()
-    options.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     return 0
 
 

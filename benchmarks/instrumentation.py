@@ -25,13 +25,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from unittest.mock import patch
 
 import numpy as np
 import torch
 import trio
-from torch import Tensor
 
 from benchmarks import coordinator as fleet
 from benchmarks import decode
@@ -40,8 +39,6 @@ from kernels.layout import Geometry
 from kernels.state import DeviceState, StepBatch
 from metrics.state import Buckets, FenceWaits, WaitCounters, WorkerCounters
 from protocol.messages import ModelInfo
-from protocol.settings import WorkerSettings
-from protocol.text import make_tokenizer
 from protocol.units import pages_for
 from tests.support.prometheus_rig import free_port
 from worker.loop.decode import TIMED_EVERY
@@ -126,37 +123,11 @@ def _block(executor: Executor, clock: decode.Clock, now: Callable[[], float]) ->
 # ---------------------------------------------------------------- steps
 
 
-def make_executor(
-    runner: Any, device: str, pool: Tensor, cell: decode.Cell, hot_slots: int, clock: decode.Clock
-) -> Executor:
-    sizing = decode.sizing_of(
-        runner.geometry,
-        seats=cell.concurrency,
-        context_pages=pages_for(cell.context + decode.TOKENS_AHEAD),
-        chunks=decode.chunks_of(cell.context, hot_slots),
-        slab_pages=1,
-        hot_slots=hot_slots,
-        host_pages=len(pool),
-    )
-    settings = WorkerSettings(
-        device=device,
-        seats=cell.concurrency,
-        tail_slots=decode.TAIL_SLOTS,
-        lookahead_steps=decode.LOOKAHEAD,
-        hot_size_classes=(hot_slots,),
-        deterministic=True,
-    )
-    streams = make_streams("cuda" if device == "cuda" else "inline")
-    executor = Executor(runner, settings, sizing, streams, pool, make_tokenizer("bytes"), clock)
-    decode.admit_all(executor, cell, hot_slots, sizing, runner.info.vocab_size)
-    return executor
-
-
 def still_executor(clock: decode.Clock) -> Executor:
     runner, cell = StillRunner(), decode.Cell(256, "hisparse", SEATS, 0.9)
     pages = SEATS * pages_for(cell.context + decode.TOKENS_AHEAD)
     pool = torch.zeros(pages, runner.geometry.page_bytes, dtype=torch.uint8)
-    return make_executor(runner, "cpu", pool, cell, 128, clock)
+    return decode.open_executor(runner, pool, cell, 128, clock, make_streams("inline"), device="cpu")
 
 
 def gpu_executor(clock: decode.Clock, options: argparse.Namespace) -> Executor:
@@ -167,7 +138,7 @@ def gpu_executor(clock: decode.Clock, options: argparse.Namespace) -> Executor:
     runner.after_index_topk = decode.Selections(
         geometry.groups, cell.concurrency, cell.context, geometry.topk, cell.overlap
     )
-    return make_executor(runner, "cuda", pool, cell, 4_096, clock)
+    return decode.open_executor(runner, pool, cell, 4_096, clock, make_streams("cuda"))
 
 
 def measure_steps(options: argparse.Namespace) -> bool:

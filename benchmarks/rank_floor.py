@@ -32,12 +32,16 @@ class Links:
 
     def step_ms(self, config: Any, rows: int) -> float:
         """Of all collectives of a decode step of `rows` rows a rank: an all-gather and an all-to-all a mixture."""
+        mixtures = sum(has_experts(config, layer) for layer in range(config.num_hidden_layers))
+        return mixtures * self.mixture_ms(config, rows)
+
+    def mixture_ms(self, config: Any, rows: int) -> float:
+        """Of the collectives of one mixture."""
         if self.ranks == 1:
             return 0.0
-        mixtures = sum(has_experts(config, layer) for layer in range(config.num_hidden_layers))
         gathered = exchanged_row_bytes(config.hidden_size * BF16_BYTES, config.num_experts_per_tok)
         received = (self.ranks - 1) * rows * (gathered + config.hidden_size * BF16_BYTES)
-        return float(mixtures * (2 * self.latency_us + received / self.bytes_per_us) / 1e3)
+        return float((2 * self.latency_us + received / self.bytes_per_us) / 1e3)
 
 
 def parts_of(config: Any, geometry: Geometry, *, rows: int, of: int, context: int) -> Mapping[str, Part]:

@@ -1,8 +1,8 @@
-"""The tables of one rank of a group, from a result of its benchmark. Pure."""
+"""The tables of one rank of a group, from results of its benchmarks. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.decode_report import table
@@ -27,6 +27,71 @@ def section(result: Mapping[str, Any]) -> str:
         f"{table(COLUMNS, map(_line, rows))}\n"
         f"Of the first row, ms of kernels: {', '.join(measured)}. Floors: {', '.join(floors)}.\n"
     )
+
+
+DRAFT_COLUMNS = (
+    *("requests", "drafts", "step, ms", "links, ms", "of plain", "misses a request", "chance", "tokens a step"),
+    *("tokens/s a GPU", "of plain", "expected"),
+)
+PARTS = ("swap", "index", "attention", "products", "busy")
+
+
+def drafts(result: Mapping[str, Any]) -> str:
+    """Steps with drafts by batch; kernels of steps, where they were listed; what a worker that chooses would give."""
+    at, setting, rows = result["machine"], result["setting"], result["rows"]
+    weights = sum(setting["weights_bytes"].values())
+    head = (
+        f"Command: `{at['command']}`. Machine: {at['gpu']}, driver and PCIe {at['driver_pcie']}, torch {at['torch']}. "
+        f"{setting['layers']} layers and the draft layer, weights {weights / 1e9:.1f} GB, contexts of "
+        f"{setting['context']:,} tokens, hot buffers of {setting['hot_slots']} slots, {setting['overlap']:.0%} of a "
+        f"row's selection in that of the row before."
+    )
+    steps = table(DRAFT_COLUMNS, (line for row in rows for line in _draft_lines(row)))
+    plain = {row["batch"]: row["parts_ms"] for row in rows if row["mode"] == "plain" and "parts_ms" in row}
+    listed = [row for row in rows if "parts_ms" in row and row["batch"] in plain]
+    of_parts = (
+        (str(row["batch"]), _named(row), *(_part(row["parts_ms"], plain[row["batch"]], name) for name in PARTS))
+        for row in listed
+    )
+    parts = table(("requests", "drafts", *(f"{name}, ms" for name in PARTS)), of_parts) if listed else ""
+    auto = ((str(it["batch"]), f"{it['chance']:.2f}", f"{it['x1']:.3f} ×") for it in result["auto"])
+    chosen = table(("requests", "chance", "tokens/s of auto, of plain"), auto) if result["auto"] else ""
+    return "\n".join(part for part in (f"{head}\n", steps, parts, chosen) if part)
+
+
+def drafts_line(row: Mapping[str, Any]) -> str:
+    """A row for a terminal."""
+    told = "  ".join(f"{chance}: {it['x1']:.2f}" for chance, it in row["chances"].items())
+    return (
+        f"batch {row['batch']:3} {_named(row):8} step {row['step_ms']:7.2f} ms ({row['step_min_ms']:.2f} to "
+        f"{row['step_max_ms']:.2f}, {row['steps']}) + {row['links_ms']:.2f}  x{row['step_x1']:.2f}  "
+        f"misses {row['misses']:5.1f}  tokens/s of plain by chance  {told}"
+    )
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return {"plain": "plain", "auto": f"auto ({row['drafts']})"}.get(row["mode"], str(row["drafts"]))
+
+
+def _draft_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for chance, it in row["chances"].items():
+        yield (
+            str(row["batch"]),
+            _named(row),
+            f"{row['step_ms']:.1f} ({row['step_min_ms']:.1f}–{row['step_max_ms']:.1f})",
+            f"{row['links_ms']:.1f}",
+            f"{row['step_x1']:.2f} ×",
+            f"{row['misses']:.0f}",
+            chance if row["drafts"] else "",
+            f"{it['tokens_per_step']:.2f}",
+            f"{it['tokens_per_s']:,.0f}",
+            f"{it['x1']:.2f} ×",
+            f"{it['expected_x1']:.2f} ×",
+        )
+
+
+def _part(parts: Mapping[str, float], plain: Mapping[str, float], name: str) -> str:
+    return f"{parts[name]:.1f} ({parts[name] / plain[name]:.2f} ×)" if plain[name] else f"{parts[name]:.1f}"
 
 
 def _line(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -281,13 +281,13 @@ def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
         f"a step takes {SEATS_MAX} rows at most, {1 + count} of each seat",
         f"set it to {SEATS_MAX // (1 + max(0, count))} or less",
     )
-    on_gpu = worker.device != "cpu"
-    for refused, why in (
-        (on_gpu and worker.group_size > 1, "worker groups on GPUs do not draft yet"),
-        (on_gpu and worker.deterministic, "deterministic mode on GPUs does not draft yet"),
-        (bool(worker.record_selections), "selections of steps that draft are not recorded yet"),
-    ):
-        yield SettingCheck(not count or not refused, field, said, why, "set 0")
+    yield SettingCheck(
+        not count or not worker.record_selections,
+        field,
+        said,
+        "selections of steps that draft are not recorded yet",
+        "set 0",
+    )
     for refused, why in (
         (worker.deterministic, "in deterministic mode all steps have one shape"),
         (worker.group_size > 1, "the ranks of a group draft equally many tokens in all steps"),

@@ -142,8 +142,9 @@ def size(
     if workers % group_size and group_size % workers:
         message = f"{workers} GPUs of a node are neither whole groups of {group_size}, nor an equal part of one"
         raise click.BadParameter(message, param_hint="--workers")
-    if group_size > 1 and draft_tokens != "0":
-        raise click.BadParameter("worker groups on GPUs do not draft yet: use 0", param_hint="--draft-tokens")
+    if group_size > 1 and draft_tokens == AUTO:
+        message = f"the ranks of a group draft equally many tokens in all steps: use 0 to {SEAT_ROWS_MAX - 1}"
+        raise click.BadParameter(message, param_hint="--draft-tokens")
     sizes["hot_size_classes"] = sizes["hot_size_classes"] or classes_for(dimensions.index_topk, context)
     flags = {f"worker.{name}": value for name, value in sizes.items()}
     drafts = WorkerSettings(draft_tokens=AUTO if draft_tokens == AUTO else int(draft_tokens))

@@ -12,12 +12,14 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from protocol.errors import ConfigError  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.support.drafting_rig import DraftRig, drafting_settings  # noqa: E402
 from tests.worker.loop import test_drafting as cpu  # noqa: E402
 from tests.worker.loop import test_model as model  # noqa: E402
 from worker.runners import swapping  # noqa: E402
 from worker.runners.tiny import FAMILIES  # noqa: E402
+from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
 from worker.streams import Streams, make_streams  # noqa: E402
 
 GRAPHS = pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
@@ -91,10 +93,21 @@ def test_model_gives_the_tokens_of_plain_decoding(checkpoint: Path, draft_tokens
 
 
 def test_draws_launched_apart_give_the_tokens_of_plain_decoding(checkpoint: Path) -> None:
-    """With log-probabilities a step replays its forward pass alone; the draft layer follows the draws."""
+    """With log-probabilities a step replays two graphs, with the draws between them: the second has the draft layer."""
     rig = cpu.moved_about(checkpoint, 2, cuda(), logprobs=1)
     assert cpu.tokens_in_common(plain(checkpoint), rig) > 2 * model.NEW_TOKENS
     assert rig.executor.counters.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_bits_are_those_of_a_request_alone(checkpoint: Path, dtype: str) -> None:
+    """Unless the check at start refuses this card's products."""
+    sizes = {"deterministic_seats": cpu.DETERMINISTIC.seats, "draft_tokens": 2}
+    try:
+        runner = TransformersRunner.load(checkpoint, device="cuda", dtype=dtype, **sizes)
+    except ConfigError as refused:
+        pytest.skip(f"refused: {refused}")
+    cpu.bits_are_those_of_a_request_alone(runner, cuda, cuda())
 
 
 def test_no_turn_of_the_model_waits_for_the_device(checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.group_rig import GroupRig, settings_of
+from protocol.errors import ConfigError
+from protocol.settings import WorkerSettings
+from tests.support.group_rig import Ask, Drawn, GroupRig, settings_of
 from tests.support.worker_rig import Rig
 from tests.worker.group.test_ranks import SETTINGS as RANKS
-from tests.worker.group.test_ranks import asks_of, spread, wrong
+from tests.worker.group.test_ranks import TEXT, asks_of, spread, wrong
+from tests.worker.loop.test_drafting import write_predictable
 from tests.worker.loop.test_model import NEW_TOKENS, PROMPTS, SETTINGS
 from worker.group.group import Group
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
@@ -21,12 +25,21 @@ from worker.streams import make_streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes no second rank on one")
+DRAFTS = {"draft_tokens": 2, "tail_slots": 6}
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     write_tiny_checkpoint(path, request.param, index_topk=32, context_max_tokens=2_048)
     return path
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def predictable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Drafts are mostly right."""
+    return write_predictable(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.fixture
@@ -44,40 +57,100 @@ def test_a_rank_over_nccl_draws_the_tokens_of_a_worker(
     settings = msgspec.structs.replace(
         SETTINGS, device="cuda", stream_backend="cuda", dtype=dtype, graphs=graphs, deterministic=False
     )
-    alone = tokens_of(settings_of(checkpoint, directory, 1, 0, settings).worker, None)
     config = settings_of(checkpoint, directory, 1, 0, settings)
+    alone, _ = decode(config.worker, None)
     group = Group.join(config, "one model")
     try:
-        assert tokens_of(config.worker, group) == alone
+        tokens, _ = decode(config.worker, group)
+        assert tokens == alone
         assert group.control.progress.launched > NEW_TOKENS
     finally:
         group.leave()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes no second rank on one")
+@pytest.mark.parametrize(
+    ("graphs", "deterministic"),
+    [(True, False), (False, False), (True, True)],
+    ids=["graphs", "no graphs", "deterministic"],
+)
+def test_a_rank_over_nccl_that_drafts_draws_the_tokens_of_a_worker(
+    graphs: bool, deterministic: bool, predictable: Path, directory: Path
+) -> None:
+    """Exchanges of the draft layer are in the graphs too. One request asks for log-probabilities: its steps replay two
+    graphs, with the draws between them. Skipped where the check at start refuses deterministic mode on this card."""
+    changes: dict[str, object] = {"dtype": "float32", "graphs": graphs, "deterministic": deterministic}
+    settings = msgspec.structs.replace(SETTINGS, device="cuda", stream_backend="cuda", **DRAFTS, **changes)
+    config = settings_of(predictable, directory, 1, 0, settings)
+    try:
+        alone, accepted = decode(config.worker, None, logprobs=1)
+    except ConfigError as refused:
+        pytest.skip(f"refused: {refused}")
+    group = Group.join(config, "one model")
+    try:
+        tokens, accepted_in_group = decode(config.worker, group, logprobs=1)
+        assert tokens == alone
+        assert min(accepted, accepted_in_group) > 0
+    finally:
+        group.leave()
+
+
+@TWO_GPUS
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 def test_two_ranks_over_nccl_draw_the_tokens_of_generate(graphs: bool, checkpoint: Path, directory: Path) -> None:
     """With resizes, and retractions with pages kept and dropped."""
     settings = msgspec.structs.replace(RANKS, device="cuda", stream_backend="cuda", graphs=graphs)
     asks = spread(asks_of(16, seed=7), 2)
-    environs = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+    assert not wrong(checkpoint, asks, drawn_by(checkpoint, directory, asks, settings))
+
+
+@TWO_GPUS
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+def test_two_ranks_over_nccl_that_draft_draw_the_tokens_of_generate(
+    graphs: bool, predictable: Path, directory: Path
+) -> None:
+    """Steps that one rank replays as one graph meet steps of two graphs of the other, beside log-probabilities. One
+    request is retracted, and the second rank has none for a while at the end."""
+    settings = msgspec.structs.replace(RANKS, device="cuda", stream_backend="cuda", graphs=graphs, **DRAFTS)
+    moved = [(4, "keep", 128), (9, "drop", 64)]
+    asks = [
+        [Ask(0, list(TEXT[:130]), 24, 128), Ask(1, list(TEXT[500:560]), 20, 0, moves=moved)],
+        [Ask(2, list(TEXT[900:990]), 12, 64, logprobs=1)],
+    ]
+    drawn = drawn_by(predictable, directory, asks, settings)
+    assert not wrong(predictable, asks, drawn)
+    assert sum(rank.accepted for rank in drawn) > 5
+
+
+def drawn_by(checkpoint: Path, directory: Path, asks: list[list[Ask]], settings: WorkerSettings) -> list[Drawn]:
+    """What two ranks drew, a GPU each. Where they do not answer in time, each says on stderr where its threads are."""
+    environs = [{"CUDA_VISIBLE_DEVICES": str(rank), "PYTHONFAULTHANDLER": "1"} for rank in range(2)]
     rig = GroupRig(checkpoint, directory, asks, settings, environs=environs)
     try:
-        assert not wrong(checkpoint, asks, rig.drawn())
+        return rig.drawn()
+    except BaseException:
+        for child in rig.ranks:
+            child.send_signal(signal.SIGABRT)
+        for child in rig.ranks:
+            child.wait(5)
+        raise
     finally:
         rig.close()
 
 
-def tokens_of(settings: object, group: Group | None) -> list[list[int]]:
-    runner = load_runner(settings, group.collectives if group else None)  # type: ignore[arg-type]
-    rig = Rig(make_streams("cuda"), settings, runner=runner, group=group)  # type: ignore[arg-type]
+def decode(settings: WorkerSettings, group: Group | None, *, logprobs: int = 0) -> tuple[list[list[int]], int]:
+    """Tokens by request, and how many drafts were right. The last request asks for `logprobs`."""
+    runner = load_runner(settings, group.collectives if group else None)
+    rig = Rig(make_streams("cuda"), settings, runner=runner, group=group)
     lives = []
     for number, prompt in enumerate(PROMPTS):
-        life = rig.coordinator.create(number, 1, NEW_TOKENS, seed=number)
+        asked = logprobs if number == len(PROMPTS) - 1 else 0
+        life = rig.coordinator.create(number, 1, NEW_TOKENS, seed=number, logprobs=asked)
         life.prompt = tuple(prompt)
         assert rig.coordinator.admit(life, 64)
         lives.append(life)
     rig.run()
     rig.check_end()
     rig.executor._streams.close()
-    return [life.tokens for life in lives]
+    return [life.tokens for life in lives], rig.executor.counters.accepted_tokens

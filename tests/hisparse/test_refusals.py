@@ -391,8 +391,11 @@ CASES: Final[dict[str, Case]] = {
     "uneven GPUs": Case(
         f"{SIZE} --host-mem 1GB --gpu-mem 1GB --workers 3 --group-size 2", 2, "neither whole groups of 2", given=tiny
     ),
-    "drafts in a group": Case(
-        f"{SIZE} --host-mem 1GB --gpu-mem 1GB --group-size 2 --draft-tokens 1", 2, "do not draft yet: use 0", given=tiny
+    "auto drafts in a group": Case(
+        f"{SIZE} --host-mem 1GB --gpu-mem 1GB --group-size 2 --draft-tokens auto",
+        2,
+        "draft equally many tokens in all steps: use 0 to 4",
+        given=tiny,
     ),
     "context of another model": Case(
         f"{SIZE.replace('1k', '128k')} --host-mem 1GB --gpu-mem 1GB",

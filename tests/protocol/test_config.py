@@ -167,18 +167,6 @@ def test_cuda_device_defaults_to_cuda_streams_and_memory_pool() -> None:
             *("worker.draft_tokens", "auto", "set a number, 0 to 4"),
         ),
         ({"flags": {"worker.draft_tokens": 2, "worker.seats": 400}}, "worker.seats", "400", "341 or less"),
-        (
-            {"flags": {"worker.draft_tokens": 2, "worker.group_size": 2, "worker.device": "cuda"}},
-            "worker.draft_tokens",
-            "2",
-            "set 0",
-        ),
-        (
-            {"flags": {"worker.draft_tokens": 2, "worker.deterministic": True, "worker.device": "cuda"}},
-            "worker.draft_tokens",
-            "2",
-            "set 0",
-        ),
         ({"flags": {"worker.draft_tokens": 2, "worker.record_selections": "t"}}, "worker.draft_tokens", "2", "set 0"),
         ({"flags": {"worker.stream_backend": "cuda"}}, "worker.stream_backend", "cuda", "inline"),
         (

@@ -40,7 +40,7 @@ class Ask:
     """A request of a rank. `moves`: (tokens, keep or drop or resize, hot slots) once so many tokens were drawn.
 
     `next_ranks`: (tokens, rank) likewise, the rank that it goes to with the pages that it holds. `grammar` is what its
-    output is held to.
+    output is held to; it asks for `logprobs`.
     """
 
     number: int
@@ -51,6 +51,7 @@ class Ask:
     moves: list[tuple[int, str, int]] = field(default_factory=list)
     next_ranks: list[tuple[int, int]] = field(default_factory=list)
     grammar: str = ""
+    logprobs: int = 0
 
 
 @dataclass
@@ -243,8 +244,9 @@ class Requests:
         self._lent: list[int] = []  # pages of requests that have gone on
 
     def add(self, ask: Ask, pages: list[int] | None = None) -> Any:
-        sampling = {"seed": ask.number, "temperature": ask.temperature, "grammar": ask.grammar}
-        life = self._rig.coordinator.create(ask.number, 1, ask.tokens, **sampling)
+        sampling = {"seed": ask.number, "temperature": ask.temperature}
+        asked = {"grammar": ask.grammar, "logprobs": ask.logprobs}
+        life = self._rig.coordinator.create(ask.number, 1, ask.tokens, **sampling, **asked)
         life.prompt, life.host_pages, life.shared = tuple(ask.prompt), list(pages or ()), tuple(pages or ())
         self.lives.append((life, ask))
         return life

@@ -21,7 +21,8 @@ A step with a request that adjusts its logits (worker/runners/logits.py) or asks
 (worker/runners/logprobs.py) replays a graph of its forward pass alone, and launches its draws behind it one by one. All
 other steps are one graph, draws included. With a request that has a grammar the draws are launched later, by `draw`:
 its mask depends on the token of the step before, which is read meanwhile. A row whose mask is late draws nothing, and
-its step is launched again.
+its step is launched again. What drafts follow such draws with is a graph of its own: ranks of a group exchange in it,
+and what a rank exchanges in a graph must meet a graph on the others, since NCCL may use other buffers there.
 
 Rejected: timing events in every step's graph (a microsecond or two each, two per layer); begin_step and the upload
 inside the graph (a graph for each of the T backup plans), and the backup in it (its fences lie between replays, since
@@ -97,6 +98,7 @@ class _Bucket:
         self.timed_replay: Callable[[], object] | None = None  # likewise, with each swap-in timed
         self.forward: Callable[[], object] | None = None  # without the draws
         self.timed_forward: Callable[[], object] | None = None
+        self.verify: Callable[[], object] | None = None  # behind draws: which rows hold, and the next drafts
 
 
 class _Results:
@@ -263,6 +265,8 @@ class Decoder:
             if graphs:
                 bucket.replay = self._streams.capture(partial(self._launch_runner, bucket))
                 bucket.forward = self._streams.capture(partial(self._launch_forward, bucket))
+            if graphs and bucket.drafts is not None:
+                bucket.verify = self._streams.capture(partial(bucket.drafts.launch_verify, bucket.outputs))
             if graphs and self._timed_every:
                 with self._timing():
                     bucket.timed_replay = self._streams.capture(partial(self._launch_runner, bucket))
@@ -440,8 +444,11 @@ class Decoder:
         self._launch_part(bucket.timed_forward if is_timed else bucket.forward, self._launch_forward, bucket, is_timed)
 
     def _launch_draws(self, bucket: _Bucket, outputs: StepOutputs, adjust: Adjust | None) -> None:
+        """Behind a forward pass that was launched by itself."""
         self._runner.launch_sample(self._streams, self._sampler, bucket.batch, outputs, adjust)
-        if bucket.drafts is not None:
+        if bucket.verify is not None:
+            self._streams.compute.launch("replay", bucket.verify)
+        elif bucket.drafts is not None:
             bucket.drafts.launch_verify(outputs)
 
     def _launch_part(
@@ -471,7 +478,9 @@ class Decoder:
 
     def _launch_runner(self, bucket: _Bucket) -> None:
         self._launch_forward(bucket)
-        self._launch_draws(bucket, bucket.outputs, None)
+        self._runner.launch_sample(self._streams, self._sampler, bucket.batch, bucket.outputs, None)
+        if bucket.drafts is not None:
+            bucket.drafts.launch_verify(bucket.outputs)
 
     def _launch_forward(self, bucket: _Bucket) -> None:
         self._runner.launch_forward(self._streams, self._state, self._sampler, bucket.batch)

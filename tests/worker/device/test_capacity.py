@@ -381,6 +381,19 @@ def test_eight_gpus_of_141_gb_hold_671_billion_parameters(tmp_path: Path) -> Non
     assert "Buffers for the exchange of rows: 350.6 MiB." in text
 
 
+def test_ranks_that_draft_hold_a_share_of_the_draft_layer(tmp_path: Path) -> None:
+    """And exchange 1 + n rows of each seat."""
+    config, model = published(tmp_path, "deepseek-v3.2"), published_config("deepseek-v3.2")
+    args = ("--gpu-mem", "141GB", "--group-size", "8", "--draft-tokens", "2", "--json")
+    found = json.loads(size(config, *WHOLE, *args))
+    share, block = ExpertShare(0, 32), (128, 128)
+    held = weights_bytes(model, "bfloat16", block, on_gpu=True, experts=share, draft_layer=True)
+    assert found["weights_bytes_by_dtype"] == dict(held)
+    seats = found["settings"]["seats"]
+    assert found["exchange_bytes_per_gpu"] == exchange_bytes(model, "bfloat16", 8, 3 * seats)
+    assert (seats, found["settings"]["draft_tokens"]) == (SEATS_MAX // 3, 2)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choices", [2, 3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -408,34 +408,44 @@ def test_host_reads_are_refused_there() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deterministic_bits_are_those_of_a_request_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In company, on other hot buffers, retracted with rows kept and dropped, and where other drafts are right."""
     monkeypatch.setattr(invariance, "TRIALS", 4)  # of the check at start, which others test
-    settings = drafting_settings(2, deterministic=True, host_mem="16MiB", device_mem="16MiB")
-    info, geometry = pair_of(family).runner.info, pair_of(family).runner.geometry
-    model, sizes = pair_of(family).model, {"deterministic_seats": settings.seats, "draft_tokens": 2}
-    runner, tokens, logits = TransformersRunner(model, info, geometry, **sizes), list[list[int]](), Logits()
+    pair, sizes = pair_of(family), {"deterministic_seats": DETERMINISTIC.seats, "draft_tokens": 2}
+    runner = TransformersRunner(pair.model, pair.runner.info, pair.runner.geometry, **sizes)
+    bits_are_those_of_a_request_alone(runner, partial(make_streams, "inline"), make_streams("simulated", 1))
+
+
+DETERMINISTIC = drafting_settings(2, deterministic=True, host_mem="16MiB", device_mem="16MiB")
+
+
+def bits_are_those_of_a_request_alone(
+    runner: TransformersRunner, streams: Callable[[], Streams], beside_streams: Streams
+) -> None:
+    """Of DETERMINISTIC. Logits and tokens are those of a request alone whose drafts are wrong: in company, on other hot
+    buffers, retracted with rows kept and dropped, where other drafts are right, and with limits of drafts."""
+    settings, tokens, logits, depths = DETERMINISTIC, list[list[int]](), Logits(), list[int]()
     for number in range(3):
-        rig = DraftRig(None, settings, 0, runner=copy(runner), keep_logits=True)
+        rig = DraftRig(streams(), settings, 0, runner=copy(runner), keep_logits=True)
         tokens += decode_some(rig, [number], 128)
         logits |= rig.logits
-        assert set(rig.depths.values()) == {0}
-    beside = DraftRig(
-        make_streams("simulated", 1),
-        settings,
-        70,
-        runner=copy(runner),
-        expected=lambda life: tokens[life.number],
-        keep_logits=True,
-    )
-    assert decode_some(beside, [2, 0, 1], 64, moves=True) == [tokens[2], tokens[0], tokens[1]]
+        depths += rig.depths.values()
+
+    def check(streams: Streams, **how: Any) -> DraftRig:
+        expected = partial(_tokens_by_number, tokens)
+        rig = DraftRig(streams, settings, 70, runner=copy(runner), expected=expected, keep_logits=True)
+        assert decode_some(rig, [2, 0, 1], 64, **how) == [tokens[2], tokens[0], tokens[1]]
+        drawn = logits.keys() & rig.logits.keys()
+        assert len(drawn) >= sum(len(own) - 1 for own in tokens), "all but the first of each, which its prompt gives"
+        assert [place for place in drawn if not torch.equal(logits[place], rig.logits[place])] == []
+        return rig
+
+    beside = check(beside_streams, moves=True)
+    assert sum(depths) < sum(beside.depths.values())
     assert set(beside.depths.values()) == {0, 1, 2}
-    assert [place for place, values in logits.items() if not torch.equal(values, beside.logits[place])] == []
-    limited = DraftRig(
-        None, settings, 70, runner=copy(runner), expected=lambda life: tokens[life.number], keep_logits=True
-    )
-    limits = {0: 0, 1: 1}
-    assert decode_some(limited, [2, 0, 1], 64, limits=limits) == [tokens[2], tokens[0], tokens[1]]
-    assert [place for place, values in logits.items() if not torch.equal(values, limited.logits[place])] == []
+    check(streams(), limits={0: 0, 1: 1})
+
+
+def _tokens_by_number(tokens: list[list[int]], life: Life) -> list[int]:
+    return tokens[life.number]
 
 
 def decode_some(
