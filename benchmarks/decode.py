@@ -109,7 +109,7 @@ class Selections:
     def __call__(self, group: int, batch: StepBatch, topk: Tensor) -> None:
         if group in (0, len(self.order) - 1):  # the last may be the draft layer's, whose steps have other rows
             places = (batch.lengths.long().unsqueeze(1) * self.fresh + self.places) % self.context
-            first = self.first[: batch.step_seats].repeat(batch.seat_rows)
+            first = self.first[: len(batch.seats) // batch.seat_rows].repeat(batch.seat_rows)
             self.entries = (places + first.unsqueeze(1)).flatten()
         torch.index_select(self.order[group], 0, self.entries, out=topk.view(-1))
 

@@ -206,6 +206,7 @@ def main() -> None:
     while not select.select([sys.stdin], [], [], 0)[0]:
         if not rig.executor.turn():
             time.sleep(0.001)
+    rig.executor._streams.close()
     group.leave()
 
 

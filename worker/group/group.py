@@ -66,8 +66,9 @@ class Group:
         return cls(control, config.worker)
 
     def leave(self) -> None:
-        """This process holds no request and ends."""
+        """This process holds no request and ends; its streams are closed, since a communicator outlives its graphs."""
         self.control.leave()
+        self.process_group.abort()  # waits for no peer: what was launched is done
 
     def close(self) -> None:
         self.control.close()

@@ -165,6 +165,7 @@ class CudaStreams(Streams):
         self._sampler = _WaitSampler(self.waits)
         self._spans = SpanQueue()
         self._captured_spans: list[Span] = []
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._captures = count(1)
         self.capturing: Capture | None = None
         self._memory = torch.cuda.graph_pool_handle()
@@ -187,6 +188,8 @@ class CudaStreams(Streams):
             event = torch.cuda.Event()
             event.record(stream.cuda)
             self.wait_on_host(event, give_up_at, f"the end of {stream.name}")
+        for graph in self._graphs:  # NCCL ends a communicator only once no graph refers to it
+            graph.reset()
 
     # ---------------------------------------------------------------- graphs
 
@@ -211,6 +214,7 @@ class CudaStreams(Streams):
             raise problem or error from None
         finally:
             self.capturing = None
+        self._graphs.append(graph)
         return TimedGraph(graph.replay, self._captured_spans).replay if self._captured_spans else graph.replay
 
     def timed(self, work: Work, spent: Spent) -> Work:
