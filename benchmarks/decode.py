@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -50,7 +49,7 @@ from kernels.row_format import index_key_format_of, kv_row_format_of
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, real_rows
 from protocol.arrays import pack_int32
 from protocol.messages import NO_DRAFTS, Admit, Event, Sampling, WorkerCapacity
-from protocol.settings import WorkerSettings
+from protocol.settings import DraftTokens, WorkerSettings
 from protocol.text import make_tokenizer
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from worker.device.sizing import Sizing
@@ -296,10 +295,10 @@ def open_executor(
     *,
     device: str = "cuda",
     timed_every: int = TIMED_EVERY,
-    **changes: object,
+    draft_tokens: DraftTokens = 0,
 ) -> Executor:
-    """An executor of the cell's requests, all of them admitted; `changes` of its settings. `hot_slots` count where the
-    cell's mode has hot buffers."""
+    """An executor of the cell's requests, all of them admitted. `hot_slots` count where the cell's mode has hot
+    buffers."""
     managed = hot_slots if cell.mode in ("hisparse", "uncopied") else 0
     sizing = sizing_of(
         runner.geometry,
@@ -317,8 +316,8 @@ def open_executor(
         lookahead_steps=LOOKAHEAD,
         hot_size_classes=(hot_slots,),
         deterministic=True,  # one batch size
+        draft_tokens=draft_tokens,
     )
-    settings = msgspec.structs.replace(settings, **changes)
     tokenizer = make_tokenizer("bytes")
     executor = Executor(runner, settings, sizing, streams, pool, tokenizer, clock, timed_every=timed_every)
     admit_all(executor, cell, managed, sizing, runner.info.vocab_size)

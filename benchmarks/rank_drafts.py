@@ -47,6 +47,7 @@ from benchmarks.swap_in import machine
 from kernels.state import StepBatch
 from protocol.byte_sizes import AUTO
 from protocol.messages import DRAFT_TOKENS_MAX, Faulted
+from protocol.settings import DraftTokens
 from worker.loop.batch import Status
 from worker.loop.draft_length import DraftLengths, StepSeen
 from worker.loop.executor import Executor
@@ -137,7 +138,7 @@ class Forced:
             streams.compute.launch("force", partial(self._force, batch, outputs))
 
     def _force(self, batch: StepBatch, outputs: StepOutputs) -> None:
-        rows, seats = batch.seat_rows, batch.step_seats
+        rows, seats = batch.seat_rows, len(batch.seats) // batch.seat_rows
         drawn, drafts = outputs.tokens.view(rows, seats)[:-1], batch.inputs.view(rows, seats)[1:]
         numbers = self._drawn.index_select(0, self._step % DRAWN)[0, : rows - 1, :seats]
         self._step.add_(1)
@@ -177,7 +178,7 @@ def _misses(executor: Executor) -> float:
 
 
 @contextmanager
-def executing(setup: Setup, batch: int, **changes: object) -> Iterator[tuple[Executor, DraftClock]]:
+def executing(setup: Setup, batch: int, draft_tokens: DraftTokens) -> Iterator[tuple[Executor, DraftClock]]:
     """An executor all of whose requests decode. The caller keeps none of it: its memory is needed for the next."""
     geometry = setup.runner.geometry
     cell = Cell(setup.context, "hisparse", batch, setup.overlap)
@@ -185,7 +186,7 @@ def executing(setup: Setup, batch: int, **changes: object) -> Iterator[tuple[Exe
     setup.runner.after_index_topk = Selections(*size, setup.overlap, setup.device)
     clock, streams = DraftClock(), make_streams("cuda" if setup.device == "cuda" else "inline")
     parts = setup.runner, setup.pool, cell, setup.hot_slots, clock, streams
-    executor = open_executor(*parts, device=setup.device, timed_every=0, **changes)
+    executor = open_executor(*parts, device=setup.device, timed_every=0, draft_tokens=draft_tokens)
     for _ in range(decode.TURNS_MAX):
         if executor.count_by_status()[Status.RUNNING.value] == batch:
             break
@@ -333,7 +334,7 @@ def auto_over_plain(rows: Sequence[Mapping[str, Any]], batch: int, chance: float
         lengths.observe(StepSeen(batch, drafts, batch, batch + sum(held), holding, seconds))
         spent, tokens = spent + seconds, tokens + batch + sum(held)
     plain_s = statistics.fmean(plain[0]["seconds"]) + plain[0]["links_ms"] / 1e3
-    return tokens / spent * plain_s / batch
+    return float(tokens / spent * plain_s / batch)
 
 
 def _held(chances: random.Random, drafts: int, chance: float) -> int:
