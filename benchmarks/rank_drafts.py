@@ -403,9 +403,9 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine() | {"command": command}, "setting": about, "rows": rows, "auto": []}
     for batch in options.batches:
         steps, auto_steps = STEPS.get(batch, 8), options.auto_steps if batch == AUTO_BATCH else 0
-        prepared = sorted({it * rows * batch for it in (1, options.of) for rows in range(1, 2 + DRAFT_TOKENS_MAX)})
         with ExitStack() as stack:
-            stack.enter_context(patch.object(transformers_dsa, "PREPARED_ROWS", prepared))
+            # a warm-up runs all the sizes that steps have
+            stack.enter_context(patch.object(transformers_dsa, "PREPARED_ROWS", [batch]))
             stack.enter_context(patch.object(decode, "TAIL_SLOTS", TAIL_SLOTS))
             stack.enter_context(patch.object(decode, "PROFILED", PROFILED))
             stack.enter_context(patch.object(decode, "TOKENS_AHEAD", tokens_ahead(steps, auto_steps)))
