@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from protocol.errors import ConfigError
+from protocol.messages import NO_LOGPROBS
 from protocol.settings import WorkerSettings
 from tests.support.group_rig import Ask, Drawn, GroupRig, settings_of
 from tests.support.worker_rig import Rig
@@ -139,13 +140,15 @@ def drawn_by(checkpoint: Path, directory: Path, asks: list[list[Ask]], settings:
         rig.close()
 
 
-def decode(settings: WorkerSettings, group: Group | None, *, logprobs: int = 0) -> tuple[list[list[int]], int]:
+def decode(
+    settings: WorkerSettings, group: Group | None, *, logprobs: int = NO_LOGPROBS
+) -> tuple[list[list[int]], int]:
     """Tokens by request, and how many drafts were right. The last request asks for `logprobs`."""
     runner = load_runner(settings, group.collectives if group else None)
     rig = Rig(make_streams("cuda"), settings, runner=runner, group=group)
     lives = []
     for number, prompt in enumerate(PROMPTS):
-        asked = logprobs if number == len(PROMPTS) - 1 else 0
+        asked = logprobs if number == len(PROMPTS) - 1 else NO_LOGPROBS
         life = rig.coordinator.create(number, 1, NEW_TOKENS, seed=number, logprobs=asked)
         life.prompt = tuple(prompt)
         assert rig.coordinator.admit(life, 64)

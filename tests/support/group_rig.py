@@ -25,6 +25,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 
+from protocol.messages import NO_LOGPROBS
 from protocol.settings import ClusterSettings, Config, WorkerSettings
 from tests import ROOT
 from tests.support import zygote
@@ -51,7 +52,7 @@ class Ask:
     moves: list[tuple[int, str, int]] = field(default_factory=list)
     next_ranks: list[tuple[int, int]] = field(default_factory=list)
     grammar: str = ""
-    logprobs: int = 0
+    logprobs: int = NO_LOGPROBS
 
 
 @dataclass

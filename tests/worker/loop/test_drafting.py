@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coordinator.scheduling.validation import _mismatch
 from kernels.state import StepBatch
 from protocol.errors import ConfigError
-from protocol.messages import DRAFT_TOKENS_MAX, Finished
+from protocol.messages import DRAFT_TOKENS_MAX, NO_LOGPROBS, Finished
 from protocol.settings import DraftTokens
 from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
 from tests.support.drafting_rig import DraftRig, drafting_settings
@@ -342,7 +342,7 @@ def moved_about(
     streams: Streams | None = None,
     *,
     graphs: bool = True,
-    logprobs: int = 0,
+    logprobs: int = NO_LOGPROBS,
 ) -> DraftRig:
     """The requests of test_model.py, kept, dropped and resized meanwhile; the last asks for `logprobs`."""
     rig = model_rig(path, draft_tokens, streams, graphs=graphs)
