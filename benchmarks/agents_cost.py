@@ -1,15 +1,16 @@
 """What grammars and log-probabilities cost requests without them: a worker's processor time for each token.
 
     git archive COMMIT | tar x -C DIR
-    python -m benchmarks.agents_cost --against DIR [--runs 8] [--core 1]
+    python -m benchmarks.agents_cost --against DIR [--runs 8] [--core 1 ...]
 
 64 requests decode on a worker in three processes: of the commit in DIR, of this one, and of this one with a grammar for
 every second request (masks). All three are pinned to one core, have one thread of torch and no collector, and decode
 BLOCK steps in turn, so that drift hits all alike. None follows itself, which would find its own caches; the first two
 change places halfway, and the run after begins with the other one. A step ahead of each block is not measured. The
 median of the blocks' ratios is a run; the processes of a run are new ones, since a process keeps its luck with
-addresses. What counts is processor time of the whole process, threads that compute masks included; a GPU's host has
-other cores for these. Give the commit itself as DIR to see what this machine can tell apart.
+addresses. Several cores have a run each at a time. What counts is processor time of the whole process, threads that
+compute masks included; a GPU's host has other cores for these. Give the commit itself as DIR to see what this machine
+can tell apart.
 
 The model is a tiny GLM-5 in float32 on a CPU, through the executor with its streams, swap-in and draws. The commit in
 DIR needs `tests/support/worker_rig.py`. The bounds are BASE_SHARE_MAX and MASKS_SHARE_MAX; past one the exit code is 1.
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -137,16 +139,22 @@ def run_once(against: Path, model: str, core: int, *, now_first: bool) -> tuple[
 @click.command()
 @click.option("--against", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--runs", default=8)
-@click.option("--core", default=max(os.sched_getaffinity(0)))
-def main(against: Path, runs: int, core: int) -> None:
+@click.option("--core", "cores", multiple=True, type=int, default=[max(os.sched_getaffinity(0))])
+def main(against: Path, runs: int, cores: Sequence[int]) -> None:
     from worker.runners.tiny import write_tiny_checkpoint
 
     results = []
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(cores)) as pool:
         write_tiny_checkpoint(Path(directory), "glm-5", index_topk=16, context_max_tokens=512)
-        for number in range(runs):
-            results.append(run_once(against.resolve(), directory, core, now_first=number % 2 > 0))
-            click.echo("{:7.1f} us a token, {:+.2%} of the earlier commit, {:+.2%} with masks".format(*results[-1]))
+
+        def run_on(place: int) -> None:
+            """Every so many-th run, one after the other."""
+            for number in range(place, runs, len(cores)):
+                result = run_once(against.resolve(), directory, cores[place], now_first=number % 2 > 0)
+                results.append(result)
+                click.echo("{:7.1f} us a token, {:+.2%} of the earlier commit, {:+.2%} with masks".format(*result))
+
+        list(pool.map(run_on, range(len(cores))))
     _, bases, masks = zip(*results, strict=True)
     base, mask = statistics.median(bases), statistics.median(masks)
     click.echo(

@@ -138,6 +138,7 @@ def logprob_error(logits: torch.Tensor, life: Life) -> float:
 
 def assert_right(rig: DraftRig, path: Path) -> None:
     """Every token and log-probability, of logits that are near the model library's; and nothing is held."""
+    rig.executor._grammars.close()
     rig.check_end()
     judge = judge_of(path)
     for life in rig.coordinator.lives:
