@@ -63,6 +63,7 @@ class Watched:
         self._fd = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
         self._wanted: list[int] = []
         self._watch: trio.CancelScope | None = None
+        self._is_roused = False
         self._parked = trio.lowlevel.ParkingLot()
 
     @property
@@ -98,17 +99,20 @@ class Watched:
         return bool(self._events() & mask)
 
     def _stir(self) -> None:
-        """After a send or receive, which may have consumed the edge: wake the waiting tasks if an event is set."""
-        if self._watch is not None and any(map(self._is_ready, set(self._wanted))):
+        """After a send or receive, which may have consumed the edge: wake the waiting tasks if an event is set. Tasks
+        that were woken and have not run yet look for themselves."""
+        if self._watch is not None and not self._is_roused and any(map(self._is_ready, set(self._wanted))):
             self._rouse()
 
     def _rouse(self) -> None:
         if self._watch is not None:
+            self._is_roused = True
             self._watch.cancel()
         self._parked.unpark_all()
 
     async def wait_for(self, mask: int) -> None:
         """Return once an event in `mask` is set. A checkpoint only if it has to wait. Cancelled: nothing changes."""
+        mask = int(mask)  # not pyzmq's enum, whose `&` takes longer than the look at the socket
         self._wanted.append(mask)
         try:
             while not self._is_ready(mask):
@@ -125,7 +129,7 @@ class Watched:
             with self._watch:
                 await trio.lowlevel.wait_readable(self._fd)
         finally:
-            self._watch = None
+            self._watch, self._is_roused = None, False
             self._parked.unpark_all()
 
 

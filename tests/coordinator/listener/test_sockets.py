@@ -224,6 +224,39 @@ async def test_parked_reader_is_woken_by_a_send(router: RouterSocket) -> None:
     dealer.close()
 
 
+async def test_burst_of_sends_wakes_a_parked_reader_once(router: RouterSocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first send that sees the message wakes the reader; those after it do not look. So again for the next one."""
+    dealer = await connect(router)
+    peer = await introduce(router, dealer)
+    got: list[bytes] = []
+    looks, events = 0, router._events
+
+    async def read() -> None:
+        got.extend(received.frame for received in await router.recv_batch())
+
+    def look() -> int:
+        nonlocal looks
+        looks += 1
+        return events()
+
+    for frame in (b"first", b"second"):
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                await trio.testing.wait_all_tasks_blocked()
+                dealer._queue(frame)
+                while not events() & zmq.POLLIN:
+                    pass
+                with monkeypatch.context() as patch:
+                    looks = 0
+                    patch.setattr(router, "_events", look)
+                    for _ in range(10):
+                        router.send(peer, b"x")
+                assert looks == 1
+    assert got == [b"first", b"second"]
+    dealer.close()
+
+
 async def test_batch_is_bounded(router: RouterSocket) -> None:
     wide = RouterSocket(router.endpoint + "2", message_bytes_max=BYTES_MAX)
     dealer = await DealerSocket.connect(wide.endpoint, message_bytes_max=BYTES_MAX)
