@@ -112,7 +112,7 @@ class Watched:
 
     async def wait_for(self, mask: int) -> None:
         """Return once an event in `mask` is set. A checkpoint only if it has to wait. Cancelled: nothing changes."""
-        mask = int(mask)  # not pyzmq's enum, whose `&` takes longer than the look at the socket
+        mask = int(mask)  # not an enum of pyzmq: its `&` takes half as long as the look at the socket
         self._wanted.append(mask)
         try:
             while not self._is_ready(mask):
