@@ -134,14 +134,15 @@ class HttpConnection:
                     return head
             elif self._last:
                 return End.CLOSED
-            with trio.CancelScope(deadline=deadline) as self._waiting:
+            with trio.CancelScope(deadline=deadline) as scope:
+                self._waiting = scope
                 try:
                     if not await self._receive():
                         return End.CLOSED
                 except ClientGone:
                     return End.UNREAD
                 finally:
-                    self._waiting, scope = None, self._waiting
+                    self._waiting = None
             if scope.cancelled_caught:
                 return End.CLOSED if self._last else End.IDLE
             if not begun:
