@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
-# Processes that share the suite. Each may run a cluster of five more, so there are four at most.
-JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+# Processes that share the suite: one more than cores, since some tests wait. Each may run a cluster of five more, so there
+# are four at most.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 PARALLEL = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=load --maxschedchunk=1
 CHECKED := $(addprefix tests/,house protocol metrics coordinator hisparse examples worker/link worker/pool worker/transfer)
 SEEDS ?= 10000

@@ -127,7 +127,7 @@ class ChildWatch:
         """A new process of this name was started."""
         if name == COORDINATOR:
             self._answered_at = None
-        else:
+        elif name != HTTP:  # the coordinator lists workers alone
             self._processes[name] = _WorkerProcess(self._epochs.get(name, -1), now)
 
     def answered(self, rows: Iterable[WorkerRow], now: float) -> None:

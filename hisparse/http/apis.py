@@ -10,7 +10,7 @@ from hisparse.http.answers import Answer, ChatAnswer, CompletionAnswer
 from hisparse.http.anthropic.answers import MessagesAnswer
 from hisparse.http.anthropic.bodies import MessagesBody
 from hisparse.http.asks import Ask
-from hisparse.http.bodies import CompletionBody
+from hisparse.http.bodies import CompletionBody, prepare
 from hisparse.http.chat_bodies import ChatBody
 from hisparse.http.responses.answers import ResponsesAnswer
 from hisparse.http.responses.bodies import ResponsesBody
@@ -35,3 +35,5 @@ APIS: Final = (
     Api("/v1/messages", MessagesBody, "msg_", "messages", MessagesAnswer),
     Api("/v1/responses", ResponsesBody, "resp_", "input", ResponsesAnswer),
 )
+
+prepare(api.body for api in APIS)

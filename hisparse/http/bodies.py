@@ -15,7 +15,7 @@ be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
@@ -274,6 +274,15 @@ def read_body(data: bytes | bytearray, kind: type[B]) -> B:
             refuse_unless(neutral, field, read_raw(getattr(body, field), field, Any))
     body.check()
     return body
+
+
+def prepare(kinds: Iterable[type[ApiBody]]) -> None:
+    """Let msgspec read the fields of these bodies, before threads decode to them. msgspec 0.22 shows a type to all
+    threads before it has read the type's fields, and a thread that decodes to it then ends the process: the first
+    bodies of a front may come together."""
+    for kind in kinds:
+        for it in (kind, *kind.raw_types.values()):
+            msgspec.json.Decoder(it)
 
 
 def refuse_unless(neutral: Sequence[object], field: str, value: object) -> None:

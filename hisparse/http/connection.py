@@ -120,29 +120,33 @@ class HttpConnection:
     # ------------------------------------------------------------ requests
 
     async def _wait(self) -> RequestHead | End:
-        """The next request, or why there is none. Raises what Wire.next_head does."""
-        with trio.CancelScope(deadline=trio.current_time() + IDLE_LIMIT_S) as scope:
-            self._waiting = scope
-            try:
-                return await self._next_head(scope)
-            except ClientGone:
-                return End.UNREAD
-            finally:
-                self._waiting = None
-        return End.CLOSED if self._last else End.IDLE
+        """The next request, or why there is none. Raises what Wire.next_head does.
 
-    async def _next_head(self, scope: trio.CancelScope) -> RequestHead | End:
-        """The deadline of `scope` begins anew with the first byte. Raises ClientGone."""
+        The deadline, which begins anew with the first byte, ends only what the client takes: a request that has come
+        in time is served, however long it waits for its turn or the process for a core.
+        """
+        deadline = trio.current_time() + IDLE_LIMIT_S
         while True:
             begun = self._wire.has_begun
             if begun:
                 await self._turns.turn(self._party)
                 if (head := self._wire.next_head()) is not None:
                     return head
-            if (self._last and not begun) or not await self._receive():
+            elif self._last:
                 return End.CLOSED
+            with trio.CancelScope(deadline=deadline) as scope:
+                self._waiting = scope
+                try:
+                    if not await self._receive():
+                        return End.CLOSED
+                except ClientGone:
+                    return End.UNREAD
+                finally:
+                    self._waiting = None
+            if scope.cancelled_caught:
+                return End.CLOSED if self._last else End.IDLE
             if not begun:
-                scope.deadline = trio.current_time() + IDLE_LIMIT_S
+                deadline = trio.current_time() + IDLE_LIMIT_S
 
     async def _receive(self) -> bool:
         """Feed what comes; False: the client has ended its side. Raises ClientGone."""

@@ -69,6 +69,9 @@ class GrammarReply(msgspec.Struct, frozen=True, array_like=True):
     field: str = ""
 
 
+_decode_reply: Final = msgspec.msgpack.Decoder(GrammarReply).decode  # before threads use it: bodies.prepare
+
+
 class GrammarChecks:
     """Any number of threads may check at once; each has a process for itself meanwhile."""
 
@@ -87,7 +90,7 @@ class GrammarChecks:
         reply = self._children.ask(request)
         if reply is None:
             raise too_large(self._children, plan.field)
-        answer = msgspec.msgpack.decode(reply, type=GrammarReply)
+        answer = _decode_reply(reply)
         if answer.message:
             remedy = "leave out what is not supported, or correct it"
             raise BadInput(f"cannot be held to: {answer.message}", field=answer.field, remedy=remedy)

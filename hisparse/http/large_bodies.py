@@ -53,6 +53,9 @@ class CheckReply(msgspec.Struct, frozen=True, array_like=True):
     is_too_long: bool = False
 
 
+_decode_reply: Final = msgspec.msgpack.Decoder(CheckReply).decode  # before threads use it: bodies.prepare
+
+
 class LargeBodies:
     """Any number of threads may check at once; each has a process for itself meanwhile."""
 
@@ -70,7 +73,7 @@ class LargeBodies:
         if reply is None:
             text = f"takes more than {self._children.limits} to read"
             raise BadInput(text, field="body", value=f"{len(data)} bytes", remedy="send a smaller one")
-        refusal = msgspec.msgpack.decode(reply, type=CheckReply)
+        refusal = _decode_reply(reply)
         if refusal.message:
             kind_of_error = ContextExceeded if refusal.is_too_long else BadInput
             raise kind_of_error(refusal.message, field=refusal.field, value=refusal.value, remedy=refusal.remedy)

@@ -41,6 +41,9 @@ class RenderReply(msgspec.Struct, frozen=True, array_like=True):
     is_too_long: bool = False
 
 
+_decode_reply: Final = msgspec.msgpack.Decoder(RenderReply).decode  # before threads use it: bodies.prepare
+
+
 class Renderers:
     """Any number of threads may render at once; each has a process for itself meanwhile."""
 
@@ -62,7 +65,7 @@ class Renderers:
         if reply is None:
             text = f"the model's chat template takes more than {self._children.limits} for them"
             raise refused(text, len(messages))
-        answer = msgspec.msgpack.decode(reply, type=RenderReply)
+        answer = _decode_reply(reply)
         if answer.is_too_long:
             raise ContextExceeded(answer.refusal, field="messages", remedy="send fewer or shorter ones")
         if answer.refusal:

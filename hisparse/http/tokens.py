@@ -10,7 +10,7 @@ import msgspec
 
 from hisparse.http.anthropic.bodies import CountBody
 from hisparse.http.asks import Render, Served, chat_prompt, check_model, text_of
-from hisparse.http.bodies import ApiBody
+from hisparse.http.bodies import ApiBody, prepare
 from hisparse.http.chat_bodies import ChatMessage, ToolBody, turns_of
 from hisparse.http.formats.conversation import Conversation, Tool
 from hisparse.http.generation import NULL
@@ -114,3 +114,5 @@ TOKEN_APIS: Final = (
     TokenApi("/detokenize", DetokenizeBody, DetokenizeReply, detokenized),
     TokenApi("/v1/messages/count_tokens", CountBody, CountReply, counted),
 )
+
+prepare(api.body for api in TOKEN_APIS)

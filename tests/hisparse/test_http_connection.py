@@ -9,6 +9,7 @@ import random
 import re
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -291,6 +292,17 @@ async def test_connection_without_a_header_in_time_is_closed(rig: Rig, monkeypat
     assert await rig.send(GET[:20]) == b""
     assert b"200" in await rig.send(GET)
     assert rig.ends() == {"idle": 3}
+
+
+async def test_requests_that_came_in_time_are_answered_after_a_stall(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them wait for their turns past the deadline."""
+    monkeypatch.setattr(connection, "IDLE_LIMIT_S", 0.2)
+    streams = [await rig.open() for _ in range(6)]
+    await rig.until(lambda: rig.counters.connections == len(streams))
+    for stream in streams:
+        os.write(stream.socket.fileno(), CLOSE)
+    time.sleep(0.3)  # noqa: ASYNC251 - the process has no core
+    assert [status_of(await exchanged(stream, b"")) for stream in streams] == [200] * len(streams)
 
 
 async def test_client_that_stops_reading_is_disconnected(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

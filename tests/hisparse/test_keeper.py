@@ -106,6 +106,13 @@ def test_a_start_is_given_its_time_again_after_the_coordinator_was_silent() -> N
     assert watch.hung(1_191.0) == ["w0"]
 
 
+def test_front_does_not_hang_though_the_coordinator_lists_it_never() -> None:
+    watch = watching(row(5))
+    watch.began(HTTP, 0.0)
+    answered_until(watch, 1_000, row(5))
+    assert watch.hung(1_000.0) == []
+
+
 def test_successor_is_not_blamed_for_the_earlier_epoch() -> None:
     watch = watching(row(5))
     watch.began("w0", 0.0)

@@ -29,7 +29,6 @@ from tests.support.cluster_rig import (
 )
 from tests.support.group_cluster import (
     BACK_LIMIT_S,
-    fork_workers,
     group_config,
     pids,
     states_of,
@@ -210,11 +209,8 @@ def assert_held(model: Path, prompts: list[list[int]], outputs: list[Received]) 
         assert not is_cut
 
 
-async def test_grammars_survive_deaths_of_a_rank_and_of_the_coordinator(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_grammars_survive_deaths_of_a_rank_and_of_the_coordinator(model: Path, tmp_path: Path) -> None:
     """Of a group of two ranks."""
-    fork_workers(monkeypatch)
     prompts = prompts_of(9, 2 * len(GRAMMARS) + 1)
     async with cluster_of_two(group_config(model, tmp_path), tmp_path, kept=True, group_size=2) as (cluster, client, _):
 

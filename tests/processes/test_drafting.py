@@ -32,7 +32,6 @@ from tests.support.cluster_rig import (
 )
 from tests.support.group_cluster import (
     BACK_LIMIT_S,
-    fork_workers,
     pids,
     states_of,
     until_decoding,
@@ -54,11 +53,6 @@ PROMPTS = prompts_of(24, REQUESTS)
 SAMPLINGS = [
     Sampling(NEW_TOKENS, temperature=0.8 * (number % 2), seed=number, ignore_eos=True) for number in range(REQUESTS)
 ]
-
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_workers(monkeypatch)
 
 
 @pytest.fixture(scope="module")

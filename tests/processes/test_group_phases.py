@@ -27,7 +27,6 @@ from tests.support.group_cluster import (
     assert_nothing_prefilled_again,
     count_prefilled_from_full_pages,
     decode_all,
-    fork_workers,
     group_config,
     pids,
     until_decoding,
@@ -73,7 +72,6 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
         environ = child_environ() | to_environ(config)
         return Child.start(config.worker.name, command, environ, log_dir / f"{config.worker.name}.log")
 
-    fork_workers(monkeypatch)
     monkeypatch.setattr(up, "start_child", start_planted)
     monkeypatch.setenv(PLANTED_WHILE, str(tmp_path / "signal"))
     monkeypatch.setattr(keeper, "STABLE_S", 0.0)  # so that each pause is the first

@@ -29,7 +29,6 @@ from tests.support.group_cluster import (
     NEW_TOKENS,
     assert_nothing_prefilled_again,
     decode_all,
-    fork_workers,
     group_config,
     rows_of,
     states_of,
@@ -43,11 +42,6 @@ pytestmark = [pytest.mark.process, pytest.mark.group, pytest.mark.timeout(600)]
 #: For a worker to start on busy cores.
 START_LIMIT_S = 240.0
 PROMPT = [31 * place % 250 for place in range(600)]
-
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_workers(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -100,10 +100,11 @@ def running(model: Path, runtime_dir: Path, *args: str) -> Iterator[Up]:
         process.kill()
         process.wait()
         assert process.stderr is not None
-        os.set_blocking(process.stderr.fileno(), False)
-        with suppress(BlockingIOError):  # shown when the test has failed
-            print(os.read(process.stderr.fileno(), 2**20).decode(errors="replace"), file=sys.stderr)
-        process.stderr.close()
+        if not process.stderr.closed:  # the test has not read it to its end: shown when the test has failed
+            os.set_blocking(process.stderr.fileno(), False)
+            with suppress(BlockingIOError):
+                print(os.read(process.stderr.fileno(), 2**20).decode(errors="replace"), file=sys.stderr)
+            process.stderr.close()
 
 
 def test_metrics_are_at_the_ports_that_follow_the_given_one(model: Path, tmp_path: Path) -> None:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Collection
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
-import pytest
 import trio
 
 from hisparse.client.client import Client
-from hisparse.cluster import children
 from hisparse.cluster.up import Cluster
 from protocol.messages import RequestRow, Sampling
 from protocol.settings import Config
 from protocol.units import PAGE_TOKENS
-from tests.support import zygote
 from tests.support.cluster_rig import crash_config, prompts_of
 
 REQUESTS = 6
 NEW_TOKENS = 48
 #: Time for a group to be restarted, and to answer, on busy cores.
 BACK_LIMIT_S = 240.0
-
-
-def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `hisparse up` fork its workers from a process that has imported what they need (tests.support.zygote)."""
-    monkeypatch.setattr(children, "subprocess", SimpleNamespace(Popen=zygote.start, DEVNULL=subprocess.DEVNULL))
 
 
 def group_config(model: Path, runtime_dir: Path) -> Config:

@@ -16,6 +16,7 @@ from typing import Final
 import trio
 
 from tests import ROOT
+from tests.support import zygote
 
 #: Importing torch and loading a checkpoint while the other core is busy.
 LIMIT_S: Final = 150.0
@@ -122,7 +123,7 @@ class Place:
         }
         log = self.path / f"{subcommand}.log"
         with log.open("wb") as file:
-            return Process(subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stderr=file), log)
+            return Process(zygote.start(command, cwd=ROOT, env=os.environ | settings, stderr=file), log)
 
 
 async def eventually(condition: Callable[[], object]) -> None:
