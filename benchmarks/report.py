@@ -83,7 +83,7 @@ SECTIONS: Final = (
         "µs per launch of one layer (begin_step: of a step), 1 + n rows of each request beside one (in brackets: how "
         "many times as long). Contexts of 32k, fp8 rows, hot buffers of 8,192; each row of a request misses 20 tokens "
         "of its own, so that misses and attention grow with the rows.",
-        {"draft-rows-H100.json": kernel_report.draft_rows},
+        {"draft-rows-H200.json": kernel_report.draft_rows},
     ),
     Section(
         "Decode within one KV budget",
@@ -155,7 +155,7 @@ SECTIONS: Final = (
         "Prefix reuse",
         "A prompt behind a cached prefix, tiny checkpoint, real processes. `bound`: 10 µs and 2 µs a page; 2 % for a "
         "prompt below one page.",
-        {"prefix-cpu.json": node_report.prefix_reuse, "prefix-H100.json": node_report.prefix_restored},
+        {"prefix-cpu.json": node_report.prefix_reuse, "prefix-H200.json": node_report.prefix_restored},
     ),
     Section(
         "Layer groups",
