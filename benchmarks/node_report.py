@@ -148,12 +148,7 @@ def prefix_restored(result: Result) -> str:
 
 
 def _restored_tokens(found: Result) -> str:
-    """What became of the tokens behind the restored prefix. Results before `tied_tokens` counted differences alone."""
-    if "tied_tokens" not in found:
-        return (
-            f"Of 24 tokens {found['mismatched_tokens']} differ from those of the whole prefill; whether they follow a "
-            "tie was not recorded."
-        )
+    """What became of the tokens behind the restored prefix."""
     return (
         f"Of {found['compared_tokens']} tokens {found['mismatched_tokens']} differ from those of the whole prefill, "
         f"and {found['tied_tokens']} follow a tie of less than {found['tie_bound']}; log-probabilities of the same "

@@ -302,7 +302,6 @@ def test_verdicts_fit_one_page() -> None:
 
 def test_tokens_behind_a_restored_prefix_are_told_with_their_ties() -> None:
     found = json.loads((report.RESULTS / "prefix-H200.json").read_text())
-    assert "Of 24 tokens 6 differ" in node_report.prefix_restored(found)
     counts = {"compared_tokens": 48, "mismatched_tokens": 0, "tied_tokens": 6, "tie_bound": 0.2}
     found["result"] |= counts | {"logprob_change_max": 0.0459, "same_chunks_prefix_tokens": 73_728}
     found["result"] |= {"same_chunks_compared_tokens": 48, "same_chunks_mismatched_tokens": 1}
