@@ -9,9 +9,6 @@ socket's descriptor. The rules, each with a test (tests/coordinator/listener/tes
   * A receive is a cancellation point only before it takes a message. It then drains without a checkpoint until the
     socket is empty or the batch is full: a cancelled receive loses nothing, a busy peer cannot starve other tasks.
 
-The thread in which libzmq sends for routers does not preempt the event loop (SCHED_BATCH). On one core each of 64 sends
-in a row would otherwise wait for two switches of threads. A core that is free runs the thread at once all the same.
-
 Routers and dealers have separate contexts. In one context, the ipc connections of a closed ROUTER would stay up until
 the context ends, and dealers of the same process (tests, `hisparse up`) would not see the loss.
 
@@ -21,7 +18,6 @@ Rejected: one thread per socket (a hand-over per message, and two more bounded q
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Final, Literal, TypeVar
 
@@ -52,20 +48,7 @@ def context_of(kind: Literal["router", "dealer"]) -> zmq.Context[zmq.Socket[byte
     context = zmq.Context(io_threads=1)
     context.max_sockets = 4096
     context.set(ZERO_COPY_RECV, 0)
-    if kind == "router" and _may_be_scheduled():
-        context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
     return context
-
-
-def _may_be_scheduled() -> bool:
-    """Whether threads of this process may become SCHED_BATCH: libzmq ends the process where they may not."""
-    if os.sched_getscheduler(0) != os.SCHED_OTHER:  # chosen by an operator, or as good already
-        return False
-    try:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    except OSError:  # a sandbox refuses the call
-        return False
-    return True
 
 
 class Watched:

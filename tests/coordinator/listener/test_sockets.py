@@ -257,41 +257,6 @@ async def test_burst_of_sends_wakes_a_parked_reader_once(router: RouterSocket, m
     dealer.close()
 
 
-#: Prints the scheduling policy of libzmq's thread that sends and receives. The thread takes its name after its policy.
-POLICY = """
-import os, pathlib, sys, time
-from protocol.transport.watched import context_of
-import zmq
-os.sched_setscheduler(0, getattr(os, sys.argv[1]), os.sched_param(0))
-if sys.argv[2] == "refused":
-    def refuse(*_): raise PermissionError
-    os.sched_setscheduler = refuse
-context_of(sys.argv[3]).socket(zmq.ROUTER)
-found = []
-while not found:
-    time.sleep(0.01)
-    tasks = pathlib.Path("/proc/self/task").iterdir()
-    found = [int(task.name) for task in tasks if "/IO/" in (task / "comm").read_text()]
-print(*map(os.sched_getscheduler, found))
-"""
-
-
-@pytest.mark.parametrize(
-    ("policy", "call", "kind", "expected"),
-    [
-        ("SCHED_OTHER", "allowed", "router", os.SCHED_BATCH),
-        ("SCHED_OTHER", "allowed", "dealer", os.SCHED_OTHER),
-        ("SCHED_OTHER", "refused", "router", os.SCHED_OTHER),
-        ("SCHED_IDLE", "allowed", "router", os.SCHED_IDLE),
-    ],
-)
-def test_threads_of_routers_do_not_preempt_the_loop(policy: str, call: str, kind: str, expected: int) -> None:
-    """Not where an operator chose a policy, nor where a sandbox refuses it."""
-    command = [sys.executable, "-c", POLICY, policy, call, kind]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [str(expected)]
-
-
 async def test_batch_is_bounded(router: RouterSocket) -> None:
     wide = RouterSocket(router.endpoint + "2", message_bytes_max=BYTES_MAX)
     dealer = await DealerSocket.connect(wide.endpoint, message_bytes_max=BYTES_MAX)
