@@ -56,7 +56,7 @@ from worker.pool.start import open_pool, size_pool
 from worker.runners.base import Runner
 from worker.runners.checkpoint import fingerprint
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
-from worker.streams import make_streams
+from worker.streams import Streams, make_streams
 from worker.transfer.transfers import check_transfer, open_transfers
 
 EXIT_CLEAN: Final = 0
@@ -125,13 +125,22 @@ class WorkerProcess:
 
     def _wire(self, config: Config, runner: Runner, sizing: Sizing) -> None:
         settings = config.worker
+        streams = make_streams(settings.stream_backend, settings.stream_seed, device=settings.device)
+        try:
+            self._wire_with(config, runner, sizing, streams)
+        except BaseException:
+            streams.drop_graphs()  # for NCCL, which otherwise keeps the process from ending
+            raise
+
+    def _wire_with(self, config: Config, runner: Runner, sizing: Sizing, streams: Streams) -> None:
+        settings = config.worker
         tokenizer = read_tokenizer(settings.model)
         self._outbox = Outbox(epoch=time.time_ns() // 1_000_000)
         self._executor = Executor(
             runner,
             settings,
             sizing,
-            make_streams(settings.stream_backend, settings.stream_seed, device=settings.device),
+            streams,
             self._pool.pages,
             make_tokenizer(tokenizer.kind, tokenizer.data),
             self._outbox,
@@ -167,8 +176,9 @@ class WorkerProcess:
             self._group.control.progress.turns = True
         was_emptied = trio.run(self._serve)
         if was_emptied and self._end_executor():
-            if self._group is not None:
-                self._group.leave()
+            if self._group is not None and not self._group.leave():
+                log.warning("the collectives did not end; the process ends without that")
+                os._exit(EXIT_CLEAN)
             log.info("stopped")
             return EXIT_CLEAN
         log.error("stopped with work in flight", extra=fields(held=len(self._outbox.held())))

@@ -145,15 +145,18 @@ def decode(
 ) -> tuple[list[list[int]], int]:
     """Tokens by request, and how many drafts were right. The last request asks for `logprobs`."""
     runner = load_runner(settings, group.collectives if group else None)
-    rig = Rig(make_streams("cuda"), settings, runner=runner, group=group)
-    lives = []
-    for number, prompt in enumerate(PROMPTS):
-        asked = logprobs if number == len(PROMPTS) - 1 else NO_LOGPROBS
-        life = rig.coordinator.create(number, 1, NEW_TOKENS, seed=number, logprobs=asked)
-        life.prompt = tuple(prompt)
-        assert rig.coordinator.admit(life, 64)
-        lives.append(life)
-    rig.run()
-    rig.check_end()
-    rig.executor._streams.close()
+    streams = make_streams("cuda")
+    try:
+        rig = Rig(streams, settings, runner=runner, group=group)
+        lives = []
+        for number, prompt in enumerate(PROMPTS):
+            asked = logprobs if number == len(PROMPTS) - 1 else NO_LOGPROBS
+            life = rig.coordinator.create(number, 1, NEW_TOKENS, seed=number, logprobs=asked)
+            life.prompt = tuple(prompt)
+            assert rig.coordinator.admit(life, 128)  # of 64 slots the first row of a step may take all
+            lives.append(life)
+        rig.run()
+        rig.check_end()
+    finally:
+        streams.close()
     return [life.tokens for life in lives], rig.executor.counters.accepted_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from datetime import timedelta
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ LOOPBACK: Final = "lo"
 IPC: Final = "ipc://"
 #: Of collectives: they never decide that a rank is lost (control.py).
 NO_TIMEOUT: Final = timedelta(days=3_650)
+#: Longest that collectives may take to end when this process leaves.
+ABORT_LIMIT_S: Final = 5.0
 #: Settings of a worker that must be equal on all ranks: rounds, graphs and results depend on them.
 SHARED: Final = (
     *("group_prompt_rounds_max", "dtype", "kv_dtype", "matmul", "graphs", "seats", "prefill_chunk_tokens"),
@@ -65,10 +68,14 @@ class Group:
             raise
         return cls(control, config.worker)
 
-    def leave(self) -> None:
-        """This process holds no request and ends; its streams are closed, since a communicator outlives its graphs."""
+    def leave(self) -> bool:
+        """This process holds no request and ends; its streams are closed, since NCCL ends no communicator that a graph
+        refers to. Whether the collectives ended within ABORT_LIMIT_S: else the end of the interpreter would wait."""
         self.control.leave()
-        self.process_group.abort()  # waits for no peer: what was launched is done
+        ending = threading.Thread(target=self.process_group.abort, name="end of collectives", daemon=True)
+        ending.start()  # waits for no peer: what was launched is done
+        ending.join(ABORT_LIMIT_S)
+        return not ending.is_alive()
 
     def close(self) -> None:
         self.control.close()

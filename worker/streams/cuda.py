@@ -188,13 +188,18 @@ class CudaStreams(Streams):
             event = torch.cuda.Event()
             event.record(stream.cuda)
             self.wait_on_host(event, give_up_at, f"the end of {stream.name}")
-        for graph in self._graphs:  # NCCL ends a communicator only once no graph refers to it
-            graph.reset()
+        self.drop_graphs()
 
     # ---------------------------------------------------------------- graphs
 
+    def drop_graphs(self) -> None:
+        """NCCL ends a communicator only once no graph refers to it."""
+        while self._graphs:
+            self._graphs.pop().reset()
+
     def capture(self, launch: Callable[[], None]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
         problem: Exception | None = None
         self._captured_spans = []
         self.capturing = capture = Capture(next(self._captures))
@@ -214,7 +219,6 @@ class CudaStreams(Streams):
             raise problem or error from None
         finally:
             self.capturing = None
-        self._graphs.append(graph)
         return TimedGraph(graph.replay, self._captured_spans).replay if self._captured_spans else graph.replay
 
     def timed(self, work: Work, spent: Spent) -> Work:

@@ -156,6 +156,10 @@ class Streams(ABC):
     def close(self) -> None:
         """Run everything queued, then refuse use. FenceError when it does not end in time."""
 
+    def drop_graphs(self) -> None:
+        """Free what `capture` made, none of which is replayed again. `close` does it, too."""
+        return
+
 
 def _run_timed(work: Work, spent: Spent) -> None:
     began = perf_counter()
