@@ -1,6 +1,7 @@
 """Workers of clusters that a test runs in its own process are forked, not executed: tests.support.zygote.
 
-`hisparse up` as a process, as in test_up.py, executes its workers.
+`hisparse up` as a process, as in test_up.py, executes its workers; so do the clusters of test_upgrade_skew.py, whose
+workers run the code of two versions.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import pytest
 import trio
 
 from hisparse.client.client import open_client
+from hisparse.cluster import children
 from hisparse.cluster.children import Child, child_environ, stop_children
 from protocol.config import pool_path, to_environ
 from protocol.messages import PROTOCOL_VERSION
@@ -39,6 +40,12 @@ WORKERS: Final = ("worker-0", "worker-1")
 LIMIT_S: Final = 120.0
 EXIT_CONFIG: Final = 8
 EXIT_PROTOCOL: Final = 7
+
+
+@pytest.fixture(autouse=True)
+def _executed_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked worker (tests/processes/conftest.py) would run the code of this tree, whatever its version."""
+    monkeypatch.setattr(children, "subprocess", subprocess)
 
 
 @pytest.fixture

@@ -94,9 +94,14 @@ class Forked(subprocess.Popen[Any]):
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start `command`: forked where it is a module of a worker, or of a rank."""
+    """Start `command`: forked where it is a module of a worker, or of a rank, and runs the code of this tree.
+
+    The zygote has imported its modules already, so that a forked process would ignore another tree in PYTHONPATH.
+    """
     is_worker = command[:2] == [sys.executable, MODULE] and {"worker", "tests.support.group_rig"} & {*command[2:]}
-    return Forked(command, **options) if is_worker else subprocess.Popen(command, **options)
+    environ = options.get("env") or os.environ
+    is_ours = environ.get("PYTHONPATH", "").split(os.pathsep)[0] in ("", str(ROOT))
+    return Forked(command, **options) if is_worker and is_ours else subprocess.Popen(command, **options)
 
 
 # ---------------------------------------------------------------- the zygote
