@@ -146,7 +146,7 @@ class Connection:
         """Send another Hello, for the current Welcome: the coordinator's version and incarnation, and its model."""
         call = Call(lambda reply: expect(reply, messages.Welcome))
         dealer = await self._connected()
-        await dealer.send(messages.encode(self._hello))
+        await self._send(dealer, messages.encode(self._hello))
         self._hellos.append(call.take)  # no checkpoint since the send: a cancelled send expects no answer
         return await call.wait()
 

@@ -287,6 +287,9 @@ async def test_call_survives_a_connection_lost_before_use() -> None:
         connection._dealer = dealer = FakeDealer()  # type: ignore[assignment]
         connection._ready.set()
     assert dealers == [dealer]
+    await dealer._outgoing.aclose()  # lost while `greet` waits to send
+    with pytest.raises(ConnectionLost, match="whether the command was carried out is unknown"):
+        await connection.greet()
     connection.close()
     with pytest.raises(Unavailable, match="the client was closed"):
         await connection.greet()
