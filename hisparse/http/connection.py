@@ -31,7 +31,7 @@ from protocol.errors import BadInput
 
 #: How long a client may leave what it was sent unread.
 READ_LIMIT_S: Final = 60
-#: How long a connection may be idle; how long a header, and a TLS handshake, may take.
+#: How long a connection may be idle; how long a header, and a TLS handshake, may take from its first byte on.
 IDLE_LIMIT_S: Final = 15
 #: How long the rest of a refused request is read.
 LINGER_LIMIT_S: Final = 5.0
@@ -122,17 +122,19 @@ class HttpConnection:
     async def _wait(self) -> RequestHead | End:
         """The next request, or why there is none. Raises what Wire.next_head does.
 
-        The deadline, which begins anew with the first byte, ends only what the client takes: a request that has come
-        in time is served, however long it waits for its turn or the process for a core.
+        The deadline begins anew with the first byte, and is put off by the time that a header waits for its turns: a
+        request that has come in time is served, however long it waits for its turn or the process for a core.
         """
         deadline = trio.current_time() + IDLE_LIMIT_S
         while True:
             begun = self._wire.has_begun
             if begun:
+                before = trio.current_time()
                 await self._turns.turn(self._party)
+                deadline += trio.current_time() - before
                 if (head := self._wire.next_head()) is not None:
                     return head
-            elif self._last:
+            if self._last:
                 return End.CLOSED
             with trio.CancelScope(deadline=deadline) as scope:
                 self._waiting = scope

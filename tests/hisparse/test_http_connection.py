@@ -10,7 +10,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -303,6 +303,48 @@ async def test_requests_that_came_in_time_are_answered_after_a_stall(rig: Rig, m
         os.write(stream.socket.fileno(), CLOSE)
     time.sleep(0.3)  # noqa: ASYNC251 - the process has no core
     assert [status_of(await exchanged(stream, b"")) for stream in streams] == [200] * len(streams)
+
+
+@asynccontextmanager
+async def turning(turn: Callable[[], Awaitable[None]]) -> AsyncIterator[tuple[trio.abc.Stream, HttpConnection]]:
+    """A client and its connection, which waits for `turn` before each look at a header. The connection must end."""
+    clients = turns.ClientTurns()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(clients.strangers, "turn", lambda _: turn())
+        client, stream = trio.testing.memory_stream_pair()
+        served = HttpConnection(stream, echo, clients, "10.0.0.1")
+
+        async def serve() -> None:
+            assert await served.run() is connection.End.CLOSED
+            await stream.aclose()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            yield client, served
+
+
+async def test_header_in_two_segments_is_answered_however_late_its_turns(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "IDLE_LIMIT_S", 1.0)
+    async with turning(partial(trio.sleep, 2.0)) as (client, _):
+        await client.send_all(CLOSE[:20])
+        await trio.testing.wait_all_tasks_blocked()
+        await client.send_all(CLOSE[20:])
+        assert status_of(await exchanged(client, b"")) == 200
+
+
+@pytest.mark.parametrize(("data", "status"), [(CLOSE[:20], 0), (GET, 200)])
+async def test_stop_during_a_turn_waits_for_whole_headers_alone(
+    autojump_clock: trio.testing.MockClock, data: bytes, status: int
+) -> None:
+    its_turn = trio.Event()
+    async with turning(its_turn.wait) as (client, served):
+        await client.send_all(data)
+        await trio.testing.wait_all_tasks_blocked()
+        served.finish()
+        its_turn.set()
+        assert status_of(await exchanged(client, b"")) == status
 
 
 async def test_client_that_stops_reading_is_disconnected(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
