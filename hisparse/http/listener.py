@@ -112,7 +112,7 @@ class HttpListener:
         except OSError:
             return End.UNREAD  # the client has left already
         if self._tls is not None:
-            transport = PacedTransport(socket_stream, partial(self._turns.strangers.turn, address))
+            transport = PacedTransport(socket_stream, partial(self._turns.strangers.turn, address), IDLE_LIMIT_S)
             stream = trio.SSLStream(transport, self._tls.context, server_side=True, https_compatible=True)
         connection = HttpConnection(stream, self._handler, self._turns, address)
         self._open[connection] = None
@@ -154,11 +154,9 @@ def party_of(host: str) -> str:
 
 
 async def _shake_hands(stream: trio.SSLStream[PacedTransport]) -> bool:
-    with trio.move_on_after(IDLE_LIMIT_S):
-        try:
-            await stream.do_handshake()
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            return False
-        stream.transport_stream.pace = None
-        return True
-    return False
+    try:
+        await stream.do_handshake()
+    except (trio.BrokenResourceError, trio.ClosedResourceError):
+        return False
+    stream.transport_stream.pace = None
+    return True

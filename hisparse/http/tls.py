@@ -46,21 +46,44 @@ class Tls:
 
 
 class PacedTransport(trio.abc.Stream):
-    """What TLS is spoken over. While there is a `pace`, each read waits for it: a handshake takes the event loop for as
-    long as some requests."""
+    """What TLS is spoken over. While there is a `pace`, during the handshake, each read waits for it: a handshake takes
+    the event loop for as long as some requests.
 
-    def __init__(self, stream: trio.SocketStream, pace: Callable[[], Awaitable[None]] | None) -> None:
-        self.pace = pace
+    The client has `limit_s` for its first byte, as long again for the rest of its side of the handshake, and as long to
+    take each message. Reads and sends raise BrokenResourceError after that. The time that `pace` takes does not count,
+    and what has come in time is read, however long the process had no core.
+    """
+
+    def __init__(self, stream: trio.abc.Stream, pace: Callable[[], Awaitable[None]], limit_s: float) -> None:
+        self.pace: Callable[[], Awaitable[None]] | None = pace
         self._stream = stream
+        self._limit_s = limit_s
+        self._deadline: float | None = None  # until the first byte
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        data = await self._stream.receive_some(max_bytes)
-        if self.pace is not None:
-            await self.pace()
+        if self.pace is None:
+            return await self._stream.receive_some(max_bytes)
+        deadline = trio.current_time() + self._limit_s if self._deadline is None else self._deadline
+        try:
+            with trio.fail_at(deadline):
+                data = await self._stream.receive_some(max_bytes)
+        except trio.TooSlowError as error:
+            raise trio.BrokenResourceError("the client did not go on with its handshake") from error
+        came_at = trio.current_time()
+        if self._deadline is None:
+            deadline = came_at + self._limit_s
+        await self.pace()
+        self._deadline = deadline + trio.current_time() - came_at
         return data
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        await self._stream.send_all(data)
+        if self.pace is None:
+            return await self._stream.send_all(data)
+        try:
+            with trio.fail_after(self._limit_s):
+                await self._stream.send_all(data)
+        except trio.TooSlowError as error:
+            raise trio.BrokenResourceError("the client did not take its part of the handshake") from error
 
     async def wait_send_all_might_not_block(self) -> None:
         await self._stream.wait_send_all_might_not_block()

@@ -9,6 +9,7 @@ import random
 import re
 import socket
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -26,7 +27,7 @@ from hisparse.http.connection import Handler, HttpConnection
 from hisparse.http.exchange import BODY_BYTES_MAX, Channel, HttpExchange
 from hisparse.http.listener import CONNECTIONS_MIN, HttpListener
 from hisparse.http.shares import Shares
-from hisparse.http.tls import Tls
+from hisparse.http.tls import PacedTransport, Tls
 from hisparse.http.wire import HEADER_BYTES_MAX, RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import HiSparseError
@@ -715,6 +716,68 @@ async def test_tls_connection_follows_the_same_rules(tmp_path: Path, monkeypatch
                 await plain.send_eof()
                 assert b"HTTP" not in await plain.receive_some()
         await rig.until(lambda: rig.ends() == {"closed": 1, "refused": 3, "tls": 3})
+
+
+async def test_tls_clients_that_came_in_time_are_answered_after_a_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their first messages are read when the time for a handshake is over."""
+    for module in (connection, listener):
+        monkeypatch.setattr(module, "IDLE_LIMIT_S", 1.0)
+    cert, key = write_pair(tmp_path)
+    context = ssl.create_default_context(cafile=cert)
+    clients = 6
+    stalled = threading.Barrier(clients + 1)
+    statuses = list[int]()
+
+    def request(address: tuple[str, int]) -> None:
+        with socket.create_connection(address, LIMIT_S) as plain:
+            stalled.wait(LIMIT_S)
+            with context.wrap_socket(plain, server_hostname="localhost") as secure:
+                secure.sendall(CLOSE)
+                statuses.append(status_of(secure.recv(65_536)))
+
+    async with running(tls=Tls(cert, key)) as rig, trio.open_nursery() as nursery:
+        for _ in range(clients):
+            nursery.start_soon(trio.to_thread.run_sync, request, rig.address)
+        await rig.until(lambda: rig.counters.connections == clients and stalled.n_waiting == clients)
+        stalled.wait(LIMIT_S)
+        time.sleep(1.2)  # noqa: ASYNC251 - the process has no core
+    assert statuses == [200] * clients
+
+
+async def test_handshake_ends_however_late_its_turns(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    cert, key = write_pair(tmp_path)
+    ours, theirs = trio.testing.memory_stream_pair()
+    paced = PacedTransport(ours, partial(trio.sleep, 20.0), 1.0)
+    client = trio.SSLStream(theirs, ssl.create_default_context(cafile=cert), server_hostname="localhost")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.SSLStream(paced, Tls(cert, key).context, server_side=True).do_handshake)
+        await client.do_handshake()
+    assert trio.current_time() >= 2 * 20.0
+
+
+@pytest.mark.parametrize(("sent", "ends_at_s"), [(0, 1.0), (1, 0.5 + 20.0 + 1.0), (None, 0.5 + 20.0 + 1.0)])
+async def test_handshake_that_a_client_leaves_is_ended(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, sent: int | None, ends_at_s: float
+) -> None:
+    """After none, one or all bytes of its first message; it takes no answer."""
+    hello = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost").do_handshake()
+    ours, theirs = trio.testing.lockstep_stream_pair()
+    paced = PacedTransport(ours, partial(trio.sleep, 20.0), 1.0)
+
+    async def shake_hands() -> None:
+        with pytest.raises(trio.BrokenResourceError, match="the client did not"):
+            await trio.SSLStream(paced, Tls(*write_pair(tmp_path)).context, server_side=True).do_handshake()
+        assert trio.current_time() == pytest.approx(ends_at_s)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(shake_hands)
+        await trio.sleep(0.5)
+        if sent != 0:
+            await theirs.send_all(hello.read()[:sent])
 
 
 async def test_ended_tls_connections_leave_nothing_for_the_collector(
