@@ -1,8 +1,8 @@
 """Products with block-FP8 weights on CUDA: the contracts of kernels/block_fp8.py, for bfloat16 activations.
 
-Dense products of large weights on Hopper go to block_linear.py, by the table of block_plans.py; the others to Triton.
-There a product's tiles follow from its count of tokens alone, a bucket of the tables below; the splits of K from its
-shape and the number of multiprocessors. Figures behind both: benchmarks/RESULTS.md.
+Products of large weights on Hopper, dense and by experts, go to block_linear.py, by the tables of block_plans.py; the
+others to Triton. There a product's tiles follow from its count of tokens alone, a bucket of the tables below; the
+splits of K from its shape and the number of multiprocessors. Figures behind both: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.block_weight import BLOCK, BlockFp8
 from kernels.cuda import block_linear
-from kernels.cuda.block_plans import CROSSOVER_TOKENS, UNBOUNDED, crossover_of, plan_of
+from kernels.cuda.block_plans import CROSSOVER_TOKENS, UNBOUNDED, LinearPlan, crossover_of, expert_plans_of, plan_of
 from kernels.cuda.triton_units import triton_unit
 from protocol.errors import BadInput
 
@@ -70,6 +70,7 @@ SPLITS_MAX: Final = 16
 BLOCKS_PER_SPLIT_MIN: Final = 4
 ADD_BLOCK: Final = 256
 WIDTH_BLOCK: Final = 1024
+GATHER_BLOCK: Final = 512
 DECODE_ROWS: Final = 32
 QUANTIZE_ROWS: Final = 16
 #: Assignments that `route` reads at once: few, many.
@@ -219,7 +220,7 @@ def experts(
     experts_total: int | None,
     *,
     quantized: bool,
-    tiles: tuple[Tiles, Tiles] | None = None,
+    tiles: tuple[Tiles, Tiles] | tuple[LinearPlan, LinearPlan] | None = None,
 ) -> Tensor:
     """As kernels.block_fp8.block_experts and block_experts_w8a8; `tiles` other than the table's, for measurements.
 
@@ -230,6 +231,8 @@ def experts(
     if not out.numel() or not choices or not len(gate.values):
         return out
     expected = -(-min(tokens, PIECE_TOKENS) * choices // (experts_total or len(gate.values)))
+    if not tiles and not quantized and all(map(block_linear.takes, (gate, up, down))):
+        tiles = expert_plans_of(*gate.values.shape[1:], expected)
     tiles = tiles or _bucket(EXPERT_W8A8_TILES if quantized else EXPERT_TILES, expected)
     for start in range(0, tokens, PIECE_TOKENS):
         piece = slice(start, start + PIECE_TOKENS)
@@ -248,7 +251,7 @@ def _experts(
     down: BlockFp8,
     first_expert: int,
     out: Tensor,
-    tiles: tuple[Tiles, Tiles],
+    tiles: tuple[Tiles, Tiles] | tuple[LinearPlan, LinearPlan],
     quantized: bool,
 ) -> None:
     device, unit = hidden.device, _unit()
@@ -275,6 +278,71 @@ def _experts(
         CHUNK=ROUTE_CHUNKS[assignments > ROUTE_CHUNKS[0]],
         num_warps=WARPS,
     )
+    routed = tile_expert, slots
+    if isinstance(for_gate, LinearPlan) and isinstance(for_down, LinearPlan):
+        products = _products_on_hopper(hidden, routed, choices, gate, up, down, for_gate, for_down)
+    else:
+        products = _products_by_triton(hidden, routed, choices, gate, up, down, tiles, quantized)
+    unit.add_choices[len(hidden), -(-width // WIDTH_BLOCK)](
+        products,
+        chosen,
+        weights,
+        out,
+        first_expert,
+        held,
+        width,
+        CHOICES=choices,
+        BLOCK_WIDTH=WIDTH_BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def _products_on_hopper(
+    hidden: Tensor,
+    routed: tuple[Tensor, Tensor],
+    choices: int,
+    gate: BlockFp8,
+    up: BlockFp8,
+    down: BlockFp8,
+    for_gate: LinearPlan,
+    for_down: LinearPlan,
+) -> Tensor:
+    """Of each assignment, by block_linear: rows of a tile follow each other in memory, for its copies."""
+    tile_expert, slots = routed
+    (_, middle, width), rows = gate.values.shape, slots.numel()
+    gathered = torch.empty(rows, width, dtype=torch.bfloat16, device=hidden.device)
+    _unit().gather[len(tile_expert), -(-width // GATHER_BLOCK)](
+        hidden,
+        tile_expert,
+        slots,
+        gathered,
+        choices,
+        width,
+        BLOCK_T=slots.shape[1],
+        BLOCK_WIDTH=GATHER_BLOCK,
+        num_warps=WARPS,
+    )
+    gated = torch.empty(rows, middle, dtype=torch.bfloat16, device=hidden.device)
+    block_linear.grouped(gathered, gate, up, tile_expert, slots, gated, for_gate)
+    del gathered
+    products = torch.empty(len(hidden) * choices, width, dtype=torch.bfloat16, device=hidden.device)
+    block_linear.grouped(gated, down, None, tile_expert, slots, products, for_down)
+    return products
+
+
+def _products_by_triton(
+    hidden: Tensor,
+    routed: tuple[Tensor, Tensor],
+    choices: int,
+    gate: BlockFp8,
+    up: BlockFp8,
+    down: BlockFp8,
+    tiles: tuple[Tiles, Tiles],
+    quantized: bool,
+) -> Tensor:
+    """Of each assignment, by Triton."""
+    (tile_expert, slots), (for_gate, for_down), device, unit = routed, tiles, hidden.device, _unit()
+    (_, middle, width), assignments, tiles_max = gate.values.shape, len(hidden) * choices, len(tile_expert)
     gated = torch.empty(assignments, middle, dtype=torch.bfloat16, device=device)
     rows, row_scales = _quantize(hidden, len(hidden)) if quantized else (hidden, gate.scales)
     unit.gated[-(-middle // for_gate.n), tiles_max](
@@ -315,18 +383,7 @@ def _experts(
         QUANTIZED=quantized,
         **_options(for_down, middle, device),
     )
-    unit.add_choices[len(hidden), -(-width // WIDTH_BLOCK)](
-        products,
-        chosen,
-        weights,
-        out,
-        first_expert,
-        held,
-        width,
-        CHOICES=choices,
-        BLOCK_WIDTH=WIDTH_BLOCK,
-        num_warps=WARPS,
-    )
+    return products
 
 
 def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:

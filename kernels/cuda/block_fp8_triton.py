@@ -224,6 +224,22 @@ def route(
         tl.store(slots + tile * BLOCK_T + empty, -1, mask=empty < own * BLOCK_T)
 
 
+@triton.jit(do_not_specialize=["choices"])
+def gather(hidden, tile_expert, slots, out, choices, width, BLOCK_T: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Grid (tiles, parts of the width): row tile * BLOCK_T + i of `out` is that of `hidden` which slot i chose."""
+    tile = tl.program_id(0)
+    if tl.load(tile_expert + tile) < 0:
+        return
+    lane = tl.arange(0, BLOCK_T)
+    slot = tl.load(slots + tile * BLOCK_T + lane)
+    column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    mask = (slot >= 0)[:, None] & (column < width)[None, :]
+    start = (tl.where(slot >= 0, slot, 0) // choices).to(tl.int64) * width
+    rows = tl.load(hidden + start[:, None] + column[None, :], mask=mask)
+    to = (tile * BLOCK_T + lane).to(tl.int64) * width
+    tl.store(out + to[:, None] + column[None, :], rows, mask=mask)
+
+
 @triton.jit(do_not_specialize=["first", "experts", "width"])
 def add_choices(
     products, chosen, weights, out, first, experts, width, CHOICES: tl.constexpr, BLOCK_WIDTH: tl.constexpr

@@ -1,7 +1,7 @@
-"""Dense products with block-FP8 weights on Hopper: launches src/block_linear.cuh by a plan of block_plans.py.
+"""Products with block-FP8 weights on Hopper: launches src/block_linear.cuh by a plan of block_plans.py.
 
 Every launch begins early: it fetches the first weights while the kernel ahead is at work, and reads the activations
-once that has ended. So the kernel just ahead must not write the weight or its scales.
+once that has ended. So the kernel just ahead must not write the weight or its scales, nor the experts of tiles.
 
 Flags of ranges are zero between launches. Launches that may run at once must not share them: there is one set for each
 stream, and one for each stream of a capture, which the captured graph zeroes itself when it begins to use them. A graph
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_weight import BlockFp8
-from kernels.cuda.block_plans import BLOCK, COPY_BYTES, LinearPlan, work_of
+from kernels.cuda.block_plans import BLOCK, COPY_BYTES, DENSE, GATED, GROUPED, LinearPlan, work_of
 from kernels.cuda.jit import Kernel, capture_id, load
 from kernels.cuda.structures import BlockLinear, TensorMap
 from protocol.errors import InternalError
@@ -47,12 +47,13 @@ def linear(hidden: Tensor, weight: BlockFp8, plan: LinearPlan) -> Tensor:
     stream = torch.cuda.current_stream(device).cuda_stream
     partial = flags = None
     if work.splits_tiles:
-        partial = torch.empty(work.ranges * plan.rows * plan.tokens, dtype=torch.float32, device=device)
+        partial = torch.empty(work.ranges * plan.cluster * plan.rows * plan.tokens, dtype=torch.float32, device=device)
         flags = _flags(device, stream)
     parameters = BlockLinear(
         codes=_codes_map(weight.values.data_ptr(), n, k, plan.rows),
         hidden=_hidden_map(hidden.data_ptr(), tokens, k, plan.tokens),
         scales=weight.scales.data_ptr(),
+        other_scales=weight.scales.data_ptr(),
         out=out.data_ptr(),
         partial=None if partial is None else partial.data_ptr(),
         flags=None if flags is None else flags.data_ptr(),
@@ -62,9 +63,59 @@ def linear(hidden: Tensor, weight: BlockFp8, plan: LinearPlan) -> Tensor:
         units=work.units,
         token_tiles=work.token_tiles,
     )
-    kernel = _kernel(plan, device.index)
-    kernel.launch((work.ranges, 1), parameters, stream, shared_bytes=plan.shared_bytes, early=True)
+    kernel = _kernel(plan._replace(least=0), DENSE, device.index)
+    grid = work.ranges * plan.cluster, 1
+    kernel.launch(grid, parameters, stream, cluster=plan.cluster, shared_bytes=plan.shared_bytes, early=True)
     return out
+
+
+def grouped(
+    rows: Tensor,
+    weight: BlockFp8,
+    other: BlockFp8 | None,
+    tile_expert: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    plan: LinearPlan,
+) -> None:
+    """Products of `rows` bfloat16[tiles * plan.tokens, K], a tile of them by the expert that `tile_expert` names.
+
+    With `other`: out[row] = silu(weight row) * other row, bfloat16[tiles * plan.tokens, n]. Without: rows of `out` are
+    those that `slots` int32[tiles, plan.tokens] names; -1: none.
+    """
+    (held, n, k), device, tiles = weight.values.shape, out.device, len(tile_expert)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    form = GROUPED if other is None else GATED
+    ranges = _multiprocessors(device) * plan.resident // plan.cluster
+    if other is None:
+        codes = others = _codes_map(weight.values.data_ptr(), held * n, k, plan.rows)
+    else:
+        codes, others = (_half_map(one.values.data_ptr(), held * n, k, plan.rows // 2) for one in (weight, other))
+    tile_rows = plan.rows * plan.cluster // (1 if other is None else 2)
+    parameters = BlockLinear(
+        codes=codes,
+        others=others,
+        hidden=_hidden_map(rows.data_ptr(), len(rows), k, plan.tokens),
+        scales=weight.scales.data_ptr(),
+        other_scales=(other or weight).scales.data_ptr(),
+        out=out.data_ptr(),
+        tile_expert=tile_expert.data_ptr(),
+        slots=slots.data_ptr(),
+        tokens=len(rows),
+        n=n,
+        blocks=-(-k // BLOCK),
+        row_tiles=-(-n // tile_rows),
+        jobs_max=tiles,
+    )
+    kernel = _kernel(plan._replace(least=0), form, device.index)
+    kernel.launch(
+        (ranges * plan.cluster, 1),
+        parameters,
+        stream,
+        cluster=plan.cluster,
+        shared_bytes=plan.shared_bytes + 4 * tiles,
+        early=True,
+    )
 
 
 #: By device, stream and whether it captured: the capture's number, and its flags.
@@ -83,8 +134,8 @@ def _flags(device: torch.device, stream: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _kernel(plan: LinearPlan, device: int) -> Kernel:
-    kernel = load("block_linear", "block_linear", plan.defines, device)
+def _kernel(plan: LinearPlan, form: int, device: int) -> Kernel:
+    kernel = load("block_linear", "block_linear", plan.defines(form), device)
     kernel.allow_all(clusters=False)
     return kernel
 
@@ -103,6 +154,12 @@ def _multiprocessors(device: torch.device) -> int:
 def _codes_map(address: int, n: int, k: int, rows: int) -> TensorMap:
     """Codes as [pair of rows, row of it, K]: a box is 128 of K and every second row of a tile."""
     return _tensor_map(UINT8, address, (k, 2, n // 2), (k, 2 * k), (BLOCK, 1, rows // 2))
+
+
+@lru_cache(maxsize=MAPS_MAX)
+def _half_map(address: int, n: int, k: int, rows: int) -> TensorMap:
+    """Codes as [row, 1, K]: a box is 128 of K and as many rows of a tile as one of two weights has."""
+    return _tensor_map(UINT8, address, (k, 1, n), (k, k), (BLOCK, 1, rows))
 
 
 @lru_cache(maxsize=MAPS_MAX)

@@ -1,11 +1,11 @@
-"""Which kernel forms a dense block-FP8 product on Hopper, and how src/block_linear.cuh deals its work. Pure.
+"""Which kernel forms a block-FP8 product on Hopper, and how src/block_linear.cuh deals its work. Pure.
 
 A *unit* is one block of K of one tile: `LinearPlan.rows` rows of weights by `LinearPlan.tokens` tokens. All units lie
 in a line, the blocks of a tile together, tiles of tokens fastest. Block of threads b of a launch takes range ranges -
 1 - b of that line. A range that begins inside of a tile first of all gives the sums of that part away; the range that
 holds the tile's first unit owns the tile and adds them in ascending order. Givers of a tile have higher numbers than
 its owner: they were launched before it, and wait for nothing before they give. (Stream-K: Osama, Merrill, Cecka,
-Garland, Owens, 2023.)
+Garland, Owens, 2023.) By experts ranges are whole tiles, whose number the device alone knows.
 """
 
 from __future__ import annotations
@@ -23,23 +23,32 @@ ALIGN_BYTES: Final = 1024
 COPY_BYTES: Final = 16
 
 
+#: Forms of the kernel: a weight's product; products of experts, by tiles of tokens; silu(gate) * up of experts.
+DENSE, GROUPED, GATED = 0, 1, 2
+
+
 class LinearPlan(NamedTuple):
     """A block of threads multiplies teams x 64 rows of weights by `tokens` tokens. `stages`: of 128 values of K in
-    shared memory; `chunk`: matrix instructions whose weights are decoded together; `least`: units of a range."""
+    shared memory; `chunk`: matrix instructions whose weights are decoded together; `least`: units of a range.
+
+    `cluster` 2: two blocks of threads take neighbouring tiles of rows and share what they copy of the activations, so
+    that a range is of both. `resident`: blocks of threads that a multiprocessor holds at once."""
 
     tokens: int
     teams: int
     stages: int
     chunk: int = 4
     least: int = 2
+    cluster: int = 1
+    resident: int = 1
 
     @property
     def rows(self) -> int:
         return self.teams * TEAM_ROWS
 
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def defines(self, form: int) -> tuple[tuple[str, int], ...]:
         named = {"TOKENS": self.tokens, "TEAMS": self.teams, "STAGES": self.stages, "CHUNK": self.chunk}
+        named |= {"CLUSTER": self.cluster, "RESIDENT": self.resident, "FORM": form}
         return ("WGMMA", 1), *named.items()
 
     @property
@@ -58,15 +67,26 @@ class LinearChoice(NamedTuple):
 
 UNBOUNDED: Final = 1 << 30
 _LONG: Final = LinearPlan(256, 2, 2, 2)
-_FEW: Final = {64: LinearPlan(64, 4, 4), 128: LinearPlan(128, 3, 4), UNBOUNDED: _LONG}
+_FEW: Final = {64: LinearPlan(64, 4, 4), 128: LinearPlan(128, 3, 4), UNBOUNDED: _LONG._replace(cluster=2)}
 #: Largest weights first. Measured on an H200 (benchmarks/NOTES.md). Up to APART_TOKENS a tile has all tokens, so that
 #: sums of a row do not depend on its place among the others: tiles are split at different blocks of K.
 APART_TOKENS: Final = 256
 CHOICES: Final = (
-    LinearChoice(64_000_000, {16: LinearPlan(16, 3, 7), 32: LinearPlan(32, 4, 5), **_FEW}, 1280),
+    LinearChoice(64_000_000, {16: LinearPlan(16, 2, 5, resident=2), 32: LinearPlan(32, 4, 5), **_FEW}, 1280),
     LinearChoice(30_000_000, {32: None, **_FEW}, 1280),
     LinearChoice(10_000_000, {128: None, UNBOUNDED: _LONG._replace(least=8)}, 576),
 )
+#: Of experts, by the largest expected count of tokens of one: of gate and up, and of down. Both of a pair have the same
+#: tile of tokens.
+EXPERT_PLANS: Final[Mapping[int, tuple[LinearPlan, LinearPlan] | None]] = {
+    1: None,
+    8: (LinearPlan(16, 4, 6), LinearPlan(16, 4, 6)),
+    24: (LinearPlan(32, 4, 5), LinearPlan(32, 4, 5)),
+    48: (LinearPlan(64, 4, 4), LinearPlan(64, 4, 4)),
+    UNBOUNDED: (LinearPlan(128, 3, 4), LinearPlan(128, 3, 4)),
+}
+#: Values of one matrix of an expert from which they are measured.
+EXPERT_VALUES: Final = 4_000_000
 #: Of weights below those, and on other cards.
 CROSSOVER_TOKENS: Final = 320
 
@@ -90,9 +110,23 @@ def crossover_of(n: int, k: int) -> int:
     return CROSSOVER_TOKENS if choice is None or not fits(n, k) else choice.crossover
 
 
+def expert_plans_of(middle: int, width: int, expected: int) -> tuple[LinearPlan, LinearPlan] | None:
+    """Plans of gate and up [middle, width], and of down, for experts of `expected` tokens each; None: Triton's."""
+    if middle * width < EXPERT_VALUES or not (fits(middle, width) and fits(width, middle)):
+        return None
+    return next(plans for most, plans in EXPERT_PLANS.items() if expected <= most)
+
+
 def plans() -> list[LinearPlan]:
     """All that plan_of may name."""
     return [plan for choice in CHOICES for plan in choice.plans.values() if plan]
+
+
+def forms() -> list[tuple[LinearPlan, int]]:
+    """All forms of the kernel that plan_of and expert_plans_of may lead to, sorted."""
+    dense = {(plan._replace(least=0), DENSE) for plan in plans()}
+    by_experts = {one for pair in EXPERT_PLANS.values() if pair for one in zip(pair, (GATED, GROUPED), strict=True)}
+    return sorted(dense | by_experts)
 
 
 def _choice(values: int) -> LinearChoice | None:
@@ -119,7 +153,9 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def work_of(n: int, k: int, tokens: int, plan: LinearPlan, multiprocessors: int) -> Work:
-    """At most one range for each multiprocessor, of plan.least units or more where there are as many."""
+    """At most one range for each block or cluster that is held at once, of plan.least units or more where there are as
+    many. A unit of a cluster is one of each of its blocks."""
     blocks, token_tiles = -(-k // BLOCK), -(-tokens // plan.tokens)
-    units = -(-n // plan.rows) * token_tiles * blocks
-    return Work(blocks, token_tiles, units, min(multiprocessors, -(-units // plan.least)))
+    units = -(-n // (plan.rows * plan.cluster)) * token_tiles * blocks
+    held = max(1, multiprocessors * plan.resident // plan.cluster)
+    return Work(blocks, token_tiles, units, min(held, -(-units // plan.least)))

@@ -312,19 +312,25 @@ class TensorMap(Structure):
 
 
 class BlockLinear(Structure):
-    """A dense product with a block-FP8 weight: out [tokens, n]."""
+    """A product with block-FP8 weights: out [tokens, n] of one weight, or by experts (kernels/cuda/block_linear.py)."""
 
     members = (
-        ("TensorMap", "codes", "[n / 2, 2, K]"),
+        ("TensorMap", "codes", "[n / 2, 2, K], of all experts"),
+        ("TensorMap", "others", "gate and up: up, and `codes` is gate, both [n, 1, K] of all experts"),
         ("TensorMap", "hidden", "[tokens, K]"),
-        ("const float*", "scales", "[ceil(n / 128), blocks]"),
+        ("const float*", "scales", "[ceil(n / 128), blocks], of all experts"),
+        ("const float*", "other_scales", "of `others`"),
         ("u16*", "out", "[tokens, n]"),
         ("float*", "partial", "[ranges, rows, tokens] of tiles; null where no range begins inside of a tile"),
         ("i32*", "flags", "[ranges, teams]: zero between launches"),
+        ("const i32*", "tile_expert", "[jobs_max] of tiles of tokens, -1 behind them; dense: null"),
+        ("const i32*", "slots", "[jobs_max, tokens of a tile] rows of `out`, -1: none; unless down: null"),
         ("i32", "tokens, n"),
         ("i32", "blocks", "of K"),
-        ("i32", "units", "tiles * blocks"),
-        ("i32", "token_tiles, unused[3]"),
+        ("i32", "units", "tiles * blocks; by experts: known to the device"),
+        ("i32", "token_tiles", "dense"),
+        ("i32", "row_tiles, jobs_max", "by experts"),
+        ("i32", "unused[11]"),
     )
     _fields_ = fields(members)
 

@@ -10,10 +10,21 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper", allow_module_level=True)
 
-from kernels.block_fp8 import block_linear, decode_blocks  # noqa: E402
+from kernels.block_fp8 import block_experts, block_linear, decode_blocks  # noqa: E402
 from kernels.block_weight import BlockFp8  # noqa: E402
+from kernels.cuda.block_fp8 import EXPERT_TILES, experts  # noqa: E402
 from kernels.cuda.block_linear import linear  # noqa: E402
-from kernels.cuda.block_plans import APART_TOKENS, LinearPlan, crossover_of, fits, plan_of, plans, work_of  # noqa: E402
+from kernels.cuda.block_plans import (  # noqa: E402
+    APART_TOKENS,
+    EXPERT_PLANS,
+    LinearPlan,
+    crossover_of,
+    expert_plans_of,
+    fits,
+    plan_of,
+    plans,
+    work_of,
+)
 from tests.gpu.test_block_fp8 import activations, off, on_gpu  # noqa: E402
 from tests.kernels.test_block_fp8 import draw  # noqa: E402
 
@@ -144,3 +155,75 @@ def test_a_graph_is_right_after_graphs_captured_behind_it_are_gone() -> None:
         kept[1].zero_()
         kept[0].replay()
         assert torch.equal(kept[1], wanted)
+
+
+BY_EXPERTS = [pair for pair in EXPERT_PLANS.values() if pair]
+#: Experts, middle, width: whole tiles of rows, and not; a ragged block; fewer values than a stage has.
+EXPERT_SHAPES = [(5, 512, 384), (3, 208, 304), (2, 80, 1104), (1, 48, 16)]
+
+
+def expert_weights(held: int, middle: int, width: int) -> tuple[BlockFp8, BlockFp8, BlockFp8]:
+    shapes = (held, middle, width), (held, middle, width), (held, width, middle)
+    gate, up, down = (on_gpu(draw(*shape, seed=seed)) for seed, shape in enumerate(shapes))
+    torch.cuda.synchronize()
+    return gate, up, down
+
+
+@pytest.mark.parametrize("pair", BY_EXPERTS, ids=str)
+def test_experts_of_every_pair_of_plans_are_those_of_torch(pair: tuple[LinearPlan, LinearPlan]) -> None:
+    for held, middle, width in EXPERT_SHAPES:
+        assert fits(middle, width)
+        assert fits(width, middle)
+        gate, up, down = expert_weights(held, middle, width)
+        plain = [decode_blocks(one, torch.bfloat16).double() for one in (gate, up, down)]
+        for tokens in (1, 16, 17, 130, 300):
+            hidden = activations(tokens, width)
+            chosen = torch.rand(tokens, held + 3, device="cuda").argsort(1)[:, :2].contiguous() - 1  # some not held
+            shares = torch.rand(tokens, 2, device="cuda")
+            got = experts(hidden, chosen, shares, gate, up, down, 1, held + 3, quantized=False, tiles=pair)
+            wanted = torch.zeros(tokens, width, device="cuda", dtype=torch.float64)
+            for expert in range(held):
+                share = (shares.double() * (chosen == expert + 1)).sum(1, keepdim=True)
+                one = hidden.double()
+                middles = torch.nn.functional.silu(one @ plain[0][expert].T) * (one @ plain[1][expert].T)
+                wanted += share * (middles @ plain[2][expert].T)
+            unheld = ~((chosen >= 1) & (chosen < held + 1)).any(1)
+            assert not got[unheld].any()
+            if not bool(unheld.all()):
+                assert off(got, wanted) < 1.5e-2, (held, middle, width, tokens)
+            again = experts(hidden, chosen, shares, gate, up, down, 1, held + 3, quantized=False, tiles=pair)
+            assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize("pair", BY_EXPERTS, ids=str)
+def test_an_experts_row_does_not_depend_on_how_others_are_routed(pair: tuple[LinearPlan, LinearPlan]) -> None:
+    gate, up, down = expert_weights(4, 512, 640)
+    hidden, shares = activations(120, 640), torch.rand(120, 2, device="cuda")
+
+    def row(chosen: Tensor, place: int) -> Tensor:
+        moved = hidden.clone()
+        moved[[0, place]] = moved[[place, 0]]
+        given, weights = chosen.clone(), shares.clone()
+        given[place], weights[place] = torch.tensor([1, 3], device="cuda"), shares[0]
+        return experts(moved, given, weights, gate, up, down, 0, 4, quantized=False, tiles=pair)[place]
+
+    alone = row(torch.full((120, 2), -1, device="cuda"), 0)
+    for place in (0, 63, 119):
+        chosen = torch.rand(120, 6, device="cuda").argsort(1)[:, :2] - 1
+        assert torch.equal(row(chosen.contiguous(), place), alone)
+    assert torch.equal(
+        row(torch.tensor([1, 3], device="cuda").repeat(120, 1), 100), alone
+    )  # several tiles of an expert
+
+
+def test_large_experts_take_the_kernel() -> None:
+    weights = expert_weights(2, 2048, 2048)
+    hidden, shares = activations(24, 2048), torch.rand(24, 2, device="cuda")
+    chosen = torch.rand(24, 16, device="cuda").argsort(1)[:, :2].contiguous()
+    pair = expert_plans_of(2048, 2048, 3)
+    assert pair
+    arguments = hidden, chosen, shares, *weights, 0, 16
+    own = experts(*arguments, quantized=False, tiles=pair)
+    assert torch.equal(block_experts(*arguments), own)
+    by_triton = experts(*arguments, quantized=False, tiles=EXPERT_TILES[8])
+    assert off(own, by_triton) < 1e-2

@@ -10,11 +10,14 @@ from kernels.cuda.block_plans import (
     APART_TOKENS,
     CHOICES,
     CROSSOVER_TOKENS,
+    EXPERT_PLANS,
     UNBOUNDED,
     LinearPlan,
     Work,
     crossover_of,
+    expert_plans_of,
     fits,
+    forms,
     plan_of,
     plans,
     work_of,
@@ -106,16 +109,16 @@ def test_memory_for_sums_is_there_wherever_a_tile_is_split(work: Work) -> None:
 def test_ranges_have_their_least_units_and_no_more_than_the_card_holds(n: int, k: int, tokens: int, held: int) -> None:
     for plan in plans():
         work = work_of(n, k, tokens, plan, held)
-        assert 1 <= work.ranges <= held
+        assert 1 <= work.ranges <= max(1, held * plan.resident // plan.cluster)
         assert work.ranges == 1 or work.units >= (work.ranges - 1) * plan.least
 
 
-@pytest.mark.parametrize("plan", sorted(set(plans())), ids=str)
+@pytest.mark.parametrize("plan", sorted({plan for plan, _ in forms()}), ids=str)
 def test_a_plan_is_one_that_the_kernel_can_be_compiled_for(plan: LinearPlan) -> None:
     assert plan.tokens in (16, 32, 64, 128, 256)
     assert plan.teams in (2, 3, 4)
     assert plan.chunk in (1, 2, 4)
-    assert plan.shared_bytes + STATIC <= SHARED_MOST
+    assert plan.shared_bytes + STATIC <= SHARED_MOST // plan.resident
     assert plan.stages * 16 <= 256, "two barriers for each stage"
 
 
@@ -154,3 +157,34 @@ def test_tables_lead_from_large_weights_and_few_tokens_to_small_and_many() -> No
         assert [*choice.plans][-1] == UNBOUNDED
         for most, plan in choice.plans.items():
             assert plan is None or most == UNBOUNDED or plan.tokens <= most
+
+
+def test_pairs_of_plans_for_experts_share_their_tiles_of_tokens() -> None:
+    assert [*EXPERT_PLANS] == sorted(EXPERT_PLANS)
+    for gated, grouped in filter(None, EXPERT_PLANS.values()):
+        assert gated.tokens == grouped.tokens
+        jobs = 4 * (256 + 2048 * 8 // gated.tokens)  # bytes: 256 experts held, a whole piece of a prompt
+        assert max(gated.shared_bytes, grouped.shared_bytes) + jobs + STATIC <= SHARED_MOST
+
+
+def test_small_experts_and_those_that_copies_cannot_reach_go_to_triton() -> None:
+    assert expert_plans_of(2048, 7168, 16)
+    assert expert_plans_of(256, 512, 16) is None
+    assert expert_plans_of(2047, 7168, 16) is None
+    assert expert_plans_of(2048, 7176, 16) is None
+    assert expert_plans_of(2048, 7168, 1) is None
+
+
+@settings(max_examples=200)
+@given(counts=st.lists(st.integers(0, 4), max_size=6), row_tiles=st.integers(1, 9))
+def test_every_tile_of_an_expert_is_computed_once_beside_those_of_its_rows(counts: list[int], row_tiles: int) -> None:
+    """place_of of src/block_linear.cuh: `counts` are tiles of tokens by expert."""
+    jobs = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    found = []
+    for tile in range(len(jobs) * row_tiles):
+        expert = jobs[tile // row_tiles]
+        first, end = jobs.index(expert), len(jobs) - jobs[::-1].index(expert)
+        number = tile - first * row_tiles
+        found.append((expert, number // (end - first), first + number % (end - first)))
+    assert sorted(found) == sorted((expert, row, job) for job, expert in enumerate(jobs) for row in range(row_tiles))
+    assert found == sorted(found), "tiles that read the same weights follow each other"

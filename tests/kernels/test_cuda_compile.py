@@ -18,7 +18,7 @@ import torch
 from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, structures
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
-from kernels.cuda.block_plans import LinearPlan, plans
+from kernels.cuda.block_plans import LinearPlan, forms
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
 from kernels.layout import Geometry
@@ -107,11 +107,12 @@ def test_hopper_attention_fits_its_shared_memory() -> None:
         jit.compile_source(source, "attend_rows", hopper_defines(kind), "sm_90a")
 
 
-@pytest.mark.parametrize("plan", sorted({plan._replace(least=2) for plan in plans()}), ids=str)
-def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, kernel_cache: Path) -> None:
+@pytest.mark.parametrize(("plan", "form"), forms(), ids=str)
+def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, form: int, kernel_cache: Path) -> None:
     """Where ptxas takes the sums to be in use, it waits after every product. Of an asynchronous group of products the
     last one alone is counted (gsb0)."""
-    text = section(jit.cached_unit("block_linear", plan.defines, "sm_90", kernel_cache).cubin, ".text.block_linear")
+    cubin = jit.cached_unit("block_linear", plan.defines(form), "sm_90", kernel_cache).cubin
+    text = section(cubin, ".text.block_linear")
     code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
     products = [it for it in code if it.multiplies]
     assert len(products) == 2 * plan.chunk
