@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.block_weight import BLOCK, BlockFp8
 from kernels.cuda import block_linear
-from kernels.cuda.block_plans import CROSSOVER_TOKENS, UNBOUNDED, LinearPlan, crossover_of, expert_plans_of, plan_of
+from kernels.cuda.block_plans import CROSSOVER_TOKENS, UNBOUNDED, ExpertPlans, crossover_of, expert_plans_of, plan_of
 from kernels.cuda.triton_units import triton_unit
 from protocol.errors import BadInput
 
@@ -220,7 +220,7 @@ def experts(
     experts_total: int | None,
     *,
     quantized: bool,
-    tiles: tuple[Tiles, Tiles] | tuple[LinearPlan, LinearPlan] | None = None,
+    tiles: tuple[Tiles, Tiles] | ExpertPlans | None = None,
 ) -> Tensor:
     """As kernels.block_fp8.block_experts and block_experts_w8a8; `tiles` other than the table's, for measurements.
 
@@ -232,7 +232,8 @@ def experts(
         return out
     expected = -(-min(tokens, PIECE_TOKENS) * choices // (experts_total or len(gate.values)))
     if not tiles and not quantized and all(map(block_linear.takes, (gate, up, down))):
-        tiles = expert_plans_of(*gate.values.shape[1:], expected)
+        _, middle, width = gate.values.shape
+        tiles = expert_plans_of(middle, width, expected)
     tiles = tiles or _bucket(EXPERT_W8A8_TILES if quantized else EXPERT_TILES, expected)
     for start in range(0, tokens, PIECE_TOKENS):
         piece = slice(start, start + PIECE_TOKENS)
@@ -251,7 +252,7 @@ def _experts(
     down: BlockFp8,
     first_expert: int,
     out: Tensor,
-    tiles: tuple[Tiles, Tiles] | tuple[LinearPlan, LinearPlan],
+    tiles: tuple[Tiles, Tiles] | ExpertPlans,
     quantized: bool,
 ) -> None:
     device, unit = hidden.device, _unit()
@@ -259,8 +260,7 @@ def _experts(
     assignments, choices = chosen.numel(), chosen.shape[1]
     _check_size("gate", middle * width)
     _check_size("hidden", assignments * max(middle, width))
-    for_gate, for_down = tiles
-    block_t = for_gate.tokens
+    block_t = tiles[0].tokens
     busy = min(assignments, held)
     tiles_max = busy + (assignments - busy) // block_t
     tile_expert = torch.empty(tiles_max, dtype=torch.int32, device=device)
@@ -279,8 +279,8 @@ def _experts(
         num_warps=WARPS,
     )
     routed = tile_expert, slots
-    if isinstance(for_gate, LinearPlan) and isinstance(for_down, LinearPlan):
-        products = _products_on_hopper(hidden, routed, choices, gate, up, down, for_gate, for_down)
+    if isinstance(tiles, ExpertPlans):
+        products = _products_on_hopper(hidden, routed, choices, gate, up, down, tiles)
     else:
         products = _products_by_triton(hidden, routed, choices, gate, up, down, tiles, quantized)
     unit.add_choices[len(hidden), -(-width // WIDTH_BLOCK)](
@@ -304,8 +304,7 @@ def _products_on_hopper(
     gate: BlockFp8,
     up: BlockFp8,
     down: BlockFp8,
-    for_gate: LinearPlan,
-    for_down: LinearPlan,
+    plans: ExpertPlans,
 ) -> Tensor:
     """Of each assignment, by block_linear: rows of a tile follow each other in memory, for its copies."""
     tile_expert, slots = routed
@@ -323,10 +322,10 @@ def _products_on_hopper(
         num_warps=WARPS,
     )
     gated = torch.empty(rows, middle, dtype=torch.bfloat16, device=hidden.device)
-    block_linear.grouped(gathered, gate, up, tile_expert, slots, gated, for_gate)
+    block_linear.grouped(gathered, gate, up, tile_expert, slots, gated, plans.gated)
     del gathered
     products = torch.empty(len(hidden) * choices, width, dtype=torch.bfloat16, device=hidden.device)
-    block_linear.grouped(gated, down, None, tile_expert, slots, products, for_down)
+    block_linear.grouped(gated, down, None, tile_expert, slots, products, plans.grouped)
     return products
 
 

@@ -56,6 +56,13 @@ class LinearPlan(NamedTuple):
         return ALIGN_BYTES + self.stages * BLOCK * (self.rows + 2 * self.tokens) + BARRIER_BYTES
 
 
+class ExpertPlans(NamedTuple):
+    """Of gate and up, and of down. Both have the same tile of tokens."""
+
+    gated: LinearPlan
+    grouped: LinearPlan
+
+
 class LinearChoice(NamedTuple):
     """Of weights of `values` or more: plans by the largest count of tokens (None: Triton's kernel), and the count from
     which a weight decoded to scratch and torch's product take less time."""
@@ -76,14 +83,15 @@ CHOICES: Final = (
     LinearChoice(30_000_000, {32: None, **_FEW}, 1280),
     LinearChoice(10_000_000, {128: None, UNBOUNDED: _LONG._replace(least=8)}, 576),
 )
-#: Of experts, by the largest expected count of tokens of one: of gate and up, and of down. Both of a pair have the same
-#: tile of tokens.
-EXPERT_PLANS: Final[Mapping[int, tuple[LinearPlan, LinearPlan] | None]] = {
-    1: None,
-    8: (LinearPlan(16, 4, 6), LinearPlan(16, 4, 6)),
-    24: (LinearPlan(32, 4, 5), LinearPlan(32, 4, 5)),
-    48: (LinearPlan(64, 4, 4), LinearPlan(64, 4, 4)),
-    UNBOUNDED: (LinearPlan(128, 3, 4), LinearPlan(128, 3, 4)),
+#: Of experts, by the largest expected count of tokens of one; None: Triton's kernels.
+EXPERT_PLANS: Final[Mapping[int, ExpertPlans | None]] = {1: None} | {
+    most: ExpertPlans(plan, plan)
+    for most, plan in {
+        8: LinearPlan(16, 4, 6),
+        24: LinearPlan(32, 4, 5),
+        48: LinearPlan(64, 4, 4),
+        UNBOUNDED: LinearPlan(128, 3, 4),
+    }.items()
 }
 #: Values of one matrix of an expert from which they are measured.
 EXPERT_VALUES: Final = 4_000_000
@@ -110,8 +118,8 @@ def crossover_of(n: int, k: int) -> int:
     return CROSSOVER_TOKENS if choice is None or not fits(n, k) else choice.crossover
 
 
-def expert_plans_of(middle: int, width: int, expected: int) -> tuple[LinearPlan, LinearPlan] | None:
-    """Plans of gate and up [middle, width], and of down, for experts of `expected` tokens each; None: Triton's."""
+def expert_plans_of(middle: int, width: int, expected: int) -> ExpertPlans | None:
+    """Plans for experts of `expected` tokens each, gate and up [middle, width]; None: Triton's kernels."""
     if middle * width < EXPERT_VALUES or not (fits(middle, width) and fits(width, middle)):
         return None
     return next(plans for most, plans in EXPERT_PLANS.items() if expected <= most)

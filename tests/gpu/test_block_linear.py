@@ -17,6 +17,7 @@ from kernels.cuda.block_linear import linear  # noqa: E402
 from kernels.cuda.block_plans import (  # noqa: E402
     APART_TOKENS,
     EXPERT_PLANS,
+    ExpertPlans,
     LinearPlan,
     crossover_of,
     expert_plans_of,
@@ -170,7 +171,7 @@ def expert_weights(held: int, middle: int, width: int) -> tuple[BlockFp8, BlockF
 
 
 @pytest.mark.parametrize("pair", BY_EXPERTS, ids=str)
-def test_experts_of_every_pair_of_plans_are_those_of_torch(pair: tuple[LinearPlan, LinearPlan]) -> None:
+def test_experts_of_every_pair_of_plans_are_those_of_torch(pair: ExpertPlans) -> None:
     for held, middle, width in EXPERT_SHAPES:
         assert fits(middle, width)
         assert fits(width, middle)
@@ -196,7 +197,7 @@ def test_experts_of_every_pair_of_plans_are_those_of_torch(pair: tuple[LinearPla
 
 
 @pytest.mark.parametrize("pair", BY_EXPERTS, ids=str)
-def test_an_experts_row_does_not_depend_on_how_others_are_routed(pair: tuple[LinearPlan, LinearPlan]) -> None:
+def test_an_experts_row_does_not_depend_on_how_others_are_routed(pair: ExpertPlans) -> None:
     gate, up, down = expert_weights(4, 512, 640)
     hidden, shares = activations(120, 640), torch.rand(120, 2, device="cuda")
 
