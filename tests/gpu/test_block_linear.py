@@ -165,9 +165,9 @@ EXPERT_SHAPES = [(5, 512, 384), (3, 208, 304), (2, 80, 1104), (1, 48, 16)]
 
 def expert_weights(held: int, middle: int, width: int) -> tuple[BlockFp8, BlockFp8, BlockFp8]:
     shapes = (held, middle, width), (held, middle, width), (held, width, middle)
-    gate, up, down = (on_gpu(draw(*shape, seed=seed)) for seed, shape in enumerate(shapes))
+    first, second, third = (on_gpu(draw(*shape, seed=seed)) for seed, shape in enumerate(shapes))
     torch.cuda.synchronize()
-    return gate, up, down
+    return first, second, third
 
 
 @pytest.mark.parametrize("pair", BY_EXPERTS, ids=str)
@@ -175,13 +175,13 @@ def test_experts_of_every_pair_of_plans_are_those_of_torch(pair: ExpertPlans) ->
     for held, middle, width in EXPERT_SHAPES:
         assert fits(middle, width)
         assert fits(width, middle)
-        gate, up, down = expert_weights(held, middle, width)
-        plain = [decode_blocks(one, torch.bfloat16).double() for one in (gate, up, down)]
+        weights = expert_weights(held, middle, width)
+        plain = [decode_blocks(one, torch.bfloat16).double() for one in weights]
         for tokens in (1, 16, 17, 130, 300):
             hidden = activations(tokens, width)
             chosen = torch.rand(tokens, held + 3, device="cuda").argsort(1)[:, :2].contiguous() - 1  # some not held
             shares = torch.rand(tokens, 2, device="cuda")
-            got = experts(hidden, chosen, shares, gate, up, down, 1, held + 3, quantized=False, tiles=pair)
+            got = experts(hidden, chosen, shares, *weights, 1, held + 3, quantized=False, tiles=pair)
             wanted = torch.zeros(tokens, width, device="cuda", dtype=torch.float64)
             for expert in range(held):
                 share = (shares.double() * (chosen == expert + 1)).sum(1, keepdim=True)
@@ -192,13 +192,13 @@ def test_experts_of_every_pair_of_plans_are_those_of_torch(pair: ExpertPlans) ->
             assert not got[unheld].any()
             if not bool(unheld.all()):
                 assert off(got, wanted) < 1.5e-2, (held, middle, width, tokens)
-            again = experts(hidden, chosen, shares, gate, up, down, 1, held + 3, quantized=False, tiles=pair)
+            again = experts(hidden, chosen, shares, *weights, 1, held + 3, quantized=False, tiles=pair)
             assert torch.equal(got, again)
 
 
 @pytest.mark.parametrize("pair", BY_EXPERTS, ids=str)
 def test_an_experts_row_does_not_depend_on_how_others_are_routed(pair: ExpertPlans) -> None:
-    gate, up, down = expert_weights(4, 512, 640)
+    matrices = expert_weights(4, 512, 640)
     hidden, shares = activations(120, 640), torch.rand(120, 2, device="cuda")
 
     def row(chosen: Tensor, place: int) -> Tensor:
@@ -206,7 +206,7 @@ def test_an_experts_row_does_not_depend_on_how_others_are_routed(pair: ExpertPla
         moved[[0, place]] = moved[[place, 0]]
         given, weights = chosen.clone(), shares.clone()
         given[place], weights[place] = torch.tensor([1, 3], device="cuda"), shares[0]
-        return experts(moved, given, weights, gate, up, down, 0, 4, quantized=False, tiles=pair)[place]
+        return experts(moved, given, weights, *matrices, 0, 4, quantized=False, tiles=pair)[place]
 
     alone = row(torch.full((120, 2), -1, device="cuda"), 0)
     for place in (0, 63, 119):
