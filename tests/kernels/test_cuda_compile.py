@@ -39,6 +39,7 @@ def kernel_cache(run_dir: Path) -> Path:
 
 
 @pytest.mark.compile
+@pytest.mark.timeout(900)  # 80 s of processor time, on cores that others use too
 @pytest.mark.parametrize("arch", kernels_compile.ARCHITECTURES)
 def test_every_variant_compiles_without_spills(
     arch: str, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
