@@ -31,7 +31,7 @@ def section(result: Mapping[str, Any]) -> str:
 
 DRAFT_COLUMNS = (
     *("requests", "drafts", "step, ms", "links, ms", "of plain", "misses a request", "chance", "tokens a step"),
-    *("tokens/s a GPU", "of plain", "expected"),
+    *("tokens/s a GPU", "of plain", "expected", "distinct host pages"),
 )
 PARTS = ("swap", "index", "attention", "products", "busy")
 
@@ -87,6 +87,7 @@ def _draft_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             f"{it['tokens_per_s']:,.0f}",
             f"{it['x1']:.2f} ×",
             f"{it['expected_x1']:.2f} ×",
+            f"{row['distinct_gib']:.0f} of {row['wanted_gib']:.0f} GiB",
         )
 
 

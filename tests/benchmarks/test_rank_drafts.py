@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from benchmarks import decode, rank_drafts, rank_report
 from benchmarks.rank import FAMILY, SynthesisedRanks
-from benchmarks.rank_drafts import Setup, auto_over_plain, measure, tokens_of
+from benchmarks.rank_drafts import Setup, auto_over_plain, measure, plain_row, tokens_of
 from benchmarks.rank_floor import Links
 from kernels.state import StepBatch
 from tests.worker.runners.test_synthetic import MIXED, SMALL
@@ -57,6 +58,37 @@ def test_drafts_hold_as_often_as_they_are_forced_to(rows: list[dict[str, Any]]) 
     assert one["links_ms"] > plain["links_ms"]
 
 
+def small(setup: Setup, pages: int, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    """The same with a host pool of `pages`. A request of it takes 4."""
+    monkeypatch.setattr(decode, "TOKENS_AHEAD", 128)
+    return replace(setup, pool=setup.pool[:pages])
+
+
+def test_requests_share_pages_of_a_pool_that_is_too_small(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them run, and the row says how much the pool has of what they want."""
+    row, _ = plain_row(small(setup, 9, monkeypatch), 4, 4)
+    assert row["distinct_gib"] / row["wanted_gib"] == pytest.approx(9 / 16)
+    assert row["steps"] == 4
+
+
+def test_a_pool_below_one_request_ends_the_benchmark(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"needs 4 host pages, and the pool has 3: raise --pool-gib"):
+        plain_row(small(setup, 3, monkeypatch), 1, 4)
+
+
+def test_a_fault_ends_the_benchmark_with_its_message(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "drawn_pages", lambda _held, requests, each: torch.zeros(requests, each).int())
+    monkeypatch.setattr(decode, "TURNS_MAX", 100)
+    with pytest.raises(SystemExit, match=r"a request faulted: host_pages=\[0, 0, 0, 0\]: must be distinct ids below 9"):
+        plain_row(small(setup, 9, monkeypatch), 2, 4)
+
+
+def test_no_request_has_a_page_twice() -> None:
+    drawn = decode.drawn_pages(10, 7, 8)
+    assert all(len(set(row)) == 8 for row in drawn.tolist())
+    assert torch.equal(drawn.flatten().bincount(minlength=10).clamp(5, 6), drawn.flatten().bincount(minlength=10))
+
+
 def test_rows_are_shown(rows: list[dict[str, Any]]) -> None:
     machine = {"command": "c", "gpu": "g", "driver_pcie": "d", "torch": "t"}
     setting = {"weights_bytes": {}, "layers": 4, "context": 128, "hot_slots": 64, "overlap": 0.9}
@@ -67,6 +99,7 @@ def test_rows_are_shown(rows: list[dict[str, Any]]) -> None:
     assert shown.count("\n| 2 ") == sum(len(row["chances"]) for row in rows) + 2 + 1
     assert "2.0 (1.00 ×)" in shown
     assert "1.250 ×" in shown
+    assert "0 of 0 GiB" in shown
     assert all("batch   2" in rank_report.drafts_line(row) for row in rows)
 
 
