@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import trio
 
 from hisparse.cluster.gpus import gpu_bytes
 from hisparse.cluster.placement import CUDA
-from hisparse.cluster.up import running_cluster
+from hisparse.cluster.up import Cluster, running_cluster
 from hisparse.demo.compare import OracleRun
 from hisparse.demo.display import Display, stderr_console
 from hisparse.demo.oracles import consult
@@ -21,6 +23,8 @@ from hisparse.demo.report import DemoReport, Evidence, build_report
 from hisparse.demo.scenario import run_scenario
 from hisparse.demo.setup import cluster_config, kv_shape, pool_directory, read_sources, write_checkpoint
 from hisparse.demo.watch import Outcome
+from protocol.config import Config
+from protocol.errors import ConfigError
 from protocol.text import ByteTokenizer
 
 
@@ -74,9 +78,10 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
     gpus = len(gpu_bytes()) if options.device == CUDA and options.group_size > 1 else 0
     with pool_directory(options.device, directory) as pool_dir:
         config = cluster_config(options, model, directory, pool_dir)
-        async with running_cluster(
-            config, options.workers, group_size=options.group_size, gpus=gpus, log_dir=directory
-        ) as cluster:
+        start = partial(
+            running_cluster, workers=options.workers, group_size=options.group_size, gpus=gpus, log_dir=directory
+        )
+        async with _deterministic_if_possible(start, config, display.note) as cluster:
             start_s = trio.current_time() - began
             display.note(_load_text(options, requests))
             async with cluster.client("hisparse demo") as client:
@@ -94,6 +99,24 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
         start_s=start_s,
         oracle_s=trio.current_time() - began,
     )
+
+
+@asynccontextmanager
+async def _deterministic_if_possible(
+    start: Callable[[Config], AbstractAsyncContextManager[Cluster]], config: Config, note: Callable[[str], None]
+) -> AsyncIterator[Cluster]:
+    """The cluster that `start` makes of `config`. Where a worker refuses its settings, deterministic mode among them,
+    it is started again without that mode. Raises what `start` raises."""
+    async with AsyncExitStack() as stack:
+        try:
+            cluster = await stack.enter_async_context(start(config))
+        except ConfigError:
+            if not config.worker.deterministic:
+                raise
+            note("a worker refused its settings (see above): starting again without deterministic mode")
+            worker = msgspec.structs.replace(config.worker, deterministic=False)
+            cluster = await stack.enter_async_context(start(msgspec.structs.replace(config, worker=worker)))
+        yield cluster
 
 
 async def _oracle_runs(

@@ -91,18 +91,17 @@ def pool_directory(device: str, directory: Path) -> Iterator[Path]:
 
 def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_dir: Path) -> Config:
     """Settings of the cluster: every request managed (`memory_for`). The user's settings are ignored. Deterministic,
-    but for conversations, since in that mode nothing that was decoded is reused, and for drafts on GPUs.
+    but for conversations, since in that mode nothing that was decoded is reused.
     """
     memory = memory_for(options)
     longest = options.context_tokens_max + PAGE_TOKENS
-    drafts_on_gpu = options.draft_tokens > 0 and options.device != "cpu"
     flags: dict[str, object] = {
         "cluster.runtime_dir": str(runtime_dir),
         "worker.pool_dir": str(pool_dir),
         "worker.model": str(model),
         "worker.device": options.device,
         "worker.dtype": "float32",
-        "worker.deterministic": options.turns == 1 and not drafts_on_gpu,
+        "worker.deterministic": options.turns == 1,
         "worker.draft_tokens": options.draft_tokens,
         "worker.tail_slots": max(WorkerSettings().tail_slots, 2 * (1 + options.draft_tokens)),
         "worker.stream_backend": options.streams,

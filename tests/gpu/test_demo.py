@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 
-@pytest.mark.parametrize("family", ["glm-5", "deepseek-v3.2"])
-def test_the_demo_passes_on_a_gpu(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "draft_tokens"), [("glm-5", 0), ("deepseek-v3.2", 0), ("deepseek-v3.2", 2)])
+def test_the_demo_passes_on_a_gpu(family: str, draft_tokens: int, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -31,6 +31,7 @@ def test_the_demo_passes_on_a_gpu(family: str, tmp_path: Path) -> None:
         str(tmp_path),
     ]
     options = ["--family", family, "--requests", "4", "--prompt-tokens", "2048:2600"]
+    options += ["--draft-tokens", str(draft_tokens)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
     report = json.loads(done.stdout)
     assert (done.returncode, report["problems"]) == (0, []), done.stderr

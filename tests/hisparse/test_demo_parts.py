@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,9 +16,11 @@ from hisparse.demo.compare import TIE_BOUND, OracleRun, compare, first_differenc
 from hisparse.demo.oracles import deal
 from hisparse.demo.plan import DemoOptions, PromptSource, cut_prompts, memory_for, prompt_lengths
 from hisparse.demo.report import DemoReport, RequestReport, figure_lines, judged, render
+from hisparse.demo.run import _deterministic_if_possible
 from hisparse.demo.setup import cluster_config
 from hisparse.demo.watch import DemoWatch, Outcome, pages_in_use
-from protocol.errors import BadInput
+from protocol.config import Config
+from protocol.errors import BadInput, ConfigError
 from protocol.messages import PoolRow, RequestRow
 from protocol.units import managed_chunks, pages_for
 
@@ -249,7 +254,7 @@ def test_the_table_shows_the_figures() -> None:
         (DemoOptions(device="cuda"), True),
         (DemoOptions(turns=2), False),
         (DemoOptions(draft_tokens=2), True),
-        (DemoOptions(device="cuda:0", draft_tokens=2), False),
+        (DemoOptions(device="cuda:0", draft_tokens=2), True),
     ],
 )
 def test_demo_is_deterministic_where_workers_can_be(
@@ -258,3 +263,29 @@ def test_demo_is_deterministic_where_workers_can_be(
     """Settings that refuse each other are refused here."""
     config = cluster_config(options, tmp_path / "model", tmp_path / "run", tmp_path)
     assert config.worker.deterministic == is_deterministic
+
+
+@pytest.mark.parametrize("other_refusal", [False, True])
+async def test_demo_starts_again_where_workers_refuse_deterministic_mode(other_refusal: bool, tmp_path: Path) -> None:
+    """A setting that is refused without that mode too ends it."""
+    started: list[bool] = []
+    notes: list[str] = []
+
+    @asynccontextmanager
+    async def start(config: Config) -> AsyncIterator[Any]:
+        started.append(config.worker.deterministic)
+        if config.worker.deterministic or other_refusal:
+            raise ConfigError("exit code 3 during start", field="process", value="w0")
+        yield "cluster"
+
+    config = cluster_config(DemoOptions(draft_tokens=2), tmp_path / "model", tmp_path / "run", tmp_path)
+    serving = _deterministic_if_possible(start, config, notes.append)
+    if other_refusal:
+        with pytest.raises(ConfigError, match="exit code 3"):
+            await serving.__aenter__()
+    else:
+        async with serving as cluster:
+            assert cast(str, cluster) == "cluster"
+    assert started == [True, False]
+    assert "without deterministic mode" in notes[0]
+    assert len(notes) == 1
