@@ -53,8 +53,9 @@ from worker.runners.logits import AdjustTables
 from worker.streams import Fence, Streams
 
 #: Threads that build matchers, and threads that compute masks behind a new token. Of these the first has all masks, and
-#: the others help where a step begins without a mask, or a draw has waited HELP_AFTER_S for one: threads that take
-#: turns at short masks spend more on the interpreter's lock than on the masks.
+#: the others help where a step begins without a mask, or where a draw waits while that thread has been at work on one
+#: mask for HELP_AFTER_S: threads that take turns at short masks spend more on the interpreter's lock than on the masks,
+#: however many there are.
 BUILD_THREADS: Final = 2
 MASK_THREADS: Final = 2
 HELP_AFTER_S: Final = 0.001
@@ -78,10 +79,10 @@ class Grammar:
         tokens: Sequence[int],
         builds: _RankedJobs,
         masks: _MaskJobs,
-        ask_help: Callable[[], None],
+        ask_help: Callable[[float], None],
     ) -> None:
-        """`tokens` are known already. `builds` takes the first job, `masks` all others; with `ask_help` more threads
-        work on these."""
+        """`tokens` are known already. `builds` takes the first job, `masks` all others; with `ask_help(age_s)` more
+        threads work on these, if one mask has taken that long."""
         self.rank: Final = rank
         self._build = build
         self._ask_help = ask_help
@@ -117,18 +118,16 @@ class Grammar:
             if self._failure is not None:
                 raise self._failure
             return
-        self._ask_help()
+        self._ask_help(0.0)
         if since_s is not None and time.monotonic() - since_s > GRAMMAR_LIMIT_S:
             text = f"takes more than {GRAMMAR_LIMIT_S:g} s"
             raise BadInput(text, field="grammar", value=f"{len(self._build.source)} characters", remedy="simplify it")
 
     def wait(self, until_s: float) -> Mask | None:
         """The mask of the next token; None: it is not there by `until_s` of time.monotonic(). Raises as `check`."""
-        if not self._done.is_set():
-            left_s = max(0.0, until_s - time.monotonic())
+        while not self._done.is_set() and (left_s := until_s - time.monotonic()) > 0:
             if not self._done.wait(min(left_s, HELP_AFTER_S)):
-                self._ask_help()
-                self._done.wait(left_s - HELP_AFTER_S)
+                self._ask_help(HELP_AFTER_S)
         self.check()
         return self._mask if self.has_mask else None
 
@@ -268,6 +267,7 @@ class Grammars:
         self._builds = _RankedJobs()
         self._masks: _MaskJobs = SimpleQueue()
         self._help: SimpleQueue[bool] = SimpleQueue()  # true: asked for; false ends a thread that helps
+        self._mask_since_s = inf  # when the thread that has all masks began with the one that it works on
         self._threads: list[threading.Thread] = []
 
     def open(self, seat: int, source: str, tokens: Sequence[int], rank: Rank) -> Grammar:
@@ -294,15 +294,10 @@ class Grammars:
         self._stream.launch("upload masks", self._copy)
         return self._stream.record("mask_ready")
 
-    @property
-    def _queues(self) -> list[_Jobs]:
-        """One for each thread that has one."""
-        return [*[self._builds] * BUILD_THREADS, self._masks]
-
     def close(self) -> None:
         """End the threads, and the processes of trials, once they have done what was begun."""
         if self._threads:
-            for jobs in self._queues:
+            for jobs in (*[self._builds] * BUILD_THREADS, self._masks):
                 jobs.put(None)
             for _ in range(MASK_THREADS - 1):
                 self._help.put(False)
@@ -310,24 +305,34 @@ class Grammars:
     def _copy(self) -> None:
         self._tables.masks.copy_(self._rows, non_blocking=True)
 
-    def _ask_help(self) -> None:
-        if not self._masks.empty() and self._help.empty():
+    def _ask_help(self, age_s: float) -> None:
+        is_old = age_s <= 0 or time.monotonic() - self._mask_since_s >= age_s
+        if is_old and not self._masks.empty() and self._help.empty():
             self._help.put(True)
 
     def _start(self) -> None:
-        targets = [partial(self._work, jobs) for jobs in self._queues] + [self._work_along] * (MASK_THREADS - 1)
+        targets = [*[self._work_on_builds] * BUILD_THREADS, self._work_on_masks]
+        targets += [self._work_along] * (MASK_THREADS - 1)
         with _deep_stacks():
             for target in targets:
                 thread = threading.Thread(target=target, name="grammars", daemon=True)
                 thread.start()
                 self._threads.append(thread)
 
-    def _work(self, jobs: _Jobs) -> None:
-        while (job := jobs.get()) is not None:
+    def _work_on_builds(self) -> None:
+        while (job := self._builds.get()) is not None:
             job.work(self._known)
             del job  # a thread that waits keeps no matcher
             self._wake()
         self._trials.close()
+
+    def _work_on_masks(self) -> None:
+        while (job := self._masks.get()) is not None:
+            self._mask_since_s = time.monotonic()
+            job.work(self._known)
+            self._mask_since_s = inf
+            del job
+            self._wake()
 
     def _work_along(self) -> None:
         """Take masks from the thread that has them, each time that help is asked for."""

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import NoReturn, cast
 
 import pytest
@@ -19,7 +21,7 @@ from protocol.children import Children
 from protocol.errors import BadInput, ConfigError, HiSparseError, InternalError
 from protocol.grammar_trials import Trials
 from protocol.grammars import Vocabulary
-from protocol.messages import Faulted
+from protocol.messages import Faulted, ModelInfo
 from protocol.text import ByteTokenizer
 from tests import ROOT
 from tests.support.fakes.hash_runner import ALTERNATING, EOS, SHARED, VOCAB, FakeRunner
@@ -30,7 +32,8 @@ from tests.worker.loop.test_fences import a_day, come_back, simulated
 from worker.loop import executor, grammars
 from worker.loop.batch import RunningRequest
 from worker.loop.decode import Decoder
-from worker.streams import SimulatedStreams
+from worker.runners.logits import AdjustTables
+from worker.streams import SimulatedStreams, make_streams
 
 #: Bytes that no fake prompt needs: any of them, and then the end.
 LETTER = "start: /[a-z]/"
@@ -83,8 +86,8 @@ def make_vocabulary() -> Vocabulary:
     return Vocabulary(ByteTokenizer(), VOCAB, (EOS,))
 
 
-def no_help() -> None:
-    pass
+def no_help(age_s: float) -> None:
+    del age_s
 
 
 def grammar_of(build: grammars._Build) -> grammars.Grammar:
@@ -412,6 +415,53 @@ def test_long_mask_of_one_request_does_not_delay_those_of_others(monkeypatch: py
     assert held.outcome == "length"
     assert not rig.wrong()
     rig.check_end()
+
+
+def test_draw_asks_for_help_only_where_one_mask_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long all masks before its own take together."""
+    at_work, goes_on, push = threading.Event(), threading.Event(), library.Matcher.push
+
+    def slow(matcher: library.Matcher, tokens: tuple[int, ...]) -> None:
+        if tokens:
+            at_work.set()
+            goes_on.wait(60)
+        push(matcher, tokens)
+
+    monkeypatch.setattr(library.Matcher, "push", slow)
+    info = cast(ModelInfo, SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,)))
+    found = grammars.Grammars(
+        make_streams("inline"), AdjustTables.allocate(2, VOCAB), ByteTokenizer(), info, threading.Event().set
+    )
+    helped, found._help = found._help, SimpleQueue()  # no thread reads these
+    first, second = (found.open(seat, "start: /[a-z]+/", (), (0, 0, seat)) for seat in (0, 1))
+    try:
+        assert first.wait(time.monotonic() + 60) is not None
+        assert second.wait(time.monotonic() + 60) is not None
+        found._help = SimpleQueue()
+        first.advance(ord("a"))
+        assert at_work.wait(60)
+        second.advance(ord("b"))
+        found._ask_help(60.0)
+        assert found._help.empty(), "the mask at work is younger"
+        found._mask_since_s -= 60.0
+        found._ask_help(60.0)
+        assert found._help.get_nowait()
+        found._mask_since_s += 60.0
+        monkeypatch.setattr(grammars, "HELP_AFTER_S", 0.001)
+        monkeypatch.setattr(second, "check", lambda: None)
+        assert second.wait(time.monotonic() + 0.2) is None
+        assert found._help.get_nowait(), "the mask at work has taken longer than that"
+        goes_on.set()
+        assert first.wait(time.monotonic() + 60) is not None
+        assert second.wait(time.monotonic() + 60) is not None
+        deadline_s = time.monotonic() + 60
+        while found._mask_since_s != inf and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert found._mask_since_s == inf, "no mask is at work"
+    finally:
+        goes_on.set()
+        found._help = helped
+        found.close()
 
 
 def test_equal_grammars_are_built_once(matchers: type[FakeMatcher]) -> None:
