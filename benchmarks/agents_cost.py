@@ -148,9 +148,10 @@ def main(against: Path, runs: int, cores: Sequence[int]) -> None:
         write_tiny_checkpoint(Path(directory), "glm-5", index_topk=16, context_max_tokens=512)
 
         def run_on(place: int) -> None:
-            """Every so many-th run, one after the other."""
+            """Every so many-th run, one after the other. The order alternates on each core."""
             for number in range(place, runs, len(cores)):
-                result = run_once(against.resolve(), directory, cores[place], now_first=number % 2 > 0)
+                now_first = (number // len(cores) + place) % 2 > 0
+                result = run_once(against.resolve(), directory, cores[place], now_first=now_first)
                 results.append(result)
                 click.echo("{:7.1f} us a token, {:+.2%} of the earlier commit, {:+.2%} with masks".format(*result))
 
