@@ -142,7 +142,9 @@ def prefix_restored(result: Result) -> str:
         f"{found['prompt_tokens']:,} prompt tokens restored: first token after {found['ttft_warm_ms']:,.0f} ms, "
         f"{found['ttft_cold_ms']:,.0f} when all is prefilled ({found['ttft_ratio']:.1f} ×). Rows of a layer alone: "
         f"{low:.1f} to {high:.1f} GB/s, {found['layer_share_of_dma']:.0%} of one plain copy "
-        f"({found['dma_gb_per_s']:.1f}); index keys {found['keys_share_of_dma']:.0%}. "
+        f"({found['dma_gb_per_s']:.1f}); index keys {found['keys_share_of_dma']:.0%}. All loads of the request: "
+        f"{found['in_situ_gb_per_s']:.1f} GB/s, {found['in_situ_gb_per_s'] / found['dma_gb_per_s']:.0%}, with "
+        f"worker.layer_group {found['layer_group']}. "
         f"{_restored_tokens(found)}\n"
     )
 

@@ -34,7 +34,7 @@ from hisparse.client.client import Client
 from hisparse.cluster.up import running_cluster
 from protocol.config import HostFacts, build
 from protocol.messages import Sampling
-from protocol.settings import Config
+from protocol.settings import Config, WorkerSettings
 from worker.runners.tiny import VOCAB, write_tiny_checkpoint
 
 RESULTS: Final = Path(__file__).with_name("results")
@@ -132,6 +132,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="with --gpu")
     parser.add_argument("--kv-dtype", default="fp8", help="with --gpu")
     parser.add_argument("--chunk-tokens", type=int, default=2_048, help="with --gpu: prefill chunk")
+    parser.add_argument(
+        "--layer-group", default=WorkerSettings().layer_group, help="with --gpu: worker.layer_group; 1: a layer each"
+    )
     options = parser.parse_args()
     options.prefix = options.prefix or (74_160 if options.gpu else 8_192)
     options.new = options.new or (753 if options.gpu else 200)

@@ -6,7 +6,8 @@ benchmarks/resume.py, the prefix in pinned host memory. All in one run:
     layers       the rows of one layer of the prefix, copied into slab pages in pieces as the worker launches them,
                  beside one plain copy of as many bytes from pinned memory to the device
     keys         the same for the index keys of all layers
-    in_situ      GB/s of all loads of a warm request, by the worker's own counters
+    in_situ      GB/s of all loads of a warm request, by the worker's own counters, in layer groups of --layer-group
+                 (worker.layer_group)
     ttft_*       first token of prefix and new tokens: everything prefilled, and behind the restored prefix
     tokens       OUTPUT_TOKENS of each prompt behind the restored prefix, beside those of the whole prefill, by
                  themselves, since they ask for log-probabilities
@@ -139,6 +140,7 @@ class PromptWorker:
         tokens: int,
         *,
         chunk_tokens: int,
+        layer_group: str = "1",
         hot_slots: int = HOT_SLOTS,
         device: str = "cuda",
     ) -> None:
@@ -154,7 +156,7 @@ class PromptWorker:
             host_pages=len(pool),
         )
         settings = WorkerSettings(
-            device=device, seats=1, tail_slots=TAIL_SLOTS, prefill_chunk_tokens=chunk_tokens, layer_group="1"
+            device=device, seats=1, tail_slots=TAIL_SLOTS, prefill_chunk_tokens=chunk_tokens, layer_group=layer_group
         )
         self._reports, self._streams = Outputs(), make_streams("cuda" if device == "cuda" else "inline")
         self.executor = Executor(runner, settings, sizing, self._streams, pool, make_tokenizer("bytes"), self._reports)
@@ -274,9 +276,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = synthetic_config("deepseek-v3.2", options.layers)
     runner = synthetic_runner(config, kv_dtype=options.kv_dtype)
     pool = make_pool(runner.geometry, config, POOL_GIB)
-    worker = PromptWorker(runner, pool, total, chunk_tokens=options.chunk_tokens)
+    worker = PromptWorker(runner, pool, total, chunk_tokens=options.chunk_tokens, layer_group=options.layer_group)
     result: dict[str, Any] = {"prompt_tokens": total, "cached_tokens": prefix, "layers": options.layers}
-    result |= {"machine": machine(), "kv_dtype": options.kv_dtype}
+    result |= {"machine": machine(), "kv_dtype": options.kv_dtype, "layer_group": options.layer_group}
     result |= restores(worker.executor.state, prefix)
     worker.answer(5)  # compiles, and captures graphs
     worker.answer(5, prefix)
