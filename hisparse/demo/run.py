@@ -23,8 +23,8 @@ from hisparse.demo.report import DemoReport, Evidence, build_report
 from hisparse.demo.scenario import run_scenario
 from hisparse.demo.setup import cluster_config, kv_shape, pool_directory, read_sources, write_checkpoint
 from hisparse.demo.watch import Outcome
-from protocol.config import Config
 from protocol.errors import ConfigError
+from protocol.settings import Config
 from protocol.text import ByteTokenizer
 
 

@@ -19,9 +19,9 @@ from hisparse.demo.report import DemoReport, RequestReport, figure_lines, judged
 from hisparse.demo.run import _deterministic_if_possible
 from hisparse.demo.setup import cluster_config
 from hisparse.demo.watch import DemoWatch, Outcome, pages_in_use
-from protocol.config import Config
 from protocol.errors import BadInput, ConfigError
 from protocol.messages import PoolRow, RequestRow
+from protocol.settings import Config
 from protocol.units import managed_chunks, pages_for
 
 

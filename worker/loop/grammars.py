@@ -297,8 +297,9 @@ class Grammars:
     def close(self) -> None:
         """End the threads, and the processes of trials, once they have done what was begun."""
         if self._threads:
-            for jobs in (*[self._builds] * BUILD_THREADS, self._masks):
-                jobs.put(None)
+            for _ in range(BUILD_THREADS):
+                self._builds.put(None)
+            self._masks.put(None)
             for _ in range(MASK_THREADS - 1):
                 self._help.put(False)
 
