@@ -29,6 +29,7 @@ from protocol.messages import NO_LOGPROBS
 from protocol.settings import ClusterSettings, Config, WorkerSettings
 from tests import ROOT
 from tests.support import zygote
+from tests.support.round_log import Exchanged, RoundLog
 
 #: Longest run of one group here, on busy cores.
 LIMIT_S = 400.0
@@ -66,6 +67,8 @@ class Drawn:
     misses: int
     late_masks: int = 0
     accepted: int = 0  # drafts
+    exchanged: Exchanged = field(default_factory=dict)
+    stale: list[str] = field(default_factory=list)
 
 
 def settings_of(
@@ -95,6 +98,7 @@ class GroupRig:
         settings: WorkerSettings,
         *,
         keep_logits: bool = False,
+        log_rounds: bool = False,
         configs: list[Config] | None = None,
         prefix: list[list[str]] | None = None,
         environs: list[dict[str, str]] | None = None,
@@ -103,7 +107,8 @@ class GroupRig:
         """By rank: `configs`, what goes before the command as `prefix`, and `environs` beside that of this process.
 
         `masks`, by rank, are LATE once each, or HELD until `let_masks_go`, and until all requests of the rank that have
-        no grammar have ended: those behind a token, and builds of a grammar that ends with HELD.
+        no grammar have ended: those behind a token, and builds of a grammar that ends with HELD. `log_rounds` fills
+        `exchanged` and `stale` of what is drawn (round_log.py).
         """
         self._directory = directory
         size = len(asks)
@@ -114,6 +119,7 @@ class GroupRig:
                 "config": msgspec.to_builtins(config),
                 "asks": [asdict(ask) for ask in own],
                 "keep_logits": keep_logits,
+                "log_rounds": log_rounds,
                 "masks": masks[rank] if masks else "",
                 "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
@@ -186,6 +192,7 @@ def main() -> None:
         group=group,
         pages=range(group.rank * share, (group.rank + 1) * share),
     )
+    log = RoundLog(rig, runner._layers._exchange) if job["log_rounds"] else None
     requests = Requests(rig, Path(config.cluster.runtime_dir), group.rank)
     for about in job["asks"]:
         requests.add(Ask(**about))
@@ -202,6 +209,8 @@ def main() -> None:
         sum(life.misses for life in lives),
         rig.executor.counters.late_masks,
         rig.executor.counters.accepted_tokens,
+        log.exchanged() if log else {},
+        log.stale() if log else [],
     )
     print(json.dumps(asdict(drawn)), flush=True)
     while not select.select([sys.stdin], [], [], 0)[0]:
