@@ -14,7 +14,7 @@ from protocol.errors import ConfigError
 from protocol.messages import NO_LOGPROBS
 from protocol.settings import WorkerSettings
 from tests.support.group_rig import Ask, Drawn, GroupRig, Requests, settings_of
-from tests.support.round_log import miscarried
+from tests.support.round_log import States, miscarried, parted
 from tests.support.worker_rig import Rig
 from tests.worker.group.test_ranks import SETTINGS as RANKS
 from tests.worker.group.test_ranks import TEXT, asks_of, spread, wrong
@@ -100,14 +100,18 @@ def test_a_rank_over_nccl_that_drafts_draws_the_tokens_of_a_worker(
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 def test_two_ranks_over_nccl_draw_the_tokens_of_generate(graphs: bool, checkpoint: Path, directory: Path) -> None:
-    """With resizes, and retractions with pages kept and dropped. The log tells an exchange that miscarried from rows
-    lost on a device."""
+    """With resizes, and retractions with pages kept and dropped. Where tokens are wrong, the log tells an exchange that
+    miscarried from rows lost on a device, and before which layer states part from those of ranks on CPUs."""
     settings = msgspec.structs.replace(RANKS, device="cuda", stream_backend="cuda", graphs=graphs)
     asks = spread(asks_of(16, seed=7), 2)
-    drawn = drawn_by(checkpoint, directory, asks, settings, log_rounds=True)
+    drawn, states = drawn_by(checkpoint, directory, asks, settings, log_rounds=True)
     lost = [f"rank {number}: {row}" for number, rank in enumerate(drawn) for row in rank.stale]
-    found = wrong(checkpoint, asks, drawn), miscarried([rank.exchanged for rank in drawn]), lost
-    assert found == ([], [], [])
+    found, apart = wrong(checkpoint, asks, drawn), list[str]()
+    if found:
+        (directory / "cpu").mkdir(mode=0o700)
+        _, reference = drawn_by(checkpoint, directory / "cpu", asks, RANKS, log_rounds=True)
+        apart = parted(states, reference)
+    assert (found, miscarried([rank.exchanged for rank in drawn]), lost, apart) == ([], [], [], [])
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
@@ -135,7 +139,7 @@ def test_two_ranks_over_nccl_that_draft_draw_the_tokens_of_generate(
         [Ask(0, list(TEXT[:130]), 24, 128), Ask(1, list(TEXT[500:560]), 20, 0, moves=moved)],
         [Ask(2, list(TEXT[900:990]), 12, 64, logprobs=1)],
     ]
-    drawn = drawn_by(predictable, directory, asks, settings)
+    drawn, _ = drawn_by(predictable, directory, asks, settings)
     assert not wrong(predictable, asks, drawn)
     assert sum(rank.accepted for rank in drawn) > 5
 
@@ -158,12 +162,13 @@ def drawn_alone(checkpoint: Path, directory: Path, asks: list[Ask], settings: Wo
 
 def drawn_by(
     checkpoint: Path, directory: Path, asks: list[list[Ask]], settings: WorkerSettings, *, log_rounds: bool = False
-) -> list[Drawn]:
-    """What two ranks drew, a GPU each. Where they do not answer in time, each says on stderr where its threads are."""
+) -> tuple[list[Drawn], States]:
+    """What two ranks drew, a GPU each, and what is logged of their layers. Where they do not answer in time, each says
+    on stderr where its threads are."""
     environs = [{"CUDA_VISIBLE_DEVICES": str(rank), "PYTHONFAULTHANDLER": "1"} for rank in range(2)]
     rig = GroupRig(checkpoint, directory, asks, settings, environs=environs, log_rounds=log_rounds)
     try:
-        return rig.drawn()
+        return rig.drawn(), rig.states() if log_rounds else {}
     except BaseException:
         for child in rig.ranks:
             child.send_signal(signal.SIGABRT)

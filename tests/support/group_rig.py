@@ -29,7 +29,7 @@ from protocol.messages import NO_LOGPROBS
 from protocol.settings import ClusterSettings, Config, WorkerSettings
 from tests import ROOT
 from tests.support import zygote
-from tests.support.round_log import Exchanged, RoundLog
+from tests.support.round_log import Exchanged, LayerStates, RoundLog, States
 
 #: Longest run of one group here, on busy cores.
 LIMIT_S = 400.0
@@ -108,7 +108,7 @@ class GroupRig:
 
         `masks`, by rank, are LATE once each, or HELD until `let_masks_go`, and until all requests of the rank that have
         no grammar have ended: those behind a token, and builds of a grammar that ends with HELD. `log_rounds` fills
-        `exchanged` and `stale` of what is drawn (round_log.py).
+        `exchanged` and `stale` of what is drawn, and `states` (round_log.py).
         """
         self._directory = directory
         size = len(asks)
@@ -148,6 +148,13 @@ class GroupRig:
             assert child.wait(LIMIT_S) == 0
         return found
 
+    def states(self) -> States:
+        """Of all ranks, once they are done."""
+        found: States = {}
+        for rank in range(len(self.ranks)):
+            found |= torch.load(_states_path(self._directory, rank))
+        return found
+
     def let_masks_go(self) -> None:
         (self._directory / MASKS_GO).touch()
 
@@ -180,6 +187,7 @@ def main() -> None:
     config = msgspec.convert(job["config"], Config)
     group = Group.join(config, fingerprint(config.worker.model))
     runner = load_runner(config.worker, group.collectives)
+    states = LayerStates(runner) if job["log_rounds"] else None
     sizing = size_worker(config.worker, runner.geometry, runner.info)
     share = sizing.capacity.host_pages // group.size
     is_cpu = config.worker.device == "cpu"
@@ -192,7 +200,7 @@ def main() -> None:
         group=group,
         pages=range(group.rank * share, (group.rank + 1) * share),
     )
-    log = RoundLog(rig, runner._layers._exchange) if job["log_rounds"] else None
+    log = RoundLog(rig, runner._layers._exchange, states) if states is not None else None
     requests = Requests(rig, Path(config.cluster.runtime_dir), group.rank)
     for about in job["asks"]:
         requests.add(Ask(**about))
@@ -212,12 +220,18 @@ def main() -> None:
         log.exchanged() if log else {},
         log.stale() if log else [],
     )
+    if log is not None:
+        torch.save(log.states(), _states_path(Path(config.cluster.runtime_dir), group.rank))
     print(json.dumps(asdict(drawn)), flush=True)
     while not select.select([sys.stdin], [], [], 0)[0]:
         if not rig.executor.turn():
             time.sleep(0.001)
     rig.executor._streams.close()
     group.leave()
+
+
+def _states_path(directory: Path, rank: int) -> Path:
+    return directory / f"states-{rank}.pt"
 
 
 def _plant(masks: str, requests: Requests, path: Path) -> None:

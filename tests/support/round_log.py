@@ -1,4 +1,4 @@
-"""What a rank exchanged in each round, and which rows on the device were not those in host memory.
+"""What a rank exchanged in each round, which rows on the device were not those in host memory, and hidden states.
 
 Everything is copied by operations on `compute`, behind those of the round, and looked at when all requests have ended:
 neither the ranks nor their graphs wait for it. Exchange buffers hold the last mixture of a round, so that one layer of
@@ -20,11 +20,35 @@ from worker.group.agreement import Round, RoundKind, Wish
 from worker.loop.batch import RunningRequest, Status
 
 if TYPE_CHECKING:
+    from kernels.state import StepBatch
     from tests.support.worker_rig import Rig
     from worker.group.exchange import Exchange
+    from worker.runners.transformers_dsa import TransformersRunner
 
 #: Digests of a round: rows sent, and by rank rows received, partial sums sent, partial sums received.
 Exchanged = dict[str, list[str]]
+
+
+#: By request and position of a decode step: hidden states [G, hidden] before each anchor layer.
+States = dict[tuple[int, int], Tensor]
+
+
+class LayerStates:
+    """The hidden states before each anchor layer of the step launched last, by rows of its batch: [G, B, hidden]. Made
+    before the executor: its graphs copy them."""
+
+    def __init__(self, runner: TransformersRunner) -> None:
+        self.held: dict[int, Tensor] = {}
+        self._runner = runner
+        runner.after_index_topk = self._copy
+
+    def _copy(self, group: int, batch: StepBatch, topk: Tensor) -> None:
+        del topk
+        rows = len(batch.seats)
+        hidden = self._runner._scratch[rows].hidden.squeeze(1)
+        if rows not in self.held:  # a bucket runs once before it is captured
+            self.held[rows] = hidden.new_zeros(self._runner.geometry.groups, *hidden.shape)
+        self.held[rows][group].copy_(hidden)
 
 
 class _Kept(NamedTuple):
@@ -38,8 +62,9 @@ class _Kept(NamedTuple):
 class RoundLog:
     """Of the executor of `rig`, from now on."""
 
-    def __init__(self, rig: Rig, exchange: Exchange | None = None) -> None:
-        self._executor, self._exchange = rig.executor, exchange
+    def __init__(self, rig: Rig, exchange: Exchange | None = None, states: LayerStates | None = None) -> None:
+        self._executor = rig.executor
+        self._states: list[tuple[list[tuple[int, int]], Tensor]] = []
         self._rounds: list[tuple[str, list[Tensor]]] = []
         self._kept: list[_Kept] = []
         rounds = rig.executor._rounds
@@ -52,6 +77,8 @@ class RoundLog:
                 name = f"{this.kind.value} round {this.number}"
                 self._launch(partial(self._copy_exchange, exchange, name, this.size))
                 self.keep_rows(name)
+            if this.kind is RoundKind.DECODE and states is not None:
+                self._keep_states(states, this.size)
             end(this, wish)
 
         rounds.end = log_and_end  # type: ignore[method-assign]
@@ -65,6 +92,9 @@ class RoundLog:
     def exchanged(self) -> Exchanged:
         return {name: [_digest(tensor) for tensor in tensors] for name, tensors in self._rounds}
 
+    def states(self) -> States:
+        return {place: kept[:, row].cpu() for places, kept in self._states for row, place in enumerate(places)}
+
     def stale(self) -> list[str]:
         """Rows that differed on the device from those in host memory."""
         found = []
@@ -72,6 +102,10 @@ class RoundLog:
             unlike = (device.cpu() != host).any(-1)
             found += [f"{what}, layer {layer}, row {row}" for layer, row in unlike.nonzero().tolist()]
         return found
+
+    def _keep_states(self, states: LayerStates, rows: int) -> None:
+        places = [(it.request_index, it.position - 1) for it in self._executor._decoder._launched[-1].requests]
+        self._launch(lambda: self._states.append((places, states.held[rows].clone())))
 
     def _keep_rows(self, name: str, request: RunningRequest) -> None:
         state, memory = self._executor.state, request.memory
@@ -114,6 +148,18 @@ def miscarried(ranks: Sequence[Exchanged]) -> list[str]:
                 if own[name][1 + 2 * size + writer] != its[name][1 + size + reader]:
                     found.append(f"{name}: rank {reader} received other partial sums than rank {writer} sent")
     return found
+
+
+def parted(states: States, reference: States, bound: float = 1e-2) -> list[str]:
+    """Where the states of a request part from those of the reference for the first time: what follows has other tokens
+    before it."""
+    found: dict[int, str] = {}
+    for request, position in sorted(states.keys() & reference.keys()):
+        apart = (states[request, position] - reference[request, position]).abs().amax(-1) > bound
+        if apart.any():
+            group = int(apart.nonzero()[0])
+            found.setdefault(request, f"request {request}, position {position}: before index group {group}")
+    return list(found.values())
 
 
 def _digest(tensor: Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.group_rig import GroupRig
-from tests.support.round_log import RoundLog, miscarried
+from tests.support.round_log import RoundLog, miscarried, parted
 from tests.support.worker_rig import Rig
 from tests.worker.group.test_ranks import SETTINGS, asks_of, spread, wrong
 from worker.loop.batch import Status
@@ -18,7 +18,7 @@ def test_ranks_receive_what_the_others_sent(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     rig = GroupRig(tmp_path / "model", tmp_path / "run", asks, SETTINGS, log_rounds=True)
     try:
-        drawn = rig.drawn()
+        drawn, states = rig.drawn(), rig.states()
     finally:
         rig.close()
     exchanged = [rank.exchanged for rank in drawn]
@@ -26,6 +26,11 @@ def test_ranks_receive_what_the_others_sent(tmp_path: Path) -> None:
     assert not miscarried(exchanged)
     assert not [row for rank in drawn for row in rank.stale]
     assert not wrong(tmp_path / "model", asks, drawn)
+    assert (0, 65) in states
+    other = {place: kept.clone() for place, kept in states.items()}
+    assert not parted(states, other)
+    other[0, 65][2, 7] += 1
+    assert parted(states, other) == ["request 0, position 65: before index group 2"]
     name = next(iter(exchanged[0]))
     exchanged[1][name][0] = exchanged[0][name][4] = "other bytes"
     assert miscarried(exchanged) == [
