@@ -14,7 +14,7 @@ from protocol.errors import ConfigError
 from protocol.messages import NO_LOGPROBS
 from protocol.settings import WorkerSettings
 from tests.support.group_rig import Ask, Drawn, GroupRig, Requests, settings_of
-from tests.support.round_log import States, miscarried, parted
+from tests.support.round_log import LayerStates, RoundLog, States, miscarried, parted
 from tests.support.worker_rig import Rig
 from tests.worker.group.test_ranks import SETTINGS as RANKS
 from tests.worker.group.test_ranks import TEXT, asks_of, spread, wrong
@@ -101,17 +101,14 @@ def test_a_rank_over_nccl_that_drafts_draws_the_tokens_of_a_worker(
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 def test_two_ranks_over_nccl_draw_the_tokens_of_generate(graphs: bool, checkpoint: Path, directory: Path) -> None:
     """With resizes, and retractions with pages kept and dropped. Where tokens are wrong, the log tells an exchange that
-    miscarried from rows lost on a device, and before which layer states part from those of ranks on CPUs."""
+    miscarried from rows lost on a device, and says before which layer states part from those of ranks on CPUs, and
+    whether layers ahead selected alike."""
     settings = msgspec.structs.replace(RANKS, device="cuda", stream_backend="cuda", graphs=graphs)
     asks = spread(asks_of(16, seed=7), 2)
     drawn, states = drawn_by(checkpoint, directory, asks, settings, log_rounds=True)
-    lost = [f"rank {number}: {row}" for number, rank in enumerate(drawn) for row in rank.stale]
-    found, apart = wrong(checkpoint, asks, drawn), list[str]()
-    if found:
-        (directory / "cpu").mkdir(mode=0o700)
-        _, reference = drawn_by(checkpoint, directory / "cpu", asks, RANKS, log_rounds=True)
-        apart = parted(states, reference)
-    assert (found, miscarried([rank.exchanged for rank in drawn]), lost, apart) == ([], [], [], [])
+    found = wrong(checkpoint, asks, drawn)
+    apart = parted_from_cpus(checkpoint, directory, asks, states) if found else []
+    assert (found, miscarried([rank.exchanged for rank in drawn]), lost_by(drawn), apart) == ([], [], [], [])
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
@@ -121,8 +118,12 @@ def test_the_requests_of_both_ranks_get_the_same_tokens_from_one_worker(
     """The requests of the test of two ranks, without NCCL: where both tests fail, the group is not to blame."""
     settings = msgspec.structs.replace(RANKS, device="cuda", stream_backend="cuda", graphs=graphs)
     asks = spread(asks_of(16, seed=7), 2)
-    drawn = [drawn_alone(checkpoint, directory, own, settings) for own in asks]
-    assert not wrong(checkpoint, asks, drawn)
+    alone = [drawn_alone(checkpoint, directory, own, settings) for own in asks]
+    drawn = [it for it, _ in alone]
+    found = wrong(checkpoint, asks, drawn)
+    states = {place: kept for _, own in alone for place, kept in own.items()}
+    apart = parted_from_cpus(checkpoint, directory, asks, states) if found else []
+    assert (found, lost_by(drawn), apart) == ([], [], [])
 
 
 @TWO_GPUS
@@ -144,20 +145,36 @@ def test_two_ranks_over_nccl_that_draft_draw_the_tokens_of_generate(
     assert sum(rank.accepted for rank in drawn) > 5
 
 
-def drawn_alone(checkpoint: Path, directory: Path, asks: list[Ask], settings: WorkerSettings) -> Drawn:
-    """What a worker without a group drew, in this process."""
+def lost_by(drawn: list[Drawn]) -> list[str]:
+    return [f"rank {number}: {row}" for number, rank in enumerate(drawn) for row in rank.stale]
+
+
+def parted_from_cpus(checkpoint: Path, directory: Path, asks: list[list[Ask]], states: States) -> list[str]:
+    """Where states part from those of two ranks on CPUs."""
+    (directory / "cpu").mkdir(mode=0o700)
+    _, reference = drawn_by(checkpoint, directory / "cpu", asks, RANKS, log_rounds=True)
+    return parted(states, reference)
+
+
+def drawn_alone(checkpoint: Path, directory: Path, asks: list[Ask], settings: WorkerSettings) -> tuple[Drawn, States]:
+    """What a worker without a group drew, in this process, and what is logged of its layers."""
     settings = msgspec.structs.replace(settings, model=str(checkpoint))
     streams = make_streams(settings.stream_backend)
     try:
-        rig = Rig(streams, settings, runner=load_runner(settings))
+        runner = load_runner(settings)
+        states = LayerStates(runner)
+        rig = Rig(streams, settings, runner=runner)
+        log = RoundLog(rig, states=states)
         requests = Requests(rig, directory, 0)
         for ask in asks:
             requests.add(ask)
         requests.run(0)
         rig.check_end()
+        stale, kept = log.stale(), log.states()
     finally:
         streams.close()
-    return Drawn({str(life.number): life.tokens for life, _ in requests.lives}, {}, 0, 0, 0)
+    tokens = {str(life.number): life.tokens for life, _ in requests.lives}
+    return Drawn(tokens, {}, 0, 0, 0, stale=stale), kept
 
 
 def drawn_by(

@@ -1,8 +1,9 @@
-"""What a rank exchanged in each round, which rows on the device were not those in host memory, and hidden states.
+"""What a rank exchanged in each round, which rows on the device were not those in host memory, and what each layer of
+a decode step began with and selected.
 
 Everything is copied by operations on `compute`, behind those of the round, and looked at when all requests have ended:
 neither the ranks nor their graphs wait for it. Exchange buffers hold the last mixture of a round, so that one layer of
-each round is seen. Resident requests and steps without drafts alone.
+each round is seen. Resident requests and steps without drafts alone. A worker without a group has no exchanges.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,26 +30,27 @@ if TYPE_CHECKING:
 Exchanged = dict[str, list[str]]
 
 
-#: By request and position of a decode step: hidden states [G, hidden] before each anchor layer.
-States = dict[tuple[int, int], Tensor]
+#: By request and position of a decode step: hidden states [G, hidden] before each anchor layer, and what that layer
+#: selected, int32[G, k].
+States = dict[tuple[int, int], tuple[Tensor, Tensor]]
 
 
 class LayerStates:
-    """The hidden states before each anchor layer of the step launched last, by rows of its batch: [G, B, hidden]. Made
-    before the executor: its graphs copy them."""
+    """Of the step launched last, by rows of its batch: the hidden states before each anchor layer, [G, B, hidden], and
+    its selections, int32[G, B, k]. Made before the executor: its graphs copy them."""
 
     def __init__(self, runner: TransformersRunner) -> None:
-        self.held: dict[int, Tensor] = {}
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self._runner = runner
         runner.after_index_topk = self._copy
 
     def _copy(self, group: int, batch: StepBatch, topk: Tensor) -> None:
-        del topk
-        rows = len(batch.seats)
+        rows, groups = len(batch.seats), self._runner.geometry.groups
         hidden = self._runner._scratch[rows].hidden.squeeze(1)
         if rows not in self.held:  # a bucket runs once before it is captured
-            self.held[rows] = hidden.new_zeros(self._runner.geometry.groups, *hidden.shape)
-        self.held[rows][group].copy_(hidden)
+            self.held[rows] = hidden.new_zeros(groups, *hidden.shape), topk.new_zeros(groups, *topk.shape)
+        for held, now in zip(self.held[rows], (hidden, topk), strict=True):
+            held[group].copy_(now)
 
 
 class _Kept(NamedTuple):
@@ -64,9 +66,18 @@ class RoundLog:
 
     def __init__(self, rig: Rig, exchange: Exchange | None = None, states: LayerStates | None = None) -> None:
         self._executor = rig.executor
-        self._states: list[tuple[list[tuple[int, int]], Tensor]] = []
+        self._states: list[tuple[list[tuple[int, int]], Tensor, Tensor]] = []
         self._rounds: list[tuple[str, list[Tensor]]] = []
         self._kept: list[_Kept] = []
+        launch_step = rig.executor._launch_step
+
+        def launch_and_log(*args: Any, **kwargs: Any) -> None:
+            launch_step(*args, **kwargs)
+            if states is not None:
+                self._keep_states(states)
+            self.keep_rows(f"step {len(self._states)}")
+
+        rig.executor._launch_step = launch_and_log  # type: ignore[method-assign]
         rounds = rig.executor._rounds
         if rounds is None or exchange is None:
             return
@@ -76,9 +87,6 @@ class RoundLog:
             if this.kind is not RoundKind.WISHES:
                 name = f"{this.kind.value} round {this.number}"
                 self._launch(partial(self._copy_exchange, exchange, name, this.size))
-                self.keep_rows(name)
-            if this.kind is RoundKind.DECODE and states is not None:
-                self._keep_states(states, this.size)
             end(this, wish)
 
         rounds.end = log_and_end  # type: ignore[method-assign]
@@ -93,7 +101,11 @@ class RoundLog:
         return {name: [_digest(tensor) for tensor in tensors] for name, tensors in self._rounds}
 
     def states(self) -> States:
-        return {place: kept[:, row].cpu() for places, kept in self._states for row, place in enumerate(places)}
+        return {
+            place: (hidden[:, row].cpu(), topk[:, row].cpu())
+            for places, hidden, topk in self._states
+            for row, place in enumerate(places)
+        }
 
     def stale(self) -> list[str]:
         """Rows that differed on the device from those in host memory."""
@@ -103,9 +115,11 @@ class RoundLog:
             found += [f"{what}, layer {layer}, row {row}" for layer, row in unlike.nonzero().tolist()]
         return found
 
-    def _keep_states(self, states: LayerStates, rows: int) -> None:
-        places = [(it.request_index, it.position - 1) for it in self._executor._decoder._launched[-1].requests]
-        self._launch(lambda: self._states.append((places, states.held[rows].clone())))
+    def _keep_states(self, states: LayerStates) -> None:
+        step = self._executor._decoder._launched[-1]
+        places = [(it.request_index, it.position - 1) for it in step.requests]
+        hidden, topk = states.held[step.seats]
+        self._launch(lambda: self._states.append((places, hidden.clone(), topk.clone())))
 
     def _keep_rows(self, name: str, request: RunningRequest) -> None:
         state, memory = self._executor.state, request.memory
@@ -151,15 +165,25 @@ def miscarried(ranks: Sequence[Exchanged]) -> list[str]:
 
 
 def parted(states: States, reference: States, bound: float = 1e-2) -> list[str]:
-    """Where the states of a request part from those of the reference for the first time: what follows has other tokens
-    before it."""
+    """Where the states of a request part from those of the reference for the first time (what follows has other tokens
+    before it), and what layers ahead of it selected otherwise in that step: their keys were lost, or the choice went
+    wrong. Where they selected alike, a row was lost, or attention or what follows it went wrong."""
     found: dict[int, str] = {}
-    for request, position in sorted(states.keys() & reference.keys()):
-        apart = (states[request, position] - reference[request, position]).abs().amax(-1) > bound
-        if apart.any():
-            group = int(apart.nonzero()[0])
-            found.setdefault(request, f"request {request}, position {position}: before index group {group}")
+    for place in sorted(states.keys() & reference.keys()):
+        request, position = place
+        (hidden, topk), (expected, selected) = states[place], reference[place]
+        apart = (hidden - expected).abs().amax(-1) > bound
+        if request in found or not apart.any():
+            continue
+        group = int(apart.nonzero()[0])
+        ahead = (_differences(topk[it], selected[it], f"group {it} selected") for it in range(group))
+        found[request] = f"request {request}, position {position}: before index group {group}{''.join(ahead)}"
     return list(found.values())
+
+
+def _differences(found: Tensor, expected: Tensor, what: str) -> str:
+    ours, theirs = set(found.tolist()), set(expected.tolist())
+    return f"; {what} {sorted(ours - theirs)} for {sorted(theirs - ours)}" if ours != theirs else ""
 
 
 def _digest(tensor: Tensor) -> str:

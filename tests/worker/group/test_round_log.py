@@ -27,10 +27,16 @@ def test_ranks_receive_what_the_others_sent(tmp_path: Path) -> None:
     assert not [row for rank in drawn for row in rank.stale]
     assert not wrong(tmp_path / "model", asks, drawn)
     assert (0, 65) in states
-    other = {place: kept.clone() for place, kept in states.items()}
+    other = {place: (hidden.clone(), topk.clone()) for place, (hidden, topk) in states.items()}
     assert not parted(states, other)
-    other[0, 65][2, 7] += 1
+    _, topk = states[0, 65]
+    other[0, 65][0][2, 7] += 1
     assert parted(states, other) == ["request 0, position 65: before index group 2"]
+    selected = sorted(topk[1].tolist())
+    topk[1, topk[1] == selected[5]] = 999
+    assert parted(states, other) == [
+        f"request 0, position 65: before index group 2; group 1 selected [999] for [{selected[5]}]"
+    ]
     name = next(iter(exchanged[0]))
     exchanged[1][name][0] = exchanged[0][name][4] = "other bytes"
     assert miscarried(exchanged) == [
