@@ -264,6 +264,7 @@ class Control:
             poller.register(descriptor, select.POLLIN)
         next_beat = next_join = 0.0
         while True:
+            self._take_all()  # before ranks are judged: this process may have stood still, and they have not
             now = time.monotonic()
             if not self.members and now >= next_join:
                 next_join = now + JOIN_S
@@ -274,8 +275,6 @@ class Control:
             self._flush()
             if self._closed and not self._outgoing:
                 return
-            self._take_all()
-            self._flush()
             if not self._sockets.has_news():
                 ready = poller.poll(max(0.0, next_beat - time.monotonic()) * 1e3)
                 self._note(ready)
