@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from protocol.messages import NO_LOGPROBS
-from protocol.settings import ClusterSettings, Config, WorkerSettings
+from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 from tests import ROOT
 from tests.support import zygote
 from tests.support.round_log import Exchanged, LayerStates, RoundLog, States
@@ -35,6 +35,8 @@ from tests.support.round_log import Exchanged, LayerStates, RoundLog, States
 LIMIT_S = 400.0
 #: What masks of a rank may be, and the file that lets those that are held go.
 LATE, HELD, MASKS_GO = "late", "held", "masks-go"
+#: Said to a rank, and by it, when it needs no peer any more.
+LEAVE = "leave"
 
 
 @dataclass
@@ -84,7 +86,8 @@ def settings_of(
         group_endpoint=endpoint or f"ipc://{directory}/group-g0.sock",
         stream_backend=settings.stream_backend or "inline",
     )
-    return Config(cluster=ClusterSettings(runtime_dir=str(directory)), worker=worker)
+    patient = CoordinatorSettings(heartbeat_limit_s=LIMIT_S)  # no rank is lost because the machine is busy
+    return Config(cluster=ClusterSettings(runtime_dir=str(directory)), coordinator=patient, worker=worker)
 
 
 class GroupRig:
@@ -141,12 +144,20 @@ class GroupRig:
     def drawn(self) -> list[Drawn]:
         """The answers of all ranks, once all are done; then they leave."""
         found = [Drawn(**json.loads(self.line(rank))) for rank in range(len(self.ranks))]
+        self.leave()
+        return found
+
+    def leave(self) -> None:
+        """Once all have answered. None leaves before all need no peer: the others would end with it."""
+        for child in self.ranks:
+            assert child.stdin is not None
+            child.stdin.write(f"{LEAVE}\n")
+            child.stdin.flush()
+        assert [self.line(rank) for rank in range(len(self.ranks))] == [f"{LEAVE}\n"] * len(self.ranks)
         for child in self.ranks:
             assert child.stdin is not None
             child.stdin.close()
-        for child in self.ranks:
-            assert child.wait(LIMIT_S) == 0
-        return found
+        assert [child.wait(LIMIT_S) for child in self.ranks] == [0] * len(self.ranks)
 
     def states(self) -> States:
         """Of all ranks, once they are done."""
@@ -223,11 +234,20 @@ def main() -> None:
     if log is not None:
         torch.save(log.states(), _states_path(Path(config.cluster.runtime_dir), group.rank))
     print(json.dumps(asdict(drawn)), flush=True)
-    while not select.select([sys.stdin], [], [], 0)[0]:
+    while not (select.select([sys.stdin], [], [], 0)[0] and _is_let_go(group)):
         if not rig.executor.turn():
             time.sleep(0.001)
     rig.executor._streams.close()
     group.leave()
+
+
+def _is_let_go(group: Any) -> bool:
+    """Reads a line: LEAVE, or the end of the input."""
+    if not sys.stdin.readline():
+        return True
+    group.control.is_done = lambda: True
+    print(LEAVE, flush=True)
+    return False
 
 
 def _states_path(directory: Path, rank: int) -> Path:
@@ -237,6 +257,7 @@ def _states_path(directory: Path, rank: int) -> Path:
 def _plant(masks: str, requests: Requests, path: Path) -> None:
     from protocol.grammars import Matcher
     from tests.support.late_masks import held_build, held_until, late_once
+    from worker.loop import grammars
     from worker.loop.grammars import Grammar
 
     def wait_for_others() -> None:
@@ -246,6 +267,7 @@ def _plant(masks: str, requests: Requests, path: Path) -> None:
     if masks == LATE:
         patch.object(Grammar, "wait", late_once()).start()
     if masks == HELD:
+        patch.object(grammars, "GRAMMAR_LIMIT_S", LIMIT_S).start()  # others may take long to end
         patch.object(Matcher, "push", held_until(wait_for_others)).start()
         patch.object(Matcher, "__init__", held_build(wait_for_others, HELD)).start()
 

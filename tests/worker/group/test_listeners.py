@@ -61,10 +61,7 @@ def test_a_group_takes_no_connections_of_strangers(tmp_path: Path) -> None:
             ports = ports_of(child.pid)
             assert ports
             assert not [port for port in ports if is_open(("127.0.0.1", port))]
-        for child in rig.ranks:
-            assert child.stdin is not None
-            child.stdin.close()
-        assert [child.wait(60) for child in rig.ranks] == [0, 0]
+        rig.leave()
     finally:
         rig.close()
 
