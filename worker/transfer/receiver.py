@@ -27,7 +27,6 @@ from worker.transfer.receiving import (
     SendToSender,
     ShutOut,
 )
-from worker.transfer.wire import Checked
 
 
 class PageReceiver(Pump[Action, ReceiverEvent]):
@@ -101,6 +100,7 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
             found, seconds = future.result()
             self.counters.checksum_seconds += seconds
             self.counters.bytes += check.length * (found == check.checksum)
+            self.counters.refused_units += found != check.checksum
             self._ask(partial(self._core.checked, check, found == check.checksum))
             ended += 1
         return bool(heard or ended)
@@ -113,7 +113,6 @@ class PageReceiver(Pump[Action, ReceiverEvent]):
     def _perform(self, action: Action) -> None:
         match action:
             case SendToSender(sender, message):
-                self.counters.refused_units += isinstance(message, Checked) and not message.good
                 self._control.send(sender, message)
             case CheckUnit():
                 self._checks.append((action, self.jobs.submit(partial(self._take, action))))
