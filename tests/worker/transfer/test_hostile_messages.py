@@ -16,6 +16,7 @@ from worker.transfer.wire import Stopped, StopWriting, encode, from_receiver, fr
 
 DEEP = b"\x91" * 100_000 + b"\xc0"
 NO_TEXT = b"\xff\xfe\xff\xfe"
+POLL_MS = 60_000
 
 
 def wrong(tag: str) -> dict[str, bytes]:
@@ -47,12 +48,12 @@ def test_wrong_messages_are_counted_and_the_next_one_is_heard(tmp_path: Path) ->
     for data in (*wrong("stopped").values(), encode(Stopped(1, True, "gone"))):
         raw.send(data)
     while not heard_there:
-        assert receiver.socket.poll(10_000)
+        assert receiver.socket.poll(POLL_MS)
         heard_there += receiver.receive()
     for data in (*wrong("stop").values(), encode(StopWriting(1, "gone"))):
         receiver.socket.send_multipart([b"s", data])
     while not heard_here:
-        assert sender.poller.poll(10_000)
+        assert sender.poller.poll(POLL_MS)
         heard_here += sender.receive()
     assert (heard_there, receiver.unreadable) == ([("s", Stopped(1, True, "gone"))], len(wrong("stop")))
     assert (heard_here, sender.unreadable) == ([(receiver.address, StopWriting(1, "gone"))], len(wrong("stop")))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ from worker.transfer import (
     Revoked,
     open_receiver,
     open_sender,
+    receiving,
     sending,
 )
 from worker.transfer.checksum import checksum
@@ -50,12 +52,13 @@ from worker.transfer.engines import shared
 from worker.transfer.engines.nixl import NixlTarget
 from worker.transfer.engines.shared import SharedTarget
 from worker.transfer.receiver import PageReceiver
-from worker.transfer.receiving import STOP_LIMIT_S
 from worker.transfer.wire import Begin, encode
 
 pytestmark = pytest.mark.pd
 
 SENDER = "prefill-0/1"
+#: In place of a limit that no busy machine may reach.
+NEVER_S = 1e6
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -112,9 +115,18 @@ def test_single_page_is_transferred(receiver: PageReceiver, pool: PoolMemory, tm
 
 
 @pytest.mark.process
-def test_a_sender_may_come_before_the_transfer(receiver: PageReceiver, tmp_path: Path) -> None:
+def test_a_sender_may_come_before_the_transfer(
+    receiver: PageReceiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came, heard = threading.Event(), receiver._core.heard
+
+    def note(*arguments: Any) -> Any:
+        came.set()
+        return heard(*arguments)
+
+    monkeypatch.setattr(receiver._core, "heard", note)
     with peer_process(tmp_path, **order(receiver, 3)):
-        time.sleep(1.0)
+        assert came.wait(WAIT_S)
         assert receiver.poll() == []
         receiver.open(1, [4, 5, 6])
         wait_for(receiver.poll, has_all(3))
@@ -175,25 +187,31 @@ def test_unused_transfer_is_revoked_at_once(receiver: PageReceiver) -> None:
 
 
 @pytest.mark.process
-def test_answering_sender_frees_the_pages(receiver: PageReceiver, tmp_path: Path) -> None:
-    """Long before it would be shut out; and it says why its transfer failed."""
+def test_answering_sender_frees_the_pages(
+    receiver: PageReceiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not shut out; and it says why its transfer failed."""
+    monkeypatch.setattr(receiving, "STOP_LIMIT_S", NEVER_S)
     receiver.open(1, list(range(6)))
     with peer_process(tmp_path, **order(receiver, 6, withheld=1)) as sender:
         assert len(wait_for(receiver.poll, has_all(5))) == 5
         receiver.revoke(1, "the client left")
-        assert wait_for(receiver.poll, bool, limit_s=STOP_LIMIT_S / 2) == [Revoked(1, "the client left")]
+        assert wait_for(receiver.poll, bool) == [Revoked(1, "the client left")]
         said = wait_for(sender.said, lambda lines: len(lines) == 6)
     assert said[-1] == "stopped by its receiver: the client left"
 
 
 @pytest.mark.process
-def test_stopped_sender_holds_no_page(receiver: PageReceiver, pool: PoolMemory, tmp_path: Path) -> None:
-    """I2, SGLang #24578: nothing of it can land late, since it never writes."""
+def test_stopped_sender_holds_no_page(
+    receiver: PageReceiver, pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2, SGLang #24578: nothing of it can land late, since it never writes. It is not shut out either."""
+    monkeypatch.setattr(receiving, "STOP_LIMIT_S", NEVER_S)
     receiver.open(1, [1])
     with peer_process(tmp_path, **order(receiver, 1, fault="halt")) as sender:
         wait_for(sender.said, lambda said: "halted" in said)
         receiver.revoke(1, "the client left")
-        assert wait_for(receiver.poll, bool, limit_s=STOP_LIMIT_S / 2) == [Revoked(1, "the client left")]
+        assert wait_for(receiver.poll, bool) == [Revoked(1, "the client left")]
         pool.pages[1] = OTHERS  # the next owner
         sender.process.send_signal(signal.SIGCONT)
         wait_for(sender.said, lambda said: any("stopped by its receiver" in line for line in said))
@@ -265,8 +283,11 @@ def test_revocation_waits_for_the_copy_under_way(
 
 
 @pytest.mark.process
-def test_sender_leaves_a_dead_receiver_when_told(pool: PoolMemory, tmp_path: Path) -> None:
-    """Long before nothing was verified for CHECK_LIMIT_S."""
+def test_sender_leaves_a_dead_receiver_when_told(
+    pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it may take until nothing was verified for CHECK_LIMIT_S."""
+    monkeypatch.setattr(sending, "CHECK_LIMIT_S", NEVER_S)
     (tmp_path / "other").mkdir()
     with peer_process(tmp_path / "other", engine="shared", transfer_id=1, pages=8) as receiver:
         (description,) = wait_for(receiver.said, bool)
@@ -278,7 +299,7 @@ def test_sender_leaves_a_dead_receiver_when_told(pool: PoolMemory, tmp_path: Pat
         for index in range(1, 8):
             sender.send(1, index, index)
         sender.cancel(1, "its receiver is dead")
-        assert wait_for(sender.poll, bool, limit_s=5) == [Failed(1, "its receiver is dead")]
+        assert wait_for(sender.poll, bool) == [Failed(1, "its receiver is dead")]
         sender.close()
 
 
@@ -358,7 +379,7 @@ def test_sender_without_the_receivers_key_is_ignored(pool: PoolMemory) -> None:
     known = Description.decode(receiver.describe())
     word = encode(Begin(known.version, known.receiver_id, 1, 1, layout, pack_int64([SMALL.page_bytes])))
     heard = []
-    for key in (known.key, b"", zmq.curve_keypair()[0]):
+    for key, wait_s in ((known.key, WAIT_S), (b"", 1.0), (zmq.curve_keypair()[0], 1.0)):
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IDENTITY, SENDER.encode())
@@ -367,7 +388,7 @@ def test_sender_without_the_receivers_key_is_ignored(pool: PoolMemory) -> None:
                 socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.connect(known.address)
             socket.send(word)
-            heard.append(bool(socket.poll(1_000)))
+            heard.append(bool(socket.poll(wait_s * 1e3)))
     receiver.close()
     assert heard == [True, False, False]
 
