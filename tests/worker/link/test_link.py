@@ -45,6 +45,8 @@ from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 
+#: Of what takes real time; a longer wait is a hang.
+LIMIT_S = 60.0
 MODEL = ModelInfo("f", "tiny", 8192, 260, 4, 128, (257,), "json", "digest")
 CAPACITY = WorkerCapacity(8, 64, 64, 64, 64, 1024, (4096,), 8, 1, "/tmp/pool")
 ADMIT = Admit(1, 0, "r1", b"", b"", 0, Sampling(8), b"", 1, 1, 0, 1)
@@ -126,7 +128,7 @@ async def test_dirty_flag_from_another_thread_wakes_the_link() -> None:
         dealer = await it.welcome()
         writer = threading.Thread(target=lambda: it.outbox.add_event(Started(1)))
         writer.start()
-        with trio.fail_after(5):
+        with trio.fail_after(LIMIT_S):
             assert (await report_of(dealer)).events == (Started(1),)
         writer.join()
 
@@ -308,19 +310,29 @@ async def test_link_over_real_sockets(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/run/worker.sock"
     it = Bench()
     it.link = Link(it.state, it.sink, connect_to(endpoint), pace=LinkPace())
-    with trio.fail_after(20):
+    with trio.fail_after(LIMIT_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(it.run)
             for round_number in (1, 2):
                 router = RouterSocket(endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX)
-                (hello,) = await router.recv_batch()
-                greeting = decode_worker(hello.frame)
-                assert isinstance(greeting, WorkerHello)
-                router.send(hello.peer, encode(WorkerWelcome(PROTOCOL_VERSION, 1, round_number - 1, False)))
-                it.outbox.add_event(Started(round_number))
-                report = None
-                while not isinstance(report, Report):
-                    report = decode_worker((await router.recv_batch())[0].frame)
+                report = await first_report(it, router, round_number)
                 assert (report.number, report.events) == (round_number, (Started(round_number),))
                 router.close()
             nursery.cancel_scope.cancel()
+
+
+async def first_report(it: Bench, router: RouterSocket, number: int) -> Report:
+    """Of a connection that is welcomed, on which the event of `number` is reported. A link that waited too long for its
+    welcome, on a busy machine, connects again."""
+    welcomed: set[bytes] = set()
+    while True:
+        for received in await router.recv_batch():
+            message = decode_worker(received.frame)
+            if isinstance(message, WorkerHello):
+                if not welcomed:
+                    it.outbox.add_event(Started(number))
+                welcomed.add(received.peer)
+                router.send(received.peer, encode(WorkerWelcome(PROTOCOL_VERSION, 1, number - 1, False)))
+            assert received.peer in welcomed, "a connection begins with its hello"
+            if isinstance(message, Report):
+                return message

@@ -333,7 +333,7 @@ def test_writer_and_reader_threads_lose_nothing() -> None:
     writer.start()
     finished = False
     while not finished:
-        assert wake.wait(10.0), "dirt without a wake-up"
+        assert wake.wait(60.0), "dirt without a wake-up"
         wake.clear()
         while (report := outbox.take(0, 0.0)) is not None:
             outbox.ack(report.number)
