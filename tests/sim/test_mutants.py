@@ -37,7 +37,8 @@ OF_REUSE_APART = {"let_a_transfer_write_to_shared_pages"}
 #: Of drafts; checks see them without faults, too.
 OF_DRAFTS = {"count_rejected_rows_as_durable", "write_more_rows_than_granted"}
 
-pytestmark = [pytest.mark.sim, pytest.mark.mutation]
+#: Some are found after a hundred seeds: a minute on an idle machine, four among other tests.
+pytestmark = [pytest.mark.sim, pytest.mark.mutation, pytest.mark.timeout(1_500)]
 
 
 def test_mutants_are_numerous() -> None:

@@ -22,8 +22,8 @@ from tests.sim.trace import TAIL_LINES
 SEEDS = 1_000
 #: Faults that a seed must average: fewer would show little.
 FAULTS_MIN = 20.0
-#: Aim: 250 ms a seed on one core. Time on a shared machine is no test; this bound catches what is ten times too slow.
-SEEDS_LIMIT_S = 1_500
+#: Aim: 250 ms a seed on one core. Time on a shared machine is no test; this bound ends what hangs.
+SEEDS_LIMIT_S = 3_000
 
 pytestmark = pytest.mark.sim
 
