@@ -431,7 +431,7 @@ def test_the_thread_serves_commands_and_stops() -> None:
     thread.start()
     life = rig.coordinator.create(1, 70, 20)
     assert rig.coordinator.admit(life, 64)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not rig.executor.idle or not life.outcome:
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -440,7 +440,7 @@ def test_the_thread_serves_commands_and_stops() -> None:
         assert time.monotonic() < deadline, "an idle loop goes on beating"
         time.sleep(0.002)
     rig.executor.stop()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     assert not rig.wrong()
 
