@@ -18,8 +18,6 @@ from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.dimensions import BOUNDS, check_dimensions
 from worker.weights.shards import INDEX, Shards
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
