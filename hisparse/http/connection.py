@@ -16,8 +16,10 @@ owners from then on.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Final
 
@@ -103,6 +105,16 @@ class HttpConnection:
         if self._waiting is not None:
             self._waiting.cancel()
 
+    @contextmanager
+    def waiting(self, deadline: float = math.inf) -> Iterator[trio.CancelScope]:
+        """For a client's next bytes, outside of a request: `finish` cancels the block."""
+        with trio.CancelScope(deadline=deadline) as scope:
+            self._waiting = scope
+            try:
+                yield scope
+            finally:
+                self._waiting = None
+
     @property
     def party(self) -> str:
         """Whose turns it takes: the owner of the key that was shown last, or its client's address."""
@@ -136,15 +148,12 @@ class HttpConnection:
                     return head
             if self._last:
                 return End.CLOSED
-            with trio.CancelScope(deadline=deadline) as scope:
-                self._waiting = scope
+            with self.waiting(deadline) as scope:
                 try:
                     if not await self._receive():
                         return End.CLOSED
                 except ClientGone:
                     return End.UNREAD
-                finally:
-                    self._waiting = None
             if scope.cancelled_caught:
                 return End.CLOSED if self._last else End.IDLE
             if not begun:

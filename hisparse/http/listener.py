@@ -119,8 +119,12 @@ class HttpListener:
         self._counters.connections = len(self._open)
         try:
             with connection.scope:
-                if isinstance(stream, trio.SSLStream) and not await _shake_hands(stream):
-                    return End.TLS
+                if isinstance(stream, trio.SSLStream):
+                    with connection.waiting() as handshake:
+                        if not await _shake_hands(stream):
+                            return End.TLS
+                    if handshake.cancelled_caught:
+                        return End.STOPPED
                 end = await connection.run()
                 if isinstance(stream, trio.SSLStream):
                     with trio.move_on_after(CLOSE_LIMIT_S):

@@ -780,6 +780,31 @@ async def test_handshake_that_a_client_leaves_is_ended(
             await theirs.send_all(hello.read()[:sent])
 
 
+async def test_stop_gives_up_handshakes_and_finishes_answers(tmp_path: Path) -> None:
+    resumed = trio.Event()
+
+    async def slow(head: RequestHead, channel: Channel) -> None:
+        await resumed.wait()
+        await HttpExchange(head, channel, Shares(1)).answer(200, b"done")
+
+    cert, key = write_pair(tmp_path)
+    async with running(slow, Tls(cert, key)) as rig:
+        silent, begun = await rig.open(), await rig.open()
+        await begun.send_all(b"\x16\x03\x01\x02\x00\x01")
+        context = ssl.create_default_context(cafile=cert)
+        busy = trio.SSLStream(await rig.open(), context, server_hostname="localhost", https_compatible=True)
+        await busy.send_all(GET)
+        await rig.until(lambda: rig.counters.connections == 3)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        rig.stopping.set()
+        await rig.until(lambda: rig.ends() == {"stopped": 2})
+        for stream in (silent, begun):
+            await stream.aclose()
+        resumed.set()
+        assert (await exchanged(busy, b"")).endswith(b"done")
+        await rig.until(lambda: rig.ends() == {"stopped": 2, "closed": 1})
+
+
 async def test_ended_tls_connections_leave_nothing_for_the_collector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
