@@ -113,7 +113,8 @@ def worker(config: Config, die_with: int | None) -> int:
     *LOG_SETTINGS,
 )
 @die_with_option
-def http(config: Config, die_with: int | None) -> int:
+@click.option("--ready-fd", type=int, metavar="FD", hidden=True)
+def http(config: Config, die_with: int | None, ready_fd: int | None) -> int:
     """Serve the APIs of OpenAI (chat, completions, responses) and Anthropic (messages), and a chat page.
 
     A client of the coordinator; it needs no GPU and no torch.
@@ -132,7 +133,7 @@ def http(config: Config, die_with: int | None) -> int:
             value=error.name,
             remedy="pip install 'hisparse[http]'",
         ) from error
-    return run_http(config)
+    return run_http(config, ready_fd)
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:

@@ -67,9 +67,16 @@ class Child:
 
     @classmethod
     def start(
-        cls, name: str, command: Sequence[str], environ: Mapping[str, str], log_path: Path | None = None
+        cls,
+        name: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log_path: Path | None = None,
+        *,
+        inherited: Sequence[int] = (),
     ) -> Child:
-        """Start `command`. Its output goes to `log_path`, by default to the parent's stderr."""
+        """Start `command`. Its output goes to `log_path`, by default to the parent's stderr; it has the descriptors
+        `inherited` under their numbers."""
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log_path else None
         try:
             process = subprocess.Popen(
@@ -79,6 +86,7 @@ class Child:
                 stdout=2 if log is None else log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=inherited,
             )
         finally:
             if log is not None:

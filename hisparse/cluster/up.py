@@ -5,7 +5,7 @@ Order, and why:
 
     start   refused if a coordinator answers in the runtime directory: the workers would join it and share its pool.
             Coordinator first, workers once it answers, the HTTP front once all workers have registered; ready when the
-            front listens
+            front says that it listens. This process has the front's port from the beginning
     run     until a signal, `hisparse stop`, or until the cluster is over; children that died are restarted, hung ones
             are killed (hisparse.cluster.keeper)
     stop    drain the coordinator (requests may run on until the deadline), then SIGTERM, then SIGKILL.
@@ -17,6 +17,7 @@ A second signal, or one during start, skips to SIGKILL.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -100,8 +101,9 @@ class Cluster:
         own = msgspec.structs.replace(self.config, worker=settings)
         self.workers[settings.name] = start_child("worker", own, self.log_dir)
 
-    def add_http(self) -> None:
-        self.http = start_child(HTTP, self.config, self.log_dir)
+    def add_http(self, ready_fd: int | None = None) -> None:
+        """The front writes to `ready_fd` once it listens."""
+        self.http = start_child(HTTP, self.config, self.log_dir, ready_fd)
 
     def restart(self, name: str) -> Child:
         """Start a child that has ended again, under its name and with its settings."""
@@ -190,7 +192,7 @@ async def running_cluster(
             remedy="stop it, or choose another --runtime-dir",
         )
     if http:
-        await _check_front(config)
+        _check_front(config)
     with _with_port(config) if http else nullcontext(config) as resolved:
         async with _running(
             resolved, placed, http=http, abort=abort_unfinished, log_dir=log_dir, start_limit_s=start_limit_s
@@ -218,9 +220,7 @@ async def _running(
                 cluster.start_worker(settings)
             await started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
         if http:
-            cluster.add_http()
-            await started(cluster.children, lambda: _listens(config), start_limit_s)
-            await _front_ready(config.http)
+            await _start_front(cluster, start_limit_s)
         kept = keep_pool(cluster.pool)
         yield cluster
     finally:
@@ -241,33 +241,26 @@ def _resolved(config: Config, settings: WorkerSettings) -> WorkerSettings:
     return own.worker
 
 
-async def _check_front(config: Config) -> None:
+def _check_front(config: Config) -> None:
     """Check the front's settings now, because it only starts when the workers have loaded their checkpoint."""
     tls_of(config.http)
     read_keys(config.http.api_keys_file)
-    if config.http.port and await _listens(config):
-        raise WrongState(
-            "another process listens there", field="http.port", value=config.http.port, remedy="choose another port"
-        )
 
 
 @contextmanager
 def _with_port(config: Config) -> Iterator[Config]:
-    """`config` with a free port in place of port 0. Raises ConfigError.
+    """`config` with a free port in place of port 0. Raises WrongState when another process has the port, ConfigError.
 
-    This process keeps the port bound, without listening, so that no other process gets it while the front starts or
-    restarts.
+    This process keeps the port bound, without listening, so that few other processes get it while the front starts or
+    restarts: those that share it as the front does, and listen first.
     """
-    if config.http.port:
-        yield config
-        return
-    with _bind_any(config.http.host) as holder:
+    with _bind(config.http.host, config.http.port) as holder:
         yield listening_at(config, config.http.host, holder.getsockname()[1])
 
 
-def _bind_any(host: str) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         raise _unbound(host, error) from error
@@ -276,6 +269,9 @@ def _bind_any(host: str) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
+        if error.errno == errno.EADDRINUSE:
+            remedy = "choose another port"
+            raise WrongState("another process listens there", field="http.port", value=port, remedy=remedy) from error
         raise _unbound(host, error) from error
     return bound
 
@@ -285,17 +281,17 @@ def _unbound(host: str, error: OSError) -> ConfigError:
         f"cannot listen there: {error.strerror}",
         field="http.host",
         value=host,
-        remedy="name an address of this machine",
+        remedy="name an address of this machine, or another port",
     )
 
 
-def start_child(subcommand: str, config: Config, log_dir: Path | None) -> Child:
+def start_child(subcommand: str, config: Config, log_dir: Path | None, ready_fd: int | None = None) -> Child:
     """Start `hisparse SUBCOMMAND` with all settings of `config` in its environment. It ends with this thread."""
     name = config.worker.name if subcommand == "worker" else subcommand
     command = [sys.executable, "-m", "hisparse.cli", subcommand, "--die-with", str(os.getpid())]
-    return Child.start(
-        name, command, child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
-    )
+    command += [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
+    environ, log_path = child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
+    return Child.start(name, command, environ, log_path, inherited=() if ready_fd is None else (ready_fd,))
 
 
 async def started(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
@@ -341,12 +337,26 @@ async def answers(config: Config) -> bool:
         return False
 
 
-async def _listens(config: Config) -> bool:
+async def _start_front(cluster: Cluster, limit_s: float) -> None:
+    """Returns once the front itself says that it listens: what answers at its port may be another process. Raises as
+    `started` does."""
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    async def says_so() -> bool:
+        try:
+            return bool(os.read(reader, 1))  # empty: it has ended
+        except BlockingIOError:
+            return False
+
     try:
-        await (await trio.open_tcp_stream(config.http.host, config.http.port)).aclose()
-    except OSError:
-        return False
-    return True
+        try:
+            cluster.add_http(writer)
+        finally:
+            os.close(writer)
+        await started(cluster.children, says_so, limit_s)
+    finally:
+        os.close(reader)
+    await _front_ready(cluster.config.http)
 
 
 async def _front_ready(http: HttpSettings) -> None:

@@ -60,8 +60,11 @@ EXIT_INTERRUPTED: Final = 130
 log = logger("http")
 
 
-def run_http(config: Config) -> int:
-    """Serve until stopped; the exit code. Raises ConfigError when it cannot start."""
+def run_http(config: Config, ready_fd: int | None = None) -> int:
+    """Serve until stopped; the exit code. Raises ConfigError when it cannot start.
+
+    Once the front listens, one byte is written to `ready_fd`, which is closed then.
+    """
     logs.configure(config.cluster.log_level, config.cluster.log_format)
     keys, tls = read_keys(config.http.api_keys_file), tls_of(config.http)
     _raise_descriptor_limit()
@@ -72,6 +75,9 @@ def run_http(config: Config) -> int:
         control_socket(config.cluster.runtime_dir) as control,
         open_sender(config.cluster, "http", counters.spans) as sender,
     ):
+        if ready_fd is not None:
+            with open(ready_fd, "wb") as ready:
+                ready.write(b"\n")
         trio.run(_serve, config, keys, tls, listener, control, counters, sender)
     log.info("stopped")
     return EXIT_CLEAN

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -16,7 +19,7 @@ from hisparse.cluster.children import Child, stop_children
 from hisparse.cluster.up import running_cluster
 from hisparse.console import options
 from protocol.config import HostFacts, build
-from protocol.errors import EXIT_PEER_LOST, ConfigError, Unavailable
+from protocol.errors import EXIT_PEER_LOST, ConfigError, Unavailable, WrongState
 from protocol.settings import Config
 from worker.runners.tiny import write_tiny_checkpoint
 
@@ -93,3 +96,40 @@ async def test_a_group_that_never_completes_leaves_nothing_running(
     assert len(started) == 5
     assert not any(child.running for child in started)
     assert [name for name in os.listdir(tmp_path) if name.endswith(".pool")] == []
+
+
+def config_with_front(tmp_path: Path, port: int) -> Config:
+    flags = {"cluster.runtime_dir": str(tmp_path), "worker.model": str(tmp_path / "model"), "http.port": port}
+    return build({}, {}, flags, HostFacts.read())
+
+
+async def test_port_that_another_process_has_bound_is_refused_before_any_start(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "model")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))  # it does not listen
+        port = other.getsockname()[1]
+        with pytest.raises(WrongState, match=f"http.port={port}: another process listens there"):
+            async with running_cluster(config_with_front(tmp_path, port), 1, http=True, log_dir=tmp_path):
+                raise AssertionError("the port is taken")
+    assert os.listdir(tmp_path) == ["model"]
+
+
+async def test_listener_of_another_process_is_not_taken_for_the_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It takes the port while the workers start."""
+    write_tiny_checkpoint(tmp_path / "model")
+    start = up.start_child
+    with ExitStack() as stack:
+
+        def start_late(subcommand: str, config: Config, *others: Any) -> Child:
+            if subcommand == "http":
+                stack.enter_context(socket.create_server(("127.0.0.1", config.http.port)))
+            return start(subcommand, config, *others)
+
+        monkeypatch.setattr(up, "start_child", start_late)
+        with trio.fail_after(90), pytest.raises(ConfigError, match="process=http: exited with 8 during start"):
+            async with running_cluster(config_with_front(tmp_path, 0), 1, http=True, log_dir=tmp_path):
+                raise AssertionError("the front cannot listen")
+    said = capfd.readouterr().err
+    assert re.search(r"http: .*http\.host=127\.0\.0\.1:\d+: cannot listen there: Address already in use \(choose", said)

@@ -693,7 +693,7 @@ CALLS: Final[dict[str, Call]] = {
         lambda directory, _: trio.run(write_checkpoint, Path("/proc/none/x"), DemoOptions(), directory),
     ),
     "port in use": Call(WrongState, "another process listens there (choose another port)", port_in_use),
-    "address of another machine": Call(ConfigError, "(name an address of this machine)", other_address),
+    "address of another machine": Call(ConfigError, "an address of this machine, or another port)", other_address),
     "too few GPUs": Call(
         ConfigError,
         "(start at most 1, or name one GPU for all of them, as in cuda:0)",
