@@ -30,6 +30,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -131,16 +132,18 @@ class OpenPool:
 def open_pool_file(path: Path, wanted: Header, halted: threading.Event) -> OpenPool:
     """Open and lock the pool at `path`, waiting for a process that is creating it.
 
-    Raises ConfigError when the path cannot be opened or a pool of another shape is in use there, Unavailable past
-    CREATION_LIMIT_S or once `halted`.
+    Raises ConfigError when the path cannot be opened, locked or read, or a pool of another shape is in use there,
+    Unavailable past CREATION_LIMIT_S or once `halted`.
     """
     give_up_at = time.monotonic() + CREATION_LIMIT_S
     while True:
         descriptor = _open(path)
         try:
             opened = _try(descriptor, path, wanted)
-        except BaseException:
+        except BaseException as error:
             os.close(descriptor)
+            if isinstance(error, OSError):
+                raise _unusable(path, str(error.strerror)) from error
             raise
         if opened is not None:
             return opened
@@ -177,16 +180,18 @@ def _try(descriptor: int, path: Path, wanted: Header) -> OpenPool | None:
 
 
 def find_pool(path: Path, like: Header) -> Header | None:
-    """The header of a pool at `path` with rows as of `like`, whatever its size; None when there is none yet."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    """The header of a pool at `path` with rows as of `like`, whatever its size; None when there is none yet, or none
+    that can be read: `open_pool_file` says why."""
+    descriptor = _open_existing(path, os.O_RDONLY)
+    if descriptor is None:
         return None
     try:
         give_up_at = time.monotonic() + CREATION_LIMIT_S
         while not lock(descriptor, fcntl.LOCK_SH) and time.monotonic() < give_up_at:
             time.sleep(CREATION_POLL_S)
         found = Header.read(descriptor)
+    except OSError:
+        return None
     finally:
         os.close(descriptor)
     return found if found is not None and found.is_same_model(like) else None
@@ -194,13 +199,15 @@ def find_pool(path: Path, like: Header) -> Header | None:
 
 def empty_unused(path: Path) -> None:
     """Give back the memory of a pool that is unused and will not be used as it is. The file stays."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
+    descriptor = _open_existing(path, os.O_RDWR)
+    if descriptor is None:
+        return
+    try:
+        with suppress(OSError):
             if lock(descriptor, fcntl.LOCK_EX):
                 truncate(descriptor)
-        finally:
-            os.close(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def keep_pool(path: Path) -> int | None:
@@ -208,11 +215,9 @@ def keep_pool(path: Path) -> int | None:
 
     The lock goes with the descriptor, or with this process.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    descriptor = _open_existing(path, os.O_RDONLY)
+    if descriptor is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
@@ -221,9 +226,8 @@ def pass_on_pool(path: Path, worker_endpoint: str) -> None:
 
     Nothing is done where there is none, or a process uses it.
     """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    descriptor = _open_existing(path, os.O_RDWR)
+    if descriptor is None:
         return
     try:
         header = Header.read(descriptor) if lock(descriptor, fcntl.LOCK_EX) else None
@@ -234,10 +238,10 @@ def pass_on_pool(path: Path, worker_endpoint: str) -> None:
 
 
 def remove_pool(path: Path) -> None:
-    """Unlink the pool and give its memory back in steps, unless a process still uses it. No file: nothing to do."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    """Unlink the pool and give its memory back in steps, unless a process still uses it. What is no regular file, or
+    cannot be opened, was refused by the workers, and stays."""
+    descriptor = _open_existing(path, os.O_RDWR)
+    if descriptor is None:
         return
     try:
         path.unlink(missing_ok=True)
@@ -283,9 +287,8 @@ def _pools_in(directory: Path) -> list[Path]:
 
 
 def _reclaim(path: Path) -> Reclaimed | None:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    descriptor = _open_existing(path, os.O_RDWR)
+    if descriptor is None:
         return None
     try:
         status = os.fstat(descriptor)
@@ -331,27 +334,46 @@ def lock(descriptor: int, kind: int) -> bool:
     return True
 
 
+def _open_existing(path: Path, access: int) -> int | None:
+    """A descriptor of the regular file at `path`; None where there is none that this process may open."""
+    try:
+        descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait
+    except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 def _open(path: Path) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
     except OSError as error:
-        raise ConfigError(
-            f"cannot open the host pool: {error.strerror}",
-            field="worker.pool_dir",
-            value=path,
-            remedy="name a directory this user may write",
-        ) from error
-    owner = os.fstat(descriptor).st_uid
-    if owner != os.geteuid():
+        raise _unusable(path, str(error.strerror)) from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise _unusable(path, "it is no regular file")
+    if status.st_uid != os.geteuid():
         os.close(descriptor)
         raise ConfigError(
-            f"the file there is user {owner}'s",
+            f"the file there is user {status.st_uid}'s",
             field="worker.pool_dir",
             value=path,
             remedy="name a directory that only this user may write",
         )
     return descriptor
+
+
+def _unusable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"cannot open the host pool: {reason}",
+        field="worker.pool_dir",
+        value=path,
+        remedy="name a directory this user may write",
+    )
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -54,8 +54,8 @@ def memory_room(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
 
 
 def file_system_room(directory: Path) -> Room:
-    """What the file system of `directory`, or of the first directory above it that exists, has free."""
-    while not directory.exists():
+    """What the file system of `directory`, or of the first directory above it that can be reached, has free."""
+    while not os.path.exists(directory):  # False, too, where this user may not look
         directory = directory.parent
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import lcm
@@ -239,6 +242,64 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "n0.pool").touch()
     os.chown(tmp_path / "n0.pool", 4_711, -1)
     with pytest.raises(ConfigError, match=r"pool_dir=.*the file there is user 4711's"):
+        start(config_for(tmp_path))
+
+
+@contextmanager
+def unreachable(directory: Path) -> Iterator[None]:
+    """This user may not look into `directory`."""
+    user, mode = os.geteuid(), directory.stat().st_mode
+    directory.chmod(0)
+    os.seteuid(user or 4_711)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        directory.chmod(mode)
+
+
+def test_directory_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir()
+    for pool_dir in (tmp_path / "closed", tmp_path / "closed" / "below"):
+        config, path = config_for(pool_dir), pool_dir / "n0.pool"
+        with unreachable(tmp_path / "closed"):
+            refused = rf"pool_dir={path}: cannot open the host pool: Permission denied \(name a directory"
+            with pytest.raises(ConfigError, match=refused):
+                start(config)
+            pass_on_pool(path, "ipc://elsewhere")
+            remove_pool(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Path.mkdir, "Is a directory"),
+        (os.mkfifo, "it is no regular file"),
+        (lambda path: path.symlink_to(path.with_name("target")), "Too many levels of symbolic links"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, make: Callable[[Path], object], reason: str) -> None:
+    path = tmp_path / "n0.pool"
+    make(path)
+    (tmp_path / "target").write_text("of another program")
+    for host_mem in ("1MiB", "auto"):
+        with pytest.raises(
+            ConfigError, match=f"pool_dir={path}: cannot open the host pool: {reason} .name a directory"
+        ):
+            start(config_for(tmp_path, host_mem=host_mem))
+    pass_on_pool(path, "ipc://elsewhere")
+    remove_pool(path)
+    assert os.path.lexists(path)
+    assert (tmp_path / "target").read_text() == "of another program"
+
+
+def test_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(file.fcntl, "flock", refuse)
+    (tmp_path / "n0.pool").touch()
+    with pytest.raises(ConfigError, match=r"pool_dir=.*cannot open the host pool: No locks available"):
         start(config_for(tmp_path))
 
 
