@@ -10,8 +10,9 @@ lets go of the interpreter meanwhile. Builds and tokens have threads and a queue
 a batch that decodes. Each request has at most one job at a time, and none once it has left. A state is a function of
 the grammar and the tokens so far, so another worker, or the same one after a retraction, builds it from these.
 
-Builds begin in the order of rank, in which owners take turns. So a request waits for builds that have begun, one in
-each thread, and for those of requests that rank before it, however many more another owner has sent.
+Builds begin in the order of rank, in which owners take turns. The last thread that is free is kept for a build that
+ranks before one that has begun, as the first one of an owner who comes later does, before all but the oldest of another
+owner. So slow builds of one owner, however many, do not delay it; those of several owners may.
 
 A grammar of a client may take gigabytes or minutes, which nothing bounds here: it passes a trial in a process that has
 limits before it is built (protocol/grammar_trials.py). A thread waits for the process meanwhile, the decode loop for
@@ -52,11 +53,11 @@ from worker.device.pinned import host_tensor
 from worker.runners.logits import AdjustTables
 from worker.streams import Fence, Streams
 
-#: Threads that build matchers, and threads that compute masks behind a new token. Of these the first has all masks, and
-#: the others help where a step begins without a mask, or where a draw waits while that thread has been at work on one
-#: mask for HELP_AFTER_S: threads that take turns at short masks spend more on the interpreter's lock than on the masks,
-#: however many there are.
-BUILD_THREADS: Final = 2
+#: Threads that build matchers, one of them idle most of the time (_RankedJobs), and threads that compute masks behind a
+#: new token. Of these the first has all masks, and the others help where a step begins without a mask, or where a draw
+#: waits while that thread has been at work on one mask for HELP_AFTER_S: threads that take turns at short masks spend
+#: more on the interpreter's lock than on the masks, however many there are.
+BUILD_THREADS: Final = 3
 MASK_THREADS: Final = 2
 HELP_AFTER_S: Final = 0.001
 #: Stack of each, of which pages are taken as they are touched: several times what a grammar of GRAMMAR_CHARS_MAX
@@ -208,10 +209,11 @@ class _Build:
 
 class _RankedJobs:
     """The job of the first in rank comes next, of equal ranks the earlier one; None, which ends a thread, comes last.
-    Thread-safe."""
+    The last free thread of BUILD_THREADS takes only a job that comes before one that has begun. Thread-safe."""
 
     def __init__(self) -> None:
         self._jobs: list[tuple[Rank | tuple[float], int, Grammar | None]] = []
+        self._begun: list[tuple[Rank | tuple[float], int]] = []
         self._numbers = count()
         self._changed = threading.Condition()
 
@@ -220,11 +222,25 @@ class _RankedJobs:
             heappush(self._jobs, ((inf,) if job is None else job.rank, next(self._numbers), job))
             self._changed.notify()
 
-    def get(self) -> Grammar | None:
-        """Blocks until there is one."""
+    @contextmanager
+    def next(self) -> Iterator[Grammar | None]:
+        """Blocks until there is one; it is done at the end of the block."""
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs)
-            return heappop(self._jobs)[-1]
+            self._changed.wait_for(self._may_begin)
+            rank, number, job = heappop(self._jobs)
+            self._begun.append((rank, number))
+        try:
+            yield job
+        finally:
+            with self._changed:
+                self._begun.remove((rank, number))
+                self._changed.notify()
+
+    def _may_begin(self) -> bool:
+        if not self._jobs:
+            return False
+        is_last = 0 < len(self._begun) == BUILD_THREADS - 1
+        return not is_last or self._jobs[0][:2] < max(self._begun)
 
     def drop(self, job: Grammar) -> None:
         """If it has not come yet, it does not."""
@@ -321,11 +337,16 @@ class Grammars:
                 self._threads.append(thread)
 
     def _work_on_builds(self) -> None:
-        while (job := self._builds.get()) is not None:
-            job.work(self._known)
-            del job  # a thread that waits keeps no matcher
+        while self._build_next():
             self._wake()
         self._trials.close()
+
+    def _build_next(self) -> bool:
+        """False: this thread is to end. A thread that waits keeps no matcher."""
+        with self._builds.next() as job:
+            if job is not None:
+                job.work(self._known)
+        return job is not None
 
     def _work_on_masks(self) -> None:
         while (job := self._masks.get()) is not None:

@@ -381,6 +381,26 @@ def test_builds_begin_in_the_order_of_rank(matchers: type[FakeMatcher], monkeypa
     rig.check_end()
 
 
+def test_slow_builds_of_one_owner_delay_no_owner_who_comes_later(matchers: type[FakeMatcher]) -> None:
+    """An owner with a slow grammar for each thread; then one of another owner comes, as in the test before."""
+    rig = Rig()
+    ranks = [(0, turn, turn) for turn in range(grammars.BUILD_THREADS)]
+    slow = [rig.coordinator.create(it[2], 40, 8, grammar=f"{ALTERNATING}\n// {it[2]} held") for it in ranks]
+    for life, rank in zip(slow, ranks, strict=True):
+        life.rank = rank
+        assert rig.coordinator.admit(life, 64)
+    rig.run_until(lambda: len(matchers.built) == grammars.BUILD_THREADS - 1)
+    other = rig.coordinator.create(9, 40, 8, grammar=ALTERNATING)
+    other.rank = 0, 0, 9
+    assert rig.coordinator.admit(other, 64)
+    rig.run_until(lambda: other.outcome == "length")
+    assert not any(life.tokens for life in slow)
+    matchers.goes_on.set()
+    rig.run()
+    assert {life.outcome for life in slow} == {"length"}
+    rig.check_end()
+
+
 def test_threads_of_builds_end_once_all_is_built(matchers: type[FakeMatcher]) -> None:
     rig = Rig()
     lives = [rig.coordinator.create(number, 40, 8, grammar=f"{ALTERNATING}\n// {number} held") for number in range(4)]
@@ -501,8 +521,8 @@ def test_failure_of_the_library_ends_its_request_alone(
     for number in range(grammars.BUILD_THREADS):
         assert rig.coordinator.admit(rig.coordinator.create(number, 40, 8, grammar=ALTERNATING), 64)
         rig.run()
-    faults = [event for event in rig.coordinator.events if isinstance(event, Faulted)]
-    assert [fault.message for fault in faults] == ["grammar=: the matcher failed: a defect (simplify it)"] * 2
+    faults = [event.message for event in rig.coordinator.events if isinstance(event, Faulted)]
+    assert faults == ["grammar=: the matcher failed: a defect (simplify it)"] * grammars.BUILD_THREADS
     monkeypatch.setattr(library.Matcher, method, original)
     good = rig.coordinator.create(100, 40, 8, grammar=ALTERNATING)
     assert rig.coordinator.admit(good, 64)
@@ -567,4 +587,5 @@ def test_cancelled_build_that_has_not_begun_is_dropped() -> None:
     build = cast(grammars._Build, None)
     first, second, third = (grammars.Grammar(build, it, (), jobs, SimpleQueue(), no_help) for it in ranks)
     second.cancel()
-    assert [jobs.get(), jobs.get()] == [first, third]
+    with jobs.next() as one, jobs.next() as other:
+        assert (one, other) == (first, third)
