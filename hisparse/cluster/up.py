@@ -231,7 +231,7 @@ async def _running(
                 child.close()
             if kept is not None:
                 os.close(kept)
-            remove_pool(cluster.pool)
+            remove_pool(cluster.pool, config.cluster.worker_endpoint)
 
 
 def _resolved(config: Config, settings: WorkerSettings) -> WorkerSettings:

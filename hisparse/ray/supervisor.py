@@ -241,7 +241,7 @@ class NodeSupervisor:
         for child in children:
             child.close()
         if not self._stop_order().keeps_pool:
-            remove_pool(self._pool)
+            remove_pool(self._pool, self._plan.config.cluster.worker_endpoint)
         self._state = "stopped"
         self._changed()
 

@@ -237,13 +237,19 @@ def pass_on_pool(path: Path, worker_endpoint: str) -> None:
         os.close(descriptor)
 
 
-def remove_pool(path: Path) -> None:
-    """Unlink the pool and give its memory back in steps, unless a process still uses it. What is no regular file, or
-    cannot be opened, was refused by the workers, and stays."""
+def remove_pool(path: Path, worker_endpoint: str = "") -> None:
+    """Unlink the pool and give its memory back in steps, unless a process still uses it.
+
+    What the workers have refused stays: no regular file, one that cannot be opened, and, with the `worker_endpoint` of
+    their coordinator, the pool of another.
+    """
     descriptor = _open_existing(path, os.O_RDWR)
     if descriptor is None:
         return
     try:
+        found, ours = Header.read(descriptor), Header(0, 0, "", owner={"worker_endpoint": worker_endpoint})
+        if found is not None and found.is_of_another_cluster(ours):
+            return
         path.unlink(missing_ok=True)
         if lock(descriptor, fcntl.LOCK_EX):
             truncate(descriptor)

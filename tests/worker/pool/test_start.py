@@ -362,6 +362,16 @@ def test_two_clusters_never_share_a_pool(tmp_path: Path) -> None:
     assert second.pool_id != first.pool_id
 
 
+def test_pool_of_another_cluster_is_not_removed(tmp_path: Path) -> None:
+    """I1: a start that was refused for it removes what it has made alone."""
+    pool = start(config_for(tmp_path, runtime="one"))
+    remove_pool(pool.path, f"ipc://{tmp_path}/two/worker.sock")
+    assert pool.path.exists()
+    pool.close()
+    remove_pool(pool.path, f"ipc://{tmp_path}/one/worker.sock")
+    assert not pool.path.exists()
+
+
 def test_pool_is_passed_on_with_its_rows_to_a_coordinator_that_has_moved(tmp_path: Path) -> None:
     first = start(config_for(tmp_path, runtime="one"))
     path, endpoint = first.path, f"ipc://{tmp_path}/two/worker.sock"
