@@ -20,6 +20,7 @@ from protocol.errors import ConfigError, Unavailable
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, GatewayMessage
 from protocol.transport.dealer import DealerSocket
 from tests.support.fakes.scheduler import FakeScheduler
+from tests.support.limits import HANG_LIMIT_S
 
 
 class FakeTokenizers:
@@ -127,7 +128,7 @@ async def say(dealer: DealerSocket, *sent: messages.Message | bytes) -> None:
 async def hear(dealer: DealerSocket, count: int = 1, *, at_least: bool = False) -> list[GatewayMessage]:
     """The next `count` messages (or more, with `at_least`), keepalives apart."""
     heard: list[GatewayMessage] = []
-    with trio.fail_after(5):
+    with trio.fail_after(HANG_LIMIT_S):
         while len(heard) < count:
             for frame in await dealer.recv_batch():
                 message = messages.decode_gateway(frame)

@@ -16,6 +16,7 @@ import zmq
 
 from protocol.transport.curve import show_key
 from protocol.transport.keys import PeerKey
+from tests.support.limits import HANG_LIMIT_S
 
 MORE: Final = 1
 LONG: Final = 2
@@ -23,7 +24,6 @@ COMMAND: Final = 4
 #: Signature, version 3.0, mechanism, not a server.
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 READY: Final = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
-LIMIT_S: Final = 10.0
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
@@ -38,11 +38,11 @@ def connect(endpoint: str) -> socket.socket:
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc":
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(LIMIT_S)
+        connection.settimeout(HANG_LIMIT_S)
         connection.connect(address)
         return connection
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=LIMIT_S)
+    return socket.create_connection((host, int(port)), timeout=HANG_LIMIT_S)
 
 
 class Peer:
@@ -73,7 +73,7 @@ class Peer:
         return True
 
     def closed_by_peer(self) -> bool:
-        """Wait for the end of the connection, LIMIT_S at most, reading what comes before."""
+        """Wait for the end of the connection, HANG_LIMIT_S at most, reading what comes before."""
         with suppress(ConnectionError):
             try:
                 while self.socket.recv(65_536):

@@ -13,6 +13,7 @@ from protocol.messages import PROTOCOL_VERSION, CoordinatorMessage
 from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import PeerKey
 from tests.support.fakes.scheduler import MODEL
+from tests.support.limits import HANG_LIMIT_S
 
 CAPACITY = messages.WorkerCapacity(
     seats=8,
@@ -76,7 +77,7 @@ class FakeWorker:
 
     async def hear(self) -> CoordinatorMessage:
         """The next message."""
-        with trio.fail_after(5):
+        with trio.fail_after(HANG_LIMIT_S):
             while not self._effects:
                 self._effects += [messages.decode_coordinator(frame) for frame in await self.dealer.recv_batch()]
         return self._effects.pop(0)
