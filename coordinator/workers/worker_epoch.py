@@ -4,7 +4,8 @@
               REPLAY_ASK_INTERVAL_S; a repeated one is acknowledged again and has no effect
     commands  coordinator.workers.command_log
     liveness  any message shows that the link is alive. `executor_beats` in heartbeats shows that the executor is, since
-              the link thread may run on while the executor's loop hangs
+              the link thread may run on while the executor's loop hangs. Time in which the coordinator stood still
+              does not count
 
 An epoch that was declared down stays down: its later messages are refused, so that the worker withdraws all requests
 and begins a new epoch. So both sides agree, although they may measure the silence differently.
@@ -126,6 +127,11 @@ class WorkerEpoch:
             self.round_trip_s += (round_trip_s - self.round_trip_s) * (ROUND_TRIP_WEIGHT if self.round_trip_s else 1.0)
 
     # ------------------------------------------------------------ liveness
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """The coordinator's loop stood still for so long until `now`: what it did not hear meanwhile is no silence."""
+        self._heard_at = min(self._heard_at + seconds, now)
+        self._beat_at = min(self._beat_at + seconds, now)
 
     def failing(self, now: float, limit_s: float) -> str:
         """Why this epoch counts as down at `now`; empty while it does not."""

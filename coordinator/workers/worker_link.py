@@ -390,12 +390,14 @@ class WorkerLinks:
     async def _watch_time(self) -> None:
         settings = self._settings
         while True:
-            await trio.sleep(settings.heartbeat_interval_s / 2)
+            due_at = trio.current_time() + settings.heartbeat_interval_s / 2
+            await trio.sleep_until(due_at)
             self._send_short()
             now = trio.current_time()
             for link in tuple(self._by_name.values()):
                 if link.is_down:
                     continue
+                link.state.excuse(now - due_at, now)  # messages may wait in the socket
                 if reason := link.state.failing(now, settings.heartbeat_limit_s):
                     self._put_down(link, proved_exit=False, reason=reason)
                 elif link.state.commands.replay_overdue(now, settings.command_ack_limit_s):

@@ -72,6 +72,17 @@ def test_link_and_executor_have_separate_signs_of_life(epoch: WorkerEpoch) -> No
     assert epoch.failing(7.5, 5.0) == ""
 
 
+def test_time_in_which_the_coordinator_stood_still_is_no_silence(epoch: WorkerEpoch) -> None:
+    epoch.heartbeat(beat(beats=7), 1.0)
+    epoch.report(report(1), 2.0)
+    epoch.excuse(20.0, 23.0)
+    assert epoch.stats(23.0).link_age_s == 1.0
+    assert epoch.failing(26.0, 5.0) == ""
+    assert "executor" in epoch.failing(26.5, 5.0)
+    epoch.excuse(100.0, 26.0)
+    assert epoch.stats(26.0).link_age_s == 0.0, "never heard in the future"
+
+
 def test_acknowledgements_come_with_reports_and_heartbeats(epoch: WorkerEpoch) -> None:
     for placement in range(3):
         epoch.commands.append(Withdraw(placement))
