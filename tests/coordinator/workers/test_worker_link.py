@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from coordinator.journal.journal import Journal, NoJournal
 from coordinator.journal.records import Record, WorkerJoined
@@ -39,13 +40,17 @@ from protocol.messages import (
 from protocol.settings import CoordinatorSettings
 from protocol.skew import PROTOCOL_VERSION_MIN
 from tests.support.fakes.worker import FakeWorker, hello
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.progress import RequestEntry, progress
 
-#: Tests of silence use the short limit; the long one is out of reach of a busy machine.
+#: Tests of silence use the short limits; the long ones are out of reach of a busy machine.
 SHORT_LIMIT_S = 0.4
-SETTINGS = CoordinatorSettings(heartbeat_interval_s=0.02, heartbeat_limit_s=30.0, command_ack_limit_s=0.1)
-PATIENT = CoordinatorSettings(heartbeat_interval_s=0.02, heartbeat_limit_s=30.0, command_ack_limit_s=30.0)
-IMPATIENT = CoordinatorSettings(heartbeat_interval_s=0.02, heartbeat_limit_s=SHORT_LIMIT_S, command_ack_limit_s=0.1)
+SHORT_ACK_LIMIT_S = 0.1
+SETTINGS = CoordinatorSettings(heartbeat_interval_s=0.02, heartbeat_limit_s=300.0, command_ack_limit_s=300.0)
+REPLAYING = msgspec.structs.replace(SETTINGS, command_ack_limit_s=SHORT_ACK_LIMIT_S)
+IMPATIENT = msgspec.structs.replace(REPLAYING, heartbeat_limit_s=SHORT_LIMIT_S)
+#: How often links are judged.
+TURN_S = SETTINGS.heartbeat_interval_s / 2
 INCARNATION = 10
 
 
@@ -166,7 +171,7 @@ class Rig:
         return request_index
 
     async def told(self, *expected: object) -> None:
-        with trio.fail_after(5):
+        with trio.fail_after(HANG_LIMIT_S):
             while expected not in self.scheduler.told:  # noqa: ASYNC110
                 await trio.sleep(0.005)
 
@@ -198,6 +203,19 @@ def tokens_of(rig: Rig, request_index: int) -> list[int]:
     return list(unpack_int32(rig.log.tokens(request_index, 0), "tokens"))
 
 
+async def pass_time(clock: MockClock, seconds: float) -> None:
+    """So much time passes, in which links are judged as often as they are."""
+    for _ in range(round(seconds / TURN_S)):
+        clock.jump(TURN_S)
+        await trio.testing.wait_all_tasks_blocked()
+
+
+async def handled(worker: FakeWorker) -> None:
+    """What `worker` has said is handled. Nothing was sent to it before the answer to this."""
+    await worker.report()
+    assert isinstance(await worker.hear(), ReportAck)
+
+
 async def refusal(worker: FakeWorker) -> Refused:
     message = await worker.hear()
     assert isinstance(message, Refused), message
@@ -223,23 +241,22 @@ async def test_reports_apply_once_in_order_and_are_acknowledged(rig: Rig) -> Non
     worker.close()
 
 
-async def test_report_gap_is_requested_and_later_reports_wait(tmp_path: Path) -> None:
-    async with running(Rig(tmp_path, settings=PATIENT)) as rig:
-        worker = await rig.joined()
-        request_index = rig.admitted()
-        await worker.hear()
-        await worker.report(progress(RequestEntry(request_index, 1, 0, [5])), number=2)
-        await worker.report(number=3)
-        assert await worker.hear() == messages.ReplayReports(INCARNATION, 1)
-        assert await worker.silence(), "asked once, not per report"
-        assert tokens_of(rig, request_index) == []
-        assert rig.counters.report_gaps == 2
-        await worker.report(number=1)
-        await worker.report(progress(RequestEntry(request_index, 1, 0, [5])), number=2)
-        while await worker.hear() != ReportAck(INCARNATION, 2):
-            pass
-        assert tokens_of(rig, request_index) == [5]
-        worker.close()
+async def test_report_gap_is_requested_and_later_reports_wait(mock_clock: MockClock, rig: Rig) -> None:
+    worker = await rig.joined()
+    request_index = rig.admitted()
+    await worker.hear()
+    await worker.report(progress(RequestEntry(request_index, 1, 0, [5])), number=2)
+    await worker.report(number=3)
+    assert await worker.hear() == messages.ReplayReports(INCARNATION, 1)
+    while rig.counters.report_gaps < 2:
+        await trio.lowlevel.checkpoint()
+    assert tokens_of(rig, request_index) == []
+    await worker.report(number=1)
+    assert await worker.hear() == ReportAck(INCARNATION, 1), "asked once, not per report"
+    await worker.report(progress(RequestEntry(request_index, 1, 0, [5])), number=2)
+    assert await worker.hear() == ReportAck(INCARNATION, 2)
+    assert tokens_of(rig, request_index) == [5]
+    worker.close()
 
 
 async def test_worker_cannot_report_for_requests_of_another_worker(rig: Rig) -> None:
@@ -336,26 +353,31 @@ async def test_unknown_peers_and_old_epochs_are_ignored(rig: Rig) -> None:
 # ------------------------------------------------------------ commands
 
 
-async def test_commands_are_numbered_and_batched(rig: Rig) -> None:
-    worker = await rig.joined()
-    for placement in (1, 2, 3):
-        rig.scheduler.ports["w0"].send(Withdraw(placement))
-    assert await worker.hear() == Commands(INCARNATION, 1, (Withdraw(1), Withdraw(2), Withdraw(3)))
-    await worker.beat(command_ack=3)
-    await worker.say(messages.ReplayCommands(1, 4))
-    assert await worker.silence(3 * SETTINGS.command_ack_limit_s), "acknowledged is done with"
-    assert rig.scheduler.ports["w0"].stats().command_ack_ms > 0
-    assert sum(rig.counters.command_ack_s.counts) == 1
-    worker.close()
+async def test_commands_are_numbered_and_batched(mock_clock: MockClock, tmp_path: Path) -> None:
+    async with running(Rig(tmp_path, settings=REPLAYING)) as rig:
+        worker = await rig.joined()
+        for placement in (1, 2, 3):
+            rig.scheduler.ports["w0"].send(Withdraw(placement))
+        assert await worker.hear() == Commands(INCARNATION, 1, (Withdraw(1), Withdraw(2), Withdraw(3)))
+        mock_clock.jump(TURN_S)
+        await worker.beat(command_ack=3)
+        await worker.say(messages.ReplayCommands(1, 4))
+        await handled(worker)
+        await pass_time(mock_clock, 3 * SHORT_ACK_LIMIT_S)
+        await handled(worker)  # and nothing was sent before: what is acknowledged is done with
+        assert rig.scheduler.ports["w0"].stats().command_ack_ms == pytest.approx(1e3 * TURN_S)
+        assert sum(rig.counters.command_ack_s.counts) == 1
+        worker.close()
 
 
-async def test_overdue_acknowledgement_causes_replay(rig: Rig) -> None:
-    worker = await rig.joined()
-    rig.scheduler.ports["w0"].send(Withdraw(1))
-    first = await worker.hear()
-    assert await worker.hear() == first == Commands(INCARNATION, 1, (Withdraw(1),))
-    assert rig.counters.replayed_commands >= 1
-    worker.close()
+async def test_overdue_acknowledgement_causes_replay(tmp_path: Path) -> None:
+    async with running(Rig(tmp_path, settings=REPLAYING)) as rig:
+        worker = await rig.joined()
+        rig.scheduler.ports["w0"].send(Withdraw(1))
+        first = await worker.hear()
+        assert await worker.hear() == first == Commands(INCARNATION, 1, (Withdraw(1),))
+        assert rig.counters.replayed_commands >= 1
+        worker.close()
 
 
 async def test_worker_that_saw_a_gap_gets_a_replay(rig: Rig) -> None:
@@ -469,13 +491,13 @@ async def test_hello_of_an_exited_process_proves_its_exit(rig: Rig) -> None:
         "import sys, zmq\n"
         "context = zmq.Context()\n"
         "dealer = context.socket(zmq.DEALER)\n"
-        "dealer.connect(sys.argv[1]); dealer.send(bytes.fromhex(sys.argv[2])); dealer.close(2_000)\n"
+        "dealer.connect(sys.argv[1]); dealer.send(bytes.fromhex(sys.argv[2])); dealer.close(100_000)\n"
         "context.term()"  # waits until it is sent; the end of the process does not
     )
     frame = messages.encode(hello("w0")).hex()
     child = subprocess.Popen([sys.executable, "-c", script, rig.socket.endpoint, frame])  # noqa: ASYNC220
     await trio.to_thread.run_sync(child.wait)
-    with trio.fail_after(5):
+    with trio.fail_after(HANG_LIMIT_S):
         while not any(told[0] == "down" for told in rig.scheduler.told):  # noqa: ASYNC110
             await trio.sleep(0.01)
     assert ("down", "w0", 1, True) in [told[:4] for told in rig.scheduler.told]
@@ -524,21 +546,21 @@ async def test_new_epoch_of_a_process_proves_the_old_quiesced(rig: Rig) -> None:
 
 
 SLEEPER = """
-import sys, time, zmq
+import sys, zmq
 from protocol.messages import encode
 from tests.support.fakes.worker import hello
 dealer = zmq.Context().socket(zmq.DEALER)
 dealer.connect(sys.argv[1])
 dealer.send(encode(hello("w0", epoch=int(sys.argv[2]))))
-print(dealer.recv()[:20], flush=True)
-time.sleep(60)
+dealer.recv()
+sys.stdin.read()
 """
 
 
 def other_process(rig: Rig, epoch: int) -> subprocess.Popen[bytes]:
-    """A process that joined as w0; it says nothing more."""
+    """A process that joined as w0; it says nothing more, and ends with this one."""
     command = [sys.executable, "-c", SLEEPER, rig.socket.endpoint, str(epoch)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 @pytest.mark.process
@@ -578,20 +600,24 @@ async def test_silence_proves_nothing_and_exit_is_reported(tmp_path: Path) -> No
 # ------------------------------------------------------------ signs of life
 
 
-async def test_hung_executor_counts_as_down(impatient: Rig) -> None:
+async def test_hung_executor_counts_as_down(mock_clock: MockClock, impatient: Rig) -> None:
     worker = await impatient.joined()
-    with trio.fail_after(5):
-        while ("down", "w0", 1, False) not in impatient.scheduler.told:
-            await worker.beat(beats=7)
-            await trio.sleep(0.02)
+    for _ in range(round(SHORT_LIMIT_S / TURN_S) - 1):
+        await worker.beat(beats=7)
+        await handled(worker)
+        await pass_time(mock_clock, TURN_S)
+    assert impatient.scheduler.told == [("up", "w0", 1)]
+    await pass_time(mock_clock, 3 * TURN_S)
+    assert ("down", "w0", 1, False) in impatient.scheduler.told
     worker.close()
 
 
-async def test_running_executor_keeps_its_worker_up(impatient: Rig) -> None:
+async def test_running_executor_keeps_its_worker_up(mock_clock: MockClock, impatient: Rig) -> None:
     worker = await impatient.joined()
     for beats in range(40):
         await worker.beat(beats)
-        await trio.sleep(SHORT_LIMIT_S / 20)
+        await handled(worker)
+        await pass_time(mock_clock, SHORT_LIMIT_S / 20)
     counters = messages.Counters(3, 4, 5, b"", b"", b"")
     await worker.report(events=[counters])
     await worker.hear()
@@ -603,9 +629,23 @@ async def test_running_executor_keeps_its_worker_up(impatient: Rig) -> None:
     worker.close()
 
 
-async def test_down_worker_stays_down_until_a_new_epoch(impatient: Rig) -> None:
+async def test_worker_stays_up_when_the_coordinator_stood_still(mock_clock: MockClock, impatient: Rig) -> None:
+    """Heartbeats of that time wait in the socket, and may be read after links are judged."""
     worker = await impatient.joined()
-    await impatient.told("down", "w0", 1, False)
+    mock_clock.jump(20 * SHORT_LIMIT_S)
+    await trio.testing.wait_all_tasks_blocked()
+    await worker.beat()
+    await handled(worker)
+    assert impatient.scheduler.told == [("up", "w0", 1)]
+    await pass_time(mock_clock, 2 * SHORT_LIMIT_S)
+    assert impatient.scheduler.told[-1] == ("down", "w0", 1, False), "silence counts again"
+    worker.close()
+
+
+async def test_down_worker_stays_down_until_a_new_epoch(mock_clock: MockClock, impatient: Rig) -> None:
+    worker = await impatient.joined()
+    await pass_time(mock_clock, 2 * SHORT_LIMIT_S)
+    assert impatient.scheduler.told[-1] == ("down", "w0", 1, False)
     await worker.say(hello(epoch=1))
     assert (await refusal(worker)).message == "this epoch was declared down"
     impatient.scheduler.ports["w0"].send(Withdraw(1))
