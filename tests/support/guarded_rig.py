@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import trio
 
 from coordinator.listener.router import RouterSocket
@@ -79,6 +80,10 @@ class Guarded:
         assert isinstance(await worker.hear(), WorkerWelcome)
         return worker
 
+    def lose_patience(self, heartbeat_limit_s: float) -> None:
+        """From now on a worker is down when it says nothing for so long."""
+        msgspec.structs.force_setattr(self.coordinator._config.coordinator, "heartbeat_limit_s", heartbeat_limit_s)
+
     def dropped(self, role: str) -> dict[str, int]:
         return {reason: n for (where, reason), n in self.coordinator.counters.dropped_messages.items() if where == role}
 
@@ -91,6 +96,7 @@ def guarded_config(directory: Path, keys: Path, transport: str = "curve", **sett
         "coordinator.ended_keep_max": 64,
         "coordinator.metrics_port": -1,
         "coordinator.flush_interval_ms": 1.0,
+        "coordinator.heartbeat_limit_s": 600.0,  # fake workers say nothing by themselves
     }
     for role, endpoint in ANY_PORT.items():
         ipc = f"ipc://{directory}/run/{role}.sock"

@@ -39,14 +39,13 @@ from protocol.transport.keys import Insecure
 from tests import ROOT
 from tests.support.gateway_rig import hear, say
 from tests.support.guarded_rig import Guarded, guarded, new_keys, next_command
+from tests.support.limits import HANG_LIMIT_S
 
-#: An answer that takes longer is an endless wait.
-SOON_S = 4.0
 LONG = Sampling(max_tokens=100, ignore_eos=True)
 
 
 async def refusal(it: Guarded, role: str, key: key_files.PeerKey | Insecure | None) -> HiSparseError:
-    with trio.fail_after(SOON_S), pytest.raises(HiSparseError) as caught:
+    with trio.fail_after(HANG_LIMIT_S), pytest.raises(HiSparseError) as caught:
         async with open_client(it.endpoint(role), role=role, key=key):
             pass
     return caught.value
@@ -98,10 +97,18 @@ async def test_connection_without_zmq_handshake_is_closed(tmp_path: Path, monkey
         with socket.create_connection((host, int(port))) as mute, socket.create_connection((host, int(port))) as noisy:
             noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
             for each in (mute, noisy):
-                each.settimeout(SOON_S)
+                each.settimeout(HANG_LIMIT_S)
                 await trio.to_thread.run_sync(read_to_end, each)
-        async with it.client() as client:
-            assert await client.pools() == ()
+        assert await pools_in_the_end(it) == ()
+
+
+async def pools_in_the_end(it: Guarded) -> tuple[messages.PoolRow, ...]:
+    """What a client is told whose handshake may take longer than the limit, too, so that it begins again."""
+    with trio.fail_after(HANG_LIMIT_S):
+        while True:
+            with suppress(Unavailable):
+                async with it.client() as client:
+                    return await client.pools()
 
 
 def read_to_end(connection: socket.socket) -> None:
@@ -111,12 +118,12 @@ def read_to_end(connection: socket.socket) -> None:
 
 
 async def test_connection_without_hello_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_tracker, "INTRODUCE_LIMIT_S", 0.3)
     async with guarded(tmp_path) as it, it.client() as client:
         silent, loud = await it.dealer("client", "bob"), await it.dealer("client", "bob")
-        with trio.fail_after(SOON_S):
+        with trio.fail_after(HANG_LIMIT_S):
             await say(loud, messages.ListRequests(1))  # said without a hello: answered, and no introduction
             assert isinstance((await hear(loud))[0], messages.Failure)
+            monkeypatch.setattr(connection_tracker, "INTRODUCE_LIMIT_S", 0.3)
             for dealer in (silent, loud):
                 with pytest.raises(Unavailable):
                     await dealer.recv_batch()
@@ -138,14 +145,14 @@ async def test_connections_per_key_are_bounded(tmp_path: Path) -> None:
 
 async def test_reconnect_to_a_full_listener_waits_for_room(tmp_path: Path) -> None:
     """Connections that were lost may still be counted when their clients return."""
-    async with guarded(tmp_path) as it, it.client("bob", reconnect_limit_s=10.0) as client:
+    async with guarded(tmp_path) as it, it.client("bob", reconnect_limit_s=HANG_LIMIT_S) as client:
         tracker_of = it.sockets["client"].connection_tracker
         tracker_of.per_user_max = 0
         assert it.sockets["client"].cut_users({"client:bob"}) == 1
         await trio.sleep(0.5)
         assert client.reconnects == 0
         tracker_of.per_user_max = 1
-        with trio.fail_after(SOON_S):
+        with trio.fail_after(HANG_LIMIT_S):
             assert (await client.welcome()).protocol == PROTOCOL_VERSION
         assert client.reconnects == 1
 
@@ -183,7 +190,7 @@ async def test_requests_belong_to_the_user_of_the_key(tmp_path: Path) -> None:
         with pytest.raises(NotFound):
             await bob.abort(["alices"])
         await admin.abort(["alices"])
-        with trio.fail_after(SOON_S):
+        with trio.fail_after(HANG_LIMIT_S):
             while (await alice.request("alices")).row.state != "ABORTED":  # noqa: ASYNC110
                 await trio.sleep(0.02)
         assert await bob.acknowledge(["unused"]) != ()
@@ -202,7 +209,7 @@ async def test_client_may_not_send_operator_commands(tmp_path: Path) -> None:
             bob.forget(["w0"]),
             bob.audit(),
         ):
-            with trio.fail_after(SOON_S), pytest.raises(HiSparseError):
+            with trio.fail_after(HANG_LIMIT_S), pytest.raises(HiSparseError):
                 await command
 
 
@@ -219,7 +226,7 @@ async def test_oversized_message_is_answered_or_cut_off(tmp_path: Path) -> None:
         assert isinstance(failure, messages.Failure)
         assert "at most" in failure.message
         await dealer.send(bytes(CLIENT_MESSAGE_BYTES_MAX * router_module.HARD_LIMIT_FACTOR + 1))
-        with trio.fail_after(SOON_S), pytest.raises(Unavailable):
+        with trio.fail_after(HANG_LIMIT_S), pytest.raises(Unavailable):
             await dealer.recv_batch()
         assert await alice.workers() == ()
         assert it.dropped("client")["protocol"] == 1
@@ -230,28 +237,29 @@ async def test_flood_is_warned_then_cut_and_others_are_unaffected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rate_limiter, "CUT_AFTER", 200)
-    async with guarded(tmp_path, messages_per_s=0.01, messages_burst=50) as it, it.client("alice") as alice:
+    async with guarded(tmp_path, messages_per_s=1e-6, messages_burst=50) as it, it.client("alice") as alice:
         dealer = await it.dealer("client", "bob")
         await say(dealer, messages.Hello(PROTOCOL_VERSION, "client", "flood"))
         await say(dealer, *[messages.ListPools(1)] * 100)
         heard: list[messages.GatewayMessage] = []
-        with trio.move_on_after(1.0):
-            while True:
-                heard += await hear(dealer, at_least=True)
+        with trio.fail_after(HANG_LIMIT_S):
+            while len(heard) - 1 + it.dropped("client").get("rate", 0) < 101:  # each is answered or dropped
+                with trio.move_on_after(0.05):
+                    heard += await hear(dealer, at_least=True)
         (refused,) = [it for it in heard if isinstance(it, messages.Failure)]  # answering a flood would feed it
         assert (refused.code, refused.field) == ("capacity", "messages_per_s")
-        assert len(heard) in (50, 51), "a welcome, what the bucket held, and one refusal"
+        assert len(heard) == 50, "a welcome, what the bucket held, and one refusal"
         await flood_until_cut(dealer)
         assert it.dropped("client")["rate"] >= 200
         assert it.dropped("client")["cut"] >= 1
-        with trio.fail_after(SOON_S):
+        with trio.fail_after(HANG_LIMIT_S):
             assert await alice.workers() == (), "each user has a bucket"
         again = await refusal(it, "client", it.key("client", "bob"))
         assert isinstance(again, CapacityError), "all connections of a user share one bucket"
 
 
 async def flood_until_cut(dealer: DealerSocket) -> None:
-    with trio.fail_after(SOON_S), suppress(Unavailable):
+    with trio.fail_after(HANG_LIMIT_S), suppress(Unavailable):
         while True:
             await say(dealer, *[messages.ListPools(1)] * 20)
     dealer.close()
@@ -260,13 +268,15 @@ async def flood_until_cut(dealer: DealerSocket) -> None:
 async def test_rapid_reconnects_are_delayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.listener.zap.HANDSHAKES_BURST", 3)
     monkeypatch.setattr("coordinator.listener.zap.HANDSHAKES_PER_S", 0.01)
-    monkeypatch.setattr(dealer_module, "CONNECT_LIMIT_S", 0.5)
     async with guarded(tmp_path) as it:
         for _ in range(3):
             (await it.dealer("client", "bob")).close()
-        with pytest.raises(Unavailable, match="no answer"):
-            await it.dealer("client", "bob")
-        assert it.dropped("client")["rate"] == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(dealer_module, "CONNECT_LIMIT_S", 0.5)
+            while not it.dropped("client"):  # it may give up before it is judged
+                with pytest.raises(Unavailable, match="no answer"):
+                    await it.dealer("client", "bob")
+        assert it.dropped("client") == {"rate": 1}
         async with it.client("alice") as alice:
             assert await alice.workers() == ()
 
@@ -288,12 +298,12 @@ async def test_keys_are_replaced_and_revoked_during_requests(tmp_path: Path) -> 
                 assert key_files.revoke(it.keys, "client", "alice", keep_newest=True) == 1
                 assert key_files.revoke(it.keys, "client", "bob", keep_newest=False) == 1
                 await hang_up(it)
-                with trio.fail_after(SOON_S), pytest.raises(NotAllowed):  # its client tries again, with the old key
+                with trio.fail_after(HANG_LIMIT_S), pytest.raises(NotAllowed):  # reconnects with the old key
                     await stream.collect()
                 assert stream.received == 0
             async with it.client("alice") as new:
                 assert (await new.request("alices")).row.state != "ABORTED"
-            with trio.fail_after(SOON_S):
+            with trio.fail_after(HANG_LIMIT_S):
                 await bob.lost()
             assert isinstance(await refusal(it, "client", it.key("client", "bob")), NotAllowed)
         with (it.keys / "allowed.keys").open("a") as file:
@@ -366,9 +376,17 @@ async def test_reload_command_says_what_the_list_of_keys_was(tmp_path: Path) -> 
 
 
 async def hang_up(it: Guarded) -> None:
-    """SIGHUP, and the turns in which it is heard."""
-    os.kill(os.getpid(), signal.SIGHUP)
-    await trio.sleep(0.1)
+    """SIGHUP, and what it leads to."""
+    done, reload_keys = trio.Event(), it.coordinator._reload_keys
+
+    def note() -> str:
+        done.set()
+        return reload_keys()
+
+    with pytest.MonkeyPatch.context() as patch, trio.fail_after(HANG_LIMIT_S):
+        patch.setattr(it.coordinator, "_reload_keys", note)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await done.wait()
 
 
 # ---------------------------------------------------------------- workers
@@ -377,7 +395,7 @@ async def hang_up(it: Guarded) -> None:
 async def test_operator_releases_pages_of_an_unreachable_worker(tmp_path: Path) -> None:
     """I1, I2: over tcp no exit is ever proved; an operator's word is journalled like a proof."""
     keys = new_keys(tmp_path)
-    async with guarded(tmp_path, keys, heartbeat_interval_s=0.1, heartbeat_limit_s=0.4) as it:
+    async with guarded(tmp_path, keys, heartbeat_interval_s=0.1) as it:
         worker = await it.worker()
         async with it.client() as client, it.admin() as admin:
             await client.submit_detached([1, 2, 3], LONG)
@@ -385,7 +403,8 @@ async def test_operator_releases_pages_of_an_unreachable_worker(tmp_path: Path) 
             with pytest.raises(NotFound, match="nothing in quarantine"):
                 await admin.release_quarantine(["w0"])
             worker.close()
-            with trio.fail_after(SOON_S):
+            it.lose_patience(0.4)
+            with trio.fail_after(HANG_LIMIT_S):
                 while not (pool := (await client.pools())[0]).quarantined:  # noqa: ASYNC110
                     await trio.sleep(0.02)
             assert pool.owned == 0
@@ -411,7 +430,7 @@ def test_listener_without_zap_handler_refuses_all(tmp_path: Path) -> None:
     router = router_module.RouterSocket("tcp://127.0.0.1:*", message_bytes_max=100, guard=listener)
 
     async def attempt() -> None:
-        with trio.fail_after(SOON_S), pytest.raises(Unavailable):
+        with trio.fail_after(HANG_LIMIT_S), pytest.raises(Unavailable):
             await DealerSocket.connect(
                 router.endpoint, message_bytes_max=100, key=key_files.read_peer_key(keys, "client")
             )
@@ -436,7 +455,7 @@ def start_coordinator(directory: Path, **settings: str) -> subprocess.CompletedP
         env=environ | {"HISPARSE_CLUSTER_RUNTIME_DIR": f"{directory}/run"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_LIMIT_S,
         check=False,
     )
 
@@ -479,6 +498,6 @@ async def test_client_refuses_a_shared_runtime_directory(tmp_path: Path) -> None
     linked.symlink_to(tmp_path / "mine")
     (tmp_path / "mine").mkdir(0o700)
     for directory in (shared, linked):
-        with trio.fail_after(SOON_S), pytest.raises(ConfigError) as caught:
+        with trio.fail_after(HANG_LIMIT_S), pytest.raises(ConfigError) as caught:
             await DealerSocket.connect(f"ipc://{directory}/client.sock", message_bytes_max=1)
         assert caught.value.value == str(directory)
