@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from coordinator.gateway import connections
+from coordinator.gateway.deliveries import KEEPALIVE
 from coordinator.gateway.gateway import HELLO_BYTES_MAX
 from coordinator.listener.flood_control import REFUSED_PER_TURN
 from coordinator.listener.router import Received
@@ -22,6 +23,7 @@ from protocol.skew import NEWER_FIELDS, PROTOCOL_VERSION_MIN
 from protocol.transport.dealer import DealerSocket
 from tests.support.fakes.scheduler import MODEL
 from tests.support.gateway_rig import GatewayRig, hear, introduce, running, say
+from tests.support.limits import HANG_LIMIT_S
 
 SUBMIT = messages.Submit(7, pack_int32([1, 2, 3]), Sampling(max_tokens=1000), "a")
 
@@ -182,8 +184,10 @@ async def test_client_of_the_version_before_is_served_in_it(rig: GatewayRig) -> 
     await say(old, SUBMIT)
     await hear(old)
     await say(old, messages.DescribeRequest(8, SUBMIT.request_id))
-    with trio.fail_after(5):
-        (frame,) = await old.recv_batch()
+    frame = KEEPALIVE
+    with trio.fail_after(HANG_LIMIT_S):
+        while frame == KEEPALIVE:
+            (frame,) = await old.recv_batch()
     _, _, row, _ = msgspec.msgpack.decode(frame)
     detail = messages.decode_gateway(frame)
     assert isinstance(detail, messages.RequestDetail)
@@ -204,7 +208,7 @@ async def test_client_of_the_version_before_reads_the_end_of_a_request(rig: Gate
     rig.speak("a", [1, 2])
     rig.scheduler.finish("a")
     ends: list[list[object]] = []
-    with trio.fail_after(5):
+    with trio.fail_after(HANG_LIMIT_S):
         while not ends:
             ends = [said for said in map(msgspec.msgpack.decode, await old.recv_batch()) if said[0] == "ended"]
     assert len(ends[0]) == 1 + len(messages.Ended.__struct_fields__) - NEWER_FIELDS[messages.Ended]
@@ -231,9 +235,10 @@ async def test_connections_are_bounded_and_dead_ones_are_evicted(tmp_path: Path)
         await say(third, hello)
         assert (await failure(third)).code == "capacity"
         first.close()
-        await trio.sleep(0.1)
-        await say(third, hello)
-        assert isinstance((await hear(third))[0], messages.Welcome)
+        with trio.fail_after(HANG_LIMIT_S):
+            await say(third, hello)
+            while not isinstance((await hear(third))[0], messages.Welcome):  # libzmq has not seen that it closed
+                await say(third, hello)
         second.close()
         third.close()
 
@@ -324,7 +329,7 @@ async def test_submitting_without_subscribing_delivers_nothing(rig: GatewayRig) 
     assert await hear(dealer) == [messages.Accepted(7, "a", -1)]
     rig.speak("a", [1])
     rig.scheduler.finish("a")
-    await trio.sleep(0.05)
+    await trio.sleep(0.05)  # time for flushes
     await say(dealer, messages.ListPools(1))
     assert isinstance((await hear(dealer))[0], messages.PoolRows)
     dealer.close()
@@ -366,7 +371,7 @@ async def test_slow_reader_does_not_delay_other_clients(tmp_path: Path) -> None:
             got: list[int] = []
             for i in range(0, total, 300):
                 rig.speak("a", list(range(i, i + 300)))
-                with trio.fail_after(5):
+                with trio.fail_after(HANG_LIMIT_S):
                     got += list(await anext(stream))
             while len(got) < total:
                 got += list(await anext(stream))
@@ -379,7 +384,7 @@ async def test_slow_reader_does_not_delay_other_clients(tmp_path: Path) -> None:
 
 async def read_slowly(dealer: DealerSocket) -> list[int]:
     tokens: list[int] = []
-    with trio.fail_after(20):
+    with trio.fail_after(HANG_LIMIT_S):
         while True:
             for frame in await dealer.recv_batch():
                 message = messages.decode_gateway(frame)
@@ -399,10 +404,9 @@ async def test_client_is_dropped_when_its_replies_pile_up(tmp_path: Path, monkey
         await hear(deaf)
         await say(deaf, messages.Submit(7, pack_int32([1]), Sampling(max_tokens=10), "a" * 100))
         await hear(deaf)
-        with trio.move_on_after(5):
+        with trio.fail_after(HANG_LIMIT_S):
             while rig.connections:
                 await say(deaf, *[messages.DescribeRequest(i, "a" * 100) for i in range(100)])
-        assert rig.connections == 0
         neighbour = await introduce(rig)
         neighbour.close()
         deaf.close()
@@ -428,7 +432,7 @@ async def test_last_tokens_and_endings_are_sent_before_gateway_stops(rig: Gatewa
         rig.scheduler.speak("a", [1, 2, 3])
         rig.scheduler.finish("a", "ABORTED")
         rig.gateway.close()
-        with trio.fail_after(5):
+        with trio.fail_after(HANG_LIMIT_S):
             assert list(await stream.collect()) == [1, 2, 3]
         assert stream.ended is not None
         assert stream.ended.outcome == "ABORTED"
@@ -444,6 +448,7 @@ async def test_lost_clients_are_detected(rig: GatewayRig) -> None:
     dealer = await introduce(rig)
     assert rig.connections == 1
     dealer.close()
-    await trio.sleep(0.1)
-    rig.deliveries.probe(idle_since=float("inf"))
-    assert rig.connections == 0
+    with trio.fail_after(HANG_LIMIT_S):
+        while rig.connections:
+            await trio.sleep(0.01)
+            rig.deliveries.probe(idle_since=float("inf"))
