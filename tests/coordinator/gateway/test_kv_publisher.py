@@ -27,9 +27,11 @@ from protocol.transport.curve import show_key
 from protocol.transport.keys import Insecure, PeerKey, read_allowed, read_peer_key, read_server_key
 from protocol.units import PAGE_TOKENS
 from tests.support.guarded_rig import new_keys
+from tests.support.limits import HANG_LIMIT_S
+from tests.support.ports import free_ports
 
 EVENTS, REPLAY = "coordinator.kv_events_endpoint", "coordinator.kv_events_replay_endpoint"
-LIMIT_MS = 20_000
+LIMIT_MS = int(1_000 * HANG_LIMIT_S)
 
 
 # As vllm/distributed/kv_events.py declares them: since 0.24 events are maps; in array_like form, from 0.10.2 to 0.23.
@@ -130,13 +132,14 @@ class Subscriber:
         self.sub.setsockopt_string(zmq.SUBSCRIBE, topic)
 
     def join(self, publisher: KvPublisher) -> None:
-        """Subscriptions travel behind the handshake: publish until the first batch comes."""
-        deadline = time.monotonic() + LIMIT_MS / 1e3
+        """Subscriptions travel behind the handshake: publish until a batch comes, and read all of them."""
+        deadline = time.monotonic() + HANG_LIMIT_S
         while not self.sub.poll(50):
             assert time.monotonic() < deadline
             publisher.publish([AllRemoved()])
-        while self.sub.poll(300):
-            self.sub.recv_multipart()
+        last = publisher._counters.kv_event_batches - 1
+        while int.from_bytes(self.sub.recv_multipart()[1], "big") < last:
+            pass
 
     def hear(self) -> tuple[bytes, int, MapBatch]:
         topic, number, payload = self.sub.recv_multipart()
@@ -266,7 +269,7 @@ def test_publish_never_waits_and_drops_what_finds_no_room(tmp_path: Path, monkey
         released, send = threading.Event(), publisher._send
 
         def held_up(batch: Any) -> None:
-            released.wait(LIMIT_MS / 1e3)
+            released.wait(HANG_LIMIT_S)
             send(batch)
 
         monkeypatch.setattr(publisher, "_send", held_up)
@@ -316,7 +319,7 @@ def test_nonsense_at_the_replay_endpoint_is_ignored(tmp_path: Path) -> None:
 
 def _until_bound(events: Published, counters: CoordinatorCounters) -> None:
     """libzmq lets go of an address a little after its socket was closed."""
-    ends_at = time.monotonic() + 10.0
+    ends_at = time.monotonic() + HANG_LIMIT_S
     while True:
         try:
             return KvPublisher(events, None, topic="", counters=counters).close()
@@ -327,9 +330,8 @@ def _until_bound(events: Published, counters: CoordinatorCounters) -> None:
 
 
 def test_endpoint_in_use_is_refused_by_its_setting(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
-        port, other = taken.getsockname()[1], free.getsockname()[1]
-        free.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, other = taken.getsockname()[1], free_ports(1)
         counters = CoordinatorCounters()
         events = Published(EVENTS, f"tcp://127.0.0.1:{other}", Insecure())
         replay = Published(REPLAY, f"tcp://127.0.0.1:{port}", Insecure())
