@@ -72,7 +72,7 @@ PROBES_MAX: Final = 8_192
 ABORT_LIMIT_S: Final = 30.0
 HEARTBEAT_INTERVAL_S: Final = 0.5
 VOCABULARY: Final = 32_000
-START_LIMIT_S: Final = 20.0
+START_LIMIT_S: Final = 100.0
 PHASE_LIMIT_S: Final = 300.0
 
 MODEL: Final = messages.ModelInfo("bench", "bench", 1 << 20, VOCABULARY, 4, 128, (), "bytes", "")

@@ -13,6 +13,7 @@ import trio.testing
 
 from coordinator import gc_policy
 from coordinator.gc_policy import FULL_SHARE_MAX, MIDDLE, YOUNG_INTERVAL_S
+from tests.support.limits import HANG_LIMIT_S
 
 FRONT = """
 import gc
@@ -70,6 +71,6 @@ def test_front_leaves_no_collection_to_python(tmp_path: Path) -> None:
     """By itself Python visits all objects of a front, for 25 to 40 ms, each time that many connections were opened."""
     env = {"HISPARSE_CLUSTER_RUNTIME_DIR": str(tmp_path), "PATH": ""}
     told = subprocess.run(
-        [sys.executable, "-c", FRONT], capture_output=True, env=env, timeout=60, check=True, text=True
+        [sys.executable, "-c", FRONT], capture_output=True, env=env, timeout=HANG_LIMIT_S, check=True, text=True
     )
     assert told.stdout.split() == ["False", "True", "True"], told.stderr

@@ -24,13 +24,16 @@ from hisparse.client.client import Client, open_client, run_client
 from metrics.state import CoordinatorCounters
 from protocol.errors import ConfigError, Unavailable
 from protocol.messages import Sampling
+from protocol.settings import CoordinatorSettings
 from tests import ROOT
 from tests.support.fakes.worker import FakeWorker, hello
 from tests.support.guarded_rig import Guarded, guarded_config, new_keys
+from tests.support.limits import HANG_LIMIT_S
 
-#: Aim: 0.5 s and 64 MiB; time on a shared machine is no test, so that bound is loose.
-START_LIMIT_S = 10.0
+#: Aim: 0.5 s to start, which is no test on a shared machine, and 64 MiB.
 RESIDENT_BYTES_MAX = 64 * 1024 * 1024
+#: Below the default of the setting that is tested.
+STOP_LIMIT_S = 25.0
 
 
 def test_coordinator_imports_no_torch_transformers_or_cuda() -> None:
@@ -48,7 +51,7 @@ def test_incarnations_grow_even_if_the_clock_goes_back(tmp_path: Path) -> None:
     assert next_incarnation(tmp_path) > 1_700_000_000_000
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(HANG_LIMIT_S)
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -90,10 +93,10 @@ def test_invalid_incarnation_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @contextmanager
-def coordinator(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A coordinator process that answers; killed at the end if it is still there."""
-    process = start(directory)
-    give_up_at = time.monotonic() + START_LIMIT_S
+def coordinator(directory: Path, **settings: float) -> Iterator[subprocess.Popen[str]]:
+    """A coordinator process that answers, with `settings` of its table; killed at the end if it is still there."""
+    process = start(directory, **settings)
+    give_up_at = time.monotonic() + HANG_LIMIT_S
     try:
         with ThreadPoolExecutor(1) as thread:  # an async test has a trio loop in the main thread
             while not thread.submit(answers, directory).result():
@@ -113,8 +116,9 @@ def answers(directory: Path) -> bool:
     return True
 
 
-def start(directory: Path) -> subprocess.Popen[str]:
+def start(directory: Path, **settings: float) -> subprocess.Popen[str]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("HISPARSE_")}
+    environ |= {f"HISPARSE_COORDINATOR_{name.upper()}": str(value) for name, value in settings.items()}
     return subprocess.Popen(
         [sys.executable, "-m", "hisparse.cli", "coordinator"],
         cwd=ROOT,
@@ -130,7 +134,7 @@ def test_idle_coordinator_is_small_and_logs_its_endpoints(tmp_path: Path) -> Non
         resident_pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
         assert resident_pages * os.sysconf("SC_PAGE_SIZE") < RESIDENT_BYTES_MAX
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=HANG_LIMIT_S)
         assert process.returncode == 0, log
         for role in ("client", "admin", "worker"):
             assert f"ipc://{tmp_path}/run/{role}.sock" in log
@@ -139,19 +143,21 @@ def test_idle_coordinator_is_small_and_logs_its_endpoints(tmp_path: Path) -> Non
 
 
 async def test_running_requests_may_go_on_as_long_as_the_setting_says(tmp_path: Path) -> None:
-    """With the default of 30 s this would end by the limit of the test."""
+    """With the default this would end by the limit of the test."""
+    assert CoordinatorSettings().stop_deadline_s > STOP_LIMIT_S
     config, counters = guarded_config(tmp_path, new_keys(tmp_path), stop_deadline_s=0.0), CoordinatorCounters()
     with open_zap(config, counters) as zap, open_sockets(config) as sockets:
         coordinator = Coordinator(config, *sockets, zap=zap, counters=counters)
         it = Guarded(coordinator, dict(zip(("client", "admin", "worker"), sockets, strict=True)), tmp_path / "keys")
-        with trio.fail_after(START_LIMIT_S):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(coordinator.serve)
-                await coordinator.started.wait()
-                worker = await it.worker()
-                async with it.client() as client:
-                    await client.submit_detached([1, 2, 3], Sampling(max_tokens=1_000))
-                    os.kill(os.getpid(), signal.SIGTERM)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(coordinator.serve)
+            await coordinator.started.wait()
+            worker = await it.worker()
+            async with it.client() as client:
+                await client.submit_detached([1, 2, 3], Sampling(max_tokens=1_000))
+                os.kill(os.getpid(), signal.SIGTERM)
+                nursery.cancel_scope.deadline = trio.current_time() + STOP_LIMIT_S
+        assert not nursery.cancel_scope.cancelled_caught
         worker.close()
 
 
@@ -173,14 +179,14 @@ def test_metrics_health_and_readiness_are_served(tmp_path: Path) -> None:
 def test_stop_command_ends_the_process(tmp_path: Path) -> None:
     with coordinator(tmp_path) as process:
         run_client(f"ipc://{tmp_path}/run/admin.sock", lambda admin: admin.stop(5.0), role="admin")
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=HANG_LIMIT_S) == 0
 
 
 @pytest.mark.process
 def test_second_coordinator_is_refused(tmp_path: Path) -> None:
     with coordinator(tmp_path) as first:
         second = start(tmp_path)
-        _, log = second.communicate(timeout=20)
+        _, log = second.communicate(timeout=HANG_LIMIT_S)
         assert second.returncode == 6, log
         assert f"process {first.pid} serves it already" in log
         assert run_client(f"ipc://{tmp_path}/run/client.sock", Client.welcome).model is None
@@ -213,16 +219,16 @@ async def submit_forever(client: Client) -> None:
 
 @pytest.mark.process
 async def test_first_signal_finishes_work_and_second_exits(tmp_path: Path) -> None:
-    with coordinator(tmp_path) as process:
+    with coordinator(tmp_path, heartbeat_limit_s=600.0, stop_deadline_s=600.0) as process:
         worker, request_id = await keep_busy(f"ipc://{tmp_path}/run")
         process.send_signal(signal.SIGINT)
         async with open_client(f"ipc://{tmp_path}/run/client.sock") as client:
-            with trio.fail_after(10), pytest.raises(Unavailable, match="stopping"):
+            with trio.fail_after(HANG_LIMIT_S), pytest.raises(Unavailable, match="stopping"):
                 await submit_forever(client)
             assert (await client.request(request_id)).row.state != "FAILED"
         assert process.poll() is None, "the request may finish"
         process.send_signal(signal.SIGINT)
-        with trio.fail_after(5):
+        with trio.fail_after(HANG_LIMIT_S):
             while process.poll() is None:  # noqa: ASYNC110
                 await trio.sleep(0.01)
         assert process.returncode == 130
@@ -234,7 +240,7 @@ def test_the_benchmark_counts_and_checks(tmp_path: Path) -> None:
     """A small run; its figures are of no interest, its verdict is: no gap, no repeat, no mix-up."""
     command = [sys.executable, "-m", "benchmarks.coordinator", "--json"]
     command += ["--requests", "200", "--rate", "5000", "--seconds", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * HANG_LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     names = {"token_events_per_s", "command_rtt_p50_ms", "command_rtt_p99_ms", "admissions_per_s"}

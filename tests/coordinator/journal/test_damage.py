@@ -37,6 +37,7 @@ from tests.coordinator.journal.test_store import (
     tokens,
 )
 from tests.support.journal_damage import outcomes
+from tests.support.limits import HANG_LIMIT_S
 
 CASES = 80
 
@@ -224,7 +225,7 @@ async def test_a_deleted_journal_refuses_new_work(tmp_path: Path) -> None:
         await journal.append([accepted(0)]).wait()
         (tmp_path / "j").unlink()
         commit = journal.append([order(1)])
-        with trio.fail_after(20):
+        with trio.fail_after(HANG_LIMIT_S):
             while not journal.failing:  # noqa: ASYNC110
                 await trio.sleep(RETRY_S / 10)
         assert not commit.done, "what is not in the journal is not acknowledged"
