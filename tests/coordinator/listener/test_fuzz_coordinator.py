@@ -23,12 +23,12 @@ from protocol.settings import ClusterSettings, Config, CoordinatorSettings
 from tests.coordinator.listener.test_fuzz_transport import attack
 from tests.support.fakes.worker import FakeWorker, hello
 from tests.support.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, harmless, hostile_frames
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.progress import RequestEntry, progress
 
 pytestmark = pytest.mark.fuzz
 
 FUZZ = settings(max_examples=60)
-LIMIT_S = 90
 
 
 class Rig:
@@ -45,7 +45,7 @@ class Rig:
                 ended_keep_max=64,
                 metrics_port=-1,
                 flush_interval_ms=1.0,
-                heartbeat_limit_s=60.0,
+                heartbeat_limit_s=600.0,
             ),
         )
         self.client, self.admin, self.worker = (
@@ -107,7 +107,7 @@ async def with_victim(rig: Rig, worker: FakeWorker, client: Client, frames: dict
     assert list(await stream.collect()) == []
     assert stream.ended is not None
     assert (stream.ended.outcome, stream.ended.generated_tokens) == ("FINISHED", 5)
-    with trio.fail_after(20):  # I1: what a request that is over held comes back
+    with trio.fail_after(HANG_LIMIT_S):  # I1: what a request that is over held comes back
         while await pages_owned(client) != await pages_held(client):  # noqa: ASYNC110
             await trio.sleep(0.005)
 
@@ -130,7 +130,7 @@ def test_coordinator_keeps_serving_under_hostile_input(
     frames = {"client": harmless(client), "admin": harmless(admin), "worker": worker}
 
     async def limited() -> None:
-        with tempfile.TemporaryDirectory() as directory, trio.fail_after(LIMIT_S):
+        with tempfile.TemporaryDirectory() as directory, trio.fail_after(HANG_LIMIT_S):
             await scenario(Path(directory), frames)
 
     trio.run(limited)

@@ -23,12 +23,12 @@ from tests.coordinator.workers.test_worker_link import tokens_of
 from tests.support.fakes.worker import hello
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile import ADMIN_SEEDS, CLIENT_SEEDS, WORKER_SEEDS, hostile_frames
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.progress import RequestEntry, progress
 
 pytestmark = pytest.mark.fuzz
 
 FUZZ = settings(max_examples=120)
-LIMIT_S = 20
 
 
 async def attack(endpoint: str, frames: list[bytes], hello: messages.Message | None = None) -> None:
@@ -81,7 +81,7 @@ def run(step: object, *arguments: object) -> None:
 
     async def limited() -> None:
         assert callable(step)
-        with tempfile.TemporaryDirectory() as directory, trio.fail_after(LIMIT_S):
+        with tempfile.TemporaryDirectory() as directory, trio.fail_after(HANG_LIMIT_S):
             await step(Path(directory), *arguments)
 
     trio.run(limited)

@@ -11,6 +11,7 @@ import trio
 from hisparse.client.client import open_client
 from tests.support import fuzz_zmq
 from tests.support.fuzz_rig import Tally
+from tests.support.limits import HANG_LIMIT_S
 
 pytestmark = [pytest.mark.process, pytest.mark.fuzz, pytest.mark.timeout(300)]
 
@@ -19,7 +20,7 @@ MESSAGES = 3_000
 
 async def asks(place: Path) -> None:
     """Another client is served."""
-    with trio.fail_after(30):
+    with trio.fail_after(HANG_LIMIT_S):
         async with open_client(f"ipc://{place}/run/client.sock", name="another") as client:
             await fuzz_zmq.request(client)
 
