@@ -51,6 +51,7 @@ from protocol import messages
 from protocol.errors import ConfigError, Unavailable
 from protocol.messages import HotFloorRow, PoolRow, WorkerCapacity, WorkerRow
 from tests import ROOT
+from tests.support.limits import HANG_LIMIT_S
 
 
 def fine() -> Health:
@@ -126,7 +127,7 @@ def served(*collectors: Collector, healthy: Probe = fine, ready: Probe = fine) -
 
 def get(exporter: Exporter, path: str, method: str = "GET") -> tuple[int, str]:
     parts = urlsplit(exporter.url)
-    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=10)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=HANG_LIMIT_S)
     connection.request(method, path)
     response = connection.getresponse()
     body = response.read().decode()
@@ -387,7 +388,8 @@ def test_probes_answer_503_with_the_reason() -> None:
         assert get(exporter, "/readyz") == (200, "fine\n")
 
 
-async def test_coordinator_view_is_read_in_its_loop() -> None:
+async def test_coordinator_view_is_read_in_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "LOOP_LIMIT_S", HANG_LIMIT_S)
     token = trio.lowlevel.current_trio_token()
     task = trio.lowlevel.current_task
 
@@ -481,9 +483,9 @@ def test_idle_peers_hold_a_bounded_number_of_threads() -> None:
     """I8: past CONNECTIONS_MAX a connection is closed at once, and the slots come back."""
     with served() as exporter:
         idle = [socket.create_connection((exporter.host, exporter.port)) for _ in range(CONNECTIONS_MAX)]
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + HANG_LIMIT_S
         with socket.create_connection((exporter.host, exporter.port)) as one_more:
-            one_more.settimeout(5)
+            one_more.settimeout(HANG_LIMIT_S)
             assert one_more.recv(1) == b""
         for peer in idle:
             peer.close()

@@ -40,8 +40,9 @@ from protocol.errors import HiSparseError, WrongState
 from protocol.messages import Sampling
 from tests import ROOT
 from tests.support.planted import PLANTED_WHILE, SLOW_S
+from tests.support.ports import free_ports
 from tests.support.process_rig import Place, Process
-from tests.support.prometheus_rig import Server, free_port, prometheus, until
+from tests.support.prometheus_rig import Server, prometheus, until
 from worker.runners.tiny import write_tiny_checkpoint
 
 Play: TypeAlias = Callable[[Path], Awaitable["list[Sighting]"]]
@@ -169,7 +170,7 @@ async def scene(
 ) -> AsyncIterator[Scene]:
     """A cluster with one worker in the directory `path`, all of it scraped, and nothing wrong with it."""
     write_tiny_checkpoint(path / "model")
-    port = free_port()
+    port = free_ports(1)
     fixed = {"HISPARSE_COORDINATOR_METRICS_PORT": str(port), "HISPARSE_COORDINATOR_AUDIT_INTERVAL_S": "1"}
     place = Drilled(path, path / "model", defects or {}, fixed | dict(settings or {}))
     async with place.worker() as worker, place.coordinator() as coordinator, AsyncExitStack() as stack:
@@ -177,7 +178,7 @@ async def scene(
         jobs = {"hisparse-coordinator": [port], "hisparse-worker": [await worker.metrics_port()]}
         if http is not None:
             jobs["hisparse-http"] = [await http.metrics_port()]
-        with prometheus(path, free_port(), jobs) as server:
+        with prometheus(path, free_ports(1), jobs) as server:
             await until(lambda: server.is_up(jobs))
             await until(lambda: server.query("hisparse_link_welcomed == 1"))
             async with open_client(place.endpoint("admin"), role="admin", name="drill") as client:

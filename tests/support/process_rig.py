@@ -19,7 +19,7 @@ from tests import ROOT
 from tests.support import zygote
 
 #: Importing torch and loading a checkpoint while the other core is busy.
-LIMIT_S: Final = 150.0
+LIMIT_S: Final = 240.0
 SIZES: Final = ("--hot-size-classes", "128", "--device-mem", "16MiB", "--host-mem", "8MiB", "--threads", "1")
 
 
@@ -57,7 +57,7 @@ class Process:
 
 
 def _get(port: int, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     try:
         connection.request("GET", path)
         response = connection.getresponse()
