@@ -20,6 +20,7 @@ from protocol.config import HostFacts, build, load, with_metrics_ports
 from protocol.settings import Config
 from protocol.transport.keys import ALLOWED_FILE, ROLES, SERVER_FILE, read_allowed, read_peer_key
 from tests import ROOT
+from tests.support.limits import HANG_LIMIT_S
 
 COMPOSE: Final[dict[str, Any]] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: Final[dict[str, dict[str, Any]]] = COMPOSE["services"]
@@ -279,15 +280,15 @@ def test_each_rank_of_the_group_has_a_gpu_and_a_port(tmp_path: Path) -> None:
         assert said == {f"worker-group-0-{rank} {rank} cuda:{rank} {9400 + rank}" for rank in range(8)}
         group.terminate()
         assert [group.stdout.readline() for _ in range(8)] == ["stopped\n"] * 8
-        assert group.wait(30) == 0
+        assert group.wait(HANG_LIMIT_S) == 0
 
 
 def test_a_rank_that_ends_ends_its_container(tmp_path: Path) -> None:
     """Ranks that do not follow it are killed, since a container of which some run is not restarted."""
     with start_group(tmp_path, dies="3", limit_s=1) as group:
-        assert group.wait(30) == -9
+        assert group.wait(HANG_LIMIT_S) == -9
     with start_group(tmp_path, dies="01234567", limit_s=60) as group:
-        assert group.wait(30) == 71
+        assert group.wait(HANG_LIMIT_S) == 71
 
 
 def test_files_that_are_mounted_or_built_exist() -> None:

@@ -8,12 +8,13 @@ from functools import cache
 import pytest
 
 from tests import ROOT
+from tests.support.limits import HANG_LIMIT_S
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 
 
 def git(*args: str) -> str:
-    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S)
     return done.stdout
 
 

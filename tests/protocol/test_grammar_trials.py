@@ -16,6 +16,7 @@ from protocol.grammars import Vocabulary, check_grammar
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.support.hostile_schemas import CHAIN
 from tests.support.http_rig import byte_tokenizer_json
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.walks import BYTES
 
 LETTERS = "start: /[a-z]{3}/"
@@ -31,7 +32,7 @@ class SpecialTokens(ByteTokenizer):
 
 @pytest.fixture(scope="module")
 def trials() -> Iterator[Trials]:
-    made = Trials(SpecialTokens(), 259, (257,))
+    made = Trials(SpecialTokens(), 259, (257,), limit_s=HANG_LIMIT_S)
     yield made
     made.close()
 
@@ -51,7 +52,7 @@ def test_special_tokens_of_the_tokenizer_are_known(trials: Trials) -> None:
 
 
 def test_token_that_the_model_lacks_cannot_be_named() -> None:
-    trials = Trials(JsonTokenizer(byte_tokenizer_json()), 257, (ord("!"),))
+    trials = Trials(JsonTokenizer(byte_tokenizer_json()), 257, (ord("!"),), limit_s=HANG_LIMIT_S)
     trials.check("start: <bos> /[a-z]/")
     for grammar in ("start: <eos>", "start: <[257]>"):
         with pytest.raises(BadInput, match=r"unknown special token|Token range end too large"):
@@ -72,7 +73,7 @@ def test_grammars_name_the_same_tokens_in_a_trial_and_in_a_build() -> None:
     }
     assert named == {"<bos>", "<eos>", "<pad>", "<think>", "<>"}
     assert not built.library.is_special_token(ADDED["[INST]"])
-    trials = Trials(tokenizer, 262, (257,))
+    trials = Trials(tokenizer, 262, (257,), limit_s=HANG_LIMIT_S)
     for grammar in ("start: <think> /[a-z]{3}/", "start: <bos> /[a-z]/"):
         check_grammar(built, grammar)
         trials.check(grammar)
@@ -96,7 +97,7 @@ def test_known_grammars_are_those_of_late() -> None:
 
 
 def test_trial_without_end_is_refused_and_the_next_has_a_new_process() -> None:
-    trials = Trials(ByteTokenizer(), 259, (257,), limit_s=60)
+    trials = Trials(ByteTokenizer(), 259, (257,), limit_s=HANG_LIMIT_S)
     trials._children._command[-1] = str(MEMORY_BYTES_MAX // 4)  # which it reaches soon on any machine
     with pytest.raises(BadInput, match="to build"):
         trials.check(CHAIN)
@@ -114,7 +115,7 @@ def test_processes_take_no_address_space_for_cores(monkeypatch: pytest.MonkeyPat
         return popen([sys.executable, "-c", ""], **said)  # type: ignore[call-overload, no-any-return]
 
     monkeypatch.setattr(subprocess, "Popen", record)
-    assert Children("none", 1, MEMORY_BYTES_MAX, 0).ask(b"") is None
+    assert Children("none", HANG_LIMIT_S, MEMORY_BYTES_MAX, 0).ask(b"") is None
     assert started[0]["OPENBLAS_NUM_THREADS"] == "1"
 
 
@@ -122,7 +123,7 @@ class Echoes(Children):
     """Processes that reply with what they are sent."""
 
     def __init__(self) -> None:
-        super().__init__("none", 60, MEMORY_BYTES_MAX, 1024)
+        super().__init__("none", HANG_LIMIT_S, MEMORY_BYTES_MAX, 1024)
         self._command[1:3] = ["-c", "from protocol.children import serve; serve(lambda data: data, frames=1)"]
         self.started = 0
 
