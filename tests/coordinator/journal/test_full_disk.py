@@ -12,15 +12,19 @@ import trio
 
 from coordinator.journal.store import RESERVE_BYTES
 from hisparse.client.client import Client, open_client
+from hisparse.client.token_stream import TokenStream
 from protocol.errors import Unavailable
 from protocol.messages import Sampling
-from tests.processes.test_coordinator_crash import LIMIT_S, crew_of
+from tests.processes.test_coordinator_crash import LIMIT_S, Crew, crew_of
 from tests.support.cluster_rig import cluster_config, prompts_of
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 DISK_BYTES = RESERVE_BYTES + (6 << 20)
+CONTEXT_TOKENS = 16_384
+#: More than are decoded while this process stands still.
+ENDLESS_TOKENS = 16_000
 
 
 @pytest.fixture
@@ -52,37 +56,50 @@ def fill(place: Path) -> Path:
 
 
 async def test_full_disk_refuses_new_work_and_running_work_continues(small_disk: Path, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path / "model", "glm-5", index_topk=16, context_max_tokens=2_048)
+    write_tiny_checkpoint(tmp_path / "model", "glm-5", index_topk=16, context_max_tokens=CONTEXT_TOKENS)
     config = cluster_config(tmp_path / "model", tmp_path / "run")
     settings = msgspec.structs.replace(config.coordinator, journal=str(small_disk / "journal.sqlite"))
-    config = msgspec.structs.replace(config, coordinator=settings)
+    worker = msgspec.structs.replace(config.worker, context_max_tokens=CONTEXT_TOKENS)
+    config = msgspec.structs.replace(config, coordinator=settings, worker=worker)
     async with (
         crew_of(config, tmp_path, "w0") as crew,
         open_client(config.cluster.client_endpoint, reconnect_limit_s=60) as client,
-        trio.open_nursery() as nursery,
     ):
-        nursery.cancel_scope.deadline = trio.current_time() + LIMIT_S
-        stream = await client.submit(prompts_of(6, 1)[0][:60], Sampling(max_tokens=900, ignore_eos=True))
-        await stream.__anext__()
+        with trio.fail_after(LIMIT_S):
+            await fill_and_free(crew, client, small_disk)
+
+
+async def fill_and_free(crew: Crew, client: Client, small_disk: Path) -> None:
+    stream = await client.submit(prompts_of(6, 1)[0][:60], Sampling(max_tokens=ENDLESS_TOKENS, ignore_eos=True))
+    await read_on(stream, 1)
+    filler = fill(small_disk)
+    while not await refusal(client):  # noqa: ASYNC110
+        await trio.sleep(0.05)
+    assert "running requests use the reserve" in await refusal(client)
+    assert "running requests use the reserve" in (await client.welcome()).refusal
+    await read_on(stream, 100)
+    crew.kill("coordinator")  # what was delivered from the reserve is as safe as any other
+    crew.start("coordinator")
+    await crew.client_when(1)
+    while not await refusal(client):  # recovery may have given back enough for another reserve
         filler = fill(small_disk)
-        while not await refusal(client):  # noqa: ASYNC110
-            await trio.sleep(0.05)
-        assert "running requests use the reserve" in await refusal(client)
-        assert "running requests use the reserve" in (await client.welcome()).refusal
-        before = stream.offset
-        while stream.offset < before + 100:
-            await stream.__anext__()
-        crew.kill("coordinator")  # what was delivered from the reserve is as safe as any other
-        crew.start("coordinator")
-        await crew.client_when(1)
-        while not await refusal(client):  # recovery may have given back enough for another reserve
-            filler = fill(small_disk)
-        filler.unlink()
-        while await refusal(client):  # noqa: ASYNC110
-            await trio.sleep(0.05)
-        assert (await client.welcome()).refusal == ""
-        assert await decode(client, "after", 5) == 5
-        assert stream.offset + len(await stream.collect()) == 900
+    filler.unlink()
+    while await refusal(client):  # noqa: ASYNC110
+        await trio.sleep(0.05)
+    assert (await client.welcome()).refusal == ""
+    assert await decode(client, "after", 5) == 5
+    await read_on(stream, 100)
+    await client.abort([stream.request_id])
+    await stream.collect()
+    assert stream.ended is not None
+    assert (stream.ended.outcome, stream.ended.generated_tokens) == ("ABORTED", stream.offset)
+
+
+async def read_on(stream: TokenStream, tokens: int) -> None:
+    """So many more, of a request that has not ended."""
+    before = stream.offset
+    while stream.offset < before + tokens:
+        await anext(stream)
 
 
 async def refusal(client: Client) -> str:
