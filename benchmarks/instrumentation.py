@@ -40,7 +40,7 @@ from kernels.state import DeviceState, StepBatch
 from metrics.state import Buckets, FenceWaits, WaitCounters, WorkerCounters
 from protocol.messages import ModelInfo
 from protocol.units import pages_for
-from tests.support.prometheus_rig import free_port
+from tests.support.ports import free_ports
 from worker.loop.decode import TIMED_EVERY
 from worker.loop.executor import Executor
 from worker.runners.adjust import Adjust
@@ -205,7 +205,7 @@ async def scrape_under_load(endpoints: dict[str, str], url: str, requests: int, 
 
 
 def measure_scrapes(options: argparse.Namespace) -> bool:
-    port = free_port()
+    port = free_ports(1)
     os.environ["HISPARSE_COORDINATOR_METRICS_PORT"] = str(port)
     cores = sorted(os.sched_getaffinity(0))
     apart = len(cores) > 1
