@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.process
 
-SLEEP = "import time; time.sleep(60)"
+SLEEP = "import time; time.sleep(600)"
+LIMIT_S = 150.0
 
 
 async def never() -> bool:
@@ -52,10 +53,13 @@ async def children(*codes: str) -> AsyncIterator[list[Child]]:
         (("import time; time.sleep(0.8); exit(71)", "exit(8)"), ConfigError, "w1"),
     ],
 )
-async def test_a_rank_that_has_lost_a_peer_is_not_blamed(codes: tuple[str, ...], error: type, name: str) -> None:
+async def test_a_rank_that_has_lost_a_peer_is_not_blamed(
+    codes: tuple[str, ...], error: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "PEER_END_LIMIT_S", LIMIT_S)
     async with children(*codes) as started:
-        with trio.fail_after(30), pytest.raises(error) as refused:
-            await up.started(started, never, 20.0)
+        with trio.fail_after(LIMIT_S), pytest.raises(error) as refused:
+            await up.started(started, never, LIMIT_S)
     assert refused.value.value == name
 
 
@@ -66,8 +70,8 @@ def test_the_listed_exit_code_of_a_rank_that_lost_a_peer_is_that_of_workers() ->
 async def test_ranks_that_all_lost_a_peer_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "PEER_END_LIMIT_S", 0.5)
     async with children("exit(71)", SLEEP) as started:
-        with trio.fail_after(30), pytest.raises(Unavailable, match="exited with 71"):
-            await up.started(started, never, 20.0)
+        with trio.fail_after(LIMIT_S), pytest.raises(Unavailable, match="exited with 71"):
+            await up.started(started, never, LIMIT_S)
 
 
 async def test_a_group_that_never_completes_leaves_nothing_running(
@@ -76,7 +80,7 @@ async def test_a_group_that_never_completes_leaves_nothing_running(
     """Its ranks wait for one that never comes; the start ends at its limit."""
     write_tiny_checkpoint(tmp_path / "model")
     flags = {"cluster.runtime_dir": str(tmp_path), "worker.model": str(tmp_path / "model")}
-    start, started = up.start_child, []
+    start, until_ready, started = up.start_child, up.started, []
 
     def start_waiting(subcommand: str, config: Config, log_dir: Path | None) -> Child:
         if subcommand != "worker":
@@ -86,10 +90,15 @@ async def test_a_group_that_never_completes_leaves_nothing_running(
         started.append(child)
         return child
 
+    async def limited(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
+        """The limit is that of the ranks."""
+        await until_ready(children, ready, limit_s if len(children) > 1 else LIMIT_S)
+
     monkeypatch.setattr(up, "start_child", start_waiting)
-    with trio.fail_after(90), pytest.raises(Unavailable, match="not ready after 10 s") as refused:
+    monkeypatch.setattr(up, "started", limited)
+    with trio.fail_after(LIMIT_S), pytest.raises(Unavailable, match="not ready after 3 s") as refused:
         async with running_cluster(
-            build({}, {}, flags, HostFacts.read()), 4, group_size=2, log_dir=tmp_path, start_limit_s=10.0
+            build({}, {}, flags, HostFacts.read()), 4, group_size=2, log_dir=tmp_path, start_limit_s=3.0
         ):
             raise AssertionError("no rank has registered")
     assert "w0 w1 w2 w3" in refused.value.value

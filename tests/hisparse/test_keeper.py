@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trio
 
+from hisparse.cluster import group_end
 from hisparse.cluster import keeper as keeping
 from hisparse.cluster.children import Child
 from hisparse.cluster.group_end import PEER_END_LIMIT_S, RankEnd, blamed, end_text, follow_limit_s, is_wanted
@@ -33,6 +34,8 @@ from protocol.settings import Config
 from tests.support.fakes.worker import CAPACITY
 
 LIMIT_S = 10.0
+#: Ends a test of processes that hangs.
+CHILDREN_LIMIT_S = 180.0
 
 
 def row(epoch: int, state: str = "connected", worker: str = "w0", *, exit_proved: bool = False) -> WorkerRow:
@@ -279,7 +282,7 @@ async def test_dead_workers_restart_and_dismissed_ones_do_not(tmp_path: object, 
     changes: list[int] = []
     cluster = FakeCluster(tmp_path, codes)
     clusters.append(cluster)
-    with trio.fail_after(30):
+    with trio.fail_after(CHILDREN_LIMIT_S):
         last = await Keeper(cluster, said.append, lambda: changes.append(1)).run()
     assert last in (cluster.by_name["w0"], cluster.by_name["w1"])
     assert len(changes) == 2
@@ -295,7 +298,7 @@ async def test_dead_workers_restart_and_dismissed_ones_do_not(tmp_path: object, 
 async def test_keeper_ends_when_the_coordinator_leaves(tmp_path: object, clusters: list[FakeCluster]) -> None:
     cluster = FakeCluster(tmp_path, {COORDINATOR: ["exit(5)", "exit(0)"], "w0": [SLEEP]})
     clusters.append(cluster)
-    with trio.fail_after(30):
+    with trio.fail_after(CHILDREN_LIMIT_S):
         last = await Keeper(cluster, lambda line: None, lambda: None).run()
     assert last is cluster.by_name[COORDINATOR]
     assert cluster.lives == 3
@@ -331,11 +334,18 @@ async def kept(cluster: FakeCluster, said: list[str], gone: list[tuple[str, ...]
         if gone is not None:
             gone.append(tuple(names))
 
-    with trio.fail_after(60):
+    with trio.fail_after(CHILDREN_LIMIT_S):
         return await Keeper(cluster, said.append, lambda: None, vouch=vouch).run()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is slow to follow its peer follows it."""
+    monkeypatch.setattr(group_end, "PEER_END_LIMIT_S", CHILDREN_LIMIT_S)
+
+
 @pytest.mark.process
+@pytest.mark.usefixtures("patient")
 async def test_a_group_is_restarted_whole_and_its_rank_to_blame_is_named(
     tmp_path: Path, clusters: list[FakeCluster]
 ) -> None:
@@ -385,6 +395,7 @@ async def test_a_rank_that_does_not_follow_is_killed(
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("patient")
 async def test_short_lives_of_a_group_are_counted_together(
     tmp_path: Path, clusters: list[FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,8 +403,12 @@ async def test_short_lives_of_a_group_are_counted_together(
     monkeypatch.setattr(keeping, "RESTARTS_MAX", 3)
     monkeypatch.setattr(keeping, "STABLE_S", 0.1)
     monkeypatch.setattr(keeping, "RESTART_PAUSE_MIN_S", 0.01)
-    dies, follows = "import time; time.sleep(0.3); exit(3)", "import time; time.sleep(0.6); exit(71)"
-    codes = {COORDINATOR: [SLEEP], "w0": [dies, follows] * 2, "w1": [follows, dies] * 2}
+    lives = [tmp_path / f"life{number}" for number in range(4)]
+    codes = {
+        COORDINATOR: [SLEEP],
+        "w0": [follower(path) if number % 2 else leader(path, "exit(3)") for number, path in enumerate(lives)],
+        "w1": [leader(path, "exit(3)") if number % 2 else follower(path) for number, path in enumerate(lives)],
+    }
     cluster = FakeCluster(tmp_path, codes, {"g0": ("w0", "w1")})
     clusters.append(cluster)
     said: list[str] = []
