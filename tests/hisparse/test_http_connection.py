@@ -9,13 +9,12 @@ import random
 import re
 import socket
 import ssl
-import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import trio
@@ -36,7 +35,7 @@ from tests.support.fuzz_http import Aim, assail
 from tests.support.fuzz_rig import Tally
 from tests.support.tls_pair import write_pair
 
-LIMIT_S: Final = 10.0
+LIMIT_S: Final = 60.0
 GET: Final = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 CLOSE: Final = b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -287,28 +286,29 @@ async def test_disconnect_is_noticed_during_an_answer(rig: Rig) -> None:
 # ---------------------------------------------------------------- what is bounded
 
 
-async def test_connection_without_a_header_in_time_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "IDLE_LIMIT_S", 0.1)
-    assert await rig.send(b"") == b""
-    assert await rig.send(GET[:20]) == b""
-    assert b"200" in await rig.send(GET)
-    assert rig.ends() == {"idle": 3}
+async def still_until(condition: Callable[[], bool]) -> None:
+    """As Rig.until, while the clock stands still."""
+    while not condition():
+        await trio.lowlevel.checkpoint()
 
 
-async def test_requests_that_came_in_time_are_answered_after_a_stall(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_came_in_time_are_answered_after_a_stall(
+    rig: Rig, mock_clock: trio.testing.MockClock
+) -> None:
     """All of them wait for their turns past the deadline."""
-    monkeypatch.setattr(connection, "IDLE_LIMIT_S", 0.2)
     streams = [await rig.open() for _ in range(6)]
-    await rig.until(lambda: rig.counters.connections == len(streams))
+    await still_until(lambda: rig.counters.connections == len(streams))
     for stream in streams:
         os.write(stream.socket.fileno(), CLOSE)
-    time.sleep(0.3)  # noqa: ASYNC251 - the process has no core
+    mock_clock.jump(1.5 * connection.IDLE_LIMIT_S)  # the process has no core
     assert [status_of(await exchanged(stream, b"")) for stream in streams] == [200] * len(streams)
 
 
 @asynccontextmanager
-async def turning(turn: Callable[[], Awaitable[None]]) -> AsyncIterator[tuple[trio.abc.Stream, HttpConnection]]:
-    """A client and its connection, which waits for `turn` before each look at a header. The connection must end."""
+async def turning(
+    turn: Callable[[], Awaitable[None]], end: connection.End = connection.End.CLOSED
+) -> AsyncIterator[tuple[trio.abc.Stream, HttpConnection]]:
+    """A client and its connection, which waits for `turn` before each look at a header. It must come to `end`."""
     clients = turns.ClientTurns()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(clients.strangers, "turn", lambda _: turn())
@@ -316,12 +316,22 @@ async def turning(turn: Callable[[], Awaitable[None]]) -> AsyncIterator[tuple[tr
         served = HttpConnection(stream, echo, clients, "10.0.0.1")
 
         async def serve() -> None:
-            assert await served.run() is connection.End.CLOSED
+            assert await served.run() is end
             await stream.aclose()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve)
             yield client, served
+
+
+@pytest.mark.parametrize(("data", "status"), [(b"", 0), (GET[:20], 0), (GET, 200)])
+async def test_connection_without_a_header_in_time_is_closed(
+    autojump_clock: trio.testing.MockClock, data: bytes, status: int
+) -> None:
+    began = trio.current_time()
+    async with turning(trio.lowlevel.checkpoint, connection.End.IDLE) as (client, _):
+        assert status_of(await exchanged(client, data)) == status
+    assert trio.current_time() - began == pytest.approx(connection.IDLE_LIMIT_S)
 
 
 async def test_header_in_two_segments_is_answered_however_late_its_turns(
@@ -409,7 +419,7 @@ async def test_strangers_take_turns_and_a_known_client_does_not_wait_for_them(ri
                 for peer in peers:
                     peer.send(b"no HTTP\r\n\r\n")
                     peer.shutdown(socket.SHUT_WR)
-                await known.send_all(GET.replace(b"/x", b"/known"))
+                os.write(known.socket.fileno(), GET.replace(b"/x", b"/known"))
                 assert b"200" in await known.receive_some()
                 turns_of_known = count.turns
                 await rig.until(lambda: rig.ends().get("refused") == STRANGERS)
@@ -663,18 +673,19 @@ async def test_connection_in_arrears_is_closed_before_an_idle_one() -> None:
 
 
 async def test_stopping_lets_the_last_answer_finish() -> None:
-    resumed = trio.Event()
+    begun, resumed = trio.Event(), trio.Event()
 
     async def slow(head: RequestHead, channel: Channel) -> None:
         exchange = HttpExchange(head, channel, Shares(1))
+        begun.set()
         await resumed.wait()
         await exchange.answer(200, b"done")
 
     async with running(slow) as rig:
         idle, busy = await rig.open(), await rig.open()
         await busy.send_all(GET)
+        await begun.wait()
         await rig.until(lambda: rig.counters.connections == 2)
-        await trio.testing.wait_all_tasks_blocked(0.05)
         rig.stopping.set()
         with trio.fail_after(LIMIT_S):
             assert await idle.receive_some() == b""
@@ -718,32 +729,53 @@ async def test_tls_connection_follows_the_same_rules(tmp_path: Path, monkeypatch
         await rig.until(lambda: rig.ends() == {"closed": 1, "refused": 3, "tls": 3})
 
 
+@dataclass
+class TlsClient:
+    """Over TLS, of which the test says when each part is sent."""
+
+    stream: trio.SocketStream
+    context: ssl.SSLContext
+
+    def __post_init__(self) -> None:
+        self._heard, self._said = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = self.context.wrap_bio(self._heard, self._said, server_hostname="localhost")
+
+    def greet(self) -> None:
+        """Send the first message of the handshake, within this turn of the loop."""
+        with suppress(ssl.SSLWantReadError):
+            self._tls.do_handshake()
+        os.write(self.stream.socket.fileno(), self._said.read())
+
+    async def ask(self, data: bytes) -> bytes:
+        """What is answered to `data` behind the handshake."""
+        await self._pumped(self._tls.do_handshake)
+        self._tls.write(data)
+        return bytes(await self._pumped(partial(self._tls.read, 65_536)))
+
+    async def _pumped(self, step: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                await self.stream.send_all(self._said.read())
+                if not (data := await self.stream.receive_some()):
+                    return b""
+                self._heard.write(data)
+
+
 async def test_tls_clients_that_came_in_time_are_answered_after_a_stall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mock_clock: trio.testing.MockClock
 ) -> None:
     """Their first messages are read when the time for a handshake is over."""
-    for module in (connection, listener):
-        monkeypatch.setattr(module, "IDLE_LIMIT_S", 1.0)
     cert, key = write_pair(tmp_path)
     context = ssl.create_default_context(cafile=cert)
-    clients = 6
-    stalled = threading.Barrier(clients + 1)
-    statuses = list[int]()
-
-    def request(address: tuple[str, int]) -> None:
-        with socket.create_connection(address, LIMIT_S) as plain:
-            stalled.wait(LIMIT_S)
-            with context.wrap_socket(plain, server_hostname="localhost") as secure:
-                secure.sendall(CLOSE)
-                statuses.append(status_of(secure.recv(65_536)))
-
-    async with running(tls=Tls(cert, key)) as rig, trio.open_nursery() as nursery:
-        for _ in range(clients):
-            nursery.start_soon(trio.to_thread.run_sync, request, rig.address)
-        await rig.until(lambda: rig.counters.connections == clients and stalled.n_waiting == clients)
-        stalled.wait(LIMIT_S)
-        time.sleep(1.2)  # noqa: ASYNC251 - the process has no core
-    assert statuses == [200] * clients
+    async with running(tls=Tls(cert, key)) as rig:
+        clients = [TlsClient(await rig.open(), context) for _ in range(6)]
+        await still_until(lambda: rig.counters.connections == len(clients))
+        for client in clients:
+            client.greet()
+        mock_clock.jump(1.5 * connection.IDLE_LIMIT_S)  # the process has no core
+        assert [status_of(await client.ask(CLOSE)) for client in clients] == [200] * len(clients)
 
 
 async def test_handshake_ends_however_late_its_turns(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
@@ -821,8 +853,8 @@ async def test_ended_tls_connections_leave_nothing_for_the_collector(
         async with running(tls=Tls(cert, key)) as rig:
             for _ in range(3):
                 async with await rig.open() as stream:
-                    await stream.send_all(b"\x16\x03\x01 no hello")
                     with suppress(trio.BrokenResourceError):
+                        await stream.send_all(b"\x16\x03\x01 no hello")
                         await stream.receive_some()
             await rig.until(lambda: rig.ends() == {"tls": 3})
             assert streams() == 0
