@@ -779,7 +779,7 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
     assert child.stdout is not None
     assert child.stdout.read(2) == b"hi"
     child.send_signal(signal.SIGINT)
-    stdout, stderr = child.communicate(timeout=10)
+    stdout, stderr = child.communicate(timeout=60)
     assert child.returncode == 130
     assert stdout == b"\n"
     assert stderr == b"r1 goes on; hisparse attach r1 --from 2, or hisparse abort r1\n"

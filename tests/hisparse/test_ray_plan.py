@@ -173,7 +173,7 @@ def test_what_an_earlier_supervisor_left_is_ended_and_a_stranger_is_not(tmp_path
         assert found is not None
         ended = trio.run(remains.end_all, found)
         assert ended is None
-        assert left.wait(10) == -9
+        assert left.wait(60) == -9
         assert stranger.poll() is None
     finally:
         for child in (left, stranger):

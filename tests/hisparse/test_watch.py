@@ -22,9 +22,9 @@ from tests.hisparse.test_top import POOL, REQUEST, WORKER
 from tests.support.fakes.gateway import FakeGateway, tag_of
 from tests.support.terminal_rig import on_a_terminal
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Cluster:

@@ -48,7 +48,7 @@ HOSTILE_NICENESS: Final = 10
 CLIENT_WARM_UP: Final = 20
 #: Until memory is measured: connections have ended by then, and what they left is returned (hisparse.http.process).
 SETTLE_S: Final = 6.0
-START_LIMIT_S: Final = 60.0
+START_LIMIT_S: Final = 120.0
 #: How often attackers say what they have sent, and the run says so.
 TELL_INTERVAL_S: Final = 1.0
 PROGRESS_INTERVAL_S: Final = 30.0

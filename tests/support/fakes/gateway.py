@@ -40,14 +40,14 @@ class FakeGateway:
 
     def __enter__(self) -> FakeGateway:
         self._thread.start()
-        assert self._bound.wait(10)
+        assert self._bound.wait(60)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _run(self) -> None:
         with zmq.Context() as context:
