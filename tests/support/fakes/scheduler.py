@@ -28,6 +28,7 @@ class FakeScheduler:
         self.commands: list[tuple[object, ...]] = []
         self.refuse_with: HiSparseError | None = None
         self.never_answers = False
+        self.unanswered = 0  # aborts that wait
         self.refuses_all = ""
         self.serves_none = ""
         self.all_wait = ("", "")  # kind and text of what all requests wait for
@@ -90,6 +91,7 @@ class FakeScheduler:
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         if self.never_answers:
+            self.unanswered += 1
             await trio.sleep_forever()
         return self._command("abort", request_ids)
 
