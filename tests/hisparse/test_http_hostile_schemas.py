@@ -59,7 +59,6 @@ async def test_build_without_end_is_refused_and_disturbs_no_other_key(tmp_path: 
         nursery.start_soon(in_thread, partial(ask, rig.port, KEY, [bomb], tell))
         while not started:  # noqa: ASYNC110 - a thread of the front starts it
             await trio.sleep(0.01)
-        started[0].send_signal(signal.SIGSTOP)
         try:
             others = [completion(structured_outputs={"regex": f"[a-c]{{{number}}}"}) for number in range(1, 5)]
             await in_thread(lambda: ask(rig.port, OTHER, others, lambda _, status, __: answers.append(status)))
@@ -72,14 +71,17 @@ async def test_build_without_end_is_refused_and_disturbs_no_other_key(tmp_path: 
 
 
 def unlimited(children: Children) -> list[subprocess.Popen[bytes]]:
-    """Its processes as they are started, without a limit of time."""
+    """Its processes as they are started, without a limit of time. The first one is stopped at once."""
     started: list[subprocess.Popen[bytes]] = []
     start = children._start
     children._command[-2] = "3600"
 
     def record() -> subprocess.Popen[bytes]:
-        started.append(start())
-        return started[-1]
+        process = start()
+        if not started:
+            process.send_signal(signal.SIGSTOP)
+        started.append(process)
+        return process
 
     children._start = record  # type: ignore[method-assign]
     return started

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,9 +13,9 @@ import pytest
 from protocol import messages
 from tests.hisparse.test_top import POOL, REQUEST, WORKER
 from tests.support.fakes.gateway import FakeGateway, tag_of
-from tests.support.terminal_rig import Tty, on_a_terminal
+from tests.support.terminal_rig import LIMIT_S, Tty, on_a_terminal
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 MODEL = messages.ModelInfo("f", "tiny", 8192, 264, 4, 128, (257,), "bytes", "")
 
@@ -66,6 +66,14 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.gateway.__enter__()
     yield cluster
     cluster.stop()
+
+
+def written(tty: Tty, condition: Callable[[], bool]) -> None:
+    """Wait until what it has written is so."""
+    give_up_at = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < give_up_at, tty.raw[-200:]
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -122,7 +130,7 @@ def test_top_starts_without_a_coordinator(tmp_path: Path) -> None:
     with on_a_terminal(["top"], {"HISPARSE_CLUSTER_RUNTIME_DIR": str(tmp_path)}) as tty:
         tty.until("DISCONNECTED, trying again")
         tty.press(b"q")
-        assert tty.process.wait(10) == 0
+        assert tty.process.wait(LIMIT_S) == 0
 
 
 def test_resize_redraws_the_screen(tty: Tty) -> None:
@@ -147,10 +155,9 @@ def test_terminal_is_restored_after_any_exit(cluster: Cluster, how: object) -> N
             tty.process.send_signal(how)
         else:
             tty.press(b"q")
-        assert tty.process.wait(10) == 0
+        assert tty.process.wait(LIMIT_S) == 0
         assert tty.modes() == before
-        time.sleep(0.1)
-        assert tty.raw.endswith(b"\x1b[?25h\x1b[?1049l")
+        written(tty, lambda: tty.raw.endswith(b"\x1b[?25h\x1b[?1049l"))
 
 
 def test_top_exits_silently_when_the_terminal_vanishes(cluster: Cluster, tmp_path: Path) -> None:
@@ -158,34 +165,32 @@ def test_top_exits_silently_when_the_terminal_vanishes(cluster: Cluster, tmp_pat
     with (tmp_path / "stderr").open("w+b") as stderr, on_a_terminal(["top"], environ, stderr=stderr) as tty:
         tty.until("connected")
         tty.vanish()
-        assert tty.process.wait(10) == 0
+        assert tty.process.wait(LIMIT_S) == 0
         stderr.seek(0)
         assert stderr.read() == b""
 
 
 def test_top_restores_the_terminal_when_stopped_and_resumes(tty: Tty) -> None:
     tty.process.send_signal(signal.SIGTSTP)
-    deadline = time.monotonic() + 10
-    while not tty.raw.endswith(b"\x1b[?1049l"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    written(tty, lambda: tty.raw.endswith(b"\x1b[?1049l"))
     tty.process.send_signal(signal.SIGCONT)
-    written = len(tty.raw)
+    before = len(tty.raw)
     tty.until(">r1")
-    while b"\x1b[?1049h" not in tty.raw[written - 20 :]:
-        assert time.monotonic() < deadline + 10
-        time.sleep(0.02)
+    written(tty, lambda: b"\x1b[?1049h" in tty.raw[before - 20 :])
 
 
 def test_quiet_cluster_sends_almost_no_bytes(tty: Tty) -> None:
-    """Only what changed is written: over ssh, a second of nothing new is a second of nothing sent."""
-    time.sleep(1)
-    before = len(tty.raw)
-    time.sleep(2)
-    assert len(tty.raw) - before < 200, tty.raw[before:]
+    """Only what changed is written: over ssh, a second of nothing new is a second of nothing sent. Where the gateway of
+    this process has no core, the screen says how old it is, and is quiet again later."""
+    give_up_at, sent = time.monotonic() + LIMIT_S, 1_000
+    while sent >= 200:
+        assert time.monotonic() < give_up_at, tty.raw[-sent:]
+        before = len(tty.raw)
+        time.sleep(2)
+        sent = len(tty.raw) - before
 
 
 def test_top_without_a_terminal_names_the_alternative(tmp_path: Path) -> None:
     with on_a_terminal(["top"], {"HISPARSE_CLUSTER_RUNTIME_DIR": str(tmp_path), "TERM": "dumb"}) as tty:
-        assert tty.process.wait(30) == 2
+        assert tty.process.wait(LIMIT_S) == 2
         tty.until("terminal=dumb: not a terminal that can draw (use: hisparse re")
