@@ -55,8 +55,9 @@ MAX_TOKENS: Final = 300
 LARGE_TOKENS: Final = 2_900
 #: A stopped worker may run for the first of these in each round, and stands still for the second.
 RUNS_S, STANDS_S = 0.02, 0.2
-#: A storm takes half of it where little else runs.
-CAUSE_LIMIT_S: Final = 100.0
+#: A storm takes 50 s where little else runs.
+CAUSE_LIMIT_S: Final = 300.0
+SCENE_LIMIT_S: Final = 850.0
 #: When a late answer begins: beyond the bound of its alert.
 LATE_S: Final = 14.0
 #: So long the waits of a quiet worker are watched, to compare with.
@@ -172,7 +173,7 @@ async def scene(
     write_tiny_checkpoint(path / "model")
     port = free_ports(1)
     fixed = {"HISPARSE_COORDINATOR_METRICS_PORT": str(port), "HISPARSE_COORDINATOR_AUDIT_INTERVAL_S": "1"}
-    place = Drilled(path, path / "model", defects or {}, fixed | dict(settings or {}))
+    place = Drilled(path, path / "model", defects or {}, fixed | dict(settings or {}), limit_s=SCENE_LIMIT_S)
     async with place.worker() as worker, place.coordinator() as coordinator, AsyncExitStack() as stack:
         http = await stack.enter_async_context(place.http()) if with_http else None
         jobs = {"hisparse-coordinator": [port], "hisparse-worker": [await worker.metrics_port()]}
