@@ -15,6 +15,7 @@ from metrics.names import COORDINATOR, WORKER, exported_names
 from protocol.errors import Unavailable
 from protocol.messages import Sampling
 from tests.support.hostile_schemas import CHAIN
+from tests.support.planted import PLANTED_WHILE
 from tests.support.process_rig import Place, Process
 from worker.process import EXIT_CLEAN
 from worker.runners.tiny import write_tiny_checkpoint
@@ -31,6 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     write_tiny_checkpoint(path)
     return path
+
+
+def planted(defect: str) -> tuple[str, ...]:
+    """What a worker with a defect of tests.support.planted runs."""
+    return "-m", "tests.support.planted", defect
 
 
 async def until_served(client: Client) -> None:
@@ -58,10 +64,14 @@ async def connected(place: Place) -> None:
             await trio.sleep(0.05)
 
 
-async def test_successor_finishes_requests_of_a_leaving_worker(tmp_path: Path, model: Path) -> None:
+async def test_successor_finishes_requests_of_a_leaving_worker(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """I2, I5: SIGTERM in the middle of a request stops the worker cleanly; the request waits, and another process of
     the same pool continues it without repeating, losing or changing a token."""
-    place = Place(tmp_path, model)
+    place, order = Place(tmp_path, model, worker_program=planted("signal-at")), tmp_path / "signal"
+    monkeypatch.setenv(PLANTED_WHILE, str(order))
+    monkeypatch.setenv("HISPARSE_WORKER_NAME", "w0")
     sampling = Sampling(TOKENS, ignore_eos=True)
     async with place.coordinator() as coordinator:
         await connected(place)
@@ -75,11 +85,9 @@ async def test_successor_finishes_requests_of_a_leaving_worker(tmp_path: Path, m
                 undisturbed = (await (await client.submit(PROMPT, sampling)).collect()).tolist()
                 assert len(undisturbed) == TOKENS
 
+                order.write_text(f"w0 decode {signal.SIGTERM:d}")  # by itself: it cannot come to the end before
                 stream = await client.submit(PROMPT, sampling, request_id="moved")
                 received = (await anext(stream)).tolist()
-                while len(received) < 20:
-                    received += (await anext(stream)).tolist()
-                worker.signal(signal.SIGTERM)
                 code, log = await worker.exit()
                 assert code == EXIT_CLEAN, log
             assert place.pool.exists()
@@ -106,18 +114,23 @@ def children_of(pid: int) -> list[psutil.Process]:
     return [it for it in psutil.Process(pid).children() if "protocol.grammar_trials" in it.cmdline()]
 
 
-async def test_grammar_without_end_neither_stalls_nor_ends_a_worker(tmp_path: Path, model: Path) -> None:
-    """A client of the coordinator sends it: no front has checked it."""
-    place = Place(tmp_path, model)
+async def test_grammar_without_end_neither_stalls_nor_ends_a_worker(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of the coordinator sends it: no front has checked it. Its build reaches no limit before the others have
+    ended: it is stopped at its start."""
+    place, halted = Place(tmp_path, model, worker_program=planted("halted-trial")), tmp_path / "halted"
+    monkeypatch.setenv(PLANTED_WHILE, str(halted))
     bomb, regex = Sampling(TOKENS, grammar=CHAIN), Sampling(20, grammar="start: /[a-c]{20}/")
     async with place.coordinator(), place.worker() as worker:
         await connected(place)
         async with open_client(place.endpoint("admin"), role="admin") as client:
             await until_served(client)
+            halted.touch()
             stream = await client.submit(PROMPT, bomb)
-            while not (trials := children_of(worker.popen.pid)):  # noqa: ASYNC110 - another process starts it
+            while halted.exists():  # noqa: ASYNC110 - another process starts it
                 await trio.sleep(0.01)
-            trials[0].suspend()  # it reaches no limit before the others have ended
+            trials = children_of(worker.popen.pid)
             for sampling in (regex, Sampling(20, ignore_eos=True)):
                 assert len(await (await client.submit(PROMPT, sampling)).collect()) >= 20
             trials[0].kill()  # as its alarm does

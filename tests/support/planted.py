@@ -6,6 +6,8 @@ file named by PLANTED_WHILE exists. For drills: what an alert waits for is cause
     hang         the decode loop of a worker does not turn
     lost-seat    a worker has one free seat less than the ledger says
     lone-rank    a worker says that it is one of two ranks of a group
+    halted-trial a process in which a worker tries a grammar is stopped as soon as it starts. The file is gone then
+    poison       the request whose id the file holds ends its worker by SIGKILL once it is admitted
     signal-at    a worker sends itself a signal at a point of its life. The file says which, as in "w1 exchange 9":
                  start (it has met its group), prompt (a round of prompts), decode (a step), exchange (its rows have
                  gone to its peers, and its sums have not), leave (a request leaves it). The file is gone before
@@ -92,6 +94,34 @@ def lone_rank() -> None:
     module.WorkerHello = hello
 
 
+def halted_trial() -> None:
+    from protocol.children import Children
+
+    start = Children._start
+
+    def started(children: Children) -> Any:
+        process = start(children)
+        if shows():
+            process.send_signal(signal.SIGSTOP)
+            Path(os.environ[PLANTED_WHILE]).unlink()
+        return process
+
+    Children._start = started  # type: ignore[method-assign]
+
+
+def poison() -> None:
+    from worker.loop.executor import Executor
+
+    admit = Executor._admit
+
+    def admitted(executor: Executor, asked: Any) -> None:
+        admit(executor, asked)
+        if shows() and asked.request_id == Path(os.environ[PLANTED_WHILE]).read_text():
+            signal.raise_signal(signal.SIGKILL)
+
+    Executor._admit = admitted  # type: ignore[method-assign]
+
+
 def signal_at() -> None:
     import worker.process
     from worker.group.exchange import ProcessGroupCollectives
@@ -124,6 +154,8 @@ DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "hang": hang,
     "lost-seat": lost_seat,
     "lone-rank": lone_rank,
+    "halted-trial": halted_trial,
+    "poison": poison,
     "signal-at": signal_at,
 }
 

@@ -20,6 +20,7 @@ from tests.support import zygote
 
 #: Importing torch and loading a checkpoint while the other core is busy.
 LIMIT_S: Final = 240.0
+PROGRAM: Final = ("-m", "hisparse.cli")
 SIZES: Final = ("--hot-size-classes", "128", "--device-mem", "16MiB", "--host-mem", "8MiB", "--threads", "1")
 
 
@@ -73,6 +74,9 @@ class Place:
     path: Path
     model: Path
     draft_tokens: int = field(default=0, kw_only=True)
+    #: What a worker runs, behind `python`, and how long each process may take at most.
+    worker_program: Sequence[str] = field(default=PROGRAM, kw_only=True)
+    limit_s: float = field(default=LIMIT_S, kw_only=True)
 
     @property
     def runtime_dir(self) -> Path:
@@ -108,14 +112,15 @@ class Place:
     async def _running(self, subcommand: str, *flags: str) -> AsyncIterator[Process]:
         process = self._start(subcommand, flags)
         try:
-            with trio.fail_after(LIMIT_S):
+            with trio.fail_after(self.limit_s):
                 yield process
         finally:
             process.popen.kill()
             process.popen.wait()
 
     def _start(self, subcommand: str, flags: Sequence[str]) -> Process:
-        command = [sys.executable, "-m", "hisparse.cli", subcommand, *flags]
+        program = self.worker_program if subcommand == "worker" else PROGRAM
+        command = [sys.executable, *program, subcommand, *flags]
         settings = {
             "OMP_NUM_THREADS": "1",
             "HISPARSE_CLUSTER_RUNTIME_DIR": str(self.runtime_dir),
