@@ -3,9 +3,7 @@ rank that was lost is blamed and no rank that waits for it, nothing leaks, and t
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,13 +13,20 @@ import pytest
 import trio
 
 from hisparse.client.client import Client
-from hisparse.cluster import keeper, up
-from hisparse.cluster.children import Child, child_environ
+from hisparse.cluster import group_end, keeper
 from hisparse.cluster.up import Cluster
-from protocol.config import to_environ
 from protocol.settings import Config
 from protocol.units import PAGE_TOKENS
-from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, until_all_connected, write_model
+from tests.support.cluster_rig import (
+    PATIENCE_S,
+    again_until,
+    assert_nothing_leaked,
+    cluster_of_two,
+    missed_soon,
+    plant,
+    until_all_connected,
+    write_model,
+)
 from tests.support.group_cluster import (
     BACK_LIMIT_S,
     assert_nothing_prefilled_again,
@@ -32,11 +37,12 @@ from tests.support.group_cluster import (
     until_decoding,
     until_restarted,
 )
-from tests.support.planted import PLANTED_WHILE
 
 pytestmark = [pytest.mark.process, pytest.mark.group, pytest.mark.timeout(1_200)]
 
 RANKS = ("w0", "w1")
+#: Longer than all requests take.
+ROUND_S = 20.0
 #: Phases and the rank that is lost in each: the one that meets the other ranks (rank 0), and another one.
 LOST = {"start": "w1", "prompt": "w0", "decode": "w1", "exchange": "w0", "leave": "w1", "coordinator": "w1"}
 
@@ -55,26 +61,22 @@ class Order:
     def write(self, name: str, point: str, number: int) -> None:
         self._path.write_text(f"{name} {point} {number:d}")
 
+    def is_there(self) -> bool:
+        return self._path.exists()
+
     async def until_taken(self) -> None:
         with trio.fail_after(BACK_LIMIT_S):
-            while self._path.exists():  # noqa: ASYNC110
+            while self.is_there():  # noqa: ASYNC110
                 await trio.sleep(0.005)
 
 
 @pytest.fixture
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
-    start = up.start_child
-
-    def start_planted(subcommand: str, config: Config, log_dir: Path | None) -> Child:
-        if subcommand != "worker" or log_dir is None:
-            return start(subcommand, config, log_dir)
-        command = [sys.executable, "-m", "tests.support.planted", "signal-at", "worker", "--die-with", str(os.getpid())]
-        environ = child_environ() | to_environ(config)
-        return Child.start(config.worker.name, command, environ, log_dir / f"{config.worker.name}.log")
-
-    monkeypatch.setattr(up, "start_child", start_planted)
-    monkeypatch.setenv(PLANTED_WHILE, str(tmp_path / "signal"))
+    plant(monkeypatch, "signal-at", tmp_path / "signal")
     monkeypatch.setattr(keeper, "STABLE_S", 0.0)  # so that each pause is the first
+    monkeypatch.setattr(
+        group_end, "PEER_END_LIMIT_S", PATIENCE_S
+    )  # a rank that is slow to end has not lost its peer yet
     return Order(tmp_path / "signal")
 
 
@@ -88,11 +90,21 @@ async def lose(cluster: Cluster, client: Client, phase: str, number: int, order:
         cluster.workers["w0"].signal(signal.SIGKILL)
     if phase == "coordinator":
         cluster.coordinator.signal(number)
-    async with trio.open_nursery() as nursery:
-        if phase == "leave":
+    if phase == "leave":
+        await drain_until_taken(client, name, order)
+    await order.until_taken()
+
+
+async def drain_until_taken(client: Client, name: str, order: Order) -> None:
+    """Again where all of its requests have ended before."""
+    while order.is_there():
+        async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(client.drain, (name,), handover=True, deadline_s=30.0))
-        await order.until_taken()
-        nursery.cancel_scope.cancel()
+            with trio.move_on_after(ROUND_S):
+                await order.until_taken()
+            nursery.cancel_scope.cancel()
+        if order.is_there():
+            await client.undrain((name,))
 
 
 def without_cache(config: Config) -> Config:
@@ -125,11 +137,13 @@ async def test_rank_lost_in_any_phase_changes_no_output(
     number: signal.Signals, model: Path, tmp_path: Path, order: Order
 ) -> None:
     config = without_cache(group_config(model, tmp_path))
+    config = missed_soon(config) if number is signal.SIGSTOP else config
     async with cluster_of_two(config, tmp_path, kept=True, group_size=2) as (cluster, client, said):
         quiet = await decode_all(client, "quiet")
 
-        async def disturb(phase: str) -> None:
+        async def disturb(phase: str, done: trio.Event) -> None:
             await lose(cluster, client, phase, number, order)
+            done.set()
             lost_at, lost = trio.current_time(), pids(cluster)
             ended = await until_gone(lost)
             await until_restarted(cluster, RANKS, lost)
@@ -143,8 +157,10 @@ async def test_rank_lost_in_any_phase_changes_no_output(
             if phase == "prompt":
                 order.write(name, phase, number)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(disturb, phase)
-                assert await decode_all(client, phase) == quiet, phase
+                done = trio.Event()
+                nursery.start_soon(disturb, phase, done)
+                turns = await again_until(done, partial(decode_all, client), quiet, phase)
+            last = f"{phase}{turns}-"
             ends = [line for line in said[told:] if line.startswith("group g0 ended")]
             assert f"{name} killed by SIGKILL" in ends[-1], said[told:]
             assert len(ends) == (2 if phase == "start" else 1), said[told:]
@@ -156,8 +172,8 @@ async def test_rank_lost_in_any_phase_changes_no_output(
             assert f"lost={RANKS.index(name)} " in losses_in(tmp_path / f"{other}.log")[-1], phase
             if phase in ("decode", "exchange", "leave"):
                 if number == signal.SIGKILL:
-                    await assert_nothing_prefilled_again(client, phase)
+                    await assert_nothing_prefilled_again(client, last)
                 else:  # a stopped rank may still write the last page of its requests
-                    begun_anew += await count_prefilled_from_full_pages(client, phase)
+                    begun_anew += await count_prefilled_from_full_pages(client, last)
             await assert_nothing_leaked(client)
         assert bool(begun_anew) == (number == signal.SIGSTOP)

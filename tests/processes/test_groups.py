@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,13 @@ from protocol.errors import EXIT_PEER_LOST, HiSparseError
 from protocol.messages import Sampling
 from protocol.settings import Config
 from tests.support import zygote
-from tests.support.cluster_rig import assert_nothing_leaked, cluster_of_two, until_all_connected, write_model
+from tests.support.cluster_rig import (
+    assert_nothing_leaked,
+    cluster_of_two,
+    missed_soon,
+    until_all_connected,
+    write_model,
+)
 from tests.support.group_cluster import (
     BACK_LIMIT_S,
     NEW_TOKENS,
@@ -91,20 +98,22 @@ async def test_requests_move_between_ranks_and_groups_and_share_pages(model: Pat
     async with cluster_of_two(config, tmp_path, roles=roles, group_size=2) as (_, client, _):
         quiet = await decode_all(client, "quiet")
 
-        async def drain() -> None:
-            await until_decoding(client, "moved", 8)
+        async def drain(prefix: str) -> None:
+            await until_decoding(client, prefix, 8)
             for name, ranks in (("w0", {"w0"}), ("g1", {"w2", "w3"})):
                 await client.drain((name,), handover=True, deadline_s=60.0)
                 await until_drained(client, ranks)
                 await client.undrain((name,))
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(drain)
-            moved = await decode_all(client, "moved")
-        assert moved == quiet
-        states = [await states_of(client, row.request_id) for row in await rows_of(client, "moved")]
-        assert max(it.count("RUNNING") for it in states) > 1
-        await assert_nothing_prefilled_again(client, "moved")
+        for turn in count(1):  # where this process has no core, requests end before the drain
+            prefix = f"moved{turn}"
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(drain, prefix)
+                assert await decode_all(client, prefix) == quiet
+            await assert_nothing_prefilled_again(client, prefix)
+            states = [await states_of(client, row.request_id) for row in await rows_of(client, prefix)]
+            if max(it.count("RUNNING") for it in states) > 1:
+                break
 
         served: list[str] = []
         texts = []
@@ -141,7 +150,7 @@ async def test_a_rank_lost_during_start_ends_the_start_and_leaves_no_process(
     number: signal.Signals, model: Path, tmp_path: Path
 ) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(HiSparseError, match="during start")):
-        await start_with_a_loss(group_config(model, tmp_path), tmp_path, number)
+        await start_with_a_loss(missed_soon(group_config(model, tmp_path)), tmp_path, number)
     assert workers_of(tmp_path) == []
 
 
@@ -226,4 +235,4 @@ async def test_ranks_that_disagree_are_refused_by_name(
                 await trio.sleep(0.05)
     finally:
         first.send_signal(signal.SIGTERM)
-        assert first.wait(30) == 130
+        assert first.wait(START_LIMIT_S) == 130

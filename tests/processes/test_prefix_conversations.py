@@ -30,7 +30,7 @@ from hisparse.client.client import Client, run_client
 from protocol.errors import HiSparseError
 from protocol.units import PAGE_TOKENS
 from tests.processes.test_up import Up, running
-from tests.support.cluster_rig import HEARTBEAT_LIMIT_S, assert_nothing_leaked, write_model
+from tests.support.cluster_rig import PATIENCE_S, assert_nothing_leaked, write_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -50,8 +50,7 @@ KILLED: Final = 6
 
 SETTINGS: Final = {
     "COORDINATOR_AUDIT_INTERVAL_S": "0.3",
-    "COORDINATOR_HEARTBEAT_INTERVAL_S": "0.2",
-    "COORDINATOR_HEARTBEAT_LIMIT_S": str(HEARTBEAT_LIMIT_S),
+    "COORDINATOR_HEARTBEAT_LIMIT_S": str(PATIENCE_S),
     "HTTP_WORKER_WAIT_S": str(LIMIT_S),
     "WORKER_DTYPE": "float32",
     "WORKER_DETERMINISTIC": "true",

@@ -6,31 +6,42 @@ an undisturbed run. Audits run all the time. What dies or hangs is seen to by th
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import AsyncIterator, Iterable, Sequence
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
+import pytest
 import trio
 
 from hisparse.client.client import Client, open_client
+from hisparse.cluster import up
+from hisparse.cluster.children import Child, child_environ
 from hisparse.cluster.keeper import Keeper
 from hisparse.cluster.up import Cluster, running_cluster
-from protocol.config import HostFacts, build
+from protocol.config import HostFacts, build, to_environ
 from protocol.messages import AuditRows, RequestRow
 from protocol.settings import Config
+from tests.support.planted import PLANTED_WHILE
 from worker.runners.tiny import write_tiny_checkpoint
+
+T = TypeVar("T")
 
 TOPK: Final = 16
 SIZE_CLASSES: Final = (64, 128, 256)
-#: Short, so that tests of hung workers need not wait long.
-HEARTBEAT_LIMIT_S: Final = 2.0
+#: Of tests of processes that stand still: short, and longer than a busy machine lets one of the others stand still.
+HEARTBEAT_LIMIT_S: Final = 6.0
+#: Of all other tests: a process that has ended is seen at once, and one that is slow is no loss.
+PATIENCE_S: Final = 120.0
 #: For how long the client waits for a coordinator to come back: longer than the keeper's longest pause and a start.
 RECONNECT_LIMIT_S: Final = 120.0
 #: How long freed memory may take to be seen free.
-FREE_LIMIT_S: Final = 10.0
+FREE_LIMIT_S: Final = 60.0
 
 
 def write_model(path: Path) -> Path:
@@ -42,6 +53,7 @@ def cluster_config(model: Path, runtime_dir: Path, *, streams: str = "simulated"
     flags: dict[str, object] = {
         "cluster.runtime_dir": str(runtime_dir),
         "coordinator.audit_interval_s": 0.3,
+        "coordinator.heartbeat_limit_s": PATIENCE_S,
         "worker.model": str(model),
         "worker.dtype": "float32",
         "worker.deterministic": True,
@@ -62,15 +74,30 @@ def cluster_config(model: Path, runtime_dir: Path, *, streams: str = "simulated"
 
 
 def crash_config(model: Path, runtime_dir: Path, host_mem: str = "24MiB") -> Config:
-    """Whose workers are missed soon."""
+    """For tests whose processes are killed, and with `missed_soon` stopped."""
     config = cluster_config(model, runtime_dir)
-    return msgspec.structs.replace(
-        config,
-        coordinator=msgspec.structs.replace(
-            config.coordinator, heartbeat_interval_s=0.2, heartbeat_limit_s=HEARTBEAT_LIMIT_S
-        ),
-        worker=msgspec.structs.replace(config.worker, host_mem=host_mem),
-    )
+    return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, host_mem=host_mem))
+
+
+def missed_soon(config: Config) -> Config:
+    """Workers of `config` that stand still are missed soon."""
+    limits = msgspec.structs.replace(config.coordinator, heartbeat_interval_s=0.2, heartbeat_limit_s=HEARTBEAT_LIMIT_S)
+    return msgspec.structs.replace(config, coordinator=limits)
+
+
+def plant(patched: pytest.MonkeyPatch, defect: str, trigger: Path) -> None:
+    """Workers that start from now on have `defect` (tests/support/planted.py), which shows while `trigger` is there."""
+    start = up.start_child
+
+    def start_planted(subcommand: str, config: Config, log_dir: Path | None) -> Child:
+        if subcommand != "worker" or log_dir is None:
+            return start(subcommand, config, log_dir)
+        command = [sys.executable, "-m", "tests.support.planted", defect, "worker", "--die-with", str(os.getpid())]
+        environ = child_environ() | to_environ(config)
+        return Child.start(config.worker.name, command, environ, log_dir / f"{config.worker.name}.log")
+
+    patched.setattr(up, "start_child", start_planted)
+    patched.setenv(PLANTED_WHILE, str(trigger))
 
 
 @asynccontextmanager
@@ -109,6 +136,18 @@ def assert_audits_agreed(log_dir: Path, last: AuditRows) -> None:
     assert last.differences == ()
     assert all(row.answered for row in last.audited)
     assert "audit:" not in (log_dir / "coordinator.log").read_text()
+
+
+async def again_until(done: trio.Event, decode: Callable[[str], Awaitable[T]], expected: T, prefix: str) -> int:
+    """Call `decode` with PREFIX1-, PREFIX2- and so on, at least once and until `done`. Each must give `expected`.
+
+    A round that is to be disturbed ends before it is, where this process has no core. Returns the number of rounds.
+    """
+    for turn in count(1):
+        assert await decode(f"{prefix}{turn}-") == expected
+        if done.is_set():
+            return turn
+    raise AssertionError
 
 
 def prompts_of(seed: int, count: int) -> list[list[int]]:

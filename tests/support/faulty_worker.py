@@ -5,7 +5,7 @@
 | refuse    | decodes          | REFUSED transfers are refused, though there is room                                |
 | mute      | decodes          | MUTED transfers are never answered, and of MUTED others no page is acknowledged    |
 | impatient | prefills         | gives up after LIMIT_S what others give 30 s                                     |
-| slow      | decodes          | each page takes PAGE_S to be checked                                             |
+| slow      | decodes          | each page takes PAGE_S to be checked, and waits while the file PLANTED_WHILE exists  |
 | flip      | decodes          | every page of its first transfer is spoilt each time it comes, one page of its next |
 | twice     | does either      | every word about transfers, and every Released, is said twice                    |
 | halt      | prefills         | the process stops (SIGSTOP) with its first write begun                           |
@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, Final
 
 from protocol.errors import CapacityError
+from tests.support import planted
 from worker.loop.reporting import Reporter
 from worker.transfer import sending
 from worker.transfer.checksum import checksum
@@ -89,6 +90,8 @@ def impatient() -> None:
 def slow() -> None:
     def taken(whole: Callable[[CheckUnit], int], _: Any, check: CheckUnit) -> int:
         time.sleep(PAGE_S)
+        while planted.shows():
+            time.sleep(PAGE_S)
         return whole(check)
 
     for target in TARGETS:

@@ -221,10 +221,13 @@ def colocated_outputs(model: Path, run_dir: Path) -> list[list[int]]:
 async def decode_hot(client: Client, prompts: list[list[int]], i: int, prefix: str, hot_slots: int) -> list[int]:
     """What `decode_all` gives for prompt `i`, of a hot buffer of `hot_slots`, smaller than it: so it starts warm.
 
-    The prompt must take longer than the command that follows it.
+    No worker takes it before it has that size.
     """
+    workers = [row.worker for row in await client.workers()]
+    await client.drain(workers)
     stream = await client.submit(prompts[i], _sampling(i), request_id=f"{prefix}{i}")
     await client.resize([stream.request_id], hot_slots)
+    await client.undrain(workers)
     return await _finished(stream)
 
 
