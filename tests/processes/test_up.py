@@ -19,20 +19,22 @@ import psutil
 import pytest
 
 from tests.hisparse.test_http_tls import ask, certificate_of
+from tests.support.cluster_rig import HEARTBEAT_LIMIT_S, PATIENCE_S
 from tests.support.ports import free_ports
 from tests.support.tls_pair import write_pair
 from worker.runners.tiny import write_tiny_checkpoint
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 HISPARSE = [sys.executable, "-m", "hisparse.cli"]
-START_LIMIT_S = 60.0
+#: Of whatever a process is to do: workers import torch, on busy cores.
+LIMIT_S = 150.0
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=4096)
+    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=16_384)
     return path
 
 
@@ -47,7 +49,7 @@ class Up:
 
     def hisparse(self, *args: str) -> subprocess.CompletedProcess[str]:
         command = [*HISPARSE, *args, "--runtime-dir", str(self.runtime_dir)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
     def until(self, text: str) -> str:
         """What it has said since the last time, up to the line with `text`."""
@@ -62,7 +64,7 @@ class Up:
     def submit_endless(self) -> str:
         """A request that takes much longer than the test; its id once it decodes."""
         name = self.hisparse(
-            "submit", "go on and on", "--max-tokens", "4000", "--ignore-eos", "--detach"
+            "submit", "go on and on", "--max-tokens", "16000", "--ignore-eos", "--detach"
         ).stdout.strip()
         eventually(
             lambda: json.loads(self.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"]
@@ -75,7 +77,7 @@ class Up:
         return alive + [path.name for path in self.runtime_dir.iterdir() if path.suffix in (".pool", ".json")]
 
 
-def eventually(condition: Callable[[], Any], limit_s: float = START_LIMIT_S) -> None:
+def eventually(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
     give_up_at = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < give_up_at
@@ -114,7 +116,7 @@ def test_metrics_are_at_the_ports_that_follow_the_given_one(model: Path, tmp_pat
             name: f"http://127.0.0.1:{port + place}/metrics" for place, name in enumerate(names)
         }
         for name, metric in names.items():
-            with urlopen(up.ready["metrics"][name], timeout=10) as page:
+            with urlopen(up.ready["metrics"][name], timeout=LIMIT_S) as page:
                 assert metric in page.read().decode()
         assert f"metrics of coordinator at {up.ready['metrics']['coordinator']}" in up.until("metrics of coordinator")
 
@@ -129,7 +131,9 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         ]
         assert outputs[0]["tokens"] == outputs[1]["tokens"]
         assert outputs[0]["generated_tokens"] == 12
-        second = subprocess.run(command_for(model, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+        second = subprocess.run(
+            command_for(model, tmp_path), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
         assert second.returncode == 4
         assert "already running there" in second.stderr
         command = [*HISPARSE, "submit", "to be finished", "--max-tokens", "600", "--ignore-eos", "-o", "jsonl"]
@@ -139,9 +143,9 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         assert follower.stdout is not None
         follower.stdout.readline()
         up.process.send_signal(signal.SIGINT)
-        last = follower.communicate(timeout=90)[0].splitlines()[-1]
+        last = follower.communicate(timeout=LIMIT_S)[0].splitlines()[-1]
         assert json.loads(last)["generated_tokens"] == 600  # drained, not dropped
-        assert up.process.wait(30) == 0
+        assert up.process.wait(LIMIT_S) == 0
         assert up.left_behind() == []
 
 
@@ -152,7 +156,7 @@ def test_second_ctrl_c_exits_at_once(model: Path, tmp_path: Path) -> None:
         up.until("draining for up to 30 s")
         assert up.process.poll() is None  # the request may go on until the deadline
         up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(10) == 130
+        assert up.process.wait(LIMIT_S) == 130
         left = f"requests that have not ended are in the journal {tmp_path}/journal.sqlite and resume at the next start"
         assert f"stopped at once; {left}" in up.until("stopped at once")
         assert up.left_behind() == []
@@ -162,10 +166,10 @@ def test_unfinished_requests_of_another_model_refuse_the_start_until_aborted(mod
     with running(model, tmp_path, "--deadline", "0") as up:
         name = up.submit_endless()
         up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(30) == 0
+        assert up.process.wait(LIMIT_S) == 0
     write_tiny_checkpoint(tmp_path / "other", index_topk=64, context_max_tokens=2048)
     command = command_for(tmp_path / "other", tmp_path)
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert refused.returncode == 8
     last = refused.stderr.splitlines()[-1]
     assert f"1 unfinished request ({name}) of another model, {model.name}, is in the journal" in last
@@ -181,7 +185,7 @@ def test_stop_deadline_ends_unfinished_requests(model: Path, tmp_path: Path) -> 
         up.submit_endless()
         up.process.send_signal(signal.SIGTERM)
         assert "resume at the next start requests=1" in up.until("unfinished requests resume")
-        assert up.process.wait(20) == 0
+        assert up.process.wait(LIMIT_S) == 0
         assert up.left_behind() == []
 
 
@@ -191,7 +195,7 @@ def test_stop_command_ends_up_cleanly_after_a_worker_restart(model: Path, tmp_pa
         output = json.loads(up.hisparse("submit", "hello", "--max-tokens", "4", "-o", "json").stdout)
         assert output["outcome"] == "FINISHED"
         assert up.hisparse("stop").returncode == 0
-        _, stderr = up.process.communicate(timeout=30)
+        _, stderr = up.process.communicate(timeout=LIMIT_S)
         assert up.process.returncode == 0
         assert "w0 killed by SIGKILL; restarted in 0.5 s" in stderr
         assert up.left_behind() == []
@@ -215,8 +219,8 @@ def test_lost_worker_is_replaced_and_its_request_continues(
     model: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I2, I5: a stopped worker is declared down, killed, and its exit proved; either way nothing is prefilled again."""
-    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_INTERVAL_S", "0.2")
-    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", "2")
+    limit_s = HEARTBEAT_LIMIT_S if number is signal.SIGSTOP else PATIENCE_S
+    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", str(limit_s))
     with running(model, tmp_path) as up:
         name, first = up.submit_endless(), pid_of(up, "worker")
         eventually(lambda: generated(up, name) > 100)
@@ -229,7 +233,7 @@ def test_lost_worker_is_replaced_and_its_request_continues(
         up.process.send_signal(signal.SIGINT)
         stderr = up.until("draining for up to")
         up.process.send_signal(signal.SIGINT)
-        stderr += up.process.communicate(timeout=30)[1]
+        stderr += up.process.communicate(timeout=LIMIT_S)[1]
         assert ("w0 hangs; killed" in stderr) == (number is signal.SIGSTOP)
         assert "w0 killed by SIGKILL; restarted in 0.5 s" in stderr
         assert up.left_behind() == []
@@ -239,8 +243,8 @@ def test_lost_worker_is_replaced_and_its_request_continues(
 def test_group_is_restarted_whole_and_says_which_rank_ended_it(
     model: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_INTERVAL_S", "0.2")
-    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", "2")
+    limit_s = HEARTBEAT_LIMIT_S if number is signal.SIGSTOP else PATIENCE_S
+    monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", str(limit_s))
 
     def pids() -> dict[str, int]:
         ready = json.loads((tmp_path / "ready.json").read_text())
@@ -265,7 +269,7 @@ def test_group_is_restarted_whole_and_says_which_rank_ended_it(
         )
         assert before["tokens"] == after["tokens"]
         assert up.hisparse("stop").returncode == 0
-        up.process.communicate(timeout=60)
+        up.process.communicate(timeout=LIMIT_S)
         assert up.process.returncode == 0
         assert up.left_behind() == []
 
@@ -283,7 +287,7 @@ def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path:
         assert up.hisparse("audit").returncode == 0
         assert up.hisparse("abort", name).returncode == 0
         assert up.hisparse("stop").returncode == 0
-        _, stderr = up.process.communicate(timeout=30)
+        _, stderr = up.process.communicate(timeout=LIMIT_S)
         assert up.process.returncode == 0
         assert "coordinator killed by SIGKILL; restarted in 0.5 s" in stderr
         assert "w0 killed" not in stderr
@@ -293,12 +297,12 @@ def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path:
 def test_children_do_not_outlive_a_killed_parent(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as up:
         up.process.kill()
-        eventually(lambda: not any(psutil.pid_exists(pid) for pid in up.pids), 30)
+        eventually(lambda: not any(psutil.pid_exists(pid) for pid in up.pids))
 
 
 def test_failed_start_names_the_process_and_cleans_up(model: Path, tmp_path: Path) -> None:
     command = command_for(model, tmp_path, "--host-mem", "1KiB")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 8
     assert "worker.host_mem=1024: one host page needs" in done.stderr
     assert "process=w0: exited with 8 during start" in done.stderr
@@ -319,7 +323,7 @@ def test_front_on_any_port_prints_it(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, "--http", "127.0.0.1:0") as up:
         url = up.ready["http"]["url"]
         assert int(url.rpartition(":")[2]) > 0
-        with urlopen(f"{url}/v1/models", timeout=30) as answer:
+        with urlopen(f"{url}/v1/models", timeout=LIMIT_S) as answer:
             assert json.load(answer)["object"] == "list"
         up.until(f"OpenAI's API at {url}/v1; Anthropic's, and a chat page, at {url}")
 
@@ -345,7 +349,7 @@ def test_impossible_settings_are_refused_before_any_start(model: Path, tmp_path:
             (model, ("--ready-file", str(tmp_path / "none" / "ready")), 2, "no directory"),
         ):
             command = command_for(path, tmp_path / "run", *args)
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
             assert (done.returncode, complaint in done.stderr) == (code, True), done.stderr
             assert done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "run").exists()
