@@ -18,7 +18,10 @@ from tests.support.cluster_rig import cluster_of_two, crash_config, write_model
 from tests.support.nodes_rig import Spot, running_nodes
 from tests.support.oracle_rig import run_oracle
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
+#: Ends a cluster that hangs.
+LIMIT_S = 400.0
 
 TURNS = 3
 NEW_TOKENS = 40
@@ -73,7 +76,7 @@ def check_against_the_library(model: Path, turns: list[tuple[list[int], list[int
 
 async def test_turns_reuse_all_full_pages_and_say_what_the_library_says(model: Path, tmp_path: Path) -> None:
     config = reusing(model, tmp_path)
-    with trio.fail_after(150):
+    with trio.fail_after(LIMIT_S):
         async with cluster_of_two(config, tmp_path) as (_, client, _):
             turns = await converse(client, 1)
             # what decoding left durable: all rows but that of the last token
@@ -95,7 +98,7 @@ async def test_deterministic_mode_reuses_whole_chunks_of_prompts_and_gives_the_s
     for mode in ("own", "off"):
         (tmp_path / mode).mkdir(mode=0o700)
         config = reusing(model, tmp_path / mode, mode, deterministic=True)
-        with trio.fail_after(100):
+        with trio.fail_after(LIMIT_S):
             async with cluster_of_two(config, tmp_path / mode) as (_, client, _):
                 turns = await converse(client, 4)
         expected = [0] + [len(prompt) // 128 * 128 for prompt, _, _ in turns[:-1]]
@@ -107,7 +110,7 @@ async def test_deterministic_mode_reuses_whole_chunks_of_prompts_and_gives_the_s
 async def test_reuse_survives_workers_and_is_empty_after_the_coordinator(model: Path, tmp_path: Path) -> None:
     """Both workers are killed between two turns, then the coordinator."""
     config = reusing(model, tmp_path)
-    with trio.fail_after(200):
+    with trio.fail_after(LIMIT_S):
         async with cluster_of_two(config, tmp_path, kept=True) as (cluster, client, _):
             prompt = said_by(2, 0) + said_by(2, 1)
             first, _ = await say(client, "first", prompt)
@@ -129,7 +132,7 @@ async def test_reuse_survives_workers_and_is_empty_after_the_coordinator(model: 
 async def test_between_nodes_each_end_reuses_what_it_has_and_no_row_travels_twice(model: Path, tmp_path: Path) -> None:
     """The prefill node has the prompts of turns before, the decode node what was said behind them, too."""
     spots = [Spot("prefill", "a", "shared"), Spot("decode", "b", "shared")]
-    with trio.fail_after(150):
+    with trio.fail_after(LIMIT_S):
         async with running_nodes(reusing(model, tmp_path), tmp_path, spots) as (nodes, client):
             turns = await converse(client, 6)
             sent = await nodes.samples("w0", "hisparse_transfer_pages_total", "end")
@@ -143,7 +146,7 @@ async def test_between_nodes_each_end_reuses_what_it_has_and_no_row_travels_twic
 
 
 async def test_two_requests_with_one_new_prefix_compute_it_once(model: Path, tmp_path: Path) -> None:
-    with trio.fail_after(100):
+    with trio.fail_after(LIMIT_S):
         async with cluster_of_two(reusing(model, tmp_path), tmp_path) as (_, client, _):
             text = [(3 * place + 1) % 250 for place in range(900)]
             answers: dict[str, tuple[list[int], Ended]] = {}
@@ -161,7 +164,7 @@ async def test_two_requests_with_one_new_prefix_compute_it_once(model: Path, tmp
 
 
 async def test_nothing_is_reused_when_it_is_off(model: Path, tmp_path: Path) -> None:
-    with trio.fail_after(100):
+    with trio.fail_after(LIMIT_S):
         async with cluster_of_two(reusing(model, tmp_path, "off"), tmp_path) as (_, client, _):
             turns = await converse(client, 3)
             assert [reused for _, _, reused in turns] == [0] * TURNS
