@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,13 @@ from tests import ROOT
 from tests.support.demo_victim import Victim, corrupt, find_victim
 from worker.runners.tiny import write_tiny_checkpoint
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
+#: Of one demo, on busy cores.
+LIMIT_S = 280.0
+ATTEMPTS = 3
+#: What a demo says that has not moved its requests.
+TOO_LATE = ("not moved: ", "nothing is left to hand over")
 REQUESTS = 2
 NEW_TOKENS = 64
 #: The request that is retracted has resumed by then, most likely.
@@ -39,12 +45,20 @@ COMMAND = [
 ]
 
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
+def run_demo(place: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """And its working directory. Once more where its requests ended before it moved them: it had no core meanwhile."""
+    for attempt in count(1):
+        directory = place / str(attempt)
+        directory.mkdir(mode=0o700)
+        command = [*COMMAND, *arguments, "--work-dir", str(directory)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        if attempt == ATTEMPTS or not any(note in done.stderr for note in TOO_LATE):
+            return done, directory
+    raise AssertionError
 
 
 def test_demo_passes_and_cleans_up(tmp_path: Path) -> None:
-    done = run_demo("--family", "deepseek-v3.2", "--streams", "simulated", "--work-dir", str(tmp_path))
+    done, directory = run_demo(tmp_path, "--family", "deepseek-v3.2", "--streams", "simulated")
     report = json.loads(done.stdout)
     assert (done.returncode, report["problems"]) == (0, []), done.stderr
     assert report["verified_tokens"] + report["unverified_tokens"] == REQUESTS * NEW_TOKENS
@@ -54,12 +68,12 @@ def test_demo_passes_and_cleans_up(tmp_path: Path) -> None:
     assert report["rows_swapped"] == report["misses"]  # two counters, kept apart; this family shares no index
     assert report["host_pages_after"] == report["host_pages_before"] == 0 < report["host_pages_peak"]
     assert report["hot_bytes"] <= report["full_kv_bytes"] / 8
-    assert list(tmp_path.glob("*.pool")) == []
+    assert list(directory.glob("*.pool")) == []
     assert "retracted from" in done.stderr
 
 
 def test_demo_of_conversations_reuses_within_owners(tmp_path: Path) -> None:
-    done = run_demo("--turns", "3", "--work-dir", str(tmp_path))
+    done, _ = run_demo(tmp_path, "--turns", "3")
     report = json.loads(done.stdout)
     assert (done.returncode, report["problems"]) == (0, []), done.stderr
     assert report["turns"] == 3
@@ -76,7 +90,7 @@ def test_demo_of_conversations_reuses_within_owners(tmp_path: Path) -> None:
 
 
 def test_demo_serves_from_one_group(tmp_path: Path) -> None:
-    done = run_demo("--workers", "2", "--group-size", "2", "--work-dir", str(tmp_path))
+    done, _ = run_demo(tmp_path, "--workers", "2", "--group-size", "2")
     report = json.loads(done.stdout)
     assert (done.returncode, report["problems"]) == (0, []), done.stderr
     assert (report["workers"], report["group_size"]) == (2, 2)
@@ -86,7 +100,7 @@ def test_demo_serves_from_one_group(tmp_path: Path) -> None:
 def test_demo_serves_fp8_weights_exactly(tmp_path: Path) -> None:
     """The oracle decodes the weights by code of its own; scales and blocks are ragged."""
     options = ("--family", "glm-5", "--weights", "fp8", "--requests", "4")
-    done = run_demo(*options, "--work-dir", str(tmp_path))
+    done, _ = run_demo(tmp_path, *options)
     report = json.loads(done.stdout)
     assert (done.returncode, report["problems"]) == (0, []), done.stderr
     assert report["weights"] == "fp8"
@@ -104,12 +118,16 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
     return {request.request_id: find_victim(model, request.prompt, NEW_TOKENS, LATE) for request in requests}
 
 
+#: The demo, whose request stays retracted for long enough to be seen.
+SLOW = "from hisparse.demo import scenario; scenario.RETRACTED_FOR_S = 8.0; from hisparse.cli import main; main()"
+
+
 async def test_corrupted_row_is_reported(victims: dict[str, Victim], tmp_path: Path) -> None:
     assert all(victim.selected_by >= LATE // 3 for victim in victims.values())
     results: list[subprocess.CompletedProcess[str]] = []
 
     async def demo() -> None:
-        command = [*COMMAND, "--family", "glm-5", "--work-dir", str(tmp_path)]
+        command = [sys.executable, "-c", SLOW, *COMMAND[3:], "--family", "glm-5", "--work-dir", str(tmp_path)]
         results.append(await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False))
 
     async with trio.open_nursery() as nursery:
@@ -126,7 +144,7 @@ async def test_corrupted_row_is_reported(victims: dict[str, Victim], tmp_path: P
 
 async def _corrupt_while_retracted(victims: dict[str, Victim], work_dir: Path) -> str:
     """Wait for the demo to retract a request: its hot buffer is gone, so that every row is read from the pool again."""
-    with trio.fail_after(120):
+    with trio.fail_after(LIMIT_S):
         await _until_exists(trio.Path(work_dir) / "client.sock")
         async with open_client(f"ipc://{work_dir}/client.sock") as client:
             name = await _retracted(client)
