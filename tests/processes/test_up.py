@@ -34,7 +34,7 @@ LIMIT_S = 150.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=16_384)
+    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=4096)
     return path
 
 
@@ -64,7 +64,7 @@ class Up:
     def submit_endless(self) -> str:
         """A request that takes much longer than the test; its id once it decodes."""
         name = self.hisparse(
-            "submit", "go on and on", "--max-tokens", "16000", "--ignore-eos", "--detach"
+            "submit", "go on and on", "--max-tokens", "4000", "--ignore-eos", "--detach"
         ).stdout.strip()
         eventually(
             lambda: json.loads(self.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"]
