@@ -23,7 +23,6 @@ from protocol.errors import CapacityError, NotFound, WrongState
 from protocol.messages import Sampling
 from tests.support.cluster_rig import (
     SIZE_CLASSES,
-    again_until,
     assert_nothing_leaked,
     cluster_config,
     cluster_of_two,
@@ -35,7 +34,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 REQUESTS = 50
 NEW_TOKENS = 24
-MOVES = {"keep", "drop", "resize", "resume", "drain"}
 #: An oracle's token may differ where its two best logits are closer than this: fp32 sums in another order.
 TIE_BOUND = 1e-4
 
@@ -60,13 +58,13 @@ async def decode_all(client: Client, prompts: Sequence[Sequence[int]], prefix: s
     return {name.removeprefix(prefix): tokens for name, tokens in outputs.items()}
 
 
-async def disturb(client: Client, seed: int, moves: dict[str, int], prefixes: Sequence[str] = ("churned-",)) -> None:
-    """Operators' commands at random on random requests, of the last prefix, until cancelled. What comes too late is
-    refused, and says so."""
+async def disturb(client: Client, seed: int, moves: dict[str, int]) -> None:
+    """Operators' commands at random on random requests, until cancelled. What comes too late is refused, and says
+    so."""
     dice = random.Random(seed)
     while True:
         await trio.sleep(dice.uniform(0.0, 0.05))
-        name = f"{prefixes[-1]}{dice.randrange(REQUESTS)}"
+        name = f"churned-{dice.randrange(REQUESTS)}"
         command = dice.choice(("keep", "drop", "resize", "resize", "drain"))
         try:
             match command:
@@ -96,29 +94,20 @@ async def release_held(client: Client, moves: dict[str, int]) -> None:
 
 
 async def test_fifty_moved_requests_decode_as_if_undisturbed(model: Path, tmp_path: Path) -> None:
-    prompts, moves, prefixes, done = prompts_of(1, REQUESTS), {}, ["churned-1-"], trio.Event()
+    prompts, moves, churned = prompts_of(1, REQUESTS), {}, {}
     async with cluster_of_two(cluster_config(model, tmp_path), tmp_path) as (_, client, _):
         quiet = await decode_all(client, prompts, "quiet-")
         await assert_nothing_leaked(client)
-
-        async def churned(prefix: str) -> dict[str, list[int]]:
-            prefixes.append(prefix)
-            return await decode_all(client, prompts, prefix)
-
-        async def until_all_moves() -> None:
-            while set(moves) != MOVES:  # noqa: ASYNC110
-                await trio.sleep(0.02)
-            done.set()
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(disturb, client, 2, moves, prefixes)
+            nursery.start_soon(disturb, client, 2, moves)
             nursery.start_soon(release_held, client, moves)
-            nursery.start_soon(until_all_moves)
-            await again_until(done, churned, quiet, "churned-")
+            churned = await decode_all(client, prompts, "churned-")
             nursery.cancel_scope.cancel()
         await client.undrain()
         await assert_nothing_leaked(client)
     assert {name: len(tokens) for name, tokens in quiet.items()} == {str(i): NEW_TOKENS for i in range(REQUESTS)}
+    assert churned == quiet
+    assert set(moves) == {"keep", "drop", "resize", "resume", "drain"}, moves
     assert_oracle_agrees(model, prompts[:4], quiet)
 
 
