@@ -106,7 +106,7 @@ def halted_trial() -> None:
             Path(os.environ[PLANTED_WHILE]).unlink()
         return process
 
-    Children._start = started  # type: ignore[method-assign]
+    Children._start = started  # type: ignore[method-assign,assignment]
 
 
 def poison() -> None:
@@ -119,7 +119,7 @@ def poison() -> None:
         if shows() and asked.request_id == Path(os.environ[PLANTED_WHILE]).read_text():
             signal.raise_signal(signal.SIGKILL)
 
-    Executor._admit = admitted  # type: ignore[method-assign]
+    Executor._admit = admitted  # type: ignore[method-assign,assignment]
 
 
 def signal_at() -> None:
