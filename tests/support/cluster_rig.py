@@ -89,9 +89,9 @@ def plant(patched: pytest.MonkeyPatch, defect: str, trigger: Path) -> None:
     """Workers that start from now on have `defect` (tests/support/planted.py), which shows while `trigger` is there."""
     start = up.start_child
 
-    def start_planted(subcommand: str, config: Config, log_dir: Path | None) -> Child:
+    def start_planted(subcommand: str, config: Config, log_dir: Path | None, *others: int | None) -> Child:
         if subcommand != "worker" or log_dir is None:
-            return start(subcommand, config, log_dir)
+            return start(subcommand, config, log_dir, *others)
         command = [sys.executable, "-m", "tests.support.planted", defect, "worker", "--die-with", str(os.getpid())]
         environ = child_environ() | to_environ(config)
         return Child.start(config.worker.name, command, environ, log_dir / f"{config.worker.name}.log")
