@@ -19,6 +19,7 @@ from tests.support.group_rig import Ask, Requests
 from tests.support.worker_rig import Logits, Rig
 from worker.group.control import LoopProgress
 from worker.runners.transformers_dsa import load_runner
+from worker.streams import Streams, make_streams
 
 #: After which a rank that waits for another gives up: the other one has ended.
 LIMIT_S = 120.0
@@ -89,9 +90,10 @@ def run_ranks(
     settings: WorkerSettings,
     *,
     on_rig: Callable[[int, Rig], None] = lambda rank, rig: None,
+    streams_of: Callable[[int], Streams] = lambda rank: make_streams("inline"),
 ) -> Ran:
     """The requests of each rank until all have ended, with the logits of rows that hold. `on_rig` sees each rank before
-    its first turn."""
+    its first turn; `streams_of` gives each rank its streams."""
     size = len(asks)
     collectives = ThreadCollectives.of(size)
     settings = msgspec.structs.replace(settings, model=str(checkpoint))
@@ -102,7 +104,7 @@ def run_ranks(
 
     def run(rank: int) -> None:
         group: Any = SimpleNamespace(rank=rank, size=size, control=controls[rank], collectives=collectives[rank])
-        rigs[rank] = rig = Rig(settings=settings, runner=runners[rank], keep_logits=True, group=group)
+        rigs[rank] = rig = Rig(streams_of(rank), settings=settings, runner=runners[rank], keep_logits=True, group=group)
         on_rig(rank, rig)
         requests = Requests(rig, checkpoint, rank)
         for ask in asks[rank]:
