@@ -8,7 +8,7 @@ PYTEST_FLAGS ?=
 # are four at most.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 PARALLEL = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=load --maxschedchunk=1
-CHECKED := $(addprefix tests/,house protocol metrics coordinator hisparse examples worker/link worker/pool worker/transfer)
+CHECKED := $(addprefix tests/,house protocol metrics coordinator worker/link worker/pool worker/transfer)
 SEEDS ?= 10000
 START ?= 0
 REQUESTS ?= 1000000

@@ -15,6 +15,7 @@ from hisparse.cli import main
 from metrics.names import BY_NAME
 from protocol.config import SECTIONS
 from tests import ROOT
+from tests.support.once import made_once
 
 PRODUCT = ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")
 ROWS = [
@@ -62,14 +63,21 @@ def definitions(path: str) -> frozenset[str]:
     return frozenset(names)
 
 
-@cache
-def identifiers() -> frozenset[tuple[str, str]]:
-    """(file, identifier) of the Python code of product and tests, without names of tests, which are sentences."""
-    found = set()
+def read_identifiers() -> dict[str, list[str]]:
+    """Of the Python code of product and tests, by file, without names of tests, which are sentences."""
+    found = {}
     for path in python_files():
         tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-        found |= {(str(path.relative_to(ROOT)), token.string) for token in tokens if token.type == tokenize.NAME}
-    return frozenset(it for it in found if not (it[0].startswith("tests/") and it[1].startswith("test_")))
+        names, file = {token.string for token in tokens if token.type == tokenize.NAME}, str(path.relative_to(ROOT))
+        found[file] = sorted(it for it in names if not (file.startswith("tests/") and it.startswith("test_")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def identifiers(run_dir: Path) -> set[tuple[str, str]]:
+    """(file, identifier)."""
+    found: dict[str, list[str]] = made_once(run_dir, "identifiers", read_identifiers)
+    return {(file, name) for file, names in found.items() for name in names}
 
 
 def words(identifier: str) -> set[str]:
@@ -103,12 +111,12 @@ def test_each_place_exists(term: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("retired", [*RETIRED, *RETIRED_NAMES])
-def test_retired_words_are_no_identifiers(retired: str) -> None:
+def test_retired_words_are_no_identifiers(retired: str, identifiers: set[tuple[str, str]]) -> None:
     forms = {retired, retired + "s"}
     if retired in RETIRED:
-        used = {(file, name) for file, name in identifiers() if words(name) & forms}
+        used = {(file, name) for file, name in identifiers if words(name) & forms}
     else:
-        used = {(file, name) for file, name in identifiers() if name == retired}
+        used = {(file, name) for file, name in identifiers if name == retired}
     files, _ = LEFT.get(retired, (set(), ""))
     assert sorted((file, name) for file, name in used if file not in files) == [], "use the term of docs/glossary.md"
     assert not files or used, f"{retired} is gone: take it off LEFT"
