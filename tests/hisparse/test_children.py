@@ -17,10 +17,10 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from hisparse.cluster.children import Child, die_with_parent, exit_text, stop_children, wait_all
 from protocol.errors import Unavailable
+from tests.support.limits import HANG_LIMIT_S
 
 IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
-LIMIT_S = 60.0
 
 pytestmark = pytest.mark.process
 
@@ -42,7 +42,7 @@ def start(children: list[Child], code: str, log_path: Path | None = None) -> Chi
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """In the time of the machine, whatever trio's clock says."""
-    give_up_at = time.monotonic() + LIMIT_S
+    give_up_at = time.monotonic() + HANG_LIMIT_S
     while not condition():
         assert time.monotonic() < give_up_at
         await trio.to_thread.run_sync(time.sleep, 0.01)
@@ -59,7 +59,7 @@ async def test_exit_is_seen_by_all_waiters_at_once(children: list[Child]) -> Non
     async def wait() -> None:
         statuses.append(await child.wait())
 
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(wait)

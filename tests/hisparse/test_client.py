@@ -19,9 +19,9 @@ from protocol.errors import BadInput, HiSparseError, NotAllowed, NotFound, Proto
 from protocol.messages import Ended, Sampling, Submit
 from tests.support.fakes.dealer import FakeDealer
 from tests.support.gateway_rig import GatewayRig, running
+from tests.support.limits import HANG_LIMIT_S
 
 SAMPLING = Sampling(max_tokens=1000)
-LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def test_a_closed_client_ends_its_streams(rig: GatewayRig) -> None:
         stream = await client.submit([1], SAMPLING, request_id="a")
         rig.speak("a", [4])
         assert list(await anext(stream)) == [4]
-    with trio.fail_after(LIMIT_S), pytest.raises(Unavailable, match="the client was closed"):
+    with trio.fail_after(HANG_LIMIT_S), pytest.raises(Unavailable, match="the client was closed"):
         await anext(stream)
 
 
@@ -167,7 +167,7 @@ async def test_streams_continue_at_their_offset_after_a_restart(tmp_path: Path) 
                 await second.scheduler.submit(resubmitted(request_id), "journal")
             second.speak("a", [0, 1, 2, 3, 4])
             second.speak("b", [7])
-            with trio.fail_after(LIMIT_S):
+            with trio.fail_after(HANG_LIMIT_S):
                 assert list(await anext(a)) == [3, 4]
                 assert list(await anext(b)) == [7]
             assert (client.reconnects, a.offset) == (1, 5)
@@ -185,7 +185,7 @@ async def test_dropped_client_connects_again(tmp_path: Path) -> None:
     """The gateway dropped its connection; the client learns it from the answer to its next call."""
     async with (
         running(GatewayRig(tmp_path)) as rig,
-        open_client(rig.client_socket.endpoint, reconnect_limit_s=LIMIT_S) as client,
+        open_client(rig.client_socket.endpoint, reconnect_limit_s=HANG_LIMIT_S) as client,
     ):
         stream = await client.submit([1], Sampling(max_tokens=10), request_id="a")
         rig.scheduler.speak("a", [1, 2])
@@ -193,7 +193,7 @@ async def test_dropped_client_connects_again(tmp_path: Path) -> None:
         connections.drop(connections[0], "did not read")
         with pytest.raises(ConnectionLost):
             await client.pools()
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             assert (await client.pools())[0].node == "n"
             rig.scheduler.speak("a", [3])
             rig.scheduler.finish("a")
@@ -208,10 +208,10 @@ async def test_unknown_request_fails_only_its_stream(tmp_path: Path) -> None:
         await first.kill()
         async with running(GatewayRig(tmp_path, incarnation=2)) as second:
             await second.scheduler.submit(resubmitted("kept"), "journal")
-            with trio.fail_after(LIMIT_S), pytest.raises(NotFound):
+            with trio.fail_after(HANG_LIMIT_S), pytest.raises(NotFound):
                 await anext(lost)
             second.speak("kept", [5])
-            with trio.fail_after(LIMIT_S):
+            with trio.fail_after(HANG_LIMIT_S):
                 assert list(await anext(kept)) == [5]
 
 
@@ -226,7 +226,7 @@ async def test_calls_in_flight_report_a_lost_connection(rig: GatewayRig) -> None
             raised.append(caught.value)
 
         rig.scheduler.never_answers = True
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             async with trio.open_nursery() as callers:
                 callers.start_soon(ask)
                 while not rig.scheduler.unanswered:  # noqa: ASYNC110

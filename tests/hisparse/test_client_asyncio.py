@@ -15,9 +15,9 @@ from hisparse import Client, open_client, run_client
 from protocol.errors import BadInput, NotFound, Unavailable, WrongState
 from protocol.messages import Sampling
 from tests.support.gateway_rig import GatewayRig, running
+from tests.support.limits import HANG_LIMIT_S
 
 SAMPLING = Sampling(max_tokens=1000)
-LIMIT_S = 60
 T = TypeVar("T")
 
 
@@ -31,7 +31,7 @@ async def under_asyncio(program: Callable[[], Awaitable[T]]) -> T:
     """Its result under asyncio.run, in a thread; no thread of a client is left."""
 
     async def limited() -> T:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANG_LIMIT_S):
             return await program()
 
     result = await trio.to_thread.run_sync(lambda: asyncio.run(limited()))

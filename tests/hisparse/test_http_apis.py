@@ -20,7 +20,8 @@ from hisparse.http.tools import ARGUMENTS_BYTES_MAX, TOOLS_BYTES_MAX
 from protocol.errors import BadInput, HiSparseError
 from protocol.settings import HttpSettings
 from protocol.text import ByteTokenizer
-from tests.support.http_rig import KEY, LIMIT_S, FrontRig, front_rig
+from tests.support.http_rig import KEY, FrontRig, front_rig
+from tests.support.limits import HANG_LIMIT_S
 from worker.runners.tiny_template import TEMPLATES
 
 USER: Final = {"role": "user", "content": "x"}
@@ -75,7 +76,7 @@ async def test_client_that_leaves_aborts_its_request(tmp_path: Path, path: str, 
         (name,) = await rig.submitted(1)
         rig.speak(name, "a")
         await peer.leave()
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             while rig.aborted() != [name]:  # noqa: ASYNC110
                 await trio.sleep(0.005)
 

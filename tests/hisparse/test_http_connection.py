@@ -33,9 +33,9 @@ from protocol.errors import HiSparseError
 from protocol.settings import HttpSettings
 from tests.support.fuzz_http import Aim, assail
 from tests.support.fuzz_rig import Tally
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.tls_pair import write_pair
 
-LIMIT_S: Final = 60.0
 GET: Final = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 CLOSE: Final = b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -88,7 +88,7 @@ class Rig:
         """A connection whose request is being answered."""
         stream = await self.open()
         await stream.send_all(GET.replace(b"/x", b"/hold"))
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             assert b"200" in await stream.receive_some()
         return stream
 
@@ -101,7 +101,7 @@ class Rig:
         return {reason: count for (reason,), count in self.counters.connection_ends.items()}
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             while not condition():  # noqa: ASYNC110
                 await trio.sleep(0.005)
 
@@ -116,7 +116,7 @@ async def exchanged(stream: trio.abc.Stream, data: bytes) -> bytes:
         except trio.BrokenResourceError:
             return
 
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)
             try:
@@ -403,7 +403,7 @@ STRANGERS: Final = 60
 async def strangers_of(rig: Rig, stack: ExitStack) -> list[socket.socket]:
     """STRANGERS connections that have sent nothing yet."""
     open_before = rig.counters.connections
-    peers = [stack.enter_context(socket.create_connection(rig.address, LIMIT_S)) for _ in range(STRANGERS)]
+    peers = [stack.enter_context(socket.create_connection(rig.address, HANG_LIMIT_S)) for _ in range(STRANGERS)]
     await rig.until(lambda: rig.counters.connections == open_before + STRANGERS)
     return peers
 
@@ -438,7 +438,7 @@ async def test_what_comes_behind_a_refusal_is_thrown_away_in_turns(monkeypatch: 
 
     monkeypatch.setattr(clients.strangers, "turn", turn)
     client, stream = trio.testing.memory_stream_pair()
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(connection.HttpConnection(stream, serve, clients, "10.0.0.1").run)
             await client.send_all(b"no HTTP\r\n\r\n")
@@ -455,7 +455,7 @@ async def test_what_comes_behind_a_refusal_is_thrown_away_in_turns(monkeypatch: 
 def four_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many are free; the next waits for longer than any test."""
     monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01, burst=3))
-    monkeypatch.setattr(arrears, "DEBT_MAX_S", 6 * LIMIT_S)
+    monkeypatch.setattr(arrears, "DEBT_MAX_S", 6 * HANG_LIMIT_S)
 
 
 async def waits(stream: trio.SocketStream, data: bytes) -> bool:
@@ -535,7 +535,7 @@ async def test_body_of_a_refused_owner_that_comes_meanwhile_is_kept(monkeypatch:
             assert b"403" in await stream.receive_some()
         head, body = b"POST /known HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", b"a" * (2 * HEADER_BYTES_MAX)
         await stream.send_all(head % len(body) + body)
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             assert (await stream.receive_some()).endswith(b"POST /known " + body[:100])
 
 
@@ -551,7 +551,7 @@ async def test_known_client_is_not_slowed_down_for_strangers(strangers: int) -> 
                 nursery.start_soon(rig.send, b"no HTTP\r\n\r\n")
             await rig.until(lambda: rig.ends().get("refused", 0) == 4)
             for stream in (known, await rig.open()):
-                with trio.fail_after(LIMIT_S):
+                with trio.fail_after(HANG_LIMIT_S):
                     await stream.send_all(GET.replace(b"/x", b"/known"))
                     assert b"200" in await stream.receive_some()
             nursery.cancel_scope.cancel()
@@ -567,7 +567,7 @@ async def test_refusals_of_strangers_slow_down_no_owner_of_a_connection() -> Non
         for _ in range(4):
             await shared.send_all(GET.replace(b"/x", b"/unread"))
             assert b"403" in await shared.receive_some()
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             await own.send_all(GET.replace(b"/x", b"/known"))
             assert b"200" in await own.receive_some()
 
@@ -587,7 +587,7 @@ async def test_body_in_tiny_parts_does_not_keep_the_loop(rig: Rig) -> None:
     """All parts come at once: reading one takes no time of waiting."""
     parts = b"1\r\nx\r\n" * 9_000
     head = b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
-    with socket.create_connection(rig.address, LIMIT_S) as peer:
+    with socket.create_connection(rig.address, HANG_LIMIT_S) as peer:
         await rig.until(lambda: rig.counters.connections == 1)
         async with counted_turns() as count:
             peer.send(head + b"Connection: close\r\n\r\n" + parts + b"0\r\n\r\n")
@@ -687,7 +687,7 @@ async def test_stopping_lets_the_last_answer_finish() -> None:
         await begun.wait()
         await rig.until(lambda: rig.counters.connections == 2)
         rig.stopping.set()
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             assert await idle.receive_some() == b""
             with pytest.raises(OSError, match="connect"):
                 await rig.open()

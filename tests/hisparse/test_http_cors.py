@@ -14,7 +14,8 @@ from hisparse.http.wire import RequestHead, Wire
 from protocol.config import HostFacts, build
 from protocol.errors import ConfigError
 from protocol.settings import HttpSettings
-from tests.support.http_rig import KEY, LIMIT_S, FrontRig, Peer, front_rig
+from tests.support.http_rig import KEY, FrontRig, Peer, front_rig
+from tests.support.limits import HANG_LIMIT_S
 
 APP: Final = "https://app.example.com"
 OTHER: Final = "http://localhost:3000"
@@ -34,7 +35,7 @@ def allowed(peer: Peer) -> str | None:
 async def asked(rig: FrontRig, method: str, path: str, headers: dict[str, str]) -> Peer:
     peer = rig.open(method, path, headers)
     await peer.say(b"")
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         await peer.complete.wait()
     return peer
 

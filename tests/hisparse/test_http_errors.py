@@ -24,7 +24,8 @@ from protocol.errors import (
     WrongState,
 )
 from protocol.settings import HttpSettings
-from tests.support.http_rig import KEY, LIMIT_S, TEMPLATE, Peer, front_rig
+from tests.support.http_rig import KEY, TEMPLATE, Peer, front_rig
+from tests.support.limits import HANG_LIMIT_S
 
 COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"
@@ -541,7 +542,7 @@ def check_wire_case(case: WireCase) -> None:
 
 async def test_parameters_lists_each_field_of_a_body_once(tmp_path: Path) -> None:
     async with front_rig(tmp_path) as rig:
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             told = await rig.open("GET", "/v1/parameters").answer()
     assert told.keys() == {
         *(COMPLETIONS, CHATS, "/v1/messages", "/v1/responses"),

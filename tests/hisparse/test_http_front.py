@@ -30,7 +30,8 @@ from protocol.settings import HttpSettings
 from protocol.transport.keys import make_keys
 from protocol.version import our_version
 from tests.metrics.test_metrics import scrape, values
-from tests.support.http_rig import KEY, LIMIT_S, TEMPLATE, FrontRig, front_rig
+from tests.support.http_rig import KEY, TEMPLATE, FrontRig, front_rig
+from tests.support.limits import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def error_of(answer: Any) -> tuple[str, str]:
 
 
 async def until(condition: Any) -> None:
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         while not condition():  # noqa: ASYNC110
             await trio.sleep(0.005)
 
@@ -87,7 +88,7 @@ async def test_no_body_waits_for_grammars_that_are_built(tmp_path: Path, monkeyp
 
     def built(_: object, plan: GrammarPlan, *__: object) -> str:
         building.append(plan.lark)
-        assert release.wait(LIMIT_S)
+        assert release.wait(HANG_LIMIT_S)
         return plan.lark
 
     monkeypatch.setattr(GrammarChecks, "check", built)
@@ -248,7 +249,7 @@ async def test_health_checks_share_a_coordinator_query(rig: FrontRig, monkeypatc
     """I8. They need no key, and a coordinator stops hearing a peer that asks too often."""
     asked = []
     welcome = rig.link.client.welcome
-    monkeypatch.setattr(link, "HEALTH_INTERVAL_S", LIMIT_S)
+    monkeypatch.setattr(link, "HEALTH_INTERVAL_S", HANG_LIMIT_S)
 
     async def counting() -> Any:
         asked.append(1)
@@ -302,7 +303,7 @@ async def test_request_is_answered_when_a_worker_comes_in_time(
     unserved.gateway.scheduler.serves_none, unserved.gateway.scheduler.all_wait = "", ("", "")
     unserved.speak(name, "x")
     unserved.gateway.scheduler.finish(name)
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         await peer.complete.wait()
     assert (peer.status, unserved.aborted()) == (200, [])
 
@@ -614,7 +615,7 @@ async def test_refusals_leave_nothing_for_the_collector(rig: FrontRig) -> None:
 async def test_oversized_body_is_refused_while_it_arrives(rig: FrontRig) -> None:
     """I8. Its rest is the connection's, which throws it away: test_http_connection.py."""
     peer = rig.open("POST", "/v1/completions", queue_messages=BODY_BYTES_MAX >> 20)
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         for _ in range(BODY_BYTES_MAX // (1 << 20) + 1):
             await peer.say(bytes(1 << 20), more=True)
     assert error_of(await peer.answer()) == ("too_large", "body")
@@ -695,7 +696,7 @@ async def test_aborts_are_retried_until_the_coordinator_accepts(rig: FrontRig, m
 async def test_paths_and_methods(rig: FrontRig, method: str, path: str, status: int) -> None:
     peer = rig.open(method, path)
     await peer.say(b"")
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         await peer.complete.wait()
     assert peer.status == status
 
@@ -715,7 +716,7 @@ async def test_refused_method_is_told_the_allowed_ones(rig: FrontRig, method: st
     assert (peer.status, peer.headers["allow"]) == (405, allowed)
     known = rig.open(allowed.rsplit(", ", maxsplit=1)[-1], path)
     await known.say(b"{}")
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         await known.complete.wait()
     assert known.status != 405
 
@@ -739,7 +740,7 @@ async def test_without_a_key_only_health_and_the_page_are_served(tmp_path: Path)
             assert (peer.status, peer.headers["www-authenticate"]) == (401, "Bearer"), path
         assert await rig.open("GET", "/health").answer() == {"status": "ok"}
         page = rig.open("GET", "/")
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             await page.complete.wait()
         assert page.status == 200
         peer = rig.open("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"})
@@ -818,7 +819,7 @@ async def test_exported_equals_table(rig: FrontRig) -> None:
         counts = {sample.name: sample.value for sample in families[name].samples}
         assert counts[f"{name}_count"] == 1, name
     page = rig.open("GET", "/metrics")
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         await page.complete.wait()
     told = {family.name for family in text_string_to_metric_families(page.body.decode())}
     assert told == {family.name for family in families.values()}

@@ -12,7 +12,8 @@ import trio
 from protocol.settings import HttpSettings
 from tests.support.agents_rig import agents_rig
 from tests.support.browser_rig import CHROMIUM, Browser, browser
-from tests.support.http_rig import KEY, LIMIT_S, front_rig
+from tests.support.http_rig import KEY, front_rig
+from tests.support.limits import HANG_LIMIT_S
 
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="needs Debian's chromium")
 
@@ -73,7 +74,7 @@ async def test_page_shows_outputs_as_text_and_the_life_of_its_request(tmp_path: 
 async def test_page_has_a_policy_and_can_be_switched_off(tmp_path: Path) -> None:
     async with front_rig(tmp_path / "on", HttpSettings()) as rig:
         peer = rig.open("GET", "/")
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             await peer.complete.wait()
     assert peer.headers["content-security-policy"].startswith("default-src 'self';")
     assert (peer.status, peer.headers["content-type"]) == (200, "text/html; charset=utf-8")

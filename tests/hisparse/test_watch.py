@@ -20,11 +20,10 @@ import pytest
 from protocol import messages
 from tests.hisparse.test_top import POOL, REQUEST, WORKER
 from tests.support.fakes.gateway import FakeGateway, tag_of
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.terminal_rig import on_a_terminal
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
-LIMIT_S = 60.0
 
 
 class Cluster:
@@ -68,7 +67,7 @@ class Watching:
         threading.Thread(target=self._read, daemon=True).start()
 
     def line(self) -> str:
-        return self._lines.get(timeout=LIMIT_S)
+        return self._lines.get(timeout=HANG_LIMIT_S)
 
     def row(self) -> Any:
         return json.loads(self.line())
@@ -107,7 +106,7 @@ def test_rows_are_sent_only_when_changed(cluster: Cluster) -> None:
         cluster.tokens = 2
         assert watch.row()["generated_tokens"] == 2
         watch.process.send_signal(signal.SIGINT)
-        assert watch.process.wait(LIMIT_S) == 130
+        assert watch.process.wait(HANG_LIMIT_S) == 130
         assert watch.process.stderr is not None
         assert watch.process.stderr.read() == "only the first 1000 requests; raise --limit\n"
 
@@ -145,5 +144,5 @@ def test_on_a_terminal_the_table_is_redrawn(cluster: Cluster) -> None:
         assert sum("r1" in line for line in tty.lines) == 1
         assert "1/640" not in tty.text
         tty.process.send_signal(signal.SIGINT)
-        assert tty.process.wait(LIMIT_S) == 130
+        assert tty.process.wait(HANG_LIMIT_S) == 130
         assert "7/640" in tty.text, "what was last stays"

@@ -23,6 +23,7 @@ from metrics.http import HttpSources, scrape
 from metrics.state import HttpCounters
 from protocol.settings import HttpSettings
 from tests.support.gateway_rig import GatewayRig, running
+from tests.support.limits import HANG_LIMIT_S
 from worker.runners.tiny import BOS, EOS, write_tiny_checkpoint
 
 #: Each turn as <bos>role:text, then what the assistant is to continue.
@@ -34,8 +35,6 @@ TEMPLATE: Final = (
     "{% if add_generation_prompt %}{{ bos_token }}assistant:{{ mood }}{% endif %}"
 )
 KEY: Final = "a-key-of-thirty-two-characters-0"
-#: Ends a test that hangs.
-LIMIT_S: Final = 60.0
 
 
 def byte_tokenizer_json() -> bytes:
@@ -127,19 +126,19 @@ class Peer:
 
     async def until(self, text: str) -> None:
         """Wait until the body so far contains `text`."""
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             while text not in self.body.decode():
                 await self._changed.wait()
 
     async def answer(self) -> Any:
         """The whole answer, decoded."""
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             await self.complete.wait()
         return msgspec.json.decode(self.body)
 
     async def events(self) -> list[Any]:
         """The events of the whole stream; the last is "[DONE]" when all went well."""
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             await self.complete.wait()
         lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
@@ -176,7 +175,7 @@ class FrontRig:
 
     async def submitted(self, count: int) -> list[str]:
         """Ids at the coordinator, once there are that many."""
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             while len(self.gateway.scheduler.request_indices) < count:  # noqa: ASYNC110
                 await trio.sleep(0.005)
         return list(self.gateway.scheduler.request_indices)
@@ -198,7 +197,7 @@ async def front_rig(
         api_keys = ApiKeys(parse_keys("\n".join(keys), "keys") if keys else ())
         rig = FrontRig(gateway, nursery, settings or HttpSettings(), api_keys)
         nursery.start_soon(rig.link.run)
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             while not rig.link.connected:  # noqa: ASYNC110
                 await trio.sleep(0.005)
         yield rig
