@@ -14,7 +14,8 @@ steps, may be the very one that a head attends to. The weights here are random t
 | output varies                          | lm_head is blind to what all final states share; its rows have one norm   |
 | output can be read, and seldom ends    | lm_head rows other than printable ASCII are zero, end-of-sequence too     |
 | selections overlap from step to step   | embeddings share a component, and queries follow it more than the rest    |
-| the k-th index score has no exact tie  | head weights are positive through it: scores sum relus that are not all 0 |
+| index scores have no exact ties        | half of the index heads ask for the opposite, with negative weights: the  |
+|                                        | score grows with query . key below 0 too, where one relu leaves only 0    |
 
 The draft layer attends as the first layers do: it copies the attention of the *leading* layer, the last that uses the
 first selection, with the indexer of the first. It sees the tokens one place on, and so foretells what the leading layer
@@ -263,9 +264,12 @@ def _shape_indexer(attention: Any, common: Tensor, family: str) -> None:
     indexer.wk.weight.copy_(torch.cat((down[latent:][rotary], key)))
     queries = attention.q_b_proj.weight.view(attention.num_heads, attention.qk_head_dim, -1)
     wanted = torch.cat((nope + rotary, torch.arange(nope)))
+    opposite = slice(attention.num_heads // 2, None)
     indexer.wq_b.weight.copy_(queries[:, wanted].flatten(0, 1))
+    indexer.wq_b.weight.view(attention.num_heads, len(wanted), -1)[opposite].neg_()
     weights = indexer.weights_proj.weight
     weights.mul_(HEAD_WEIGHT_OWN).add_(common / common.square().sum())
+    weights[opposite].neg_()
 
 
 def _follow(attention: Any, anchor: Any) -> None:

@@ -90,13 +90,14 @@ def e4m3(code: int) -> float:
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "fp8"])
 def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str) -> None:
-    """Gathered, as on a GPU, and expanded; a near-tie in the indexer may fall the other way in fp8."""
+    """Gathered, as on a GPU, and expanded: they break ties of index scores each in its own way, and the tiny model has
+    none, its contexts just longer than the top-k among them. In fp8 a near-tie may fall the other way."""
     expanded = runner_of(checkpoint, kv_dtype)
     gathered = TransformersRunner(expanded._layers.model, expanded.info, expanded.geometry, gathered_prefill=True)
     (theirs, _), (ours, _) = run(expanded, 0), run(gathered, 0)
     rows = [slab_rows(rig) for rig in (theirs, ours)]
     near = (rows[0] - rows[1]).abs().amax(-1) < (1e-4 if kv_dtype == "float32" else 0.5)
-    assert int((~near).sum()) < len(near.flatten()) / 100
+    assert int((~near).sum()) <= (0 if kv_dtype == "float32" else near.numel() // 100)
 
 
 def slab_rows(rig: Rig) -> Tensor:
