@@ -29,7 +29,6 @@ from protocol.messages import NO_LOGPROBS
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 from tests import ROOT
 from tests.support import zygote
-from tests.support.round_log import Exchanged, LayerStates, RoundLog, States
 
 #: Longest run of one group here, on busy cores.
 LIMIT_S = 400.0
@@ -69,8 +68,6 @@ class Drawn:
     misses: int
     late_masks: int = 0
     accepted: int = 0  # drafts
-    exchanged: Exchanged = field(default_factory=dict)
-    stale: list[str] = field(default_factory=list)
 
 
 def settings_of(
@@ -101,7 +98,6 @@ class GroupRig:
         settings: WorkerSettings,
         *,
         keep_logits: bool = False,
-        log_rounds: bool = False,
         configs: list[Config] | None = None,
         prefix: list[list[str]] | None = None,
         environs: list[dict[str, str]] | None = None,
@@ -110,8 +106,7 @@ class GroupRig:
         """By rank: `configs`, what goes before the command as `prefix`, and `environs` beside that of this process.
 
         `masks`, by rank, are LATE once each, or HELD until `let_masks_go`, and until all requests of the rank that have
-        no grammar have ended: those behind a token, and builds of a grammar that ends with HELD. `log_rounds` fills
-        `exchanged` and `stale` of what is drawn, and `states` (round_log.py).
+        no grammar have ended: those behind a token, and builds of a grammar that ends with HELD.
         """
         self._directory = directory
         size = len(asks)
@@ -122,7 +117,6 @@ class GroupRig:
                 "config": msgspec.to_builtins(config),
                 "asks": [asdict(ask) for ask in own],
                 "keep_logits": keep_logits,
-                "log_rounds": log_rounds,
                 "masks": masks[rank] if masks else "",
                 "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
@@ -159,13 +153,6 @@ class GroupRig:
             child.stdin.close()
         assert [child.wait(LIMIT_S) for child in self.ranks] == [0] * len(self.ranks)
 
-    def states(self) -> States:
-        """Of all ranks, once they are done."""
-        found: States = {}
-        for rank in range(len(self.ranks)):
-            found |= torch.load(_states_path(self._directory, rank))
-        return found
-
     def let_masks_go(self) -> None:
         (self._directory / MASKS_GO).touch()
 
@@ -198,7 +185,6 @@ def main() -> None:
     config = msgspec.convert(job["config"], Config)
     group = Group.join(config, fingerprint(config.worker.model))
     runner = load_runner(config.worker, group.collectives)
-    states = LayerStates(runner) if job["log_rounds"] else None
     sizing = size_worker(config.worker, runner.geometry, runner.info)
     share = sizing.capacity.host_pages // group.size
     is_cpu = config.worker.device == "cpu"
@@ -211,7 +197,6 @@ def main() -> None:
         group=group,
         pages=range(group.rank * share, (group.rank + 1) * share),
     )
-    log = RoundLog(rig, runner._layers._exchange, states) if states is not None else None
     requests = Requests(rig, Path(config.cluster.runtime_dir), group.rank)
     for about in job["asks"]:
         requests.add(Ask(**about))
@@ -228,11 +213,7 @@ def main() -> None:
         sum(life.misses for life in lives),
         rig.executor.counters.late_masks,
         rig.executor.counters.accepted_tokens,
-        log.exchanged() if log else {},
-        log.stale() if log else [],
     )
-    if log is not None:
-        torch.save(log.states(), _states_path(Path(config.cluster.runtime_dir), group.rank))
     print(json.dumps(asdict(drawn)), flush=True)
     while not (select.select([sys.stdin], [], [], 0)[0] and _is_let_go(group)):
         if not rig.executor.turn():
@@ -248,10 +229,6 @@ def _is_let_go(group: Any) -> bool:
     group.control.is_done = lambda: True
     print(LEAVE, flush=True)
     return False
-
-
-def _states_path(directory: Path, rank: int) -> Path:
-    return directory / f"states-{rank}.pt"
 
 
 def _plant(masks: str, requests: Requests, path: Path) -> None:
