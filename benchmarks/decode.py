@@ -402,21 +402,22 @@ def share_out(ran: list[tuple[str, float, float]]) -> dict[str, float]:
 def cells(
     geometry: Geometry, hot_slots: int, budget: int, contexts: list[int], overlaps: list[float]
 ) -> Iterator[Cell]:
-    """The most telling ones first."""
-    for context in contexts:
-        most = {
-            mode: budget // bytes_of(geometry, context, slots)
-            for mode, slots in (("resident", 0), ("hisparse", hot_slots))
-        }
-        yield Cell(context, "resident", most["resident"], overlaps[0])
+    """The most telling ones of all contexts first."""
+    modes = (("resident", 0), ("hisparse", hot_slots))
+    most = {
+        context: {mode: budget // bytes_of(geometry, context, slots) for mode, slots in modes} for context in contexts
+    }
+    for context, fit in most.items():
+        yield Cell(context, "resident", fit["resident"], overlaps[0])
         for overlap in overlaps:
-            yield Cell(context, "hisparse", most["hisparse"], overlap)
-            yield Cell(context, "uncopied", most["hisparse"], overlap)
+            yield Cell(context, "hisparse", fit["hisparse"], overlap)
+            yield Cell(context, "uncopied", fit["hisparse"], overlap)
+    for context, fit in most.items():
         for mode in ("plain", "resident", "hisparse"):
             yield Cell(context, mode, 1, overlaps[0])
         for mode in ("resident", "hisparse"):
-            powers = (1 << power for power in range(1, most[mode].bit_length()))
-            yield from (Cell(context, mode, c, overlaps[0]) for c in powers if c < most[mode])
+            powers = (1 << power for power in range(1, fit[mode].bit_length()))
+            yield from (Cell(context, mode, c, overlaps[0]) for c in powers if c < fit[mode])
 
 
 def show(row: dict[str, Any]) -> str:
