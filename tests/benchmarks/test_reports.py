@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 from xml.etree import ElementTree
 
@@ -274,14 +275,27 @@ def verdict_figures() -> Iterator[str]:
     many = find_cell(cells, row_bytes=656, hot_slots=4096, batch=128, misses=410)
     yield f"20 misses {few['us']:.1f} µs; batch 128, 410 misses {many['us']:.0f} µs"
     yield f"{many['floor_us'] / many['us']:.0%} at batch 128".replace("%", " %")
-    rows = rows_of("decode-H200.json")
-    ratios = {(c, o): decode_report.ratio(rows, c, o) for c in (8_192, 32_768, 131_072) for o in (0.99, 0.8)}
-    best, best_long, worst = (ratios[it] for it in ((32_768, 0.99), (131_072, 0.99), (8_192, 0.8)))
-    assert best is not None
-    assert best_long is not None
-    assert worst is not None
-    yield f"hits 99 %: {best[4].strip('*')} × everything resident at 32k, {best_long[4].strip('*')} × at 128k"
-    yield f"8k at 80 % hits: {worst[4].strip('*')} ×"
+    rows = rows_of("decode-beside-H200.json")
+    ratios, shares = [], []
+    for context, overlap in (*product((32_768, 131_072), (0.99, 0.93, 0.87)), (8_192, 0.8)):
+        line = decode_report.ratio(rows, context, overlap)
+        assert line is not None
+        ratios.append(line[4].strip("*"))
+        shares.append(line[7].removesuffix("%"))
+    yield "hits 99, 93 and 87 %: {}, {} and {} × everything resident at 32k, {}, {} and {} × at 128k".format(*ratios)
+    yield "copies skipped: {}, {} and {} % of it at 32k, {}, {} and {} % at 128k".format(*shares)
+    yield f"8k at 80 % hits: {ratios[-1]} ×"
+    row = find_cell(rows_of("rank-H200.json"), mode="hisparse", concurrency=64, overlap=0.99)
+    yield f"a step of {row['step_ms']:.1f} ms and {row['link_ms']:.1f} of links (computed)"
+    yield f"{row['rank_tokens_per_s']:.0f} tokens/s a GPU"
+    yield f"{row['floor_ms']:.1f} ms, {row['step_ms'] / row['floor_ms']:.2f} ×"
+    drafts = [find_cell(rows_of("rank-drafts-H200.json"), batch=16, drafts=n, mode="drafts") for n in (1, 2, 4)]
+    yield "16 requests, 85 % of drafts right: 1, 2 and 4 drafts {:.2f}, {:.2f} and {:.2f} ×".format(
+        *(it["chances"]["0.85"]["x1"] for it in drafts)
+    )
+    chosen = report.result("rank-drafts-H200.json")["auto"]
+    yield f"{min(it['x1'] for it in chosen if it['chance'] >= 0.5):.2f} × at least"
+    yield "{:.3f}, {:.3f} and {:.3f} ×".format(*(find_cell(chosen, batch=n, chance=0.0)["x1"] for n in (1, 16, 64)))
     long = rows_of("resume-H200.json")[1]
     yield f"32k: {1e3 * long['managed_resumed_s']:.1f} ms, prefill {1e3 * long['managed_first_token_s']:,.0f} ms"
     index = rows_of("index_topk-H200.json")
