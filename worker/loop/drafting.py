@@ -82,6 +82,29 @@ class _Given:
     num_real: Tensor  # int32[1]
 
 
+class _Owners:
+    """Which place of a step each seat has, so that values by place go to tables by seat: no shape depends on data."""
+
+    def __init__(self, seats: int, device: torch.device) -> None:
+        self._seats = torch.arange(seats, dtype=torch.int32, device=device).unsqueeze(1)
+        self._place = torch.zeros(seats, dtype=torch.int64, device=device)  # 0 where it has none
+        self.owned = torch.zeros(seats, dtype=torch.bool, device=device)
+
+    def fill(self, seats: Tensor, real: Tensor) -> None:
+        """`seats` int32[S], each once at most where `real` bool[S]."""
+        has = (self._seats == seats) & real
+        self.owned.copy_(has.any(1))
+        self._place.copy_(has.int().argmax(1))
+
+    def of(self, values: Tensor) -> Tensor:
+        """By seat; meaningless where it is not owned."""
+        return values.index_select(0, self._place)
+
+    def put(self, table: Tensor, values: Tensor, where: Tensor | None = None) -> None:
+        """table[seats] = values, `where` bool[seats] too; all but `where` of one dtype."""
+        torch.where(self.owned if where is None else where, self.of(values), table, out=table)
+
+
 class DraftSeats:
     """Where each seat is, and its drafts: int32[seats] and int32[n, seats], -1 where there is none, of operations on
     `compute` alone."""
@@ -117,6 +140,9 @@ class DraftStep:
         batch = StepBatch.allocate(rows * seats, groups, device, seat_rows=rows)
         self.batch = replace(batch, num_real=numbers)
         self.counts = torch.zeros(len(COUNTS), seats, dtype=torch.int32, device=device)
+        self._owners = _Owners(state.seats, device)
+        self._places = torch.arange(seats, dtype=torch.int32, device=device)
+        self._depths = torch.arange(rows + 1, dtype=torch.int32, device=device).unsqueeze(1)
         self._known = torch.zeros(rows + 1, seats, dtype=torch.int32, device=device)
         self._last = torch.zeros(seats, dtype=torch.int32, device=device)  # row of each seat that holds last
         self._first_drafts = DraftRows.allocate(rows * seats, device=device)
@@ -149,52 +175,53 @@ class DraftStep:
     def _begin(self) -> None:
         owner, given, batch = self._owner, self._given, self.batch
         real, at = self._real(), given.seats.long().clamp(min=0)
+        self._owners.fill(given.seats, real)
         first = owner.position[at]
         batch.seats[: self._seats] = given.seats
-        batch.lengths[: self._seats] = torch.where(real, first + 1, 0)
-        places = (first - given.base) + torch.arange(self._rows + 1, device=first.device).unsqueeze(1)
+        batch.lengths[: self._seats] = (first + 1).mul_(real)
+        places = (first - given.base) + self._depths
         found = given.window.gather(0, places.long().clamp(0, self._window - 1))
-        self._known.copy_(torch.where((places >= 0) & (places < self._window), found, -1))
-        guessed = torch.cat((torch.full_like(given.seats, -1).unsqueeze(0), owner.drafts[: self._rows - 1, at]))
-        fed = torch.where(self._known[: self._rows] >= 0, self._known[: self._rows], guessed)
-        batch.inputs.copy_(fed.flatten())
-        guided = 1 + (fed[1:] >= 0).int().cumprod(0).sum(0, dtype=torch.int32)  # rows that have a token
+        self._known.copy_(found.masked_fill_((places < 0) | (places >= self._window), -1))
+        guessed = owner.drafts[: self._rows - 1, at]
+        batch.inputs[: self._seats] = self._known[0]
+        fed = torch.where(self._known[1 : self._rows] >= 0, self._known[1 : self._rows], guessed)
+        batch.inputs[self._seats :] = fed.flatten()
+        guided = (fed >= 0).int().cumprod(0).sum(0, dtype=torch.int32) + 1  # rows that have a token
         self._grant(first + torch.minimum(given.step_rows, guided))
 
     def _verify(self, outputs: StepOutputs) -> None:
-        owner, batch = self._owner, self.batch
+        owner, owners, batch = self._owner, self._owners, self.batch
         drawn, fed = outputs.tokens.view(self._rows, -1), batch.inputs.view(self._rows, -1)
-        fits = (batch.rejected.view(self._rows, -1) == 0).int().cumprod(0) > 0  # with all before it
-        known = self._known[: self._rows] >= 0
-        right = known.clone()
-        right[0] = drawn[0] >= 0
-        right[1:] |= fed[1:] == drawn[:-1]
-        holds = (right & fits & self._real()).int().cumprod(0)
+        fits, known = batch.rejected.view(self._rows, -1) == 0, self._known >= 0
+        right = (drawn[:1] >= 0) & self._real()
+        if self._rows > 1:
+            fits = fits.int().cumprod(0) > 0  # with all before it
+            right = torch.cat((right, known[1:-1] | (fed[1:] == drawn[:-1])))
+        holds = (right & fits).int().cumprod(0)
         accepted = holds.sum(0, dtype=torch.int32)
-        drafted = fits & ~known
-        drafted[0].fill_(False)
         self.counts[0] = accepted
-        self.counts[1] = drafted.sum(0)
-        self.counts[2] = (drafted & (holds > 0)).sum(0)
-        numbers = torch.arange(self._seats, device=drawn.device)
-        self._last.copy_((accepted - 1).clamp(min=0) * self._seats + numbers)
-        following = torch.where(self._known[1:] >= 0, self._known[1:], drawn)
+        following = torch.where(known[1:], self._known[1:], drawn)
         self._first_drafts.following.copy_(following.flatten())
-        moved, at = accepted > 0, self._given.seats.long().clamp(min=0)
-        last = following.flatten().gather(0, self._last.long())
-        position = owner.position[at] + accepted
+        last = following[0]
+        if self._rows > 1:
+            drafted = fits[1:] & ~known[1:-1]
+            self.counts[1] = drafted.sum(0)
+            self.counts[2] = (drafted & (holds[1:] > 0)).sum(0)
+            self._last.copy_((accepted - 1).clamp_(min=0) * self._seats + self._places)
+            last = following.flatten().gather(0, self._last.long())
+        position = owner.position[self._given.seats.long().clamp(min=0)] + accepted
         self._grant(position + self._given.step_rows - 1)
-        _put(owner.position, self._given.seats, position, moved)
-        _put(owner.sampler.last_token, self._given.seats, last, moved)
-        for unused in owner.drafts[self._rows - 1 :]:
-            _put(unused, self._given.seats, torch.full_like(last, -1), self._real())
+        moved = owners.of(accepted > 0) & owners.owned
+        owners.put(owner.position, position, moved)
+        owners.put(owner.sampler.last_token, last, moved)
+        owner.drafts[self._rows - 1 :].masked_fill_(owners.owned, -1)
 
     def _keep_first(self) -> None:
         self._keep(0, self._first_drafts.tokens.gather(0, self._last.long()))
 
     def _keep(self, number: int, tokens: Tensor) -> None:
         """-1: no row could take it, past the granted rows."""
-        _put(self._owner.drafts[number], self._given.seats, tokens, self._real())
+        self._owners.put(self._owner.drafts[number], tokens)
 
     def _begin_further(self, number: int, further: DraftRows) -> None:
         owner, given, one = self._owner, self._given, self._one
@@ -204,21 +231,12 @@ class DraftStep:
         begin_step(owner.state, one, self._unused_plan)
         further.following.copy_(owner.drafts[number - 1][at])
         assert further.source is not None
-        numbers = torch.arange(self._seats, dtype=torch.int32, device=self._last.device)
-        further.source.copy_(self._last if number == 1 else numbers)
+        further.source.copy_(self._last if number == 1 else self._places)
 
     def _grant(self, stops: Tensor) -> None:
         """Rows of each seat before its stop may be written, as far as its memory goes: those of a step, then those that
         drafts of the next step begin."""
-        given = self._given
-        _put(self._owner.state.granted_rows, given.seats, torch.minimum(given.limits, stops), self._real())
+        self._owners.put(self._owner.state.granted_rows, torch.minimum(self._given.limits, stops))
 
     def _real(self) -> Tensor:
-        return torch.arange(self._seats, device=self.inputs.device) < self._given.num_real
-
-
-def _put(table: Tensor, seats: Tensor, values: Tensor, where: Tensor) -> None:
-    """table[seats] = values where `where`; each seat comes once at most. No shape depends on data."""
-    owned = (torch.arange(len(table), device=table.device).unsqueeze(1) == seats) & where
-    written = torch.where(owned, values, 0).sum(1, dtype=table.dtype)
-    table.copy_(torch.where(owned.any(1), written, table))
+        return self._places < self._given.num_real
