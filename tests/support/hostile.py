@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -84,8 +85,17 @@ LAWFUL = frozenset(
 
 
 def harmless(frames: list[bytes]) -> list[bytes]:
-    """Without what an operator may lawfully do to the victim or its worker."""
-    return [frame for frame in frames if not is_lawful_harm(frame)]
+    """Without what an operator may lawfully do to the victim or its worker, and what connects that worker anew."""
+    return [frame for frame in frames if not is_lawful_harm(frame) and not is_reconnection(frame)]
+
+
+def is_reconnection(frame: bytes) -> bool:
+    """Whether the process of the worker "victim", which is this one, says its hello on another connection."""
+    try:
+        message = messages.decode_worker(frame)
+    except ValueError:
+        return False
+    return isinstance(message, messages.WorkerHello) and (message.worker, message.pid) == ("victim", os.getpid())
 
 
 def is_lawful_harm(frame: bytes) -> bool:

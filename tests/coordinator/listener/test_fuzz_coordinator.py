@@ -127,7 +127,7 @@ async def pages_held(client: Client) -> int:
 def test_coordinator_keeps_serving_under_hostile_input(
     client: list[bytes], admin: list[bytes], worker: list[bytes]
 ) -> None:
-    frames = {"client": harmless(client), "admin": harmless(admin), "worker": worker}
+    frames = {"client": harmless(client), "admin": harmless(admin), "worker": harmless(worker)}
 
     async def limited() -> None:
         with tempfile.TemporaryDirectory() as directory, trio.fail_after(HANG_LIMIT_S):
