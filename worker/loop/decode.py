@@ -98,6 +98,7 @@ class _Bucket:
         self.timed_replay: Callable[[], object] | None = None  # likewise, with each swap-in timed
         self.forward: Callable[[], object] | None = None  # without the draws
         self.timed_forward: Callable[[], object] | None = None
+        self.begin: Callable[[], object] | None = None  # of a step that drafts: what begin_step reads
         self.verify: Callable[[], object] | None = None  # behind draws: which rows hold, and the next drafts
 
 
@@ -266,6 +267,7 @@ class Decoder:
                 bucket.replay = self._streams.capture(partial(self._launch_runner, bucket))
                 bucket.forward = self._streams.capture(partial(self._launch_forward, bucket))
             if graphs and bucket.drafts is not None:
+                bucket.begin = self._streams.capture(bucket.drafts.launch_begin)
                 bucket.verify = self._streams.capture(partial(bucket.drafts.launch_verify, bucket.outputs))
             if graphs and self._timed_every:
                 with self._timing():
@@ -490,7 +492,9 @@ class Decoder:
         inputs.fill(requests)
         self._streams.compute.launch("upload", partial(inputs.upload, bucket.inputs))
         bucket.ring.launched(self._streams.compute.record("inputs_consumed"))
-        if bucket.drafts is not None:
+        if bucket.begin is not None:
+            self._streams.compute.launch("replay", bucket.begin)
+        elif bucket.drafts is not None:
             bucket.drafts.launch_begin()
 
 
