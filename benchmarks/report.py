@@ -90,8 +90,8 @@ SECTIONS: Final = (
         "`ratio`: HiSparse over everything resident, each with the most requests that the budget holds; `capacity`: "
         "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and "
         "not copied; `idle`: a step less the time in which kernels ran. First swap_in beside projections (24 rows or "
-        "more), with 8k at 87 and 80 % hits from a second call behind the first; then an earlier run, with swap_in in "
-        "line behind them, of all batches, which the plot shows.",
+        "more), with 8k at 87 and 80 % hits from a second call behind the first, `--contexts 8192 --overlaps 0.80 "
+        "0.87`; then an earlier run, with swap_in in line behind them, of all batches, which the plot shows.",
         {"decode-beside-H200.json": decode_report.section, "decode-H200.json": decode_report.section},
         "decode-H200.svg",
     ),
@@ -115,7 +115,8 @@ SECTIONS: Final = (
         "layer with the load of eight ranks. `links`: the exchange between GPUs, computed, not measured (450 GB/s a "
         "direction at three quarters, 12 µs a collective). `floor`: each part's bytes at the copy rate or operations "
         "at that of products, and missed rows at the rate of one large copy. Requests share host pages where `wanted` "
-        "is more. Contexts of 128k are from a second call behind the first (copy 4,178 GB/s, product 780 TFLOP/s).",
+        "is more. Contexts of 128k are from a second call behind the first, `--contexts 131072` (copy 4,178 GB/s, "
+        "product 780 TFLOP/s).",
         {"rank-H200.json": rank_report.section},
     ),
     Section(

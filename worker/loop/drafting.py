@@ -101,7 +101,7 @@ class _Owners:
         return values.index_select(0, self._place)
 
     def put(self, table: Tensor, values: Tensor, where: Tensor | None = None) -> None:
-        """table[seats] = values, `where` bool[seats] too; all but `where` of one dtype."""
+        """table[seats] = values, of one dtype; `where` bool[seats]: only there, and only where a seat is owned."""
         torch.where(self.owned if where is None else where, self.of(values), table, out=table)
 
 
