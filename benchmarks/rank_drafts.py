@@ -7,9 +7,10 @@ all ranks' rows, drafts included, and missed rows come over the link. Of each ba
     drafts   worker.draft_tokens auto; the number n of each step is set by hand, then (batch AUTO_BATCH) by the worker
 
 Rows of a step select what their positions do (benchmarks.decode: Selections), so that each row misses as many entries
-as the one before. Whether a draft holds is forced: behind the draws of a step, and before it is seen which rows hold,
-the draw of each row is made the draft that follows it, with the chance that is asked for, or another token. All that
-comes behind runs as with drafts that are right so often.
+as the one before. Steps of as many rows get the same rows of other ranks, so that plain steps and those without drafts
+read the same experts. Whether a draft holds is forced: behind the draws of a step, and before it is seen which rows
+hold, the draw of each row is made the draft that follows it, with the chance that is asked for, or another token. All
+that comes behind runs as with drafts that are right so often.
 
 A row of the result is (batch, n) with a time of steps, and tokens a second for each chance; beside them what the chance
 makes expected, from the time of all steps with n drafts. `links_ms` is computed (rank_floor.Links), for the exchanges
@@ -92,6 +93,7 @@ class Setup:
     """What all batches have. `device` is cuda but in tests."""
 
     runner: TransformersRunner
+    ranks: SynthesisedRanks
     config: Any
     pool: Tensor
     of: int
@@ -186,16 +188,23 @@ def executing(setup: Setup, batch: int, draft_tokens: DraftTokens) -> Iterator[t
     cell = Cell(setup.context, "hisparse", batch, setup.overlap)
     size = geometry.groups, batch, setup.context, geometry.topk
     setup.runner.after_index_topk = Selections(*size, setup.overlap, setup.device)
+    launch = setup.runner.launch_forward
+
+    def launch_forward(*step: Any) -> None:
+        setup.ranks.at = 0
+        launch(*step)
+
     clock, streams = DraftClock(), make_streams("cuda" if setup.device == "cuda" else "inline")
     parts = setup.runner, setup.pool, cell, setup.hot_slots, clock, streams
-    executor = open_executor(*parts, device=setup.device, timed_every=0, draft_tokens=draft_tokens)
-    for _ in range(decode.TURNS_MAX):
-        if executor.count_by_status()[Status.RUNNING.value] == batch:
-            break
-        turn(executor, clock)
-    else:
-        raise SystemExit(f"batch {batch}: not all requests run after {decode.TURNS_MAX} turns")
-    yield executor, clock
+    with patch.object(setup.runner, "launch_forward", launch_forward):
+        executor = open_executor(*parts, device=setup.device, timed_every=0, draft_tokens=draft_tokens)
+        for _ in range(decode.TURNS_MAX):
+            if executor.count_by_status()[Status.RUNNING.value] == batch:
+                break
+            turn(executor, clock)
+        else:
+            raise SystemExit(f"batch {batch}: not all requests run after {decode.TURNS_MAX} turns")
+        yield executor, clock
     tripped = executor.state.tripwires.tolist()
     streams.close()
     if any(tripped):
@@ -395,7 +404,7 @@ def main() -> None:
     runner = synthetic_runner(config, kv_dtype="fp8", fp8=True, collectives=ranks, rows_max=rows_max, draft_tokens=1)
     print(f"weights {sum(runner.weights_bytes().values()) / 1e9:.1f} GB, {time.monotonic() - began:.1f} s", flush=True)
     pool = make_pool(runner.geometry, config, options.pool_gib)
-    setup = Setup(runner, config, pool, options.of, options.context, options.hot_slots, options.overlap)
+    setup = Setup(runner, ranks, config, pool, options.of, options.context, options.hot_slots, options.overlap)
     torch.cuda.empty_cache()
     print(f"set up in {time.monotonic() - began:.1f} s", flush=True)
     about = {

@@ -28,7 +28,7 @@ def setup() -> Setup:
     ranks = SynthesisedRanks.draw(config, 2, 16, "cpu")
     runner = synthetic_runner(config, device="cpu", dtype="bfloat16", collectives=ranks, rows_max=16, draft_tokens=1)
     pool = torch.zeros(64, runner.geometry.page_bytes, dtype=torch.uint8)
-    return Setup(runner, config, pool, of=2, context=128, hot_slots=64, overlap=1 - FRESH / 16, device="cpu")
+    return Setup(runner, ranks, config, pool, of=2, context=128, hot_slots=64, overlap=1 - FRESH / 16, device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,16 @@ def project(attention: Module, rope: Rope, hidden: Tensor, residual: Tensor, cos
     return Projected(nope, rotary, normed(attention.kv_a_layernorm, latent), key.squeeze(1))
 
 
+def project_rows(attention: Module, rope: Rope, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """KV rows [N, S, r + d], contiguous, as `project` has them, without queries."""
+    batch, tokens, _ = hidden.shape
+    sizes = attention.kv_lora_rank, attention.qk_rope_head_dim
+    latent, key = attention.kv_a_proj_with_mqa(hidden).split(sizes, dim=-1)
+    key = key.view(batch, 1, tokens, -1)
+    turned, _ = rope(key, key, cos, sin)
+    return torch.cat((normed(attention.kv_a_layernorm, latent), turned.squeeze(1)), dim=-1)
+
+
 def project_index(
     indexer: Module,
     rope: Rope,
@@ -144,6 +154,15 @@ def project_index(
     if rotation is not None:
         queries, keys = F.linear(queries, rotation), F.linear(keys, rotation)
     return IndexProjected(queries, keys, weights)
+
+
+def project_index_keys(
+    indexer: Module, rope: Rope, hidden: Tensor, cos: Tensor, sin: Tensor, rotation: Tensor | None = None
+) -> Tensor:
+    """The indexer's keys [N, S, D], as `project_index` has them, without queries."""
+    keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+    turned = rope(keys, keys, cos, sin, unsqueeze_dim=2)[0].squeeze(2)
+    return turned if rotation is None else F.linear(turned, rotation)
 
 
 def absorb_queries(absorbed: Absorbed, projected: Projected) -> Tensor:

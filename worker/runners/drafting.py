@@ -39,19 +39,17 @@ class Drafting:
         self._layers, self._prompt = layers, prompt
         self.layer: Layer = layers.draft
 
-    def enter(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Angles]:
-        """x [N, S, hidden], and the angles of `positions` int64[N, S], of states `hidden` there and of the `tokens`
-        int64[N, S] behind them."""
-        embedded, angles = self._layers.embed(tokens, positions)
-        module = self.layer.module
+    def enter(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """x [N, S, hidden] of states `hidden` and of the `tokens` int64[N, S] behind them."""
+        embedded, module = self._layers.embed_tokens(tokens), self.layer.module
         pair = mla.normed(module.enorm, embedded), mla.normed(module.hnorm, hidden)
-        return module.eh_proj(torch.cat(pair, dim=-1)), angles
+        entered: Tensor = module.eh_proj(torch.cat(pair, dim=-1))
+        return entered
 
-    def enter_step(self, batch: StepBatch, draft: DraftRows, hidden: Tensor) -> tuple[Tensor, Angles]:
-        """`enter` for the rows of a step, whose states are `hidden` [B, 1, hidden]."""
-        tokens = draft.following.masked_fill(~real_rows(batch), 0).clamp(min=0)
-        positions = (batch.lengths.long() - 1).clamp(min=0)
-        return self.enter(tokens.long().unsqueeze(1), positions.unsqueeze(1), hidden)
+    def enter_step(self, draft: DraftRows, real: Tensor, hidden: Tensor) -> Tensor:
+        """`enter` for the rows of a step, whose states are `hidden` [B, 1, hidden]. `real` bool[B] tells padding."""
+        tokens = draft.following.masked_fill(~real, 0).clamp(min=0)
+        return self.enter(tokens.unsqueeze(1), hidden)
 
     def leave(self, hidden: Tensor) -> Tensor:
         """y [N, S, hidden]."""
@@ -69,10 +67,9 @@ class Drafting:
     def write_step(self, state: DeviceState, batch: StepBatch, entered: Tensor, angles: Angles) -> None:
         """Rows and index keys of a step whose x is `entered` [B, 1, hidden]."""
         layers, layer = self._layers, self.layer
-        inputs = layers.compress(layer, entered)
-        projected, index = layers.project(layer, inputs, angles), layers.project_index(layer, inputs, angles)
-        write_new_rows(state, layer.number, batch, encode(layers.rows, projected.rows.squeeze(1)))
-        write_index_keys(state, layer.group, batch, encode(layers.keys, index.keys.squeeze(1)))
+        rows, keys = layers.kept(layer, entered, angles)
+        write_new_rows(state, layer.number, batch, encode(layers.rows, rows.squeeze(1)))
+        write_index_keys(state, layer.group, batch, encode(layers.keys, keys.squeeze(1)))
 
     def write_prompt(
         self, state: DeviceState, seat: int, start: int, following: Tensor, hidden: Tensor, warm_start: Tensor | None
@@ -80,13 +77,14 @@ class Drafting:
         """Rows and index keys of a prompt chunk that begins at `start`: its states `hidden` [1, S, hidden], and the
         tokens int64[S] behind each. `warm_start` int32[k] receives what the last one selects."""
         layers, layer = self._layers, self.layer
-        positions = torch.arange(start, start + len(following), device=following.device)
-        entered, angles = self.enter(following[None], positions[None], hidden)
-        inputs = layers.compress(layer, entered)
-        projected, index = layers.project(layer, inputs, angles), layers.project_index(layer, inputs, angles)
-        write_slab_rows(state, layer.number, seat, start, encode(layers.rows, projected.rows[0]))
-        write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, index.keys[0]))
+        at = start + len(following) - 1
+        positions = torch.arange(start, at + 1, device=following.device)
+        entered, angles = self.enter(following[None], hidden), layers.angles(hidden, positions[None])
+        rows, keys = layers.kept(layer, entered, angles)
+        write_slab_rows(state, layer.number, seat, start, encode(layers.rows, rows[0]))
+        write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, keys[0]))
         if warm_start is not None:
-            last = mla.IndexProjected(index.queries[:, -1:], index.keys[:, -1:], index.weights[:, -1:])
-            at, scale = start + len(following) - 1, layer.attention.indexer.softmax_scale
-            self._prompt.select(state, layer.group, seat, at, last, scale, warm_start)
+            cos, sin = angles
+            inputs = layers.compress(layer, entered[:, -1:])
+            last = layers.project_index(layer, inputs, (cos[:, -1:], sin[:, -1:]))
+            self._prompt.select(state, layer.group, seat, at, last, layer.attention.indexer.softmax_scale, warm_start)

@@ -125,10 +125,19 @@ class Layers:
         return self._layers[number]
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Angles]:
-        """Hidden states [N, S, hidden] of token ids int64[N, S], and the angles of their positions int64[N, S]."""
+        """Hidden states [N, S, hidden] of token ids int[N, S], and the angles of their positions int64[N, S]."""
+        hidden = self.embed_tokens(tokens)
+        return hidden, self.angles(hidden, positions)
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """Hidden states [N, S, hidden] of token ids int[N, S]."""
         hidden: Tensor = self.model.model.embed_tokens(tokens)
+        return hidden
+
+    def angles(self, hidden: Tensor, positions: Tensor) -> Angles:
+        """Of positions int64[N, S], in the dtype of `hidden`."""
         angles: Angles = self.model.model.rotary_emb(hidden, positions)
-        return hidden, angles
+        return angles
 
     def compress(self, layer: Layer, hidden: Tensor) -> Compressed:
         """What all projections of a layer begin with."""
@@ -143,6 +152,14 @@ class Layers:
         """Queries, in the dtype that index_topk compares with the keys kept; keys, not encoded yet; weights."""
         index = mla.project_index(layer.attention.indexer, self._index_rope, *inputs, *angles, self._rotation)
         return replace(index, queries=index.queries.to(self.index_dtype))
+
+    def kept(self, layer: Layer, hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """What a layer that attends to nothing leaves behind: KV rows [N, S, r + d] and index keys [N, S, D], neither
+        encoded yet."""
+        normed = mla.normed(layer.module.input_layernorm, hidden)
+        rows = mla.project_rows(layer.attention, self._rope, normed, *angles)
+        indexer = layer.attention.indexer
+        return rows, mla.project_index_keys(indexer, self._index_rope, normed, *angles, self._rotation)
 
     def finish(
         self,

@@ -89,6 +89,7 @@ class _RunnerScratch:
 
     hidden: Tensor  # [B, 1, hidden]
     final: Tensor  # [B, 1, hidden]: behind the last layer, at one address for every graph
+    final_angles: Angles  # those of the step, likewise; empty without a draft layer
     real: Tensor  # bool[B]
     angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
@@ -457,12 +458,14 @@ class TransformersRunner:
         batch: StepBatch,
         draft: DraftRows,
     ) -> None:
+        scratch.real = real_rows(batch)
         if draft.source is None:
-            hidden = self._layers.final(scratch.final)
+            hidden, scratch.angles = self._layers.final(scratch.final), scratch.final_angles
         else:
             hidden = source.drafted[draft.source.long().clamp(min=0)]
-        scratch.real = real_rows(batch)
-        scratch.hidden, scratch.angles = drafting.enter_step(batch, draft, hidden)
+            positions = (batch.lengths.long() - 1).clamp(min=0)
+            scratch.angles = self._layers.angles(hidden, positions.unsqueeze(1))
+        scratch.hidden = drafting.enter_step(draft, scratch.real, hidden)
 
     @torch.inference_mode()
     def _write_step_rows(
@@ -480,6 +483,9 @@ class TransformersRunner:
     @torch.inference_mode()
     def _keep_hidden(self, scratch: _RunnerScratch) -> None:
         scratch.final.copy_(scratch.hidden)
+        if self._drafting is not None:
+            for kept, angles in zip(scratch.final_angles, scratch.angles, strict=True):
+                kept.copy_(angles)
 
     @torch.inference_mode()
     def _sample(
@@ -527,9 +533,12 @@ class TransformersRunner:
             shape = (rows, self._layers.model.config.num_attention_heads, self._layers.rows.scaled)
             hidden = self._layers.model.config.hidden_size
             final = torch.zeros(rows, 1, hidden, dtype=self.dtype, device=device)
+            turned = final.new_zeros(rows, 1, self._layers.model.config.qk_rope_head_dim)
+            has_drafts = self._drafting is not None
             self._scratch[rows] = _RunnerScratch(
                 hidden=empty,
                 final=final,
+                final_angles=(turned, torch.zeros_like(turned)) if has_drafts else (empty, empty),
                 real=empty,
                 angles=(empty, empty),
                 queries=empty,
@@ -537,7 +546,7 @@ class TransformersRunner:
                 compressed=None,
                 topk=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
                 out_rows=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
-                drafted=empty if self._drafting is None else torch.zeros_like(final),
+                drafted=torch.zeros_like(final) if has_drafts else empty,
                 plan=MissPlan.allocate(rows, topk, device),
             )
         return self._scratch[rows]
