@@ -131,11 +131,26 @@ class StepModel:
         doubt = known / FORGETTING
         error = measured - sum(row[i] * self.values[i] for i in range(3))
         gain = [it / known * doubt / (doubt + noise) for it in spread]
-        self.values = [max(0.0, self.values[i] + gain[i] * error) for i in range(3)]
+        self.values = [self.values[i] + gain[i] * error for i in range(3)]
         shrink = (doubt - doubt * doubt / (doubt + noise) - known) / known**2
         self._covariance = [
             [self._covariance[i][j] + spread[i] * spread[j] * shrink for j in range(3)] for i in range(3)
         ]
+        self._lift()
+
+    def _lift(self) -> None:
+        """No coefficient is negative. One that would be is 0, and the others are what they are likeliest to be then: so
+        sums that were measured stay, which a limit on each coefficient by itself would raise each time."""
+        for _ in self.values:
+            least = min(range(3), key=lambda i: self.values[i])
+            below, column = self.values[least], [line[least] for line in self._covariance]
+            if below >= 0 or column[least] <= 0:
+                break
+            self.values = [
+                value - below * doubt / column[least] for value, doubt in zip(self.values, column, strict=True)
+            ]
+            self.values[least] = 0.0
+        self.values = [max(0.0, value) for value in self.values]
 
 
 def _has_load(look: Look) -> bool:

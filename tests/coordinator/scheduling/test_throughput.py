@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
@@ -145,6 +146,23 @@ def test_two_points_of_operation_tell_compute_and_load_apart() -> None:
         for running, misses in ((100, 300_000), (60, 0), (100, 100_000)):
             model.learn(look(running, misses))
     assert model.step_us(80, 50_000) == pytest.approx(3_000 + 1_600 + 500, rel=0.01)
+
+
+def test_a_link_far_slower_than_the_prior_says_leaves_the_model_bounded() -> None:
+    """Batches of one size tell `base` and `by_request` from each other by noise alone, so that one of them gets below
+    0 again and again."""
+    drawn, by_miss, worst = random.Random(0), 60.0, 0.0
+    model: StepModel | None = None
+    for misses, looks in ((24, 25), (880, 20), (24, 100)):
+        for _ in range(looks):
+            running, missed = drawn.choice((10, 10, 10, 9.5)), misses * drawn.gauss(1, 0.02)
+            step_us = (18_000 + 50 * running + by_miss * missed) * drawn.gauss(1, 0.03)
+            look = Look(40, step_us, 0.0, running, 128, {}, missed, 128)
+            model = model or StepModel(look)
+            model.learn(look)
+            assert min(model.values) >= 0
+        worst = max(worst, model.step_us(10, misses) / step_us if model else 0.0)
+    assert worst < 5
 
 
 def test_a_point_that_is_held_for_long_leaves_the_others_known() -> None:
