@@ -97,7 +97,7 @@ def block_experts(
 ) -> Tensor:
     """Output [T, K] of the experts first_expert .. first_expert + E - 1 for `hidden` [T, K].
 
-    For each token the sum of weight * down(silu(gate x) * up x) over its choices `chosen` int64[T, k] among these
+    For each token the sum of weight * down(silu(gate x) * up x) over its choices `chosen` int[T, k] among these
     experts; other choices, -1 among them, add nothing. `weights` is [T, k], float32 or the dtype of `hidden`. `gate`
     and `up` are [E, I, K], `down` is [E, K, I]. Rounded as the model library does with grouped_mm: to the dtype of
     `hidden` after each product, silu and gating; weighted in the wider dtype of the two; summed in float32, in the
@@ -173,7 +173,7 @@ def prepare_block_fp8(
     for gate, up, down in {tuple(one[0].values.shape): one for one in experts if one[0].values.is_cuda}.values():
         for count in counts:
             hidden = _zeros(count, gate)
-            chosen = torch.full((count, choices), -1, dtype=torch.int64, device=hidden.device)
+            chosen = torch.full((count, choices), -1, dtype=torch.int32, device=hidden.device)
             mixture(hidden, chosen, chosen.to(weights), gate, up, down, 0, experts_total)
 
 
@@ -240,7 +240,8 @@ def _check_experts(
     experts, middle, width = gate.values.shape
     check_tensor("up", up.values, E4M3, (experts, middle, width))
     check_tensor("down", down.values, E4M3, (experts, width, middle))
-    check_tensor("chosen", chosen, torch.int64, (len(hidden), chosen.shape[-1]))
+    kind = torch.int32 if chosen.dtype == torch.int32 else torch.int64
+    check_tensor("chosen", chosen, kind, (len(hidden), chosen.shape[-1]))
     check_tensor(
         "weights", weights, torch.float32 if weights.dtype == torch.float32 else hidden.dtype, tuple(chosen.shape)
     )

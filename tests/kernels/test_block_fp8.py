@@ -241,7 +241,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(BadInput, match="down"):
         block_experts(hidden, chosen, shares, three, three, three)
     with pytest.raises(BadInput, match="chosen"):
-        block_experts(hidden, chosen.int(), shares, three, three, down)
+        block_experts(hidden, chosen.short(), shares, three, three, down)
     with pytest.raises(BadInput, match="weights"):
         block_experts(hidden, chosen, shares[:, :0], three, three, down)
     with pytest.raises(BadInput, match="out"):

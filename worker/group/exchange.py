@@ -29,13 +29,14 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from kernels.routing import add_parts, pack_rows, unpack_rows
 from worker.group.control import LoopProgress
-from worker.weights.layout import CHOICE_BYTES, exchanged_row_bytes
+from worker.weights.layout import exchanged_row_bytes
 
 #: Rows that experts compute at once.
 PIECE_ROWS: Final = 4_096
 
-#: Output [T, h] of this rank's experts for rows [T, h], choices int64[T, k] and weights float32[T, k].
+#: Output [T, h] of this rank's experts for rows [T, h], choices int[T, k] and weights float32[T, k].
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -91,33 +92,16 @@ class Exchange:
 
         `rows` is the size of the round, equal on all ranks.
         """
-        count = len(hidden)
-        own_hidden, own_chosen, own_weights = self._parts(self._own[:rows])
-        own_hidden[:count], own_chosen[:count], own_weights[:count] = hidden, chosen, weights
-        own_chosen[count:] = -1
-        size = self.collectives.size
+        count, size, own = len(hidden), self.collectives.size, self._own[:rows]
+        pack_rows(hidden, chosen, weights, own)
         everything = self._all[: size * rows]
-        self.collectives.all_gather(everything, self._own[:rows])
+        self.collectives.all_gather(everything, own)
         partials = self._partials[: size * rows]
         for piece in self._pieces(rows):
-            part_hidden, part_chosen, part_weights = self._parts(everything[piece])
-            partials[piece] = experts(part_hidden.contiguous(), part_chosen.long(), part_weights.contiguous())
+            partials[piece] = experts(*unpack_rows(everything[piece], self._hidden, self._dtype, self._choices))
         returned = self._returned[: size * rows].view(size, rows, self._hidden)
         self.collectives.all_to_all(returned, partials.view(size, rows, self._hidden))
-        total = returned[0, :count].float()
-        for part in returned[1:, :count]:
-            total = total + part
-        return total.to(self._dtype)
-
-    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states, choices int32 and weights float32 of byte rows, as views."""
-        values = self._hidden * self._dtype.itemsize
-        ids, end = values + 4 * self._choices, values + CHOICE_BYTES * self._choices
-        return (
-            rows[:, :values].view(self._dtype),
-            rows[:, values:ids].view(torch.int32),
-            rows[:, ids:end].view(torch.float32),
-        )
+        return add_parts(returned[:, :count], self._dtype)
 
     def _pieces(self, rows: int) -> Iterator[slice]:
         size = self.collectives.size

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from kernels.expert_choice import ExpertChoice
+from kernels.routing import choose_experts, router_logits
 from worker.group.exchange import Exchange
 from worker.weights.layout import ExpertShare
 from worker.weights.modules import BlockExperts
@@ -55,15 +57,25 @@ def mixture(moe: Any, hidden: Tensor, experts: str, over: Over | None = None) ->
 
     `over` the ranks of a group, if `moe` holds a share of the experts.
     """
-    _, weights, chosen = moe.gate(hidden)
-    shared: Tensor = moe.shared_experts(hidden)
     rows = hidden.view(-1, hidden.shape[-1])
+    weights, chosen = _choose(moe.gate, rows, None if over is None else over.real)
+    shared: Tensor = moe.shared_experts(hidden)
     if over is None:
         return _experts(moe.experts, experts, rows, chosen, weights).view(hidden.shape) + shared
-    if over.real is not None:
-        chosen = chosen.masked_fill(~over.real.unsqueeze(1), -1)
     compute = partial(_share, moe.experts, experts, over.share)
     return over.exchange.mix(rows, chosen, weights, over.rows, compute).view(hidden.shape) + shared
+
+
+def _choose(router: Any, rows: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights [T, k] and choices int[T, k] of rows [T, hidden]; where `real` bool[T] is false, choices are -1."""
+    choice = ExpertChoice.of(router)
+    if rows.is_cuda and choice.has_kernel:
+        logits = router_logits(rows, router.weight)
+        return choose_experts(logits, router.e_score_correction_bias, choice, real)
+    _, weights, chosen = router(rows)
+    if real is not None:
+        chosen = chosen.masked_fill(~real.unsqueeze(1), -1)
+    return weights, chosen.int() if rows.is_cuda else chosen
 
 
 def padding(moe: Any, hidden: int, dtype: torch.dtype, experts: str, over: Over) -> None:
@@ -86,11 +98,11 @@ def _experts(module: Any, experts: str, rows: Tensor, chosen: Tensor, weights: T
         output: Tensor = module(rows, chosen, weights)
         return output
     forward: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[experts]
-    return forward(module, rows, chosen, weights)
+    return forward(module, rows, chosen.long(), weights)
 
 
 def _share(module: Any, experts: str, share: ExpertShare, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Output [T, hidden] of the experts of `share` alone, for choices int64[T, k] among all, -1 for none.
+    """Output [T, hidden] of the experts of `share` alone, for choices int[T, k] among all, -1 for none.
 
     The library's batched_mm has a fixed shape: there another rank's choice costs a product with weight 0.
     """

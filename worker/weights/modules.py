@@ -61,7 +61,7 @@ class BlockExperts(nn.Module):
         self.first, self.total, self.quantizes_rows = first, total, quantizes_rows
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sum [T, K] over the choices int64[T, k] that are among these experts."""
+        """Weighted sum [T, K] over the choices int[T, k] that are among these experts."""
         product = block_experts_w8a8 if self.quantizes_rows else block_experts
         return product(hidden, chosen, weights, self.gate, self.up, self.down, self.first, self.total)
 

@@ -1,0 +1,31 @@
+"""How a router chooses experts: the numbers that its weights do not say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """How a router chooses k of E experts: from the `groups_chosen` of `groups` whose best two score highest."""
+
+    experts: int
+    groups: int
+    groups_chosen: int
+    choices: int
+    normalizes: bool
+    scaling: float
+
+    @classmethod
+    def of(cls, router: Any) -> ExpertChoice:
+        """Of the model library's router."""
+        counts = router.num_experts, router.num_group, router.topk_group, router.top_k
+        return cls(*counts, router.norm_topk_prob, router.routed_scaling_factor)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether `choose_experts` takes it: powers of two, and two experts in a group at least."""
+        each = self.experts // self.groups
+        powers = all(it & (it - 1) == 0 for it in (self.experts, self.groups))
+        return powers and each >= 2 and self.choices <= each * self.groups_chosen
