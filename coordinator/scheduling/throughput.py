@@ -162,6 +162,11 @@ class MissShares:
 
     def __init__(self) -> None:
         self.measured: dict[int, float] = {}
+        self._stale: set[int] = set()
+
+    def expect(self, slots: int) -> None:
+        """What is measured of this size next counts alone: it was not measured for long."""
+        self._stale.add(slots)
 
     def learn(self, shares: Mapping[int, float]) -> None:
         """Sizes that were not seen this time move as those that were: what changed is what requests select."""
@@ -170,7 +175,9 @@ class MissShares:
         for slots in self.measured.keys() - shares.keys():
             self.measured[slots] = min(1.0, self.measured[slots] * (1 + WEIGHT * (ratio - 1)))
         for slots, share in shares.items():
-            self.measured[slots] = WEIGHT * share + (1 - WEIGHT) * self.measured.get(slots, share)
+            before = share if slots in self._stale else self.measured.get(slots, share)
+            self.measured[slots] = WEIGHT * share + (1 - WEIGHT) * before
+        self._stale -= shares.keys()
 
     def at(self, chunks: float, sizes: Sequence[HotSize]) -> float:
         """Of requests with `chunks` chunks each in the mean: some have the next smaller size, some the next larger."""
@@ -251,6 +258,7 @@ class HotFloor:
 
     def _begin_probe(self, slots: int) -> None:
         self.probe_slots, self._probe_seen, self._since_probe = slots, 0, 0
+        self.shares.expect(slots)
         self.reason = f"one request has {slots} slots for a while, to see what it misses"
 
     def _vote(self, best: Forecast, gain: float) -> None:

@@ -137,6 +137,16 @@ def test_unknown_sizes_lie_between_their_neighbours() -> None:
     assert shares.measured[128] > 0.1, "what was not seen moves with what was"
 
 
+def test_a_probe_counts_alone_where_nothing_was_measured_for_long() -> None:
+    shares = MissShares()
+    shares.learn({64: 0.7})
+    shares.expect(64)
+    shares.learn({64: 0.02})
+    assert shares.measured[64] == pytest.approx(0.02)
+    shares.learn({64: 0.06})
+    assert shares.measured[64] == pytest.approx(0.04)
+
+
 def test_two_points_of_operation_tell_compute_and_load_apart() -> None:
     def look(running: float, misses: float) -> Look:
         return Look(128, 3_000 + 20 * running + 0.01 * misses, 0.0, running, 16_384.0, {}, misses, 656.0)
