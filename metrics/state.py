@@ -163,6 +163,8 @@ class WorkerCounters:
     beat_at: float = field(default_factory=monotonic)
     steps: int = 0
     step_us: float = 0.0
+    alone_steps: int = 0  # of `steps`, those that no prompt ran beside, and their seconds
+    alone_s: float = 0.0
     step_s: Buckets = field(default_factory=lambda: Buckets(STEP_BOUNDS_S))
     prefill_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
     stage_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
@@ -215,9 +217,12 @@ class WorkerCounters:
         """A timed step kept the device busy for `seconds`; it stands for `weight` steps."""
         self.computing_s += weight * seconds
 
-    def stepped(self, seconds: float) -> None:
-        """Count one decode step that took `seconds`."""
+    def stepped(self, seconds: float, *, is_alone: bool = True) -> None:
+        """Count one decode step that took `seconds`; `is_alone`: no prompt ran beside it."""
         self.steps += 1
+        if is_alone:
+            self.alone_steps += 1
+            self.alone_s += seconds
         self.step_s.observe(seconds)
         step_us = seconds * 1e6
         self.step_us += (step_us - self.step_us) * (STEP_AVERAGE_WEIGHT if self.steps > 1 else 1.0)

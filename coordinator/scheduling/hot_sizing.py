@@ -24,6 +24,9 @@ LOOK_S: Final = 1.0
 #: Steps between two looks with which swap-in was timed on enough of them: one in 64 is.
 TIMED_STEPS: Final = 128
 
+#: Steps between two looks that no prompt ran beside, at least.
+ALONE_STEPS_MIN: Final = 16
+
 #: Looks that say more than this are dropped: an hour for a step; of other numbers, what no worker comes near.
 STEP_US_MAX: Final = 3.6e9
 NUMBER_MAX: Final = 1e15
@@ -94,9 +97,11 @@ def _bytes_of_miss(worker: WorkerEntry) -> float:
 
 
 def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
-    """None: no request ran at both looks. What a request selects is told by those that did, resident ones among them:
-    the totals of a worker count what was looked for in hot buffers."""
-    steps = after.stats.steps - before.stats.steps
+    """None: no request ran at both looks, or prompts beside nearly all steps. What a request selects is told by those
+    that ran, resident ones among them: the totals of a worker count what was looked for in hot buffers."""
+    steps, step_s = after.stats.steps - before.stats.steps, _step_s(before.stats, after.stats)
+    if not step_s:
+        return None
     running = max(1.0, (before.running + after.running) / 2)
     misses = after.stats.misses - before.stats.misses
     loaded = after.stats.swapped_bytes - before.stats.swapped_bytes
@@ -114,7 +119,7 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
             missed[slots] += now[1] - was[1]
     return Look(
         steps=steps,
-        step_us=1e6 * (after.stats.step_s - before.stats.step_s) / steps,
+        step_us=1e6 * step_s,
         load_us=1e6 * load_s / steps if steps >= TIMED_STEPS else 0.0,
         running=running,
         selected=selected / steps / len(stayed),
@@ -122,6 +127,15 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
         misses=misses / steps,
         miss_bytes=loaded / misses if misses > 0 else miss_bytes,
     )
+
+
+def _step_s(before: LinkStats, after: LinkStats) -> float:
+    """Seconds of a step that no prompt ran beside: prompts take what they take with any hot size. 0: there were too few
+    of them. Of a worker of the protocol version before, which does not tell them apart, all steps."""
+    if after.alone_steps < 0 or before.alone_steps < 0:
+        return (after.step_s - before.step_s) / (after.steps - before.steps)
+    alone = after.alone_steps - before.alone_steps
+    return (after.alone_s - before.alone_s) / alone if alone >= ALONE_STEPS_MIN else 0.0
 
 
 def _is_sound(look: Look) -> bool:

@@ -209,6 +209,7 @@ class WorkerRegistry:
         if worker.drain is not None and not worker.awaited:
             state = "draining" if worker.requests else "drained"
         free, member = self._ledgers[worker.node].budget(worker.name).free, worker.member
+        heard = worker.port.stats()._asdict()
         return WorkerRow(
             worker=worker.name,
             node=worker.node,
@@ -224,7 +225,7 @@ class WorkerRegistry:
             rank=member.rank if member else 0,
             ranks_missing=worker.ranks_missing,
             hot_sizing=worker.hot_sizing,
-            **worker.port.stats()._asdict(),
+            **{name: heard[name] for name in heard.keys() & set(WorkerRow.__struct_fields__)},
         )
 
     def _pool_row(self, node: str, ledger: Ledger) -> PoolRow:

@@ -56,6 +56,8 @@ class WorkerEpoch:
         self.awaits = ""
         self.step_s = 0.0
         self.load_s = 0.0
+        self.alone_steps = -1
+        self.alone_s = 0.0
         self.hits = 0
         self.misses = 0
         self.swapped_bytes = 0
@@ -115,6 +117,7 @@ class WorkerEpoch:
             self._beat_at = now
         self.steps, self.step_us = beat.steps, beat.step_us
         self.step_s, self.load_s = beat.step_s, beat.load_s
+        self.alone_steps, self.alone_s = beat.alone_steps, beat.alone_s
         self.awaits = beat.awaits[:NAME_CHARS_MAX]
 
     def count_swaps(self, counters: Counters) -> None:
@@ -153,4 +156,6 @@ class WorkerEpoch:
             awaits=self.awaits,
             step_s=self.step_s,
             load_s=self.load_s,
+            alone_steps=self.alone_steps,
+            alone_s=self.alone_s,
         )

@@ -352,6 +352,14 @@ def test_buckets_count_at_most_the_bound() -> None:
     assert buckets.total == 14.0
 
 
+def test_steps_beside_prompts_are_told_apart() -> None:
+    counters = WorkerCounters()
+    counters.stepped(0.010)
+    counters.stepped(0.500, is_alone=False)
+    counters.stepped(0.020)
+    assert (counters.steps, counters.alone_steps, counters.alone_s) == (3, 2, pytest.approx(0.030))
+
+
 def test_step_average_starts_at_the_first_step() -> None:
     counters = WorkerCounters()
     counters.stepped(0.010)

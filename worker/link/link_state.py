@@ -392,6 +392,8 @@ class LinkState:
             awaits=executor.awaits,
             step_s=executor.step_s.total,
             load_s=executor.swap.waited_seconds,
+            alone_steps=executor.alone_steps,
+            alone_s=executor.alone_s,
         )
         return [Send(beat)]
 

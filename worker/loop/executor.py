@@ -669,7 +669,7 @@ class Executor:
             step = self._decoder.read()
             now = self._clock()
             seconds = now - max(step.launched_s, self._read_at)
-            self.counters.stepped(seconds)
+            self.counters.stepped(seconds, is_alone=step.is_alone)
             if self._lengths is not None:
                 self._lengths.observe(step_seen(step, seconds))
             self._read_at = now

@@ -30,8 +30,10 @@ class Bench:
 
     share: float
     by_miss: float = 2.0
+    prompts_us: float = 0.0  # that prompts beside each step take
+    is_told: bool = True  # which steps no prompt ran beside
     fake: FakeCluster = field(default_factory=full_cluster)
-    stats: LinkStats = field(default_factory=lambda: LinkStats(0, 0.0, 0, 0, 0.0, 1.0))
+    stats: LinkStats = field(default_factory=lambda: LinkStats(0, 0.0, 0, 0, 0.0, 1.0, alone_steps=0))
 
     def __post_init__(self) -> None:
         self.swaps: dict[int, tuple[int, int]] = {}
@@ -56,7 +58,9 @@ class Bench:
         misses = sum(it[1] for it in self.swaps.values())
         self.stats = self.stats._replace(
             steps=self.stats.steps + STEPS,
-            step_s=self.stats.step_s + STEPS * step_us / 1e6,
+            step_s=self.stats.step_s + STEPS * (step_us + self.prompts_us) / 1e6,
+            alone_steps=self.stats.alone_steps + (0 if self.prompts_us else STEPS) if self.is_told else -1,
+            alone_s=self.stats.alone_s + (0 if self.prompts_us else STEPS * step_us / 1e6),
             load_s=self.stats.load_s + STEPS * loads_us / 1e6,
             hits=self.hits,
             misses=misses,
@@ -135,6 +139,27 @@ def test_dear_first_steps_of_a_process_change_nothing() -> None:
     assert bench.fake.retracted == []
 
 
+def test_steps_beside_prompts_teach_nothing_of_hot_sizes() -> None:
+    """A worker that computes the prompts of its first requests steps slowly with few of them; a model of such steps
+    would promise little of running fewer."""
+    bench = Bench(share=0.3)
+    bench.prompts_us = 20_000.0
+    for _ in range(SETTLED):
+        bench.look()
+    assert (bench.worker.hot_floor, bench.worker.hot_sizing) == (None, None)
+    bench.prompts_us = 0.0
+    rates = [bench.look() for _ in range(SETTLED)]
+    assert bench.worker.hot_floor == RESIDENT
+    assert rates[-1] > 0.98 * bench.best()
+
+
+def test_a_worker_of_the_version_before_is_judged_by_all_its_steps() -> None:
+    bench = Bench(share=0.3, is_told=False)
+    for _ in range(SETTLED):
+        bench.look()
+    assert bench.worker.hot_sizing is not None
+
+
 def test_probes_under_a_floor_retract_no_request() -> None:
     bench = Bench(share=0.3)
     for _ in range(SETTLED):
@@ -152,7 +177,13 @@ def test_step_times_that_cannot_be_are_dropped(number: float) -> None:
     bench = Bench(share=0.3)
     bench.look()
     for count in range(1, 9):
-        bench.stats = bench.stats._replace(steps=bench.stats.steps + STEPS, step_s=number * count, load_s=number)
+        bench.stats = bench.stats._replace(
+            steps=bench.stats.steps + STEPS,
+            step_s=number * count,
+            alone_steps=bench.stats.alone_steps + STEPS,
+            alone_s=number * count,
+            load_s=number,
+        )
         bench.fake.now += 2.0
         bench.sizing.look(bench.fake.now)
     assert (bench.worker.hot_floor, bench.worker.hot_sizing) == (None, None)
