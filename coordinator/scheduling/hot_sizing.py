@@ -21,9 +21,8 @@ from protocol.units import PAGE_TOKENS
 
 #: Seconds between two looks at least.
 LOOK_S: Final = 1.0
-#: Steps between two looks with which swap-in was timed on enough of them: one in 64 is.
+#: Steps with which swap-in was timed on enough of them: one in 64 is. Between two looks there may be fewer.
 TIMED_STEPS: Final = 128
-
 #: Steps between two looks that no prompt ran beside, at least.
 ALONE_STEPS_MIN: Final = 16
 
@@ -42,6 +41,7 @@ class _Seen(NamedTuple):
     stats: LinkStats
     running: int
     swaps: Mapping[int, tuple[int, int, int]]
+    timed: LinkStats  # as of the look up to which swap-ins were learnt from
 
 
 class HotSizing:
@@ -68,7 +68,9 @@ class HotSizing:
         if seen is not None and (now - seen.at < LOOK_S or stats.steps - seen.stats.steps < LOOK_STEPS):
             return False
         running = [it for it in self._placement_table.on(worker.name) if it.phase is EntryPhase.RUNNING]
-        this = _Seen(now, stats, len(running), {it.placement: self._swaps(it) for it in running})
+        is_timed = seen is None or stats.steps - seen.timed.steps >= TIMED_STEPS
+        swaps = {it.placement: self._swaps(it) for it in running}
+        this = _Seen(now, stats, len(running), swaps, stats if seen is None or is_timed else seen.timed)
         self._seen[key] = this
         if seen is None or not running:
             return False
@@ -105,7 +107,7 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
     running = max(1.0, (before.running + after.running) / 2)
     misses = after.stats.misses - before.stats.misses
     loaded = after.stats.swapped_bytes - before.stats.swapped_bytes
-    load_s = after.stats.load_s - before.stats.load_s
+    of_miss_s = 0.0 if after.timed is before.timed else _miss_s(before.timed, after.timed)
     stayed = after.swaps.keys() & before.swaps.keys()
     if not stayed:
         return None
@@ -120,13 +122,19 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
     return Look(
         steps=steps,
         step_us=1e6 * step_s,
-        load_us=1e6 * load_s / steps if steps >= TIMED_STEPS else 0.0,
+        load_us=1e6 * of_miss_s * misses / steps,
         running=running,
         selected=selected / steps / len(stayed),
         shares={slots: missed[slots] / count for slots, count in looked_up.items() if count > 0},
         misses=misses / steps,
         miss_bytes=loaded / misses if misses > 0 else miss_bytes,
     )
+
+
+def _miss_s(before: LinkStats, after: LinkStats) -> float:
+    """Seconds that steps waited for a missed row."""
+    misses = after.misses - before.misses
+    return (after.load_s - before.load_s) / misses if misses > 0 else 0.0
 
 
 def _step_s(before: LinkStats, after: LinkStats) -> float:

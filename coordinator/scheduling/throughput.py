@@ -64,6 +64,10 @@ LOAD_SHARE_MIN: Final = 0.05
 NOISE: Final = 0.02
 DOUBT: Final = 0.5
 FORGETTING: Final = 0.97
+#: So many looks in a row that are all longer, or all shorter, than the model says by so many standard deviations: it is
+#: wrong, and begins anew.
+SURPRISES: Final = 3
+SURPRISE: Final = 4.0
 #: Weight of the latest look in shares and counts.
 WEIGHT: Final = 0.5
 
@@ -118,6 +122,15 @@ class StepModel:
         self._update((1.0, look.running, look.misses), look.step_us, noise)
         if _has_load(look):
             self._update((0.0, 0.0, look.misses), look.load_us, noise)
+
+    def surprise(self, look: Look) -> int:
+        """1: the step takes longer than the model and its doubts allow; -1: it is shorter; 0: neither."""
+        row = 1.0, look.running, look.misses
+        doubt = sum(row[i] * self._covariance[i][j] * row[j] for i in range(3) for j in range(3))
+        error = look.step_us - sum(row[i] * self.values[i] for i in range(3))
+        if error * error <= SURPRISE**2 * (max(doubt, 0.0) + (NOISE * look.step_us) ** 2):
+            return 0
+        return 1 if error > 0 else -1
 
     def step_us(self, running: float, misses: float) -> float:
         base, by_request, by_miss = self.values
@@ -217,6 +230,7 @@ class HotFloor:
     _left: int | None = None  # the floor before the last change
     _wanted: int | None = None
     _votes: int = 0
+    _surprises: int = 0  # in a row, negative ones of shorter steps
 
     def look(self, look: Look, room: FloorRoom) -> None:
         """Take in what was observed, and choose."""
@@ -233,8 +247,10 @@ class HotFloor:
             self._choose(room)
 
     def _learn(self, look: Look) -> None:
-        if self.model is None:
-            self.model = StepModel(look)
+        surprise = 0 if self.model is None else self.model.surprise(look)
+        self._surprises = self._surprises + surprise if surprise * self._surprises > 0 else surprise
+        if self.model is None or abs(self._surprises) >= SURPRISES:
+            self.model, self._surprises = StepModel(look), 0
         self.model.learn(look)
 
     def _see_probe(self, look: Look) -> None:

@@ -167,7 +167,7 @@ class StepTokens:
     """A step that was read: requests, the first row that each wrote, the tokens that its rows drew which hold; if asked
     for, `counts` int64[2, G, S], hits and misses by index group and seat. `undrawn` drew no token. `drafts`, of a step
     that drafts: of each request, those verified, and of these those that hold. It has `seats` padded seats, and
-    `draft_tokens` of each request; `is_alone`: no prompt was launched beside it.
+    `draft_tokens` of each request; `is_alone`: no prompt was launched beside it, nor before it was read.
 
     `logits` float32[requests, vocab] if they are kept, `logprobs` int32[requests, ROW_WORDS_MAX] if a request asks for
     them: true until as many steps have been launched as are in flight.

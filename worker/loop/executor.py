@@ -256,7 +256,7 @@ class Executor:
         ready = self._ready()
         if ready:
             self._launch_step(ready, is_alone=not prompt)
-        busy |= self._read(self._lookahead if ready else 0)
+        busy |= self._read(self._lookahead if ready else 0, beside_prompt=prompt)
         return busy or bool(ready)
 
     def _take_round(self, rounds: Rounds) -> bool:
@@ -662,13 +662,17 @@ class Executor:
         if mask is None:
             undrawn.append(request)
 
-    def _read(self, keep: int) -> bool:
-        """Read the oldest steps in flight, all but `keep`; whether there were any."""
+    def _read(self, keep: int, *, beside_prompt: bool = False) -> bool:
+        """Read the oldest steps in flight, all but `keep`; whether there were any.
+
+        `beside_prompt`: a chunk was launched since the last read, whose launches kept the host from reading.
+        """
         busy = self._decoder.in_flight > keep
         while self._decoder.in_flight > keep:
             step = self._decoder.read()
             now = self._clock()
             seconds = now - max(step.launched_s, self._read_at)
+            step.is_alone &= not beside_prompt
             self.counters.stepped(seconds, is_alone=step.is_alone)
             if self._lengths is not None:
                 self._lengths.observe(step_seen(step, seconds))

@@ -137,6 +137,22 @@ def test_unknown_sizes_lie_between_their_neighbours() -> None:
     assert shares.measured[128] > 0.1, "what was not seen moves with what was"
 
 
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize(("step_us", "running"), [(26_000, 34), (17_000, 33), (40_000, 5)])
+def test_first_looks_that_mislead_are_given_up(step_us: float, running: int, timed: bool) -> None:
+    """Few requests whose steps are long, as a worker has them that has just begun to serve."""
+    bench = Bench(Cell(8192), 0.99, seed=1, timed=timed)
+    room = FloorRoom(bench.chunks, bench.sizes, bench.cell.full)
+    for _ in range(SETTLED):
+        misses = 8 * running * 20.0
+        look = Look(128, step_us * bench.rng.gauss(1, 0.2), 0.0, running, 16_384, {HOT_SLOTS: 0.01}, misses, 656.0)
+        bench.control.look(look, room)
+    bench.rate(25)
+    bench.overlap = 0.80
+    bench.rate(SETTLED)
+    assert bench.rate(JUDGED) >= SHARE * bench.cell.best(0.80)
+
+
 def test_a_probe_counts_alone_where_nothing_was_measured_for_long() -> None:
     shares = MissShares()
     shares.learn({64: 0.7})

@@ -465,6 +465,22 @@ def test_counters_match_events() -> None:
     assert counters.step_us > 0
 
 
+def test_steps_beside_a_prompt_are_told_apart() -> None:
+    """Those launched behind a chunk, and the one that is read behind its launch: the host had no time for it."""
+    rig = Rig()
+    counters = rig.executor.counters
+    assert rig.coordinator.admit(rig.coordinator.create(1, 100, 60), 64)
+    while counters.steps < 20:
+        rig.executor.turn()
+    assert counters.alone_steps >= counters.steps - 1  # a chunk goes ahead of the first one
+    before = counters.steps - counters.alone_steps
+    assert rig.coordinator.admit(rig.coordinator.create(2, 100, 20), 64)
+    rig.run()
+    beside = counters.steps - counters.alone_steps - before
+    assert beside == -(-100 // SETTINGS.prefill_chunk_tokens) + 1
+    assert 0 < counters.alone_s < counters.step_s.total
+
+
 def test_counters_of_live_requests_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.loop.executor.COUNTERS_INTERVAL_S", 0.0)
     rig = Rig()
