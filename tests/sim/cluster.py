@@ -75,7 +75,7 @@ from worker.link.outbox import Outbox
 #: Modules that know how long a page is.
 PAGED: Final = ("coordinator.", "protocol.", "tests.sim.fake_worker")
 #: Looks at workers are so short that a seed has many.
-HASTY_LOOKS: Final = {"LOOK_S": 0.25, "LOOK_STEPS": 2, "TIMED_STEPS": 1}
+HASTY_LOOKS: Final = {"LOOK_S": 0.25, "LOOK_STEPS": 2, "TIMED_STEPS": 1, "ALONE_STEPS_MIN": 1}
 #: How many looks move a hot floor.
 MOVE_ODDS: Final = 0.5
 #: Exit of a process shows on its pidfd within this time.
