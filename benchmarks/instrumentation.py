@@ -79,7 +79,7 @@ class StillRunner:
         streams.compute.launch("sample", lambda: outputs.tokens.fill_(1))
 
 
-def _nothing(*_: object) -> None:
+def _nothing(*_: object, **__: object) -> None:
     """In the place of device work."""
 
 

@@ -411,7 +411,8 @@ def test_threads_of_builds_end_once_all_is_built(matchers: type[FakeMatcher]) ->
     matchers.goes_on.set()
     for thread in rig.executor._grammars._threads[: grammars.BUILD_THREADS]:
         thread.join(60)
-    assert len(matchers.built) == len(lives)
+    held = [source for source in matchers.built if source.endswith(" held")]  # a thread of a test before may build yet
+    assert len(held) == len(lives)
 
 
 def test_long_mask_of_one_request_does_not_delay_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
