@@ -15,6 +15,7 @@ Internal to hisparse: programs import `hisparse.kernels`, which offers the contr
     rows          a model's reads and writes of rows and index keys
     block_weight  a weight in block-FP8
     block_fp8     products with block-FP8 weights, dense and of experts
+    routing       rows on their way to experts: what a row chooses, bytes that travel, sums; expert_choice how
     copy_rows     device rows to host pages and back
     check, integrity   checks of arguments; consistency of a seat's tables
 

@@ -8,14 +8,10 @@ Bytes of a row are its hidden state, its k choices int32, and their weights floa
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
-from kernels.expert_choice import ExpertChoice
-
-WORD_BYTES: Final = 4
+from kernels.expert_choice import CHOICE_BYTES, NUMBER_BYTES, ExpertChoice
 
 
 def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -76,5 +72,5 @@ def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 def _parts(rows: Tensor, width: int, dtype: torch.dtype, choices: int) -> tuple[Tensor, Tensor, Tensor]:
     """By view."""
     values = width * dtype.itemsize
-    ids, end = values + WORD_BYTES * choices, values + 2 * WORD_BYTES * choices
+    ids, end = values + NUMBER_BYTES * choices, values + CHOICE_BYTES * choices
     return rows[:, :values].view(dtype), rows[:, values:ids].view(torch.int32), rows[:, ids:end].view(torch.float32)

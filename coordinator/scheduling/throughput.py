@@ -11,11 +11,13 @@ larger one, or resident (nothing is swapped in, and fewer requests run). With th
 `by_request` holds what grows with the batch at the lengths that run; `by_miss` the time of a missed row that compute
 does not hide, so that overlap needs no term of its own. The three are estimated by recursive least squares with
 directional forgetting: from the mean step time of each look, and from the time that steps waited for swap-in, once that
-is LOAD_SHARE_MIN of a step. What one point of operation cannot tell apart begins as a prior: compute half in `base`,
-half in `by_request`; a missed row at LINK_BYTES_PER_US. The prior is optimistic about the link: a size that may pay is
-tried, and one that cannot is not. Shares are measured by hot size; unknown ones lie on the line between their
-neighbours. With that line tokens a second are n / (a + b n), so that the best floor is the smallest or the largest;
-others are chosen only once their misses were seen.
+is LOAD_SHARE_MIN of a step. A model that SURPRISES looks in a row contradict, all to one side, begins anew: what is
+learnt at one size of the batch stays until that size comes again, so that looks which mislead would stay. What one
+point of operation cannot tell apart begins as a prior: compute half in `base`, half in `by_request`; a missed row at
+LINK_BYTES_PER_US. The prior is optimistic about the link: a size that may pay is tried, and one that cannot is not.
+Shares are measured by hot size; unknown ones lie on the line between their neighbours. With that line tokens a second
+are n / (a + b n), so that the best floor is the smallest or the largest; others are chosen only once their misses were
+seen.
 
     look      at least LOOK_STEPS steps; the only time that this module knows. Its step time is that of steps without
               a prompt beside them: prompts take what they take with any floor

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.block_weight import BLOCK, BlockFp8
 from kernels.cuda import block_linear
 from kernels.cuda.block_plans import CROSSOVER_TOKENS, UNBOUNDED, ExpertPlans, crossover_of, expert_plans_of, plan_of
-from kernels.cuda.triton_units import triton_unit
+from kernels.cuda.triton_units import power_of_two, triton_unit
 from protocol.errors import BadInput
 
 #: Compute capability that converts e4m3 in hardware; below it, kernels shift bits.
@@ -273,7 +273,7 @@ def _experts(
         first_expert,
         tiles_max,
         held,
-        EXPERTS_PADDED=_power_of_two(held + 1),
+        EXPERTS_PADDED=power_of_two(held + 1),
         BLOCK_T=block_t,
         CHUNK=ROUTE_CHUNKS[assignments > ROUTE_CHUNKS[0]],
         num_warps=WARPS,
@@ -431,10 +431,6 @@ def _codes(values: Tensor) -> Tensor:
 
 def _blocks(size: int) -> int:
     return -(-size // BLOCK)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def _unit() -> ModuleType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cuda.triton_units import triton_unit
+from kernels.cuda.triton_units import power_of_two, triton_unit
 from kernels.row_format import E4M3_MAX, RowFormat
 
 #: Compute capability that converts to e4m3; below it, torch does.
@@ -30,13 +30,9 @@ def encode(form: RowFormat, values: Tensor) -> Tensor:
             GROUP=form.group,
             ROW_BYTES=form.row_bytes,
             BY_MAX=BY_E4M3_MAX,
-            GROUPS_PADDED=_power_of_two(form.scaled // form.group),
-            GROUP_PADDED=_power_of_two(form.group),
-            PLAIN_PADDED=_power_of_two(max(1, form.plain)),
+            GROUPS_PADDED=power_of_two(form.scaled // form.group),
+            GROUP_PADDED=power_of_two(form.group),
+            PLAIN_PADDED=power_of_two(max(1, form.plain)),
             num_warps=WARPS,
         )
     return out
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.cuda.triton_units import triton_unit
+from kernels.cuda.triton_units import power_of_two, triton_unit
 
 #: Heads that one program rotates.
 BLOCK_HEADS: Final = 16
@@ -37,7 +37,7 @@ def _norm(values: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | 
         rows = rows.contiguous()
     if len(rows) == 0:
         return
-    padded = _power_of_two(size)
+    padded = power_of_two(size)
     triton_unit("pointwise_triton").rms_norm[(len(rows),)](
         rows,
         rows if added is None else added,
@@ -89,7 +89,7 @@ def rotate(
             keys.stride(tokens_dim),
             HALF=size // 2,
             PLAIN=width - size,
-            PLAIN_PADDED=_power_of_two(max(1, width - size)),
+            PLAIN_PADDED=power_of_two(max(1, width - size)),
             INTERLEAVED=interleaved,
             BLOCK_HEADS=BLOCK_HEADS,
             num_warps=1,
@@ -98,7 +98,3 @@ def rotate(
     if heads_dim == 1:
         return turned.transpose(1, 2), turned_keys.transpose(1, 2)
     return turned, turned_keys
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

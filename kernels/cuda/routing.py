@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.cuda.triton_units import triton_unit
+from kernels.cuda.triton_units import power_of_two, triton_unit
 from kernels.expert_choice import ExpertChoice
 
 #: Words of a row that one program moves; values that one adds.
@@ -36,7 +36,7 @@ def choose_experts(logits: Tensor, bias: Tensor, choice: ExpertChoice, real: Ten
             GROUPS=choice.groups,
             GROUPS_CHOSEN=choice.groups_chosen,
             CHOICES=choice.choices,
-            CHOICES_PADDED=_power_of_two(choice.choices),
+            CHOICES_PADDED=power_of_two(choice.choices),
             NORMALIZES=choice.normalizes,
             HAS_REAL=real is not None,
             num_warps=1,
@@ -75,7 +75,7 @@ def _move(packed: Tensor, parts: tuple[Tensor, Tensor, Tensor], count: int, *, p
         width,
         choices,
         count,
-        CHOICES_PADDED=_power_of_two(choices),
+        CHOICES_PADDED=power_of_two(choices),
         BLOCK=MOVE_BLOCK,
         PACKS=packs,
         num_warps=WARPS,
@@ -96,7 +96,3 @@ def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 def _words(rows: Tensor) -> Tensor:
     """int32 of rows whose bytes are whole words."""
     return rows.view(torch.int32)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -9,6 +9,11 @@ from types import ModuleType
 from protocol.errors import ConfigError
 
 
+def power_of_two(size: int) -> int:
+    """The least that is not below `size`, 1 or more: what tl.arange takes."""
+    return 1 << (size - 1).bit_length()
+
+
 @lru_cache(maxsize=8)
 def triton_unit(name: str) -> ModuleType:
     """kernels.cuda.`name`. Raises ConfigError where Triton is missing."""

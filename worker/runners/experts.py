@@ -7,6 +7,8 @@
 | FP8 is kept    | BlockExperts of worker/weights/modules.py | reads each chosen expert once, in FP8          |
 | GPU, otherwise | batched_mm   | batched_mm | torch's grouped_mm would read its offsets on the host                   |
 
+On a GPU the experts of a row are chosen as the library's router does, in one launch (kernels/routing.py).
+
 batched_mm copies the weights of every token's experts: nothing at the size of tests, 30 GB for 64 tokens of
 DeepSeek-V3.2. torch has a grouped kernel for bfloat16 on compute capability 9 and 10.
 """

@@ -2,7 +2,8 @@
 
 Weights, projections, norms, rotary embedding, MLP, experts, router and lm_head are the library's modules, called piece
 by piece; nothing in the library is patched. What is replaced is the forward of Attention and Indexer (mla.py),
-and on a GPU norms, rotations and gates, which are a launch each there instead of many (kernels/pointwise.py).
+and on a GPU norms, rotations, gates (kernels/pointwise.py) and what a router makes of its logits (kernels/routing.py),
+which are a launch each there instead of many.
 
 Index keys in fp8 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but for
 rounding, and one scale fits all values of a key. DeepSeek's own code does so; the model library, which keeps bfloat16,

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
+from kernels.expert_choice import CHOICE_BYTES
 from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX
 from worker.weights.dimensions import BOUNDS
@@ -45,8 +46,6 @@ DIMENSIONS: Final = (
 #: Of the draft layer, those that it shares with the model.
 SHARED_BY_DRAFT: Final = ("embed_tokens.weight", "shared_head.head.weight")
 BYTES: Final = {"float32": 4, "bfloat16": 2}
-#: Of one choice of an expert in an exchange: its number, int32, and its weight, float32.
-CHOICE_BYTES: Final = 8
 #: Rows of an exchange begin at multiples of this many bytes.
 EXCHANGED_ROW_ALIGNMENT: Final = 16
 

@@ -7,11 +7,12 @@ from math import inf, nan
 
 import pytest
 
+from coordinator.scheduling import hot_sizing
 from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.entries import EntryPhase, RequestEntry
 from coordinator.scheduling.events import LinkStats
 from coordinator.scheduling.hot_sizing import HotSizing
-from coordinator.scheduling.throughput import REACTION_LOOKS_MAX, FloorRoom, HotFloor, Look
+from coordinator.scheduling.throughput import REACTION_LOOKS_MAX, FloorRoom, HotFloor, Look, StepModel
 from protocol.messages import GroupMember
 from protocol.sizing import RESIDENT
 from tests.coordinator.scheduling.test_policy import full_cluster, pause, running
@@ -151,6 +152,26 @@ def test_steps_beside_prompts_teach_nothing_of_hot_sizes() -> None:
     rates = [bench.look() for _ in range(SETTLED)]
     assert bench.worker.hot_floor == RESIDENT
     assert rates[-1] > 0.98 * bench.best()
+
+
+def test_times_of_swap_ins_are_gathered_over_short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second has fewer steps than are needed to time swap-ins."""
+    found: list[float] = []
+    learn = StepModel.learn
+
+    def seen(model: StepModel, look: Look) -> None:
+        found.append(look.load_us)
+        learn(model, look)
+
+    monkeypatch.setattr(StepModel, "learn", seen)
+    monkeypatch.setattr(hot_sizing, "TIMED_STEPS", 3 * STEPS)
+    bench = Bench(share=0.03, by_miss=0.5)
+    for _ in range(SETTLED):
+        bench.look()
+    assert bench.worker.hot_floor is None
+    timed = [it for it in found if it]
+    assert len(found) // 3 <= len(timed) <= len(found) // 3 + 1
+    assert timed == pytest.approx([bench.by_miss * 20 * bench.share * SELECTED] * len(timed), rel=0.02)
 
 
 def test_a_worker_of_the_version_before_is_judged_by_all_its_steps() -> None:
