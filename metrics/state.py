@@ -163,8 +163,10 @@ class WorkerCounters:
     beat_at: float = field(default_factory=monotonic)
     steps: int = 0
     step_us: float = 0.0
-    alone_steps: int = 0  # of `steps`, those that no prompt ran beside, and their seconds
+    step_requests: int = 0  # of all steps together
+    alone_steps: int = 0  # of `steps`, those that no prompt ran beside; their seconds and requests
     alone_s: float = 0.0
+    alone_requests: int = 0
     step_s: Buckets = field(default_factory=lambda: Buckets(STEP_BOUNDS_S))
     prefill_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
     stage_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
@@ -217,12 +219,14 @@ class WorkerCounters:
         """A timed step kept the device busy for `seconds`; it stands for `weight` steps."""
         self.computing_s += weight * seconds
 
-    def stepped(self, seconds: float, *, is_alone: bool = True) -> None:
-        """Count one decode step that took `seconds`; `is_alone`: no prompt ran beside it."""
+    def stepped(self, seconds: float, requests: int, *, is_alone: bool = True) -> None:
+        """Count one decode step of `requests` that took `seconds`; `is_alone`: no prompt ran beside it."""
         self.steps += 1
+        self.step_requests += requests
         if is_alone:
             self.alone_steps += 1
             self.alone_s += seconds
+            self.alone_requests += requests
         self.step_s.observe(seconds)
         step_us = seconds * 1e6
         self.step_us += (step_us - self.step_us) * (STEP_AVERAGE_WEIGHT if self.steps > 1 else 1.0)

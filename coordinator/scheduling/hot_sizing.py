@@ -104,7 +104,7 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
     steps, step_s = after.stats.steps - before.stats.steps, _step_s(before.stats, after.stats)
     if not step_s:
         return None
-    running = max(1.0, (before.running + after.running) / 2)
+    running, of_all = _requests(before, after, steps)
     misses = after.stats.misses - before.stats.misses
     loaded = after.stats.swapped_bytes - before.stats.swapped_bytes
     of_miss_s = 0.0 if after.timed is before.timed else _miss_s(before.timed, after.timed)
@@ -119,16 +119,28 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
         if slots == was_slots > 0:
             looked_up[slots] += sum(now) - sum(was)
             missed[slots] += now[1] - was[1]
+    misses_a_step = misses / steps * running / of_all
     return Look(
         steps=steps,
         step_us=1e6 * step_s,
-        load_us=1e6 * of_miss_s * misses / steps,
+        load_us=1e6 * of_miss_s * misses_a_step,
         running=running,
         selected=selected / steps / len(stayed),
         shares={slots: missed[slots] / count for slots, count in looked_up.items() if count > 0},
-        misses=misses / steps,
+        misses=misses_a_step,
         miss_bytes=loaded / misses if misses > 0 else miss_bytes,
     )
+
+
+def _requests(before: _Seen, after: _Seen, steps: int) -> tuple[float, float]:
+    """Of a step in the mean: of steps that no prompt ran beside, and of all. What runs at the moment of a look may be
+    more or fewer: the steps of a first look come late in it. Where the worker does not tell, the mean of both looks."""
+    was, now = before.stats, after.stats
+    alone, told = now.alone_requests - was.alone_requests, now.step_requests - was.step_requests
+    if was.alone_steps < 0 or alone <= 0 or told <= 0:
+        running = max(1.0, (before.running + after.running) / 2)
+        return running, running
+    return alone / (now.alone_steps - was.alone_steps), told / steps
 
 
 def _miss_s(before: LinkStats, after: LinkStats) -> float:
@@ -148,7 +160,7 @@ def _step_s(before: LinkStats, after: LinkStats) -> float:
 
 def _is_sound(look: Look) -> bool:
     """Workers say what they like: no number of theirs may be none, negative or without end."""
-    numbers = look.load_us, look.selected, look.misses, look.miss_bytes, *look.shares.values()
+    numbers = look.load_us, look.running, look.selected, look.misses, look.miss_bytes, *look.shares.values()
     return 0 < look.step_us < STEP_US_MAX and all(0 <= it < NUMBER_MAX for it in numbers)
 
 

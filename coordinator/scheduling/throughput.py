@@ -20,7 +20,8 @@ are n / (a + b n), so that the best floor is the smallest or the largest; others
 seen.
 
     look      at least LOOK_STEPS steps; the only time that this module knows. Its step time is that of steps without
-              a prompt beside them: prompts take what they take with any floor
+              a prompt beside them: prompts take what they take with any floor. `running` are the requests of those
+              steps, as the worker counts them: with others, a model learns that fewer requests cost the same
     change    at most one in `dwell` looks, once CONFIRM looks in a row predict GAIN more for the same floor; `dwell`
               doubles each time a change takes the last one back, up to DWELL_MAX, and is DWELL_MIN again after as many
               looks without a change. SETTLE looks after a change, and the first ones, are not learnt from

@@ -58,6 +58,8 @@ class WorkerEpoch:
         self.load_s = 0.0
         self.alone_steps = -1
         self.alone_s = 0.0
+        self.alone_requests = 0
+        self.step_requests = 0
         self.hits = 0
         self.misses = 0
         self.swapped_bytes = 0
@@ -118,6 +120,7 @@ class WorkerEpoch:
         self.steps, self.step_us = beat.steps, beat.step_us
         self.step_s, self.load_s = beat.step_s, beat.load_s
         self.alone_steps, self.alone_s = beat.alone_steps, beat.alone_s
+        self.alone_requests, self.step_requests = beat.alone_requests, beat.step_requests
         self.awaits = beat.awaits[:NAME_CHARS_MAX]
 
     def count_swaps(self, counters: Counters) -> None:
@@ -158,4 +161,6 @@ class WorkerEpoch:
             load_s=self.load_s,
             alone_steps=self.alone_steps,
             alone_s=self.alone_s,
+            alone_requests=self.alone_requests,
+            step_requests=self.step_requests,
         )

@@ -209,7 +209,7 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
     with served(WorkerCollector(world.sources)) as exporter:
         before = scrape(exporter)
         world.counters.swap.hits[0] += 5
-        world.counters.stepped(0.004)
+        world.counters.stepped(0.004, 1)
         after = scrape(exporter)
     assert values(before["hisparse_worker_hits_total"]) == {(): 30}
     assert values(after["hisparse_worker_hits_total"]) == {(): 35}
@@ -354,18 +354,19 @@ def test_buckets_count_at_most_the_bound() -> None:
 
 def test_steps_beside_prompts_are_told_apart() -> None:
     counters = WorkerCounters()
-    counters.stepped(0.010)
-    counters.stepped(0.500, is_alone=False)
-    counters.stepped(0.020)
+    counters.stepped(0.010, 4)
+    counters.stepped(0.500, 7, is_alone=False)
+    counters.stepped(0.020, 5)
     assert (counters.steps, counters.alone_steps, counters.alone_s) == (3, 2, pytest.approx(0.030))
+    assert (counters.step_requests, counters.alone_requests) == (16, 9)
 
 
 def test_step_average_starts_at_the_first_step() -> None:
     counters = WorkerCounters()
-    counters.stepped(0.010)
+    counters.stepped(0.010, 1)
     assert counters.step_us == pytest.approx(10_000)
     for _ in range(200):
-        counters.stepped(0.002)
+        counters.stepped(0.002, 1)
     assert counters.step_us == pytest.approx(2_000, rel=0.01)
 
 

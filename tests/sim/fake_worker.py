@@ -716,7 +716,7 @@ class FakeExecutor:
             return 0.0
         self._steps.append(Step(places, number))
         seconds = self._rng.uniform(*STEP_S)
-        self.counters.stepped(seconds)
+        self.counters.stepped(seconds, len(places))
         self._count_swaps([place.run for place in places], seconds)
         return seconds
 

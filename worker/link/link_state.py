@@ -394,6 +394,8 @@ class LinkState:
             load_s=executor.swap.waited_seconds,
             alone_steps=executor.alone_steps,
             alone_s=executor.alone_s,
+            alone_requests=executor.alone_requests,
+            step_requests=executor.step_requests,
         )
         return [Send(beat)]
 

@@ -673,7 +673,7 @@ class Executor:
             now = self._clock()
             seconds = now - max(step.launched_s, self._read_at)
             step.is_alone &= not beside_prompt
-            self.counters.stepped(seconds, is_alone=step.is_alone)
+            self.counters.stepped(seconds, len(step.requests), is_alone=step.is_alone)
             if self._lengths is not None:
                 self._lengths.observe(step_seen(step, seconds))
             self._read_at = now

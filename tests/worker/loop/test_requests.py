@@ -479,6 +479,8 @@ def test_steps_beside_a_prompt_are_told_apart() -> None:
     beside = counters.steps - counters.alone_steps - before
     assert beside == -(-100 // SETTINGS.prefill_chunk_tokens) + 1
     assert 0 < counters.alone_s < counters.step_s.total
+    assert counters.step_requests == 60 - 1 + 20 - 1
+    assert counters.step_requests - counters.alone_requests >= beside
 
 
 def test_counters_of_live_requests_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
