@@ -10,7 +10,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import decode_report, node_report, overlap_report, place_report, report, swap_in_report, transfer_report
+from benchmarks import (
+    decode_report,
+    hot_floor_report,
+    node_report,
+    overlap_report,
+    place_report,
+    report,
+    swap_in_report,
+    transfer_report,
+)
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in_cells import OVERLAPPED, peers, spread, verdict, verdicts
 
@@ -287,8 +296,10 @@ def verdict_figures() -> Iterator[str]:
     yield f"8k at 80 % hits: {ratios[-1]} ×"
     row = find_cell(rows_of("rank-H200.json"), mode="hisparse", concurrency=64, overlap=0.99)
     yield f"a step of {row['step_ms']:.1f} ms and {row['link_ms']:.1f} of links (computed)"
-    yield f"{row['rank_tokens_per_s']:.0f} tokens/s a GPU"
+    yield f"{row['rank_tokens_per_s']:,.0f} tokens/s a GPU"
     yield f"{row['floor_ms']:.1f} ms, {row['step_ms'] / row['floor_ms']:.2f} ×"
+    floors = hot_floor_report.ratios(rows_of("hot-floor-H200.json"))
+    yield "{:.3f}, {:.3f}, {:.3f} and {:.3f} of the better".format(*(it["of_best"] for it in floors))
     drafts = [find_cell(rows_of("rank-drafts-H200.json"), batch=16, drafts=n, mode="drafts") for n in (1, 2, 4)]
     yield "16 requests, 85 % of drafts right: 1, 2 and 4 drafts {:.2f}, {:.2f} and {:.2f} ×".format(
         *(it["chances"]["0.85"]["x1"] for it in drafts)
