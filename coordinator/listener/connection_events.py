@@ -14,8 +14,6 @@ would go on in the middle of a frame, and take the peer's payload for frames.
 
 from __future__ import annotations
 
-import os
-import socket as std_socket
 from collections.abc import Collection
 from contextlib import suppress
 
@@ -26,7 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 from coordinator.listener.connection_tracker import ConnectionTracker
 from coordinator.listener.received_bytes import ByteCounter, resident_bytes
 from coordinator.listener.unfinished import UnfinishedMessages
-from protocol.transport.monitor import monitor_of
+from protocol.transport.monitor import end_connection, monitor_of
 from protocol.transport.watched import Watched
 
 
@@ -96,8 +94,7 @@ class ConnectionEvents:
     def cut(self, descriptor: int) -> None:
         """End a connection. libzmq sees a disconnect and cleans up. Does nothing when the connection has closed."""
         self._forget(descriptor, trio.current_time())
-        with suppress(OSError), std_socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.shutdown(std_socket.SHUT_RDWR)
+        end_connection(descriptor)
 
     def close(self) -> None:
         """Stop reading events; call before the socket closes."""

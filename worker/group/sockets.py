@@ -27,7 +27,7 @@ from zmq.utils.monitor import parse_monitor_message
 from protocol.errors import ConfigError, NotAllowed
 from protocol.settings import Config
 from protocol.small_files import read_small_file
-from protocol.transport.monitor import monitor_of
+from protocol.transport.monitor import end_connection, monitor_of
 from protocol.transport.private_dir import make_private_dir
 from worker.group.messages import MESSAGE_BYTES_MAX
 from worker.group.newcomers import Newcomers
@@ -115,8 +115,7 @@ class ControlSockets:
         """On rank 0: end connections that stay silent; returns how many. After `broke`, which reads what has closed."""
         overdue = self._newcomers.take_overdue(time.monotonic())
         for descriptor in overdue:
-            with suppress(OSError), unix.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(unix.SHUT_RDWR)
+            end_connection(descriptor)
         return len(overdue)
 
     def _ended(self, event: int, descriptor: int) -> bool:
