@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks.plots import Row, Series, marks
+from protocol.units import PAGE_TOKENS, pages_for
 
 SERIES: Final = (
     Series("everything resident", "#c0392b", "ring"),
@@ -25,6 +26,7 @@ RATIOS: Final = (
     "p50, p99 ms (resident)",
     "p50, p99 ms (HiSparse)",
 )
+BESIDE_SLAB: Final = ("context", "slab, GB", "resident", "HiSparse", "capacity")
 ALONE: Final = ("context", "page table alone", "resident", "of page table", "hot buffer", "of page table")
 PARTS: Final = ("products", "attention", "index", "swap", "backup", "other")
 FEW_STEPS: Final = 40  # of a result that does not say how many: its p99 is the largest
@@ -60,6 +62,19 @@ def ratio(rows: list[dict[str, Any]], context: int, overlap: float) -> tuple[str
         f"{ours['tokens_per_s'] / bare['tokens_per_s']:.0%}",
         *(between_tokens(row) for row in (resident, ours)),
     )
+
+
+def beside_slab(result: Mapping[str, Any], context: int) -> tuple[str, ...] | None:
+    """Requests that fit where the budget has a prefill slab too, of one prompt of that context. Computed; None where a
+    mode was not measured."""
+    setting, rows = result["setting"], result["rows"]
+    resident, ours = (find(rows, context=context, mode=mode) for mode in ("resident", "hisparse"))
+    if not (resident and ours):
+        return None
+    slab_bytes = pages_for(context) * PAGE_TOKENS * setting["row_bytes"] * setting["layers"]
+    of_one = [row["kv_bytes"] / row["concurrency"] for row in (resident, ours)]
+    fit = [int((setting["kv_budget_bytes"] - slab_bytes) // size) for size in of_one]
+    return f"{context:,}", f"{slab_bytes / 1e9:.2f}", *map(str, fit), f"{fit[1] / fit[0]:.2f}"
 
 
 def between_tokens(row: dict[str, Any]) -> str:
@@ -106,6 +121,9 @@ def section(result: dict[str, Any]) -> str:
         f"keys of {setting['index_row_bytes']} B, hot buffers of {setting['hot_slots']} slots, KV budget "
         f"{setting['kv_budget_bytes'] / 1e9:.2f} GB.\n\n"
         f"{table(RATIOS, (ratio(rows, c, o) for c in contexts for o in overlaps))}\n"
+        "Requests that fit beside a prefill slab for one prompt of that context, computed: the slab takes the "
+        "same share of both.\n\n"
+        f"{table(BESIDE_SLAB, (beside_slab(result, c) for c in contexts))}\n"
         "One request, tokens per second:\n\n"
         f"{table(ALONE, (alone(rows, c) for c in contexts))}\n"
         "Where a step goes: ms of kernels by kind (streams overlap: they may exceed the step), and of none.\n\n"

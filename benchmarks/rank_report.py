@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.decode_report import table
+from benchmarks.decode_report import BESIDE_SLAB, beside_slab, find, table
 
 COLUMNS = (
     *("context", "mode", "requests", "hits", "step, ms", "links, ms", "floor, ms", "of floor", "tokens/s a GPU"),
     "host memory, distinct of wanted",
 )
+RATIOS = ("context", "hits", "resident, most that fit", "HiSparse, most that fit", "ratio", "capacity")
 
 
 def section(result: Mapping[str, Any]) -> str:
     at, setting, rows = result["machine"], result["setting"], result["rows"]
     rates, weights = setting["rates"], sum(setting["weights_bytes"].values())
     measured = [f"{name}: {ms:.1f}" for row in rows[:1] for name, ms in row["parts_ms"].items()]
+    contexts, overlaps = (list(dict.fromkeys(row[name] for row in rows)) for name in ("context", "overlap"))
     floors = [f"{name} {ms:.1f}" for row in rows[:1] for name, ms in row["floor_parts_ms"].items()]
     return (
         f"Command: `{at['command']}`. Machine: {at['gpu']}, driver and PCIe {at['driver_pcie']}, torch {at['torch']}; "
@@ -25,6 +27,10 @@ def section(result: Mapping[str, Any]) -> str:
         f"{rates['dma_bytes_per_us'] / 1e3:.1f} GB/s. {setting['layers']} layers, weights {weights / 1e9:.1f} GB, hot "
         f"buffers of {setting['hot_slots']} slots, {setting['kv_budget_bytes'] / 1e9:.1f} GB for KV.\n\n"
         f"{table(COLUMNS, map(_line, rows))}\n"
+        "The most that fit, of tokens/s a GPU:\n\n"
+        f"{table(RATIOS, (_ratio(rows, c, o) for c in contexts for o in overlaps))}\n"
+        "Requests that fit beside a prefill slab for one prompt of that context, computed:\n\n"
+        f"{table(BESIDE_SLAB, (beside_slab(result, c) for c in contexts))}\n"
         f"Of the first row, ms of kernels: {', '.join(measured)}. Floors: {', '.join(floors)}.\n"
     )
 
@@ -93,6 +99,18 @@ def _draft_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _part(parts: Mapping[str, float], plain: Mapping[str, float], name: str) -> str:
     return f"{parts[name]:.1f} ({parts[name] / plain[name]:.2f} ×)" if plain[name] else f"{parts[name]:.1f}"
+
+
+def _ratio(rows: list[dict[str, Any]], context: int, overlap: float) -> tuple[str, ...] | None:
+    """As of decode_report, of what a GPU of the group gives. None where the most that fit were not measured."""
+    resident, most = (find(rows, context=context, mode=mode) for mode in ("resident", "hisparse"))
+    ours = find(rows, context=context, mode="hisparse", overlap=overlap)
+    if not (resident and most and ours) or ours["concurrency"] < most["concurrency"]:
+        return None
+    told = (f"{it['concurrency']}: {it['rank_tokens_per_s']:,.0f} tok/s" for it in (resident, ours))
+    ratio = ours["rank_tokens_per_s"] / resident["rank_tokens_per_s"]
+    capacity = ours["concurrency"] / resident["concurrency"]
+    return f"{context:,}", f"{ours['hit_rate']:.3f}", *told, f"**{ratio:.2f}**", f"{capacity:.2f}"
 
 
 def _line(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -177,9 +177,22 @@ def test_decode_tables_compare_most_requests_per_mode() -> None:
     assert row is not None
     assert row[:8] == ("32,768", "0.99", "16: 2,000 tok/s", "48: 5,000 tok/s", "**2.50**", "3.00", "0.990", "91%")
     assert decode_report.ratio(rows, 32_768, 0.80) is None
+
     assert decode_report.alone(rows, 32_768) == ("32,768", "200.0", "200.0", "1.00", "200.0", "1.00")
     assert decode_report.alone(rows, 8_192) is None
     assert ElementTree.fromstring(decode_report.plot(rows)).tag == f"{SVG}svg"
+
+
+def test_slab_takes_room_of_both_modes() -> None:
+    setting = {"kv_budget_bytes": 1_000_000, "row_bytes": 10, "layers": 2}
+    rows = [
+        {"context": 6_400, "mode": "resident", "concurrency": 5, "kv_bytes": 1_000_000},
+        {"context": 6_400, "mode": "hisparse", "concurrency": 20, "kv_bytes": 1_000_000},
+    ]
+    # 6,400 rows of 10 bytes in 2 layers: 128,000 bytes
+    told = decode_report.beside_slab({"setting": setting, "rows": rows}, 6_400)
+    assert told == ("6,400", "0.00", "4", "17", "4.25")
+    assert decode_report.beside_slab({"setting": setting, "rows": rows[:1]}, 6_400) is None
 
 
 def test_idle_time_of_a_step_is_what_its_kernels_leave() -> None:
@@ -297,6 +310,12 @@ def verdict_figures() -> Iterator[str]:
     row = find_cell(rows_of("rank-H200.json"), mode="hisparse", concurrency=64, overlap=0.99)
     yield f"a step of {row['step_ms']:.1f} ms and {row['link_ms']:.1f} of links (computed)"
     yield f"{row['rank_tokens_per_s']:,.0f} tokens/s a GPU"
+    most, resident = (
+        {it["overlap"]: it["rank_tokens_per_s"] for it in rows_of("rank-H200.json") if it["concurrency"] == n}
+        for n in (77, 21)
+    )
+    shares = [most[overlap] / max(resident.values()) for overlap in (0.99, 0.93, 0.87)]
+    yield "77, {:.2f} × of it, at 93 and 87 % hits {:.2f} and {:.2f} ×".format(*shares)
     yield f"{row['floor_ms']:.1f} ms, {row['step_ms'] / row['floor_ms']:.2f} ×"
     floors = hot_floor_report.ratios(rows_of("hot-floor-H200.json"))
     yield "{:.3f}, {:.3f}, {:.3f} and {:.3f} of the better".format(*(it["of_best"] for it in floors))
