@@ -124,8 +124,8 @@ SECTIONS: Final = (
         "layer with the load of eight ranks. `links`: the exchange between GPUs, computed, not measured (450 GB/s a "
         "direction at three quarters, 12 µs a collective). `floor`: each part's bytes at the copy rate or operations "
         "at that of products, and missed rows at the rate of one large copy. Requests share host pages where `wanted` "
-        "is more. Contexts of 128k are older, `--contexts 131072` (copy 4,178 GB/s, product 780 TFLOP/s): their steps "
-        "chose experts in some thirty-five launches a layer.",
+        "is more. Contexts of 128k are older, `--contexts 131072` (copy 4,178 GB/s, product 780 TFLOP/s), of kernels "
+        "before a choice of experts and its exchange took a launch each.",
         {"rank-H200.json": rank_report.section},
     ),
     Section(

@@ -101,10 +101,10 @@ def _bytes_of_miss(worker: WorkerEntry) -> float:
 def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
     """None: no request ran at both looks, or prompts beside nearly all steps. What a request selects is told by those
     that ran, resident ones among them: the totals of a worker count what was looked for in hot buffers."""
-    steps, step_s = after.stats.steps - before.stats.steps, _step_s(before.stats, after.stats)
+    steps = after.stats.steps - before.stats.steps
+    step_s, running, of_all = _step(before, after, steps)
     if not step_s:
         return None
-    running, of_all = _requests(before, after, steps)
     misses = after.stats.misses - before.stats.misses
     loaded = after.stats.swapped_bytes - before.stats.swapped_bytes
     of_miss_s = 0.0 if after.timed is before.timed else _miss_s(before.timed, after.timed)
@@ -132,15 +132,21 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
     )
 
 
-def _requests(before: _Seen, after: _Seen, steps: int) -> tuple[float, float]:
-    """Of a step in the mean: of steps that no prompt ran beside, and of all. What runs at the moment of a look may be
-    more or fewer: the steps of a first look come late in it. Where the worker does not tell, the mean of both looks."""
+def _step(before: _Seen, after: _Seen, steps: int) -> tuple[float, float, float]:
+    """Means over steps that no prompt ran beside, since prompts take what they take with any hot size: seconds and
+    requests; and requests of all steps. 0 seconds: there were too few of them. What runs at the moment of a look may be
+    more or fewer: the steps of a first look come late in it.
+
+    Of a worker of the protocol version before, which tells none of it: all steps, and what ran at both looks."""
     was, now = before.stats, after.stats
-    alone, told = now.alone_requests - was.alone_requests, now.step_requests - was.step_requests
-    if was.alone_steps < 0 or alone <= 0 or told <= 0:
+    if was.alone_steps < 0 or now.alone_steps < 0:
         running = max(1.0, (before.running + after.running) / 2)
-        return running, running
-    return alone / (now.alone_steps - was.alone_steps), told / steps
+        return (now.step_s - was.step_s) / steps, running, running
+    alone, requests = now.alone_steps - was.alone_steps, now.step_requests - was.step_requests
+    if alone < ALONE_STEPS_MIN or requests <= 0:
+        return 0.0, 0.0, 0.0
+    seconds, of_alone = now.alone_s - was.alone_s, now.alone_requests - was.alone_requests
+    return seconds / alone, of_alone / alone, requests / steps
 
 
 def _miss_s(before: LinkStats, after: LinkStats) -> float:
@@ -149,19 +155,12 @@ def _miss_s(before: LinkStats, after: LinkStats) -> float:
     return (after.load_s - before.load_s) / misses if misses > 0 else 0.0
 
 
-def _step_s(before: LinkStats, after: LinkStats) -> float:
-    """Seconds of a step that no prompt ran beside: prompts take what they take with any hot size. 0: there were too few
-    of them. Of a worker of the protocol version before, which does not tell them apart, all steps."""
-    if after.alone_steps < 0 or before.alone_steps < 0:
-        return (after.step_s - before.step_s) / (after.steps - before.steps)
-    alone = after.alone_steps - before.alone_steps
-    return (after.alone_s - before.alone_s) / alone if alone >= ALONE_STEPS_MIN else 0.0
-
-
 def _is_sound(look: Look) -> bool:
     """Workers say what they like: no number of theirs may be none, negative or without end."""
-    numbers = look.load_us, look.running, look.selected, look.misses, look.miss_bytes, *look.shares.values()
-    return 0 < look.step_us < STEP_US_MAX and all(0 <= it < NUMBER_MAX for it in numbers)
+    numbers = look.load_us, look.selected, look.misses, look.miss_bytes, *look.shares.values()
+    return (
+        0 < look.step_us < STEP_US_MAX and 0 < look.running < NUMBER_MAX and all(0 <= it < NUMBER_MAX for it in numbers)
+    )
 
 
 def _note(worker: WorkerEntry, floor: HotFloor, look: Look) -> bool:

@@ -177,7 +177,6 @@ def test_decode_tables_compare_most_requests_per_mode() -> None:
     assert row is not None
     assert row[:8] == ("32,768", "0.99", "16: 2,000 tok/s", "48: 5,000 tok/s", "**2.50**", "3.00", "0.990", "91%")
     assert decode_report.ratio(rows, 32_768, 0.80) is None
-
     assert decode_report.alone(rows, 32_768) == ("32,768", "200.0", "200.0", "1.00", "200.0", "1.00")
     assert decode_report.alone(rows, 8_192) is None
     assert ElementTree.fromstring(decode_report.plot(rows)).tag == f"{SVG}svg"

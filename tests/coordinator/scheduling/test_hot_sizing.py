@@ -63,8 +63,8 @@ class Bench:
             step_s=self.stats.step_s + STEPS * (step_us + self.prompts_us) / 1e6,
             alone_steps=self.stats.alone_steps + (0 if self.prompts_us else STEPS) if self.is_told else -1,
             alone_s=self.stats.alone_s + (0 if self.prompts_us else STEPS * step_us / 1e6),
-            alone_requests=self.stats.alone_requests + STEPS * (self.alone or len(entries)),
-            step_requests=self.stats.step_requests + STEPS * len(entries),
+            alone_requests=self.stats.alone_requests + (STEPS * (self.alone or len(entries)) if self.is_told else 0),
+            step_requests=self.stats.step_requests + (STEPS * len(entries) if self.is_told else 0),
             load_s=self.stats.load_s + STEPS * loads_us / 1e6,
             hits=self.hits,
             misses=misses,
@@ -194,9 +194,10 @@ def test_times_of_swap_ins_are_gathered_over_short_looks(monkeypatch: pytest.Mon
 
 def test_a_worker_of_the_version_before_is_judged_by_all_its_steps() -> None:
     bench = Bench(share=0.3, is_told=False)
+    assert {it.running for it in looks(bench, 3)} == {20}
     for _ in range(SETTLED):
         bench.look()
-    assert bench.worker.hot_sizing is not None
+    assert bench.worker.hot_floor == RESIDENT
 
 
 def test_probes_under_a_floor_retract_no_request() -> None:
@@ -211,6 +212,23 @@ def test_probes_under_a_floor_retract_no_request() -> None:
     assert (len(bench.fake.retracted), running(bench.fake)) == (retracted, there)
 
 
+@pytest.mark.parametrize(("alone", "requests"), [(-STEPS, STEPS), (0, STEPS), (STEPS, 0), (STEPS, -STEPS)])
+def test_requests_that_no_step_can_have_are_dropped(alone: int, requests: int) -> None:
+    bench = Bench(share=0.3)
+    bench.look()
+    for _ in range(8):
+        bench.stats = bench.stats._replace(
+            steps=bench.stats.steps + STEPS,
+            alone_steps=bench.stats.alone_steps + STEPS,
+            alone_s=bench.stats.alone_s + 1.0,
+            alone_requests=bench.stats.alone_requests + alone,
+            step_requests=bench.stats.step_requests + requests,
+        )
+        bench.fake.now += 2.0
+        bench.sizing.look(bench.fake.now)
+    assert (bench.worker.hot_floor, bench.worker.hot_sizing) == (None, None)
+
+
 @pytest.mark.parametrize("number", [nan, inf, -1.0, 0.0, 1e300])
 def test_step_times_that_cannot_be_are_dropped(number: float) -> None:
     bench = Bench(share=0.3)
@@ -221,6 +239,8 @@ def test_step_times_that_cannot_be_are_dropped(number: float) -> None:
             step_s=number * count,
             alone_steps=bench.stats.alone_steps + STEPS,
             alone_s=number * count,
+            alone_requests=bench.stats.alone_requests + 20 * STEPS,
+            step_requests=bench.stats.step_requests + 20 * STEPS,
             load_s=number,
         )
         bench.fake.now += 2.0
