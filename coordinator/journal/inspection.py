@@ -8,11 +8,13 @@
     mark      the newest commit is not older than the last acknowledged one
 
 SQLite opens the journal read-only. A connection that may write copies the log into the file when it closes, and frames
-behind a damaged one would be lost for good.
+behind a damaged one would be lost for good. It keeps the index of the log in memory, so that the journal can be read on
+a disk without a free byte: `readonly_shm` allows no writes to the file of the index, which exists and is empty.
 """
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -104,20 +106,23 @@ def _check_form(path: Path, mark: Mark | None) -> None:
 def open_read_only(path: Path, *, with_log: bool = True) -> sqlite3.Connection:
     """Open the file read-only, with its log if there is one; raises sqlite3.DatabaseError for an empty file.
 
-    Without a log, SQLite writes no file beside it.
+    With a log, an empty file for its index is made, which `drop_index` removes. Raises OSError.
     """
     log = log_path(path)
     has_log = with_log and log.exists() and log.stat().st_size > 0
     if not path.stat().st_size:  # SQLite would take the log away from an empty file
         raise sqlite3.DatabaseError("the file is empty")
-    options = "mode=ro" if has_log else "mode=ro&immutable=1"
+    if has_log:
+        drop_index(path)
+        os.close(os.open(index_path(path), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    options = "mode=ro&readonly_shm=1" if has_log else "mode=ro&immutable=1"
     connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?{options}", uri=True, isolation_level=None)
     connection.text_factory = lambda text: text.decode(errors="replace")
     return connection
 
 
 def drop_index(path: Path) -> None:
-    """Remove the index that SQLite leaves when it reads a log; SQLite can make it again at any time."""
+    """Remove the index of the log; SQLite can make it again at any time."""
     with suppress(OSError):
         index_path(path).unlink(missing_ok=True)
 

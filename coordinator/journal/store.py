@@ -13,7 +13,8 @@ A SummaryEnded voids all earlier rows at once, by one number in the head; each l
 them. Free pages are used again. Those beyond FREE_PAGES_KEPT are given back to the file system, VACUUM_PAGES at a time,
 and all of them while the disk is full.
 
-Opening reads the whole file (coordinator.journal.inspection); a damaged one is refused, and not changed.
+Opening reads the whole file (coordinator.journal.inspection); a damaged one is refused, and not changed. An existing
+journal opens on a disk without a free byte: nothing is written before the first commit, which has the reserve.
 
 The reserve. A file of RESERVE_BYTES beside the journal is removed when the disk is full. Running requests go on with
 that room, and `short` asks to refuse new requests until the reserve is back.
@@ -80,7 +81,6 @@ assert RESERVE_BYTES <= SUMMARY_BYTES  # a summary saves at least the reserve
 
 _SETTINGS: Final = (
     "PRAGMA locking_mode = EXCLUSIVE",
-    "PRAGMA auto_vacuum = INCREMENTAL",
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
     "PRAGMA secure_delete = OFF",
@@ -289,7 +289,7 @@ def _create(path: Path, mark: Mark) -> None:
     for file in (draft, log_path(draft), log_path(path)):
         file.unlink(missing_ok=True)
     os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    connection = _connect(draft)
+    connection = _connect(draft, "PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute(SCHEMA)
     connection.execute(f"PRAGMA user_version = {VERSION}")
     connection.close()
@@ -313,10 +313,11 @@ def _inspected(path: Path, mark: Mark) -> Contents:
     return contents
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path, *form: str) -> sqlite3.Connection:
+    """Open `path` for writing; `form`: settings that the file keeps, which SQLite writes even where they are kept."""
     connection = sqlite3.connect(path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
     try:
-        for setting in _SETTINGS:
+        for setting in (*form, *_SETTINGS):
             connection.execute(setting)
     except BaseException:
         connection.close()

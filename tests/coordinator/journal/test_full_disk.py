@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ from worker.runners.tiny import write_tiny_checkpoint
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 DISK_BYTES = RESERVE_BYTES + (6 << 20)
+#: More than the journal gives back of itself while new work is refused.
+MORE_BYTES = 5 << 20
 CONTEXT_TOKENS = 16_384
 #: More than are decoded while this process stands still.
 ENDLESS_TOKENS = 16_000
@@ -55,6 +58,19 @@ def fill(place: Path) -> Path:
             return filler
 
 
+async def fill_for_good(client: Client, place: Path) -> tuple[Path, Path]:
+    """Until new work is refused and stays refused: with so much of the reserve's room that it cannot be made again."""
+    more = place / "more"
+    while True:
+        filler = fill(place)
+        while not await refusal(client):  # noqa: ASYNC110
+            await trio.sleep(0.05)
+        with suppress(OSError):  # the room is the reserve's again
+            more.write_bytes(bytes(MORE_BYTES))
+            if await refusal(client):
+                return filler, more
+
+
 async def test_full_disk_refuses_new_work_and_running_work_continues(small_disk: Path, tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "model", "glm-5", index_topk=16, context_max_tokens=CONTEXT_TOKENS)
     config = cluster_config(tmp_path / "model", tmp_path / "run")
@@ -72,18 +88,16 @@ async def test_full_disk_refuses_new_work_and_running_work_continues(small_disk:
 async def fill_and_free(crew: Crew, client: Client, small_disk: Path) -> None:
     stream = await client.submit(prompts_of(6, 1)[0][:60], Sampling(max_tokens=ENDLESS_TOKENS, ignore_eos=True))
     await read_on(stream, 1)
-    filler = fill(small_disk)
-    while not await refusal(client):  # noqa: ASYNC110
-        await trio.sleep(0.05)
+    fillers = await fill_for_good(client, small_disk)
     assert "running requests use the reserve" in await refusal(client)
     assert "running requests use the reserve" in (await client.welcome()).refusal
     await read_on(stream, 100)
     crew.kill("coordinator")  # what was delivered from the reserve is as safe as any other
     crew.start("coordinator")
     await crew.client_when(1)
-    while not await refusal(client):  # recovery may have given back enough for another reserve
-        filler = fill(small_disk)
-    filler.unlink()
+    assert "no room for its reserve" in await refusal(client)
+    for filler in fillers:
+        filler.unlink()
     while await refusal(client):  # noqa: ASYNC110
         await trio.sleep(0.05)
     assert (await client.welcome()).refusal == ""

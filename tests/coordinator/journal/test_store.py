@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 import resource
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from coordinator.journal import files
+from coordinator.journal import files, salvage
 from coordinator.journal import store as journal_store
 from coordinator.journal.chain import RETIRED_ROWS
 from coordinator.journal.journal import JournalError
@@ -336,6 +337,31 @@ def test_a_full_disk_leaves_running_work_its_reserve(small_disk: Path, monkeypat
         for _ in range(20):
             store.write_now([])
         assert store.short == "", "found out without a group"
+
+
+def test_journal_of_a_killed_process_opens_on_a_full_disk(small_disk: Path) -> None:
+    """With its log, and with the reserve for the first commit. The inspection writes no file either."""
+    path = small_disk / "j"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=ROOT, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        for _ in range(5):
+            writer.stdout.readline()
+        writer.kill()
+    with suppress(OSError), (small_disk / "other").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4_096))
+    assert shutil.disk_usage(small_disk).free == 0
+    files_there = sorted(small_disk.iterdir())
+    assert not salvage.check(path).damages
+    assert sorted(small_disk.iterdir()) == files_there
+    with opened(path) as store:
+        read = store.read()
+        assert len(read) >= 10
+        assert store.short == ""
+        store.write_now([order(len(read))])
+        assert "running requests use the reserve" in store.short
+    with opened(path) as store:
+        assert store.read() == [order(number) for number in range(len(read) + 1)]
 
 
 def test_journal_has_a_single_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
