@@ -1,18 +1,19 @@
 """What workers' steps cost, looked at, and the hot floors that follow. Pure.
 
-Each worker that decodes alone has a `HotFloor` (throughput.py); its looks are differences of what the link heard,
-LOOK_S apart at least. The floor stands in the WorkerEntry, where policy reads it. Ranks of a group have none: their
-steps end together, so that the slowest rank, not a rank's own hot buffers, says how long one takes.
+Each worker has a `HotFloor` (throughput.py); its looks are differences of what the link heard, LOOK_S apart at least.
+The floor stands in the WorkerEntry, where policy reads it. Ranks of a group have one together, since their steps end
+together: a look is the mean over its ranks, but that steps wait for the rank whose swap-ins take longest.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.events import LinkStats
+from coordinator.scheduling.groups import GroupLife, life_of
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.throughput import LOOK_STEPS, FloorRoom, HotFloor, Look
 from protocol.messages import HotFloorRow
@@ -34,63 +35,108 @@ NUMBER_MAX: Final = 1e15
 SwapsOf = Callable[[int], tuple[int, int]]
 
 
+#: What steps together, names and epochs: a worker by itself, or all ranks of a group.
+Lockstep = tuple[tuple[str, int], ...]
+
+
+class _Counts(NamedTuple):
+    """Of LinkStats, by the names there: means over the ranks of a group. Heartbeats of ranks come at different moments,
+    so that one may have told of a few steps more."""
+
+    steps: float
+    step_s: float
+    misses: float
+    swapped_bytes: float
+    alone_steps: float
+    alone_s: float
+    alone_requests: float
+    step_requests: float
+    loads_s: tuple[float, ...]  # `load_s` of each rank
+
+
 class _Seen(NamedTuple):
-    """A worker at the last look: what its link had heard, and the hot size and the swaps of each running placement."""
+    """At the last look: what links had heard, and the hot size and the swaps of each running placement."""
 
     at: float
-    stats: LinkStats
-    running: int
+    counts: _Counts
+    running: float  # of one worker
     swaps: Mapping[int, tuple[int, int, int]]
-    timed: LinkStats  # as of the look up to which swap-ins were learnt from
+    timed: _Counts  # as of the look up to which swap-ins were learnt from
 
 
 class HotSizing:
-    """The floors of all workers, by name and epoch."""
+    """The floors of all workers."""
 
     def __init__(self, placement_table: PlacementTable, swaps_of: SwapsOf) -> None:
         self._placement_table = placement_table
         self._swaps_of = swaps_of
-        self._floors: dict[tuple[str, int], HotFloor] = {}
-        self._seen: dict[tuple[str, int], _Seen] = {}
+        self._floors: dict[Lockstep, HotFloor] = {}
+        self._seen: dict[Lockstep, _Seen] = {}
 
     def look(self, now: float) -> bool:
         """Look at each worker that is due; whether a floor or a probe has changed."""
-        workers = self._placement_table.workers.values()
-        governed = {(it.name, it.epoch): it for it in workers if it.takes and it.decodes and it.member is None}
+        governed = self._governed()
         for kept in (self._floors, self._seen):
             for key in kept.keys() - governed.keys():
                 del kept[key]
-        return sum(self._look(key, worker, now) for key, worker in governed.items()) > 0
+        return sum(self._look(key, ranks, now) for key, ranks in governed.items()) > 0
 
-    def _look(self, key: tuple[str, int], worker: WorkerEntry, now: float) -> bool:
+    def _governed(self) -> dict[Lockstep, Sequence[WorkerEntry]]:
+        """Workers that decode and take requests; of groups those that are complete, a draining rank included."""
+        apart, lives = list[list[WorkerEntry]](), defaultdict[GroupLife, list[WorkerEntry]](list)
+        for it in self._placement_table.workers.values():
+            life = life_of(it)
+            if life is None:
+                apart.append([it])
+            elif not (it.awaited or it.ranks_missing):
+                lives[life].append(it)
+        return {
+            tuple((it.name, it.epoch) for it in ranks): ranks
+            for ranks in (*apart, *lives.values())
+            if any(it.takes and it.decodes for it in ranks)
+        }
+
+    def _look(self, key: Lockstep, ranks: Sequence[WorkerEntry], now: float) -> bool:
         seen = self._seen.get(key)
-        stats = worker.port.stats()
-        if seen is not None and (now - seen.at < LOOK_S or stats.steps - seen.stats.steps < LOOK_STEPS):
+        counts = _counts_of([it.port.stats() for it in ranks])
+        if seen is not None and (now - seen.at < LOOK_S or counts.steps - seen.counts.steps < LOOK_STEPS):
             return False
-        running = [it for it in self._placement_table.on(worker.name) if it.phase is EntryPhase.RUNNING]
-        is_timed = seen is None or stats.steps - seen.timed.steps >= TIMED_STEPS
+        held = (it for worker in ranks for it in self._placement_table.on(worker.name))
+        running = [it for it in held if it.phase is EntryPhase.RUNNING]
+        is_timed = seen is None or counts.steps - seen.timed.steps >= TIMED_STEPS
         swaps = {it.placement: self._swaps(it) for it in running}
-        this = _Seen(now, stats, len(running), swaps, stats if seen is None or is_timed else seen.timed)
+        timed = counts if seen is None or is_timed else seen.timed
+        this = _Seen(now, counts, len(running) / len(ranks), swaps, timed)
         self._seen[key] = this
         if seen is None or not running:
             return False
-        look = _difference(seen, this, _bytes_of_miss(worker))
+        look = _difference(seen, this, _bytes_of_miss(ranks[0]))
         if look is None or not _is_sound(look):
             return False
         floor = self._floors.setdefault(key, HotFloor())
-        floor.look(look, self._room(worker, running))
-        return _note(worker, floor, look)
+        floor.look(look, self._room(ranks, running))
+        return sum(_note(it, floor, look) for it in ranks) > 0
 
     def _swaps(self, entry: RequestEntry) -> tuple[int, int, int]:
         return (entry.hot.hot_slots if entry.resizing is None else -1, *self._swaps_of(entry.request_index))
 
-    def _room(self, worker: WorkerEntry, running: list[RequestEntry]) -> FloorRoom:
-        """As of the mean length there. Requests that wait are shared evenly among the workers that could take them."""
-        capacity, pages = worker.capacity, max(1, round(sum(it.pages for it in running) / len(running)))
+    def _room(self, ranks: Sequence[WorkerEntry], running: Sequence[RequestEntry]) -> FloorRoom:
+        """Of the rank with the least, as of the mean length there. Requests that wait are shared evenly among the
+        workers that could take them."""
+        capacities, pages = [it.capacity for it in ranks], max(1, round(sum(it.pages for it in running) / len(running)))
         takers = sum(it.takes and it.decodes for it in self._placement_table.workers.values())
-        demand = len(worker.ranks) + -(-len(self._placement_table.waiting) // takers)
-        others = capacity.seats, capacity.index_pages // pages, capacity.host_pages // pages
-        return FloorRoom(capacity.hot_chunks, tuple(hot_sizes_for(pages, capacity)), max(1, min(demand, *others)))
+        held = -(-sum(len(it.ranks) for it in ranks) // len(ranks))
+        demand = held + -(-len(self._placement_table.waiting) // takers)
+        others = [limit for it in capacities for limit in (it.seats, it.index_pages // pages, it.host_pages // pages)]
+        chunks = min(it.hot_chunks for it in capacities)
+        return FloorRoom(chunks, tuple(hot_sizes_for(pages, capacities[0])), max(1, min(demand, *others)))
+
+
+def _counts_of(stats: Sequence[LinkStats]) -> _Counts:
+    """Of workers of the protocol version before, which tell nothing of steps without a prompt: -1 of these."""
+    means = [sum(getattr(it, name) for it in stats) / len(stats) for name in _Counts._fields[:-1]]
+    counts = _Counts._make((*means, tuple(it.load_s for it in stats)))
+    return counts if all(it.alone_steps >= 0 for it in stats) else counts._replace(alone_steps=-1)
 
 
 def _bytes_of_miss(worker: WorkerEntry) -> float:
@@ -101,12 +147,12 @@ def _bytes_of_miss(worker: WorkerEntry) -> float:
 def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
     """None: no request ran at both looks, or prompts beside nearly all steps. What a request selects is told by those
     that ran, resident ones among them: the totals of a worker count what was looked for in hot buffers."""
-    steps = after.stats.steps - before.stats.steps
+    steps = after.counts.steps - before.counts.steps
     step_s, running, of_all = _step(before, after, steps)
     if not step_s:
         return None
-    misses = after.stats.misses - before.stats.misses
-    loaded = after.stats.swapped_bytes - before.stats.swapped_bytes
+    misses = after.counts.misses - before.counts.misses
+    loaded = after.counts.swapped_bytes - before.counts.swapped_bytes
     of_miss_s = 0.0 if after.timed is before.timed else _miss_s(before.timed, after.timed)
     stayed = after.swaps.keys() & before.swaps.keys()
     if not stayed:
@@ -121,7 +167,7 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
             missed[slots] += now[1] - was[1]
     misses_a_step = misses / steps * running / of_all
     return Look(
-        steps=steps,
+        steps=round(steps),
         step_us=1e6 * step_s,
         load_us=1e6 * of_miss_s * misses_a_step,
         running=running,
@@ -132,13 +178,13 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
     )
 
 
-def _step(before: _Seen, after: _Seen, steps: int) -> tuple[float, float, float]:
+def _step(before: _Seen, after: _Seen, steps: float) -> tuple[float, float, float]:
     """Means over steps that no prompt ran beside, since prompts take what they take with any hot size: seconds and
     requests; and requests of all steps. 0 seconds: there were too few of them. What runs at the moment of a look may be
     more or fewer: the steps of a first look come late in it.
 
     Of a worker of the protocol version before, which tells none of it: all steps, and what ran at both looks."""
-    was, now = before.stats, after.stats
+    was, now = before.counts, after.counts
     if was.alone_steps < 0 or now.alone_steps < 0:
         running = max(1.0, (before.running + after.running) / 2)
         return (now.step_s - was.step_s) / steps, running, running
@@ -149,10 +195,11 @@ def _step(before: _Seen, after: _Seen, steps: int) -> tuple[float, float, float]
     return seconds / alone, of_alone / alone, requests / steps
 
 
-def _miss_s(before: LinkStats, after: LinkStats) -> float:
-    """Seconds that steps waited for a missed row."""
+def _miss_s(before: _Counts, after: _Counts) -> float:
+    """Seconds that steps waited for a missed row of the mean rank."""
     misses = after.misses - before.misses
-    return (after.load_s - before.load_s) / misses if misses > 0 else 0.0
+    waited_s = max(now - was for was, now in zip(before.loads_s, after.loads_s, strict=True))
+    return waited_s / misses if misses > 0 else 0.0
 
 
 def _is_sound(look: Look) -> bool:

@@ -145,6 +145,21 @@ async def test_groups_of_one_role_each_share_the_work_and_stop_cleanly(model: Pa
         assert "worker.process stopped" in log
 
 
+async def test_steps_of_ranks_are_looked_at_together(model: Path, tmp_path: Path) -> None:
+    """Long requests decode until the coordinator has a hot floor for the group, the same on both ranks."""
+    async with cluster_of_two(group_config(model, tmp_path), tmp_path, group_size=2) as (_, client, _):
+        for number in range(2):
+            sampling = Sampling(max_tokens=900, ignore_eos=True)
+            await client.submit(PROMPT[:100], sampling, request_id=f"long-{number}")
+        with trio.fail_after(START_LIMIT_S):
+            while not all(rows := [row.hot_sizing for row in await client.workers()]):  # noqa: ASYNC110
+                await trio.sleep(0.2)
+        first, second = rows
+        assert first == second
+        assert first is not None
+        assert first.observed_step_us > 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
 async def test_a_rank_lost_during_start_ends_the_start_and_leaves_no_process(
     number: signal.Signals, model: Path, tmp_path: Path

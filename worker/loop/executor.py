@@ -183,6 +183,7 @@ class Executor:
         self._stopped, self._end_at = False, 0.0
         self._rounds = self._agree(group, settings) if group is not None else None
         self._is_first_put_off = False  # in the last prompt round: the first prompt's chunk was too large for it
+        self._is_behind_prompt = False  # the last round was of prompts, of any rank
         self.scratch_bytes = self._warm_up(settings) if self.state.rows.is_cuda else 0
         self._read_at = self._counted_at = clock()
 
@@ -266,12 +267,14 @@ class Executor:
         if this is None:
             return self._read(0)
         rounds.begin(this)
-        if this.kind is RoundKind.PROMPT:
+        is_prompt = this.kind is RoundKind.PROMPT
+        if is_prompt:
             self._launch_prompt_round(this.size)
         elif this.kind is RoundKind.DECODE:
-            self._launch_step(ready[: this.size], this.size)
+            self._launch_step(ready[: this.size], this.size, is_alone=not self._is_behind_prompt)
+        self._is_behind_prompt = is_prompt
         rounds.end(this, self._wish())
-        self._read(self._lookahead if this.kind is RoundKind.DECODE else 0)
+        self._read(self._lookahead if this.kind is RoundKind.DECODE else 0, beside_prompt=is_prompt)
         return True
 
     def _launch_prompt_round(self, size: int) -> None:

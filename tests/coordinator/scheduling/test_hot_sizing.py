@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, nan
 
 import pytest
 
 from coordinator.scheduling import hot_sizing
 from coordinator.scheduling.decisions import Cause
-from coordinator.scheduling.entries import EntryPhase, RequestEntry
+from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerDrain
 from coordinator.scheduling.events import LinkStats
 from coordinator.scheduling.hot_sizing import HotSizing
 from coordinator.scheduling.throughput import REACTION_LOOKS_MAX, FloorRoom, HotFloor, Look, StepModel
 from protocol.messages import GroupMember
 from protocol.sizing import RESIDENT
-from tests.coordinator.scheduling.test_policy import full_cluster, pause, running
+from tests.coordinator.scheduling.test_policy import LONG, full_cluster, is_running, pause, run_until, running
 from tests.support.fakes.fake_cluster import FakeCluster
 
 SELECTED = 2048
@@ -248,9 +249,126 @@ def test_step_times_that_cannot_be_are_dropped(number: float) -> None:
     assert (bench.worker.hot_floor, bench.worker.hot_sizing) == (None, None)
 
 
-def test_ranks_of_groups_and_draining_workers_have_no_floor() -> None:
+def test_a_draining_worker_has_no_floor() -> None:
     bench = Bench(share=0.3)
-    bench.worker.member = GroupMember("g", 0, 2, 1)
+    bench.worker.drain = WorkerDrain(inf, handover=False)
     for _ in range(SETTLED):
         bench.look()
     assert (bench.worker.hot_floor, bench.worker.hot_sizing) == (None, None)
+
+
+# ---------------------------------------------------------------- groups
+
+RANKS = 2
+
+
+def full_group(missing: int = -1) -> FakeCluster:
+    """As full_cluster, twenty requests on each rank; rank `missing` does not come."""
+    fake = FakeCluster(1, host_pages=4000 * RANKS)
+    counts = {"seats": 60, "hot_chunks": 60, "index_pages": 4000, "slab_pages": 400}
+    for rank in range(RANKS):
+        if rank != missing:
+            fake.add_worker(f"w{rank}", "n0", member=GroupMember("g", rank, RANKS, 1), **counts)
+    if missing < 0:
+        for request_index in range(20 * RANKS):
+            fake.submit(request_index, 550, LONG)
+        run_until(fake, lambda: is_running(fake, *range(20 * RANKS)))
+    return fake
+
+
+class GroupBench:
+    """Ranks that step together, as long as the slowest one takes; rank 1 misses `worse` times as many rows."""
+
+    def __init__(self, share: float, *, by_miss: float = 2.0, worse: float = 1.0) -> None:
+        self.shares, self.by_miss = [share, min(1.0, worse * share)], by_miss
+        self.fake = full_group()
+        table = self.fake.dispatch.placement_table
+        self.ranks = [table.workers[f"w{rank}"] for rank in range(RANKS)]
+        self.stats = [LinkStats(0, 0.0, 0, 0, 0.0, 1.0, alone_steps=0)] * RANKS
+        for rank in range(RANKS):
+            self.fake.ports[f"w{rank}"].stats = partial(self.stats.__getitem__, rank)  # type: ignore[method-assign]
+        self.swaps: dict[int, tuple[int, int]] = {}
+        self.sizing = HotSizing(table, lambda index: self.swaps.get(index, (0, 0)))
+
+    def step_us(self, requests: int, managed: int) -> float:
+        return 3_000 + 20 * requests + self.by_miss * managed * max(self.shares) * SELECTED
+
+    def look(self) -> float:
+        """STEPS steps; then the coordinator looks and acts. Tokens a second of the group while they ran."""
+        table = self.fake.dispatch.placement_table
+        held = [[it for it in table.on(rank.name) if it.phase is EntryPhase.RUNNING] for rank in self.ranks]
+        managed = [sum(it.hot.hot_slots != RESIDENT for it in entries) for entries in held]
+        step_us = self.step_us(max(map(len, held)), max(managed))
+        for rank, entries in enumerate(held):
+            for it in entries:
+                hits, misses = self.swaps.get(it.request_index, (0, 0))
+                missed = round(STEPS * SELECTED * self.shares[rank]) if it.hot.hot_slots != RESIDENT else 0
+                self.swaps[it.request_index] = hits + STEPS * SELECTED - missed, misses + missed
+            was, missed = self.stats[rank], STEPS * round(managed[rank] * self.shares[rank] * SELECTED)
+            self.stats[rank] = was._replace(
+                steps=was.steps + STEPS,
+                step_s=was.step_s + STEPS * step_us / 1e6,
+                alone_steps=was.alone_steps + STEPS,
+                alone_s=was.alone_s + STEPS * step_us / 1e6,
+                alone_requests=was.alone_requests + STEPS * len(entries),
+                step_requests=was.step_requests + STEPS * len(entries),
+                load_s=was.load_s + self.by_miss * missed / 1e6,
+                misses=was.misses + missed,
+                swapped_bytes=was.swapped_bytes + 656 * missed,
+            )
+        self.sizing.look(self.fake.now)
+        pause(self.fake, 2)
+        return sum(map(len, held)) / step_us * 1e6
+
+    def best(self) -> float:
+        fits = 60 // self.fake.entry(0).pages
+        resident, full = fits / self.step_us(fits, 0), 20 / self.step_us(20, 20)
+        return 1e6 * RANKS * max(resident, full)
+
+
+@pytest.mark.parametrize("worse", [1.0, 2.0])
+def test_ranks_of_a_group_have_one_floor(worse: float) -> None:
+    """Also where one rank misses more: each of its rows costs the group what the others hide."""
+    bench = GroupBench(share=0.5, worse=worse)
+    for _ in range(SETTLED):
+        bench.look()
+    assert {rank.hot_floor for rank in bench.ranks} == {RESIDENT}
+    assert {rank.hot_sizing.changes for rank in bench.ranks if rank.hot_sizing} == {1}
+    assert bench.look() >= 0.98 * bench.best()
+    retracted = len(bench.fake.retracted)
+    assert retracted == 20 * RANKS - len(running(bench.fake))
+
+    bench.shares = [0.002, 0.002 * worse]
+    for _ in range(REACTION_LOOKS_MAX):
+        bench.look()
+    assert ({rank.hot_floor for rank in bench.ranks}, len(running(bench.fake))) == ({None}, 20 * RANKS)
+    assert bench.look() >= 0.98 * bench.best()
+    assert len(bench.fake.retracted) == retracted, "none leaves on the way back"
+
+
+def test_cheap_misses_of_a_group_change_nothing() -> None:
+    bench = GroupBench(share=0.01)
+    for _ in range(SETTLED):
+        bench.look()
+    assert {rank.hot_floor for rank in bench.ranks} == {None}
+    assert {rank.hot_sizing.changes for rank in bench.ranks if rank.hot_sizing} == {0}
+    assert bench.fake.retracted == []
+
+
+def test_a_floor_stays_while_one_rank_of_its_group_drains() -> None:
+    bench = GroupBench(share=0.5)
+    for _ in range(SETTLED):
+        bench.look()
+    bench.ranks[1].drain = WorkerDrain(inf, handover=False)
+    for _ in range(SETTLED):
+        bench.look()
+    assert {rank.hot_sizing.changes for rank in bench.ranks if rank.hot_sizing} == {1}
+    assert bench.ranks[0].hot_floor == RESIDENT
+
+
+def test_an_incomplete_group_has_no_floor() -> None:
+    fake = full_group(missing=1)
+    fake.ports["w0"].stats = lambda: LinkStats(10**6, 0.0, 0, 0, 0.0, 1.0)  # type: ignore[method-assign]
+    sizing = HotSizing(fake.dispatch.placement_table, lambda _: (0, 0))
+    assert not sizing.look(1.0)
+    assert sizing._seen == {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from protocol.messages import Faulted, Released
 from tests.support.fakes.hash_runner import ALTERNATING, FakeRunner
 from tests.support.late_masks import late_once
-from tests.support.worker_rig import Rig
+from tests.support.worker_rig import SETTINGS, Rig
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
 from worker.group.control import LoopProgress
 from worker.loop import grammars
@@ -191,3 +191,20 @@ def test_an_error_inside_a_round_is_fatal_to_the_group() -> None:
     with pytest.raises(Exception, match="poison"):
         rig.run()
     assert not [event for event in rig.coordinator.events if isinstance(event, Faulted)]
+
+
+def test_steps_beside_prompt_rounds_are_told_apart() -> None:
+    """Those launched behind one wait for it on the device, and the one that is read behind its launch on the host. A
+    round is of prompts also where this rank brings none."""
+    rig = rig_of_a_rank()
+    counters = rig.executor.counters
+    assert rig.coordinator.admit(rig.coordinator.create(1, 40, 60), 64)
+    while counters.steps < 20:
+        rig.turn()
+    assert counters.alone_steps >= counters.steps - 1  # a prompt round goes ahead of the first one
+    before = counters.steps - counters.alone_steps
+    assert rig.coordinator.admit(rig.coordinator.create(2, 40, 20, seed=2), 64)
+    rig.run()
+    rounds = -(-40 // SETTINGS.prefill_chunk_tokens)
+    assert rounds + 1 <= counters.steps - counters.alone_steps - before <= 2 * rounds
+    assert counters.step_requests == 60 - 1 + 20 - 1
