@@ -98,8 +98,10 @@ class HotSizing:
 
     def _look(self, key: Lockstep, ranks: Sequence[WorkerEntry], now: float) -> bool:
         seen = self._seen.get(key)
+        if seen is not None and now - seen.at < LOOK_S:
+            return False
         counts = _counts_of([it.port.stats() for it in ranks])
-        if seen is not None and (now - seen.at < LOOK_S or counts.steps - seen.counts.steps < LOOK_STEPS):
+        if seen is not None and counts.steps - seen.counts.steps < LOOK_STEPS:
             return False
         held = (it for worker in ranks for it in self._placement_table.on(worker.name))
         running = [it for it in held if it.phase is EntryPhase.RUNNING]
