@@ -8,8 +8,8 @@
     mark      the newest commit is not older than the last acknowledged one
 
 SQLite opens the journal read-only. A connection that may write copies the log into the file when it closes, and frames
-behind a damaged one would be lost for good. It keeps the index of the log in memory, so that the journal can be read on
-a disk without a free byte: `readonly_shm` allows no writes to the file of the index, which exists and is empty.
+behind a damaged one would be lost for good. SQLite keeps the index of the log in memory, so that a journal can be read
+on a disk without a free byte: `readonly_shm` allows no writes to the file of the index, which exists and is empty.
 """
 
 from __future__ import annotations

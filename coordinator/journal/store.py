@@ -14,7 +14,8 @@ them. Free pages are used again. Those beyond FREE_PAGES_KEPT are given back to 
 and all of them while the disk is full.
 
 Opening reads the whole file (coordinator.journal.inspection); a damaged one is refused, and not changed. An existing
-journal opens on a disk without a free byte: nothing is written before the first commit, which has the reserve.
+journal opens on a disk without a free byte: before the first commit, which has the reserve, only the mark is written,
+in place.
 
 The reserve. A file of RESERVE_BYTES beside the journal is removed when the disk is full. Running requests go on with
 that room, and `short` asks to refuse new requests until the reserve is back.
