@@ -144,13 +144,21 @@ class ProcessGroupCollectives:
         self._progress.entered += 1
         self._progress.begin_wait()
         try:
-            yield
-        except RuntimeError:
-            if self._explain():
-                _never()
-            raise
+            with explained(self._explain):
+                yield
         finally:
             self._progress.end_wait()
+
+
+@contextmanager
+def explained(explain: Callable[[], bool]) -> Iterator[None]:
+    """A call of the library, which fails where a rank is lost. `explain` as for ProcessGroupCollectives."""
+    try:
+        yield
+    except RuntimeError:
+        if explain():
+            _never()
+        raise
 
 
 def _never() -> None:

@@ -15,7 +15,7 @@ from protocol.logs import fields, logger
 from protocol.messages import GroupMember
 from protocol.settings import Config, WorkerSettings
 from worker.group.control import Control
-from worker.group.exchange import ProcessGroupCollectives
+from worker.group.exchange import ProcessGroupCollectives, explained
 from worker.group.listeners import close_to_strangers, listening
 from worker.group.store import ControlStore
 
@@ -52,7 +52,8 @@ class Group:
         self.rank, self.size = settings.group_rank, settings.group_size
         self.member = GroupMember(settings.group, self.rank, self.size, control.incarnation)
         self._store = ControlStore(control)  # kept: the library calls it as long as the group lives
-        self.process_group = _process_group(settings, self._store)
+        with explained(control.explain):
+            self.process_group = _process_group(settings, self._store)
         self.collectives = ProcessGroupCollectives(
             self.process_group, self.rank, self.size, control.progress, control.explain
         )
