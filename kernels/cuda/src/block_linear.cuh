@@ -95,48 +95,50 @@ __device__ __forceinline__ u32 decoded_pair(u32 at, int offset, float scale) {
     return pair;
 }
 
+// The upper word of a description is constant: where the compiler sees both, it adds 64 bits ahead of every product.
+#define DESCRIBED(low) "{ .reg .b64 d; mov.b64 d, {%" low ", 0x40000040};\n"
 #define FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
-__device__ __forceinline__ void multiply(float (&c)[COLUMNS][4], const u32 (&a)[4], u64 b) {
+__device__ __forceinline__ void multiply(float (&c)[COLUMNS][4], const u32 (&a)[4], u32 b) {
 #if TOKENS == 16
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        DESCRIBED("12") "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7"
-        "}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+        "}, {%8, %9, %10, %11}, d, 1, 1, 1, 0; }"
         : FOUR(0), FOUR(1)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 #endif
 #if TOKENS == 32
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        DESCRIBED("20") "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-        "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+        "}, {%16, %17, %18, %19}, d, 1, 1, 1, 0; }"
         : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 #endif
 #if TOKENS == 64
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        DESCRIBED("36") "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+        "}, {%32, %33, %34, %35}, d, 1, 1, 1, 0; }"
         : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 #endif
 #if TOKENS == 128
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        DESCRIBED("68") "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+        "}, {%64, %65, %66, %67}, d, 1, 1, 1, 0; }"
         : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7),
           FOUR(8), FOUR(9), FOUR(10), FOUR(11), FOUR(12), FOUR(13), FOUR(14), FOUR(15)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 #endif
 #if TOKENS == 256
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        DESCRIBED("132") "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -145,24 +147,26 @@ __device__ __forceinline__ void multiply(float (&c)[COLUMNS][4], const u32 (&a)[
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
         "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
         "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+        "}, {%128, %129, %130, %131}, d, 1, 1, 1, 0; }"
         : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7),
           FOUR(8), FOUR(9), FOUR(10), FOUR(11), FOUR(12), FOUR(13), FOUR(14), FOUR(15),
           FOUR(16), FOUR(17), FOUR(18), FOUR(19), FOUR(20), FOUR(21), FOUR(22), FOUR(23),
           FOUR(24), FOUR(25), FOUR(26), FOUR(27), FOUR(28), FOUR(29), FOUR(30), FOUR(31)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 #endif
 }
 #undef FOUR
+#undef DESCRIBED
 __device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void await_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// A tile of TOKENS rows of 128 bytes, swizzled, for the matrix instruction; a step along K is 2 further.
-__device__ __forceinline__ u64 describe(u32 at) {
-    return (at >> 4 & 0x3FFF) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+// A tile of TOKENS rows of 128 bytes, swizzled, for the matrix instruction: the lower word of its description. The upper one
+// says that groups of eight rows are 1,024 bytes apart, and the swizzle. A step along K is 2 further.
+__device__ __forceinline__ u32 describe(u32 at) {
+    return (at >> 4 & 0x3FFF) | 1 << 16;
 }
 
 struct Team {
@@ -177,7 +181,7 @@ struct Team {
     __device__ __forceinline__ void multiply_stage(float (&c)[COLUMNS][4], u32 (&a)[2][CHUNK][4], float scale, float other, bool release) {
         await_phase(full + 8 * stage, parity);
         const u32 codes = stages + stage * STAGE_BYTES + lane_at;
-        const u64 hidden = describe(stages + stage * STAGE_BYTES + CODE_BYTES);
+        const u32 hidden = describe(stages + stage * STAGE_BYTES + CODE_BYTES);
 #pragma unroll 1
         for (int turn = 0; turn < TURNS; ++turn) {
 #pragma unroll
@@ -195,7 +199,7 @@ struct Team {
                 open_products();
 #pragma unroll
                 for (int step = 0; step < CHUNK; ++step) {
-                    const u64 b = hidden + (first + step) / 4 * (HALF_BYTES >> 4) + (first + step) % 4 * 2;
+                    const u32 b = hidden + (first + step) / 4 * (HALF_BYTES >> 4) + (first + step) % 4 * 2;
                     multiply(c, a[set][step], b);
                 }
                 commit_products();
