@@ -29,7 +29,8 @@ def add_rms_norm(values: Tensor, added: Tensor, weight: Tensor, eps: float) -> t
 
 
 def gate(values: Tensor, factors: Tensor) -> Tensor:
-    """silu(values), rounded, times `factors`, which have the same shape."""
+    """silu(values), rounded, times `factors`, which have the same shape [..., n]; rows may lie apart, and have another
+    distance in each."""
     from kernels.cuda import pointwise
 
     return pointwise.gate(values, factors)

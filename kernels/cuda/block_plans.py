@@ -75,13 +75,19 @@ class LinearChoice(NamedTuple):
 UNBOUNDED: Final = 1 << 30
 _LONG: Final = LinearPlan(256, 2, 2, 2)
 _FEW: Final = {64: LinearPlan(64, 4, 4), 128: LinearPlan(128, 3, 4), UNBOUNDED: _LONG._replace(cluster=2)}
+_SMALL: Final = {
+    32: LinearPlan(32, 2, 4, least=8, resident=2),
+    64: LinearPlan(64, 2, 6, least=8),
+    128: LinearPlan(128, 2, 4, least=8),
+    UNBOUNDED: _LONG._replace(least=8),
+}
 #: Largest weights first. Measured on an H200 (benchmarks/NOTES.md). Up to APART_TOKENS a tile has all tokens, so that
 #: sums of a row do not depend on its place among the others: tiles are split at different blocks of K.
 APART_TOKENS: Final = 256
 CHOICES: Final = (
     LinearChoice(64_000_000, {16: LinearPlan(16, 2, 5, resident=2), 32: LinearPlan(32, 4, 5), **_FEW}, 1280),
     LinearChoice(30_000_000, {32: None, **_FEW}, 1280),
-    LinearChoice(10_000_000, {128: None, UNBOUNDED: _LONG._replace(least=8)}, 576),
+    LinearChoice(10_000_000, {16: None, **_SMALL}, 576),
 )
 #: Of experts, by the largest expected count of tokens of one; None: Triton's kernels.
 EXPERT_PLANS: Final[Mapping[int, ExpertPlans | None]] = {1: None} | {

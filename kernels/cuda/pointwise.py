@@ -55,11 +55,12 @@ def _norm(values: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | 
 
 def gate(values: Tensor, factors: Tensor) -> Tensor:
     """As kernels.pointwise.gate."""
-    values, factors = values.contiguous(), factors.contiguous()
-    out = torch.empty_like(values)
+    size, out = values.shape[-1], torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    rows = [one if one.stride(1) == 1 else one.contiguous() for one in (values.flatten(0, -2), factors.flatten(0, -2))]
     if out.numel():
-        grid = (-(-out.numel() // GATE_BLOCK),)
-        triton_unit("pointwise_triton").gate[grid](values, factors, out, out.numel(), BLOCK=GATE_BLOCK)
+        grid = len(rows[0]), -(-size // GATE_BLOCK)
+        strides = (one.stride(0) for one in rows)
+        triton_unit("pointwise_triton").gate[grid](*rows, out, size, *strides, BLOCK=GATE_BLOCK)
     return out
 
 

@@ -40,10 +40,11 @@ def rms_norm(
 
 
 @triton.jit(do_not_specialize=["count"])
-def gate(values, factors, out, count, BLOCK: tl.constexpr):
-    """silu(values) * factors."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = place < count
+def gate(values, factors, out, size, values_stride, factors_stride, BLOCK: tl.constexpr):
+    """silu(values) * factors, of part of a row."""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = place < size
+    values, factors, out = values + row * values_stride, factors + row * factors_stride, out + row * size
     kind = out.dtype.element_ty
     x = tl.load(values + place, mask=real, other=0.0).to(tl.float32)
     opened = (x / (1.0 + tl.exp(-x))).to(kind).to(tl.float32)

@@ -15,11 +15,16 @@ if not torch.cuda.is_available():
 
 from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.support.runner_rig import Rig  # noqa: E402
+from tests.worker.weights.test_modules import WHOLE  # noqa: E402
 from worker.runners import transformers_dsa  # noqa: E402
 from worker.runners.base import StepOutputs  # noqa: E402
+from worker.runners.synthetic import synthetic_runner  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
+from worker.weights import modules  # noqa: E402
 from worker.weights.layout import weights_bytes  # noqa: E402
+from worker.weights.modules import BlockLinear  # noqa: E402
+from worker.weights.synth import published_config  # noqa: E402
 
 TEXT = list(Path(transformers_dsa.__file__).read_bytes())
 ROWS = 4
@@ -115,3 +120,19 @@ def test_no_launch_waits_for_the_device(checkpoints: dict[str, Path]) -> None:
         runner.launch_prefill_chunk(rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)
         runner.launch_forward(rig.streams, rig.state, rig.sampler, step.batch)
         runner.launch_sample(rig.streams, rig.sampler, step.batch, step.outputs, None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_products_give_the_model_of_those_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = type(published_config(family))(**WHOLE)
+    found = []
+    for most in (0, modules.JOINED_VALUES_MAX):
+        monkeypatch.setattr(modules, "JOINED_VALUES_MAX", most)
+        runner = synthetic_runner(config, device="cuda", fp8=True)
+        assert any(isinstance(one, BlockLinear) and one.joined for one in runner._layers.model.modules()) == bool(most)
+        rig = Rig(runner, seats=1, context_tokens=400, device="cuda", graphs=True)
+        logits = [rig.open(0, list(range(90)) * 3, hot_slots=32)[1]]
+        logits += [rig.decode([0], rows=ROWS, inputs=[token])[1][0] for token in range(20)]
+        found.append(torch.stack([one.cpu() for one in logits]))
+    apart, joined = found
+    assert float((apart - joined).norm() / apart.norm()) < 0.05

@@ -64,3 +64,6 @@ def test_sums_and_gates_round_as_the_library_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gate(hidden, added), F.silu(hidden) * added, rtol=16 * step, atol=step**2)
     odd = draw(3, 1001, dtype=dtype)
     torch.testing.assert_close(gate(odd, odd), F.silu(odd) * odd, rtol=16 * step, atol=step**2)
+    for size in (2048, 1001):  # halves of one result
+        values, factors = draw(3, 5, 2 * size, dtype=dtype).split(size, dim=-1)
+        assert torch.equal(gate(values, factors), gate(values.contiguous(), factors.contiguous()))

@@ -131,7 +131,7 @@ def test_each_shape_and_count_of_tokens_has_its_plan() -> None:
     large, medium, small, least = (7168, 16384), (24576, 1536), (2048, 7168), (576, 7168)
     assert tiles_of(large, 1, 16, 17, 33, 65, 129, 5000) == [16, 16, 32, 64, 128, 256, 256]
     assert tiles_of(medium, 1, 32, 33, 128, 129) == [0, 0, 64, 128, 256]
-    assert tiles_of(small, 1, 128, 129, 600) == [0, 0, 256, 256]
+    assert tiles_of(small, 1, 16, 17, 33, 65, 129, 600) == [0, 0, 32, 64, 128, 256, 256]
     assert tiles_of(least, 1, 64, 512) == [0, 0, 0]
     assert [crossover_of(*shape) for shape in (large, medium, small, least)] == [1280, 1280, 576, CROSSOVER_TOKENS]
 

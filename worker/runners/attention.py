@@ -26,19 +26,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.pointwise import add_rms_norm, can_rotate, rms_norm, rotate
+from worker.weights.modules import joined_of, products
 
 #: Index scores per head held at once in prefill: 2 MiB of float32 stays within a core's cache.
 SCORE_FLOATS_MAX: Final = 524_288
 
 Rope = Callable[..., tuple[Tensor, Tensor]]  # (q, k, cos, sin, unsqueeze_dim=) -> rotated q, k
 Module = Any  # modules of the model library, whose attributes are not typed
+
+
+class Compressed(NamedTuple):
+    """What all projections of N x S tokens in one layer begin with."""
+
+    hidden: Tensor  # [N, S, hidden], normed
+    residual: Tensor  # [N, S, q_lora_rank]: what queries are made of
+    #: Products of `hidden` that the launch of the residual gave too, where weights are joined: [N, S, r + d] of
+    #: kv_a_proj_with_mqa, [N, S, D] of the indexer's wk.
+    latent: Tensor | None = None
+    index_key: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -105,19 +117,24 @@ def rope_of(library: Rope, *, interleaved: bool) -> Rope:
     return rope
 
 
-def compress(attention: Module, hidden: Tensor) -> Tensor:
-    """The residual [N, S, q_lora_rank] of normed hidden states [N, S, hidden], of which all queries are made."""
-    return normed(attention.q_a_layernorm, attention.q_a_proj(hidden))
+def compress(attention: Module, hidden: Tensor) -> Compressed:
+    """Of normed hidden states [N, S, hidden]."""
+    members = [attention.q_a_proj, attention.kv_a_proj_with_mqa]
+    if attention.indexer is not None:
+        members.append(attention.indexer.wk)
+    if joined_of(members) is not None:
+        residual, *others = products(hidden, *members)
+        return Compressed(hidden, normed(attention.q_a_layernorm, residual), *others)
+    return Compressed(hidden, normed(attention.q_a_layernorm, attention.q_a_proj(hidden)))
 
 
-def project(attention: Module, rope: Rope, hidden: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-    """Queries and KV rows of normed hidden states [N, S, hidden] at the positions of cos, sin [N, S, d]."""
-    batch, tokens, _ = hidden.shape
-    queries = attention.q_b_proj(residual).view(batch, tokens, -1, attention.qk_head_dim).transpose(1, 2)
+def project(attention: Module, rope: Rope, inputs: Compressed, cos: Tensor, sin: Tensor) -> Projected:
+    """Queries and KV rows of N x S tokens at the positions of cos, sin [N, S, d]."""
+    batch, tokens, _ = inputs.hidden.shape
+    queries = attention.q_b_proj(inputs.residual).view(batch, tokens, -1, attention.qk_head_dim).transpose(1, 2)
     nope, rotary = queries.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
-    latent, key = attention.kv_a_proj_with_mqa(hidden).split(
-        [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1
-    )
+    down = attention.kv_a_proj_with_mqa(inputs.hidden) if inputs.latent is None else inputs.latent
+    latent, key = down.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
     rotary, key = rope(rotary, key.view(batch, 1, tokens, -1), cos, sin)
     return Projected(nope, rotary, normed(attention.kv_a_layernorm, latent), key.squeeze(1))
 
@@ -135,8 +152,7 @@ def project_rows(attention: Module, rope: Rope, hidden: Tensor, cos: Tensor, sin
 def project_index(
     indexer: Module,
     rope: Rope,
-    hidden: Tensor,
-    residual: Tensor,
+    inputs: Compressed,
     cos: Tensor,
     sin: Tensor,
     rotation: Tensor | None = None,
@@ -145,9 +161,10 @@ def project_index(
 
     `rotation` [D, D], orthogonal, turns queries and keys alike.
     """
+    hidden, residual, _, keys = inputs
     batch, tokens, _ = hidden.shape
     queries = indexer.wq_b(residual).view(batch, tokens, indexer.n_heads, indexer.head_dim)
-    keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+    keys = indexer.k_norm(indexer.wk(hidden) if keys is None else keys).unsqueeze(2)
     queries, keys = rope(queries, keys, cos, sin, unsqueeze_dim=2)
     keys = keys.squeeze(2)
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * (indexer.n_heads**-0.5)

@@ -25,10 +25,11 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels.expert_choice import ExpertChoice
+from kernels.pointwise import gate
 from kernels.routing import choose_experts, router_logits
 from worker.group.exchange import Exchange
 from worker.weights.layout import ExpertShare
-from worker.weights.modules import BlockExperts
+from worker.weights.modules import BlockExperts, products
 
 BATCHED: Final = "batched_mm"
 GROUPED: Final = "grouped_mm"
@@ -61,11 +62,20 @@ def mixture(moe: Any, hidden: Tensor, experts: str, over: Over | None = None) ->
     """
     rows = hidden.view(-1, hidden.shape[-1])
     weights, chosen = _choose(moe.gate, rows, None if over is None else over.real)
-    shared: Tensor = moe.shared_experts(hidden)
+    shared = gated_mlp(moe.shared_experts, hidden)
     if over is None:
         return _experts(moe.experts, experts, rows, chosen, weights).view(hidden.shape) + shared
     compute = partial(_share, moe.experts, experts, over.share)
     return over.exchange.mix(rows, chosen, weights, over.rows, compute).view(hidden.shape) + shared
+
+
+def gated_mlp(mlp: Any, hidden: Tensor) -> Tensor:
+    """Output [N, S, hidden] of the library's MLP, that of a layer without experts or of shared ones."""
+    if hidden.is_cuda and mlp.config.hidden_act == "silu":
+        output: Tensor = mlp.down_proj(gate(*products(hidden, mlp.gate_proj, mlp.up_proj)))
+    else:
+        output = mlp(hidden)
+    return output
 
 
 def _choose(router: Any, rows: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -34,7 +34,6 @@ from torch import Tensor
 from kernels.attention import attend_rows
 from kernels.encode import encode
 from kernels.layout import Geometry
-from kernels.pointwise import gate
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
 from kernels.state import DeviceState
 from protocol.config_checks import SEATS_MAX
@@ -42,7 +41,7 @@ from protocol.units import pages_for
 from worker.device.step_rows import StepRows
 from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
-from worker.runners.experts import Over, experts_for, hold_share, mixture, padding
+from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, mixture, padding
 from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.weights.layout import ExpertShare
 from worker.weights.model import held_bytes
@@ -56,13 +55,6 @@ INDEX_ROPE: Final = {
 VECTOR_FLOATS: Final = 32
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [N, S, d] of some positions
-
-
-class Compressed(NamedTuple):
-    """Of N x S tokens, in one layer."""
-
-    normed: Tensor  # [N, S, hidden]
-    residual: Tensor  # [N, S, q_lora_rank]: what queries are made of
 
 
 @dataclass(frozen=True)
@@ -140,18 +132,17 @@ class Layers:
         angles: Angles = self.model.model.rotary_emb(hidden, positions)
         return angles
 
-    def compress(self, layer: Layer, hidden: Tensor) -> Compressed:
+    def compress(self, layer: Layer, hidden: Tensor) -> mla.Compressed:
         """What all projections of a layer begin with."""
-        normed = mla.normed(layer.module.input_layernorm, hidden)
-        return Compressed(normed, mla.compress(layer.attention, normed))
+        return mla.compress(layer.attention, mla.normed(layer.module.input_layernorm, hidden))
 
-    def project(self, layer: Layer, inputs: Compressed, angles: Angles) -> mla.Projected:
+    def project(self, layer: Layer, inputs: mla.Compressed, angles: Angles) -> mla.Projected:
         """The attention's projections."""
-        return mla.project(layer.attention, self._rope, *inputs, *angles)
+        return mla.project(layer.attention, self._rope, inputs, *angles)
 
-    def project_index(self, layer: Layer, inputs: Compressed, angles: Angles) -> mla.IndexProjected:
+    def project_index(self, layer: Layer, inputs: mla.Compressed, angles: Angles) -> mla.IndexProjected:
         """Queries, in the dtype that index_topk compares with the keys kept; keys, not encoded yet; weights."""
-        index = mla.project_index(layer.attention.indexer, self._index_rope, *inputs, *angles, self._rotation)
+        index = mla.project_index(layer.attention.indexer, self._index_rope, inputs, *angles, self._rotation)
         return replace(index, queries=index.queries.to(self.index_dtype))
 
     def kept(self, layer: Layer, hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
@@ -270,20 +261,13 @@ class Layers:
             hidden = F.pad(hidden, (0, 0, 0, 0, 0, surplus))
             real = None if real is None else F.pad(real, (0, surplus))
         if not hasattr(mlp, "experts"):
-            return self._dense_mlp(mlp, hidden)[:rows]
+            return gated_mlp(mlp, hidden)[:rows]
         over = None if self._exchange is None else self._over(self._exchange, round_rows or len(hidden), real)
         return mixture(mlp, hidden, experts, over)[:rows]
 
     def _over(self, exchange: Exchange, rows: int, real: Tensor | None = None) -> Over:
         assert self._share is not None
         return Over(exchange, self._share, rows, real)
-
-    def _dense_mlp(self, mlp: mla.Module, hidden: Tensor) -> Tensor:
-        if hidden.is_cuda and self.model.config.hidden_act == "silu":
-            output: Tensor = mlp.down_proj(gate(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
-        else:
-            output = mlp(hidden)
-        return output
 
     def _layer(self, number: int) -> Layer:
         group = self._geometry.group_of_layer[number]

@@ -57,7 +57,7 @@ from worker.runners.base import (
 )
 from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
 from worker.runners.drafting import Drafting
-from worker.runners.layers import Angles, Compressed, Layer, Layers, row_multiple
+from worker.runners.layers import Angles, Layer, Layers, row_multiple
 from worker.runners.logprobs import write_logprobs
 from worker.runners.prompt import Expanded, Gathered, PromptAttention
 from worker.runners.sampling import draw
@@ -94,7 +94,7 @@ class _RunnerScratch:
     angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
     latents: Tensor  # [B, H, r]
-    compressed: Compressed | None  # of the layer whose *select* ran, for its *project*
+    compressed: mla.Compressed | None  # of the layer whose *select* ran, for its *project*
     topk: Tensor  # int32[B, k]
     out_rows: Tensor  # int32[B, k]: device rows of the current group's selection
     drafted: Tensor  # [B, 1, hidden]: the draft layer's output, likewise; empty without one

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from kernels.block_weight import BlockFp8
 from protocol.logs import fields, logger
 from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
 from worker.weights.matching import TensorMatch, match
-from worker.weights.modules import BlockExperts, BlockLinear, empty_blocks, share_scratch
+from worker.weights.modules import JOINED, BlockExperts, BlockLinear, empty_blocks, make_linears, share_scratch
 from worker.weights.quantization import Quantization
 from worker.weights.reading import LoadProgress, Read, read_all, read_scales
 from worker.weights.shards import Shards
@@ -69,7 +69,7 @@ def load_model(
             model,
             torch.device(device),
             dtype,
-            keeps_fp8=keeps_fp8,
+            fp8={it.spec.name for it in matches if keeps_fp8 and it.scale and is_held_in_fp8(it.spec)},
             quantizes_rows=quantizes_rows,
             experts=experts,
         )
@@ -112,7 +112,7 @@ def completed(model: Any, device: torch.device | str) -> Any:
 
 
 class ModelTensors:
-    """Gives the modules of `model` their memory, tensor by tensor. `keeps_fp8` concerns tensors that are read."""
+    """Gives the modules of `model` their memory, tensor by tensor. `fp8` names those that stay FP8."""
 
     def __init__(
         self,
@@ -120,22 +120,22 @@ class ModelTensors:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        keeps_fp8: bool,
+        fp8: Collection[str],
         quantizes_rows: bool,
         experts: ExpertShare | None,
     ) -> None:
         self._model, self._device, self._dtype = model, device, dtype
-        self._keeps_fp8, self._quantizes_rows = keeps_fp8, quantizes_rows
+        self._fp8, self._quantizes_rows = fp8, quantizes_rows
         config: Any = model.config
         self._share = experts or ExpertShare(0, config.n_routed_experts)
+        self._linears: dict[str, BlockLinear] = {}
         self._blocks: dict[str, BlockExperts] = {}
         self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
 
     def reads(self, shards: Shards, matches: list[TensorMatch]) -> Iterator[Read]:
-        kept = {it.spec.name for it in matches if it.scale and self._keeps_fp8 and is_held_in_fp8(it.spec)}
         for it in matches:
             scales, name = read_scales(shards, it.scale) if it.scale else None, it.spec.name
-            if scales is not None and name in kept:
+            if scales is not None and name in self._fp8:
                 weight = self.blocks(it.spec)
                 weight.scales.copy_(scales)
                 yield Read(name, weight.values)
@@ -163,10 +163,30 @@ class ModelTensors:
         return tensor
 
     def _linear(self, spec: TensorSpec) -> BlockFp8:
-        weight = empty_blocks(spec.shape, self._device)
-        parent, _, name = spec.name.removesuffix(".weight").rpartition(".")
-        setattr(self._model.get_submodule(parent), name, BlockLinear(weight, quantizes_rows=self._quantizes_rows))
-        return weight
+        name = spec.name.removesuffix(".weight")
+        if name not in self._linears:
+            names = self._joined(name)
+            shapes = [self._library(one).weight.shape for one in names]
+            made = make_linears(shapes, self._device, quantizes_rows=self._quantizes_rows)
+            for one, linear in zip(names, made, strict=True):
+                parent, _, leaf = one.rpartition(".")
+                setattr(self._model.get_submodule(parent), leaf, linear)
+                self._linears[one] = linear
+        return self._linears[name].block_weight
+
+    def _joined(self, name: str) -> list[str]:
+        """Names of the products that may be joined with `name`, itself among them, in their order."""
+        for members in JOINED:
+            for member in members:
+                if name.endswith(f".{member}"):
+                    prefix = name.removesuffix(member)
+                    found = [f"{prefix}{one}" for one in members if f"{prefix}{one}.weight" in self._fp8]
+                    if all(self._library(one).bias is None for one in found):
+                        return found
+        return [name]
+
+    def _library(self, name: str) -> Any:
+        return self._model.get_submodule(name)
 
     def _expert(self, prefix: str, number: str, projection: str) -> Tensor:
         """The slice of the library's stacks: gate and up side by side in one, down in another."""
@@ -220,8 +240,11 @@ def held_bytes(model: nn.Module) -> dict[str, int]:
 
 def _block_tensors(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
-        weights = (module.gate, module.up, module.down) if isinstance(module, BlockExperts) else ()
-        for weight in (module.block_weight,) if isinstance(module, BlockLinear) else weights:
+        if isinstance(module, BlockExperts):
+            weights = [module.gate, module.up, module.down]
+        else:  # a joined product is a module of its own
+            weights = [module.block_weight] if isinstance(module, BlockLinear) and module.joined is None else []
+        for weight in weights:
             yield from (weight.values, weight.scales)
 
 

@@ -39,10 +39,12 @@ def random_model(
     model = empty_model(config, dtype)
     if draft_layer:
         append_draft_layer(model)
-    tensors = ModelTensors(model, torch.device(device), dtype, keeps_fp8=fp8, quantizes_rows=False, experts=experts)
+    specs = list(tensors_of(config, experts, draft_layer=draft_layer))
+    held = {spec.name for spec in specs if fp8 and is_held_in_fp8(spec)}
+    tensors = ModelTensors(model, torch.device(device), dtype, fp8=held, quantizes_rows=False, experts=experts)
     draw = _Draw(torch.device(device), seed)
-    for spec in tensors_of(config, experts, draft_layer=draft_layer):
-        if fp8 and is_held_in_fp8(spec):
+    for spec in specs:
+        if spec.name in held:
             draw.blocks(spec, tensors.blocks(spec))
         else:
             draw.plain(spec, tensors.plain(spec))
