@@ -74,9 +74,10 @@ SECTIONS: Final = (
     Section(
         "Block-FP8 products",
         "µs per product with weights of DeepSeek-V3.2, no weight in L2. Experts: those of a rank of eight, 32 of 256; "
-        "each token of the group chooses 8 at random. `memory`: bytes of weights used and of activations at the copy "
-        "rate; `x floor`: over the larger of memory and products. `block_linear` takes the way of its crossover; "
-        "`in the kernel` and `by scratch` are both ways. `distance` of w8a8 from weight-only, of the norm.",
+        "each token of the group chooses 8 at random. Names with commas: weights of one launch. `memory`: bytes of "
+        "weights used and of activations at the copy rate; `x floor`: over the larger of memory and products. "
+        "`block_linear` takes the way of its crossover; `in the kernel` and `by scratch` are both ways. `distance` of "
+        "w8a8 from weight-only, of the norm.",
         {"block_fp8-H200.json": kernel_report.block_fp8},
     ),
     Section(

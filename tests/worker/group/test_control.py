@@ -15,7 +15,10 @@ from metrics.state import WorkerCounters
 from protocol.errors import EXIT_PEER_LOST, ConfigError
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 from worker.group import control as control_module
+from worker.group import exchange as exchange_module
+from worker.group import group as group_module
 from worker.group.control import Control, PeersMissingError
+from worker.group.group import Group
 
 LIMIT_S = 60.0
 
@@ -202,3 +205,33 @@ def test_a_connection_of_a_stranger_that_breaks_loses_no_rank(
 def test_a_second_rank_0_is_refused(pair: tuple[Control, Control], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another process listens there"):
         Control(config_of(tmp_path, 0), {}).join()
+
+
+class WaitedForTheEndError(Exception):
+    """In place of a wait for the end of the process."""
+
+
+def test_a_failed_connection_of_ranks_waits_for_the_end_only_where_a_rank_is_lost(
+    pair: tuple[Control, Control], exits: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one = pair
+
+    def fails(settings: WorkerSettings, store: object) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    def waits() -> None:
+        raise WaitedForTheEndError
+
+    monkeypatch.setattr(group_module, "_process_group", fails)
+    monkeypatch.setattr(exchange_module, "_never", waits)
+    monkeypatch.setattr(control_module, "VERDICT_S", 0.1)  # both ranks are there
+    settings = config_of(tmp_path, 0).worker
+    with pytest.raises(RuntimeError, match="connectFullMesh failed"):
+        Group(zero, settings)
+
+    monkeypatch.setattr(control_module, "VERDICT_S", LIMIT_S)
+    one.leave()  # while rank 0 needs it
+    with pytest.raises(WaitedForTheEndError):
+        Group(zero, settings)
+    until(lambda: bool(exits))
+    assert exits == [("group", EXIT_PEER_LOST)]
