@@ -39,7 +39,7 @@ def rms_norm(
     tl.store(out + row * SIZE + place, scaled.to(kind), mask=real)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def gate(values, factors, out, size, values_stride, factors_stride, BLOCK: tl.constexpr):
     """silu(values) * factors, of part of a row."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
