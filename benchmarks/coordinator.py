@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from protocol import messages
 from protocol.arrays import pack_int32, pack_int64, unpack_int32
-from protocol.errors import HiSparseError
+from protocol.errors import HiSparseError, Unavailable
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION
 from protocol.transport.dealer import DealerSocket
 
@@ -73,6 +73,7 @@ ABORT_LIMIT_S: Final = 30.0
 HEARTBEAT_INTERVAL_S: Final = 0.5
 VOCABULARY: Final = 32_000
 START_LIMIT_S: Final = 100.0
+RETRY_S: Final = 0.5
 PHASE_LIMIT_S: Final = 300.0
 
 MODEL: Final = messages.ModelInfo("bench", "bench", 1 << 20, VOCABULARY, 4, 128, (), "bytes", "")
@@ -324,6 +325,16 @@ class FakeWorkers:
 # ---------------------------------------------------------------- the client
 
 
+async def connected(endpoint: str) -> DealerSocket:
+    """Tries again for START_LIMIT_S: a machine that stands still for seconds is no fault of the coordinator."""
+    with trio.fail_after(START_LIMIT_S):
+        while True:
+            try:
+                return await DealerSocket.connect(endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
+            except Unavailable:
+                await trio.sleep(RETRY_S)
+
+
 class CheckingClient:
     """Subscribed to everything; `_expected[handle]` is the position that must come next."""
 
@@ -341,7 +352,7 @@ class CheckingClient:
         self.acknowledged_s: list[float] = []
 
     async def run(self, endpoint: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        self._dealer = await DealerSocket.connect(endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
+        self._dealer = await connected(endpoint)
         await self._say(messages.Hello(PROTOCOL_VERSION, "client", "bench"))
         while True:
             for frame in await self._dealer.recv_batch():
@@ -600,7 +611,7 @@ def measure(options: argparse.Namespace, workers: int) -> Result:
 
 async def _greet(endpoint: str) -> None:
     """Until the coordinator, which is listening, answers."""
-    dealer = await DealerSocket.connect(endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
+    dealer = await connected(endpoint)
     with trio.fail_after(PHASE_LIMIT_S):
         await dealer.send(messages.encode(messages.Hello(PROTOCOL_VERSION, "client", "bench")))
         await dealer.recv_batch()
