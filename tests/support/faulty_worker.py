@@ -6,7 +6,7 @@
 | mute      | decodes          | MUTED transfers are never answered, and of MUTED others no page is acknowledged    |
 | impatient | prefills         | gives up after LIMIT_S what others give 30 s                                     |
 | slow      | decodes          | each page takes PAGE_S to be checked, and waits while the file PLANTED_WHILE exists  |
-| flip      | decodes          | every page of its first transfer is spoilt each time it comes, one page of its next |
+| flip      | decodes          | every page of one transfer is spoilt each time until it is given up, then one page |
 | twice     | does either      | every word about transfers, and every Released, is said twice                    |
 | halt      | prefills         | the process stops (SIGSTOP) with its first write begun                           |
 | die       | prefills         | likewise by SIGKILL                                                              |
@@ -33,8 +33,8 @@ from worker.transfer.control import ReceiverControl, SenderControl
 from worker.transfer.engines.network import NetworkSource, NetworkTarget
 from worker.transfer.engines.shared import SharedSource, SharedTarget
 from worker.transfer.receiver import PageReceiver
-from worker.transfer.receiving import CheckUnit
-from worker.transfer.wire import Checked, Ready, ReceiverMessage
+from worker.transfer.receiving import CheckUnit, Receiving
+from worker.transfer.wire import Checked, Ready, ReceiverMessage, SenderMessage, Stopped
 
 REFUSED: Final = 3
 #: Some of those requests end with their first token, and no answer is awaited.
@@ -99,20 +99,38 @@ def slow() -> None:
 
 
 def flip() -> None:
-    transfers: dict[int, int] = {}  # transfer -> pages left to spoil
+    ended: set[int] = set()
+    victim: int | None = None
+    is_given_up = is_last_spoilt = False
+
+    def heard(whole: Callable[..., Any], _: Receiving, sender: str, message: SenderMessage, now: float) -> Any:
+        nonlocal victim, is_given_up
+        if isinstance(message, Stopped):
+            ended.add(message.transfer_id)
+            if message.transfer_id == victim:  # or its request has ended by its first token
+                victim, is_given_up = None, "wrong checksum" in message.reason
+        return whole(sender, message, now)
+
+    def is_spoilt(transfer: int) -> bool:
+        nonlocal victim, is_last_spoilt
+        if is_given_up:
+            was_spoilt, is_last_spoilt = is_last_spoilt, True
+            return not was_spoilt
+        if victim is None and transfer not in ended:
+            victim = transfer
+        return transfer == victim
 
     def taken(whole: Callable[[CheckUnit], int], target: Any, check: CheckUnit) -> int:
         digest = whole(check)
-        left = transfers.setdefault(check.transfer_id, (1 << 30, 1, 0)[min(2, len(transfers))])
-        if not left:
+        if not is_spoilt(check.transfer_id):
             return digest
-        transfers[check.transfer_id] -= 1
         pool = target._pages if isinstance(target, SharedTarget) else target._pool.pages
         page = pool[check.page, check.offset : check.offset + check.length]
         page[3::4] ^= 0x40  # exponents of float32: rows unlike any others
         say(f"page {check.page} of transfer {check.transfer_id} spoilt")
         return checksum(page)
 
+    around(Receiving, "heard", heard)
     for target in TARGETS:
         around(target, "take", taken)
 

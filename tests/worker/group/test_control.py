@@ -42,17 +42,22 @@ class Ended(SystemExit):
 
 
 @pytest.fixture
-def exits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
     """Names of control threads and the code with which each would have ended its process."""
     found: list[tuple[str, int]] = []
+    threads: list[threading.Thread] = []
 
     def exit_thread(code: int) -> None:
-        found.append((threading.current_thread().name, code))
+        threads.append(threading.current_thread())
+        found.append((threads[-1].name, code))
         raise Ended
 
     monkeypatch.setattr(os, "_exit", exit_thread)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    return found
+    yield found
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(LIMIT_S)
 
 
 @pytest.fixture
