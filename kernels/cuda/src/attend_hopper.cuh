@@ -3,6 +3,7 @@
 #pragma once
 
 #include "memory.cuh"
+#include "wgmma.cuh"
 
 namespace hisparse {
 
@@ -33,13 +34,6 @@ struct Account {
     float factors[SPLITS_MAX][HEADS], inverse[HEADS];
 };
 __device__ __forceinline__ Account& account_of(Shared& s) { return *reinterpret_cast<Account*>(s.queries); }
-
-// Two bfloat16, `first` in the lower half.
-__device__ __forceinline__ u32 pair_of(float first, float second) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
 
 // ---- barriers in shared memory
 
@@ -79,8 +73,6 @@ template <int W> __device__ __forceinline__ bool any_of_group(bool holds) {
         : "=r"(found) : "r"(static_cast<u32>(holds)), "n"(2 + W), "n"(GROUP) : "memory");
     return found;
 }
-// What was written to shared memory by now is seen by wgmma.
-__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- clusters
 
@@ -123,11 +115,6 @@ __device__ __forceinline__ u32 operand(const void* at) {
 __device__ __forceinline__ u64 describe(u32 place, int bytes, int along = 0) {
     constexpr u64 SWIZZLED_128 = 1ull << 62 | 1024ull >> 4 << 32;  // 1024 bytes to the next eight rows
     return SWIZZLED_128 | static_cast<u64>(along >> 4) << 16 | (place + (bytes >> 4));
-}
-__device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LATER> __device__ __forceinline__ void await_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
 }
 
 #define FOUR(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])

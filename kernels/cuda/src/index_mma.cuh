@@ -87,7 +87,7 @@ struct Scorer {
             if (t == 0) reinterpret_cast<float*>(held.weights[n])[lane / 4] = weight * p.scale * factor;
         }
 #if WGMMA
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        publish_shared();
 #endif
     }
 
@@ -138,6 +138,7 @@ struct Scorer {
     }
     // Begins c = keys * queries.
     __device__ __forceinline__ void multiply(float (&c)[TILES][4], const Keys& keys) const {
+        __syncwarp();
         open_products();
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) multiply_team(c, keys.a[s], describe(held.blocks[s]), s);

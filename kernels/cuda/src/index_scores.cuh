@@ -111,7 +111,7 @@ __device__ __forceinline__ void score_units(const IndexTopk& p, int row, u32 beg
             await_stage<STAGES - 2>();
             Scorer::read(ring + slot * UNIT_BYTES, later);
         }
-        close_products();
+        await_products<0>();
         const float sum = scorer.sum_heads(c, key, mine);
         keep(i, sum * now.scale, key, mine);
         if (READS_AHEAD) now = later;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "index_rows.cuh"
+#include "wgmma.cuh"
 
 namespace hisparse {
 
@@ -14,13 +15,6 @@ __device__ __forceinline__ u64 describe(const void* block) {
     return address | along_places << 16 | along_heads << 32;
 }
 
-__device__ __forceinline__ void open_products() {
-    __syncwarp();
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void close_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
 #if KEY_BYTES == 1
 #define TYPES "f32.f16.f16"
 #else
@@ -28,7 +22,7 @@ __device__ __forceinline__ void close_products() { asm volatile("wgmma.wait_grou
 #endif
 #define FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 
-// c += A * B of one step, or = in the first. Nothing of `c` and `a` may be touched until close_products.
+// c += A * B of one step, or = in the first. Nothing of `c` and `a` may be touched until they are awaited.
 __device__ __forceinline__ void multiply_team(float (&c)[TILES][4], const u32 (&a)[4], u64 b, int step) {
 #if HEADS == 64
     asm volatile(
