@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from coordinator.memory.ledger import NO_PAGES, Ledger
+from coordinator.memory.ledger import NO_PAGES, Freeing, Ledger
 from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from coordinator.scheduling.following import Following
 from protocol.arrays import Int32Array
@@ -68,9 +68,11 @@ class PlanOutcome(NamedTuple):
 class FreeMemory:
     """By worker. Workers of a node share its host pages: what one takes, all of them have less."""
 
-    __slots__ = ("_by_worker", "_names")
+    __slots__ = ("_by_worker", "_held_after", "_ledgers", "_names")
 
     def __init__(self, ledgers: Mapping[str, Ledger], workers: Iterable[WorkerEntry]) -> None:
+        self._ledgers = ledgers
+        self._held_after: dict[str, Freeing] = {}  # by node
         self._by_worker: dict[str, Memory] = {}
         self._names: dict[str, list[str]] = {}  # of the workers of each node
         for worker in workers:
@@ -82,6 +84,12 @@ class FreeMemory:
 
     def on(self, worker: WorkerEntry) -> Memory:
         return self._by_worker[worker.name]
+
+    def held_after(self, node: str) -> Freeing:
+        """Who holds the pages of `node` once the decisions so far are carried out."""
+        if node not in self._held_after:
+            self._held_after[node] = self._ledgers[node].freeing()
+        return self._held_after[node]
 
     def take(self, worker: WorkerEntry, memory: Memory) -> None:
         self._set(worker, self._by_worker[worker.name].minus(memory))

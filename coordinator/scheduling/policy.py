@@ -2,7 +2,7 @@
 
 `Policy.plan` looks at the placement table and the ledgers and returns decisions, in the order in which they are to be
 carried out; the placement table already reflects them. It is called after every batch of events, and its common path
-costs a few microseconds per admission.
+costs a few microseconds per admission. Where a request could run is coordinator.scheduling.candidates' part.
 
 Order. Demands are served strictly by rank, which is priority, then the turn of its owner, then arrival
 (coordinator.scheduling.turns): running requests that need pages and waiting ones that need everything. A
@@ -37,7 +37,7 @@ that is nearly out of pages may still shrink others below it. What no worker cou
 No livelock. Rank is a total order that never changes, and victims are ranked below whom they make room for. So the
 highest-ranked request that is not held gets all it needs as soon as its inferiors have left, runs to its end, and
 then the next one does. Thrashing is bounded too: a request that policy has displaced comes back only where there is
-room for the remaining growth of those ahead of it (`_with_margin`), so they will not displace it again.
+room for the remaining growth of those ahead of it (`Candidates._with_margin`), so they will not displace it again.
 
 Rejected: reserving the second worker's memory in the ledger (a second placement of one request at the same time,
 known to every room, for the second that a prompt takes); fair sharing of decode time between requests that do not fit
@@ -48,14 +48,13 @@ retracting for a request's possible length at admission (most end long before ma
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec.structs import replace
 
-from coordinator.memory.ledger import NO_PAGES, Freeing, Ledger
+from coordinator.memory.ledger import NO_PAGES, Ledger
+from coordinator.scheduling.candidates import Candidates
 from coordinator.scheduling.decisions import (
     DISPLACING,
     AdmitDecision,
@@ -71,14 +70,12 @@ from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, Wo
 from coordinator.scheduling.following import Leaders
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, given_sizes, is_pinned, next_lower
-from coordinator.scheduling.prefill_costs import REST_TOKENS_MAX, PrefillCosts
+from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, is_pinned, next_lower, size_at_floor
+from coordinator.scheduling.prefill_costs import PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
-from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.arrays import Int32Array
-from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED, Rank
+from protocol.messages import DECODE, Rank
 from protocol.sizing import (
-    NO_HOT_SIZE,
     RESIDENT,
     HotSize,
     Memory,
@@ -86,12 +83,9 @@ from protocol.sizing import (
     forced_hot_size,
     hot_sizes_for,
     largest_hot_size,
-    least_chunks,
-    misfit,
-    page_limit,
     pages_wanted,
 )
-from protocol.units import PAGE_TOKENS, pages_for
+from protocol.units import PAGE_TOKENS
 
 #: Pages beyond what is needed that a grant adds while memory is plentiful: fewer, larger grants.
 GRANT_STEP_PAGES: Final = 2
@@ -107,8 +101,6 @@ GROW_BATCH_MAX: Final = 4
 RAISE_BATCH_MAX: Final = 8
 #: As many of the requests on a worker may stay below its hot floor.
 BELOW_FLOOR_SHARE: Final = 1 / 50
-#: A request that was retracted for that comes back where each resident ahead of it could grow by this many pages.
-FLOOR_MARGIN_PAGES: Final = 2
 #: Requests that one plan retracts for the others to rise to the floor.
 THIN_BATCH_MAX: Final = 8
 #: Requests that one plan takes off a draining worker.
@@ -117,14 +109,6 @@ HANDOVER_BATCH_MAX: Final = 16
 STRANDED_LIMIT_S: Final = 60.0
 
 assert GROW_QUIET_S < STRANDED_LIMIT_S
-
-
-class _Shape(NamedTuple):
-    """What a request asks of any worker of one capacity."""
-
-    pages: int
-    hot_sizes: list[HotSize]
-    need: Memory
 
 
 class Policy:
@@ -169,40 +153,32 @@ class _Plan:
     def __init__(self, policy: Policy, now: float) -> None:
         self.placement_table = policy.placement_table
         self.ahead_tokens = policy.ahead_tokens
-        self.ledgers = policy.ledgers
         self.now = now
         self.decisions: list[Decision] = []
         self.blocked: dict[str, RequestEntry] = {}  # nodes, and who blocks them
         self.refused: dict[int, Refusal] = {}
-        self.takers = [worker for worker in policy.placement_table.workers.values() if worker.takes]
-        self.has_groups = any(worker.member is not None for worker in self.takers)
-        self.promised = Counter(it.decoder for it in self.placement_table.promised.values())  # requests, by worker
-        self.has_prefillers = any(not worker.decodes for worker in self.takers)
         self.free = FreeMemory(policy.ledgers, policy.placement_table.workers.values())
-        self.prefix_reuse, self.prefill_costs = policy.prefix_reuse, policy.prefill_costs
         self.leaders = Leaders(policy.placement_table, policy.prefix_reuse)
-        self.weighs_prefixes = False  # whether some prompt rows of the request that is considered are cached
-        self._held_after: dict[str, Freeing] = {}
+        self.candidates = Candidates(
+            policy.placement_table,
+            self.free,
+            self.blocked,
+            self.leaders,
+            policy.ahead_tokens,
+            policy.prefix_reuse,
+            policy.prefill_costs,
+        )
         self._nodes = {worker.node for worker in self.placement_table.workers.values()}
-        self._orders: list[WorkerOrder] | None = None
-        self._index_of = {worker.name: index for index, worker in enumerate(self.takers)}
-        self._has_floors = any(worker.hot_floor is not None for worker in self.takers)
 
     def freeing(self, node: str, share: Int32Array = NO_PAGES) -> Callable[[], Frees]:
         """Sets of requests on `node` that end after the decisions so far, while `share` is held."""
 
         def begin() -> Frees:
-            freeing = self.held_after(node).copy()
+            freeing = self.free.held_after(node).copy()
             freeing.hold(share)
             return lambda entry: freeing.add(entry.placement)
 
         return begin
-
-    def held_after(self, node: str) -> Freeing:
-        """Who holds the pages of `node` once the decisions so far are carried out."""
-        if node not in self._held_after:
-            self._held_after[node] = self.ledgers[node].freeing()
-        return self._held_after[node]
 
     # ---------------------------------------------------------------- demands, by rank
 
@@ -231,261 +207,43 @@ class _Plan:
         if self.now < entry.paused_until:
             self.refused[entry.request_index] = Refusal([])
             return False
-        self.weighs_prefixes = False
-        if (plain := self._plain_ask(entry)) is not None:
+        if (plain := self.candidates.plain(entry)) is not None:
             self._admit(entry, plain)
             return True
-        all_asks = self._asks(entry)
+        all_asks = self.candidates.of(entry)
         poison_detector = self.placement_table.poison_detector
         asks = [ask for ask in all_asks if self._may_join(entry, ask.worker)] if poison_detector else all_asks
         if following := self.leaders.followed_by(entry, {ask.worker.node for ask in asks}, self.now):
             self.refused[entry.request_index] = Refusal([], following=following)
             return False
-        self.weighs_prefixes = any(ask.prefix.size for ask in asks)
-        if fitting := [ask for ask in reversed(asks) if self._fits(ask)]:
-            self._admit(entry, max(fitting, key=self._preference) if len(fitting) > 1 else fitting[0])
+        if (best := self.candidates.best_fitting(asks)) is not None:
+            self._admit(entry, best)
             return True
         made = self._make_room(entry, asks)
-        if made is not None and self._fits(made):
+        if made is not None and self.candidates.fits(made):
             self._admit(entry, made)
             return True
-        told = [ask._replace(need=self.need_of(ask)) for ask in asks]
+        told = [ask._replace(need=self.candidates.need_of(ask)) for ask in asks]
         self.refused[entry.request_index] = Refusal(told, bool(all_asks) and not asks, made is not None)
         for ask in all_asks:
             self.blocked.setdefault(ask.worker.node, entry)
         return False
-
-    def _plain_ask(self, entry: RequestEntry) -> PlacementAsk | None:
-        """What `_consider` would find for a plain request (coordinator.scheduling.shortcut) that fits; None: it has to
-        look at all workers."""
-        mode = entry.facts.prefill_mode
-        if entry.pages or entry.displaced or self._has_floors or self.placement_table.poison_detector:
-            return None
-        if mode == DIRECT or (self.has_prefillers and mode != STAGED) or not self._begins_new(entry):
-            return None
-        asks = [ask for order in self._worker_orders() if (ask := self._first_of(order, entry)) is not None]
-        return max(asks, key=lambda ask: (self._preference(ask), self._index_of[ask.worker.name]), default=None)
-
-    def _begins_new(self, entry: RequestEntry) -> bool:
-        """Whether nothing of its prompt is cached anywhere, nor may be about to be."""
-        return not self.prefix_reuse.is_begun(entry) and not self.leaders.may_lead(entry)
-
-    def _first_of(self, order: WorkerOrder, entry: RequestEntry) -> PlacementAsk | None:
-        """Of workers of equal sizes."""
-        shape = self._shape(entry, order.any, BOTH)
-        if shape is None:
-            return None
-        need, chunks = shape.need, shape.hot_sizes[-1].hot_chunks
-        worker = order.first(
-            lambda it: it.node not in self.blocked and self.free.on(it).covers(need),
-            lambda it: not self.has_groups or chunks <= self.free.on(it).hot_chunks,
-        )
-        return None if worker is None else PlacementAsk(worker, *shape)
-
-    def _worker_orders(self) -> list[WorkerOrder]:
-        """Of the workers that prefill and decode, by their sizes."""
-        if self._orders is None:
-            by_sizes: dict[int, list[WorkerEntry]] = {}
-            for worker in self.takers:
-                if worker.capacity.role == BOTH:
-                    by_sizes.setdefault(id(worker.sizes), []).append(worker)
-            self._orders = [WorkerOrder(it, self._standing) for it in by_sizes.values()]
-        return self._orders
-
-    def _standing(self, worker: WorkerEntry) -> Standing:
-        """As `_preference` orders workers where all else is equal."""
-        free = self.free.on(worker)
-        return self._crowding(worker), free.hot_chunks, free.seats, self._index_of[worker.name]
-
-    def _crowding(self, worker: WorkerEntry) -> int:
-        """Of a rank, the fewer requests, the better."""
-        return -len(worker.ranks) - self.promised.get(worker.name, 0) if self.has_groups else 0
 
     def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
         """Whether poison detection lets it: a suspect waits its turn, and blocks like a request that waits for room."""
         present = (it for peer in self.placement_table.beside(worker) for it in self.placement_table.on(peer.name))
         return self.placement_table.poison_detector.may_join(entry, present)
 
-    def _asks(self, entry: RequestEntry) -> list[PlacementAsk]:
-        """How workers could take `entry` on if they were empty, and what it would need at its smallest size."""
-        if entry.pages and not entry.transfer_id and entry.own_pages:
-            return self._asks_behind_own(entry)
-        if entry.pages:
-            return [] if entry.transfer_id else self._asks_of(entry, DECODE)
-        asks = self._asks_of(entry, BOTH) if entry.facts.prefill_mode != DIRECT else []
-        if entry.facts.prefill_mode == STAGED or not (self.has_prefillers or entry.facts.prefill_mode == DIRECT):
-            return asks
-        return asks + self._pairs(entry)
-
-    def _asks_of(self, entry: RequestEntry, part: str) -> list[PlacementAsk]:
-        """Of each worker that takes requests and does `part` of what is to be done: BOTH, or one of the two."""
-        # by identity of the sizes, and by hot floor: most workers share them
-        shapes: dict[tuple[int, int | None], _Shape | None] = {}
-        asks: list[PlacementAsk] = []
-        for worker in self.takers:
-            if worker.node in self.blocked or (entry.pages and worker.node != entry.node):
-                continue
-            if worker.capacity.role not in (part, BOTH):
-                continue
-            key = id(worker.sizes), worker.hot_floor
-            if key not in shapes:
-                shapes[key] = self._shape(entry, worker, part)
-            if shape := shapes[key]:
-                ask = PlacementAsk(worker, *shape)
-                if part == BOTH and not entry.pages:
-                    ask = self._sharing(entry, ask)
-                if part != PREFILL:
-                    ask = self._above_floor(entry, self._with_margin(entry, ask) if entry.displaced else ask)
-                asks.append(ask)
-        return asks
-
-    def _asks_behind_own(self, entry: RequestEntry) -> list[PlacementAsk]:
-        """As `_asks`, of a request that kept the first pages of its prompt: the rest is computed behind them."""
-        if self._takes_steps(entry.facts.prompt_tokens - entry.kept_tokens):
-            return [ask._replace(by_steps=True) for ask in self._asks_of(entry, DECODE)]
-        if self.prefix_reuse.whole(entry.own_pages) != entry.own_pages:  # of workers with other prompt chunks
-            return []
-        slab_pages = pages_for(entry.facts.prompt_tokens)
-        asks = self._asks_of(entry, BOTH)
-        return [ask._replace(need=replace(ask.need, slab_pages=slab_pages)) for ask in asks]
-
-    def _takes_steps(self, rest_tokens: int) -> bool:
-        """Whether the rest of a prompt behind its own pages goes through decode steps: less than a page does, where its
-        rows need not be the bits of prefill."""
-        return self.prefix_reuse.with_generated and rest_tokens <= PAGE_TOKENS
-
-    def _sharing(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
-        """`ask`, beginning with what is cached on its node; a short rest needs no slab."""
-        share = self.prefix_reuse.match(entry, ask.worker.node)
-        if not share.size:
-            return ask
-        need, rest = ask.need, entry.facts.prompt_tokens - share.size * PAGE_TOKENS
-        by_steps = need.slab_pages > 0 and self._prefers_steps(ask.worker, rest)
-        slab_pages = 0 if by_steps else need.slab_pages
-        need = Memory(need.host_pages - share.size, need.hot_chunks, need.index_pages, slab_pages, need.seats)
-        return PlacementAsk(ask.worker, ask.pages, ask.hot_sizes, need, ask.spare_chunks, ask.decoder, share, by_steps)
-
-    def _prefers_steps(self, worker: WorkerEntry, rest_tokens: int) -> bool:
-        if not self.prefix_reuse.with_generated or rest_tokens > REST_TOKENS_MAX:
-            return False
-        return self.prefill_costs.prefers_steps(worker.name, rest_tokens, worker.port.step_s())
-
-    def need_of(self, ask: PlacementAsk) -> Memory:
-        """What it takes from what is free now: of the cached pages that it shares, those that nothing else holds."""
-        if not ask.share.size:
-            return ask.need
-        return ask.need.plus(Memory(self.held_after(ask.worker.node).count_unheld(ask.share)))
-
-    def _pairs(self, entry: RequestEntry) -> list[PlacementAsk]:
-        """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
-        there is one, or else of another that can take its rows in."""
-        is_direct = entry.facts.prefill_mode == DIRECT
-        first = [ask for ask in self._asks_of(entry, PREFILL) if is_direct or not ask.worker.decodes]
-        if not first:
-            return []
-        second = self._asks_of(entry, DECODE)
-        second.sort(key=lambda ask: (self._fits(ask), self._preference(ask)), reverse=True)
-        pairs: list[PlacementAsk] = []
-        for ask in first:
-            worker = ask.worker
-            able = [it for it in second if worker.hands_to(it.worker)]
-            other = next((it for it in able if it.worker.node == worker.node), next(iter(able), None))
-            if other is not None:
-                is_near = other.worker.node == worker.node
-                pages = other.pages if is_near else pages_for(entry.facts.prompt_tokens)
-                share = NO_PAGES if is_near else self.prefix_reuse.match(entry, worker.node)
-                need = Memory(0 if is_near else pages - share.size, 0, pages, ask.need.slab_pages, 1)
-                decoder = self._sharing(entry, other)
-                pairs.append(PlacementAsk(worker, pages, [NO_HOT_SIZE], need, 0, decoder, share))
-        return pairs
-
-    def _shape(self, entry: RequestEntry, worker: WorkerEntry, part: str) -> _Shape | None:
-        length = entry.length
-        if misfit(length, worker.capacity, worker.name, part):
-            return None
-        pages = max(pages_wanted(length, self.ahead_tokens, worker.capacity), entry.pages)
-        hot_sizes = self._hot_sizes(entry, pages, worker)
-        memory = first_memory(length, pages, entry.pages, hot_sizes[0])
-        return _Shape(pages, hot_sizes, memory if part != DECODE else replace(memory, slab_pages=0))
-
-    def _fits(self, ask: PlacementAsk) -> bool:
-        free, need = self.free.on(ask.worker), ask.need
-        if free.host_pages - need.host_pages < ask.share.size:  # whether it fits hangs on who holds the shared pages
-            need = self.need_of(ask)
-        return free.covers(need) and (ask.decoder is None or self._fits(ask.decoder))
-
     def _promise(self, entry: RequestEntry) -> None:
         """What a prompt under way was promised counts as taken for all requests after it."""
         worker = self.placement_table.workers.get(entry.decoder)
-        shape = self._shape(entry, worker, DECODE) if worker is not None and worker.takes else None
+        shape = self.candidates.shape(entry, worker, DECODE) if worker is not None and worker.takes else None
         if worker is not None and shape is not None:
             has_transfer = entry.transfer_id in self.placement_table.transfers  # with a seat and host pages
             need = replace(
                 shape.need, seats=int(not has_transfer), host_pages=0 if has_transfer else shape.need.host_pages
             )
             self.free.promise(worker, need)
-
-    def _hot_sizes(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
-        if is_pinned(entry, worker):
-            return [forced_hot_size(entry.ordered.forced_slots, pages)]
-        return given_sizes(pages, worker)
-
-    def _with_margin(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
-        """Add what better-ranked requests may still come to need, so that they will not displace it again."""
-        target = ask.worker
-        chunks = index_pages = host_pages = 0
-        for worker in self.placement_table.of_node(target.node):
-            for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
-                ahead = self.placement_table.by_rank[rank]
-                growth = max(0, page_limit(ahead.length, worker.capacity) - ahead.pages)
-                host_pages += growth
-                if worker is target:
-                    index_pages += growth
-                    chunks += max(0, least_chunks(ahead.length, worker.capacity) - ahead.chunks)
-        return ask._replace(need=ask.need.plus(Memory(host_pages, chunks, index_pages)), spare_chunks=chunks)
-
-    def _above_floor(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
-        """Add what requests ahead of it there lack of their hot floor and, for one that left for their sake, what
-        residents among them need soon, so that it does not leave again at once."""
-        worker = ask.worker
-        if worker.hot_floor is None:
-            return ask
-        chunks = 0
-        for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
-            ahead = self.placement_table.by_rank[rank]
-            if ahead.phase is EntryPhase.RUNNING and (size := self._lacked(ahead, worker)) is not None:
-                chunks += size.hot_chunks - ahead.chunks
-            elif entry.thinned and ahead.hot.hot_slots == RESIDENT:
-                growth = page_limit(ahead.length, worker.capacity) - ahead.pages
-                chunks += max(0, min(FLOOR_MARGIN_PAGES, growth))
-        need = ask.need.plus(Memory(hot_chunks=chunks))
-        return ask._replace(need=need, spare_chunks=ask.spare_chunks + chunks)
-
-    def _preference(self, ask: PlacementAsk) -> tuple[bool, bool, int, bool, int, int, int, int]:
-        """Rather directly, and within a node; where fewest tokens are to be computed before its first, those of prompts
-        that came before among them, if some of its own are cached anywhere; rather where it can be resident; then on
-        the rank with the fewest requests, since the slowest rank of a group sets its step; then where chunks are
-        plenty, then where seats are, first those of the worker that decodes."""
-        last = ask.decoder or ask
-        free, seats = self.free.on(last.worker), self.free.on(ask.worker).seats
-        is_near, is_resident = last.worker.node == ask.worker.node, last.hot_sizes[-1].hot_chunks <= free.hot_chunks
-        return (
-            ask.decoder is not None,
-            is_near,
-            -self._pages_ahead(ask),
-            is_resident,
-            self._crowding(last.worker),
-            free.hot_chunks,
-            free.seats,
-            seats,
-        )
-
-    def _pages_ahead(self, ask: PlacementAsk) -> int:
-        """Of prompts, its own among them, that are computed on its worker before its first token."""
-        if not self.weighs_prefixes:
-            return 0
-        before = (it for it in self.placement_table.computing.values() if it.worker == ask.worker.name)
-        return sum(it.slab_pages - it.shared_pages for it in before) - int(ask.prefix.size)
 
     def _admit(self, entry: RequestEntry, ask: PlacementAsk) -> None:
         worker = ask.worker
@@ -509,7 +267,7 @@ class _Plan:
             fresh = transfer.pages - transfer.share.size if transfer else 0
             promised = replace(ask.decoder.need, host_pages=fresh + unheld)
             self.free.promise(ask.decoder.worker, promised)
-            self.promised[decoder] += 1
+            self.candidates.add_promised(decoder)
         self.decisions.append(
             AdmitDecision(
                 entry,
@@ -528,8 +286,8 @@ class _Plan:
 
     def _hold(self, node: str, share: Int32Array) -> int:
         """These cached pages of `node` will be held; how many nothing but the cache holds before."""
-        unheld = self.held_after(node).count_unheld(share)
-        self.held_after(node).hold(share)
+        unheld = self.free.held_after(node).count_unheld(share)
+        self.free.held_after(node).hold(share)
         return unheld
 
     def _open_transfer(self, entry: RequestEntry, ask: PlacementAsk) -> Transfer | None:
@@ -565,7 +323,7 @@ class _Plan:
         ask = PlacementAsk(worker, pages, [], _growth(entry, pages))
         if ask.need.hot_chunks > self.free.on(worker).hot_chunks and self._become_managed(entry, worker, pages):
             return
-        if self._make_room(entry, [ask]) and self._fits(ask):
+        if self._make_room(entry, [ask]) and self.candidates.fits(ask):
             self._grow(entry, worker, pages)
 
     def _grow(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> None:
@@ -611,7 +369,7 @@ class _Plan:
                 self.placement_table,
                 part.worker,
                 free,
-                self.need_of(part),
+                self.candidates.need_of(part),
                 entry,
                 self.freeing(part.worker.node, part.share),
             )
@@ -630,12 +388,12 @@ class _Plan:
             self._retract(victim, True, Cause.GPU_MEMORY, f"GPU memory goes to {whom}")
         for shrunk, hot_size in remedy.shrink:
             self._resize(shrunk, worker, hot_size)
-        need = self.need_of(ask)
+        need = self.candidates.need_of(ask)
         if not self.free.on(worker).covers(need):
             self.free.claim(worker, remedy.will_be_free.minus(need))
 
     def _demote(self, entry: RequestEntry, reason: str) -> None:
-        self.free.add_host_pages(entry.node, self.held_after(entry.node).add(entry.placement))
+        self.free.add_host_pages(entry.node, self.free.held_after(entry.node).add(entry.placement))
         self.decisions.append(DemoteDecision(entry, entry.node, entry.placement, reason))
         self.placement_table.demote(entry)
 
@@ -673,7 +431,7 @@ class _Plan:
 
     def _hand_over(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
         """No request is retracted for it; shrinking is left to its admission, which follows."""
-        for ask in self._asks_of(entry, DECODE):
+        for ask in self.candidates.of_part(entry, DECODE):
             target = ask.worker
             free = self.free.on(target)
             remedy = find_preemption(self.placement_table, target, free, ask.need, entry, self.freeing(target.node))
@@ -704,7 +462,7 @@ class _Plan:
             if worker.hot_floor is None or not worker.takes:
                 continue
             self._probe(worker)
-            below = [(it, size) for it in self._resizable(worker) if (size := self._lacked(it, worker)) is not None]
+            below = [(it, size) for it in self._resizable(worker) if (size := size_at_floor(it, worker)) is not None]
             below = [(it, size) for it, size in below if it.request_index != worker.probed]
             starving = (it for it in self.placement_table.starving.values() if it.worker == worker.name)
             if not any(it.hot.hot_slots == RESIDENT for it in starving):
@@ -712,11 +470,6 @@ class _Plan:
             is_settled = not worker.leaving and not worker.resizing
             if is_settled and len(below) > BELOW_FLOOR_SHARE * len(worker.ranks):
                 self._thin_out(worker, below)
-
-    def _lacked(self, entry: RequestEntry, worker: WorkerEntry) -> HotSize | None:
-        """The size at the floor of a request below it; None: it is not below, or pinned."""
-        size = given_sizes(entry.pages, worker)[0]
-        return size if entry.chunks < size.hot_chunks and not is_pinned(entry, worker) else None
 
     def _probe(self, worker: WorkerEntry) -> None:
         """The last in rank that can gets the hot size that is to be observed."""
@@ -781,28 +534,17 @@ class _Plan:
         again, where that can be. Its own node may do that too: pages of a prompt that was to be decoded on another
         lie there."""
         for entry in list(self.placement_table.kept.values()):
-            if entry.ordered.held or entry.transfer_id or self._asks(entry) or not self._could_begin_anew(entry):
+            if (
+                entry.ordered.held
+                or entry.transfer_id
+                or self.candidates.of(entry)
+                or not self.candidates.could_begin_anew(entry)
+            ):
                 entry.stranded_at = None
             elif entry.stranded_at is None:
                 entry.stranded_at = self.now
             elif self.now - entry.stranded_at >= STRANDED_LIMIT_S:
                 self._demote(entry, f"no worker on {entry.node} could decode it for {STRANDED_LIMIT_S:g} s")
-
-    def _could_begin_anew(self, entry: RequestEntry) -> bool:
-        """Whether there are workers who could take it on from its prompt."""
-
-        def able(part: str) -> list[WorkerEntry]:
-            takers = (
-                it for it in self.placement_table.workers.values() if it.takes and it.capacity.role in (part, BOTH)
-            )
-            return [it for it in takers if self._shape(entry, it, part)]
-
-        if entry.facts.prefill_mode != DIRECT and able(BOTH):
-            return True
-        pairs = ((one, other) for one in able(PREFILL) for other in able(DECODE) if one is not other)
-        return entry.facts.prefill_mode != STAGED and any(
-            one.hands_to(other) and (entry.facts.prefill_mode == DIRECT or not one.decodes) for one, other in pairs
-        )
 
 
 def _cost(remedies: list[Preemption]) -> tuple[int, ...]:

@@ -238,6 +238,12 @@ def given_sizes(pages: int, worker: WorkerEntry) -> list[HotSize]:
     return given if given[0].hot_chunks <= worker.capacity.hot_chunks else hot_sizes
 
 
+def size_at_floor(entry: RequestEntry, worker: WorkerEntry) -> HotSize | None:
+    """The hot size at the floor of `worker` for a request there that is below it; None: it is not, or is pinned."""
+    size = given_sizes(entry.pages, worker)[0]
+    return size if entry.chunks < size.hot_chunks and not is_pinned(entry, worker) else None
+
+
 def _keeps_to_floor(asker: RequestEntry, worker: WorkerEntry) -> bool:
     """A request that is to come does, be it from a worker that drains; one that runs there need not."""
     return asker.phase is not EntryPhase.RUNNING or asker.worker != worker.name

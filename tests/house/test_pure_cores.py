@@ -24,6 +24,7 @@ PURE = [
     "coordinator/memory/ledger",
     "coordinator/memory/page_ages",
     "coordinator/memory/prefix_index",
+    "coordinator/scheduling/candidates",
     "coordinator/scheduling/commands",
     "coordinator/scheduling/decisions",
     "coordinator/scheduling/dispatch",

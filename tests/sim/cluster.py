@@ -30,6 +30,7 @@ import trio._core._run
 
 import coordinator.memory.changes
 import coordinator.memory.host_pool
+import coordinator.scheduling.candidates
 import coordinator.scheduling.hot_sizing
 import coordinator.scheduling.policy
 import coordinator.service
@@ -598,8 +599,8 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         (WorkerLinks, "_apply", tapped_report),
         *_tapped_for_groups(cluster),
         (coordinator.memory.host_pool, "apply", tapped_apply),
-        (coordinator.scheduling.policy._Plan, "_prefers_steps", lambda _, __, rest: rest in SHORT_RESTS),
-        (coordinator.scheduling.policy._Plan, "_takes_steps", lambda _, rest: rest in SHORT_RESTS),
+        (coordinator.scheduling.candidates.Candidates, "_prefers_steps", lambda _, __, rest: rest in SHORT_RESTS),
+        (coordinator.scheduling.candidates.Candidates, "_takes_steps", lambda _, rest: rest in SHORT_RESTS),
         (coordinator.scheduling.hot_sizing, "HotFloor", _drawn_floors(random.Random(f"{cluster.seed} floors"))),
         *((coordinator.scheduling.hot_sizing, name, value) for name, value in HASTY_LOOKS.items()),
     )

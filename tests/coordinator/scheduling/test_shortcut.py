@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.memory.prefix_index import Chain
+from coordinator.scheduling.candidates import Candidates
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.free_memory import PlacementAsk
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.policy import _Plan
 from coordinator.scheduling.prefix_reuse import OWN, PrefixReuse
 from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.messages import AUTO, BOTH, DIRECT, PREFILL, STAGED, GroupMember
@@ -88,19 +88,19 @@ def repr_of(decision: object) -> str:
 
 
 def test_plain_requests_go_where_all_workers_asked_would_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_ask, taken = _Plan._plain_ask, list[str]()
+    plain, taken = Candidates.plain, list[str]()
 
-    def counted(plan: _Plan, entry: RequestEntry) -> PlacementAsk | None:
-        ask = plain_ask(plan, entry)
+    def counted(candidates: Candidates, entry: RequestEntry) -> PlacementAsk | None:
+        ask = plain(candidates, entry)
         if ask is not None:
             taken.append(ask.worker.name)
         return ask
 
     for check in ("_check_row", "check_memory"):  # fake workers take a page for one request's, and here some are shared
         monkeypatch.setattr(FakeWorker, check, lambda *_: None)
-    monkeypatch.setattr(_Plan, "_plain_ask", counted)
+    monkeypatch.setattr(Candidates, "plain", counted)
     quick = [history(seed) for seed in range(SEEDS)]
-    monkeypatch.setattr(_Plan, "_plain_ask", lambda *_: None)
+    monkeypatch.setattr(Candidates, "plain", lambda *_: None)
     slow = [history(seed) for seed in range(SEEDS)]
     assert quick == slow
     assert len(taken) > 10 * SEEDS
