@@ -361,6 +361,7 @@ async def test_slow_reader_does_not_delay_other_clients(tmp_path: Path) -> None:
     """Its cursor stays. When it reads again it gets every position; the other clients get theirs meanwhile (I5)."""
     total = 60_000
     async with running(GatewayRig(tmp_path, queue_messages=5)) as rig:
+        rig.scheduler.served = msgspec.structs.replace(MODEL, context_max_tokens=2 * total)
         slow = await DealerSocket.connect(rig.client_socket.endpoint, message_bytes_max=1 << 20, queue_messages=5)
         await say(slow, messages.Hello(PROTOCOL_VERSION, "client"))
         await hear(slow)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from hisparse.client.client import open_client
 from protocol import messages
+from protocol.arrays import pack_int32
 from protocol.messages import PROTOCOL_VERSION, Sampling
 from protocol.transport.dealer import DealerSocket
 from tests.coordinator.workers.test_worker_link import Rig as LinkRig
@@ -95,6 +96,7 @@ def test_hostile_clients(frames: list[bytes]) -> None:
 
 @FUZZ
 @given(hostile_frames(ADMIN_SEEDS))
+@example([messages.encode(messages.Submit(1, pack_int32([1]), Sampling(0, logprobs=1 << 62), "fuzz"))])
 def test_hostile_admins(frames: list[bytes]) -> None:
     """An operator may stop others' requests by right; here the commands are recorded, and nothing else may happen."""
     run(against_gateway, "admin", frames)

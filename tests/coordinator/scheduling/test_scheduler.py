@@ -253,6 +253,7 @@ async def test_tokens_and_sampling_are_checked() -> None:
             ([1], {"temperature": float("nan")}, "temperature=nan"),
             ([1], {"top_p": 0.0}, "top_p=0"),
             ([1], {"seed": -1}, "seed=-1"),
+            ([1], {"logprobs": 1 << 62}, "logprobs=4611686018427387904: must be 0 to 20"),
             ([1], {"stop": ("",)}, "stop=0 characters"),
             ([1], {"stop": ("x",) * 17}, "stop=17"),
         ):

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import trio
 
 from coordinator.scheduling.events import Ending, Handle, Listener
+from coordinator.scheduling.validation import check_submit
 from coordinator.tokens.token_log import TokenLog
 from protocol import messages
-from protocol.errors import BadInput, HiSparseError, NotFound, WrongState
+from protocol.errors import HiSparseError, NotFound, WrongState
 from protocol.logprobs import row_words
 from tests.support.progress import LINK, RequestEntry, progress
 
@@ -72,18 +73,17 @@ class FakeScheduler:
         self, submit: messages.Submit, owner: str, user: str = "", *, prefix_tenant: str | None = None
     ) -> Handle:
         self._record("submit", submit)
-        if not submit.prompt:
-            raise BadInput("the prompt is empty", field="prompt", value="0 tokens", remedy="give at least one token")
         self._numbers += 1
         request_id = submit.request_id or f"r{self._numbers}"
         if request_id in self.request_indices:
             if self._facts[request_id] != _facts_of(submit, owner):
                 raise WrongState("the id is in use", field="request_id", value=request_id, remedy="choose another")
             return Handle(request_id, self.request_indices[request_id])  # sent again by a client that lost the answer
+        prompt = check_submit(submit, self.served or MODEL)
         self._facts[request_id] = _facts_of(submit, owner)
         words = self._words[request_id] = row_words(submit.sampling.logprobs)
         request_index = self.log.open(submit.sampling.max_tokens, words)
-        self.log.begin_placement(request_index, request_index + 1, len(submit.prompt) // 4, 1 << 20)
+        self.log.begin_placement(request_index, request_index + 1, prompt.size, 1 << 20)
         self.log.bind(request_index, LINK)
         self.request_indices[request_id] = request_index
         self.owners[request_id] = owner
