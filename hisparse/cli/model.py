@@ -30,10 +30,11 @@ def tiny(path: Path, family: str, topk: int, seed: int, fp8: bool, predictable: 
 
     try:
         from worker.runners.tiny import write_tiny_checkpoint
+
+        _prepare(path, force)
+        write_tiny_checkpoint(path, family=family, seed=seed, index_topk=topk, fp8=fp8, predictable=predictable)
     except ModuleNotFoundError as error:
         raise _lacks(error) from error
-    _prepare(path, force)
-    write_tiny_checkpoint(path, family=family, seed=seed, index_topk=topk, fp8=fp8, predictable=predictable)
     note(f"{family} checkpoint written to {path}; serve it with: hisparse up --model {path}")
 
 

@@ -36,9 +36,10 @@ RETIRED_NAMES += ("kept_admissions", "NOBODY")
 LEFT: dict[str, tuple[set[str], str]] = {
     "gate": (
         {"kernels/pointwise.py", "kernels/cuda/pointwise.py", "kernels/cuda/pointwise_triton.py"}
-        | {"worker/runners/experts.py", "worker/runners/layers.py", "worker/runners/tiny.py", "kernels/block_fp8.py"}
+        | {"worker/runners/experts.py", "worker/runners/layers.py", "worker/runners/tiny_weights.py"}
+        | {"benchmarks/block_fp8.py"}
         | {"tests/gpu/test_pointwise.py", "tests/gpu/test_block_fp8.py", "tests/kernels/test_block_fp8.py"}
-        | {"kernels/cuda/block_fp8.py", "kernels/cuda/block_fp8_triton.py", "benchmarks/block_fp8.py"}
+        | {"kernels/block_fp8.py", "kernels/cuda/block_fp8.py", "kernels/cuda/block_fp8_triton.py"}
         | {"worker/weights/layout.py", "worker/weights/model.py", "worker/weights/modules.py"},
         "the gate projection of an MLP and its experts, as the model library spells it",
     ),

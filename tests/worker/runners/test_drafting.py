@@ -15,7 +15,7 @@ from protocol.errors import BadInput, ConfigError, InternalError
 from protocol.messages import ModelInfo
 from tests.support import runner_rig
 from tests.support.runner_rig import Rig
-from worker.runners import tiny
+from worker.runners import tiny_weights
 from worker.runners.checkpoint import geometry_of
 from worker.runners.layers import Layers
 from worker.runners.sampling import sample
@@ -60,8 +60,8 @@ def pair_of(family: str) -> Pair:
 
     config, generator = tiny_config(family, TOPK, 1_024), torch.Generator().manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
-    tiny._shape(model.requires_grad_(False), generator, predictable=False)
-    tiny._add_draft_layer(model, generator)
+    tiny_weights._shape(model.requires_grad_(False), generator, predictable=False)
+    tiny_weights._add_draft_layer(model, generator)
     layer = model.model.layers[-1]
     for norm in (model.model.norm, layer.enorm, layer.hnorm, layer.shared_head.norm):
         norm.weight += 0.2 * torch.randn(norm.weight.shape, generator=generator)

@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.errors import ConfigError
 from tests.support.runner_rig import Rig
-from worker.runners import tiny
+from worker.runners import tiny_weights
 from worker.runners.checkpoint import fingerprint, read_config
-from worker.runners.tiny import FAMILIES, PRINTABLE, write_tiny_checkpoint
+from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny_weights import PRINTABLE
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.layout import tensors_of
 
@@ -70,7 +71,7 @@ def test_draft_layer_is_drawn_behind_all_weights_of_the_model(tmp_path: Path, fa
     config = AutoConfig.from_pretrained(tmp_path)
     assert extra == {it.name for it in tensors_of(config, draft_layer=True)} - {it.name for it in tensors_of(config)}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).requires_grad_(False)
-    tiny._shape(model, torch.Generator().manual_seed(0), predictable=False)
+    tiny_weights._shape(model, torch.Generator().manual_seed(0), predictable=False)
     for name in stored.keys() - extra:
         if ".experts." not in name:
             assert torch.equal(stored[name], model.state_dict()[name]), name
