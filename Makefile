@@ -7,7 +7,12 @@ PYTEST_FLAGS ?=
 # Processes that share the suite: one more than cores, since some tests wait. Each may run a cluster of five more, so there
 # are four at most.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
+# The third of the deep tests that `make test` runs: 0, 1, 2, or that of the number of commits.
+PART ?= auto
 PARALLEL = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=load --maxschedchunk=1
+APART := not compose and not guide and not upgrade and not cluster
+# Processes that tests start would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 CHECKED := $(addprefix tests/,house protocol metrics coordinator worker/link worker/pool worker/transfer)
 SEEDS ?= 10000
 START ?= 0
@@ -16,7 +21,7 @@ MESSAGES ?= 100000
 BODIES ?= 10000
 FUZZ_S ?= 3600
 
-.PHONY: demo test check transfer-test cluster-test compose-test upgrade-test follow-docs lock sim fuzz format lint report bench install prometheus clean
+.PHONY: demo test test-all check transfer-test cluster-test compose-test upgrade-test follow-docs lock sim fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -31,7 +36,11 @@ demo: $(STAMP)
 	$(BIN)/hisparse demo
 
 test: lint prometheus
-	$(PARALLEL) --durations=20 -m "not compose and not guide and not upgrade and not cluster" $(PYTEST_FLAGS)
+	$(PARALLEL) --durations=20 -m "$(APART)" --part=$(PART) $(PYTEST_FLAGS)
+
+# With all deep tests. PYTEST_FLAGS=--store-durations keeps their seconds, by which the parts of `make test` are balanced.
+test-all: lint prometheus
+	$(PARALLEL) --durations=20 -m "$(APART)" $(PYTEST_FLAGS)
 
 # What to run before each commit: no processes, no models.
 check: lint

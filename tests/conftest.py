@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from protocol.logs import ROOT as ROOT_LOGGER
+from tests.support import history, tier
 
 #: Of torch, here and in child processes: more threads would take the cores from the tests beside this one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +35,20 @@ LONG: Final = ("sim", "mutation", "process", "compile")
 GPU_LOCK: Final = Path(tempfile.gettempdir()) / f"hisparse-tests-gpu-{os.getuid()}.lock"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    tier.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count commits in the first process, before it starts the others, which take its answer."""
+    history.first_parent_commits()
+    tier.store_durations(config)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [history.header(history.first_parent_commits()), tier.header(config)]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect without Python's collector, and leave what was collected out of its passes: all of it lives on."""
@@ -47,7 +62,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Among several processes, long tests begin first: the end of a run waits for short ones."""
+    """Leave out the deep tests of other parts. Among several processes, long tests begin first: the end of a run waits
+    for short ones."""
+    tier.deselect_other_parts(config, items)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not any(map(item.get_closest_marker, LONG)))
 

@@ -1,0 +1,39 @@
+"""The parts of the deep tests: every one is in exactly one of them, and they take about the same time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import ROOT
+from tests.support.tier import DURATIONS, PARTS, UNKNOWN_S, deal, part_of
+
+DURATIONS_S = st.dictionaries(st.text("abc[]", min_size=1, max_size=4), st.floats(0.1, 300.0), max_size=30)
+
+
+@given(DURATIONS_S, st.sets(st.text("xyz", min_size=1, max_size=2), max_size=9))
+def test_each_deep_test_is_in_one_part(durations_s: dict[str, float], unknown: set[str]) -> None:
+    tests = sorted(unknown | set(durations_s))
+    parts = deal(tests, durations_s)
+    assert len(parts) == PARTS
+    assert sorted(name for part in parts for name in part) == tests
+    sums_s = [sum(durations_s.get(name, UNKNOWN_S) for name in part) for part in parts]
+    longest = max([durations_s.get(name, UNKNOWN_S) for name in tests], default=0.0)
+    assert max(sums_s) - min(sums_s) <= longest + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("option", "commits", "part"),
+    [("", 962, None), ("auto", 962, 2), ("auto", 963, 0), ("auto", None, 0), ("1", 963, 1), ("1", None, 1)],
+)
+def test_part_of_a_run(option: str, commits: int | None, part: int | None) -> None:
+    assert part_of(option, commits) == part
+
+
+def test_durations_are_of_tests_that_exist() -> None:
+    for test in json.loads(DURATIONS.read_text()):
+        path, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), test
