@@ -20,122 +20,62 @@ torch is imported when a name is first used; without it that raises ConfigError.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-__all__ = [
-    "PAGE_TOKENS",
-    "SEAT_ROWS_MAX",
-    "SLOTS_MAX",
-    "TAIL_SLOTS_MAX",
-    "TOPK_MAX",
-    "BackupPlan",
-    "DeviceState",
-    "Geometry",
-    "MissPlan",
-    "RowFormat",
-    "StepBatch",
-    "Tripwire",
-    "attend_rows",
-    "begin_step",
-    "check_state",
-    "clear_seat",
-    "copy_keys_to_device",
-    "copy_rows_to_device",
-    "copy_rows_to_host",
-    "encode",
-    "gather_rows",
-    "grow_managed",
-    "hadamard",
-    "hold_tokens",
-    "index_key_format",
-    "index_topk",
-    "init_managed",
-    "init_resident",
-    "kv_row_format",
-    "latest_tokens",
-    "managed_chunks",
-    "pages_for",
-    "prepare",
-    "prepare_attention",
-    "prepare_encode",
-    "prepare_index",
-    "prepare_prompt",
-    "prompt_topk",
-    "read_index_keys",
-    "read_slab_rows",
-    "replay_misses",
-    "shrink_managed",
-    "swap_in",
-    "write_index_keys",
-    "write_new_rows",
-    "write_prompt_index_keys",
-    "write_slab_rows",
-]
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kernels.attention import attend_rows, prepare_attention
-    from kernels.backend import prepare
-    from kernels.begin_step import begin_step
-    from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
-    from kernels.encode import encode, prepare_encode
-    from kernels.index_topk import index_topk, prepare_index
-    from kernels.integrity import check_state
-    from kernels.layout import Geometry
-    from kernels.prompt_topk import prepare_prompt, prompt_topk
-    from kernels.row_format import RowFormat, hadamard, index_key_format, kv_row_format
-    from kernels.rows import (
-        gather_rows,
-        read_index_keys,
-        read_slab_rows,
-        write_index_keys,
-        write_new_rows,
-        write_prompt_index_keys,
-        write_slab_rows,
-    )
-    from kernels.seat import (
-        clear_seat,
-        grow_managed,
-        hold_tokens,
-        init_managed,
-        init_resident,
-        latest_tokens,
-        shrink_managed,
-    )
-    from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, Tripwire
-    from kernels.swap_in import replay_misses, swap_in
-    from protocol.units import (
-        PAGE_TOKENS,
-        SEAT_ROWS_MAX,
-        SLOTS_MAX,
-        TAIL_SLOTS_MAX,
-        TOPK_MAX,
-        managed_chunks,
-        pages_for,
-    )
+    # What the module exports. At run time hisparse.lazy reads these lines.
+    from kernels.attention import attend_rows as attend_rows
+    from kernels.attention import prepare_attention as prepare_attention
+    from kernels.backend import prepare as prepare
+    from kernels.begin_step import begin_step as begin_step
+    from kernels.copy_rows import copy_keys_to_device as copy_keys_to_device
+    from kernels.copy_rows import copy_rows_to_device as copy_rows_to_device
+    from kernels.copy_rows import copy_rows_to_host as copy_rows_to_host
+    from kernels.encode import encode as encode
+    from kernels.encode import prepare_encode as prepare_encode
+    from kernels.index_topk import index_topk as index_topk
+    from kernels.index_topk import prepare_index as prepare_index
+    from kernels.integrity import check_state as check_state
+    from kernels.layout import Geometry as Geometry
+    from kernels.prompt_topk import prepare_prompt as prepare_prompt
+    from kernels.prompt_topk import prompt_topk as prompt_topk
+    from kernels.row_format import RowFormat as RowFormat
+    from kernels.row_format import hadamard as hadamard
+    from kernels.row_format import index_key_format as index_key_format
+    from kernels.row_format import kv_row_format as kv_row_format
+    from kernels.rows import gather_rows as gather_rows
+    from kernels.rows import read_index_keys as read_index_keys
+    from kernels.rows import read_slab_rows as read_slab_rows
+    from kernels.rows import write_index_keys as write_index_keys
+    from kernels.rows import write_new_rows as write_new_rows
+    from kernels.rows import write_prompt_index_keys as write_prompt_index_keys
+    from kernels.rows import write_slab_rows as write_slab_rows
+    from kernels.seat import clear_seat as clear_seat
+    from kernels.seat import grow_managed as grow_managed
+    from kernels.seat import hold_tokens as hold_tokens
+    from kernels.seat import init_managed as init_managed
+    from kernels.seat import init_resident as init_resident
+    from kernels.seat import latest_tokens as latest_tokens
+    from kernels.seat import shrink_managed as shrink_managed
+    from kernels.state import BackupPlan as BackupPlan
+    from kernels.state import DeviceState as DeviceState
+    from kernels.state import MissPlan as MissPlan
+    from kernels.state import StepBatch as StepBatch
+    from kernels.state import Tripwire as Tripwire
+    from kernels.swap_in import replay_misses as replay_misses
+    from kernels.swap_in import swap_in as swap_in
+    from protocol.units import PAGE_TOKENS as PAGE_TOKENS
+    from protocol.units import SEAT_ROWS_MAX as SEAT_ROWS_MAX
+    from protocol.units import SLOTS_MAX as SLOTS_MAX
+    from protocol.units import TAIL_SLOTS_MAX as TAIL_SLOTS_MAX
+    from protocol.units import TOPK_MAX as TOPK_MAX
+    from protocol.units import managed_chunks as managed_chunks
+    from protocol.units import pages_for as pages_for
 else:
     from hisparse.lazy import attributes as _attributes
     from protocol.errors import ConfigError as _ConfigError
 
-    #: Names by the module that defines them.
-    _HOMES: Final = {
-        "kernels.attention": "attend_rows prepare_attention",
-        "kernels.backend": "prepare",
-        "kernels.begin_step": "begin_step",
-        "kernels.copy_rows": "copy_keys_to_device copy_rows_to_device copy_rows_to_host",
-        "kernels.encode": "encode prepare_encode",
-        "kernels.index_topk": "index_topk prepare_index",
-        "kernels.integrity": "check_state",
-        "kernels.layout": "Geometry",
-        "kernels.prompt_topk": "prepare_prompt prompt_topk",
-        "kernels.row_format": "RowFormat hadamard index_key_format kv_row_format",
-        "kernels.rows": "gather_rows read_index_keys read_slab_rows write_index_keys write_new_rows "
-        "write_prompt_index_keys write_slab_rows",
-        "kernels.seat": "clear_seat grow_managed hold_tokens init_managed init_resident latest_tokens shrink_managed",
-        "kernels.state": "BackupPlan DeviceState MissPlan StepBatch Tripwire",
-        "kernels.swap_in": "replay_misses swap_in",
-        "protocol.units": "PAGE_TOKENS SEAT_ROWS_MAX SLOTS_MAX TAIL_SLOTS_MAX TOPK_MAX managed_chunks pages_for",
-    }
-    _get, __dir__ = _attributes(__name__, _HOMES)
+    _get, __dir__ = _attributes(__name__)
 
     def __getattr__(name: str) -> object:
         try:

@@ -1,27 +1,40 @@
-"""Names of a module that are imported from their homes when they are first used (PEP 562)."""
+"""Names of a module that are imported from their homes when they are first used (PEP 562).
+
+The module's imports for type checkers are the one list of these names, a line each: `from HOME import NAME as NAME`.
+They are read from the module's source at the first use of a name.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 
 
-def attributes(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for `module`, which has an `__all__`.
+def attributes(module: str, *others: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` for `module`; its `__all__` has `others` too."""
 
-    `homes` has names, split by blanks, by the module that defines them.
-    """
-    home_of = {name: home for home, names in homes.items() for name in names.split()}
+    @cache
+    def homes() -> dict[str, str]:
+        import linecache
+
+        found = vars(sys.modules[module])
+        lines = map(str.split, linecache.getlines(found["__file__"], found))
+        return {words[5]: words[1] for words in lines if words[4:] and words[3:] == [words[3], "as", words[3]]}
 
     def get(name: str) -> object:
-        if name not in home_of:
+        value: object
+        if name == "__all__":
+            value = sorted((*homes(), *others))
+        elif name in homes():
+            value = getattr(import_module(homes()[name]), name)
+        else:
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-        value: object = getattr(import_module(home_of[name]), name)
         setattr(sys.modules[module], name, value)
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[module]), *sys.modules[module].__all__})
+        return sorted({*vars(sys.modules[module]), *homes(), *others})
 
     return get, names

@@ -1,4 +1,4 @@
-"""Integer arrays on the wire: little-endian bytes to and from numpy, without copying on the way in."""
+"""Integer arrays on the wire: little-endian bytes to and from numpy, without copying on the way in. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory sizes as text: "256MiB", "auto"."""
+"""Memory sizes as text: "256MiB", "auto". Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors, one class for each cause, with what was wrong and what to do.
+"""Errors, one class for each cause, with what was wrong and what to do. Pure.
 
     class                              cause
     HiSparseError                      any; every error that may reach a user

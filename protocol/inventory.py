@@ -1,4 +1,4 @@
-"""The memory of a worker as rows of one struct, in its hello and in answers to audits.
+"""The memory of a worker as rows of one struct, in its hello and in answers to audits. Pure.
 
     hello    as of the commands applied and the reports acknowledged (worker/link/outbox.py). Reports that were not
              acknowledged are sent again after the welcome

@@ -1,4 +1,4 @@
-"""The whole wire protocol: every struct that crosses a ZMQ socket, the unions, the version and the codecs.
+"""The whole wire protocol: every struct that crosses a ZMQ socket, the unions, the version and the codecs. Pure.
 
 This file imports only msgspec. All structs are frozen and `array_like` (no field names on the wire). The first element
 of a message is its tag, which each struct spells out: renaming a struct changes nothing on the wire. Arrays of numbers

@@ -1,4 +1,4 @@
-"""Units of memory in coordinator, worker and kernels. The layout of bytes is in kernels/layout.py."""
+"""Units of memory in coordinator, worker and kernels. The layout of bytes is in kernels/layout.py. Pure."""
 
 from __future__ import annotations
 

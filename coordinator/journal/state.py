@@ -1,4 +1,4 @@
-"""The state that the journal's records lead to. Pure: `replay` makes it, `note` updates it for each appended record.
+"""The state that the journal's records lead to. Pure. `replay` makes it, `note` updates it for each appended record.
 
     records ──replay──► JournalState and token log   at start; coordinator.scheduling.recovery continues from it
     append  ──note────► JournalState                 while running; ledgers and token log are the live ones, changed by

@@ -1,4 +1,4 @@
-"""What actors say to each other, and the ports through which they reach the transport.
+"""What actors say to each other, and the ports through which they reach the transport. Pure.
 
 Who tells whom (asks go down the first column only, everything else is a tell):
 

@@ -1,4 +1,4 @@
-"""The life cycle of one request as a transition table. Pure: events in, actions out; `now` and token counts are
+"""The life cycle of one request as a transition table. Pure. Events in, actions out; `now` and token counts are
 arguments.
 
     QUEUED → PREFILLING ──────────────► READY → RUNNING → RELEASING → FINISHED | ABORTED | FAILED

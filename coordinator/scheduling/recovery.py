@@ -1,5 +1,5 @@
-"""What a coordinator makes of its journal at start: requests where they were, workers that are awaited. Pure but for
-the actors that its caller makes.
+"""What a coordinator makes of its journal at start: requests where they were, workers that are awaited. Pure. Its
+caller makes the actors.
 
     journal state of a request       it becomes
     ended                            an ended request, for as long as it would have been one

@@ -1,4 +1,4 @@
-"""What a submitted request must look like. Pure: refuse in full, with field, value and remedy, or accept in full."""
+"""What a submitted request must look like. Pure. Refuse in full, with field, value and remedy, or accept in full."""
 
 from __future__ import annotations
 

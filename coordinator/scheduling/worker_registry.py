@@ -1,4 +1,4 @@
-"""Which workers and nodes there are, and whether another one may join. Pure, but for opening a node's pool.
+"""Which workers and nodes there are, and whether another one may join. Pure.
 
 Workers of a coordinator serve one model (a request may run on any of them), and those of a node share one host pool.
 Both are pinned by the first to come, for as long as anything depends on them. A pool that was created anew (its id

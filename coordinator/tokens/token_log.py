@@ -1,4 +1,4 @@
-"""The generated tokens of every live request, in a few arrays: workers' reports append, client connections read.
+"""The generated tokens of every live request, in a few arrays: workers' reports append, client connections read. Pure.
 
 Tokens are not messages between actors (docs/architecture.md, section 2): 10,000 requests at 20 tokens a second would be
 200,000 task wake-ups. A report's arrays are appended here with numpy operations, and each client connection keeps a

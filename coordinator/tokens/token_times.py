@@ -1,4 +1,4 @@
-"""The time of each request's latest token, and the latencies that follow. Pure; arrays by request index.
+"""The time of each request's latest token, and the latencies that follow. Pure. Arrays by request index.
 
 Times are of arrival at the coordinator; a client sees a token later, by the commit of the journal and one flush. A
 worker reports at most once per interval, so tokens that arrive together count as evenly spaced since the previous

@@ -1,4 +1,4 @@
-"""The trace of one request, made of the transitions of its history. Pure: lines in, finished spans out.
+"""The trace of one request, made of the transitions of its history. Pure. Lines in, finished spans out.
 
     request ─┬─ queued        QUEUED         waits for memory
              ├─ prefill       PREFILLING     prompt computed, staged to host pages

@@ -8,7 +8,7 @@ links are ordered, and a rare loss affects all commands behind it.
     ─────────────┤ first_unacked ......... ├ cursor ....... ├ next
       forgotten          kept                     kept
 
-Pure: no clock (times are arguments), no socket.
+Pure. No clock (times are arguments), no socket.
 """
 
 from __future__ import annotations

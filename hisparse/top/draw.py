@@ -1,4 +1,4 @@
-"""A screen as lines of text: exactly `height` of them, none wider than `width`. Pure.
+"""A screen as lines of text: exactly `height` of them, none wider than `width`.
 
     head        the cluster and the connection to it
     pools       a line per node: host pages

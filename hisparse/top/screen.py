@@ -1,4 +1,4 @@
-"""State of the view and the selection: keys and samples in, asks out. Pure: without terminal and connection.
+"""State of the view and the selection: keys and samples in, asks out. Pure. Without terminal and connection.
 
 The selection is a name, not a line, because rows appear, vanish and move. An ask concerns the row that was selected
 when its key was pressed. Every command is confirmed first, by a question with its name; only y confirms.

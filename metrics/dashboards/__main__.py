@@ -1,3 +1,5 @@
+"""Write the JSON files of all dashboards: `python -m metrics.dashboards`."""
+
 from metrics.dashboards import DASHBOARDS, DIRECTORY, as_text
 
 for name, dashboard in DASHBOARDS.items():

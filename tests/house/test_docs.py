@@ -52,7 +52,6 @@ from protocol.config import OTHER_VARIABLES, SECTIONS, HostFacts, build
 from protocol.settings import CoordinatorSettings, HttpSettings
 from protocol.transport import watched
 from tests import ROOT
-from tests.house.test_pure_cores import PURE
 from worker.streams import FENCES
 from worker.transfer import receiving, sending
 
@@ -305,41 +304,11 @@ def test_each_target_of_make_exists() -> None:
     assert [(name, target) for name, target in named if target not in targets] == []
 
 
-def rooms() -> dict[str, str]:
-    """Rows of the map, by folder."""
-    table = ARCHITECTURE.split("## 3.")[1].split("## 4.")[0]
-    rows = {}
-    for line in table.splitlines():
-        if line.startswith("| `"):
-            folders, _, text = line.removeprefix("| ").partition(" | ")
-            rows |= dict.fromkeys(re.findall(r"`([\w/]+)/`", folders), text)
-    return rows
-
-
 def test_map_names_every_folder() -> None:
     named = set(re.findall(r"`([\w/]+)/`", ARCHITECTURE))
     packages = [ROOT / name for name in ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")]
     folders = {str(path.parent.relative_to(ROOT)) for it in packages for path in it.rglob("__init__.py")}
     assert folders - named == set()
-
-
-@pytest.mark.parametrize(
-    "folder", sorted(set(rooms()) - {"kernels", "metrics", "hisparse/cluster", "hisparse/demo", "hisparse/cli"})
-)
-def test_map_names_every_file_of_a_room(folder: str) -> None:
-    files = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py", "__main__.py"}
-    assert files == set(re.findall(r"`(\w+\.py)`", rooms()[folder]))
-
-
-def test_map_marks_the_pure_modules() -> None:
-    for folder, row in rooms().items():
-        for pure in re.findall(r"Pure: (.*?)(?:Shells?:| \|$)", row):
-            called = {f"{folder}/{name}" for name in re.findall(r"`(\w+)\.py`", pure)}
-            assert called - set(PURE) <= {
-                "coordinator/scheduling/events",
-                "worker/link/link_state",
-                "worker/link/outbox",
-            }
 
 
 def test_every_named_file_exists() -> None:

@@ -1,4 +1,4 @@
-"""How many requests of one length fit, and with which hot buffer: what `hisparse size` computes. Pure, no torch.
+"""How many requests of one length fit, and with which hot buffer: what `hisparse size` computes. Pure.
 
 Nothing is estimated: each choice of hot buffer is a worker sized by worker.device.sizing with that choice's settings,
 and what a request takes there is what admission would reserve for it (protocol.sizing) at its longest. So a figure

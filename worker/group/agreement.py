@@ -1,4 +1,4 @@
-"""Which round the ranks of a group run next. Pure, and the same on every rank: a function of gathered wishes alone.
+"""Which round the ranks of a group run next. Pure. The same on every rank: a function of gathered wishes alone.
 
 A *round* is what all ranks launch together: a prompt chunk of each rank that has one, or one decode step of all. At the
 end of each round every rank says what it wishes to run later, and all ranks gather these wishes. Wishes of round n are

@@ -1,4 +1,4 @@
-"""What rank 0 knows of its group and answers to the ranks. Pure: messages and times in, messages out.
+"""What rank 0 knows of its group and answers to the ranks. Pure. Messages and times in, messages out.
 
 Peers are known by the identity of their connection. All ranks join, rank 0 like the others; then all learn who they
 are. From then on the hub passes on standings, wakes and departures, and keeps the store through which

@@ -1,4 +1,4 @@
-"""What the ranks of a group say to rank 0, and rank 0 to them, over the control connection.
+"""What the ranks of a group say to rank 0, and rank 0 to them, over the control connection. Pure.
 
 Encryption: sockets.py. Unlike protocol/messages.py this never leaves a group, whose ranks run one
 version: `Join` names it first, and rank 0 refuses any other.

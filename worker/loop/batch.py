@@ -1,4 +1,4 @@
-"""One request on this worker, as plain host-side state: no tensor, no stream, no clock inside.
+"""One request on this worker, as plain host-side state: no tensor, no stream, no clock inside. Pure.
 
     PREFILLING ─ last chunk launched ─► STAGING ─ staged ─┐
         for its prompt alone: LEAVING, or SENDING ─ its pages were delivered to another node, or cannot be ─► LEAVING

@@ -1,0 +1,1 @@
+"""Model code behind one small protocol (base.py), and checkpoints to run it on."""

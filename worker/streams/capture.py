@@ -1,4 +1,4 @@
-"""What belongs to a graph while it is captured, and that all of it comes back to `compute`. Pure.
+"""What belongs to a graph while it is captured, and that all of it comes back to `compute`.
 
 `compute` is part of a capture from the start, another stream from its first wait for a fence of a part. Whatever such a
 stream does must be waited for by `compute` again before the capture ends: what a graph has not joined, a replay would

@@ -1,4 +1,4 @@
-"""What the sending end remembers of transfers, of their units, and of the receivers that they go to."""
+"""What the sending end remembers of transfers, of their units, and of the receivers that they go to. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiving end of page transfer as a state machine: what may be written, what has arrived, what is revoked.
+"""The receiving end of page transfer as a state machine: what may be written, what has arrived, what is revoked. Pure.
 
     open ──► WAITING ──Begin──► LIVE ──all pages checked──► (arrived)
                 │                │ revoke; Stopped from the sender

@@ -1,4 +1,4 @@
-"""What the sending end's core asks its shell and its engines to do."""
+"""What the sending end's core asks its shell and its engines to do. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sending end of page transfer as a state machine: what is posted, what has landed, what is tried again.
+"""The sending end of page transfer as a state machine: what is posted, what has landed, what is tried again. Pure.
 
     of a transfer   BEGINNING ──Ready──► SENDING ──every unit checked──► (delivered)
                       │                   │ StopWriting, cancel, a limit, a checksum refused ATTEMPTS_MAX times

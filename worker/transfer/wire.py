@@ -1,4 +1,4 @@
-"""What senders and receivers say to each other, over a ZMQ DEALER and ROUTER of their own.
+"""What senders and receivers say to each other, over a ZMQ DEALER and ROUTER of their own. Pure.
 
     sender -> receiver    Begin, Written, Stopped
     receiver -> sender    Ready, Unknown, BeginRefused, Checked, Stop

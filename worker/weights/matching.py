@@ -1,4 +1,4 @@
-"""Compares the tensors that a model needs with those that a repository stores. Pure.
+"""Compares the tensors that a model needs with those that a repository stores.
 
 The result says of each needed tensor which stored one fills it, and in which form. A repository that lacks a tensor,
 holds one that the model does not have, or stores another shape or dtype is refused, with the names and their files.
