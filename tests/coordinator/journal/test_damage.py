@@ -36,8 +36,8 @@ from tests.coordinator.journal.test_store import (
     put,
     tokens,
 )
-from tests.support.journal_damage import outcomes
 from tests.support.limits import HANG_LIMIT_S
+from tools.faults.journal_damage import outcomes
 
 CASES = 80
 
