@@ -72,7 +72,7 @@ upgrade-test: $(STAMP)
 # README and docs followed literally on a fresh clone, and a first hour compared with docs/first-hour.txt: 12 minutes on
 # 2 cores; with LONG=1 also what takes minutes.
 follow-docs: $(STAMP)
-	$(BIN)/python -m tests.support.follow_docs $(if $(LONG),--long)
+	$(BIN)/python -m tools.docs.follow $(if $(LONG),--long)
 	$(BIN)/python -m pytest tests/processes/test_first_hour.py $(PYTEST_FLAGS)
 
 # locks/*.txt, from which images are installed, anew from pyproject.toml and constraints*.txt.
@@ -94,8 +94,8 @@ format: $(STAMP)
 # Hostile peers before real HTTP fronts and a real coordinator, and a client that is not, within FUZZ_S seconds; with 8
 # cores or more each side has some of its own. Then drawn schemas and bodies, BODIES of them: docs/testing.md.
 fuzz: $(STAMP)
-	$(BIN)/python -m tests.support.attacks --requests $(REQUESTS) --messages $(MESSAGES) --seconds $(FUZZ_S)
-	$(BIN)/python -m tests.support.fuzz_schemas --bodies $(BODIES)
+	$(BIN)/python -m tools.fuzz.all --requests $(REQUESTS) --messages $(MESSAGES) --seconds $(FUZZ_S)
+	$(BIN)/python -m tools.fuzz.schemas --bodies $(BODIES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

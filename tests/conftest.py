@@ -84,17 +84,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that tests/support/other_refusals.py names has to reach the refusals that it stands for."""
-    from tests.support.other_refusals import OTHER_TESTS
-
-    wanted = {site for site, test in OTHER_TESTS.items() if test == item.nodeid}
-    if not wanted:
+    """A test reaches each refusal that its marks name (tests/support/refusals.py)."""
+    words = [text for mark in item.iter_markers("refuses") for text in mark.args]
+    if not words:
         return (yield)
-    from tests.support.refusals import reached
+    from tests.support.refusals import named, reached
 
-    with reached() as names:
+    with reached() as found:
         result = yield
-    assert sorted(wanted - names) == [], "tests/support/other_refusals.py says that this test produces them"
+    missed = [text for text in words if not named(text) or named(text) - found]
+    assert missed == [], "a mark says that this test reaches every refusal with these words"
     return result
 
 

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 import trio
 
-from hisparse.client.connection import Connection
+from hisparse.client.connection import Connection, client_closed
 from hisparse.client.replies import Reply
 from hisparse.client.token_stream import StreamNews, TokenStream
 from protocol import messages
-from protocol.errors import HiSparseError, Unavailable
+from protocol.errors import Unavailable
 
 T = TypeVar("T")
 #: Opens a Connection inside trio whose streams wake their readers with the StreamNews made by the function given.
@@ -116,14 +116,11 @@ class AsyncioConnection:
         try:
             self._token.run_sync_soon(action)
         except trio.RunFinishedError as error:
-            raise self._closed() from error
-
-    def _closed(self) -> HiSparseError:
-        return Unavailable("the client was closed", field="endpoint", value=self.endpoint)
+            raise client_closed(self.endpoint) from error
 
     def _fail_pending(self) -> None:
         for future in self._pending:
-            _settle(future, self._closed())
+            _settle(future, client_closed(self.endpoint))
 
     # ------------------------------------------------------------ in the thread
 

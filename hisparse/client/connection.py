@@ -37,6 +37,10 @@ RECONNECT_PAUSE_MAX_S: Final = 1.0
 T = TypeVar("T")
 
 
+def client_closed(endpoint: str) -> Unavailable:
+    return Unavailable("the client was closed", field="endpoint", value=endpoint)
+
+
 class ConnectionLost(Unavailable):
     """The connection was lost during a call; whether its command was carried out is unknown."""
 
@@ -248,7 +252,7 @@ class Connection:
     def close(self) -> None:
         """Close for good; `run` must not be running. Calls and streams that still wait raise Unavailable."""
         if self._lost is None:
-            error = Unavailable("the client was closed", field="endpoint", value=self.endpoint)
+            error = client_closed(self.endpoint)
             streams = [*self._streams.values(), *self._attaching.values()]
             self._give_up(error, [stream for stream in streams if stream.unfinished])
 

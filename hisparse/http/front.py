@@ -33,7 +33,7 @@ from hisparse.http.answering import Answering
 from hisparse.http.answers import model_card
 from hisparse.http.api_keys import NO_OWNER, ApiKeys, KeyOwner
 from hisparse.http.apis import APIS
-from hisparse.http.asks import Served
+from hisparse.http.asks import Served, check_model
 from hisparse.http.bodies import parameters, read_body
 from hisparse.http.body_reader import BodyReader, place_in
 from hisparse.http.cors import Cors
@@ -242,8 +242,7 @@ class Front:
 
     async def _model(self, exchange: HttpExchange, _: KeyOwner) -> None:
         name, model = exchange.path.removeprefix("/v1/models/"), await self._link.client.model()
-        if name != model.name:
-            raise NotFound("is not served here", field="model", value=name, remedy=f"use {model.name}")
+        check_model(name, model)
         await exchange.answer(200, msgspec.json.encode(model_card(model, self._created)))
 
     async def _request(self, exchange: HttpExchange, key: KeyOwner) -> None:

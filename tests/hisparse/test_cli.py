@@ -467,6 +467,7 @@ def test_drain_of_a_group_waits_for_all_of_its_ranks(gateway: FakeGateway) -> No
     assert [type(message) for message in gateway.received[1:]] == [messages.ListWorkers] * 2
 
 
+@pytest.mark.refuses("no such worker")
 def test_drain_waits_until_the_workers_are_drained(gateway: FakeGateway) -> None:
     states = iter(["draining", "disconnected", "drained"])  # one that is away has not said that it is empty
     gateway.on(messages.DrainWorkers, lambda m: [messages.Done(tag_of(m))])
@@ -630,6 +631,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.refuses("request_id={}: not ended {}{}")
 def test_what_a_request_waits_for_is_told_once_for_each_kind(
     gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:

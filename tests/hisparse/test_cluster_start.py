@@ -48,7 +48,12 @@ async def children(*codes: str) -> AsyncIterator[list[Child]]:
 @pytest.mark.parametrize(
     ("codes", "error", "name"),
     [
-        (("exit(71)", "import time; time.sleep(0.8); exit(8)"), ConfigError, "w1"),
+        pytest.param(
+            ("exit(71)", "import time; time.sleep(0.8); exit(8)"),
+            ConfigError,
+            "w1",
+            marks=pytest.mark.refuses("{} during start"),
+        ),
         (("exit(71)", "import time; time.sleep(0.8); exit(70)"), Unavailable, "w1"),
         (("import time; time.sleep(0.8); exit(71)", "exit(8)"), ConfigError, "w1"),
     ],
@@ -74,6 +79,7 @@ async def test_ranks_that_all_lost_a_peer_end_the_start(monkeypatch: pytest.Monk
             await up.started(started, never, LIMIT_S)
 
 
+@pytest.mark.refuses("not ready after {} s")
 async def test_a_group_that_never_completes_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_prompts_start_at_different_files_with_exact_lengths() -> None:
     assert len({request.request_id for request in requests}) == 4
 
 
+@pytest.mark.refuses("all text together has {} tokens", "no text for prompts")
 def test_too_little_text_is_refused_with_the_count() -> None:
     with pytest.raises(BadInput, match="all text together has 1015 tokens"):
         cut_prompts([PromptSource("file.txt", "a" * 1000)], [2000], lambda text: text.encode())

@@ -187,7 +187,11 @@ def test_samples_differ_and_repeated_requests_agree() -> None:
         ({"prompt": "x", "n": 0}, "n"),
         ({"prompt": "x", "n": 17}, "n"),
         ({"prompt": ["x"] * 9, "n": 16}, "n"),
-        ({"prompt": ["x"] * 129}, "prompt"),
+        pytest.param(
+            {"prompt": ["x"] * 129},
+            "prompt",
+            marks=pytest.mark.refuses("BadInput prompt={}: {} (send several requests)"),
+        ),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "max_tokens": 2**31}, "prompt"),
         ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
@@ -258,7 +262,14 @@ class CountingTokenizer:
 
 
 @pytest.mark.parametrize(
-    "prompt", [[1] * 4_096, [[1], [1] * 5_000], "x" * 4_096 * 4, ["x", "x" * 4_096 * 4], [1_000_000] * 2_000_000]
+    "prompt",
+    [
+        pytest.param([1] * 4_096, marks=pytest.mark.refuses("ContextExceeded {}=: {} (shorten it)")),
+        [[1], [1] * 5_000],
+        "x" * 4_096 * 4,
+        ["x", "x" * 4_096 * 4],
+        [1_000_000] * 2_000_000,
+    ],
 )
 def test_a_prompt_longer_than_the_context_is_refused(prompt: Any) -> None:
     error = refusal(CompletionBody, prompt=prompt, n=16, max_tokens=1)
@@ -299,6 +310,7 @@ def test_choices_of_a_prompt_share_its_array() -> None:
     assert (bare.prompt.size, bare.same_as(first)) == (0, True)
 
 
+@pytest.mark.refuses("(shorten {}, or leave it out)")
 def test_only_ignored_fields_may_be_large() -> None:
     deep: Any = [[[]] * 100] * 1_000
     completion(prompt="x", metadata=deep, user=deep)
@@ -496,7 +508,11 @@ def test_chat_max_tokens() -> None:
         ({"messages": said(("developer", "x"))}, "no developers here"),
         ({"messages": said(("user", [{"type": "image_url", "text": ""}]))}, "images are not supported"),
         ({"messages": said(("user", None))}, "not null"),
-        ({"messages": said(("user", "x")), "max_tokens": 1, "max_completion_tokens": 1}, "old name"),
+        pytest.param(
+            {"messages": said(("user", "x")), "max_tokens": 1, "max_completion_tokens": 1},
+            "old name",
+            marks=pytest.mark.refuses("is the old name of max_completion_tokens"),
+        ),
     ],
 )
 def test_unrenderable_chat_is_refused_with_the_reason(body: dict[str, Any], text: str) -> None:
@@ -504,6 +520,7 @@ def test_unrenderable_chat_is_refused_with_the_reason(body: dict[str, Any], text
     assert text in str(error)
 
 
+@pytest.mark.refuses("the served model has no chat template")
 def test_a_model_without_a_template_refuses_chats() -> None:
     with pytest.raises(BadInput, match="no chat template"):
         chat("", messages=said(("user", "x")))
@@ -539,6 +556,7 @@ GROWING: Final = (
 
 
 @pytest.mark.parametrize("template", GROWING)
+@pytest.mark.refuses("ContextExceeded messages=: {} (send fewer")
 def test_growing_template_is_ended_and_the_next_is_rendered(template: str) -> None:
     """By what a client says: its output, its memory and its time are bounded."""
     renderers = Renderers(limit_s=1.0, memory_bytes_max=256 << 20)
@@ -709,6 +727,7 @@ def test_an_output_that_did_not_finish_is_an_error() -> None:
     ],
     ids=["lines", "brackets", "value"],
 )
+@pytest.mark.refuses("its form of output cannot be held to: {}")
 def test_output_whose_grammar_became_too_much_is_the_clients_error(reason: str, words: str) -> None:
     """In the words of a worker's refusal, whose advice and numbers of lines are left out."""
     error = ending_error(ended(1, reason, "", "FAILED"))

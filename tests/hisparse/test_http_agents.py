@@ -601,6 +601,7 @@ async def test_echo_puts_the_prompt_before_its_text(tmp_path: Path) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == "abAB"
 
 
+@pytest.mark.refuses("NotFound path={}: no such request")
 async def test_progress_is_that_of_the_owners_request(tmp_path: Path) -> None:
     other = "another-key-of-32-characters-00"
     async with agents_rig(tmp_path, lambda _: "x", keys=(KEY, other)) as rig:

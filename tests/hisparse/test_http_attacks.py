@@ -13,8 +13,8 @@ import pytest
 import trio
 
 from tests.hisparse.test_http_connection import REFUSED
-from tests.support.fuzz_http import CLIENT_KEY, FUZZ_KEY, Aim, Site, assail, site
-from tests.support.fuzz_rig import Tally
+from tools.fuzz.http import CLIENT_KEY, FUZZ_KEY, Aim, Site, assail, site
+from tools.fuzz.rig import Tally
 
 pytestmark = [pytest.mark.process, pytest.mark.fuzz, pytest.mark.timeout(300)]
 
@@ -77,7 +77,7 @@ def test_memory_of_ended_connections_is_returned(at: Site) -> None:
 
 
 def test_front_survives_a_storm_of_hostile_requests(at: Site) -> None:
-    """A short run of `python -m tests.support.fuzz_http`; SEED replays it."""
+    """A short run of `python -m tools.fuzz.http`; SEED replays it."""
     seed = int(os.environ.get("SEED", "0")) or int.from_bytes(os.urandom(4), "little")
     print(f"SEED={seed}")
     tally = Tally()

@@ -31,10 +31,10 @@ from hisparse.http.wire import HEADER_BYTES_MAX, RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import HiSparseError
 from protocol.settings import HttpSettings
-from tests.support.fuzz_http import Aim, assail
-from tests.support.fuzz_rig import Tally
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.tls_pair import write_pair
+from tools.fuzz.http import Aim, assail
+from tools.fuzz.rig import Tally
 
 GET: Final = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 CLOSE: Final = b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"

@@ -77,6 +77,7 @@ def test_front_serves_without_a_control_socket(
         reload_fronts(str(tmp_path))
 
 
+@pytest.mark.refuses("the HTTP front did not answer within {} s")
 def test_front_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hisparse.http.control.QUESTION_LIMIT_S", 0.2)
     with control_socket(str(tmp_path)) as listener:

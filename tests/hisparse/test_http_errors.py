@@ -380,8 +380,9 @@ async def check_http_case(tmp_path: Path, case: Case) -> None:
     [
         (CapacityError("9 requests waiting already", field="coordinator.queue_max", value=9, remedy="raise it"),
          429, "capacity", None, "9 requests waiting already. Retry later."),
-        (CapacityError("no worker has 9 host pages", field="prompt", value="1 tokens"),
-         400, LONG, "prompt", "prompt: no worker has 9 host pages. Shorten it"),
+        pytest.param(CapacityError("no worker has 9 host pages", field="prompt", value="1 tokens"),
+         400, LONG, "prompt", "prompt: no worker has 9 host pages. Shorten it",
+         marks=pytest.mark.refuses("(shorten it, or ask for fewer tokens)")),
         (Unavailable("no worker has registered yet", remedy="start one with: hisparse worker --model PATH"),
          503, "unavailable", None, "no worker has registered yet. Retry later."),
         (WrongState("is in use by another request", field="request_id", value="a", remedy="attach to it"),

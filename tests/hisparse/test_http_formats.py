@@ -360,6 +360,7 @@ def test_deepseek_tools_without_a_system_turn_come_first() -> None:
         ),
     ],
 )
+@pytest.mark.refuses("BadInput messages=: turn {} {}")
 def test_turns_that_deepseek_cannot_read_are_refused(turns: tuple[Turn, ...], text: str) -> None:
     with pytest.raises(BadInput, match=text):
         encode(Conversation(turns))

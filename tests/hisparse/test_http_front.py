@@ -208,6 +208,7 @@ async def test_defect_fails_a_single_request(rig: FrontRig, monkeypatch: pytest.
     assert other.status == 200
 
 
+@pytest.mark.refuses("whether the command was carried out is unknown", "the coordinator is not there")
 async def test_missing_coordinator_is_answered_with_503(rig: FrontRig) -> None:
     stream = await rig.complete({"prompt": "abc", "stream": True})
     await rig.submitted(1)
@@ -278,6 +279,7 @@ async def unserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
 
 
 @pytest.mark.parametrize("body", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "samples"])
+@pytest.mark.refuses("Unavailable {} (retry later)")
 async def test_request_that_no_worker_can_take_gets_503_and_is_aborted(
     unserved: FrontRig, body: dict[str, Any]
 ) -> None:
@@ -412,6 +414,7 @@ async def test_clients_with_the_same_id_share_the_output(rig: FrontRig) -> None:
     assert [command for command, *_ in rig.gateway.scheduler.commands] == ["submit"]
 
 
+@pytest.mark.refuses("is in use by another request")
 async def test_id_in_use_refuses_another_body(rig: FrontRig) -> None:
     first = await rig.complete({"prompt": "abc"}, x_request_id="mine")
     await rig.submitted(1)
@@ -421,7 +424,14 @@ async def test_id_in_use_refuses_another_body(rig: FrontRig) -> None:
     assert (await first.answer())["id"] == "mine"
 
 
-@pytest.mark.parametrize("name", ["a b", "x" * 125, "a\n"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("a b", marks=pytest.mark.refuses("printable characters without spaces")),
+        pytest.param("x" * 125, marks=pytest.mark.refuses("BadInput x-request-id=")),
+        "a\n",
+    ],
+)
 async def test_invalid_id_is_refused(rig: FrontRig, name: str) -> None:
     peer = await rig.complete({"prompt": "abc"}, x_request_id=name)
     assert error_of(await peer.answer()) == ("bad_input", "x-request-id")
@@ -430,6 +440,7 @@ async def test_invalid_id_is_refused(rig: FrontRig, name: str) -> None:
 # ---------------------------------------------------------------- limits
 
 
+@pytest.mark.refuses("and this key has its share of them")
 async def test_requests_past_the_limit_get_retry_after(rig: FrontRig) -> None:
     """I8."""
     held = [await rig.complete({"prompt": "abc"}) for _ in range(3)]
@@ -497,6 +508,7 @@ async def test_gets_that_wait_take_places_of_their_key(tmp_path: Path, monkeypat
         assert [it.status for it in (*waiting, peer)] == [0, 0, 200]
 
 
+@pytest.mark.refuses("the limit of this key is {}")
 async def test_priority_above_the_limit_of_a_key_is_refused(tmp_path: Path) -> None:
     """A key without a limit of its own has 0: it cannot pass the others, and may let them pass."""
     async with front_rig(tmp_path, keys=(KEY, f"{OTHER_KEY} priority=10")) as rig:
@@ -561,6 +573,7 @@ async def test_samples_are_submitted_gradually_and_the_prompt_freed(
         assert many.status == 0
 
 
+@pytest.mark.refuses("at most {} stop strings")
 async def test_request_beyond_the_context_is_not_sent(rig: FrontRig) -> None:
     """I8."""
     for body in (
@@ -612,6 +625,7 @@ async def test_refusals_leave_nothing_for_the_collector(rig: FrontRig) -> None:
         gc.enable()
 
 
+@pytest.mark.refuses("TooLarge body=: more than {} bytes")
 async def test_oversized_body_is_refused_while_it_arrives(rig: FrontRig) -> None:
     """I8. Its rest is the connection's, which throws it away: test_http_connection.py."""
     peer = rig.open("POST", "/v1/completions", queue_messages=BODY_BYTES_MAX >> 20)
@@ -622,6 +636,7 @@ async def test_oversized_body_is_refused_while_it_arrives(rig: FrontRig) -> None
     assert peer.status == 413
 
 
+@pytest.mark.refuses("CapacityError body=")
 async def test_total_body_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. What was received for a refused one is given back."""
     monkeypatch.setattr(front, "BODIES_BYTES_MAX", 1_000)
@@ -637,6 +652,7 @@ async def test_total_body_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.
         assert error_of(await again.answer()) == ("bad_input", "body")  # it was read, and is no JSON
 
 
+@pytest.mark.refuses("no API key, or not one of ours")
 async def test_refused_and_abandoned_bodies_free_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8. Strangers who are refused before it is read must not use up the room of the others."""
     monkeypatch.setattr(front, "BODIES_BYTES_MAX", 1_000)
@@ -653,6 +669,7 @@ async def test_refused_and_abandoned_bodies_free_their_bytes(tmp_path: Path, mon
         assert error_of(await again.answer()) == ("bad_input", "body")
 
 
+@pytest.mark.refuses("not there after {} s")
 async def test_a_body_must_come_in_time(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """I8."""
     monkeypatch.setattr(exchange, "BODY_LIMIT_S", 0.05)

@@ -1,6 +1,6 @@
 """Drawn schemas and bodies, and a grammar whose build does not end, before a front with a real socket.
 
-A short run of `python -m tests.support.fuzz_schemas`: answers are judged as there.
+A short run of `python -m tools.fuzz.schemas`: answers are judged as there.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from protocol.children import Children
 from tests.hisparse.test_http_agents import in_thread
 from tests.support.agents_rig import agents_rig
 from tests.support.fakes.fake_model import Walk
-from tests.support.fuzz_schemas import Tally, ask
 from tests.support.hostile_schemas import CHAIN, Drawn, draw
 from tests.support.http_rig import KEY
+from tools.fuzz.schemas import Tally, ask
 
 BODIES = 250
 OTHER = "another-key-of-32-characters-00"

@@ -78,6 +78,7 @@ def test_process_that_ended_costs_no_request(bodies: LargeBodies) -> None:
     assert other.pid != process.pid
 
 
+@pytest.mark.refuses("BadInput body={} bytes: {} (send a smaller one)")
 def test_body_that_takes_too_long_is_refused() -> None:
     hurried = LargeBodies(limit_s=0.001)
     error = refusal(hurried, b"[" * (64 * LARGE_BYTES_MIN))

@@ -17,9 +17,9 @@ from hisparse.http.bodies import read_body
 from hisparse.http.openapi import document
 from hisparse.http.tokens import TOKEN_APIS
 from protocol.errors import BadInput
-from tests.support.fuzz_http import CLIENT_KEY, site
 from tests.support.hostile_http import GETS, POSTS
 from tests.support.http_rig import front_rig
+from tools.fuzz.http import CLIENT_KEY, site
 
 DOCUMENT: Final[dict[str, Any]] = json.loads(document())
 SCHEMATHESIS: Final = Path(sys.executable).with_name("schemathesis")

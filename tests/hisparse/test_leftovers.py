@@ -49,6 +49,7 @@ async def check(gateway: FakeGateway, config: Config, fingerprint: str, *, abort
         return await check_leftovers(client, config, fingerprint, abort=abort)
 
 
+@pytest.mark.refuses("{} of another model, {}, {} in the journal {}")
 async def test_requests_of_another_model_refuse_the_start_with_all_choices(
     gateway: FakeGateway, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ async def test_requests_of_another_model_are_aborted_on_demand(gateway: FakeGate
     assert sum(isinstance(it, messages.ListRequests) for it in gateway.received) == 3
 
 
+@pytest.mark.refuses("have not ended {} s after they were aborted")
 async def test_the_wait_for_aborted_requests_is_bounded(tmp_path: Path, autojump_clock: MockClock) -> None:
     with pytest.raises(Unavailable, match="model tiny have not ended 30 s after they were aborted"):
         await check_leftovers(FakeStuck(), config_of(tmp_path), "another", abort=True)  # type: ignore[arg-type]

@@ -131,6 +131,17 @@ def test_group_on_a_gpu_needs_as_many_as_it_has_ranks() -> None:
         plans(RayOptions(1, 2), [node(1, gpus=1)], settings)
 
 
+@pytest.mark.refuses(
+    "no node has room for group {}",
+    "NotFound --coordinator-node={}",
+    "so pages have to cross nodes",
+    "needs a path that outlives the node's temporary files",
+    "(name an absolute path)",
+    "the coordinator's node would need {} of CPU",
+    "it ends with the login",
+    "part of directories and of names of actors",
+    "Ray has to know how much memory",
+)
 def test_refusals_of_the_plan_name_the_remedy() -> None:
     with pytest.raises(ConfigError, match="--journal"):
         plans(RayOptions(), [node(1)], config(coordinator__journal=""))
@@ -209,6 +220,9 @@ class NoRay:
         raise self.exceptions.GetTimeoutError
 
 
+@pytest.mark.refuses(
+    "no Ray cluster answers", "an actor does not answer", "Ray does not answer", "--ray needs the package {}"
+)
 def test_ray_that_does_not_answer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"hisparse\[ray\]"):
@@ -224,6 +238,7 @@ def test_ray_that_does_not_answer_is_refused_by_name(monkeypatch: pytest.MonkeyP
         host.report()
 
 
+@pytest.mark.refuses("the node cannot be looked at")
 def test_node_that_cannot_be_looked_at_ends_the_command(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,6 +265,7 @@ def test_node_that_cannot_be_looked_at_ends_the_command(
     assert "the node of the task is dead" in caplog.text
 
 
+@pytest.mark.refuses("Ray has not reserved {} within {} s")
 def test_place_that_ray_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> None:
         raise ValueError(name)
@@ -267,6 +283,7 @@ def test_place_that_ray_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch
         cluster.RayCluster.start(object.__new__(cluster.RayCluster), "hisparse", [], [])
 
 
+@pytest.mark.refuses("no such cluster runs there", "a cluster of that name runs with other settings")
 def test_down_of_nothing_and_up_beside_another_are_refused() -> None:
     nothing: Any = SimpleNamespace(hosts=lambda name: {})
     with pytest.raises(NotFound, match="no such cluster"):
@@ -288,6 +305,7 @@ def test_groups_that_ran_before_stay_on_their_nodes_when_the_coordinator_moves()
     assert "10.0.0.2" not in {it for it, plan in plans(moved, nodes).items() if plan.workers}
 
 
+@pytest.mark.refuses("another start goes on with a journal, and none is asked for", "where the coordinator is to run")
 def test_pool_that_stays_needs_no_room_and_what_has_no_place_stops_nothing(tmp_path: Path) -> None:
     stopped: list[str] = []
 
@@ -318,6 +336,7 @@ def test_pool_that_stays_needs_no_room_and_what_has_no_place_stops_nothing(tmp_p
     assert make_way(settings, RayOptions(), ray) is None
 
 
+@pytest.mark.refuses("may still write there")
 def test_processes_that_run_on_are_not_replaced_without_an_operators_word(tmp_path: Path) -> None:
     def silent() -> None:
         raise Unavailable("an actor does not answer")
@@ -327,6 +346,7 @@ def test_processes_that_run_on_are_not_replaced_without_an_operators_word(tmp_pa
         make_way(config(), RayOptions(), ray)
 
 
+@pytest.mark.refuses("did not stop there")
 def test_node_that_answers_and_does_not_stop_is_not_replaced_by_any_word(tmp_path: Path) -> None:
     def stop(deadline_s: float, *, keeps_pool: bool) -> bool:
         return False
@@ -361,6 +381,7 @@ def test_stop_of_an_actor_names_the_pool_only_when_it_stays(
     assert asked == [(2.0, *more)]
 
 
+@pytest.mark.refuses("only some of its nodes have an actor")
 def test_up_does_not_join_a_part_of_a_cluster() -> None:
     report = SimpleNamespace(asked=digest_of(config(), RayOptions()), nodes=2)
     part: Any = SimpleNamespace(hosts=lambda name: {"a": SimpleNamespace(report=lambda: report)})
@@ -518,6 +539,7 @@ def test_node_whose_processes_outlived_their_supervisor_is_not_stopped(
         left.wait()
 
 
+@pytest.mark.refuses("a file in it cannot be written")
 def test_node_that_cannot_write_its_files_says_so_and_ends_the_driver(tmp_path: Path) -> None:
     (tmp_path / "run" / "hisparse-10-0-0-1").mkdir(parents=True, mode=0o700)
     (tmp_path / "run").chmod(0o700)
@@ -617,13 +639,15 @@ def test_process_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("up --groups 2", "need --ray"),
-        ("up --ray auto -n 2", "use --groups"),
+        pytest.param("up --groups 2", "need --ray", marks=pytest.mark.refuses("{} need --ray")),
+        pytest.param("up --ray auto -n 2", "use --groups", marks=pytest.mark.refuses("{} cannot be used with --ray")),
         ("up --ray auto --deadline 3", "pass it to down"),
         ("up --ray auto --abort-unfinished", "cannot be used with --ray"),
         ("up --ray auto", "name one with --journal"),
         ("up --replace", "need --ray"),
-        ("up --ray auto --i-am-sure", "needs --replace"),
+        pytest.param(
+            "up --ray auto --i-am-sure", "needs --replace", marks=pytest.mark.refuses("--i-am-sure needs --replace")
+        ),
     ],
     ids=["groups", "workers", "deadline", "abort", "journal", "replace", "sure"],
 )

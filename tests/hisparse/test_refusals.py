@@ -69,15 +69,13 @@ from protocol.sizing import Length
 from protocol.text import ByteTokenizer, JsonTokenizer, make_tokenizer
 from protocol.tokenizer_files import read_tokenizer
 from protocol.transport.keys import add_peer, make_keys, read_allowed, read_peer_key
-from tests import ROOT
 from tests.hisparse.test_cli import CAPACITY, MODEL, WORKER
 from tests.hisparse.test_http_errors import CASES as HTTP_CASES
 from tests.hisparse.test_http_errors import WIRE_CASES, check_http_case, check_wire_case
 from tests.manifests.test_values import SMALL
 from tests.support.fakes.gateway import FakeGateway
 from tests.support.http_rig import byte_tokenizer_json
-from tests.support.other_refusals import OTHER_TESTS
-from tests.support.refusals import reached, sites
+from tests.support.refusals import declared, named, reached, sites
 from tests.support.walks import BYTES
 from worker.runners.tiny import write_tiny_checkpoint
 
@@ -461,6 +459,12 @@ CASES: Final[dict[str, Case]] = {
     ),
     "certificate without a key": Case(
         "http --tls-cert {tmp}/none.pem --tls-key {tmp}/none.key", 8, "http.tls_cert_file={tmp}/none.pem"
+    ),
+    "certificate that is none": Case(
+        "http --tls-cert {tmp}/cert.pem --tls-key {tmp}/cert.pem",
+        8,
+        "holds no certificate in PEM form (name the chain, leaf first)",
+        given=written("cert.pem", "x"),
     ),
     "address of another machine": Case(
         "http --host 203.0.113.1 --insecure", 8, "choose another http.host or http.port, 0 for any free port"
@@ -870,14 +874,14 @@ def test_refusal_that_takes_more_than_a_command_line(tmp_path: Path, name: str) 
 # ---------------------------------------------------------------- that nothing is missing
 
 
-def test_each_refusal_of_the_code_is_produced_by_the_tables_or_by_a_named_test(
+def test_each_refusal_of_the_code_is_reached_by_the_tables_or_by_a_test_whose_mark_names_it(
     service: FakeGateway, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A refusal that is added to the code needs a row, or a test whose name is in OTHER_TESTS.
+    """A refusal that is added to the code needs a row, or a test with the mark `refuses`.
 
-    So does one that is moved; a row of OTHER_TESTS that the tables have made needless has to go.
+    A mark of a refusal that is gone, or that a row now reaches, has to go.
     """
-    with reached() as names:
+    with reached() as found:
         for case in CASES.values():
             check_case(tmp_path_factory.mktemp("cli"), case)
         for call in CALLS.values():
@@ -886,17 +890,16 @@ def test_each_refusal_of_the_code_is_produced_by_the_tables_or_by_a_named_test(
             trio.run(check_http_case, tmp_path_factory.mktemp("http"), http_case)
         for wire_case in WIRE_CASES.values():
             check_wire_case(wire_case)
-    missing = sites().keys() - names - OTHER_TESTS.keys()
-    assert not missing, "no table and no test produces\n" + "\n".join(sorted(missing))
-    needless = OTHER_TESTS.keys() & names
-    assert not needless, "the tables produce\n" + "\n".join(sorted(needless))
-    gone = OTHER_TESTS.keys() - sites().keys()
-    assert not gone, "not in the code any more:\n" + "\n".join(sorted(gone))
+    marked = {words: named(words) for words in declared()}
+    missing = set(sites()) - found - frozenset().union(*marked.values())
+    assert not missing, "no table and no test reaches\n" + "\n".join(map(str, sorted(missing)))
+    needless = {words: declared()[words] for words, of in marked.items() if of <= found}
+    assert needless == {}, "marks of refusals that are gone, or that the tables reach"
 
 
-def test_tests_that_produce_other_refusals_exist() -> None:
-    """tests/conftest.py checks that each of them reaches what it stands for, when it runs."""
-    for test in set(OTHER_TESTS.values()):
-        path, _, name = test.partition("::")
-        name = name.rpartition("::")[2].partition("[")[0]
-        assert f"def {name}(" in (ROOT / path).read_text(), test
+def test_refusal_has_a_text_wherever_it_stands() -> None:
+    """With a word for what is filled in, of which a mark may be a part."""
+    assert {site.text for site in named("name 1 to {} requests")} == {
+        "BadInput request_ids={}: name 1 to {} requests (split the call)"
+    }
+    assert named("no refusal has these words") == frozenset()

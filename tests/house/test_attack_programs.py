@@ -1,4 +1,4 @@
-"""The programs that attack a service for long (tests.support.attacks): who gets which cores and how much time, and what
+"""The programs that attack a service for long (tools.fuzz.all): who gets which cores and how much time, and what
 their verdicts find. The attacks themselves are run short by the fuzz tests."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests import ROOT
-from tests.support import fuzz_rig
-from tests.support.attacks import BESIDE_CORES_MIN, OWN_CORES_MIN, command, plan
-from tests.support.fuzz_rig import (
+from tools.fuzz import rig as fuzz_rig
+from tools.fuzz.all import BESIDE_CORES_MIN, OWN_CORES_MIN, command, plan
+from tools.fuzz.rig import (
     CLIENT_WARM_UP,
     ROUNDS,
     Cores,
@@ -30,7 +30,7 @@ from tests.support.fuzz_rig import (
     rounds,
     text_of,
 )
-from tests.support.two_keys import judge, rounds_within
+from tools.fuzz.two_keys import judge, rounds_within
 
 GIVEN = argparse.Namespace(
     seed=7, requests=1_000_000, messages=100_000, rounds=6, floor_ms=0.0, seconds=540.0, out=None
@@ -86,7 +86,7 @@ def test_program_alone_has_all_cores_and_the_whole_time(tmp_path: Path) -> None:
 def test_processes_of_a_rig_end_when_it_is_killed() -> None:
     """The rig cannot end them itself then."""
     code = (
-        "import sys; from pathlib import Path; from tests.support.fuzz_rig import process;"
+        "import sys; from pathlib import Path; from tools.fuzz.rig import process;"
         "held = process('timeit', '-n', '1', 'import time; time.sleep(600)', log=Path('/dev/null'));"
         "print(held.__enter__().pid, flush=True); sys.stdin.read()"
     )

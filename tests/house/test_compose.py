@@ -370,7 +370,7 @@ def test_images_that_run_have_no_pip() -> None:
 
 def test_dockerignore_passes_build_inputs() -> None:
     passing = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks"}
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "tools", "benchmarks"}
     assert passing == {*packages, "locks", "pyproject.toml", "README.md", "LICENSE"}
 
 

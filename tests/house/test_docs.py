@@ -97,7 +97,9 @@ def prose_of(path: Path) -> str:
     return "\n".join(found)
 
 
-@pytest.mark.parametrize("room", sorted({path.parent for path in (ROOT / "tests").rglob("*.py")}))
+@pytest.mark.parametrize(
+    "room", sorted({path.parent for top in ("tests", "tools") for path in (ROOT / top).rglob("*.py")})
+)
 def test_prose_of_tests_names_its_subjects(room: Path) -> None:
     """Docstrings, comments, messages and names; the files that list retired words aside."""
     barred = r"(?i)\b(whoever|whom|(?:no|some|every|any)body|everyone|someone|surely|he|him|his|she|hers)\b"
@@ -387,7 +389,7 @@ def test_pictures_load_nothing_from_elsewhere(picture: Path) -> None:
 
 def test_demo_picture_shows_the_demo_of_today() -> None:
     """Files that exist, notes that the code prints, and the hit rate and sizes that the README's caption names.
-    `python -m tests.support.demo_picture docs/demo.svg` draws it anew."""
+    `python -m tools.docs.demo_picture docs/demo.svg` draws it anew."""
     spans = re.findall(r"<text class=\"[\w-]+-r\d[^>]*>([^<]*)</text>", (ROOT / "docs" / "demo.svg").read_text())
     lines = "".join(map(html.unescape, spans)).replace("\xa0", " ").splitlines()
     prompts = [words[1] for line in lines if re.search("128 +0 ", line) and (words := line.split())]

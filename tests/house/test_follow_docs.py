@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests import ROOT
-from tests.support.follow_docs import DOCUMENTS, WrongMark, blocks_of, commands_of, server_of
+from tools.docs.follow import DOCUMENTS, WrongMark, blocks_of, commands_of, server_of
 
 TEXT = {document: (ROOT / document).read_text() for document in DOCUMENTS}
 

@@ -47,7 +47,7 @@ LEFT: dict[str, tuple[set[str], str]] = {
 
 
 def python_files() -> list[Path]:
-    return [path for name in (*PRODUCT, "tests") for path in sorted((ROOT / name).rglob("*.py"))]
+    return [path for name in (*PRODUCT, "tests", "tools") for path in sorted((ROOT / name).rglob("*.py"))]
 
 
 @cache

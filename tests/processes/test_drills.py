@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import drills
-from tests.support.drills import HEADER, SCENES, Play, Sighting, Trouble, as_row, rules, shrunk
 from tests.support.prometheus_rig import program
+from tools.faults import drills
+from tools.faults.drills import HEADER, SCENES, Play, Sighting, Trouble, as_row, rules, shrunk
 
-#: Half a minute of standing still, or of quiet to compare with: by hand, `python -m tests.support.drills`.
+#: Half a minute of standing still, or of quiet to compare with: by hand, `python -m tools.faults.drills`.
 LONG = (drills.hang, drills.waits)
 QUICK = [(play, troubles) for play, troubles in SCENES if play not in LONG]
 

@@ -1,4 +1,4 @@
-"""What the soak (tests/support/soak.py) works out by itself; the soak takes minutes and is run by hand."""
+"""What the soak (tools/faults/soak.py) works out by itself; the soak takes minutes and is run by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from hisparse.client.client import Client
 from hisparse.client.connection import Connection
-from tests.support.soak import IN_FLIGHT_S, VICTIMS, Load, pause_of, victims_of
+from tools.faults.soak import IN_FLIGHT_S, VICTIMS, Load, pause_of, victims_of
 
 
 @pytest.mark.parametrize("seed", range(3))

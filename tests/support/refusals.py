@@ -1,7 +1,8 @@
 """Every place in the code that refuses something to a user, by its syntax, and which of them a block of tests reached.
 
-A *site* is a call of an error's class: `FILE:FUNCTION:CLASS`, with #2, #3, ... behind the second and later ones of a
-function. Defects and messages of peers (InternalError, ProtocolError) are no refusals.
+Most are reached by the tables of tests/hisparse/test_refusals.py and test_http_errors.py. A test that reaches another
+one names words of its text, `@pytest.mark.refuses("name 1 to {} requests")`, and tests/conftest.py holds it to that.
+Defects and messages of peers (InternalError, ProtocolError) are no refusals.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import ast
 import contextlib
 import importlib
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from functools import cache
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 import pytest
@@ -53,26 +53,62 @@ for _module in ("hisparse.http.wire", "hisparse.http.errors", "hisparse.client.c
 REFUSALS: Final = frozenset([*_classes(HiSparseError), *_classes(click.ClickException)]) - {"HiSparseError"}
 
 
-def sites() -> dict[str, tuple[Path, int, int]]:
-    """File, first and last line of each site."""
-    found: dict[str, tuple[Path, int, int]] = {}
-    for path in FILES:
-        counts: Counter[str] = Counter()
-        for function, call in _calls(ast.parse(path.read_text()), ""):
-            name = f"{path.relative_to(ROOT)}:{function}:{_name(call)}"
-            counts[name] += 1
-            found[name + (f"#{counts[name]}" if counts[name] > 1 else "")] = (path, call.lineno, call.end_lineno or 0)
+class Site(NamedTuple):
+    """A call of an error's class. `text` is what a user reads, CLASS FIELD=VALUE: MESSAGE (REMEDY), with {} for values.
+
+    So a site is the same one in another function or file.
+    """
+
+    text: str
+    path: str
+    first_line: int
+    last_line: int
+
+
+@cache
+def sites() -> tuple[Site, ...]:
+    return tuple(
+        Site(_text_of(call), str(path), call.lineno, call.end_lineno or 0)
+        for path in FILES
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and _name(call) in REFUSALS
+    )
+
+
+def named(words: str) -> frozenset[Site]:
+    """The sites whose text contains `words`."""
+    return frozenset(site for site in sites() if words in site.text)
+
+
+@cache
+def declared() -> Mapping[str, str]:
+    """The words of every `pytest.mark.refuses` in the tests, and the file of each."""
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        if "pytest.mark.refuses(" in text:
+            for call in ast.walk(ast.parse(text)):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.refuses":
+                    found |= {ast.literal_eval(words): str(path.relative_to(ROOT)) for words in call.args}
     return found
 
 
-def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Call]]:
-    for child in ast.iter_child_nodes(node):
-        inner = function
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            inner = child.name
-        elif isinstance(child, ast.Call) and _name(child) in REFUSALS:
-            yield function, child
-        yield from _calls(child, inner)
+def _text_of(call: ast.Call) -> str:
+    said = {keyword.arg: _template(keyword.value) for keyword in call.keywords}
+    field = f"{said['field']}={said.get('value', '')}: " if "field" in said else ""
+    remedy = f" ({said['remedy']})" if "remedy" in said else ""
+    return f"{_name(call)} {field}{_template(call.args[0])}{remedy}"
+
+
+def _template(text: ast.expr) -> str:
+    match text:
+        case ast.Constant(value=value):
+            return str(value)
+        case ast.JoinedStr(values=values):
+            return "".join(map(_template, values))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _template(left) + _template(right)
+    return "{}"
 
 
 def _name(call: ast.Call) -> str:
@@ -85,24 +121,21 @@ def _name(call: ast.Call) -> str:
 
 
 @contextlib.contextmanager
-def reached() -> Iterator[set[str]]:
+def reached() -> Iterator[set[Site]]:
     """The sites that were reached in the block."""
-    known = sites()
-    by_line = {
-        (str(path), line): name for name, (path, first, last) in known.items() for line in range(first, last + 1)
-    }
-    names: set[str] = set()
+    by_line = {(site.path, line): site for site in sites() for line in range(site.first_line, site.last_line + 1)}
+    found: set[Site] = set()
 
     def note(error: object, frame: FrameType | None) -> None:
         while frame is not None and frame.f_locals.get("self") is error:  # an __init__ of a derived class
             frame = frame.f_back
-        if frame is not None and (name := by_line.get((frame.f_code.co_filename, frame.f_lineno))):
-            names.add(name)
+        if frame is not None and (site := by_line.get((frame.f_code.co_filename, frame.f_lineno))):
+            found.add(site)
 
     with pytest.MonkeyPatch.context() as patched:
         for kind in (HiSparseError, click.ClickException):
             patched.setattr(kind, "__init__", _noting(kind.__init__, note))
-        yield names
+        yield found
 
 
 def _noting(init: Any, note: Any) -> Any:

@@ -68,7 +68,12 @@ async def read_tokens(dealer: DealerSocket, count: int) -> list[int]:
         (messages.encode(messages.Hello(PROTOCOL_VERSION + 1, "client")), "protocol", "protocol"),
         (messages.encode(messages.Hello(PROTOCOL_VERSION_MIN - 1, "client")), "protocol", "protocol"),
         (messages.encode(messages.Hello(PROTOCOL_VERSION, "admin")), "protocol", "role"),
-        (messages.encode(messages.Hello(PROTOCOL_VERSION, "client", "x" * 200)), "bad_input", "name"),
+        pytest.param(
+            messages.encode(messages.Hello(PROTOCOL_VERSION, "client", "x" * 200)),
+            "bad_input",
+            "name",
+            marks=pytest.mark.refuses("BadInput name={} characters"),
+        ),
     ],
     ids=[
         "empty",
@@ -228,6 +233,7 @@ async def test_scheduler_refusal_reaches_client_in_full(rig: GatewayRig) -> None
     dealer.close()
 
 
+@pytest.mark.refuses("{} connections are open")
 async def test_connections_are_bounded_and_dead_ones_are_evicted(tmp_path: Path) -> None:
     async with running(GatewayRig(tmp_path, connections_max=2)) as rig:
         first, second, third = await introduce(rig), await introduce(rig), await rig.dealer()
@@ -335,6 +341,7 @@ async def test_submitting_without_subscribing_delivers_nothing(rig: GatewayRig) 
     dealer.close()
 
 
+@pytest.mark.refuses("{} has {} tokens so far")
 async def test_attach_continues_at_offset_even_after_the_end(rig: GatewayRig) -> None:
     async with open_client(rig.client_socket.endpoint) as client:
         await client.submit_detached([1], Sampling(max_tokens=100), request_id="a")

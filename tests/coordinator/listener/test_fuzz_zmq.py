@@ -1,4 +1,4 @@
-"""A short run of `python -m tests.support.fuzz_zmq`: a real coordinator before hostile peers; SEED replays it."""
+"""A short run of `python -m tools.fuzz.zmq`: a real coordinator before hostile peers; SEED replays it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import trio
 
 from hisparse.client.client import open_client
-from tests.support import fuzz_zmq
-from tests.support.fuzz_rig import Tally
 from tests.support.limits import HANG_LIMIT_S
+from tools.fuzz import zmq as fuzz_zmq
+from tools.fuzz.rig import Tally
 
 pytestmark = [pytest.mark.process, pytest.mark.fuzz, pytest.mark.timeout(300)]
 

@@ -103,6 +103,7 @@ async def test_waits_pages_and_failures_are_counted(autojump_clock: MockClock) -
 
 
 @pytest.mark.parametrize("state", STATES)
+@pytest.mark.refuses("cannot {} a request that is {}")
 async def test_abort_in_every_state(autojump_clock: MockClock, state: str) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
@@ -177,6 +178,7 @@ async def test_last_topk_waits_with_its_rows(autojump_clock: MockClock, keep: bo
         assert rig.scheduler._warm_starts.kept_bytes == 0
 
 
+@pytest.mark.refuses("{} may not fit {} hot chunks", "name 1 to {} requests")
 async def test_commands_are_checked_before_any_takes_effect(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
@@ -243,6 +245,7 @@ async def test_impossible_request_is_refused_at_submission(
         assert rig.live() == ["taken"]
 
 
+@pytest.mark.refuses("a stop string has 1 to {} characters", "BadInput prompt={}: token ids of {}")
 async def test_tokens_and_sampling_are_checked() -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
@@ -270,6 +273,7 @@ async def test_tokens_and_sampling_are_checked() -> None:
         assert (await rig.scheduler.submit(messages.Submit(1, pack_int32([1]), sampling), "test")).request_id == "r1"
 
 
+@pytest.mark.refuses("(start a worker, then retry)")
 async def test_no_request_is_accepted_before_the_first_worker() -> None:
     async with open_rig() as rig:
         assert rig.scheduler.model() is None
@@ -307,6 +311,12 @@ async def test_ended_requests_are_forgotten_in_time(autojump_clock: MockClock) -
 # ---------------------------------------------------------------- workers
 
 
+@pytest.mark.refuses(
+    "epoch {} is still up",
+    "was declared down",
+    "its model {} ({}, context {})",
+    "its host pool (pages, page bytes, rows, path) is {}",
+)
 async def test_worker_with_another_model_or_pool_is_refused() -> None:
     async with open_rig() as rig:
         link = await rig.add_worker("w0")
@@ -353,6 +363,7 @@ async def test_worker_of_another_model_than_unfinished_requests_is_refused() -> 
             await rig.scheduler.worker_up(hello, link)
 
 
+@pytest.mark.refuses("WrongState worker={}: {} ({})", "no worker or group of this name", "no worker is named")
 async def test_disconnected_worker_is_listed_until_it_is_forgotten(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         for name in ("w0", "w1"):
@@ -379,6 +390,7 @@ async def test_disconnected_worker_is_listed_until_it_is_forgotten(autojump_cloc
         assert {row.worker for row in rig.scheduler.worker_rows()} == {"w0", "w1"}
 
 
+@pytest.mark.refuses("have host pages in quarantine, and no exit is proved")
 async def test_worker_that_may_still_write_pages_is_not_forgotten(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")
@@ -441,7 +453,14 @@ async def test_request_without_a_worker_says_so_in_its_row_and_history(autojump_
         assert rig.scheduler.describe("r")[0].waits_for == ""
 
 
-@pytest.mark.parametrize("proved", [True, False], ids=["exit proved", "silent"])
+@pytest.mark.parametrize(
+    "proved",
+    [
+        pytest.param(True, marks=pytest.mark.refuses("still use the host pool that was there before")),
+        False,
+    ],
+    ids=["exit proved", "silent"],
+)
 async def test_new_pool_has_no_rows_of_the_last(autojump_clock: MockClock, proved: bool) -> None:
     """I3, I5: what was kept in the file that is gone is prefilled again, never read from the new one."""
     async with open_rig() as rig:
@@ -464,6 +483,7 @@ async def test_new_pool_has_no_rows_of_the_last(autojump_clock: MockClock, prove
         rig.check_nothing_leaked()
 
 
+@pytest.mark.refuses("accounts of its node's last pool are being closed")
 async def test_new_pool_waits_until_the_last_ledger_is_closed(autojump_clock: MockClock) -> None:
     """I1: the end of one epoch and the hello of the next may be heard in one turn."""
     async with open_rig() as rig:
@@ -650,6 +670,7 @@ async def test_grants_and_durable_rows_reach_the_token_log(autojump_clock: MockC
 # ---------------------------------------------------------------- stopping
 
 
+@pytest.mark.refuses("the coordinator is stopping")
 async def test_stop_finishes_running_work_and_refuses_more(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:
         await rig.add_worker("w0")

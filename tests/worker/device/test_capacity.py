@@ -615,7 +615,11 @@ def test_a_trace_is_a_part_of_the_table(small: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"topk": 16}, "top-k is 32"), ({"groups": 1}, "index groups"), (None, "no trace")],
+    [
+        pytest.param({"topk": 16}, "top-k is 32", marks=pytest.mark.refuses("BadInput --trace={}")),
+        ({"groups": 1}, "index groups"),
+        (None, "no trace"),
+    ],
     ids=["topk", "groups", "text"],
 )
 def test_traces_of_other_models_are_refused(

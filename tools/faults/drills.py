@@ -1,4 +1,4 @@
-"""`python -m tests.support.drills [ALERT...]`: cause what each alert waits for, and see its metric cross.
+"""`python -m tools.faults.drills [ALERT...]`: cause what each alert waits for, and see its metric cross.
 
 A coordinator, a worker and a real Prometheus with the rules of the repository; a *scene* causes one trouble after the
 other and looks at the rule's own expression after each. What a rule waits for on top (`for: 5m`) is promtool's business
@@ -462,7 +462,7 @@ def as_row(it: Sighting) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.drills")
+    parser = argparse.ArgumentParser(prog="python -m tools.faults.drills")
     parser.add_argument("alerts", nargs="*", metavar="ALERT", help="all unless named")
     wanted = set(parser.parse_args().alerts)
     missed = 0

@@ -1,4 +1,4 @@
-"""`python -m tests.support.sink`: stands in for a service, and takes what attackers send without doing any work.
+"""`python -m tools.fuzz.sink`: stands in for a service, and takes what attackers send without doing any work.
 
 Attackers take a part of a machine beside that of their target. A client that is measured while they are busy with a
 sink, at the same rate as later with the service, is disturbed by them as a neighbour is. What it waits longer for, once
@@ -20,10 +20,10 @@ from typing import Final
 
 import trio
 
-from tests.support.fuzz_rig import HOSTILE_NICENESS, process, until
-from tests.support.hostile_zmq import ROLES
+from tools.fuzz.hostile_zmq import ROLES
+from tools.fuzz.rig import HOSTILE_NICENESS, process, until
 
-MODULE: Final = "tests.support.sink"
+MODULE: Final = "tools.fuzz.sink"
 BODY: Final = b'{"error": {"message": "not here"}}'
 ANSWER: Final = b"HTTP/1.1 400 \r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BODY), BODY)
 #: How long a connection is read, at most.

@@ -1,10 +1,10 @@
-"""`python -m tests.support.peak_memory`: the peak memory of a coordinator under each attack with unfinished messages.
+"""`python -m tools.fuzz.peak_memory`: the peak memory of a coordinator under each attack with unfinished messages.
 
 Each case has a `hisparse coordinator` of its own, over ipc, plain tcp or CURVE. Its connections send parts that
 announce another one, at the same time, until they are ended or have sent all; the last part never comes. Prints the
 table of docs/security.md. Exits with 1 when a coordinator ended, logged a defect, or passed PEAK_BYTES_MAX.
 
-What API keys do to the memory of a front is measured by tests.support.two_keys.
+What API keys do to the memory of a front is measured by tools.fuzz.two_keys.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import zmq
 from protocol import messages
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION
 from protocol.transport.keys import add_peer, make_keys, read_peer_key
-from tests.support.fuzz_rig import Report, Target, process, until
 from tests.support.guarded_rig import ANY_PORT
 from tests.support.zmtp_peer import MORE, Peer, curve_peer, frame
+from tools.fuzz.rig import Report, Target, process, until
 
 HELLO: Final = messages.encode(messages.Hello(PROTOCOL_VERSION, "client", "hostile"))
 PARTS: Final = 160

@@ -1,6 +1,6 @@
 """The picture of `hisparse demo` in the README, from a real run on a terminal under tmux.
 
-python -m tests.support.demo_picture docs/demo.svg      draw it anew: 3 minutes on 2 cores
+python -m tools.docs.demo_picture docs/demo.svg      draw it anew: 3 minutes on 2 cores
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Final
 
 import trio
 
-from tests.support.top_rig import Tmux, to_svg
+from tests.support.top_rig import Tmux
+from tools.docs.top_picture import to_svg
 
 COLUMNS: Final = 132
 LINES: Final = 60

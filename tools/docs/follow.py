@@ -1,8 +1,8 @@
 """Follows README and docs literally, in order, on a fresh clone of this repository.
 
-    python -m tests.support.follow_docs                 what is quick
-    python -m tests.support.follow_docs --long          what takes minutes, too
-    python -m tests.support.follow_docs --install       in an empty environment, which `pip install` and `make` fill
+    python -m tools.docs.follow                 what is quick
+    python -m tools.docs.follow --long          what takes minutes, too
+    python -m tools.docs.follow --install       in an empty environment, which `pip install` and `make` fill
 
 Each block of a document has a mark, an HTML comment above it:
 

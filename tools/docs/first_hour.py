@@ -1,7 +1,7 @@
 """A first hour with hisparse, as a script: what a person sees at each step, before and now.
 
-    python -m tests.support.first_hour              write docs/first-hour.txt, 4 minutes on 2 cores
-    python -m tests.support.first_hour --print      print it
+    python -m tools.docs.first_hour              write docs/first-hour.txt, 4 minutes on 2 cores
+    python -m tools.docs.first_hour --print      print it
 
 Every step runs on real processes with a tiny checkpoint and shows what a terminal shows. What differs from run to run
 (times, ports, ids of processes, paths) is replaced by a word for it. `first_hour_before.json` has what the same
@@ -31,7 +31,7 @@ from tests import ROOT
 from tests.support.ports import free_ports
 
 TRANSCRIPT: Final = ROOT / "docs" / "first-hour.txt"
-BEFORE: Final = ROOT / "tests" / "support" / "first_hour_before.json"
+BEFORE: Final = ROOT / "tools" / "docs" / "first_hour_before.json"
 READY_LIMIT_S: Final = 180.0
 COMMAND_LIMIT_S: Final = 120.0
 COLUMNS: Final = 120
@@ -379,7 +379,7 @@ def screens() -> Iterator[tuple[str, list[str]]]:
 
 def transcript(now: dict[str, list[str]], shown: Sequence[tuple[str, list[str]]]) -> str:
     before: dict[str, list[str]] = json.loads(BEFORE.read_text())
-    parts = ["A first hour: what a person sees, before and now. Written by: python -m tests.support.first_hour"]
+    parts = ["A first hour: what a person sees, before and now. Written by: python -m tools.docs.first_hour"]
     for title, lines in now.items():
         parts.append(f"{'=' * 100}\n{title}\n\n--- before\n")
         parts.append("\n".join(before[title]))

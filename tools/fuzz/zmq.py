@@ -1,11 +1,11 @@
-"""`python -m tests.support.fuzz_zmq --messages 100000 --seed S`: hostile peers before a real coordinator, and a client
+"""`python -m tools.fuzz.zmq --messages 100000 --seed S`: hostile peers before a real coordinator, and a client
 that is not.
 
     coordinator   `hisparse coordinator`, with a journal, over ipc
     a client      asks for pools, workers and requests at an even pace, in a process of its own: undisturbed, then not
-    attackers     CONNECTIONS at a time send what tests.support.hostile_zmq makes, to all three listeners
+    attackers     CONNECTIONS at a time send what tools.fuzz.hostile_zmq makes, to all three listeners
 
-Judged as in tests.support.fuzz_rig. Exits with 1 when something is wrong, and leaves the logs behind.
+Judged as in tools.fuzz.rig. Exits with 1 when something is wrong, and leaves the logs behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ import trio
 
 from hisparse.client.client import Client, open_client
 from protocol.errors import HiSparseError
-from tests.support.fuzz_rig import (
+from tests.support.zmtp_peer import GREETING, READY
+from tools.fuzz.hostile_zmq import ROLES, attack
+from tools.fuzz.rig import (
     CLIENT_INTERVAL_S,
     SETTLE_S,
     Cores,
@@ -45,11 +47,9 @@ from tests.support.fuzz_rig import (
     until,
     warmed_up,
 )
-from tests.support.hostile_zmq import ROLES, attack
-from tests.support.sink import sink
-from tests.support.zmtp_peer import GREETING, READY
+from tools.fuzz.sink import sink
 
-MODULE: Final = "tests.support.fuzz_zmq"
+MODULE: Final = "tools.fuzz.zmq"
 #: Attackers at a time.
 CONNECTIONS: Final = 16
 #: Messages before memory is measured: what is loaded late is loaded by then, and bounded tables are full.

@@ -1,4 +1,4 @@
-"""Damaged journals: `python -m tests.support.journal_damage --cases 1000 --seed 1`.
+"""Damaged journals: `python -m tools.faults.journal_damage --cases 1000 --seed 1`.
 
 Journals of random lives, as a kill leaves them, or closed; then one fault in one of their files: bits flipped, blocks
 zeroed or overwritten, a file cut, emptied, deleted or replaced by an older copy of it, a row changed, deleted or moved

@@ -1,4 +1,4 @@
-"""`python -m tests.support.fuzz_schemas --bodies 10000 --seed S`: drawn schemas and bodies before a real front.
+"""`python -m tools.fuzz.schemas --bodies 10000 --seed S`: drawn schemas and bodies before a real front.
 
     coordinator   a gateway in a child process, whose outputs are what their grammars allow
     front         `hisparse http`
@@ -8,7 +8,7 @@
 
 Each answer is judged (`hostile_schemas.fault`), each bomb must be refused, and the client always served. Its latency is
 told for three phases: nothing else, drawn bodies, bombs. Processes and their memory are judged as in
-tests.support.fuzz_rig. Exits with 1 when something is wrong, and leaves the logs behind.
+tools.fuzz.rig. Exits with 1 when something is wrong, and leaves the logs behind.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Final
 
-from tests.support.fuzz_http import CLIENT_KEY, Front, front
-from tests.support.fuzz_http import MODULE as SITE
-from tests.support.fuzz_rig import CLIENT_WARM_UP, SETTLE_S, Report, Target, p99, process, warmed_up
 from tests.support.hostile_schemas import Drawn, bomb, draw, fault
+from tools.fuzz.http import CLIENT_KEY, Front, front
+from tools.fuzz.http import MODULE as SITE
+from tools.fuzz.rig import CLIENT_WARM_UP, SETTLE_S, Report, Target, p99, process, warmed_up
 
 ASKERS: Final = 6
 KEYS: Final = tuple(f"the-key-of-asker-number-{number:02}" for number in range(ASKERS))

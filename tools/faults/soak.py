@@ -1,4 +1,4 @@
-"""`python -m tests.support.soak --rounds 20 --seed N`: real processes, killed at random moments again and again.
+"""`python -m tools.faults.soak --rounds 20 --seed N`: real processes, killed at random moments again and again.
 
     first       8 requests decode undisturbed: what each of them says
     each round  SIGKILL to the coordinator or a worker (a third of the rounds each, in an order and at moments drawn
@@ -237,7 +237,7 @@ def summary(load: Load, killer: Killer, said: Sequence[str], seconds: float) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.soak")
+    parser = argparse.ArgumentParser(prog="python -m tools.faults.soak")
     parser.add_argument("--rounds", type=int, default=20, help=f"kills, {len(VICTIMS)} to {ROUNDS_MAX}")
     parser.add_argument("--seed", type=int, default=0, help="decides who is killed, and when")
     options = parser.parse_args()

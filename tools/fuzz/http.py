@@ -1,4 +1,4 @@
-"""`python -m tests.support.fuzz_http --requests 1000000 --seed S`: hostile clients before real fronts, and one that is
+"""`python -m tools.fuzz.http --requests 1000000 --seed S`: hostile clients before real fronts, and one that is
 not.
 
     coordinator   a gateway in a child process, that answers every prompt with three tokens
@@ -9,7 +9,7 @@ not.
 
 Memory is first measured after 5,000 requests, and after each front had as many connections as it keeps at once, all
 waiting in a header: the interpreter does not return all of what those take. So the verdict is about what time adds,
-and `memory_mib` begins with a front that was full once. Judged as in tests.support.fuzz_rig. Exits with 1 when
+and `memory_mib` begins with a front that was full once. Judged as in tools.fuzz.rig. Exits with 1 when
 something is wrong, and leaves the logs behind.
 """
 
@@ -42,7 +42,11 @@ from coordinator.scheduling.events import Handle
 from hisparse.http.listener import CONNECTIONS_MIN
 from protocol import logs, messages
 from protocol.errors import BadInput
-from tests.support.fuzz_rig import (
+from tests.support.gateway_rig import GatewayRig, running
+from tests.support.hostile_http import attack
+from tests.support.tls_pair import pair_in
+from tests.support.walks import walk
+from tools.fuzz.rig import (
     CLIENT_INTERVAL_S,
     SETTLE_S,
     START_LIMIT_S,
@@ -60,14 +64,10 @@ from tests.support.fuzz_rig import (
     until,
     warmed_up,
 )
-from tests.support.gateway_rig import GatewayRig, running
-from tests.support.hostile_http import attack
-from tests.support.sink import sink
-from tests.support.tls_pair import pair_in
-from tests.support.walks import walk
+from tools.fuzz.sink import sink
 from worker.runners.tiny_template import TEMPLATES
 
-MODULE: Final = "tests.support.fuzz_http"
+MODULE: Final = "tools.fuzz.http"
 #: Connections of one process at a time, and how many of a hundred go to the front with TLS.
 CONNECTIONS: Final = 64
 TLS_PERCENT: Final = 25

@@ -5,7 +5,7 @@ never refused, with a p99 of at most P99_GROWTH_MAX of its undisturbed one (belo
 
 Attackers take as much of a machine as the service. So they are nice, each side may have cores of its own
 (--service-cores, --client-cores, --attacker-cores), and "undisturbed" has the same neighbours: in turn with the attack,
-the same attackers send to a sink (tests.support.sink) at the same rate, in ROUNDS rounds.
+the same attackers send to a sink (tools.fuzz.sink) at the same rate, in ROUNDS rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m tests.support.two_keys --rounds 6`: two API keys before a real front, one hostile in turn with each of
+"""`python -m tools.fuzz.two_keys --rounds 6`: two API keys before a real front, one hostile in turn with each of
 
     ids       bodies of 2,000,000 token ids with `n: 16`, far beyond the context
     text      bodies of 15 MiB of text
@@ -6,7 +6,7 @@
               refused or ends is opened again at once
     batch     16 requests at a time, at the highest priority that the key may ask for
 
-The other key asks at an even pace from a process of its own (tests.support.fuzz_http); attackers are nice. Undisturbed
+The other key asks at an even pace from a process of its own (tools.fuzz.http); attackers are nice. Undisturbed
 and hostile phases alternate, so that what else runs on the machine falls on both. Prints p50 and p99 of each, their
 ratio over all phases and by pairs of neighbours, and memory, as one line of JSON. Exits with 1 when a request of the
 other key was refused or cut, or the ratio of p99 over all phases is above P99_GROWTH_MAX. --seconds bounds the whole:
@@ -31,8 +31,8 @@ from typing import Final
 
 import trio
 
-from tests.support.fuzz_http import FUZZ_KEY, Site, site
-from tests.support.fuzz_rig import (
+from tools.fuzz.http import FUZZ_KEY, Site, site
+from tools.fuzz.rig import (
     HOSTILE_NICENESS,
     P99_GROWTH_MAX,
     Cores,
@@ -120,7 +120,7 @@ def attack(name: str, port: int) -> None:
 @contextmanager
 def hostile(at: Site, name: str, cores: frozenset[int]) -> Iterator[None]:
     log = at.place / "attack.log"
-    arguments = ("tests.support.two_keys", "--attack", name, str(at.plain.port))
+    arguments = ("tools.fuzz.two_keys", "--attack", name, str(at.plain.port))
     with process(*arguments, log=log, cores=cores, niceness=HOSTILE_NICENESS):
         until(log, "(attacking)")
         yield
@@ -177,7 +177,7 @@ def measure(at: Site, names: list[str], rounds: int, cores: Cores) -> Report:
     report = Report({"program": "two_keys", "rounds": rounds})
     for name in names:
         log = at.place / f"client-{name}.log"
-        with process("tests.support.fuzz_http", "--ask", str(at.plain.port), log=log, cores=cores.client):
+        with process("tools.fuzz.http", "--ask", str(at.plain.port), log=log, cores=cores.client):
             warmed_up(log)
             for target in (at.plain, at.coordinator):
                 target.forget_peak()

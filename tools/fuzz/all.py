@@ -1,8 +1,8 @@
-"""`python -m tests.support.attacks --seconds 540`: all programs that attack a service, within a time, on this machine.
+"""`python -m tools.fuzz.all --seconds 540`: all programs that attack a service, within a time, on this machine.
 
-    http       tests.support.fuzz_http      a million requests, at an even rate that ends in time
-    zmq        tests.support.fuzz_zmq       100,000 messages, likewise
-    two_keys   tests.support.two_keys       as many rounds as fit
+    http       tools.fuzz.http      a million requests, at an even rate that ends in time
+    zmq        tools.fuzz.zmq       100,000 messages, likewise
+    two_keys   tools.fuzz.two_keys       as many rounds as fit
 
 `plan` divides the cores that this process may use. With 16 or more, or with --beside and 12 or more, http runs beside
 zmq and two_keys, each with cores for the service, for the client that measures and for the attackers. With 8 to 15 one
@@ -31,7 +31,7 @@ from typing import Final
 
 from hisparse.cluster.children import die_with_parent
 from tests import ROOT
-from tests.support.fuzz_rig import ATTACKERS_START_S, ROUNDS, SETTLE_S, UNDISTURBED_S, Cores, text_of
+from tools.fuzz.rig import ATTACKERS_START_S, ROUNDS, SETTLE_S, UNDISTURBED_S, Cores, text_of
 
 #: Cores of a service of three or four processes, of one program that has cores of its own, of two beside each other.
 SERVICE_CORES: Final = 4
@@ -117,12 +117,12 @@ def command(run: Run, given: argparse.Namespace) -> list[str]:
             attackers = max(1, len(run.cores.attackers))
             rate = str(math.ceil(given.requests / (RATE_MARGIN * run.attack_s)))
             own = ["--requests", str(given.requests), "--attackers", str(attackers), "--rate", rate]
-            return ["tests.support.fuzz_http", *own, "--seconds", str(run.attack_s), *common]
+            return ["tools.fuzz.http", *own, "--seconds", str(run.attack_s), *common]
         case "zmq":
             rate = str(math.ceil(given.messages / (RATE_MARGIN * run.attack_s)))
             own = ["--messages", str(given.messages), "--rate", rate]
-            return ["tests.support.fuzz_zmq", *own, "--seconds", str(run.attack_s), *common]
-    return ["tests.support.two_keys", "--rounds", str(given.rounds), "--seconds", str(run.seconds), *common]
+            return ["tools.fuzz.zmq", *own, "--seconds", str(run.attack_s), *common]
+    return ["tools.fuzz.two_keys", "--rounds", str(given.rounds), "--seconds", str(run.seconds), *common]
 
 
 def run_lane(lane: Sequence[Run], given: argparse.Namespace, place: Path, failed: list[str]) -> None:

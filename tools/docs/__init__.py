@@ -1,0 +1,1 @@
+"""Documents that are followed literally, and texts and pictures in them that a real run writes."""

@@ -1,0 +1,1 @@
+"""Real processes and journals that are killed, hung and damaged again and again."""
