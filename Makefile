@@ -21,7 +21,7 @@ MESSAGES ?= 100000
 BODIES ?= 10000
 FUZZ_S ?= 3600
 
-.PHONY: demo test test-all check transfer-test cluster-test compose-test upgrade-test follow-docs lock sim fuzz format lint report bench install prometheus clean
+.PHONY: demo test test-all check transfer-test cluster-test compose-test upgrade-test oldest-test follow-docs lock sim fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -68,6 +68,15 @@ compose-test: $(STAMP) prometheus
 # A cluster of the version before, upgraded under load: 2 minutes. Needs the repository's history, and skips without it.
 upgrade-test: $(STAMP)
 	$(BIN)/python -m pytest tests/processes/test_upgrade_skew.py $(PYTEST_FLAGS)
+
+# What meets the model library, with the oldest release that pyproject.toml admits, from a directory that comes before .venv:
+# docs/testing.md.
+OLDEST := $(CURDIR)/build/oldest
+oldest-test: $(STAMP)
+	rm -rf $(OLDEST)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) --requirement constraints-oldest.txt
+	PYTHONPATH=$(OLDEST) $(PARALLEL) tests/worker/runners tests/worker/weights tests/worker/loop/test_model.py $(PYTEST_FLAGS)
+	PYTHONPATH=$(OLDEST) $(BIN)/hisparse demo
 
 # README and docs followed literally on a fresh clone, and a first hour compared with docs/first-hour.txt: 12 minutes on
 # 2 cores; with LONG=1 also what takes minutes.

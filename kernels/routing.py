@@ -15,10 +15,10 @@ from kernels.expert_choice import CHOICE_BYTES, NUMBER_BYTES, ExpertChoice
 
 
 def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """float32[T, E] of `hidden` [T, K] and `weight` [E, K] on a GPU. Products of bfloat16 are exact in float32, so that
-    only the order of the sum differs from a product in float32."""
-    if hidden.dtype == torch.float32:
-        return torch.nn.functional.linear(hidden, weight)
+    """float32[T, E] of `hidden` [T, K] and `weight` [E, K] on a GPU, the weight in float32 or the dtype of `hidden`.
+    Products of bfloat16 are exact in float32, so that only the order of the sum differs from a product in float32."""
+    if weight.dtype == torch.float32:
+        return torch.nn.functional.linear(hidden.float(), weight)
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 

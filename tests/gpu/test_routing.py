@@ -34,6 +34,14 @@ def router(name: str, dtype: torch.dtype) -> torch.nn.Module:
     return module
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_weight_in_float32_is_not_rounded(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module, hidden = router("deepseek-v3.2", torch.float32), torch.randn(5, 7168, device="cuda", dtype=dtype)
+    wanted = hidden.double() @ module.weight.double().T
+    torch.testing.assert_close(router_logits(hidden, module.weight).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 def by_expert(weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
     return torch.zeros(len(chosen), experts, device="cuda").scatter_(1, chosen.long(), weights.float())
 

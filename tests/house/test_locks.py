@@ -1,4 +1,4 @@
-"""locks/*.txt against pyproject.toml and the constraints: what images install is what tests ran with."""
+"""locks/*.txt and bounds of pyproject.toml against the constraints: what is installed is what tests ran with."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ def pinned(path: Path) -> dict[str, str]:
 
 CONSTRAINTS: Final = pinned(ROOT / "constraints.txt")
 GPU: Final = pinned(ROOT / "constraints-gpu.txt")
+OLDEST: Final = pinned(ROOT / "constraints-oldest.txt")
+#: Requirements that refuse releases from some minor on.
+BOUNDED: Final = [it for them in (PROJECT["dependencies"], *EXTRAS.values()) for it in them if "<" in it]
 
 
 def name_of(requirement: str) -> str:
@@ -65,3 +68,50 @@ def test_every_package_has_a_hash(lock: str) -> None:
 def test_gpu_constraints_are_only_what_differs() -> None:
     assert GPU
     assert {name for name, version in GPU.items() if CONSTRAINTS.get(name) == version} == set()
+
+
+def minor_of(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def untested(requirement: str, newest: str, oldest: str) -> str:
+    """The fault of `requirement`, of the form NAME>=A.B,<A.C, beside these two pins; empty where there is none.
+
+    Each minor may change a library's behaviour. So each one admitted is a pin: of the newest, with which `make test`
+    runs, or of the oldest, with which `make oldest-test` does.
+    """
+    bounds = re.fullmatch(r"[\w-]+>=(\d+\.\d+),<(\d+\.\d+)", requirement)
+    if bounds is None:
+        return f"{requirement} is not of the form NAME>=A.B,<A.C"
+    (major, first), (major_above, above) = map(minor_of, bounds.groups())
+    if major != major_above:
+        return f"{requirement} admits minors without end"
+    admitted = {(major, minor) for minor in range(first, above)}
+    tested = {minor_of(newest), minor_of(oldest)}
+    if admitted != tested:
+        return f"{requirement} admits {sorted(admitted)}, and tests run with {sorted(tested)}"
+    return "" if minor_of(newest) == max(admitted) else f"{newest} is not the newest minor of {requirement}"
+
+
+def test_bounds_admit_the_releases_that_tests_run_with() -> None:
+    assert {name_of(it) for it in BOUNDED} == OLDEST.keys()
+    for requirement in BOUNDED:
+        name = name_of(requirement)
+        assert untested(requirement, CONSTRAINTS[name], OLDEST[name]) == ""
+
+
+@pytest.mark.parametrize(
+    ("requirement", "newest", "oldest"),
+    [
+        ("library>=5.23,<5.25", "5.25.0", "5.23.0"),  # the pin moved past the bound
+        ("library>=5.23,<5.26", "5.24.0", "5.23.0"),  # the bound admits a minor that nothing ran with
+        ("library>=5.22,<5.25", "5.24.0", "5.23.0"),
+        ("library>=5.23,<5.25", "5.23.1", "5.24.0"),
+        ("library>=5.23,<6.0", "5.24.0", "5.23.0"),
+        ("library<5.25", "5.24.0", "5.23.0"),
+    ],
+)
+def test_a_release_without_a_test_is_found(requirement: str, newest: str, oldest: str) -> None:
+    assert untested(requirement, newest, oldest)
+    assert untested("library>=5.23,<5.25", "5.24.1", "5.23.0") == ""

@@ -165,7 +165,8 @@ def weights_bytes(
 
     `block`: the repository's blocks, None where it is not quantized. On a GPU converted weights stay FP8; on a CPU they
     are decoded at load. The two halves of kv_b_proj are held in `dtype`, on a CPU beside the weight itself. `experts`:
-    the share of a rank, by default all. `draft_layer`: with the draft layer's.
+    the share of a rank, by default all. `draft_layer`: with the draft layer's. Weights of routers count in `dtype`, as
+    they are published; of a repository with float32 ones a worker may hold these (model.py: `keeps_exact`).
     """
     held = {"float8_e4m3fn": 0, dtype: 0, "float32": 0}
     for it in tensors_of(config, experts, draft_layer=draft_layer):

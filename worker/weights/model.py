@@ -12,6 +12,7 @@ with the parts that are a draft layer's alone. The library's forward does not re
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from math import prod
@@ -27,7 +28,7 @@ from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
 from worker.weights.matching import TensorMatch, match
 from worker.weights.modules import JOINED, BlockExperts, BlockLinear, empty_blocks, make_linears, share_scratch
 from worker.weights.quantization import Quantization
-from worker.weights.reading import LoadProgress, Read, read_all, read_scales
+from worker.weights.reading import DTYPES, LoadProgress, Read, read_all, read_scales
 from worker.weights.shards import Shards
 
 PROGRESS_INTERVAL_S: Final = 5.0
@@ -140,20 +141,21 @@ class ModelTensors:
                 weight.scales.copy_(scales)
                 yield Read(name, weight.values)
             else:
-                yield Read(name, self.plain(it.spec), scales)
+                is_rounded = DTYPES[shards.tensors[name].tensor.dtype] != self._dtype
+                yield Read(name, self.plain(it.spec, exact=is_rounded and keeps_exact(self._model, name)), scales)
 
     def blocks(self, spec: TensorSpec) -> BlockFp8:
         """Memory for a weight that stays FP8."""
         found = EXPERT.match(spec.name)
         return self._expert_blocks(*found.groups()) if found else self._linear(spec)
 
-    def plain(self, spec: TensorSpec) -> Tensor:
-        """Memory for a tensor in the model's dtype, or in float32 where the model keeps it so."""
+    def plain(self, spec: TensorSpec, *, exact: bool = False) -> Tensor:
+        """Memory for a tensor in the model's dtype, or in float32 where the model keeps it so, or `exact` asks."""
         found = EXPERT.match(spec.name)
-        return self._expert(*found.groups()) if found else self._module_tensor(spec)
+        return self._expert(*found.groups()) if found else self._module_tensor(spec, exact)
 
-    def _module_tensor(self, spec: TensorSpec) -> Tensor:
-        dtype = torch.float32 if spec.keeps_float32 else self._dtype
+    def _module_tensor(self, spec: TensorSpec, exact: bool) -> Tensor:
+        dtype = torch.float32 if spec.keeps_float32 or exact else self._dtype
         tensor = torch.empty(spec.shape, dtype=dtype, device=self._device)
         module, leaf = self._module_of(spec.name)
         if leaf in module._parameters:
@@ -221,6 +223,16 @@ class ModelTensors:
     def _module_of(self, name: str) -> tuple[nn.Module, str]:
         parent, _, leaf = name.rpartition(".")
         return self._model.get_submodule(parent), leaf
+
+
+def keeps_exact(model: Any, name: str) -> bool:
+    """Whether the library computes with the stored values of tensor `name`, whatever the model's dtype.
+
+    Releases of the library differ here alone: transformers 5.23 rounds a router's weight to the model's dtype, 5.24
+    keeps the weight in float32. Products of stored bfloat16 are the same either way, so only a weight that would be
+    rounded is held in float32.
+    """
+    return any(re.search(pattern, name) for pattern in model._keep_in_fp32_modules_strict)
 
 
 def is_held_in_fp8(spec: TensorSpec) -> bool:

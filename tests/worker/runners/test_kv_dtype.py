@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import worker.oracle
 from kernels.rows import read_slab_rows
+from kernels.state import DeviceState
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
@@ -89,15 +91,41 @@ def e4m3(code: int) -> float:
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "fp8"])
-def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str) -> None:
-    """Gathered, as on a GPU, and expanded: they break ties of index scores each in its own way, and the tiny model has
-    none, its contexts just longer than the top-k among them. In fp8 a near-tie may fall the other way."""
+def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered, as on a GPU, and expanded. In fp8 near-ties of index scores may fall either way. In float32 three rows
+    of this prompt are that near; sharp attention magnifies rounding fourfold in each layer, how far is the processor's
+    affair, and no row of order 6 moves by a thousandth."""
     expanded = runner_of(checkpoint, kv_dtype)
     gathered = TransformersRunner(expanded._layers.model, expanded.info, expanded.geometry, gathered_prefill=True)
+    selected = [record_selections(runner, monkeypatch) for runner in (expanded, gathered)]
     (theirs, _), (ours, _) = run(expanded, 0), run(gathered, 0)
     rows = [slab_rows(rig) for rig in (theirs, ours)]
-    near = (rows[0] - rows[1]).abs().amax(-1) < (1e-4 if kv_dtype == "float32" else 0.5)
-    assert int((~near).sum()) <= (0 if kv_dtype == "float32" else near.numel() // 100)
+    moved = (rows[0] - rows[1]).abs().amax(-1)
+    far = moved > (1e-4 if kv_dtype == "float32" else 0.5)
+    assert int(far.sum()) <= far.numel() // 100
+    if kv_dtype == "float32":
+        differ = (torch.stack(selected[0]) != torch.stack(selected[1])).any(-1)
+        assert differ.shape == (expanded.geometry.groups, 300)
+        assert int(differ.sum()) <= 3
+        assert float(moved.max()) < 1e-3
+
+
+def record_selections(runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The selection bool[300, 300] of each group, once the runner has prefilled a prompt of 300 tokens."""
+    masks: list[Tensor] = []
+    prompt: Any = runner._prompt
+    select = prompt.select
+
+    def record(state: DeviceState, group: int, seat: int, *rest: Any) -> Tensor:
+        selection: Tensor = select(state, group, seat, *rest)
+        positions = torch.arange(300)
+        places = state.slab_table[seat][positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+        is_mask = selection.dtype == torch.bool
+        masks.append(selection if is_mask else (selection.unsqueeze(-1) == places).any(1))
+        return selection
+
+    monkeypatch.setattr(prompt, "select", record)
+    return masks
 
 
 def slab_rows(rig: Rig) -> Tensor:

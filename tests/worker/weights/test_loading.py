@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from protocol.errors import ConfigError
+from tests.support.router_bytes import with_exact_routers
 from worker.runners.checkpoint import geometry_of, read_dimensions
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
 from worker.weights import reading, synth
 from worker.weights.layout import EXPERT, ExpertShare, is_of_mtp, weights_bytes
-from worker.weights.model import held_bytes, load_model
+from worker.weights.model import held_bytes, keeps_exact, load_model
 from worker.weights.modules import BlockExperts, BlockLinear
 from worker.weights.quantization import read_quantization
 from worker.weights.shards import INDEX, Shards
@@ -85,6 +86,19 @@ def test_plain_checkpoints_load_as_by_the_library(plain: dict[str, Path], family
     assert not ours.training
 
 
+def test_only_a_router_that_would_be_rounded_is_held_in_float32(plain: dict[str, Path], tmp_path: Path) -> None:
+    """As published, in bfloat16, a router's weight takes no more than that and computes the same."""
+    path, name = plain["deepseek-v3.2"], "model.layers.2.mlp.gate.weight"
+    stored = {key: it.bfloat16() for key, it in load_file(path / "model.safetensors").items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    rounded, whole = (load(it, dtype=torch.bfloat16) for it in (tmp_path, path))
+    exact = torch.float32 if keeps_exact(whole, name) else torch.bfloat16
+    assert torch.equal(rounded.state_dict()[name], stored[name])
+    assert whole.state_dict()[name].dtype == exact
+    assert not keeps_exact(whole, "model.layers.2.mlp.shared_experts.gate_proj.weight")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_change_no_value(quantized: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load(quantized, dtype=dtype).state_dict()
@@ -96,7 +110,8 @@ def test_pieces_change_no_value(quantized: Path, dtype: torch.dtype, monkeypatch
 @pytest.mark.parametrize("keeps_fp8", [False, True])
 def test_held_bytes_are_those_computed(quantized: Path, keeps_fp8: bool) -> None:
     model = load(quantized, dtype=torch.bfloat16, keeps_fp8=keeps_fp8)
-    held, wanted = held_bytes(model), dict(weights_bytes(model.config, "bfloat16", (128, 128), on_gpu=keeps_fp8))
+    computed = weights_bytes(model.config, "bfloat16", (128, 128), on_gpu=keeps_fp8)
+    held, wanted = held_bytes(model), with_exact_routers(computed, model)
     if not keeps_fp8:  # absorbed halves are made later
         config = model.config
         wanted["bfloat16"] -= 4 * 4 * (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank * 2
@@ -169,6 +184,8 @@ def test_a_rank_reads_and_holds_the_bytes_of_its_share(
     block = (128, 128) if stored == "fp8" else None
     kind = str(dtype).removeprefix("torch.")
     wanted = dict(weights_bytes(model.config, kind, block, on_gpu=keeps_fp8, experts=share))
+    if dtype == torch.bfloat16:
+        wanted = with_exact_routers(wanted, model)
     if not keeps_fp8:  # the absorbed halves of kv_b_proj are made later
         config = model.config
         heads = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
@@ -311,7 +328,8 @@ def test_a_share_of_the_draft_layer_is_read_alone(quantized: Path, keeps_fp8: bo
         assert torch.equal(ours.down_proj, theirs.down_proj[8:12])
     config = model.config
     block = (128, 128)
-    wanted = dict(weights_bytes(config, "bfloat16", block, on_gpu=keeps_fp8, experts=share, draft_layer=True))
+    computed = weights_bytes(config, "bfloat16", block, on_gpu=keeps_fp8, experts=share, draft_layer=True)
+    wanted = with_exact_routers(computed, model)
     if not keeps_fp8:  # absorbed halves are made later
         wanted["bfloat16"] -= 5 * 4 * (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank * 2
     assert held_bytes(model) == wanted
