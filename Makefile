@@ -21,7 +21,7 @@ MESSAGES ?= 100000
 BODIES ?= 10000
 FUZZ_S ?= 3600
 
-.PHONY: demo test test-all check transfer-test cluster-test compose-test upgrade-test oldest-test follow-docs lock sim fuzz format lint report bench install prometheus clean
+.PHONY: demo test test-all check transfer-test cluster-test compose-test upgrade-test oldest-test follow-docs lock sim fuzz format lint report docs bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -110,6 +110,12 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Pages and dashboards that declarations in the code say: commands, settings, metrics.
+docs: $(STAMP)
+	$(BIN)/python -m hisparse.cli.reference docs
+	$(BIN)/python -m metrics.names > docs/metrics.md
+	$(BIN)/python -m metrics.dashboards
 
 # benchmarks/TABLES.md from benchmarks/results.
 report: $(STAMP)

@@ -41,7 +41,7 @@ def as_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Written by `python -m metrics.names`; a test holds this page, the declarations in `metrics/` and what the",
+        "Written by `make docs`; a test holds this page, the declarations in `metrics/` and what the",
         "processes export equal. `/healthz` answers 503 when only a restart helps, `/readyz` when no work is taken.",
     ]
     sections = {"Every process": EVERY_PROCESS, "Worker": WORKER, "Coordinator": COORDINATOR, "HTTP front": HTTP}

@@ -220,9 +220,15 @@ def to_environ(config: Config) -> dict[str, str]:
     variables = {}
     for section in SECTIONS:
         for field, value in msgspec.structs.asdict(getattr(config, section)).items():
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            variables[f"{ENVIRONMENT_PREFIX}{section}_{field}".upper()] = text
+            variables[f"{ENVIRONMENT_PREFIX}{section}_{field}".upper()] = setting_text(value)
     return variables
+
+
+def setting_text(value: object) -> str:
+    """A value as the environment and `--set` take it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def pool_path(pool_dir: str, node: str) -> Path:

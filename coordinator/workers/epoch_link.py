@@ -55,7 +55,7 @@ class WorkerLink:
         self._queue(self, command)
 
     def step_s(self) -> float:
-        return self.state.step_us * 1e-6 if self.state.steps else 0.0
+        return self.state.beat.step_us * 1e-6 if self.state.beat.steps else 0.0
 
     def stats(self) -> LinkStats:
         stats = self.state.stats(trio.current_time())

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
+from msgspec.structs import replace
+
 from coordinator.scheduling.events import LinkStats
 from coordinator.workers.command_log import CommandLog
 from protocol.errors import ProtocolError, WrongState
@@ -28,6 +30,8 @@ from protocol.messages import NAME_CHARS_MAX, Counters, Heartbeat, Report, Worke
 REPLAY_ASK_INTERVAL_S: Final = 0.25
 #: Weight of the latest round trip in `command_ack_ms`.
 ROUND_TRIP_WEIGHT: Final = 1 / 8
+#: Fields of the latest heartbeat that LinkStats has too.
+TOLD: Final = sorted(set(LinkStats._fields) & set(Heartbeat.__struct_fields__))
 
 
 class Arrival(Enum):
@@ -51,19 +55,10 @@ class WorkerEpoch:
         self.report_durable = 0
         self.round_trip_s = 0.0
         self._observe = observe
-        self.steps = 0
-        self.step_us = 0.0
-        self.awaits = ""
-        self.step_s = 0.0
-        self.load_s = 0.0
-        self.alone_steps = -1
-        self.alone_s = 0.0
-        self.alone_requests = 0
-        self.step_requests = 0
+        self.beat = Heartbeat(hello.epoch, 0, executor_beats=-1, steps=0, step_us=0.0)  # the latest
         self.hits = 0
         self.misses = 0
         self.swapped_bytes = 0
-        self._beats = -1
         self._beat_at = now
         self._heard_at = now
         self._asked_at = now - REPLAY_ASK_INTERVAL_S
@@ -114,14 +109,9 @@ class WorkerEpoch:
     def heartbeat(self, beat: Heartbeat, now: float) -> None:
         self._heard_at = now
         self.acknowledge(beat.command_ack, now)
-        if beat.executor_beats != self._beats:
-            self._beats = beat.executor_beats
+        if beat.executor_beats != self.beat.executor_beats:
             self._beat_at = now
-        self.steps, self.step_us = beat.steps, beat.step_us
-        self.step_s, self.load_s = beat.step_s, beat.load_s
-        self.alone_steps, self.alone_s = beat.alone_steps, beat.alone_s
-        self.alone_requests, self.step_requests = beat.alone_requests, beat.step_requests
-        self.awaits = beat.awaits[:NAME_CHARS_MAX]
+        self.beat = replace(beat, awaits=beat.awaits[:NAME_CHARS_MAX])
 
     def count_swaps(self, counters: Counters) -> None:
         self.hits, self.misses, self.swapped_bytes = counters.total_hits, counters.total_misses, counters.total_bytes
@@ -149,18 +139,10 @@ class WorkerEpoch:
 
     def stats(self, now: float) -> LinkStats:
         return LinkStats(
-            steps=self.steps,
-            step_us=self.step_us,
             hits=self.hits,
             misses=self.misses,
             swapped_bytes=self.swapped_bytes,
             link_age_s=now - self._heard_at,
             command_ack_ms=1e3 * self.round_trip_s,
-            awaits=self.awaits,
-            step_s=self.step_s,
-            load_s=self.load_s,
-            alone_steps=self.alone_steps,
-            alone_s=self.alone_s,
-            alone_requests=self.alone_requests,
-            step_requests=self.step_requests,
+            **{name: getattr(self.beat, name) for name in TOLD},
         )

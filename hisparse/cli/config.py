@@ -31,7 +31,7 @@ def show(config: Config, origins: dict[str, str], output: str) -> int:
 
     from hisparse.console.output import emit
     from hisparse.console.table import Column
-    from protocol.config import SECTIONS
+    from protocol.config import SECTIONS, setting_text
 
     class SettingRow(msgspec.Struct):
         setting: str
@@ -45,15 +45,8 @@ def show(config: Config, origins: dict[str, str], output: str) -> int:
     ]
     columns: list[Column[SettingRow]] = [
         Column("SETTING", lambda row: row.setting),
-        Column("VALUE", lambda row: _text(row.value)),
+        Column("VALUE", lambda row: setting_text(row.value)),
         Column("ORIGIN", lambda row: row.origin),
     ]
     emit(rows, columns, output)
     return 0
-
-
-def _text(value: object) -> str:
-    """As `--set` takes it."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)

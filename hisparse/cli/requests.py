@@ -38,7 +38,7 @@ def requests(
 
     A table shows at most 10 ended requests; --state finished, or -o json, lists all that are kept. AGE is the time
     since the submission, of an ended request until its end. REUSED counts prompt tokens that were not computed.
-    HELD is RETRACTED until hisparse resume. A narrow terminal shows fewer columns; -o json has all.
+    HELD is RETRACTED until `hisparse resume`. A narrow terminal shows fewer columns; -o json has all.
     """
     from coordinator.scheduling.lifecycle import HELD, TERMINAL, state_text
     from hisparse.console.output import duration_text, hot_text, note, rate_text

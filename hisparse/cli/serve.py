@@ -19,47 +19,41 @@ ROLES: Final = ("prefill", "decode", "both")
 #: Where workers of nodes that Ray knows receive pages, until their node is chosen.
 ANY_NODE: Final = "tcp://0.0.0.0:0"
 LOG_SETTINGS: Final = (
-    Setting("--log-level", "cluster.log_level", "debug, info, warning or error."),
-    Setting("--log-format", "cluster.log_format", "logfmt or json."),
+    Setting("cluster.log_level"),
+    Setting("cluster.log_format"),
 )
-COORDINATOR_SETTINGS: Final = (
-    Setting(
-        "--journal",
-        "coordinator.journal",
-        "File of the journal; default: journal.sqlite in the runtime directory. none: a crash loses all requests.",
-    ),
-)
+COORDINATOR_SETTINGS: Final = (Setting("coordinator.journal"),)
 WORKER_SETTINGS: Final = (
-    Setting("--model", "worker.model", "Checkpoint directory: config.json and safetensors."),
-    Setting("--served-model-name", "worker.served_model_name", "Model id for clients; default: its directory's name."),
-    Setting("--device", "worker.device", "cpu, cuda or cuda:N."),
-    Setting("--dtype", "worker.dtype", "auto (the checkpoint's), float32 or bfloat16."),
-    Setting("--kv-dtype", "worker.kv_dtype", "Rows and index keys: auto (as dtype), float32, bfloat16 or fp8."),
-    Setting("--seats", "worker.seats", "Requests in one decode batch at most."),
-    Setting("--device-mem", "worker.device_mem", "KV budget on the device, e.g. 60GiB; auto: by a GPU's free memory."),
-    Setting("--host-mem", "worker.host_mem", "Host pool of the node, e.g. 900GiB; auto: by the memory limit."),
-    Setting("--pool-dir", "worker.pool_dir", "Directory of the host pool; default: runtime directory, or /dev/shm."),
-    Setting("--context-max-tokens", "worker.context_max_tokens", "Longest context; default the model's."),
-    Setting("--context-target-tokens", "worker.context_target_tokens", "Context length to balance device memory for."),
-    Setting("--hot-size-classes", "worker.hot_size_classes", "Managed hot-buffer sizes in slots, e.g. 4096,8192."),
-    Setting("--matmul", "worker.matmul", "Products with FP8 weights: weight_only (exact) or w8a8 (as the authors)."),
-    Setting("--stream-backend", "worker.stream_backend", "inline or simulated on the CPU, cuda on a GPU."),
-    Setting("--graphs", "worker.graphs", "Replay decode steps from CUDA graphs: true or false."),
-    Setting("--deterministic", "worker.deterministic", "Outputs do not depend on the batch.", is_flag=True),
-    Setting("--threads", "worker.threads", "torch threads; 0 is torch's default."),
+    Setting("worker.model"),
+    Setting("worker.served_model_name"),
+    Setting("worker.device"),
+    Setting("worker.dtype"),
+    Setting("worker.kv_dtype"),
+    Setting("worker.seats"),
+    Setting("worker.device_mem"),
+    Setting("worker.host_mem"),
+    Setting("worker.pool_dir"),
+    Setting("worker.context_max_tokens"),
+    Setting("worker.context_target_tokens"),
+    Setting("worker.hot_size_classes"),
+    Setting("worker.matmul"),
+    Setting("worker.stream_backend"),
+    Setting("worker.graphs"),
+    Setting("worker.deterministic", is_flag=True),
+    Setting("worker.threads"),
 )
 
 #: Settings of the HTTP front in both `http` and `up`.
 FRONT_SETTINGS: Final = (
-    Setting("--api-keys", "http.api_keys_file", "File of keys for the HTTP APIs, one a line."),
-    Setting("--tls-cert", "http.tls_cert_file", "Certificate chain of those APIs, PEM: HTTPS instead of HTTP."),
-    Setting("--tls-key", "http.tls_key_file", "Private key of the certificate, PEM, without access for other users."),
+    Setting("http.api_keys_file", "--api-keys"),
+    Setting("http.tls_cert_file", "--tls-cert"),
+    Setting("http.tls_key_file", "--tls-key"),
 )
 HTTP_SETTINGS: Final = (
-    Setting("--host", "http.host", "Address to listen on; other than loopback needs --api-keys."),
-    Setting("--port", "http.port", "Port to listen on; 0: any free one, printed at start."),
+    Setting("http.host"),
+    Setting("http.port"),
     *FRONT_SETTINGS,
-    Setting("--requests-max", "http.requests_max", "Requests served at the same time; further ones get 429."),
+    Setting("http.requests_max"),
 )
 
 die_with_option = click.option("--die-with", type=int, metavar="PID", hidden=True)
@@ -69,7 +63,7 @@ die_with_option = click.option("--die-with", type=int, metavar="PID", hidden=Tru
 @with_config(
     *COORDINATOR_SETTINGS,
     *LOG_SETTINGS,
-    Setting("--metrics-port", "coordinator.metrics_port", "0: any free port, -1: off."),
+    Setting("coordinator.metrics_port"),
 )
 @die_with_option
 def coordinator(config: Config, die_with: int | None) -> int:
@@ -86,13 +80,13 @@ def coordinator(config: Config, die_with: int | None) -> int:
 @click.command(short_help="Run one worker.")
 @with_config(
     *WORKER_SETTINGS,
-    Setting("--name", "worker.name", "Unique in the cluster; default <node>-<pid>."),
-    Setting("--node", "worker.node", "Workers of a node share its host pool; default the host name."),
-    Setting("--role", "worker.role", "prefill, decode or both."),
-    Setting("--transfer", "worker.transfer", "Engine that moves host pages between nodes: shared, nixl or mooncake."),
-    Setting("--transfer-address", "worker.transfer_address", "Address to receive them at, as in tcp://10.0.0.2:0."),
-    Setting("--coordinator", "cluster.worker_endpoint", "Where the coordinator listens for workers."),
-    Setting("--metrics-port", "worker.metrics_port", "0: any free port, -1: off."),
+    Setting("worker.name"),
+    Setting("worker.node"),
+    Setting("worker.role"),
+    Setting("worker.transfer"),
+    Setting("worker.transfer_address"),
+    Setting("cluster.worker_endpoint", "--coordinator"),
+    Setting("worker.metrics_port"),
     *LOG_SETTINGS,
 )
 @die_with_option
@@ -108,8 +102,8 @@ def worker(config: Config, die_with: int | None) -> int:
 @click.command("http", short_help="Serve the APIs of OpenAI and Anthropic.")
 @with_config(
     *HTTP_SETTINGS,
-    Setting("--coordinator", "cluster.client_endpoint", "Where the coordinator listens for clients."),
-    Setting("--metrics-port", "http.metrics_port", "0: any free port, -1: off."),
+    Setting("cluster.client_endpoint", "--coordinator"),
+    Setting("http.metrics_port"),
     *LOG_SETTINGS,
 )
 @die_with_option

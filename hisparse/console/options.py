@@ -1,6 +1,7 @@
 """Shared by every command: options for settings, exit codes, errors in one line on stderr.
 
-Imports only click and `hisparse.clashes`: a name clash is reported without `protocol`, which may be another package.
+Imports only click, `hisparse.clashes` and `hisparse.console.meanings`: a name clash is reported without `protocol`,
+which may be another package.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 import click
 
 from hisparse.clashes import NameClash, check_packages
+from hisparse.console.meanings import meanings
 
 if TYPE_CHECKING:
     from protocol.errors import HiSparseError
@@ -166,12 +168,15 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 class Setting(NamedTuple):
-    """A flag that overrides one setting: `--seats` for worker.seats."""
+    """A flag that overrides one setting: `--seats` for worker.seats, or `alias`. Its help is the setting's meaning."""
 
-    flag: str
     name: str
-    help: str
+    alias: str = ""
     is_flag: bool = False
+
+    @property
+    def flag(self) -> str:
+        return self.alias or f"--{self.name.partition('.')[2].replace('_', '-')}"
 
     @property
     def parameter(self) -> str:
@@ -179,14 +184,10 @@ class Setting(NamedTuple):
 
 
 EVERYWHERE: Final = (
-    Setting(
-        "--runtime-dir",
-        "cluster.runtime_dir",
-        "Directory of sockets, journal, host pool; default: $XDG_RUNTIME_DIR/hisparse, or /tmp/hisparse-UID.",
-    ),
-    Setting("--keys-dir", "cluster.keys_dir", "Directory of key files, for tcp:// endpoints."),
-    Setting("--insecure", "cluster.insecure", "tcp:// without keys.", is_flag=True),
-    Setting("--as", "cluster.speak_as", "client, or admin, who sees the requests of all users."),
+    Setting("cluster.runtime_dir"),
+    Setting("cluster.keys_dir"),
+    Setting("cluster.insecure", is_flag=True),
+    Setting("cluster.speak_as", "--as"),
 )
 CONFIG_HELP: Final = "TOML file; default $HISPARSE_CONFIG."
 ASSIGNMENT: Final = "SECTION.FIELD=VALUE"
@@ -198,7 +199,7 @@ COMMON_HINT: Final = "Options of every command, such as --runtime-dir and --conf
 def common_option_lines() -> list[tuple[str, str]]:
     """The options that `with_config` gives to every command, each with its help."""
     lines = [("--config FILE", CONFIG_HELP), (f"--set {ASSIGNMENT}", ASSIGNMENT_HELP)]
-    return lines + [(it.flag if it.is_flag else f"{it.flag} VALUE", it.help) for it in EVERYWHERE]
+    return lines + [(it.flag if it.is_flag else f"{it.flag} VALUE", meanings()[it.name]) for it in EVERYWHERE]
 
 
 def _point_to_common_options(command: click.Command) -> None:
@@ -248,12 +249,18 @@ def with_config(
     return decorate
 
 
+class SettingOption(click.Option):
+    """An option whose help is looked up when it is shown."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        section, _, field = str(self.name).removeprefix("setting_").partition("_")
+        self.help = meanings()[f"{section}.{field}"]
+        return super().get_help_record(ctx)
+
+
 def _setting_option(setting: Setting, *, hidden: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    if setting.is_flag:
-        return click.option(
-            setting.flag, setting.parameter, is_flag=True, default=None, help=setting.help, hidden=hidden
-        )
-    return click.option(setting.flag, setting.parameter, metavar="VALUE", help=setting.help, hidden=hidden)
+    shape = {"is_flag": True, "default": None} if setting.is_flag else {"metavar": "VALUE"}
+    return click.option(setting.flag, setting.parameter, cls=SettingOption, hidden=hidden, **shape)
 
 
 def _assignments(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from protocol.config import ENVIRONMENT_PREFIX, HostFacts, build
+from protocol.config import ENVIRONMENT_PREFIX, HostFacts, build, setting_text
 from protocol.errors import ConfigError
 
 
@@ -19,11 +19,4 @@ def check_settings(section: str, settings: Mapping[str, Any], fixed: Mapping[str
                 "is set by the manifests", field=f"{field}.{name}", value=value, remedy="leave it out of settings"
             )
     build({section: dict(settings)}, fixed, {}, HostFacts("host", 1, 10001), file_name=f"{field} of the values")
-    return dict(fixed) | {prefix + name.upper(): _text(value) for name, value in settings.items()}
-
-
-def _text(value: object) -> str:
-    """As the environment has it."""
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return dict(fixed) | {prefix + name.upper(): setting_text(value) for name, value in settings.items()}

@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from coordinator.scheduling.validation import SEED_MAX
 from hisparse.cli import main, streaming
 from hisparse.cli.streaming import Follow, attach_and_follow
+from hisparse.console.meanings import meanings
 from hisparse.console.options import COMMON_HINT, EXIT_CODES, EXIT_MEANINGS, Setting, with_config
 from hisparse.console.output import duration_text, hot_text, share_text, size_text
 from protocol import messages
@@ -28,7 +29,6 @@ from protocol.config import SECTIONS
 from protocol.errors import BY_CODE, Unavailable
 from protocol.messages import PRIORITY_MAX
 from protocol.settings import Config
-from tests import ROOT
 from tests.support.fakes.gateway import FakeGateway, tag_of
 
 MODEL = messages.ModelInfo(
@@ -141,10 +141,12 @@ def test_common_options_are_in_the_help_of_hisparse_alone() -> None:
     assert COMMON_HINT not in run("size", "--help").stdout, "it takes none of them"
 
 
-def test_readme_lists_every_command_and_exit_code() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert [name for name in main.commands if f"`hisparse {name}" not in readme] == []
-    assert [code for code in EXIT_MEANINGS if f"| {code} |" not in readme] == []
+def test_help_of_an_option_is_the_meaning_of_its_setting() -> None:
+    """One sentence for help and docs; every setting has one."""
+    assert "Requests in one decode batch at most." in " ".join(run("worker", "--help").stdout.split())
+    names = {f"{section}.{field}" for section, kind in SECTIONS.items() for field in kind.__struct_fields__}
+    assert meanings().keys() == names
+    assert [name for name in names if len(meanings()[name]) < 10] == []
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_dedicated_flag_overrides_set() -> None:
     seen = []
 
     @click.command()
-    @with_config(Setting("--seats", "worker.seats", ""))
+    @with_config(Setting("worker.seats"))
     def command(config: Config) -> None:
         seen.append(config.worker.seats)
 

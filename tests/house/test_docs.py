@@ -25,6 +25,7 @@ from coordinator.scheduling import dispatch, poison
 from coordinator.scheduling.lifecycle import State
 from coordinator.service import CLIENT_UNREAD_MESSAGES
 from hisparse.cli import main
+from hisparse.cli.reference import pages
 from hisparse.cluster import keeper
 from hisparse.demo import compare
 from hisparse.http import (
@@ -117,6 +118,11 @@ def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
     while isinstance(command, click.Group) and words and words[0] in command.commands:
         command, words = command.commands[words[0]], words[1:]
     return command, words
+
+
+@pytest.mark.parametrize("name", pages())
+def test_generated_page_is_what_the_code_says(name: str) -> None:
+    assert DOCUMENTS[name] == pages()[name], "run: make docs"
 
 
 def test_each_command_and_option_exists() -> None:

@@ -48,7 +48,7 @@ SILENT: Final = re.compile(r"hisparse_(audit_differences|worker_fence|group)_\w+
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_dashboard_file_matches_its_code(name: str) -> None:
-    assert (DIRECTORY / name).read_text() == as_text(DASHBOARDS[name]), "run: python -m metrics.dashboards"
+    assert (DIRECTORY / name).read_text() == as_text(DASHBOARDS[name]), "run: make docs"
 
 
 def test_no_other_file_is_provisioned() -> None:

@@ -180,7 +180,7 @@ def test_table_rows_are_complete_and_follow_the_conventions() -> None:
 
 def test_the_documented_table_is_the_table() -> None:
     page = ROOT / "docs" / "metrics.md"
-    assert page.read_text() == as_markdown(), "run: python -m metrics.names > docs/metrics.md"
+    assert page.read_text() == as_markdown(), "run: make docs"
 
 
 # ---------------------------------------------------------------- the numbers

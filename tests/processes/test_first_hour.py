@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from tests import ROOT
 from tools.docs.first_hour import SCENES, TRANSCRIPT, record, screens, transcript
 
 pytestmark = [
@@ -35,7 +34,7 @@ def test_screens_are_those_of_the_transcript() -> None:
 @pytest.mark.guide
 def test_a_first_hour_shows_what_the_transcript_says() -> None:
     """`python -m tools.docs.first_hour` writes it anew."""
-    shown = sections(transcript(record(ROOT), []))
+    shown = sections(transcript(record().items()))
     known = sections(TRANSCRIPT.read_text())
     assert shown.keys() == {scene.title for scene in SCENES}
     for title, text in shown.items():
