@@ -54,9 +54,8 @@ class WorkerEpoch:
         self.steps = 0
         self.step_us = 0.0
         self.awaits = ""
-        self.step_s = 0.0
         self.load_s = 0.0
-        self.alone_steps = -1
+        self.alone_steps = 0
         self.alone_s = 0.0
         self.alone_requests = 0
         self.step_requests = 0
@@ -118,7 +117,7 @@ class WorkerEpoch:
             self._beats = beat.executor_beats
             self._beat_at = now
         self.steps, self.step_us = beat.steps, beat.step_us
-        self.step_s, self.load_s = beat.step_s, beat.load_s
+        self.load_s = beat.load_s
         self.alone_steps, self.alone_s = beat.alone_steps, beat.alone_s
         self.alone_requests, self.step_requests = beat.alone_requests, beat.step_requests
         self.awaits = beat.awaits[:NAME_CHARS_MAX]
@@ -157,7 +156,6 @@ class WorkerEpoch:
             link_age_s=now - self._heard_at,
             command_ack_ms=1e3 * self.round_trip_s,
             awaits=self.awaits,
-            step_s=self.step_s,
             load_s=self.load_s,
             alone_steps=self.alone_steps,
             alone_s=self.alone_s,
