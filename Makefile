@@ -65,7 +65,7 @@ COMPOSE_MIN ?= 60
 compose-test: $(STAMP) prometheus
 	timeout --kill-after=120 $(COMPOSE_MIN)m $(BIN)/python -m pytest tests/compose -m compose --timeout=3000 $(PYTEST_FLAGS)
 
-# A cluster of the version before, upgraded under load: 2 minutes. Needs the repository's history, and skips without it.
+# A cluster of an earlier commit, upgraded under load: 2 minutes. Needs the repository's history, and skips without it.
 upgrade-test: $(STAMP)
 	$(BIN)/python -m pytest tests/processes/test_upgrade_skew.py $(PYTEST_FLAGS)
 

@@ -1129,7 +1129,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     awaits: str = ""
     step_s: float = 0.0  # of all decode steps of the epoch's process
     load_s: float = 0.0  # of swap-ins that these steps wait for: of the first layer of each index group
-    alone_steps: int = -1  # of `steps`, those that no prompt ran beside; -1: not told, by protocol 6
+    alone_steps: int = 0  # of `steps`, those that no prompt ran beside
     alone_s: float = 0.0  # of all of these
     alone_requests: int = 0  # in all of these together
     step_requests: int = 0  # in all steps together

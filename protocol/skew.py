@@ -4,10 +4,11 @@
     N                 N              all messages as they are
     N - 1             N              accepted. The coordinator answers in N - 1, without fields that were added since
     N                 N - 1          refused by name by the coordinator, which changes nothing: it is upgraded first
-    N - 2 or older    N              refused by name
+    N - 2 or older    N              refused by name; so is 6, since 7 is the first version that the next one serves
 
 What a version may change so that the one before is served: add a field with a default at the end of a struct, and add
-a message that only a newer peer asks for. A coordinator that sends a struct with a new field lists it in NEWER_FIELDS.
+a message that only a newer peer asks for. PROTOCOL_VERSION_MIN is then the version before, and NEWER_FIELDS has each
+struct with new fields that a coordinator sends, as in {Ended: 2}.
 
 Rejected: readers that ignore what they do not know, since a worker that skips part of a command would do something
 else than was decided; a version for each message, since nothing is gained over one number for all of them.
@@ -23,38 +24,34 @@ import msgspec
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
-    Admit,
-    Commands,
     CoordinatorMessage,
-    Ended,
     GatewayMessage,
-    RequestDetail,
-    RequestRow,
-    RequestRows,
     encode,
 )
 
-#: The oldest protocol version that a coordinator accepts: one minor version of hisparse back.
-PROTOCOL_VERSION_MIN: Final = 6
+#: The oldest protocol version that a coordinator accepts: one minor version of hisparse back, or none but its own.
+PROTOCOL_VERSION_MIN: Final[int] = 7
 #: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends. None
 #: of them contains another.
-NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Ended: 2, RequestRow: 2, Admit: 2}
+NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {}
 #: Messages of a coordinator that contain such a struct.
-CHANGED: Final = frozenset({Ended, RequestRows, RequestDetail, Commands})
+CHANGED: Final[frozenset[type[msgspec.Struct]]] = frozenset()
 
-assert PROTOCOL_VERSION - PROTOCOL_VERSION_MIN == 1  # no version between them, for which nothing is cut
+assert PROTOCOL_VERSION - PROTOCOL_VERSION_MIN in (0, 1)  # no version between them, for which nothing is cut
 
 
 def check_version(version: int) -> None:
     """Raises ProtocolError when a coordinator does not serve a peer of this protocol version."""
+    serves_older = PROTOCOL_VERSION_MIN < PROTOCOL_VERSION
     if version > PROTOCOL_VERSION:
         remedy = "upgrade the coordinator first"
     elif version < PROTOCOL_VERSION_MIN:
-        remedy = "install the hisparse of the coordinator, or one minor version before it"
+        remedy = "install the hisparse of the coordinator" + ", or one minor version before it" * serves_older
     else:
         return
     raise ProtocolError(
-        f"this coordinator speaks protocol {PROTOCOL_VERSION}, and {PROTOCOL_VERSION_MIN} to older peers",
+        f"this coordinator speaks protocol {PROTOCOL_VERSION}"
+        + f", and {PROTOCOL_VERSION_MIN} to older peers" * serves_older,
         field="protocol",
         value=version,
         remedy=remedy,

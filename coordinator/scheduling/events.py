@@ -50,9 +50,8 @@ class LinkStats(NamedTuple):
     command_ack_ms: float
     swapped_bytes: int = 0
     awaits: str = ""  # worker that its decode loop waits for
-    step_s: float = 0.0
     load_s: float = 0.0
-    alone_steps: int = -1  # of `steps`, those that no prompt ran beside; their seconds and requests; -1: not told
+    alone_steps: int = 0  # of `steps`, those that no prompt ran beside; their seconds and requests
     alone_s: float = 0.0
     alone_requests: int = 0
     step_requests: int = 0

@@ -44,7 +44,6 @@ class _Counts(NamedTuple):
     so that one may have told of a few steps more."""
 
     steps: float
-    step_s: float
     misses: float
     swapped_bytes: float
     alone_steps: float
@@ -59,7 +58,6 @@ class _Seen(NamedTuple):
 
     at: float
     counts: _Counts
-    running: float  # of one worker
     swaps: Mapping[int, tuple[int, int, int]]
     timed: _Counts  # as of the look up to which swap-ins were learnt from
 
@@ -108,7 +106,7 @@ class HotSizing:
         is_timed = seen is None or counts.steps - seen.timed.steps >= TIMED_STEPS
         swaps = {it.placement: self._swaps(it) for it in running}
         timed = counts if seen is None or is_timed else seen.timed
-        this = _Seen(now, counts, len(running) / len(ranks), swaps, timed)
+        this = _Seen(now, counts, swaps, timed)
         self._seen[key] = this
         if seen is None or not running:
             return False
@@ -135,10 +133,8 @@ class HotSizing:
 
 
 def _counts_of(stats: Sequence[LinkStats]) -> _Counts:
-    """Of workers of the protocol version before, which tell nothing of steps without a prompt: -1 of these."""
     means = [sum(getattr(it, name) for it in stats) / len(stats) for name in _Counts._fields[:-1]]
-    counts = _Counts._make((*means, tuple(it.load_s for it in stats)))
-    return counts if all(it.alone_steps >= 0 for it in stats) else counts._replace(alone_steps=-1)
+    return _Counts._make((*means, tuple(it.load_s for it in stats)))
 
 
 def _bytes_of_miss(worker: WorkerEntry) -> float:
@@ -150,7 +146,7 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
     """None: no request ran at both looks, or prompts beside nearly all steps. What a request selects is told by those
     that ran, resident ones among them: the totals of a worker count what was looked for in hot buffers."""
     steps = after.counts.steps - before.counts.steps
-    step_s, running, of_all = _step(before, after, steps)
+    step_s, running, of_all = _step(before.counts, after.counts, steps)
     if not step_s:
         return None
     misses = after.counts.misses - before.counts.misses
@@ -180,16 +176,10 @@ def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
     )
 
 
-def _step(before: _Seen, after: _Seen, steps: float) -> tuple[float, float, float]:
+def _step(was: _Counts, now: _Counts, steps: float) -> tuple[float, float, float]:
     """Means over steps that no prompt ran beside, since prompts take what they take with any hot size: seconds and
     requests; and requests of all steps. 0 seconds: there were too few of them. What runs at the moment of a look may be
-    more or fewer: the steps of a first look come late in it.
-
-    Of a worker of the protocol version before, which tells none of it: all steps, and what ran at both looks."""
-    was, now = before.counts, after.counts
-    if was.alone_steps < 0 or now.alone_steps < 0:
-        running = max(1.0, (before.running + after.running) / 2)
-        return (now.step_s - was.step_s) / steps, running, running
+    more or fewer: the steps of a first look come late in it."""
     alone, requests = now.alone_steps - was.alone_steps, now.step_requests - was.step_requests
     if alone < ALONE_STEPS_MIN or requests <= 0:
         return 0.0, 0.0, 0.0

@@ -11,6 +11,14 @@ from coordinator.listener import router
 from hisparse.client import connection
 from protocol.transport import dealer
 from tests.support.limits import HANG_LIMIT_S
+from tests.support.version_before import BEFORE, serve_version_before
+
+
+@pytest.fixture
+def version_before(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A protocol version before this one, which the coordinator serves in this test."""
+    serve_version_before(monkeypatch)
+    return BEFORE
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -1,7 +1,8 @@
-"""A cluster of the version before is upgraded under load, coordinator first, which is rolled back once in between.
+"""A cluster of an earlier commit is upgraded under load, coordinator first, which is rolled back once in between.
 
-The version before is the last commit that speaks its protocol, from this repository's history: its own code runs. Where
-there is no history the test is skipped; tests/protocol/test_skew.py holds the same rules to what that commit wrote.
+Its own code runs, from the history of this repository: of the last commit that speaks the protocol before this one, or,
+while no older protocol is served, of an earlier commit that speaks this one. Without history the test is skipped.
+tests/protocol/test_skew.py has the rules, with a pair of versions made for it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from worker.pool.file import remove_pool
 pytestmark = [pytest.mark.process, pytest.mark.upgrade, pytest.mark.timeout(600)]
 
 ROOT: Final = Path(__file__).parents[2]
-#: The last commit that speaks PROTOCOL_VERSION_MIN.
-OLDER: Final = "4155b3d4ad03d8b531d39d76addd628974ffda4d"
+#: The last commit that speaks PROTOCOL_VERSION_MIN, or an earlier one than this where both speak it.
+COMMIT: Final = "f30cc04e1581bdfd476bcd1835be662a017f4e17"
+OLDER: Final = "older"
+NEWER: Final = "newer"
 WORKERS: Final = ("worker-0", "worker-1")
 LIMIT_S: Final = 120.0
 EXIT_CONFIG: Final = 8
@@ -50,12 +53,12 @@ def _executed_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def older_tree(tmp_path: Path) -> Path:
-    """The code of the version before."""
+    """The code of COMMIT."""
     tree = tmp_path / "older"
     tree.mkdir()
-    archive = subprocess.run(["git", "-C", ROOT, "archive", OLDER], capture_output=True, check=False)
+    archive = subprocess.run(["git", "-C", ROOT, "archive", COMMIT], capture_output=True, check=False)
     if archive.returncode:
-        pytest.skip(f"no commit {OLDER} here")
+        pytest.skip(f"no commit {COMMIT} here")
     subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True)
     return tree
 
@@ -65,17 +68,17 @@ class Rig:
     """Processes of two versions in one runtime directory. `trees`: the code of each version."""
 
     config: Config
-    trees: dict[int, Path]
+    trees: dict[str, Path]
     log_dir: Path
     children: dict[str, Child] = field(default_factory=dict)
 
-    def environ(self, version: int, config: Config | None = None) -> dict[str, str]:
+    def environ(self, version: str, config: Config | None = None) -> dict[str, str]:
         """Settings that have their defaults are left out: the older version may not know them."""
         defaults = to_environ(Config())
         settings = {name: text for name, text in to_environ(config or self.config).items() if defaults[name] != text}
         return child_environ() | settings | {"PYTHONPATH": str(self.trees[version])}
 
-    def start(self, version: int, name: str) -> Child:
+    def start(self, version: str, name: str) -> Child:
         """Start the coordinator or the worker of this name, whose process has ended."""
         role, config = "coordinator", self.config
         if name != role:
@@ -88,7 +91,7 @@ class Rig:
         self.children[name] = child
         return child
 
-    async def command(self, version: int, *words: str, status: int = 0) -> str:
+    async def command(self, version: str, *words: str, status: int = 0) -> str:
         """What `hisparse WORDS` of this version prints; it must end with `status`."""
         done = await trio.run_process(
             [sys.executable, "-m", "hisparse.cli", *words],
@@ -104,7 +107,7 @@ class Rig:
         with trio.fail_after(LIMIT_S):
             return await self.children[name].wait()
 
-    async def until_connected(self, version: int) -> None:
+    async def until_connected(self, version: str) -> None:
         with trio.fail_after(LIMIT_S):
             while True:
                 done = await trio.run_process(
@@ -119,7 +122,7 @@ class Rig:
                     return
                 await trio.sleep(0.2)
 
-    async def replace_coordinator(self, of: int, by: int) -> None:
+    async def replace_coordinator(self, of: str, by: str) -> None:
         await self.command(of, "stop", "--deadline", "0")
         assert await self.ended("coordinator") == 0
         self.start(by, "coordinator")
@@ -148,19 +151,19 @@ class Load:
 
 @asynccontextmanager
 async def older_cluster(tmp_path: Path, tree: Path) -> AsyncIterator[tuple[Rig, Load]]:
-    """A coordinator and two workers of the version before, under load."""
+    """A coordinator and two workers of COMMIT, under load."""
     config = cluster_config(write_model(tmp_path / "model"), tmp_path / "run", streams="inline")
     config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, pool_dir=str(tmp_path)))
-    rig = Rig(config, {PROTOCOL_VERSION_MIN: tree, PROTOCOL_VERSION: ROOT}, tmp_path)
+    rig = Rig(config, {OLDER: tree, NEWER: ROOT}, tmp_path)
     try:
         for name in ("coordinator", *WORKERS):
-            rig.start(PROTOCOL_VERSION_MIN, name)
-        await rig.until_connected(PROTOCOL_VERSION_MIN)
+            rig.start(OLDER, name)
+        await rig.until_connected(OLDER)
         async with trio.open_nursery() as nursery:
             load = Load(
                 await trio.lowlevel.open_process(
                     [sys.executable, upgrade_load.__file__, config.cluster.client_endpoint],
-                    env=rig.environ(PROTOCOL_VERSION_MIN),
+                    env=rig.environ(OLDER),
                     stdout=subprocess.PIPE,
                 )
             )
@@ -179,32 +182,36 @@ async def older_cluster(tmp_path: Path, tree: Path) -> AsyncIterator[tuple[Rig, 
         remove_pool(pool_path(config.worker.pool_dir, config.worker.node))
 
 
-async def test_rolling_upgrade_from_the_version_before_loses_and_changes_nothing(
+async def newer_peers_are_refused(rig: Rig) -> None:
+    """Workers and commands that come before their coordinator; the older cluster goes on."""
+    refusal = await rig.command(NEWER, "workers", status=EXIT_PROTOCOL)
+    assert f"this coordinator speaks protocol {PROTOCOL_VERSION_MIN}" in refusal
+    rig.start(NEWER, "worker-2")
+    assert await rig.ended("worker-2") == EXIT_CONFIG
+    said = rig.children["worker-2"].tail()  # the older coordinator knows no field of a hello that came since
+    assert f"the worker speaks protocol {PROTOCOL_VERSION}, this end {PROTOCOL_VERSION_MIN}" in said
+
+
+async def test_rolling_upgrade_from_an_earlier_commit_loses_and_changes_nothing(
     tmp_path: Path, older_tree: Path
 ) -> None:
-    older, newer = PROTOCOL_VERSION_MIN, PROTOCOL_VERSION
     async with older_cluster(tmp_path, older_tree) as (rig, load):
-        # Workers and commands first: refused by name, and the older cluster goes on.
-        refusal = await rig.command(newer, "workers", status=EXIT_PROTOCOL)
-        assert f"this coordinator speaks protocol {older}" in refusal
-        rig.start(newer, "worker-2")
-        assert await rig.ended("worker-2") == EXIT_CONFIG
-        said = rig.children["worker-2"].tail()  # the older coordinator knows no field of a hello that came since
-        assert f"the worker speaks protocol {newer}, this end {older}" in said
-        await load.some_more()
+        if PROTOCOL_VERSION_MIN < PROTOCOL_VERSION:
+            await newer_peers_are_refused(rig)
+            await load.some_more()
 
         # The coordinator, and back, and again: each reads the journal of the other, with requests in it.
-        for of, by in ((older, newer), (newer, older), (older, newer)):
+        for of, by in ((OLDER, NEWER), (NEWER, OLDER), (OLDER, NEWER)):
             await rig.replace_coordinator(of, by)
             await load.some_more()
-        await rig.command(older, "requests")  # rows without what the older command would refuse
+        await rig.command(OLDER, "requests")  # rows without what the older command would refuse
 
         for worker in WORKERS:
-            await rig.command(newer, "drain", worker, "--handover", "--wait")
+            await rig.command(NEWER, "drain", worker, "--handover", "--wait")
             rig.children[worker].process.terminate()
             assert await rig.ended(worker) == 0
-            rig.start(newer, worker)
-            await rig.until_connected(newer)
+            rig.start(NEWER, worker)
+            await rig.until_connected(NEWER)
             await load.some_more()
 
         async with open_client(rig.config.cluster.admin_endpoint, role="admin", name="test") as admin:

@@ -1,108 +1,153 @@
-"""Peers of the protocol version before this one, by what its own code wrote (tests/support/record_protocol.py)."""
+"""Peers of the protocol version before this one: the rules, and a pair of versions made for these tests."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, get_args
 
 import msgspec
 import pytest
-from msgspec import inspect
+from msgspec import NODEFAULT, inspect
 
-from protocol import messages
+from protocol import messages, skew
 from protocol.errors import ProtocolError
-from protocol.messages import PROTOCOL_VERSION
-from protocol.skew import CHANGED, NEWER_FIELDS, PROTOCOL_VERSION_MIN, check_version, encode_for
-from tests.support.record_protocol import UNIONS, name_of, sample_of, structs_in
+from protocol.messages import PROTOCOL_VERSION, Message, Part
+from protocol.skew import check_version, encode_for
+from tests.support import version_before
+from tests.support.version_before import BEFORE, serve_version_before
+from tests.support.wire_samples import UNIONS, sample_of, structs_in
 
-RECORDED: Final = json.loads((Path(__file__).parent / "recorded" / f"protocol-{PROTOCOL_VERSION_MIN}.json").read_text())
-DECODERS: Final = {"admin": messages.decode_admin, "worker": messages.decode_worker}
+DECODERS: Final = MappingProxyType({"admin": messages.decode_admin, "worker": messages.decode_worker})
 SENT: Final = ("gateway", "coordinator")
+#: What is served now, and a version before with fields that are taken to be newer.
+SERVED: Final = (
+    pytest.param(skew.NEWER_FIELDS, skew.CHANGED, id="now"),
+    pytest.param(version_before.NEWER_FIELDS, version_before.CHANGED, id="with a version before"),
+)
 
 
-def older_fields(role: str, kind: type) -> list[str] | None:
-    """The fields of a struct in the older version; None: it has no such struct."""
-    names = RECORDED["structs"][role].get(name_of(kind))
-    return None if names is None else names.split()
+class Row(Part, frozen=True):
+    name: str
+    added: int = 0
+    named: str = ""
 
 
-def extends(newer: Any, older: Any) -> bool:
-    """Whether `newer` is `older` with further elements at the end of some arrays."""
+class Rows(Message, frozen=True, tag="rows"):
+    tag: int
+    rows: tuple[Row, ...]
+    one: Row
+
+
+class Over(Message, frozen=True, tag="over"):
+    tag: int
+    added: bytes = b""
+
+
+class OlderRow(Part, frozen=True):
+    name: str
+
+
+class OlderRows(Message, frozen=True, tag="rows"):
+    tag: int
+    rows: tuple[OlderRow, ...]
+    one: OlderRow
+
+
+class OlderOver(Message, frozen=True, tag="over"):
+    tag: int
+
+
+@pytest.mark.parametrize(
+    ("newer", "older"),
+    [
+        (Over(1, b"x"), OlderOver(1)),
+        (
+            Rows(2, (Row("a", 3, "b"), Row("c")), Row("d", 4)),
+            OlderRows(2, (OlderRow("a"), OlderRow("c")), OlderRow("d")),
+        ),
+        (Rows(2, (), Row("d")), OlderRows(2, (), OlderRow("d"))),
+    ],
+)
+def test_older_peers_are_sent_what_their_coordinator_would_send(
+    newer: Any, older: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_version_before(monkeypatch)
+    monkeypatch.setattr(skew, "NEWER_FIELDS", {Row: 2, Over: 1})
+    monkeypatch.setattr(skew, "CHANGED", frozenset({Rows, Over}))
+    assert encode_for(newer, BEFORE) == messages.encode(older)
+    assert encode_for(newer, PROTOCOL_VERSION) == messages.encode(newer)
+
+
+@pytest.mark.parametrize("role", SENT)
+def test_older_peers_are_sent_every_message_up_to_its_newer_fields(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a value in each field, in those of this version too."""
+    serve_version_before(monkeypatch)
+    for kind in get_args(UNIONS[role]):
+        message = sample_of(inspect.type_info(kind))
+        older, newer = (msgspec.msgpack.decode(encode_for(message, it)) for it in (BEFORE, PROTOCOL_VERSION))
+        assert (older != newer) == (kind in version_before.CHANGED)
+        assert is_beginning(older, newer)
+
+
+def is_beginning(older: Any, newer: Any) -> bool:
+    """Whether arrays of `newer` have those of `older` at their beginnings."""
     if not isinstance(newer, list) or not isinstance(older, list):
         return bool(newer == older)
-    return len(newer) >= len(older) and all(map(extends, newer, older))
-
-
-def test_recorded_version_is_the_one_before() -> None:
-    assert RECORDED["protocol"] == PROTOCOL_VERSION_MIN == PROTOCOL_VERSION - 1
+    return len(newer) >= len(older) and all(map(is_beginning, older, newer))
 
 
 @pytest.mark.parametrize("role", DECODERS)
-def test_messages_of_older_peers_are_read_whole(role: str) -> None:
-    for frame in map(bytes.fromhex, RECORDED["frames"][role].values()):
-        message = DECODERS[role](frame)
-        assert extends(msgspec.msgpack.decode(messages.encode(message)), msgspec.msgpack.decode(frame))
+def test_message_of_a_peer_without_the_last_fields_is_read(role: str) -> None:
+    """An older peer does not send a field that was added since, which has a default."""
+    for kind in get_args(UNIONS[role]):
+        info = structs_in(kind)[kind]
+        array = msgspec.msgpack.decode(messages.encode(sample_of(inspect.type_info(kind))))
+        for field in reversed(info.fields):
+            if field.required:
+                break
+            array.pop()
+            default = field.default if field.default is not NODEFAULT else field.default_factory()
+            assert getattr(DECODERS[role](msgspec.msgpack.encode(array)), field.name) == default
 
 
-def test_older_clients_are_sent_what_their_coordinator_would_send() -> None:
-    """Byte for byte, of messages with a value in each field, in those of this version too."""
-    kinds = {name_of(kind): kind for kind in get_args(messages.GatewayMessage)}
-    for name, frame in RECORDED["frames"]["gateway"].items():
-        message = sample_of(inspect.type_info(kinds[name]))
-        assert encode_for(message, PROTOCOL_VERSION_MIN).hex() == frame, name
-        assert encode_for(message, PROTOCOL_VERSION) == messages.encode(message)
-
-
-def test_older_workers_are_sent_what_their_coordinator_would_send() -> None:
-    kinds = {name_of(kind): kind for kind in get_args(messages.CoordinatorMessage)}
-    assert kinds.keys() == RECORDED["frames"]["coordinator"].keys()
-    for name, frame in RECORDED["frames"]["coordinator"].items():
-        message = sample_of(inspect.type_info(kinds[name]))
-        assert encode_for(message, PROTOCOL_VERSION_MIN).hex() == frame, name
-        assert encode_for(message, PROTOCOL_VERSION) == messages.encode(message)
-
-
-@pytest.mark.parametrize("role", sorted(UNIONS))
-def test_fields_are_added_at_the_end_with_defaults(role: str) -> None:
-    """An older peer does not send them. What a coordinator sends of them is in NEWER_FIELDS."""
-    for kind, info in structs_in(UNIONS[role]).items():
-        older, names = older_fields(role, kind), [field.name for field in info.fields]
-        if older is None:
-            continue
-        assert names[: len(older)] == older, f"{name_of(kind)}: raise PROTOCOL_VERSION, and serve only equal versions"
-        assert not any(field.required for field in info.fields[len(older) :]), f"{name_of(kind)}: give it a default"
-        if role in SENT:
-            added = len(names) - len(older)
-            assert NEWER_FIELDS.get(kind, 0) == added, f"{name_of(kind)}: list its {added} new fields in NEWER_FIELDS"
-
-
-def test_all_messages_with_newer_fields_are_changed_for_older_peers() -> None:
+@pytest.mark.parametrize(("newer_fields", "changed"), SERVED)
+def test_newer_fields_have_defaults_in_structs_that_contain_no_other(
+    newer_fields: Mapping[type[msgspec.Struct], int], changed: frozenset[type[msgspec.Struct]]
+) -> None:
+    """They are cut at the end alone, and every message that contains such a struct is changed for older peers."""
+    for kind, count in newer_fields.items():
+        assert not any(field.required for field in structs_in(kind)[kind].fields[-count:]), kind
+        assert structs_in(kind).keys() & newer_fields.keys() == {kind}
     kinds = [kind for role in SENT for kind in get_args(UNIONS[role])]
-    assert {kind for kind in kinds if structs_in(kind).keys() & NEWER_FIELDS.keys()} == CHANGED
+    assert {kind for kind in kinds if structs_in(kind).keys() & newer_fields.keys()} == changed
 
 
-@pytest.mark.parametrize("kind", NEWER_FIELDS)
-def test_no_struct_with_newer_fields_contains_another(kind: type[msgspec.Struct]) -> None:
-    """They are cut at their end alone."""
-    assert structs_in(kind).keys() & NEWER_FIELDS.keys() == {kind}
-
-
-@pytest.mark.parametrize("version", [PROTOCOL_VERSION_MIN, PROTOCOL_VERSION])
-def test_this_version_and_the_one_before_are_served(version: int) -> None:
-    check_version(version)
+def test_this_version_and_the_one_before_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_version(PROTOCOL_VERSION)
+    serve_version_before(monkeypatch)
+    check_version(PROTOCOL_VERSION)
+    check_version(BEFORE)
 
 
 @pytest.mark.parametrize(
     ("version", "remedy"),
     [
-        (PROTOCOL_VERSION_MIN - 1, "one minor version before"),
-        (0, "one minor version before"),
+        (BEFORE - 1, "install the hisparse of the coordinator, or one minor version before it"),
+        (0, "install the hisparse of the coordinator, or one minor version before it"),
         (PROTOCOL_VERSION + 1, "upgrade the coordinator first"),
     ],
 )
-def test_other_versions_are_refused_by_name(version: int, remedy: str) -> None:
-    with pytest.raises(ProtocolError, match=f"speaks protocol {PROTOCOL_VERSION}, and 6 to older peers") as caught:
+def test_other_versions_are_refused_by_name(version: int, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_version_before(monkeypatch)
+    with pytest.raises(ProtocolError, match=f"speaks protocol {PROTOCOL_VERSION}, and {BEFORE} to older") as caught:
         check_version(version)
-    assert (caught.value.field, caught.value.value) == ("protocol", str(version))
-    assert remedy in caught.value.remedy
+    assert (caught.value.field, caught.value.value, caught.value.remedy) == ("protocol", str(version), remedy)
+
+
+def test_version_before_the_oldest_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        check_version(skew.PROTOCOL_VERSION_MIN - 1)
+    serves_older = skew.PROTOCOL_VERSION_MIN < PROTOCOL_VERSION
+    assert ("to older peers" in caught.value.message) == serves_older
+    assert ("one minor version before" in caught.value.remedy) == serves_older

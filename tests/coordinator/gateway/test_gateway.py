@@ -19,11 +19,12 @@ from protocol import messages
 from protocol.arrays import pack_int32, unpack_int32
 from protocol.errors import CapacityError, ConfigError
 from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Sampling
-from protocol.skew import NEWER_FIELDS, PROTOCOL_VERSION_MIN
+from protocol.skew import PROTOCOL_VERSION_MIN
 from protocol.transport.dealer import DealerSocket
 from tests.support.fakes.scheduler import MODEL
 from tests.support.gateway_rig import GatewayRig, hear, introduce, running, say
 from tests.support.limits import HANG_LIMIT_S
+from tests.support.version_before import NEWER_FIELDS
 
 SUBMIT = messages.Submit(7, pack_int32([1, 2, 3]), Sampling(max_tokens=1000), "a")
 
@@ -179,13 +180,13 @@ async def test_the_admin_socket_takes_only_admins(rig: GatewayRig) -> None:
     dealer.close()
 
 
-async def test_client_of_the_version_before_is_served_in_it(rig: GatewayRig) -> None:
+async def test_client_of_the_version_before_is_served_in_it(rig: GatewayRig, version_before: int) -> None:
     """Its rows of requests have no fields that it would refuse."""
     old = await rig.dealer()
-    await say(old, messages.Hello(PROTOCOL_VERSION_MIN, "client", "old"))
+    await say(old, messages.Hello(version_before, "client", "old"))
     (welcome,) = await hear(old)
     assert isinstance(welcome, messages.Welcome)
-    assert welcome.protocol == PROTOCOL_VERSION_MIN
+    assert welcome.protocol == version_before
     await say(old, SUBMIT)
     await hear(old)
     await say(old, messages.DescribeRequest(8, SUBMIT.request_id))
@@ -204,9 +205,9 @@ async def test_client_of_the_version_before_is_served_in_it(rig: GatewayRig) -> 
     new.close()
 
 
-async def test_client_of_the_version_before_reads_the_end_of_a_request(rig: GatewayRig) -> None:
+async def test_client_of_the_version_before_reads_the_end_of_a_request(rig: GatewayRig, version_before: int) -> None:
     old = await rig.dealer()
-    await say(old, messages.Hello(PROTOCOL_VERSION_MIN, "client", "old"))
+    await say(old, messages.Hello(version_before, "client", "old"))
     await hear(old)
     await say(old, SUBMIT)
     await hear(old)

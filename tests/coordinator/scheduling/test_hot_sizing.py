@@ -32,11 +32,10 @@ class Bench:
 
     share: float
     by_miss: float = 2.0
-    prompts_us: float = 0.0  # that prompts beside each step take
-    is_told: bool = True  # which steps no prompt ran beside
+    has_prompts: bool = False  # beside each step
     alone: int = 0  # requests of these; 0: those that run
     fake: FakeCluster = field(default_factory=full_cluster)
-    stats: LinkStats = field(default_factory=lambda: LinkStats(0, 0.0, 0, 0, 0.0, 1.0, alone_steps=0))
+    stats: LinkStats = field(default_factory=lambda: LinkStats(0, 0.0, 0, 0, 0.0, 1.0))
 
     def __post_init__(self) -> None:
         self.swaps: dict[int, tuple[int, int]] = {}
@@ -61,11 +60,10 @@ class Bench:
         misses = sum(it[1] for it in self.swaps.values())
         self.stats = self.stats._replace(
             steps=self.stats.steps + STEPS,
-            step_s=self.stats.step_s + STEPS * (step_us + self.prompts_us) / 1e6,
-            alone_steps=self.stats.alone_steps + (0 if self.prompts_us else STEPS) if self.is_told else -1,
-            alone_s=self.stats.alone_s + (0 if self.prompts_us else STEPS * step_us / 1e6),
-            alone_requests=self.stats.alone_requests + (STEPS * (self.alone or len(entries)) if self.is_told else 0),
-            step_requests=self.stats.step_requests + (STEPS * len(entries) if self.is_told else 0),
+            alone_steps=self.stats.alone_steps + (0 if self.has_prompts else STEPS),
+            alone_s=self.stats.alone_s + (0 if self.has_prompts else STEPS * step_us / 1e6),
+            alone_requests=self.stats.alone_requests + STEPS * (self.alone or len(entries)),
+            step_requests=self.stats.step_requests + STEPS * len(entries),
             load_s=self.stats.load_s + STEPS * loads_us / 1e6,
             hits=self.hits,
             misses=misses,
@@ -163,11 +161,11 @@ def test_steps_beside_prompts_teach_nothing_of_hot_sizes() -> None:
     """A worker that computes the prompts of its first requests steps slowly with few of them; a model of such steps
     would promise little of running fewer."""
     bench = Bench(share=0.3)
-    bench.prompts_us = 20_000.0
+    bench.has_prompts = True
     for _ in range(SETTLED):
         bench.look()
     assert (bench.worker.hot_floor, bench.worker.hot_sizing) == (None, None)
-    bench.prompts_us = 0.0
+    bench.has_prompts = False
     rates = [bench.look() for _ in range(SETTLED)]
     assert bench.worker.hot_floor == RESIDENT
     assert rates[-1] > 0.98 * bench.best()
@@ -191,14 +189,6 @@ def test_times_of_swap_ins_are_gathered_over_short_looks(monkeypatch: pytest.Mon
     timed = [it for it in found if it]
     assert len(found) // 3 <= len(timed) <= len(found) // 3 + 1
     assert timed == pytest.approx([bench.by_miss * 20 * bench.share * SELECTED] * len(timed), rel=0.02)
-
-
-def test_a_worker_of_the_version_before_is_judged_by_all_its_steps() -> None:
-    bench = Bench(share=0.3, is_told=False)
-    assert {it.running for it in looks(bench, 3)} == {20}
-    for _ in range(SETTLED):
-        bench.look()
-    assert bench.worker.hot_floor == RESIDENT
 
 
 def test_probes_under_a_floor_retract_no_request() -> None:
@@ -237,7 +227,6 @@ def test_step_times_that_cannot_be_are_dropped(number: float) -> None:
     for count in range(1, 9):
         bench.stats = bench.stats._replace(
             steps=bench.stats.steps + STEPS,
-            step_s=number * count,
             alone_steps=bench.stats.alone_steps + STEPS,
             alone_s=number * count,
             alone_requests=bench.stats.alone_requests + 20 * STEPS,
@@ -284,7 +273,7 @@ class GroupBench:
         self.fake = full_group()
         table = self.fake.dispatch.placement_table
         self.ranks = [table.workers[f"w{rank}"] for rank in range(RANKS)]
-        self.stats = [LinkStats(0, 0.0, 0, 0, 0.0, 1.0, alone_steps=0)] * RANKS
+        self.stats = [LinkStats(0, 0.0, 0, 0, 0.0, 1.0)] * RANKS
         for rank in range(RANKS):
             self.fake.ports[f"w{rank}"].stats = partial(self.stats.__getitem__, rank)  # type: ignore[method-assign]
         self.swaps: dict[int, tuple[int, int]] = {}
@@ -307,7 +296,6 @@ class GroupBench:
             was, missed = self.stats[rank], STEPS * round(managed[rank] * self.shares[rank] * SELECTED)
             self.stats[rank] = was._replace(
                 steps=was.steps + STEPS,
-                step_s=was.step_s + STEPS * step_us / 1e6,
                 alone_steps=was.alone_steps + STEPS,
                 alone_s=was.alone_s + STEPS * step_us / 1e6,
                 alone_requests=was.alone_requests + STEPS * len(entries),

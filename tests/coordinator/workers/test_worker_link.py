@@ -42,6 +42,7 @@ from protocol.skew import PROTOCOL_VERSION_MIN
 from tests.support.fakes.worker import FakeWorker, hello
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.progress import RequestEntry, progress
+from tests.support.version_before import BEFORE
 
 #: Tests of silence use the short limits; the long ones are out of reach of a busy machine.
 SHORT_LIMIT_S = 0.4
@@ -459,19 +460,20 @@ async def test_refused_worker_is_told_why(rig: Rig, changes: dict[str, object], 
     worker.close()
 
 
-async def test_worker_of_the_version_before_is_answered_in_it(rig: Rig) -> None:
+async def test_worker_of_the_version_before_is_answered_in_it(rig: Rig, version_before: int) -> None:
     """It gives up at a welcome of another version than its own. It joins, reconnects, and is to empty itself."""
     hellos = hello(), hello(), hello(epoch=2, incarnation_seen=INCARNATION - 1, command_ack=3)
-    for older in (msgspec.structs.replace(it, protocol=PROTOCOL_VERSION_MIN) for it in hellos):
+    for older in (msgspec.structs.replace(it, protocol=version_before) for it in hellos):
         worker = await rig.worker()
         await worker.say(older)
         welcome = await worker.hear()
         assert isinstance(welcome, WorkerWelcome)
-        assert welcome.protocol == PROTOCOL_VERSION_MIN
+        assert welcome.protocol == version_before
         worker.close()
 
 
-@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, PROTOCOL_VERSION_MIN])
+@pytest.mark.usefixtures("version_before")
+@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, BEFORE])
 async def test_worker_is_sent_commands_of_its_version(rig: Rig, protocol: int) -> None:
     """An older worker refuses a command with a field that it does not know."""
     worker = await rig.worker()

@@ -19,13 +19,13 @@ from coordinator.workers.processes import process_of
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow, pack_rows
 from protocol.messages import NOT_SEEN, PROTOCOL_VERSION, Commands, Refused, ReportAck, Withdraw, WorkerWelcome
-from protocol.skew import PROTOCOL_VERSION_MIN
 from tests.coordinator.workers.test_worker_link import IMPATIENT, INCARNATION, Rig
 from tests.support.fakes.journal import FakeStore
 from tests.support.fakes.scheduler import MODEL
 from tests.support.fakes.worker import CAPACITY, hello
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.progress import RequestEntry, progress
+from tests.support.version_before import BEFORE
 
 PAST = {"incarnation_seen": INCARNATION - 1, "command_ack": 5, "report_first": 7, "report_next": 9}
 
@@ -55,7 +55,8 @@ async def start(rig: Rig, nursery: trio.Nursery) -> None:
     await trio.lowlevel.checkpoint()
 
 
-@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, PROTOCOL_VERSION_MIN])
+@pytest.mark.usefixtures("version_before")
+@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, BEFORE])
 async def test_journalled_epoch_continues_its_numbers(rig: Rig, protocol: int) -> None:
     port = expected(rig)
     request_index = rig.log.open(100)

@@ -1,23 +1,15 @@
-"""Records what this version's processes write, for tests of later versions: frames of the wire, records of the journal.
-
-    python -m tests.support.record_protocol > tests/protocol/recorded/protocol-N.json
-
-Run it with PYTHONPATH at the tree of the version to record, whose own code then writes. Each struct that crosses the
-wire or lies in a journal is recorded by name with its fields, and each message and record as bytes, in hex, with a
-value other than the default in every field.
-"""
+"""A value of each message of the wire and each record of the journal, other than the default in every field."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import msgspec
 from msgspec import inspect
 
-from coordinator.journal import inspection, records
+from coordinator.journal import records
 from protocol import messages
 
 #: Unions, by who writes them.
@@ -86,25 +78,3 @@ def sample_of(kind: inspect.Type) -> Any:
 def name_of(kind: type) -> str:
     """The tag of a message or record; the class of a part that has none."""
     return str((issubclass(kind, msgspec.Struct) and kind.__struct_config__.tag) or kind.__name__)
-
-
-def shapes_of(union: Any) -> dict[str, str]:
-    """Names of the fields of each struct and named tuple, in order."""
-    return {name_of(cls): " ".join(field.name for field in it.fields) for cls, it in structs_in(union).items()}
-
-
-def recorded() -> dict[str, object]:
-    frames = {
-        role: {name_of(cls): messages.encode(sample_of(inspect.type_info(cls))).hex() for cls in get_args(union)}
-        for role, union in UNIONS.items()
-    }
-    return {
-        "protocol": messages.PROTOCOL_VERSION,
-        "journal_form": inspection.VERSION,
-        "structs": {role: dict(sorted(shapes_of(union).items())) for role, union in UNIONS.items()},
-        "frames": frames,
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(recorded(), indent=1))
