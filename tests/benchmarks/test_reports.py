@@ -242,6 +242,14 @@ def test_every_result_has_a_table() -> None:
     assert shown == {path.name for path in report.RESULTS.glob("*.json")}
 
 
+def test_each_run_on_a_gpu_names_its_commit_and_card() -> None:
+    found = report.result("gpu-runs.json")
+    assert [
+        row for row in found["rows"] if set(row) != {"what", "result", "commit", "card"} or not all(row.values())
+    ] == []
+    assert [row for row in found["not_run"] if not {"what"} <= set(row) <= {"what", "why"}] == []
+
+
 def rows_of(name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = report.result(name)["rows"]
     return rows
