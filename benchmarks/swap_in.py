@@ -42,8 +42,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.swap_in_cells import EXTRA, MISSES, OVERLAPPED, PEERS, peers, spread, verdicts
+from benchmarks.swap_in_cells import EXTRA, MISSES, OVERLAPPED, PEERS, peers, verdicts
 from benchmarks.swap_in_setup import STEPS, Setup, build, check
+from benchmarks.tables import micros
 from kernels.cuda.jit import load
 from kernels.cuda.launch import defines_of, stream_of
 from kernels.cuda.structures import Plan
@@ -189,9 +190,12 @@ def machine() -> dict[str, str]:
 
 
 def show(cell: dict[str, Any]) -> str:
+    alone, overlapped = (
+        " mean ".join(filter(None, (it.cell(cell) for it in micros("", way)))) for way in ("", OVERLAPPED)
+    )
     return (
         f"{cell['row_bytes']:5} B  H {cell['hot_slots']:5}  batch {cell['batch']:3} x{cell['blocks']:<2}"
-        f"  m {cell['misses']:3}  {spread(cell, digits=2)} us  overlapped {spread(cell, OVERLAPPED, digits=2)}"
+        f"  m {cell['misses']:3}  {alone} us  overlapped {overlapped}"
         f"  copy {cell['copy_only_us']:7.2f}  resolve {cell['resolve_us']:5.2f}  cold {cell['cold_us']:7.2f}"
         f"  null {cell['null_us']:.2f}  floor {cell['floor_us']:6.1f}  {cell['gb_per_s']:5.1f} GB/s"
         f"  SGLang {cell.get('sglang_us', 0):6.1f}  target {cell.get('target_us', 0):6.1f} {verdicts(cell)}"

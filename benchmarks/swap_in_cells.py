@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
+
+from benchmarks.plots import Row, Series, marks
 
 MISSES: Final = (0, 20, 102, 410)
 
@@ -34,7 +37,14 @@ EXTRA: Final = (
     (656, 4096, 256),
 )
 OVERLAPPED: Final = "overlapped_"  # begins the names of a cell's figures of launches that overlap
-MEAN_OFF: Final = 0.05  # a mean that differs from the median by more is shown
+#: Key of a cell's figure by the series that shows it.
+SERIES: Final = {
+    Series("swap_in", "#1668b8", "dot"): "us",
+    Series("overlapped", "#e08a00", "ring"): f"{OVERLAPPED}us",
+    Series("SGLang", "#c0392b", "ring"): "sglang_us",
+    Series("target", "#444444", "tick"): "target_us",
+    Series("floor", "#2e8b57", "cross"): "floor_us",
+}
 
 
 def peers(row_bytes: int, hot: int, batch: int, misses: int) -> dict[str, float]:
@@ -45,7 +55,7 @@ def peers(row_bytes: int, hot: int, batch: int, misses: int) -> dict[str, float]
     return {"sglang_us": sglang, "prototype_us": prototype, "target_us": prototype + max(0.1 * prototype, 1.0)}
 
 
-def verdict(cell: dict[str, Any], way: str = "") -> str:
+def verdict(cell: Mapping[str, Any], way: str = "") -> str:
     """met, over (the target), or slower (than SGLang); empty without figures to compare, or to compare with.
 
     `way`: launches that do not overlap, or OVERLAPPED ones.
@@ -58,7 +68,7 @@ def verdict(cell: dict[str, Any], way: str = "") -> str:
     return "met" if us <= cell["target_us"] else "over"
 
 
-def verdicts(cell: dict[str, Any]) -> str:
+def verdicts(cell: Mapping[str, Any]) -> str:
     """The verdict on launches that do not overlap; a star marks one that holds for overlapped launches alone.
 
     met* stands by itself: what the others miss is seen from there being a star.
@@ -69,13 +79,36 @@ def verdicts(cell: dict[str, Any]) -> str:
     return "met*" if overlapped == "met" else f"{alone}, {overlapped}*"
 
 
-def spread(cell: dict[str, Any], way: str = "", digits: int = 1) -> str:
-    """Median us (smallest–largest), and the mean where it says something else; empty when not measured."""
-    median, mean = cell.get(f"{way}us"), cell.get(f"{way}mean_us")
-    if median is None:
-        return ""
-    low, high = cell[f"{way}us_min"], cell[f"{way}us_max"]
-    text = f"{median:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
-    if mean is not None and abs(mean - median) > MEAN_OFF * median:
-        text += f", mean {mean:.{digits}f}"
-    return text
+def summary(result: Mapping[str, Any]) -> str:
+    """How many cells that have figures to compare with meet them, without overlap and with it."""
+    cells = result["rows"]
+    alone, overlapped = ([verdict(cell, way) for cell in cells if verdict(cell, way)] for way in ("", OVERLAPPED))
+    if not alone:
+        return "No figures to compare these cells with."
+    text = (
+        f"Of {len(alone)} cells with figures to compare with, {_counts(alone)}: launches that do not overlap. "
+        "Both conditions are: within target, not slower than SGLang. "
+    )
+    if not overlapped:
+        return f"{text}Launches that overlap were not measured."
+    return (
+        f"{text}Of launches that overlap, each let begin while the one before is at work, {_counts(overlapped)}; "
+        "a star marks a verdict that holds for them alone."
+    )
+
+
+def _counts(found: list[str]) -> str:
+    met, over, slower = (found.count(said) for said in ("met", "over", "slower"))
+    return f"{met} meet both conditions, {over} are over the target only, {slower} are slower than SGLang"
+
+
+def plot(cells: list[dict[str, Any]]) -> str:
+    rows = [
+        Row(
+            f"{cell['row_bytes']} B, H {cell['hot_slots']}, batch {cell['batch']}, m {cell['misses']}",
+            {series.name: cell[key] for series, key in SERIES.items() if key in cell},
+        )
+        for cell in cells
+    ]
+    drawn = [series for series in SERIES if any(series.name in row.values for row in rows)]
+    return marks("swap_in: one launch", "µs", drawn, rows)

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.transfer_report import transfer
+from benchmarks.report import TRANSFER, part_text
 from kernels.layout import Geometry
 from tests.support.netns_rig import namespaces
 from tests.support.transfer_rig import MODEL, make_pool
@@ -127,7 +127,7 @@ def summarize(options: argparse.Namespace, host: str, rounds: list[dict[str, Any
         "machine": machine,
         "rounds": rounds,
     }
-    print(transfer(result))
+    print(part_text(TRANSFER, result))
     RESULTS.mkdir(exist_ok=True)
     name = options.name or ("loopback" if host == LOOPBACK else "netns")
     (RESULTS / f"transfer-{name}.json").write_text(json.dumps(result, indent=1) + "\n")

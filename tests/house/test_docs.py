@@ -17,7 +17,7 @@ import click
 import pytest
 
 from benchmarks import report
-from benchmarks.decode_report import find
+from benchmarks.ratios import ratios
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
 from coordinator.listener import connection_tracker, rate_limiter, router, sweeper, unfinished, zap
@@ -256,18 +256,22 @@ def test_each_metric_is_exported() -> None:
 
 def test_readme_quotes_measurements() -> None:
     said = re.sub(r"\s+", " ", DOCUMENTS["README.md"])
-    rows = result("decode-beside-H200.json")
-    at = {hits: [decode_ratio(rows, context, hits) for context in (32_768, 131_072)] for hits in (0.99, 0.93, 0.87)}
-    assert f"{at[0.99][0]:.1f} times as many tokens per second as everything resident at 32k" in said
-    assert f"and {at[0.99][1]:.1f} times at 128k" in said
-    assert f"at 93 % it is {at[0.93][0]:.1f} and {at[0.93][1]:.1f} times" in said
-    assert f"at 87 % {at[0.87][0]:.1f} and {at[0.87][1]:.1f}." in said
-    short = [decode_ratio(rows, 8_192, hits) for hits in (0.99, 0.8)]
-    assert f"At 8k they gain little or lose, {short[0]:.1f} to {short[1]:.1f} times" in said
+    found = {(it["context"], it["overlap"]): it for it in ratios(result("decode-beside-H200.json"))}
+    long, short = found[32_768, 0.99], [found[8_192, overlap]["ratio"] for overlap in (0.99, 0.8)]
+    assert f"{long['ratio']:.1f} times as many tokens per second" in said
+    assert f"{100 * long['of_uncopied']:.0f} % of what the same batch gives with its copies skipped" in said
+    assert f"give {short[0]:.1f} times the tokens per second" in said
+    assert f"with 99 % hits, and {short[1]:.1f} times with 80 %" in said
+    rank = result("rank-H200.json")
+    most = next(it for it in ratios(rank, "rank_tokens_per_s") if (it["context"], it["overlap"]) == (32_768, 0.99))
+    step = next(row for row in rank if (row["mode"], row["concurrency"], row["overlap"]) == ("hisparse", 64, 0.99))
+    assert f"{most['ratio']:.1f} times the tokens per second** of everything resident by one rank of eight" in said
+    assert f"takes {step['step_ms'] / step['floor_ms']:.2f} times the floor of its parts" in said
     row = next(row for row in result("resume-H200.json") if row["context"] == 32_768)
     resumed, prefilled = 1e3 * row["managed_resumed_s"], row["managed_first_token_s"]
     layers = report.result("resume-H200.json")["setting"]["layers"]
-    assert f"decodes again after {resumed:.0f} ms, where its prefill takes {prefilled:.1f} s ({layers} layers)" in said
+    assert f"{resumed:.0f} ms until a retracted 32k request decodes again**" in said
+    assert f"where its prefill takes {prefilled:.1f} s ({layers} layers)" in said
 
 
 def test_shown_commands_fit_a_worker() -> None:
@@ -280,14 +284,6 @@ def test_shown_commands_fit_a_worker() -> None:
 def result(name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
     return rows
-
-
-def decode_ratio(rows: list[dict[str, Any]], context: int, overlap: float) -> float:
-    resident = find(rows, context=context, mode="resident")
-    ours = find(rows, context=context, mode="hisparse", overlap=overlap)
-    assert resident is not None
-    assert ours is not None
-    return float(ours["tokens_per_s"] / resident["tokens_per_s"])
 
 
 # ---------------------------------------------------------------- files

@@ -30,7 +30,7 @@ from worker.streams import Fence, Streams
 
 #: Rows of a padded batch from which swap_in runs on `swap`. A step of 8 layers over contexts of 32k with 99 % hits, on
 #: an H200, against swap_in in line: 32 rows -1.9 %, 58 rows -2.6 %; 16 rows +0.6 %, 8 -1.0 %, 4 +1.3 %, 1 +1.2 %
-#: (benchmarks/results/decode-overlap-H200.json). Nothing between 16 and 32 was measured.
+#: (benchmarks/NOTES.md: Swap-in beside projections). Nothing between 16 and 32 was measured.
 BESIDE_ROWS: Final = 24
 
 
