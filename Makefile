@@ -16,7 +16,7 @@ MESSAGES ?= 100000
 BODIES ?= 10000
 FUZZ_S ?= 3600
 
-.PHONY: demo test check transfer-test cluster-test compose-test upgrade-test follow-docs lock sim fuzz format lint report bench install prometheus clean
+.PHONY: demo test check transfer-test cluster-test compose-test upgrade-test follow-docs lock sim mutants fuzz format lint report bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -77,6 +77,10 @@ prometheus:
 # More seeds of the simulated cluster than the suite runs: docs/testing.md.
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
+
+# By which seed each planted bug is caught: tests/sim/mutant_hints.json anew, 5 minutes.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.sim.mutant_hints
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix --exit-zero .

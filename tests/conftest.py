@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from protocol.logs import ROOT as ROOT_LOGGER
+from tests.support import history
 
 #: Of torch, here and in child processes: more threads would take the cores from the tests beside this one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +32,15 @@ settings.load_profile("hisparse")
 #: Kinds of test that take seconds to minutes.
 LONG: Final = ("sim", "mutation", "process", "compile")
 GPU_LOCK: Final = Path(tempfile.gettempdir()) / f"hisparse-tests-gpu-{os.getuid()}.lock"
+
+
+def pytest_configure() -> None:
+    """Count commits in the first process, before it starts the others, which take its answer."""
+    history.first_parent_commits()
+
+
+def pytest_report_header() -> str:
+    return history.header(history.first_parent_commits())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -66,7 +66,7 @@ def library(unit: str, defines: Defines, edits: tuple[Edit, ...] = ()) -> ctypes
         includes = f'#include "cuda.hpp"\n#include "{unit}.cuh"\n'
         entries = [SOURCE.format(kernel=kernel) for of, kernel in UNITS if of == unit]
         (place / "unit.cpp").write_text("".join([includes, *entries]))
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", *(f"-D{key}={value}" for key, value in defines)]
+        flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w", *(f"-D{key}={value}" for key, value in defines)]
         command = [COMPILER, *flags, "unit.cpp", "-o", "unit.so"]
         done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
         if done.returncode:
