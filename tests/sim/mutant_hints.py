@@ -1,6 +1,6 @@
 """By which seed each planted bug is caught: a search, and hints of what it found last. `make mutants` writes them anew.
 
-A hint is tried first and spares the search. It decides nothing: a bug whose hint is stale is searched for as one without.
+A hint is tried first and spares the search. It decides nothing: with a stale hint the search decides, as without one.
 """
 
 from __future__ import annotations
