@@ -21,7 +21,7 @@ MESSAGES ?= 100000
 BODIES ?= 10000
 FUZZ_S ?= 3600
 
-.PHONY: demo test test-all check transfer-test cluster-test compose-test upgrade-test oldest-test follow-docs lock sim fuzz format lint report docs bench install prometheus clean
+.PHONY: demo test test-all check transfer-test cluster-test compose-test upgrade-test oldest-test follow-docs lock sim mutants fuzz format lint report docs bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -96,6 +96,10 @@ prometheus:
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
 
+# By which seed each planted bug is caught: tests/sim/mutant_hints.json anew, 5 minutes.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.sim.mutant_hints
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
@@ -126,3 +130,4 @@ bench: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/hisparse-tests"

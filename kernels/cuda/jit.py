@@ -6,10 +6,10 @@ NVRTC comes as a pip wheel (cuda-core[cu13]) and compiles without a GPU or heade
 Rejected: nvcc (a user with only pip has none), PTX (the driver would compile it at every start), prebuilt cubins in
 the wheel (row sizes are compile-time constants, so that line counts and alignment cost nothing at run time).
 
-Cache: one file per unit under a key over everything that the result depends on (sources, defines, architecture, NVRTC
-version, the format below). It is written beside its place and renamed, so readers see all of it or nothing and no
-lock is needed: two processes that compile the same unit publish the same bytes. A file whose digest does not fit its
-contents is compiled anew.
+Cache: one file per unit under a key over everything that the result depends on (sources, defines, options, NVRTC's
+version, architecture, the format below). It is written beside its place and renamed, so readers see all of it or
+nothing and no lock is needed: two processes that compile the same unit publish the same bytes. A file whose digest does
+not fit its contents is compiled anew.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import math
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ from protocol.units import PAGE_TOKENS
 SOURCE_DIR: Final = Path(__file__).parent / "src"
 UNITS: Final = ("swap_in", "begin_step", "copy_rows", "rows", "seat")
 FORMAT: Final = 1
+OPTIONS: Final = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 LINE_BYTES: Final = 128
 LOADED_MAX: Final = 512  # kernels of one process: a worker has one row layout, tests have dozens
 
@@ -84,8 +86,7 @@ def compile_source(source: str, name: str, defines: Defines, arch: str) -> Compi
         list(headers.values()),
         [header.encode() for header in headers],
     )
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
-    options += [f"-D{key}={value}" for key, value in defines]
+    options = [f"--gpu-architecture={arch}", *OPTIONS, *(f"-D{key}={value}" for key, value in defines)]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = _log(nvrtc, program)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -131,16 +132,21 @@ def cache_dir() -> Path:
 def cached_unit(unit: str, defines: Defines, arch: str, directory: Path) -> Compiled:
     """compile_unit through the cache in `directory`, which is made when missing."""
     place = directory / f"{unit}-{arch}-{content_key(unit, defines, arch)}.cubin"
+    return cached(place, partial(compile_unit, unit, defines, arch))
+
+
+def cached(place: Path, compile_it: Callable[[], Compiled]) -> Compiled:
+    """What the file at `place` holds; compiled first where there is none, or a broken one."""
     held = _read(place)
     if held is None:
-        held = compile_unit(unit, defines, arch)
+        held = compile_it()
         _publish(place, held)
     return held
 
 
 def content_key(unit: str, defines: Defines, arch: str) -> str:
     """Changes with anything that the compiled unit depends on."""
-    digest = hashlib.sha256(repr((FORMAT, unit, defines, arch, _nvrtc_version())).encode())
+    digest = hashlib.sha256(repr((FORMAT, OPTIONS, unit, defines, arch, _nvrtc_version())).encode())
     for path in sorted(SOURCE_DIR.glob("*.cuh")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]

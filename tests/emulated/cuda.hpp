@@ -11,6 +11,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -58,7 +59,8 @@ struct Block {
 };
 struct Copy { void* to; const void* from; unsigned bytes; };
 struct Fiber {
-    ucontext_t context;
+    ucontext_t start;
+    jmp_buf context;
     dim3 thread;
     Block* block;
     Warp* warp;
@@ -72,7 +74,7 @@ struct Fiber {
 
 inline Fiber* self;
 inline std::mt19937 random;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline dim3 grid, block;
 inline std::string wrong;  // what a kernel must not do, the first time
 
@@ -80,15 +82,33 @@ inline void complain(const char* what) {
     if (wrong.empty()) wrong = what;
 }
 
+// On to `to`, until something goes on to `from`. swapcontext would do so with a system call each time, for signals' sake.
+__attribute__((noinline)) inline void go_on(jmp_buf& from, jmp_buf& to) {
+    if (!_setjmp(from)) _longjmp(to, 1);
+}
+inline void rest() { go_on(self->context, scheduler); }
+
+// Into the thread of `fiber`, until it rests or ends.
+__attribute__((noinline)) inline void enter(Fiber& fiber, void (*body)()) {
+    self = &fiber;
+    if (fiber.stack) return go_on(scheduler, fiber.context);
+    fiber.stack.reset(new uint8_t[STACK_BYTES]);
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.get();
+    fiber.start.uc_stack.ss_size = STACK_BYTES;
+    makecontext(&fiber.start, body, 0);
+    if (!_setjmp(scheduler)) setcontext(&fiber.start);
+}
+
 inline void wait(bool (*may_go_on)(const Fiber&), const void* on, uint64_t while_it_is) {
     self->may_go_on = may_go_on, self->on = on, self->while_it_is = while_it_is;
-    if (!may_go_on(*self)) swapcontext(&self->context, &scheduler);
+    if (!may_go_on(*self)) rest();
     self->may_go_on = nullptr;
 }
 
 // Lets others go first, now and then: where memory that others see is read or written.
 inline void may_be_overtaken() {
-    if (random() % 4 == 0) swapcontext(&self->context, &scheduler);
+    if (random() % 4 == 0) rest();
 }
 
 inline bool has_turned(const Fiber& f) { return *static_cast<const unsigned*>(f.on) != f.while_it_is; }
@@ -165,19 +185,11 @@ void run_together(Kernel kernel, const std::vector<dim3>& places, unsigned threa
                 if (fiber.done || (fiber.may_go_on && !fiber.may_go_on(fiber))) continue;
                 moved = true;
                 if (idles) break;
-                self = &fiber;
-                if (!fiber.stack) {
-                    fiber.stack.reset(new uint8_t[STACK_BYTES]);
-                    getcontext(&fiber.context);
-                    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-                    fiber.context.uc_stack.ss_size = STACK_BYTES;
-                    fiber.context.uc_link = &scheduler;
-                    makecontext(&fiber.context, +[] {
-                        (*running)();
-                        self->done = true;
-                    }, 0);
-                }
-                swapcontext(&scheduler, &fiber.context);
+                enter(fiber, +[] {
+                    (*running)();
+                    self->done = true;
+                    _longjmp(scheduler, 1);
+                });
                 if (fiber.done) --left, fiber.stack.reset();
             }
         }

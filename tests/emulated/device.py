@@ -4,7 +4,7 @@
         device.adopt(state)     # on the CPU; from here on every kernel of that state is the emulated one
         begin_step(state, ...)
 
-The compiler is g++ or $CXX. A library is built once in a process for each unit and its defines. Triton kernels, tensor
+The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Triton kernels, tensor
 cores and the indexer are not emulated.
 """
 
@@ -19,19 +19,21 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 from unittest import mock
 
 from kernels.cuda import launch
-from kernels.cuda.jit import SOURCE_DIR, Defines
+from kernels.cuda.jit import SOURCE_DIR, Compiled, Defines
 from kernels.state import DeviceState
 from protocol.errors import InternalError
+from tests.support.kept_kernels import digest, kept
 
 COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
 HERE: Final = Path(__file__).parent
 SHARED: Final = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")  # dynamic: of the block that runs
+FLAGS: Final = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w")
 SAID_BYTES: Final = 200
 PROCESSORS: Final = 2
 
@@ -51,27 +53,47 @@ UNITS: Final = (*launch.KERNELS, ("swap_in", "swap_in"))
 @lru_cache
 def library(unit: str, defines: Defines, edits: tuple[Edit, ...] = ()) -> ctypes.CDLL:
     """Headers of the kernels and of this folder, compiled together. InternalError with the compiler's words if not."""
-    assert COMPILER, "needs g++"
+    sources = sources_of(unit, edits)
+    flags = [*FLAGS, *(f"-D{key}={value}" for key, value in defines)]
+    key = digest(compiler_version(), *flags, *sources, *sources.values())
+    built = kept(f"{unit}-emulated", key, partial(build, unit, sources, flags))
+    with tempfile.NamedTemporaryFile(suffix=".so") as file:
+        file.write(built.cubin)
+        file.flush()
+        return ctypes.CDLL(file.name)
+
+
+def sources_of(unit: str, edits: tuple[Edit, ...] = ()) -> dict[str, str]:
+    """All that is compiled, by the name of its file."""
+    sources = {}
+    for header in sorted(SOURCE_DIR.glob("*.cuh")):
+        text = header.read_text()
+        for old, new in edits if header.stem == unit else ():
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        sources[header.name] = SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::self->block->shared);", text)
+    sources |= {own: (HERE / own).read_text() for own in ("cuda.hpp", "ptx.cuh")}
+    entries = [SOURCE.format(kernel=kernel) for of, kernel in UNITS if of == unit]
+    return sources | {"unit.cpp": "".join([f'#include "cuda.hpp"\n#include "{unit}.cuh"\n', *entries])}
+
+
+def build(unit: str, sources: dict[str, str], flags: list[str]) -> Compiled:
+    """A shared library."""
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        for header in SOURCE_DIR.glob("*.cuh"):
-            text = header.read_text()
-            for old, new in edits if header.stem == unit else ():
-                assert text.count(old) == 1, old
-                text = text.replace(old, new)
-            text = SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::self->block->shared);", text)
-            (place / header.name).write_text(text)
-        for own in ("cuda.hpp", "ptx.cuh"):
-            shutil.copy(HERE / own, place / own)
-        includes = f'#include "cuda.hpp"\n#include "{unit}.cuh"\n'
-        entries = [SOURCE.format(kernel=kernel) for of, kernel in UNITS if of == unit]
-        (place / "unit.cpp").write_text("".join([includes, *entries]))
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", *(f"-D{key}={value}" for key, value in defines)]
-        command = [COMPILER, *flags, "unit.cpp", "-o", "unit.so"]
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+        for file, text in sources.items():
+            (Path(name) / file).write_text(text)
+        command = [str(COMPILER), *flags, "unit.cpp", "-o", "unit.so"]
+        done = subprocess.run(command, cwd=name, capture_output=True, text=True, check=False)
         if done.returncode:
             raise InternalError(done.stderr, field="unit", value=unit)
-        return ctypes.CDLL(str(place / "unit.so"))
+        return Compiled((Path(name) / "unit.so").read_bytes(), ())
+
+
+@lru_cache
+def compiler_version() -> str:
+    """What the compiler says of itself; it stands for the compiler in keys."""
+    assert COMPILER, "needs g++"
+    return subprocess.run([COMPILER, "-v"], capture_output=True, text=True, check=True).stderr
 
 
 class Emulated:

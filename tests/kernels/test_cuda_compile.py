@@ -24,6 +24,7 @@ from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room,
 from kernels.layout import Geometry
 from kernels.state import DeviceState, MissPlan
 from protocol.errors import BadInput, ConfigError, InternalError
+from tests.support.kept_kernels import kept_unit
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
 
@@ -32,19 +33,13 @@ REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168, "bloc
 TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 
 
-@pytest.fixture(scope="session")
-def kernel_cache(run_dir: Path) -> Path:
-    """Of this run alone: what two tests look at is compiled once."""
-    return run_dir / "kernels"
-
-
 @pytest.mark.compile
 @pytest.mark.timeout(900)  # 80 s of processor time, on cores that others use too
 @pytest.mark.parametrize("arch", kernels_compile.ARCHITECTURES)
 def test_every_variant_compiles_without_spills(
-    arch: str, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arch: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernels_compile, "compile_unit", partial(jit.cached_unit, directory=kernel_cache))
+    monkeypatch.setattr(kernels_compile, "compile_unit", kept_unit)
     assert kernels_compile.main(["--arch", arch, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     alone = {"null_kernel", "index_scores", "index_select"} | (
@@ -60,13 +55,13 @@ def test_every_variant_compiles_without_spills(
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("row_bytes", "index_row_bytes", "split"), kernels_compile.LAYOUTS)
 def test_swap_in_host_loads_do_not_wait_for_each_other(
-    row_bytes: int, index_row_bytes: int, split: int, ranks: int, kernel_cache: Path
+    row_bytes: int, index_row_bytes: int, split: int, ranks: int
 ) -> None:
     """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
     over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/NOTES.md: swap_in)."""
     layout = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
     defines = (*layout, ("RANKS", ranks), ("DRAFT", 0))
-    text = section(jit.cached_unit("swap_in", defines, "sm_90", kernel_cache).cubin, ".text.swap_in")
+    text = section(kept_unit("swap_in", defines, "sm_90").cubin, ".text.swap_in")
     code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
     loads = [place for place, it in enumerate(code) if it.loads_once]
     first = loads[: 5 if split else 8]  # those that are in flight together
@@ -109,10 +104,10 @@ def test_hopper_attention_fits_its_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(("plan", "form"), forms(), ids=str)
-def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, form: int, kernel_cache: Path) -> None:
+def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, form: int) -> None:
     """Where ptxas takes the sums to be in use, it waits after every product. Of an asynchronous group of products the
     last one alone is counted (gsb0)."""
-    cubin = jit.cached_unit("block_linear", plan.defines(form), "sm_90", kernel_cache).cubin
+    cubin = kept_unit("block_linear", plan.defines(form), "sm_90").cubin
     text = section(cubin, ".text.block_linear")
     code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
     products = [it for it in code if it.multiplies]

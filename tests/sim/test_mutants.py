@@ -2,83 +2,48 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from itertools import count, islice
+import warnings
+from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from protocol.errors import InternalError
-from protocol.messages import BOTH, DECODE, PREFILL, ROLES
-from tests.sim.group_mutants import GROUP_MUTANTS, SHOWN_CALM
+from tests.sim import mutant_hints
+from tests.sim.group_mutants import SHOWN_CALM
+from tests.sim.mutant_hints import OF_DRAFTS, SEEDS_MAX, TIME_LIMIT, read_hints, search, seeds_of, verdict
 from tests.sim.mutants import MUTANTS
-from tests.sim.run import simulate
-from tests.sim.shape import Shape
-from tests.sim.trace import Violation
+from tests.sim.run import Result, simulate
+from tests.sim.trace import Trace, Violation
 
 #: Undisturbed seeds that a mutant must pass.
 CALM_SEEDS = 3
-#: Seeds under faults by which it must be caught.
-SEEDS_MAX = 200
-#: A seed on which a bug shows as nothing but requests that wait for ever does not count as having caught it.
-TIME_LIMIT = "did not end within"
-#: Of a prompt that is handed over within a node, which few clusters do.
-OF_NEIGHBOURS = {"take_the_prompt_of_a_worker_that_may_live"}
+#: Mutants that the ledger itself refuses to carry out.
+REFUSED_BY_THE_LEDGER = {"share_pages_that_are_given_out_in_the_same_turn"}
 
-#: Of cached pages, and of those among them that go to another node.
-OF_REUSE = {
-    "cache_a_prompt_before_it_is_durable",
-    "evict_a_page_that_is_held",
-    "evict_without_a_word_to_the_journal",
-    "share_pages_that_are_given_out_in_the_same_turn",
-}
-OF_REUSE_APART = {"let_a_transfer_write_to_shared_pages"}
-
-#: Of drafts; checks see them without faults, too.
-OF_DRAFTS = {"count_rejected_rows_as_durable", "write_more_rows_than_granted"}
-
-#: Some are found after a hundred seeds: a minute on an idle machine, four among other tests.
+#: One that has no hint may be found after a hundred seeds: a minute on an idle machine, four among other tests.
 pytestmark = [pytest.mark.sim, pytest.mark.mutation, pytest.mark.timeout(1_500)]
+
+
+class StaleHint(UserWarning):
+    """A seed that does not catch its mutant any more. `make mutants` finds another."""
+
+
+def caught(name: str) -> BaseException | None:
+    """What catches the mutant: at its hint, or else at the first seed that does."""
+    hint = read_hints().get(name)
+    at_hint = None if hint is None else verdict(name, hint)
+    if at_hint is not None:
+        return at_hint
+    found = search(name)
+    if found is not None:
+        before = "it has no hint" if hint is None else f"no longer by seed {hint}"
+        warnings.warn(StaleHint(f"{name} is caught by seed {found[0]}, {before}: run `make mutants`"), stacklevel=2)
+    return found[1] if found else None
 
 
 def test_mutants_are_numerous() -> None:
     assert len(MUTANTS) >= 12
-
-
-def seeds_of(name: str, *, roomy: bool = False) -> Iterator[int]:
-    """Where what the bug is about can happen at all."""
-    if name in GROUP_MUTANTS:
-        return filter(lambda seed: shape_of(seed, roomy=roomy).groups, count())
-    if name in OF_DRAFTS:
-        return filter(lambda seed: shape_of(seed, roomy=roomy).draft_tokens, count())
-    if name in OF_REUSE | OF_REUSE_APART and not roomy:
-        return filter(lambda seed: reuses(shape_of(seed), apart=name in OF_REUSE_APART), count())
-    return filter(has_neighbours, count()) if name in OF_NEIGHBOURS and not roomy else count()
-
-
-def reuses(shape: Shape, *, apart: bool) -> bool:
-    """`apart`: prompts come to be decoded on another node alone."""
-    by_role = {
-        role: {shape.workers[it] for it in shape.workers if shape.capacity_of(it).role == role} for role in ROLES
-    }
-    is_apart = not by_role[BOTH] and not by_role[PREFILL] & by_role[DECODE]
-    return shape.settings.prefix_reuse != "off" and (is_apart or not apart)
-
-
-def shape_of(seed: int, *, roomy: bool = False) -> Shape:
-    return Shape.draw(random.Random(f"{seed} shape"), roomy=roomy)
-
-
-def has_neighbours(seed: int) -> bool:
-    """Whether one worker of that seed's cluster prefills for another one of its node, and for no other."""
-    shape = shape_of(seed)
-    prefilling = [name for name in shape.workers if shape.capacity_of(name).role == PREFILL]
-    decoding = [name for name in shape.workers if shape.capacity_of(name).decodes]
-    return any(shape.workers[one] == shape.workers[other] for one in prefilling for other in decoding)
-
-
-#: Mutants that the ledger itself refuses to carry out.
-REFUSED_BY_THE_LEDGER = {"share_pages_that_are_given_out_in_the_same_turn"}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -87,7 +52,57 @@ def test_planted_bug_breaks_an_invariant(name: str) -> None:
     plant = MUTANTS[name]
     for seed in islice(seeds_of(name, roomy=True), 0 if name in SHOWN_CALM | OF_DRAFTS else CALM_SEEDS):
         assert simulate(seed, faults=False, mutant=plant()).violation is None
-    broken = (simulate(seed, mutant=plant()).violation for seed in islice(seeds_of(name), SEEDS_MAX))
-    violation = next((it for it in broken if it is not None and TIME_LIMIT not in str(it)), None)
+    violation = caught(name)
     wanted = InternalError if name in REFUSED_BY_THE_LEDGER else Violation
     assert isinstance(violation, wanted), f"caught by {violation!r}"
+
+
+class TestHints:
+    """Of one mutant, with verdicts in place of runs."""
+
+    NAME = "deliver_before_commit"
+
+    @pytest.fixture(autouse=True)
+    def _verdicts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs: list[int] = []
+        self.breaks = {5: Violation("I8", f"r1 {TIME_LIMIT} 150 s"), 7: Violation("I5", "planted")}
+        self.hints = tmp_path / "hints.json"
+        monkeypatch.setattr(mutant_hints, "HINTS", self.hints)
+        monkeypatch.setattr(mutant_hints, "simulate", self.run)
+
+    def run(self, seed: int, mutant: object) -> Result:
+        self.runs.append(seed)
+        return Result(seed, 0, self.breaks.get(seed), Trace(float), 0.0, 0.0)
+
+    def test_hint_that_holds_is_the_only_seed_that_runs(self) -> None:
+        self.hints.write_text(f'{{"{self.NAME}": 7}}')
+        assert caught(self.NAME) is self.breaks[7]
+        assert self.runs == [7]
+
+    @pytest.mark.parametrize(
+        ("hints", "said"),
+        [('{"deliver_before_commit": 5}', "no longer by seed 5: run `make mutants`"), ("{}", "it has no hint")],
+    )
+    def test_stale_or_missing_hint_warns_and_the_search_decides(self, hints: str, said: str) -> None:
+        self.hints.write_text(hints)
+        with pytest.warns(StaleHint, match=f"{self.NAME} is caught by seed 7, {said}"):
+            assert caught(self.NAME) is self.breaks[7]
+        assert self.runs[-8:] == [*range(8)]
+
+    def test_bug_that_no_seed_of_the_search_catches_is_not_caught(self) -> None:
+        self.hints.write_text("{}")
+        self.breaks = {SEEDS_MAX: self.breaks[7]}
+        assert caught(self.NAME) is None
+        assert self.runs == [*range(SEEDS_MAX)]
+
+    def test_search_writes_hints_of_what_is_there(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.hints.write_text('{"removed": 1}')
+        monkeypatch.setattr(mutant_hints, "MUTANTS", {self.NAME: MUTANTS[self.NAME]})
+        assert mutant_hints.main() == 0
+        assert read_hints() == {self.NAME: 7}
+        self.breaks.clear()
+        assert mutant_hints.main() == 1
+        assert read_hints() == {}
+        assert capsys.readouterr().out == f"{self.NAME}: seed 7: I5: planted\n{self.NAME}: not caught\n"

@@ -1,0 +1,106 @@
+"""By which seed each planted bug is caught: a search, and hints of what it found last. `make mutants` writes them anew.
+
+A hint is tried first and spares the search. It decides nothing: with a stale hint the search decides, as without one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import Final
+
+from protocol.messages import BOTH, DECODE, PREFILL, ROLES
+from tests.sim.group_mutants import GROUP_MUTANTS
+from tests.sim.mutants import MUTANTS
+from tests.sim.run import simulate
+from tests.sim.shape import Shape
+
+HINTS: Final = Path(__file__).with_suffix(".json")
+#: Seeds under faults by one of which each bug must be caught.
+SEEDS_MAX: Final = 200
+#: A seed on which a bug shows as nothing but requests that wait for ever does not count as having caught it.
+TIME_LIMIT: Final = "did not end within"
+
+#: Of a prompt that is handed over within a node, which few clusters do.
+OF_NEIGHBOURS: Final = frozenset({"take_the_prompt_of_a_worker_that_may_live"})
+#: Of cached pages, and of those among them that go to another node.
+OF_REUSE: Final = frozenset(
+    {
+        "cache_a_prompt_before_it_is_durable",
+        "evict_a_page_that_is_held",
+        "evict_without_a_word_to_the_journal",
+        "share_pages_that_are_given_out_in_the_same_turn",
+    }
+)
+OF_REUSE_APART: Final = frozenset({"let_a_transfer_write_to_shared_pages"})
+#: Of drafts; checks see them without faults, too.
+OF_DRAFTS: Final = frozenset({"count_rejected_rows_as_durable", "write_more_rows_than_granted"})
+
+
+def read_hints() -> dict[str, int]:
+    """The seed by which each bug was caught, by its name."""
+    hints: dict[str, int] = json.loads(HINTS.read_text())
+    return hints
+
+
+def verdict(name: str, seed: int) -> BaseException | None:
+    """What `seed` breaks under faults with the bug planted; None where requests only wait for ever."""
+    violation = simulate(seed, mutant=MUTANTS[name]()).violation
+    return None if TIME_LIMIT in str(violation) else violation
+
+
+def search(name: str) -> tuple[int, BaseException] | None:
+    """The first seed that catches the bug, and its verdict; None if none of SEEDS_MAX does."""
+    verdicts = ((seed, verdict(name, seed)) for seed in islice(seeds_of(name), SEEDS_MAX))
+    return next(((seed, found) for seed, found in verdicts if found is not None), None)
+
+
+def seeds_of(name: str, *, roomy: bool = False) -> Iterator[int]:
+    """Where what the bug is about can happen at all."""
+    if name in GROUP_MUTANTS:
+        return filter(lambda seed: shape_of(seed, roomy=roomy).groups, count())
+    if name in OF_DRAFTS:
+        return filter(lambda seed: shape_of(seed, roomy=roomy).draft_tokens, count())
+    if name in OF_REUSE | OF_REUSE_APART and not roomy:
+        return filter(lambda seed: reuses(shape_of(seed), apart=name in OF_REUSE_APART), count())
+    return filter(has_neighbours, count()) if name in OF_NEIGHBOURS and not roomy else count()
+
+
+def reuses(shape: Shape, *, apart: bool) -> bool:
+    """`apart`: prompts come to be decoded on another node alone."""
+    by_role = {
+        role: {shape.workers[it] for it in shape.workers if shape.capacity_of(it).role == role} for role in ROLES
+    }
+    is_apart = not by_role[BOTH] and not by_role[PREFILL] & by_role[DECODE]
+    return shape.settings.prefix_reuse != "off" and (is_apart or not apart)
+
+
+def shape_of(seed: int, *, roomy: bool = False) -> Shape:
+    return Shape.draw(random.Random(f"{seed} shape"), roomy=roomy)
+
+
+def has_neighbours(seed: int) -> bool:
+    """Whether one worker of that seed's cluster prefills for another one of its node, and for no other."""
+    shape = shape_of(seed)
+    prefilling = [name for name in shape.workers if shape.capacity_of(name).role == PREFILL]
+    decoding = [name for name in shape.workers if shape.capacity_of(name).decodes]
+    return any(shape.workers[one] == shape.workers[other] for one in prefilling for other in decoding)
+
+
+def main() -> int:
+    """Search for all of them, and write what was found. Returns 1 if one was caught by no seed."""
+    hints = {}
+    for name in sorted(MUTANTS):
+        found = search(name)
+        print(f"{name}: {f'seed {found[0]}: {found[1]}' if found else 'not caught'}", flush=True)
+        if found:
+            hints[name] = found[0]
+    HINTS.write_text(json.dumps(hints, indent=2) + "\n")
+    return int(len(hints) < len(MUTANTS))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""Compiled kernels that outlive a run of the suite, by content, in the user's cache folder.
+
+They are there, not in the clone, because a key covers all that the result depends on: clones and worktrees of a user
+share them, and a fresh clone begins with them. `make clean` removes them; files that are old or too many are removed by
+the next run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Final
+
+from kernels.cuda import jit
+
+#: Bounds: days since a file was made, and bytes of all files. A run of the suite makes some 30 MB.
+KEPT_DAYS: Final = 14
+KEPT_BYTES: Final = 256 << 20
+
+
+@cache
+def folder() -> Path:
+    """Where they are, made when missing; within its bounds when a process asks first."""
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hisparse-tests"
+    place.mkdir(parents=True, exist_ok=True)
+    prune(place, time.time())
+    return place
+
+
+def kept(name: str, key: str, compile_it: Callable[[], jit.Compiled]) -> jit.Compiled:
+    """What `compile_it` gave under `key`, in this run or an earlier one. Of processes that ask at once one compiles."""
+    with (folder() / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return jit.cached(folder() / f"{name}-{key}", compile_it)
+
+
+def kept_unit(unit: str, defines: jit.Defines, arch: str) -> jit.Compiled:
+    """As jit.compile_unit."""
+    return kept(f"{unit}-{arch}", unit_key(unit, defines, arch), partial(jit.compile_unit, unit, defines, arch))
+
+
+def unit_key(unit: str, defines: jit.Defines, arch: str) -> str:
+    """Changes with what the compiled unit depends on, and with the module that compiles."""
+    return digest(jit.content_key(unit, defines, arch), Path(jit.__file__).read_text())
+
+
+def digest(*parts: str) -> str:
+    """A key over `parts`."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def prune(place: Path, now: float) -> None:
+    """Remove files of more than KEPT_DAYS, and the oldest ones beyond KEPT_BYTES. Other processes may do so, too."""
+    left = KEPT_BYTES
+    for made, size, path in sorted(((*_made_and_size(path), path) for path in place.iterdir()), reverse=True):
+        left -= size
+        if left < 0 or now - made > KEPT_DAYS * 86_400:
+            path.unlink(missing_ok=True)
+
+
+def _made_and_size(path: Path) -> tuple[float, int]:
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        return 0.0, 0
+    return about.st_mtime, about.st_size
