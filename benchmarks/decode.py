@@ -49,11 +49,10 @@ from kernels.row_format import index_key_format_of, kv_row_format_of
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch, real_rows
 from protocol.arrays import pack_int32
 from protocol.messages import NO_DRAFTS, Admit, Event, Faulted, Sampling, WorkerCapacity
-from protocol.settings import DraftTokens, WorkerSettings
+from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from worker.device.sizing import Sizing
-from worker.loop.decode import TIMED_EVERY
 from worker.loop.executor import Executor
 from worker.loop.swap import Swap
 from worker.runners.base import Runner
@@ -93,7 +92,7 @@ class Cell:
 
 class Selections:
     """Stands in for the indexer's output, inside the graph: k places of a permutation, another for each request and
-    group, that begin `fresh` places further with each position. Rows of a step select what their positions do."""
+    group, that begin `fresh` places further with each position."""
 
     def __init__(
         self, groups: int, requests: int, context: int, k: int, overlap: float, device: torch.device | str = "cuda"
@@ -106,10 +105,9 @@ class Selections:
         self.entries = torch.zeros(0, device=device)
 
     def __call__(self, group: int, batch: StepBatch, topk: Tensor) -> None:
-        if group in (0, len(self.order) - 1):  # the last may be the draft layer's, whose steps have other rows
+        if group == 0:
             places = (batch.lengths.long().unsqueeze(1) * self.fresh + self.places) % self.context
-            first = self.first[: len(batch.seats) // batch.seat_rows].repeat(batch.seat_rows)
-            self.entries = (places + first.unsqueeze(1)).flatten()
+            self.entries = (places + self.first[: len(batch.seats)].unsqueeze(1)).flatten()
         torch.index_select(self.order[group], 0, self.entries, out=topk.view(-1))
 
 
@@ -288,18 +286,7 @@ def run(
     }
 
 
-def open_executor(
-    runner: Runner,
-    pool: Tensor,
-    cell: Cell,
-    hot_slots: int,
-    clock: Clock,
-    streams: Streams,
-    *,
-    device: str = "cuda",
-    timed_every: int = TIMED_EVERY,
-    draft_tokens: DraftTokens = 0,
-) -> Executor:
+def open_executor(runner: Runner, pool: Tensor, cell: Cell, hot_slots: int, clock: Clock, streams: Streams) -> Executor:
     """An executor of the cell's requests, all of them admitted. `hot_slots` count where the cell's mode has hot
     buffers."""
     managed = hot_slots if cell.mode in ("hisparse", "uncopied") else 0
@@ -313,16 +300,14 @@ def open_executor(
         host_pages=len(pool),
     )
     settings = WorkerSettings(
-        device=device,
+        device="cuda",
         seats=cell.concurrency,
         tail_slots=TAIL_SLOTS,
         lookahead_steps=LOOKAHEAD,
         hot_size_classes=(hot_slots,),
         deterministic=True,  # one batch size
-        draft_tokens=draft_tokens,
     )
-    tokenizer = make_tokenizer("bytes")
-    executor = Executor(runner, settings, sizing, streams, pool, tokenizer, clock, timed_every=timed_every)
+    executor = Executor(runner, settings, sizing, streams, pool, make_tokenizer("bytes"), clock)
     admit_all(executor, cell, managed, sizing, runner.info.vocab_size)
     return executor
 
