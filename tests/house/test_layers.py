@@ -7,6 +7,7 @@ package beside folders. An import counts wherever it stands in a file, inside fu
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -108,6 +109,11 @@ def test_packages_import_downwards() -> None:
         if not points_down(source.split(".")[0], target.split(".")[0], FLOORS)
     ]
     assert up == []
+
+
+def test_wheel_has_the_product_alone() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert {name.removesuffix("*") for name in settings["include"]} == set().union(*FLOORS) - FLOORS[-1] - {"examples"}
 
 
 def test_rigs_import_no_program() -> None:
