@@ -209,6 +209,7 @@ def assert_held(model: Path, prompts: list[list[int]], outputs: list[Received]) 
         assert not is_cut
 
 
+@pytest.mark.deep
 async def test_grammars_survive_deaths_of_a_rank_and_of_the_coordinator(model: Path, tmp_path: Path) -> None:
     """Of a group of two ranks."""
     prompts = prompts_of(9, 2 * len(GRAMMARS) + 1)

@@ -29,6 +29,7 @@ from protocol.errors import HiSparseError, NotFound, Unavailable, WrongState
 from protocol.messages import Sampling
 from protocol.settings import Config
 from tests import ROOT
+from tests.support import zygote
 from tests.support.cluster_rig import assert_nothing_leaked, cluster_config, prompts_of, write_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -58,7 +59,7 @@ class Crew:
             "HISPARSE_WORKER_METRICS_PORT": "-1",
         }
         with (self.path / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(
+            self.running[name] = zygote.start(
                 [sys.executable, "-m", "hisparse.cli", *command],
                 cwd=ROOT,
                 env=os.environ | to_environ(self.config) | quiet,

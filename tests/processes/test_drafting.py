@@ -168,6 +168,7 @@ async def test_lost_processes_and_a_drain_change_no_token(models: dict[str, Path
 
 
 @pytest.mark.group
+@pytest.mark.deep
 async def test_lost_rank_changes_no_token(models: dict[str, Path], tmp_path: Path) -> None:
     config = drafting(crash_config(models["deepseek-v3.2"], tmp_path), stream_backend="inline")
     plain = plain_outputs(config)

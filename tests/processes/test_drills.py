@@ -16,6 +16,7 @@ QUICK = [(play, troubles) for play, troubles in SCENES if play not in LONG]
 
 
 @pytest.mark.process
+@pytest.mark.deep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("play", "troubles"), QUICK, ids=[play.__name__ for play, _ in QUICK])
 async def test_each_drill_fires_its_alert(play: Play, troubles: tuple[Trouble, ...], tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_screens_are_those_of_the_transcript() -> None:
 
 
 @pytest.mark.guide
+@pytest.mark.deep
 def test_a_first_hour_shows_what_the_transcript_says() -> None:
     """`python -m tools.docs.first_hour` writes it anew."""
     shown = sections(transcript(record().items()))

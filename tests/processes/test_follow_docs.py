@@ -13,6 +13,7 @@ FOLLOWED = ("README.md", "docs/api.md", "docs/operations.md", "docs/runbook.md",
 
 
 @pytest.mark.guide
+@pytest.mark.deep
 def test_commands_and_programs_of_the_documents_run(tmp_path: Path) -> None:
     outcomes = follow_all(tmp_path, FOLLOWED, is_long=False, is_install=False)
     assert [str(it) for it in outcomes if it.state == "failed"] == []

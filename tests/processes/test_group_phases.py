@@ -132,7 +132,10 @@ async def until_gone(processes: Mapping[str, int]) -> float:
     return trio.current_time() - began
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.deep)],
+)
 async def test_rank_lost_in_any_phase_changes_no_output(
     number: signal.Signals, model: Path, tmp_path: Path, order: Order
 ) -> None:

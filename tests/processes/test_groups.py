@@ -160,7 +160,10 @@ async def test_steps_of_ranks_are_looked_at_together(model: Path, tmp_path: Path
         assert first.observed_step_us > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(it, marks=pytest.mark.deep) for it in (signal.SIGTERM, signal.SIGSTOP))],
+)
 async def test_a_rank_lost_during_start_ends_the_start_and_leaves_no_process(
     number: signal.Signals, model: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,7 @@
-"""OpenAI's own client against real processes: front, coordinator, worker. Deterministic: every text is known."""
+"""OpenAI's own client against real processes: front, coordinator, worker. Deterministic: every text is known.
+
+Tests that kill a process of the cluster have one beside the run's standing one.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +24,24 @@ from typing import Any, Final, TypeVar
 import openai
 import pytest
 
-from hisparse.client.client import Client, run_client
+from hisparse.client.client import Client
 from protocol.errors import NotFound
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import HistoryLine, RequestRow, Sampling
 from tests import ROOT
-from tests.processes.test_up import Up, eventually, running
-from tests.support.http_rig import KEY, TEMPLATE, write_chat_model
+from tests.processes.test_up import eventually, running
+from tests.support.http_rig import TEMPLATE
+from tests.support.standing import CHAT, CHAT_MODEL, KEYS, SEATS, Standing, Visit, visit, write_keys
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 #: Of one answer, on a machine whose cores are busy.
 LIMIT_S: Final = 90.0
-#: Its id, which is not the name of its directory.
-MODEL: Final = "acme/tiny-1"
+MODEL: Final = CHAT_MODEL
 GREEDY: Final[dict[str, Any]] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 #: Many seconds of decode steps: what a test does to such a request comes before its end.
 ENDLESS_TOKENS: Final = 1_800
-#: Of a client that sends more than there are seats.
-BATCH_KEY: Final = "the-key-of-a-batch-0123456789"
-SEATS: Final = 8
 #: Requests of a batch that begin before one of another key that came later: one turn.
 TURNS_AHEAD_MAX: Final = 1
 
@@ -50,15 +50,20 @@ T = TypeVar("T")
 
 @dataclass
 class Site:
-    up: Up
-    keys: Path
+    visit: Visit
 
     @property
-    def url(self) -> str:
-        return str(self.up.ready["http"]["url"])
+    def up(self) -> Standing:
+        return self.visit.cluster
 
-    def client(self, url: str = "", key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{url or self.url}/v1", api_key=key, max_retries=0, timeout=LIMIT_S)
+    def client(self, url: str = "", key: str = "") -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{url or self.visit.url}/v1",
+            api_key=key or self.visit.key,
+            max_retries=0,
+            timeout=LIMIT_S,
+            http_client=openai.DefaultHttpxClient(event_hooks=self.visit.hooks),
+        )
 
     def text(self, prompt: str, tokens: int) -> str:
         """The whole answer, and the very same as the coordinator's own client gets."""
@@ -69,6 +74,7 @@ class Site:
     def tokens(self, prompt: Sequence[int], tokens: int) -> bytes:
         async def submit(client: Client) -> list[int]:
             stream = await client.submit(list(prompt), Sampling(tokens, ignore_eos=True))
+            self.visit.ids.append(stream.request_id)
             return (await stream.collect()).tolist()
 
         return bytes(self.ask(submit))
@@ -84,7 +90,7 @@ class Site:
             return False
 
     def ask(self, action: Callable[[Client], Awaitable[T]]) -> T:
-        return run_client(self.up.ready["client_endpoint"], action)
+        return self.up.ask(action)
 
     def row(self, request_id: str) -> RequestRow:
         async def describe(client: Client) -> RequestRow:
@@ -115,15 +121,17 @@ class Site:
         return began, ended
 
     def rows(self) -> int:
+        """How many requests of the test the coordinator knows."""
+
         async def count(client: Client) -> int:
-            return len((await client.requests()).rows)
+            return sum(self.visit.is_own(row.request_id) for row in (await client.requests()).rows)
 
         return self.ask(count)
 
     @contextmanager
     def another_front(self, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         """A second `hisparse http` before the same coordinator, and its address."""
-        command = [sys.executable, "-m", "hisparse.cli", "http", "--port", "0", "--api-keys", str(self.keys)]
+        command = [sys.executable, "-m", "hisparse.cli", "http", "--port", "0", "--api-keys", str(self.up.place / KEYS)]
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [*command, "--runtime-dir", str(self.up.runtime_dir)], cwd=ROOT, env=os.environ, stderr=file
@@ -138,21 +146,35 @@ class Site:
             process.wait()
 
 
+@pytest.fixture
+def site(chat_cluster: Standing) -> Iterator[Site]:
+    """The run's standing cluster."""
+    with visit(chat_cluster) as found:
+        yield Site(found)
+
+
+@pytest.fixture
+def lone_site(chat_cluster: Standing) -> Iterator[Site]:
+    """With all of its seats."""
+    with visit(chat_cluster, alone=True) as found:
+        yield Site(found)
+
+
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
+    """Of the tests of this module that kill its processes."""
     model = tmp_path_factory.mktemp("checkpoint") / "model"
     model.mkdir()
-    write_chat_model(model)
+    CHAT.write_model(model)
     place = tmp_path_factory.mktemp("up")
-    keys = place / "keys"
-    keys.write_text(f"{KEY}\n{BATCH_KEY}\n")
-    keys.chmod(0o600)
-    front = ("--http", "127.0.0.1:0", "--api-keys", str(keys))
-    named = ("--served-model-name", MODEL)
-    with running(
-        model, place, *front, *named, "--deterministic", "--seats", str(SEATS), "--log-level", "warning"
-    ) as up:
-        yield Site(up, keys)
+    with running(model, place, *CHAT.options, "--api-keys", str(write_keys(place))) as up:
+        yield Standing(place, up.ready)
+
+
+@pytest.fixture
+def own_site(own_cluster: Standing) -> Iterator[Site]:
+    with visit(own_cluster) as found:
+        yield Site(found)
 
 
 def streamed(stream: Any) -> str:
@@ -174,12 +196,12 @@ def test_completion_and_chat_match_the_model(site: Site) -> None:
     assert "assistant" in TEMPLATE
 
 
-def test_eight_concurrent_streams_get_their_own_text(site: Site) -> None:
+def test_eight_concurrent_streams_get_their_own_text(lone_site: Site) -> None:
     prompts = [f"{number}: " + "tell me more " * number for number in range(8)]
     together = threading.Barrier(len(prompts))
 
     def begin(prompt: str, tokens: int) -> Any:
-        client = site.client()
+        client = lone_site.client()
         together.wait(LIMIT_S)
         options: Any = {"include_usage": True}
         return client.completions.create(
@@ -194,12 +216,12 @@ def test_eight_concurrent_streams_get_their_own_text(site: Site) -> None:
         results = list(pool.map(stream, prompts))
         endless = list(pool.map(partial(begin, tokens=ENDLESS_TOKENS), prompts))
     ids = [it.response.headers["x-request-id"] for it in endless]
-    eventually(lambda: all(site.ran(it)[0] < math.inf for it in ids))
+    eventually(lambda: all(lone_site.ran(it)[0] < math.inf for it in ids))
     for it in endless:
         it.close()
-    spans = [site.ran(it) for it in ids]
+    spans = [lone_site.ran(it) for it in ids]
     assert max(began_s for began_s, _ in spans) < min(ended_s for _, ended_s in spans), "all ran at the same time"
-    assert [text for text, _ in results] == [site.tokens(prompt.encode(), 32).decode() for prompt in prompts]
+    assert [text for text, _ in results] == [lone_site.tokens(prompt.encode(), 32).decode() for prompt in prompts]
     usages = [(usage.prompt_tokens, usage.completion_tokens) for _, usage in results]
     assert usages == [(len(prompt), 32) for prompt in prompts]
 
@@ -228,6 +250,7 @@ def test_samples_differ_and_a_seed_repeats_them(site: Site) -> None:
 def test_log_probabilities_come_whole_and_streamed_and_are_those_of_the_python_client(site: Site) -> None:
     async def submit(client: Client) -> list[TokenLogprobs]:
         stream = await client.submit(list(b"probable"), Sampling(8, ignore_eos=True, logprobs=3))
+        site.visit.ids.append(stream.request_id)
         await stream.collect()
         return stream.logprobs
 
@@ -286,10 +309,10 @@ def test_errors_arrive_as_openais(
     assert caught.value.param
 
 
-def test_batch_of_one_key_does_not_starve_another(site: Site) -> None:
+def test_batch_of_one_key_does_not_starve_another(lone_site: Site) -> None:
     """Long outputs on every seat, at the highest priority that the key may ask for, and as many more that wait. Each
     request of the other key is admitted when one of the batch at most has begun since it came."""
-    batch = site.client(key=BATCH_KEY)
+    batch = lone_site.client(key=lone_site.visit.other_key)
     with pytest.raises(openai.BadRequestError) as caught:
         batch.completions.create(prompt="batch", model="model", extra_body={"priority": 1})
     assert caught.value.param == "priority"
@@ -299,19 +322,21 @@ def test_batch_of_one_key_does_not_starve_another(site: Site) -> None:
     ]
     try:
         batch_ids = [stream.response.headers["x-request-id"] for stream in streams]
-        eventually(lambda: sum(site.row(it).state == "RUNNING" for it in batch_ids) == SEATS)
+        eventually(lambda: sum(lone_site.row(it).state == "RUNNING" for it in batch_ids) == SEATS)
         for number in range(3):
-            stream = site.client().completions.create(prompt=f"other {number}", max_tokens=4, stream=True, **GREEDY)
+            stream = lone_site.client().completions.create(
+                prompt=f"other {number}", max_tokens=4, stream=True, **GREEDY
+            )
             request_id = stream.response.headers["x-request-id"]
             assert streamed(stream)
-            came_s, began_s = site.began(request_id)
-            assert sum(came_s < site.began(it)[1] < began_s for it in batch_ids) <= TURNS_AHEAD_MAX
-        assert {site.row(it).state for it in batch_ids} != {"FINISHED"}, "the batch was there all the time"
-        assert any(site.row(it).retractions for it in batch_ids), "its last turn gave its seat up, and is kept"
+            came_s, began_s = lone_site.began(request_id)
+            assert sum(came_s < lone_site.began(it)[1] < began_s for it in batch_ids) <= TURNS_AHEAD_MAX
+        assert {lone_site.row(it).state for it in batch_ids} != {"FINISHED"}, "the batch was there all the time"
+        assert any(lone_site.row(it).retractions for it in batch_ids), "its last turn gave its seat up, and is kept"
     finally:
         for stream in streams:
             stream.close()
-    eventually(lambda: {site.row(it).state for it in batch_ids} <= {"ABORTED", "FINISHED"})
+    eventually(lambda: {lone_site.row(it).state for it in batch_ids} <= {"ABORTED", "FINISHED"})
 
 
 def test_a_wrong_key_is_refused(site: Site) -> None:
@@ -330,12 +355,12 @@ def test_disconnect_aborts_the_request_at_the_coordinator(site: Site) -> None:
     assert site.row(request_id).generated_tokens < ENDLESS_TOKENS
 
 
-def test_killed_coordinator_only_pauses_the_stream(site: Site) -> None:
+def test_killed_coordinator_only_pauses_the_stream(own_site: Site) -> None:
     """I5: no character twice, none missing, and no error."""
-    undisturbed = site.text("go on and on", 120)
-    stream = site.client().completions.create(prompt="go on and on", max_tokens=120, stream=True, **GREEDY)
+    undisturbed = own_site.text("go on and on", 120)
+    stream = own_site.client().completions.create(prompt="go on and on", max_tokens=120, stream=True, **GREEDY)
     pieces = [next(stream).choices[0].text for _ in range(3)]
-    os.kill(site.up.ready["coordinator"]["pid"], signal.SIGKILL)
+    os.kill(own_site.up.ready["coordinator"]["pid"], signal.SIGKILL)
     assert "".join(pieces) + streamed(stream) == undisturbed
 
 
@@ -378,20 +403,20 @@ def test_stopping_front_finishes_its_answers(site: Site, tmp_path: Path) -> None
         assert process.wait(LIMIT_S) == 0
 
 
-def test_dead_front_is_restarted(site: Site) -> None:
-    before = site.front_pid()
+def test_dead_front_is_restarted(own_site: Site) -> None:
+    before = own_site.front_pid()
     os.kill(before, signal.SIGKILL)
-    eventually(lambda: site.front_pid() != before)
-    eventually(site.answers)
-    site.text("back again", 8)
+    eventually(lambda: own_site.front_pid() != before)
+    eventually(own_site.answers)
+    own_site.text("back again", 8)
 
 
-def test_no_request_is_left_running(site: Site) -> None:
+def test_no_request_is_left_running(lone_site: Site) -> None:
     async def running(client: Client) -> list[str]:
         rows = (await client.requests()).rows
         return [row.request_id for row in rows if row.state not in ("FINISHED", "ABORTED")]
 
-    eventually(lambda: site.ask(running) == [])
+    eventually(lambda: lone_site.ask(running) == [])
 
 
 def test_the_front_has_no_torch(site: Site) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import anthropic
@@ -15,12 +16,12 @@ import openai
 import pytest
 
 from tests.processes.test_up import Up, running
-from worker.runners.tiny import write_tiny_checkpoint
+from tests.support.standing import AGENTS, Standing, Visit, visit
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 LIMIT_S: Final = 120.0
-MODEL: Final = "tiny"
+MODEL: Final = "model"
 TURNS: Final = 20
 #: Tokens of a page: prefixes are reused by pages.
 UNIT: Final = 64
@@ -49,34 +50,45 @@ WEATHER: Final[dict[str, Any]] = {
 ANSWER_TOKENS: Final = 200
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """With the checkpoint's own chat template, and reuse of prefixes."""
-    model = tmp_path_factory.mktemp("checkpoint") / MODEL
-    write_tiny_checkpoint(model, "glm-5", index_topk=16, context_max_tokens=8_192)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("HISPARSE_COORDINATOR_PREFIX_REUSE", "own")
-        with running(model, tmp_path_factory.mktemp("up"), "--http", "127.0.0.1:0", "--log-level", "warning") as up:
-            yield up
+@pytest.fixture
+def site(agents_cluster: Standing) -> Iterator[Visit]:
+    """The run's standing cluster. It reuses prefixes."""
+    with visit(agents_cluster) as found:
+        yield found
 
 
-def anthropic_client(up: Up) -> anthropic.Anthropic:
-    url = up.ready["http"]["url"]
+@pytest.fixture
+def lone_site(agents_cluster: Standing) -> Iterator[Visit]:
+    """Log-probabilities are the same bits again."""
+    with visit(agents_cluster, alone=True) as found:
+        yield found
+
+
+def anthropic_client(site: Visit) -> anthropic.Anthropic:
     return anthropic.Anthropic(
-        base_url=url, api_key="none", max_retries=0, timeout=LIMIT_S, _strict_response_validation=True
+        base_url=site.url,
+        api_key=site.key,
+        max_retries=0,
+        timeout=LIMIT_S,
+        http_client=anthropic.DefaultHttpxClient(event_hooks=site.hooks),
+        _strict_response_validation=True,
     )
 
 
-def openai_client(up: Up) -> openai.OpenAI:
-    url = up.ready["http"]["url"]
+def openai_client(site: Visit) -> openai.OpenAI:
     return openai.OpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S, _strict_response_validation=True
+        base_url=f"{site.url}/v1",
+        api_key=site.key,
+        max_retries=0,
+        timeout=LIMIT_S,
+        http_client=openai.DefaultHttpxClient(event_hooks=site.hooks),
+        _strict_response_validation=True,
     )
 
 
-def test_agent_of_twenty_turns_calls_and_reuses_what_was_said_before(up: Up) -> None:
+def test_agent_of_twenty_turns_calls_and_reuses_what_was_said_before(site: Visit) -> None:
     """Any tool, or a named one, must be called: the model writes each call, and its result is fed back."""
-    client = anthropic_client(up)
+    client = anthropic_client(site)
     messages: list[Any] = [{"role": "user", "content": "Go on."}]
     cached, sizes = [], []
     for turn in range(TURNS):
@@ -101,8 +113,8 @@ def test_agent_of_twenty_turns_calls_and_reuses_what_was_said_before(up: Up) -> 
     check_reuse(cached, sizes)
 
 
-def test_openai_agent_of_twenty_streamed_turns_calls_and_reuses(up: Up) -> None:
-    client = openai_client(up)
+def test_openai_agent_of_twenty_streamed_turns_calls_and_reuses(site: Visit) -> None:
+    client = openai_client(site)
     messages: list[Any] = [{"role": "user", "content": "Go on."}]
     cached, sizes = [], []
     for turn in range(TURNS):
@@ -144,8 +156,8 @@ def check_reuse(cached: list[int], sizes: list[int]) -> None:
         assert now >= before // UNIT * UNIT, f"all whole pages of the prompt before: {cached}, {sizes}"
 
 
-def test_structured_answers_with_log_probabilities_have_the_types_of_the_package(up: Up) -> None:
-    client = openai_client(up)
+def test_structured_answers_with_log_probabilities_have_the_types_of_the_package(lone_site: Visit) -> None:
+    client = openai_client(lone_site)
     form: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
     ask = partial(
         client.chat.completions.create,
@@ -172,8 +184,8 @@ def test_structured_answers_with_log_probabilities_have_the_types_of_the_package
     assert (whole.finish_reason, chunks[-1].finish_reason) == ("stop", "stop")
 
 
-def test_structured_answers_of_every_api_are_valid(up: Up) -> None:
-    client = openai_client(up)
+def test_structured_answers_of_every_api_are_valid(site: Visit) -> None:
+    client = openai_client(site)
     completion = client.completions.create(
         model=MODEL,
         prompt="x",
@@ -201,8 +213,8 @@ def test_structured_answers_of_every_api_are_valid(up: Up) -> None:
         "thinking": {"type": "disabled"},
         "output_config": {"format": {"type": "json_schema", "schema": WEATHER}},
     }
-    message = anthropic_client(up).messages.create(**asked)
-    with anthropic_client(up).messages.stream(**asked) as stream:
+    message = anthropic_client(site).messages.create(**asked)
+    with anthropic_client(site).messages.stream(**asked) as stream:
         final = stream.get_final_message()
     texts = [completion.choices[0].text, response.output_text, streamed]
     texts += [block.text for it in (message, final) for block in it.content if block.type == "text"]
@@ -220,9 +232,15 @@ BODIES: Final[dict[str, Any]] = {
 }
 
 
-def test_same_body_under_the_same_id_is_answered_byte_for_byte(up: Up) -> None:
+def test_same_body_under_the_same_id_is_answered_byte_for_byte(tmp_path: Path) -> None:
     """Also after the coordinator was killed."""
-    http = openai_client(up)._client
+    (model := tmp_path / MODEL).mkdir()
+    AGENTS.write_model(model)
+    with running(model, tmp_path, *AGENTS.options) as up, openai.DefaultHttpxClient(timeout=LIMIT_S) as http:
+        check_answers_under_their_ids(up, http)
+
+
+def check_answers_under_their_ids(up: Up, http: Any) -> None:
     url = up.ready["http"]["url"]
 
     def answers() -> dict[str, bytes]:
@@ -240,15 +258,14 @@ def test_same_body_under_the_same_id_is_answered_byte_for_byte(up: Up) -> None:
     assert answers() == first
 
 
-def test_chat_of_a_tiny_checkpoint_counts_as_it_tokenizes(up: Up) -> None:
-    client = openai_client(up)
+def test_chat_of_a_tiny_checkpoint_counts_as_it_tokenizes(site: Visit) -> None:
+    client = openai_client(site)
     tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     messages: Any = [{"role": "user", "content": "Hé."}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, tools=tools, max_tokens=8, extra_body=OURS)
-    told = client._client.post(
-        f"{up.ready['http']['url']}/tokenize", json={"messages": messages, "tools": tools}
-    ).json()
+    asked = {"messages": messages, "tools": tools}
+    told = client._client.post(f"{site.url}/tokenize", json=asked, headers={"Authorization": f"Bearer {site.key}"})
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == told["count"]
-    assert b"<|user|>H" in bytes(told["tokens"])
+    assert answer.usage.prompt_tokens == told.json()["count"]
+    assert b"<|user|>H" in bytes(told.json()["tokens"])
     assert answer.choices[0].message.content

@@ -92,7 +92,10 @@ def on_its_way(row: RequestRow, worker: str) -> bool:
     return row.worker == worker and row.state not in ("FINISHED", "ABORTED", "FAILED")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.deep)],
+)
 async def test_prompts_of_a_lost_worker_are_prefilled_by_another(
     model: Path, colocated: list[list[int]], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -151,7 +154,9 @@ async def test_rows_prefilled_on_a_node_are_decoded_on_another(
     assert "w2" in " ".join(line.reason for line in history) or "w3" in " ".join(line.reason for line in history)
 
 
-@pytest.mark.parametrize("victim", ["w0", "w2"], ids=["prefills", "decodes"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("w0", id="prefills", marks=pytest.mark.deep), pytest.param("w2", id="decodes")]
+)
 async def test_a_worker_killed_amid_transfers_costs_no_output(
     model: Path, colocated: list[list[int]], tmp_path: Path, victim: str
 ) -> None:

@@ -32,7 +32,7 @@ from protocol.units import PAGE_TOKENS
 from tests.processes.test_up import Up, running
 from tests.support.cluster_rig import PATIENCE_S, assert_nothing_leaked, write_model
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.deep, pytest.mark.timeout(900)]
 
 CONVERSATIONS: Final = 20
 TURNS: Final = 10

@@ -7,7 +7,6 @@ known.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +20,9 @@ import zmq
 
 from hisparse.client.client import run_client
 from protocol.errors import HiSparseError
-from tests import ROOT
 from tests.coordinator.gateway.test_kv_publisher import BlockRemoved, BlockStored, MapBatch
 from tests.processes.test_up import Up, running
+from tests.support import zygote
 from tests.support.http_rig import write_chat_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -55,7 +54,8 @@ class Site:
     def command(self, *arguments: str) -> Any:
         command = [sys.executable, "-m", "hisparse.cli", *arguments, "-o", "json"]
         command += ["--runtime-dir", str(self.up.runtime_dir)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        done = zygote.run(command, LIMIT_S)
+        assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     def heard(self, is_all: Callable[[list[Any]], bool]) -> list[Any]:

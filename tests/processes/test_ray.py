@@ -257,6 +257,7 @@ async def test_coordinator_moves_to_another_node_by_an_operators_word(tmp_path: 
     drivers[0].join(LIMIT_S)
 
 
+@pytest.mark.deep
 async def test_request_that_kills_its_worker_is_failed(tmp_path: Path, ray: FakeRay) -> None:
     """I5: the coordinator sees no exit of a process on another node, and takes the word of its supervisor. The test
     plays the request, by killing its worker at once."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests import ROOT
+from tests.support import zygote
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -30,7 +29,7 @@ def model(tmp_path: Path) -> Path:
 def refusal(runtime_dir: Path, *args: str) -> str:
     """The last line on stderr of a process that refuses to start."""
     command = [sys.executable, "-m", "hisparse.cli", *args, "--runtime-dir", str(runtime_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = zygote.run(command, LIMIT_S)
     assert done.returncode == 8, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr.splitlines()[-1]

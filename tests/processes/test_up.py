@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
 
+from hisparse.client.client import run_client
 from tests.hisparse.test_http_tls import ask, certificate_of
+from tests.support import zygote
 from tests.support.cluster_rig import HEARTBEAT_LIMIT_S, PATIENCE_S
 from tests.support.ports import free_ports
+from tests.support.standing import Standing, visit
 from tests.support.tls_pair import write_pair
 from worker.runners.tiny import write_tiny_checkpoint
 
@@ -48,8 +51,7 @@ class Up:
         self.pids = [ready["coordinator"]["pid"], *(worker["pid"] for worker in ready["workers"])]
 
     def hisparse(self, *args: str) -> subprocess.CompletedProcess[str]:
-        command = [*HISPARSE, *args, "--runtime-dir", str(self.runtime_dir)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return zygote.run([*HISPARSE, *args, "--runtime-dir", str(self.runtime_dir)], LIMIT_S)
 
     def until(self, text: str) -> str:
         """What it has said since the last time, up to the line with `text`."""
@@ -66,10 +68,13 @@ class Up:
         name = self.hisparse(
             "submit", "go on and on", "--max-tokens", "4000", "--ignore-eos", "--detach"
         ).stdout.strip()
-        eventually(
-            lambda: json.loads(self.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"]
-        )
+        eventually(lambda: self.generated(name))
         return name
+
+    def generated(self, name: str) -> int:
+        """Tokens of a request so far."""
+        detail = run_client(self.ready["client_endpoint"], lambda client: client.request(name))
+        return detail.row.generated_tokens
 
     def left_behind(self) -> list[str]:
         """Processes and files that should be gone."""
@@ -90,10 +95,13 @@ def command_for(model: Path, runtime_dir: Path, *args: str) -> list[str]:
 
 
 @contextmanager
-def running(model: Path, runtime_dir: Path, *args: str) -> Iterator[Up]:
+def running(
+    model: Path, runtime_dir: Path, *args: str, start: Callable[..., subprocess.Popen[str]] = zygote.start
+) -> Iterator[Up]:
+    """`start` is subprocess.Popen where the command and all that it starts are to be executed."""
     ready_file = runtime_dir / "ready.json"
     command = command_for(model, runtime_dir, "--ready-file", str(ready_file), *args)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = start(command, stderr=subprocess.PIPE, text=True)
     try:
         eventually(lambda: ready_file.exists() or process.poll() is not None)
         assert process.poll() is None, process.communicate()[1]
@@ -122,7 +130,7 @@ def test_metrics_are_at_the_ports_that_follow_the_given_one(model: Path, tmp_pat
 
 
 def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, "-n", "2", "--deadline", "90") as up:
+    with running(model, tmp_path, "-n", "2", "--deadline", "90", start=subprocess.Popen) as up:
         assert [worker["name"] for worker in up.ready["workers"]] == ["w0", "w1"]
         assert Path(up.ready["pool"]).stat().st_mode & 0o777 == 0o600
         outputs = [
@@ -131,9 +139,7 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         ]
         assert outputs[0]["tokens"] == outputs[1]["tokens"]
         assert outputs[0]["generated_tokens"] == 12
-        second = subprocess.run(
-            command_for(model, tmp_path), capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        second = zygote.run(command_for(model, tmp_path), LIMIT_S)
         assert second.returncode == 4
         assert "already running there" in second.stderr
         command = [*HISPARSE, "submit", "to be finished", "--max-tokens", "600", "--ignore-eos", "-o", "jsonl"]
@@ -169,7 +175,7 @@ def test_unfinished_requests_of_another_model_refuse_the_start_until_aborted(mod
         assert up.process.wait(LIMIT_S) == 0
     write_tiny_checkpoint(tmp_path / "other", index_topk=64, context_max_tokens=2048)
     command = command_for(tmp_path / "other", tmp_path)
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    refused = zygote.run(command, LIMIT_S)
     assert refused.returncode == 8
     last = refused.stderr.splitlines()[-1]
     assert f"1 unfinished request ({name}) of another model, {model.name}, is in the journal" in last
@@ -201,10 +207,6 @@ def test_stop_command_ends_up_cleanly_after_a_worker_restart(model: Path, tmp_pa
         assert up.left_behind() == []
 
 
-def generated(up: Up, name: str) -> int:
-    return int(json.loads(up.hisparse("request", name, "-o", "json").stdout)["request"]["generated_tokens"])
-
-
 def pid_of(up: Up, role: str) -> int:
     """As the ready file has it now."""
     ready = json.loads((up.runtime_dir / "ready.json").read_text())
@@ -214,7 +216,7 @@ def pid_of(up: Up, role: str) -> int:
     return pid
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.deep)])
 def test_lost_worker_is_replaced_and_its_request_continues(
     model: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,11 +225,11 @@ def test_lost_worker_is_replaced_and_its_request_continues(
     monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", str(limit_s))
     with running(model, tmp_path) as up:
         name, first = up.submit_endless(), pid_of(up, "worker")
-        eventually(lambda: generated(up, name) > 100)
-        before = generated(up, name)
+        eventually(lambda: up.generated(name) > 100)
+        before = up.generated(name)
         psutil.Process(first).send_signal(number)
         eventually(lambda: pid_of(up, "worker") != first)
-        eventually(lambda: generated(up, name) > before + 100)
+        eventually(lambda: up.generated(name) > before + 100)
         history = json.loads(up.hisparse("request", name, "-o", "json").stdout)["history"]
         assert [line["event"] for line in history].count("staged") == 1, history
         up.process.send_signal(signal.SIGINT)
@@ -239,7 +241,7 @@ def test_lost_worker_is_replaced_and_its_request_continues(
         assert up.left_behind() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.deep)])
 def test_group_is_restarted_whole_and_says_which_rank_ended_it(
     model: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,12 +280,12 @@ def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path:
     """I4, I5: from the journal; the worker goes on meanwhile, and nothing is prefilled again."""
     with running(model, tmp_path) as up:
         name, first = up.submit_endless(), pid_of(up, "coordinator")
-        eventually(lambda: generated(up, name) > 100)
-        before = generated(up, name)
+        eventually(lambda: up.generated(name) > 100)
+        before = up.generated(name)
         psutil.Process(first).kill()
         eventually(lambda: pid_of(up, "coordinator") != first)
         eventually(lambda: up.hisparse("workers").returncode == 0)
-        eventually(lambda: generated(up, name) > before + 100)
+        eventually(lambda: up.generated(name) > before + 100)
         assert up.hisparse("audit").returncode == 0
         assert up.hisparse("abort", name).returncode == 0
         assert up.hisparse("stop").returncode == 0
@@ -295,7 +297,7 @@ def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path:
 
 
 def test_children_do_not_outlive_a_killed_parent(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path) as up:
+    with running(model, tmp_path, start=subprocess.Popen) as up:
         up.process.kill()
         eventually(lambda: not any(psutil.pid_exists(pid) for pid in up.pids))
 
@@ -319,13 +321,13 @@ def test_front_serves_https_with_its_certificate(model: Path, tmp_path: Path) ->
         assert ask(int(port), cert, "/v1/models") == (200, certificate_of(Path(cert).read_text()))
 
 
-def test_front_on_any_port_prints_it(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, "--http", "127.0.0.1:0") as up:
-        url = up.ready["http"]["url"]
-        assert int(url.rpartition(":")[2]) > 0
-        with urlopen(f"{url}/v1/models", timeout=LIMIT_S) as answer:
+def test_front_on_any_port_prints_it(chat_cluster: Standing) -> None:
+    with visit(chat_cluster) as site:
+        assert int(site.url.rpartition(":")[2]) > 0
+        asked = Request(f"{site.url}/v1/models", headers={"Authorization": f"Bearer {site.key}"})
+        with urlopen(asked, timeout=LIMIT_S) as answer:
             assert json.load(answer)["object"] == "list"
-        up.until(f"OpenAI's API at {url}/v1; Anthropic's, and a chat page, at {url}")
+        assert f"OpenAI's API at {site.url}/v1; Anthropic's, and a chat page, at {site.url}" in chat_cluster.log
 
 
 def test_impossible_settings_are_refused_before_any_start(model: Path, tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_impossible_settings_are_refused_before_any_start(model: Path, tmp_path:
             (model, ("--ready-file", str(tmp_path / "none" / "ready")), 2, "no directory"),
         ):
             command = command_for(path, tmp_path / "run", *args)
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            done = zygote.run(command, LIMIT_S)
             assert (done.returncode, complaint in done.stderr) == (code, True), done.stderr
             assert done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@ file named by PLANTED_WHILE exists. For drills: what an alert waits for is cause
 
     slow-disk    each write of the journal takes SLOW_S longer
     full-disk    no write of the journal succeeds
+    slow-steps   each decode step takes SLOW_S longer
     hang         the decode loop of a worker does not turn
     lost-seat    a worker has one free seat less than the ledger says
     lone-rank    a worker says that it is one of two ranks of a group
@@ -61,6 +62,12 @@ def full_disk() -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     before(SqliteStore, "_write_rows", refuse)
+
+
+def slow_steps() -> None:
+    from worker.loop.executor import Executor
+
+    before(Executor, "_launch_step", lambda: time.sleep(SLOW_S))
 
 
 def hang() -> None:
@@ -151,6 +158,7 @@ def signal_at() -> None:
 DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "slow-disk": slow_disk,
     "full-disk": full_disk,
+    "slow-steps": slow_steps,
     "hang": hang,
     "lost-seat": lost_seat,
     "lone-rank": lone_rank,

@@ -4,27 +4,42 @@
        ▲                                                      ends at once          │
        └─────────── parent, while it was the reaper of orphans ─────────────────────┘
 
-Importing both takes 4 s of CPU time, most of what a worker with a tiny checkpoint needs to start. A process that is
-forked runs the same module with the same arguments, environment and descriptors as one that is executed, and pytest is
-its parent. Its command line and /proc/PID/environ are the zygote's. Processes that are executed are tested elsewhere.
+Importing both takes 4 s of CPU time, most of what a worker with a tiny checkpoint needs to start; what a coordinator
+imports takes 0.5 s, and a command 0.3 s. A process that is forked runs the same module with the same arguments,
+environment and descriptors as one that is executed, and pytest is its parent. Its command line and /proc/PID/environ
+are the zygote's. A command that starts a cluster, and is forked, first forks a zygote of its own, from which its
+children are forked in turn. Processes that are executed are tested elsewhere. An HTTP front is always executed: it has
+no torch.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import json
 import os
 import runpy
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, Final
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, Final, NoReturn
 
+from hisparse.cluster import children
 from tests import ROOT
 
+#: What runs in processes that are forked, as any worker does, unless it is an HTTP front.
+MODULES: Final = ("hisparse.cli", "tests.support.group_rig", "tests.support.slow_demo", "tests.support.standing")
+WORKER: Final = "worker"
+FRONT: Final = "http"
+#: Commands that start a cluster.
+STARTERS: Final = ("up", "demo")
 #: prctl(2): whether orphans among the descendants become children of this process.
 PR_SET_CHILD_SUBREAPER: Final = 36
 MODULE: Final = "-m"
@@ -32,18 +47,10 @@ JOB_BYTES_MAX: Final = 1 << 17
 
 
 class Zygote:
-    """Ends with this process."""
+    """Ends once this process has closed `connection`, or has ended."""
 
-    def __init__(self) -> None:
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, MODULE, __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            )
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
 
     def fork(self, command: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int], **how: Any) -> int:
         """The number of a new child of this process, which runs `python -m MODULE ...`, as `command` says."""
@@ -57,9 +64,24 @@ class Zygote:
             libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-@cache
+#: The zygote of this process, once it has one.
+_own: list[Zygote] = []
+
+
 def zygote() -> Zygote:
-    return Zygote()
+    """The one of this process, executed when it is first needed."""
+    if not _own:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            subprocess.Popen(
+                [sys.executable, MODULE, __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            )
+        _own.append(Zygote(ours))
+    return _own[0]
 
 
 class Forked(subprocess.Popen[Any]):
@@ -94,14 +116,29 @@ class Forked(subprocess.Popen[Any]):
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start `command`: forked where it is a module of a worker, or of a rank, and runs the code of this tree.
+    """Start `command`: forked where it is a worker or of MODULES, no HTTP front, and runs the code of this tree.
 
     The zygote has imported its modules already, so that a forked process would ignore another tree in PYTHONPATH.
     """
-    is_worker = command[:2] == [sys.executable, MODULE] and {"worker", "tests.support.group_rig"} & {*command[2:]}
+    is_module = command[:2] == [sys.executable, MODULE] and (command[2] in MODULES or WORKER in command[3:])
     environ = options.get("env") or os.environ
     is_ours = environ.get("PYTHONPATH", "").split(os.pathsep)[0] in ("", str(ROOT))
-    return Forked(command, **options) if is_worker and is_ours else subprocess.Popen(command, **options)
+    is_forked = is_module and is_ours and FRONT not in command[3:4]
+    return Forked(command, **options) if is_forked else subprocess.Popen(command, **options)
+
+
+#: In place of the module `subprocess` of hisparse.cluster.children.
+FORKING: Final = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+
+
+def run(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end as `start` does; its output as text. Raises subprocess.TimeoutExpired."""
+    with start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=limit_s)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 # ---------------------------------------------------------------- the zygote
@@ -111,8 +148,15 @@ def main() -> None:
     import worker.process
     import worker.runners.transformers_dsa  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # a collection in a forked process, also at its end, would copy all of this memory: 1.4 s of CPU time
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork a process for each job; returns once there are no more jobs."""
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+    with connection:
         while True:
             job, descriptors, _, _ = socket.recv_fds(connection, JOB_BYTES_MAX, 3)
             if not job:
@@ -134,7 +178,19 @@ def main() -> None:
     become(json.loads(job), descriptors)
 
 
-def become(job: dict[str, Any], descriptors: Sequence[int]) -> None:
+def fork_children() -> None:
+    """Let this process, which has one thread, fork the children of a cluster that it starts later."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        ours.close()
+        serve(theirs)
+        sys.exit()
+    theirs.close()
+    _own[:] = [Zygote(ours)]
+    vars(children)["subprocess"] = FORKING
+
+
+def become(job: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
     """Run a job in this process, once its parent is pytest."""
     while os.getppid() != job["parent"]:
         time.sleep(0.001)
@@ -147,7 +203,30 @@ def become(job: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(job["environ"])
     sys.argv = job["argv"]
-    runpy.run_module(job["argv"][0], run_name="__main__", alter_sys=True)
+    if job["argv"][1:2] and job["argv"][1] in STARTERS:
+        fork_children()
+    end_as_interpreter(job["argv"][0])
+
+
+def end_as_interpreter(module: str) -> NoReturn:
+    """Run `module`, and end as the interpreter does, but without taking its objects down: 0.3 s of CPU time."""
+    code: object = None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
