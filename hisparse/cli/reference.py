@@ -78,7 +78,8 @@ def _usage(path: str, command: click.Command) -> str:
 def _options(command: click.Command) -> str:
     """Without those of settings."""
     shown = (it for it in command.params if isinstance(it, click.Option) and not it.hidden)
-    return ", ".join(_code(it.opts[-1]) for it in shown if not isinstance(it, SettingOption))
+    own = (it for it in shown if not isinstance(it, SettingOption))
+    return ", ".join(_code("/".join((it.opts[-1], *it.secondary_opts))) for it in own)
 
 
 def _table(head: str, rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -21,7 +21,7 @@ from coordinator.scheduling.validation import SEED_MAX
 from hisparse.cli import main, streaming
 from hisparse.cli.streaming import Follow, attach_and_follow
 from hisparse.console.meanings import meanings
-from hisparse.console.options import COMMON_HINT, EXIT_CODES, EXIT_MEANINGS, Setting, with_config
+from hisparse.console.options import COMMON_HINT, EXIT_CODES, EXIT_MEANINGS, Setting, common_option_lines, with_config
 from hisparse.console.output import duration_text, hot_text, share_text, size_text
 from protocol import messages
 from protocol.arrays import pack_int32, unpack_int32
@@ -125,7 +125,7 @@ def test_no_line_of_a_list_of_commands_is_cut_at_80_columns() -> None:
         assert cut == []
 
 
-COMMON = ("--config", "--set", "--runtime-dir", "--keys-dir", "--insecure", "--as")
+COMMON = [option.split()[0] for option, _ in common_option_lines()]
 
 
 def test_common_options_are_in_the_help_of_hisparse_alone() -> None:

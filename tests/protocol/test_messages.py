@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from typing import get_args
 
@@ -21,81 +22,17 @@ UNIONS = (
     messages.Command,
     messages.Event,
 )
-#: Tags of protocol version 3. A new message adds a line; a line that changes needs a new PROTOCOL_VERSION.
-TAGS = {
-    "abort_requests",
-    "accepted",
-    "acknowledge_outputs",
-    "admit",
-    "attach",
-    "audit",
-    "audit_rows",
-    "audit_workers",
-    "commands",
-    "counters",
-    "delivery",
-    "describe_request",
-    "detach",
-    "done",
-    "drain_workers",
-    "drop_prefixes",
-    "ended",
-    "exited",
-    "failure",
-    "faulted",
-    "fetch_tokenizer",
-    "finished",
-    "forget_workers",
-    "grant",
-    "heartbeat",
-    "hello",
-    "inventory",
-    "list_pools",
-    "list_prefixes",
-    "list_requests",
-    "list_workers",
-    "parked",
-    "pool_rows",
-    "prefix_rows",
-    "receive",
-    "refused",
-    "release_quarantine",
-    "released",
-    "reload_keys",
-    "replay_commands",
-    "replay_reports",
-    "report",
-    "report_ack",
-    "request_detail",
-    "request_rows",
-    "resize",
-    "resize_requests",
-    "resized",
-    "resume_requests",
-    "retract_requests",
-    "staged",
-    "started",
-    "stop",
-    "stop_coordinator",
-    "submit",
-    "tokenizer_chunk",
-    "tokenizer_data",
-    "undrain_workers",
-    "welcome",
-    "withdraw",
-    "worker_hello",
-    "worker_rows",
-    "worker_welcome",
-}
 
 
 def tag_of(kind: type[msgspec.Struct]) -> str:
     return str(kind.__struct_config__.tag)
 
 
-def test_tags_are_those_of_this_protocol_version() -> None:
-    assert messages.PROTOCOL_VERSION == 7
-    assert {tag_of(kind) for union in UNIONS for kind in get_args(union)} == TAGS
+def test_tags_are_written_out() -> None:
+    """So that no rename of a class changes one: without a tag of its own a struct has its name. Tags of the protocol
+    version before are held by test_skew.py."""
+    for kind in (kind for union in UNIONS for kind in get_args(union)):
+        assert re.fullmatch(r"[a-z_]+", tag_of(kind)), kind
 
 
 def test_tags_of_a_union_are_unique() -> None:
