@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
@@ -59,6 +59,16 @@ def decoded(pieces: Sequence[bytes], tokens: int) -> str:
     return detokenizer.push(range(tokens)) + detokenizer.finish()
 
 
+def longest_open(pieces: Sequence[bytes]) -> int:
+    """The most tokens in a row after each of which a character is incomplete."""
+    detokenizer, longest, here = FakePieces(pieces), 0, 0
+    for token in range(len(pieces)):
+        detokenizer.push((token,))
+        here = here + 1 if detokenizer.pending else 0
+        longest = max(longest, here)
+    return longest
+
+
 def naive_cut(text: str, stops: Sequence[str]) -> int | None:
     """Where the output ends: before the stop string completed first, the longest of those that end together."""
     for end in range(len(text) + 1):
@@ -81,6 +91,7 @@ stops_of = st.lists(st.text("abé€🦀", min_size=1, max_size=4), min_size=1, 
 @given(pieces_of, stops_of, st.integers(1, 4))
 @settings(max_examples=400)
 def test_stops_are_those_of_the_full_text(pieces: list[bytes], stops: list[str], step: int) -> None:
+    assume(longest_open(pieces) < PENDING_TOKENS_MAX)  # a character that stays open is published as it is
     matcher, before = StopMatcher(stops, FakePieces(pieces)), StopState(0)
     text = FakePieces(pieces).push(range(len(pieces)))  # decided text; an open end is not part of it
     cut = naive_cut(text, stops)
