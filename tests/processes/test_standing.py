@@ -38,12 +38,11 @@ def test_request_that_a_test_leaves_behind_fails_it(chat_cluster: Standing, monk
         return name
 
     async def state(client: Client) -> str:
-        return (await client.request(name)).row.state
+        return (await client.request(found.ids[0])).row.state
 
     monkeypatch.setattr(standing, "LIMIT_S", 0.1)
     with pytest.raises(AssertionError, match="left behind by the test"), visit(chat_cluster) as found:
-        name = run_client(chat_cluster.ready["admin_endpoint"], leave, role="admin")
-        found.ids.append(name)
+        found.ids.append(run_client(chat_cluster.ready["admin_endpoint"], leave, role="admin"))
     eventually(lambda: chat_cluster.ask(state) == "ABORTED")
 
 
