@@ -30,6 +30,7 @@ from protocol.errors import BY_CODE, Unavailable
 from protocol.messages import PRIORITY_MAX
 from protocol.settings import Config
 from tests.support.fakes.gateway import FakeGateway, tag_of
+from tests.support.limits import HANG_LIMIT_S
 
 MODEL = messages.ModelInfo(
     fingerprint="f", name="tiny", context_max_tokens=8192, vocab_size=264, layers=4, topk=128,
@@ -783,7 +784,7 @@ def test_ctrl_c_names_the_attach_command(gateway: FakeGateway) -> None:
     assert child.stdout is not None
     assert child.stdout.read(2) == b"hi"
     child.send_signal(signal.SIGINT)
-    stdout, stderr = child.communicate(timeout=60)
+    stdout, stderr = child.communicate(timeout=HANG_LIMIT_S)
     assert child.returncode == 130
     assert stdout == b"\n"
     assert stderr == b"r1 goes on; hisparse attach r1 --from 2, or hisparse abort r1\n"

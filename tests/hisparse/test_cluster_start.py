@@ -23,7 +23,7 @@ from protocol.errors import EXIT_PEER_LOST, ConfigError, Unavailable, WrongState
 from protocol.settings import Config
 from worker.runners.tiny import write_tiny_checkpoint
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 SLEEP = "import time; time.sleep(600)"
 LIMIT_S = 150.0
@@ -143,7 +143,7 @@ async def test_listener_of_another_process_is_not_taken_for_the_front(
             return start(subcommand, config, *others)
 
         monkeypatch.setattr(up, "start_child", start_late)
-        with trio.fail_after(90), pytest.raises(ConfigError, match="process=http: exited with 8 during start"):
+        with trio.fail_after(LIMIT_S), pytest.raises(ConfigError, match="process=http: exited with 8 during start"):
             async with running_cluster(config_with_front(tmp_path, 0), 1, http=True, log_dir=tmp_path):
                 raise AssertionError("the front cannot listen")
     said = capfd.readouterr().err

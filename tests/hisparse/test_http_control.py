@@ -13,7 +13,7 @@ import trio
 from hisparse.http.control import Reloaded, control_socket, reload_fronts, serve_control
 from protocol.errors import ConfigError, Unavailable
 
-LIMIT_S = 30.0
+LIMIT_S = 240.0
 #: Above the largest process id of Linux.
 NO_PROCESS = 2**22 + 1
 

@@ -25,7 +25,7 @@ from protocol.settings import HttpSettings
 from tests import ROOT
 from tests.support.tls_pair import write_pair
 
-LIMIT_S: Final = 90.0
+LIMIT_S: Final = 240.0
 OLD_KEY: Final = "an-old-key-of-the-front"
 NEW_KEY: Final = "a-new-key-of-the-front"
 

@@ -15,7 +15,7 @@ from tests.hisparse.test_top import POOL, REQUEST, WORKER
 from tests.support.fakes.gateway import FakeGateway, tag_of
 from tests.support.terminal_rig import LIMIT_S, Tty, on_a_terminal
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 MODEL = messages.ModelInfo("f", "tiny", 8192, 264, 4, 128, (257,), "bytes", "")
 

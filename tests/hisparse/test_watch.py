@@ -23,7 +23,7 @@ from tests.support.fakes.gateway import FakeGateway, tag_of
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.terminal_rig import on_a_terminal
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 class Cluster:

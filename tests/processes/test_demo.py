@@ -23,6 +23,7 @@ from protocol.text import ByteTokenizer
 from tests import ROOT
 from tests.support import zygote
 from tests.support.demo_victim import Victim, corrupt, find_victim
+from tests.support.slow_demo import HELD_WHILE
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1_800)]
@@ -113,22 +114,22 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
     return {request.request_id: find_victim(model, request.prompt, NEW_TOKENS, LATE) for request in requests}
 
 
-#: The demo, whose request stays retracted for long enough to be seen.
-SLOW = "from hisparse.demo import scenario; scenario.RETRACTED_FOR_S = 8.0; from hisparse.cli import main; main()"
-
-
 @pytest.mark.deep
-async def test_corrupted_row_is_reported(victims: dict[str, Victim], tmp_path: Path) -> None:
+async def test_corrupted_row_is_reported(
+    victims: dict[str, Victim], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert all(victim.selected_by >= LATE // 3 for victim in victims.values())
+    (held := tmp_path / "held").touch()
+    monkeypatch.setenv(HELD_WHILE, str(held))
     results: list[subprocess.CompletedProcess[str]] = []
 
     async def demo() -> None:
-        command = [sys.executable, "-c", SLOW, "demo", *OPTIONS, "--family", "glm-5", "--work-dir", str(tmp_path)]
-        results.append(await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False))
+        results.append(await trio.to_thread.run_sync(run_demo, tmp_path, "--family", "glm-5"))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(demo)
         corrupted = await _corrupt_while_retracted(victims, tmp_path)
+        held.unlink()
     report = json.loads(results[0].stdout)
     rows = {row["request_id"]: row for row in report["per_request"]}
     assert results[0].returncode == 1

@@ -18,9 +18,9 @@ import pytest
 from tests.processes.test_up import Up, running
 from tests.support.standing import AGENTS, Standing, Visit, visit
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
-LIMIT_S: Final = 120.0
+LIMIT_S: Final = 240.0
 MODEL: Final = "model"
 TURNS: Final = 20
 #: Tokens of a page: prefixes are reused by pages.

@@ -11,7 +11,7 @@ from tests.support.browser_rig import CHROMIUM
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not CHROMIUM, reason="needs Debian's chromium"),
 ]
 

@@ -18,7 +18,7 @@ from tests.support.fakes.otlp_receiver import FakeOtlpReceiver
 from tests.support.http_rig import write_chat_model
 from tests.support.process_rig import LIMIT_S, Place
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 TRACE: Final = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER: Final = "00f067aa0ba902b7"

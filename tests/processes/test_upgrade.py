@@ -21,11 +21,11 @@ from protocol.messages import Sampling
 from protocol.settings import Config
 from tests.support.cluster_rig import RECONNECT_LIMIT_S, cluster_config, prompts_of, until_all_connected, write_model
 
-pytestmark = [pytest.mark.process, pytest.mark.deep, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.deep, pytest.mark.timeout(900)]
 
 CLIENTS: Final = 2
 SAMPLING: Final = Sampling(max_tokens=60, ignore_eos=True)
-LIMIT_S: Final = 90.0
+LIMIT_S: Final = 240.0
 
 
 class Load:

@@ -24,7 +24,7 @@ PROMPT = list((b"What a worker has published, no coordinator asks for twice. " *
 TOKENS = 300
 TOO_LARGE = "grammar=: takes more than 10 s or 1024 MiB to build (simplify it)"
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ PATIENCE_S: Final = 120.0
 #: For how long the client waits for a coordinator to come back: longer than the keeper's longest pause and a start.
 RECONNECT_LIMIT_S: Final = 120.0
 #: How long freed memory may take to be seen free.
-FREE_LIMIT_S: Final = 60.0
+FREE_LIMIT_S: Final = 240.0
 
 
 def write_model(path: Path) -> Path:

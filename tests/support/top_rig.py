@@ -21,7 +21,7 @@ from tests.support.cluster_rig import cluster_config, prompts_of, write_model
 WORKERS: Final = 3
 REQUESTS: Final = 50
 NEW_TOKENS: Final = 1_200
-LIMIT_S: Final = 60.0
+LIMIT_S: Final = 240.0
 COLUMNS: Final = 80
 LINES: Final = 24
 

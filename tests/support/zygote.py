@@ -51,17 +51,19 @@ class Zygote:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._lock = threading.Lock()
 
     def fork(self, command: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int], **how: Any) -> int:
         """The number of a new child of this process, which runs `python -m MODULE ...`, as `command` says."""
         job = {"argv": [*command[2:]], "environ": dict(environ), "parent": os.getpid(), **how}
         libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        try:
-            socket.send_fds(self._connection, [json.dumps(job).encode()], descriptors)
-            return int(self._connection.recv(99))
-        finally:
-            libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        with self._lock:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._connection, [json.dumps(job).encode()], descriptors)
+                return int(self._connection.recv(99))
+            finally:
+                libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 #: The zygote of this process, once it has one.
@@ -191,8 +193,10 @@ def fork_children() -> None:
 
 
 def become(job: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """Run a job in this process, once its parent is pytest."""
+    """Run a job in this process, once its parent is the process that asked; ends with that one."""
     while os.getppid() != job["parent"]:
+        if not os.path.exists(f"/proc/{job['parent']}"):
+            os._exit(1)
         time.sleep(0.001)
     if job["new_session"]:
         os.setsid()
