@@ -45,6 +45,7 @@ struct Warp {
     double idles = 0;  // how often it does nothing in its turn
     uint64_t said[2][LANES];  // by each lane, in this collective and the one before
     unsigned came = 0, turn = 0;
+    unsigned left = LANES;  // threads that have not ended
 };
 struct Barrier { unsigned came = 0, turn = 0; };
 struct Cluster { unsigned arrived = 0; };
@@ -172,30 +173,39 @@ void run_together(Kernel kernel, const std::vector<dim3>& places, unsigned threa
             }
         }
     }
-    std::vector<unsigned> order(warps.size());
-    for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
-    std::size_t left = fibers.size();
-    while (left > 0) {
-        bool moved = false;
-        std::shuffle(order.begin(), order.end(), random);
-        for (const unsigned warp : order) {
+    std::vector<unsigned> all(warps.size()), turns, could;
+    for (unsigned i = 0; i < all.size(); ++i) all[i] = i;
+    turns = all;
+    while (!all.empty()) {
+        bool ran = false;
+        could.clear();
+        std::shuffle(turns.begin(), turns.end(), random);
+        for (const unsigned warp : turns) {
             const bool idles = random() < warps[warp]->idles * std::mt19937::max();
             for (unsigned lane = 0; lane < LANES; ++lane) {
                 Fiber& fiber = *fibers[warp * LANES + lane];
                 if (fiber.done || (fiber.may_go_on && !fiber.may_go_on(fiber))) continue;
-                moved = true;
-                if (idles) break;
+                if (idles) {
+                    could.push_back(warp);
+                    break;
+                }
+                ran = true;
                 enter(fiber, +[] {
                     (*running)();
                     self->done = true;
                     _longjmp(scheduler, 1);
                 });
-                if (fiber.done) --left, fiber.stack.reset();
+                if (fiber.done) --warps[warp]->left, fiber.stack.reset();
             }
         }
-        if (!moved) {
+        if (ran) {
+            all.erase(std::remove_if(all.begin(), all.end(), [&](unsigned i) { return !warps[i]->left; }), all.end());
+            turns = all;
+        } else if (could.empty()) {
             complain("stuck: threads wait for what never comes");
             break;
+        } else {
+            turns = could;  // nothing has changed for the others
         }
     }
 }

@@ -24,7 +24,7 @@ from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room,
 from kernels.layout import Geometry
 from kernels.state import DeviceState, MissPlan
 from protocol.errors import BadInput, ConfigError, InternalError
-from tests.support.kept_kernels import kept_unit
+from tests.support.kept_kernels import digest, kept, kept_unit, unit_key
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
 
@@ -100,7 +100,8 @@ def test_hopper_attention_fits_its_shared_memory() -> None:
     for kind in ("bfloat16", "fp8"):
         check = f"static_assert(sizeof(hisparse::Shared) == {HOPPER_SHARED_BYTES});"
         source = f'#include "attend_rows.cuh"\n{check}\n'
-        jit.compile_source(source, "attend_rows", hopper_defines(kind), "sm_90a")
+        compile_it = partial(jit.compile_source, source, "attend_rows", hopper_defines(kind), "sm_90a")
+        kept("attend_rows-shared", digest(unit_key("attend_rows", hopper_defines(kind), "sm_90"), source), compile_it)
 
 
 @pytest.mark.parametrize(("plan", "form"), forms(), ids=str)
