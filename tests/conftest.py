@@ -21,9 +21,6 @@ from protocol.logs import ROOT as ROOT_LOGGER
 if TYPE_CHECKING:
     from tests.support.standing import Standing
 
-if TYPE_CHECKING:
-    from tests.support.standing import Standing
-
 
 #: Of torch, here and in child processes: more threads would take the cores from the tests beside this one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -92,22 +89,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of this run, the same one in each of its processes."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
-@pytest.fixture(scope="session")
-def chat_cluster(run_dir: Path) -> Iterator[Standing]:
-    from tests.support.standing import CHAT, standing
-
-    with standing(run_dir, CHAT) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="session")
-def agents_cluster(run_dir: Path) -> Iterator[Standing]:
-    from tests.support.standing import AGENTS, standing
-
-    with standing(run_dir, AGENTS) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="session")

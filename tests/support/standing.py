@@ -30,7 +30,6 @@ import trio
 from coordinator.journal.salvage import check
 from hisparse.client.client import Client, run_client
 from hisparse.http.api_keys import owner_of
-from hisparse.http.api_keys import owner_of
 from protocol.messages import RequestRow
 from tests import ROOT
 from tests.support import zygote
@@ -255,17 +254,22 @@ class Visit:
 
 
 @contextmanager
-def visit(cluster: Standing) -> Iterator[Visit]:
-    """Raises AssertionError when a request of the test has not ended behind it, holds memory, or has another end in its
-    history than in its row."""
+def visit(cluster: Standing, *, alone: bool = False) -> Iterator[Visit]:
+    """`alone`: no other test is there meanwhile, which would take seats, or make batches whose sums are others.
+
+    Raises AssertionError when a request of the test has not ended behind it, holds memory, or has another end in its
+    history than in its row.
+    """
     with _alone(cluster.place):
         taken = cluster.place / "taken"
         number = int(taken.read_text()) if taken.exists() else 0
         taken.write_text(str(number + 2))
     assert number < KEYS_MAX, "more tests than API keys (raise KEYS_MAX)"
-    found = Visit(cluster, number)
-    yield found
-    run_client(cluster.ready["admin_endpoint"], lambda client: _check(client, found), role="admin")
+    with (cluster.place / "visits").open("w") as visits:
+        fcntl.flock(visits, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        found = Visit(cluster, number)
+        yield found
+        run_client(cluster.ready["admin_endpoint"], lambda client: _check(client, found), role="admin")
 
 
 async def _check(client: Client, visit: Visit) -> None:
