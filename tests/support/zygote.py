@@ -35,11 +35,17 @@ from hisparse.cluster import children
 from tests import ROOT
 
 #: What runs in processes that are forked, as any worker does, unless it is an HTTP front.
-MODULES: Final = ("hisparse.cli", "tests.support.group_rig", "tests.support.slow_demo", "tests.support.standing")
+MODULES: Final = (
+    "hisparse.cli",
+    "hisparse.ray.supervisor",
+    "tests.support.group_rig",
+    "tests.support.slow_demo",
+    "tests.support.standing",
+)
 WORKER: Final = "worker"
 FRONT: Final = "http"
-#: Commands that start a cluster.
-STARTERS: Final = ("up", "demo")
+#: Commands that start a cluster, and a module that does.
+STARTERS: Final = frozenset({"up", "demo", "hisparse.ray.supervisor"})
 #: prctl(2): whether orphans among the descendants become children of this process.
 PR_SET_CHILD_SUBREAPER: Final = 36
 MODULE: Final = "-m"
@@ -211,7 +217,7 @@ def become(job: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(job["environ"])
     sys.argv = job["argv"]
-    if job["argv"][1:2] and job["argv"][1] in STARTERS:
+    if STARTERS & {*job["argv"][:2]}:
         fork_children()
     end_as_interpreter(job["argv"][0])
 
