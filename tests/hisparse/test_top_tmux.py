@@ -17,6 +17,7 @@ from tests.support.top_rig import COLUMNS, LIMIT_S, LINES, REQUESTS, WORKERS, Tm
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.deep,
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux: apt-get install tmux"),
 ]

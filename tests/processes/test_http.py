@@ -31,7 +31,7 @@ from protocol.messages import HistoryLine, RequestRow, Sampling
 from tests import ROOT
 from tests.processes.test_up import eventually, running
 from tests.support.http_rig import TEMPLATE
-from tests.support.standing import CHAT, CHAT_MODEL, KEYS, SEATS, Standing, Visit, visit, write_keys
+from tests.support.standing import CHAT, CHAT_MODEL, KEYS, SEATS, Guest, Standing, guest, write_keys
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -50,19 +50,19 @@ T = TypeVar("T")
 
 @dataclass
 class Site:
-    visit: Visit
+    guest: Guest
 
     @property
     def up(self) -> Standing:
-        return self.visit.cluster
+        return self.guest.cluster
 
     def client(self, url: str = "", key: str = "") -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{url or self.visit.url}/v1",
-            api_key=key or self.visit.key,
+            base_url=f"{url or self.guest.url}/v1",
+            api_key=key or self.guest.key,
             max_retries=0,
             timeout=LIMIT_S,
-            http_client=openai.DefaultHttpxClient(event_hooks=self.visit.hooks),
+            http_client=openai.DefaultHttpxClient(event_hooks=self.guest.hooks),
         )
 
     def text(self, prompt: str, tokens: int) -> str:
@@ -74,7 +74,7 @@ class Site:
     def tokens(self, prompt: Sequence[int], tokens: int) -> bytes:
         async def submit(client: Client) -> list[int]:
             stream = await client.submit(list(prompt), Sampling(tokens, ignore_eos=True))
-            self.visit.ids.append(stream.request_id)
+            self.guest.ids.append(stream.request_id)
             return (await stream.collect()).tolist()
 
         return bytes(self.ask(submit))
@@ -124,7 +124,7 @@ class Site:
         """How many requests of the test the coordinator knows."""
 
         async def count(client: Client) -> int:
-            return sum(self.visit.is_own(row.request_id) for row in (await client.requests()).rows)
+            return sum(self.guest.is_own(row.request_id) for row in (await client.requests()).rows)
 
         return self.ask(count)
 
@@ -149,14 +149,14 @@ class Site:
 @pytest.fixture
 def site(chat_cluster: Standing) -> Iterator[Site]:
     """The run's standing cluster."""
-    with visit(chat_cluster) as found:
+    with guest(chat_cluster) as found:
         yield Site(found)
 
 
 @pytest.fixture
 def lone_site(chat_cluster: Standing) -> Iterator[Site]:
     """With all of its seats."""
-    with visit(chat_cluster, alone=True) as found:
+    with guest(chat_cluster, alone=True) as found:
         yield Site(found)
 
 
@@ -173,7 +173,7 @@ def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
 
 @pytest.fixture
 def own_site(own_cluster: Standing) -> Iterator[Site]:
-    with visit(own_cluster) as found:
+    with guest(own_cluster) as found:
         yield Site(found)
 
 
@@ -250,7 +250,7 @@ def test_samples_differ_and_a_seed_repeats_them(site: Site) -> None:
 def test_log_probabilities_come_whole_and_streamed_and_are_those_of_the_python_client(site: Site) -> None:
     async def submit(client: Client) -> list[TokenLogprobs]:
         stream = await client.submit(list(b"probable"), Sampling(8, ignore_eos=True, logprobs=3))
-        site.visit.ids.append(stream.request_id)
+        site.guest.ids.append(stream.request_id)
         await stream.collect()
         return stream.logprobs
 
@@ -312,7 +312,7 @@ def test_errors_arrive_as_openais(
 def test_batch_of_one_key_does_not_starve_another(lone_site: Site) -> None:
     """Long outputs on every seat, at the highest priority that the key may ask for, and as many more that wait. Each
     request of the other key is admitted when one of the batch at most has begun since it came."""
-    batch = lone_site.client(key=lone_site.visit.other_key)
+    batch = lone_site.client(key=lone_site.guest.other_key)
     with pytest.raises(openai.BadRequestError) as caught:
         batch.completions.create(prompt="batch", model="model", extra_body={"priority": 1})
     assert caught.value.param == "priority"

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tests.processes.test_up import Up, running
-from tests.support.standing import AGENTS, Standing, Visit, visit
+from tests.support.standing import AGENTS, Guest, Standing, guest
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -51,20 +51,20 @@ ANSWER_TOKENS: Final = 200
 
 
 @pytest.fixture
-def site(agents_cluster: Standing) -> Iterator[Visit]:
+def site(agents_cluster: Standing) -> Iterator[Guest]:
     """The run's standing cluster. It reuses prefixes."""
-    with visit(agents_cluster) as found:
+    with guest(agents_cluster) as found:
         yield found
 
 
 @pytest.fixture
-def lone_site(agents_cluster: Standing) -> Iterator[Visit]:
+def lone_site(agents_cluster: Standing) -> Iterator[Guest]:
     """Log-probabilities are the same bits again."""
-    with visit(agents_cluster, alone=True) as found:
+    with guest(agents_cluster, alone=True) as found:
         yield found
 
 
-def anthropic_client(site: Visit) -> anthropic.Anthropic:
+def anthropic_client(site: Guest) -> anthropic.Anthropic:
     return anthropic.Anthropic(
         base_url=site.url,
         api_key=site.key,
@@ -75,7 +75,7 @@ def anthropic_client(site: Visit) -> anthropic.Anthropic:
     )
 
 
-def openai_client(site: Visit) -> openai.OpenAI:
+def openai_client(site: Guest) -> openai.OpenAI:
     return openai.OpenAI(
         base_url=f"{site.url}/v1",
         api_key=site.key,
@@ -86,7 +86,7 @@ def openai_client(site: Visit) -> openai.OpenAI:
     )
 
 
-def test_agent_of_twenty_turns_calls_and_reuses_what_was_said_before(site: Visit) -> None:
+def test_agent_of_twenty_turns_calls_and_reuses_what_was_said_before(site: Guest) -> None:
     """Any tool, or a named one, must be called: the model writes each call, and its result is fed back."""
     client = anthropic_client(site)
     messages: list[Any] = [{"role": "user", "content": "Go on."}]
@@ -113,7 +113,7 @@ def test_agent_of_twenty_turns_calls_and_reuses_what_was_said_before(site: Visit
     check_reuse(cached, sizes)
 
 
-def test_openai_agent_of_twenty_streamed_turns_calls_and_reuses(site: Visit) -> None:
+def test_openai_agent_of_twenty_streamed_turns_calls_and_reuses(site: Guest) -> None:
     client = openai_client(site)
     messages: list[Any] = [{"role": "user", "content": "Go on."}]
     cached, sizes = [], []
@@ -156,7 +156,7 @@ def check_reuse(cached: list[int], sizes: list[int]) -> None:
         assert now >= before // UNIT * UNIT, f"all whole pages of the prompt before: {cached}, {sizes}"
 
 
-def test_structured_answers_with_log_probabilities_have_the_types_of_the_package(lone_site: Visit) -> None:
+def test_structured_answers_with_log_probabilities_have_the_types_of_the_package(lone_site: Guest) -> None:
     client = openai_client(lone_site)
     form: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
     ask = partial(
@@ -184,7 +184,7 @@ def test_structured_answers_with_log_probabilities_have_the_types_of_the_package
     assert (whole.finish_reason, chunks[-1].finish_reason) == ("stop", "stop")
 
 
-def test_structured_answers_of_every_api_are_valid(site: Visit) -> None:
+def test_structured_answers_of_every_api_are_valid(site: Guest) -> None:
     client = openai_client(site)
     completion = client.completions.create(
         model=MODEL,
@@ -258,7 +258,7 @@ def check_answers_under_their_ids(up: Up, http: Any) -> None:
     assert answers() == first
 
 
-def test_chat_of_a_tiny_checkpoint_counts_as_it_tokenizes(site: Visit) -> None:
+def test_chat_of_a_tiny_checkpoint_counts_as_it_tokenizes(site: Guest) -> None:
     client = openai_client(site)
     tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     messages: Any = [{"role": "user", "content": "Hé."}]

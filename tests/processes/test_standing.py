@@ -14,7 +14,7 @@ from protocol.messages import Sampling
 from tests import ROOT
 from tests.processes.test_up import eventually
 from tests.support import standing
-from tests.support.standing import CHAT, Standing, visit
+from tests.support.standing import CHAT, Standing, guest
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -41,7 +41,7 @@ def test_request_that_a_test_leaves_behind_fails_it(chat_cluster: Standing, monk
         return (await client.request(found.ids[0])).row.state
 
     monkeypatch.setattr(standing, "LIMIT_S", 0.1)
-    with pytest.raises(AssertionError, match="left behind by the test"), visit(chat_cluster) as found:
+    with pytest.raises(AssertionError, match="left behind by the test"), guest(chat_cluster) as found:
         found.ids.append(run_client(chat_cluster.ready["admin_endpoint"], leave, role="admin"))
     eventually(lambda: chat_cluster.ask(state) == "ABORTED")
 

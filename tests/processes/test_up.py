@@ -23,7 +23,7 @@ from tests.hisparse.test_http_tls import ask, certificate_of
 from tests.support import zygote
 from tests.support.cluster_rig import HEARTBEAT_LIMIT_S, PATIENCE_S
 from tests.support.ports import free_ports
-from tests.support.standing import Standing, visit
+from tests.support.standing import Standing, guest
 from tests.support.tls_pair import write_pair
 from worker.runners.tiny import write_tiny_checkpoint
 
@@ -322,7 +322,7 @@ def test_front_serves_https_with_its_certificate(model: Path, tmp_path: Path) ->
 
 
 def test_front_on_any_port_prints_it(chat_cluster: Standing) -> None:
-    with visit(chat_cluster) as site:
+    with guest(chat_cluster) as site:
         assert int(site.url.rpartition(":")[2]) > 0
         asked = Request(f"{site.url}/v1/models", headers={"Authorization": f"Bearer {site.key}"})
         with urlopen(asked, timeout=LIMIT_S) as answer:

@@ -4,7 +4,7 @@
 
 The first process that needs a cluster starts it, and the last one that has needed it ends it and checks its journal. A
 run that is interrupted leaves none: the kernel drops the locks of processes that have ended, and `hisparse up`, which
-then gets its own, ends as by SIGTERM. Each test has a `Visit`: an API key of its own, and a check that its requests
+then gets its own, ends as by SIGTERM. Each test has a `Guest`: an API key of its own, and a check that its requests
 have ended and hold no memory.
 """
 
@@ -216,7 +216,7 @@ def write_keys(place: Path) -> Path:
 
 
 @dataclass
-class Visit:
+class Guest:
     """One test at a cluster, with two API keys. `ids`: those of its requests, as they were answered; at the
     coordinator, the owner's digits or the number of a sample may follow."""
 
@@ -254,7 +254,7 @@ class Visit:
 
 
 @contextmanager
-def visit(cluster: Standing, *, alone: bool = False) -> Iterator[Visit]:
+def guest(cluster: Standing, *, alone: bool = False) -> Iterator[Guest]:
     """`alone`: no other test is there meanwhile, which would take seats, or make batches whose sums are others.
 
     Raises AssertionError when a request of the test has not ended behind it, holds memory, or has another end in its
@@ -265,18 +265,18 @@ def visit(cluster: Standing, *, alone: bool = False) -> Iterator[Visit]:
         number = int(taken.read_text()) if taken.exists() else 0
         taken.write_text(str(number + 2))
     assert number < KEYS_MAX, "more tests than API keys (raise KEYS_MAX)"
-    with (cluster.place / "visits").open("w") as visits:
-        fcntl.flock(visits, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        found = Visit(cluster, number)
+    with (cluster.place / "guests").open("w") as guests:
+        fcntl.flock(guests, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        found = Guest(cluster, number)
         yield found
         run_client(cluster.ready["admin_endpoint"], lambda client: _check(client, found), role="admin")
 
 
-async def _check(client: Client, visit: Visit) -> None:
+async def _check(client: Client, guest: Guest) -> None:
     own: list[RequestRow] = []
     with trio.move_on_after(LIMIT_S):
         for looks in count():
-            own = [row for row in (await client.requests()).rows if visit.is_own(row.request_id)]
+            own = [row for row in (await client.requests()).rows if guest.is_own(row.request_id)]
             if all(row.state in ENDED and not row.host_pages and not row.hot_chunks for row in own):
                 break
             await trio.sleep(min(0.02 * looks, 0.5))

@@ -35,14 +35,22 @@ from hisparse.cluster import children
 from tests import ROOT
 
 #: What runs in processes that are forked, as any worker does, unless it is an HTTP front.
-MODULES: Final = ("hisparse.cli", "tests.support.group_rig", "tests.support.slow_demo", "tests.support.standing")
+MODULES: Final = (
+    "hisparse.cli",
+    "hisparse.ray.supervisor",
+    "tests.support.group_rig",
+    "tests.support.slow_demo",
+    "tests.support.standing",
+)
 WORKER: Final = "worker"
 FRONT: Final = "http"
-#: Commands that start a cluster.
-STARTERS: Final = ("up", "demo")
+#: Commands that start a cluster, and a module that does.
+STARTERS: Final = frozenset({"up", "demo", "hisparse.ray.supervisor"})
 #: prctl(2): whether orphans among the descendants become children of this process.
 PR_SET_CHILD_SUBREAPER: Final = 36
 MODULE: Final = "-m"
+#: Of the check at start that rows of a batch are apart, which others test: a full one takes 0.7 s of CPU time.
+TRIALS: Final = 4
 JOB_BYTES_MAX: Final = 1 << 17
 
 
@@ -149,7 +157,9 @@ def run(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[s
 def main() -> None:
     import worker.process
     import worker.runners.transformers_dsa  # noqa: F401
+    from worker.runners import invariance
 
+    vars(invariance)["TRIALS"] = TRIALS
     gc.collect()
     gc.freeze()  # a collection in a forked process, also at its end, would copy all of this memory: 1.4 s of CPU time
     serve(socket.socket(fileno=int(sys.argv[1])))
@@ -207,7 +217,7 @@ def become(job: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(job["environ"])
     sys.argv = job["argv"]
-    if job["argv"][1:2] and job["argv"][1] in STARTERS:
+    if STARTERS & {*job["argv"][:2]}:
         fork_children()
     end_as_interpreter(job["argv"][0])
 
