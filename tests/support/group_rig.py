@@ -17,6 +17,7 @@ import sys
 import time
 from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,12 @@ class GroupRig:
         *,
         keep_logits: bool = False,
         configs: list[Config] | None = None,
-        prefix: list[list[str]] | None = None,
+        netns: list[str] | None = None,
         environs: list[dict[str, str]] | None = None,
         masks: list[str] | None = None,
     ) -> None:
-        """By rank: `configs`, what goes before the command as `prefix`, and `environs` beside that of this process.
+        """By rank: `configs`, network namespaces as `netns` with process numbers of their own, and `environs` beside
+        that of this process.
 
         `masks`, by rank, are LATE once each, or HELD until `let_masks_go`, and until all requests of the rank that have
         no grammar have ended: those behind a token, and builds of a grammar that ends with HELD.
@@ -120,8 +122,10 @@ class GroupRig:
                 "masks": masks[rank] if masks else "",
                 "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
-            command = [*(prefix[rank] if prefix else []), sys.executable, "-m", "tests.support.group_rig"]
+            command = [sys.executable, "-m", "tests.support.group_rig"]
             start = zygote.start if config.worker.device == "cpu" else subprocess.Popen  # CUDA outlives no fork
+            if netns:
+                start = partial(zygote.ForkedOnNode, netns[rank])
             child = start(
                 command,
                 stdin=subprocess.PIPE,
