@@ -17,7 +17,6 @@ import sys
 import time
 from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from protocol.messages import NO_LOGPROBS
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 from tests import ROOT
 from tests.support import zygote
+from tests.support.netns_rig import enter
 
 #: Longest run of one group here, on busy cores.
 LIMIT_S = 400.0
@@ -120,12 +120,11 @@ class GroupRig:
                 "asks": [asdict(ask) for ask in own],
                 "keep_logits": keep_logits,
                 "masks": masks[rank] if masks else "",
+                "netns": netns[rank] if netns else "",
                 "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
             command = [sys.executable, "-m", "tests.support.group_rig"]
             start = zygote.start if config.worker.device == "cpu" else subprocess.Popen  # CUDA outlives no fork
-            if netns:
-                start = partial(zygote.ForkedOnNode, netns[rank])
             child = start(
                 command,
                 stdin=subprocess.PIPE,
@@ -180,21 +179,20 @@ def main() -> None:
     from tests.support.worker_rig import Rig
     from worker.device.sizing import size_worker
     from worker.group.group import Group
-    from worker.runners import invariance
     from worker.runners.checkpoint import fingerprint
     from worker.runners.transformers_dsa import load_runner
     from worker.streams import make_streams
 
-    torch.set_num_threads(1)
     job = json.loads(sys.stdin.readline())
+    if job.get("netns"):
+        enter(job["netns"])
+    torch.set_num_threads(1)
     config = msgspec.convert(job["config"], Config)
-    is_cpu = config.worker.device == "cpu"
-    if is_cpu:
-        patch.object(invariance, "TRIALS", 4).start()  # of the check at start, which others test
     group = Group.join(config, fingerprint(config.worker.model))
     runner = load_runner(config.worker, group.collectives)
     sizing = size_worker(config.worker, runner.geometry, runner.info)
     share = sizing.capacity.host_pages // group.size
+    is_cpu = config.worker.device == "cpu"
     rig = Rig(
         None if is_cpu else make_streams("cuda", device=config.worker.device),
         config.worker,

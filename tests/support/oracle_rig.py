@@ -19,17 +19,23 @@ import worker.oracle
 #: For each line on stdin, paths of an input, an output and a file for errors, it runs the file that it is given, in a
 #: process of its own, and prints the exit status.
 _PROGRAM: Final = """
-import json, os, runpy, sys, transformers
+import gc, json, os, runpy, sys, transformers
 for family in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
     getattr(transformers, family)
 runpy.run_path(sys.argv[1])
 assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
+gc.collect()
+gc.freeze()  # a collection in a forked process would copy all of this memory
 while line := sys.stdin.readline():
     child = os.fork()
     if not child:
         for place, path in enumerate(json.loads(line)):
             os.dup2(os.open(path, os.O_RDWR), place)
-        runpy.run_path(sys.argv[1], run_name="__main__")
+        try:
+            runpy.run_path(sys.argv[1], run_name="__main__")
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code)  # nothing of this memory is taken down
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 _COMMAND: Final = (sys.executable, "-P")

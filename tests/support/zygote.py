@@ -15,7 +15,6 @@ import ctypes
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -26,16 +25,8 @@ from typing import Any, Final
 
 from tests import ROOT
 
-#: prctl(2): the signal that a process gets once its parent has ended; whether orphans among the descendants become
-#: children of this process.
-PR_SET_PDEATHSIG: Final = 1
+#: prctl(2): whether orphans among the descendants become children of this process.
 PR_SET_CHILD_SUBREAPER: Final = 36
-#: clone(2) and mount(2).
-CLONE_NEWNS: Final = 0x20000
-CLONE_NEWPID: Final = 0x20000000
-CLONE_NEWNET: Final = 0x40000000
-MS_REC: Final = 0x4000
-MS_PRIVATE: Final = 0x40000
 MODULE: Final = "-m"
 JOB_BYTES_MAX: Final = 1 << 17
 
@@ -74,8 +65,6 @@ def zygote() -> Zygote:
 class Forked(subprocess.Popen[Any]):
     """As subprocess.Popen, of a command `python -m MODULE ...`."""
 
-    netns = ""  # the name of its network namespace; empty: that of pytest
-
     def _execute_child(
         self,
         args: Sequence[str],
@@ -99,19 +88,9 @@ class Forked(subprocess.Popen[Any]):
         new_session = bool(others[5])
         given = [fd if fd != -1 else place for place, fd in enumerate((p2cread, c2pwrite, errwrite))]
         environ = os.environ if env is None else env
-        how = {"cwd": str(cwd or os.getcwd()), "new_session": new_session, "netns": self.netns}
-        self.pid = zygote().fork(args, environ, given, **how)
+        self.pid = zygote().fork(args, environ, given, cwd=str(cwd or os.getcwd()), new_session=new_session)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
-
-
-class ForkedOnNode(Forked):
-    """In a network namespace, with process numbers of its own: what `ip netns exec NAME unshare --pid --fork
-    --kill-child --mount-proc` does. The process has one child, which runs the module, and ends as that child does."""
-
-    def __init__(self, netns: str, command: Sequence[str], **options: Any) -> None:
-        self.netns = netns
-        super().__init__(command, **options)
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -129,15 +108,13 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 
 def main() -> None:
-    import transformers
+    from transformers import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM  # noqa: F401  # their modules are lazy
 
     import tests.support.worker_rig  # noqa: F401
     import worker.group.group
     import worker.process
     import worker.runners.transformers_dsa  # noqa: F401
 
-    for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
-        getattr(transformers, name)  # which imports its module
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         while True:
@@ -173,32 +150,8 @@ def become(job: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environ"])
-    if job["netns"]:
-        move_to_node(job["netns"])
     sys.argv = job["argv"]
     runpy.run_module(job["argv"][0], run_name="__main__", alter_sys=True)
-
-
-def move_to_node(netns: str) -> None:
-    """Return in a child of this process, which waits for its end, and takes the child along when it is killed."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{netns}") as file:
-        _check(libc.setns(file.fileno(), CLONE_NEWNET))
-    _check(libc.unshare(CLONE_NEWPID | CLONE_NEWNS))
-    child = os.fork()
-    if child:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code < 0:
-            os.kill(os.getpid(), -code)
-        os._exit(code)
-    _check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-    _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
-    _check(libc.mount(b"proc", b"/proc", b"proc", 0, None))
-
-
-def _check(returned: int) -> None:
-    if returned < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 if __name__ == "__main__":
