@@ -29,6 +29,7 @@ from protocol.messages import NO_LOGPROBS
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
 from tests import ROOT
 from tests.support import zygote
+from tests.support.netns_rig import enter
 
 #: Longest run of one group here, on busy cores.
 LIMIT_S = 400.0
@@ -99,11 +100,12 @@ class GroupRig:
         *,
         keep_logits: bool = False,
         configs: list[Config] | None = None,
-        prefix: list[list[str]] | None = None,
+        netns: list[str] | None = None,
         environs: list[dict[str, str]] | None = None,
         masks: list[str] | None = None,
     ) -> None:
-        """By rank: `configs`, what goes before the command as `prefix`, and `environs` beside that of this process.
+        """By rank: `configs`, network namespaces as `netns` with process numbers of their own, and `environs` beside
+        that of this process.
 
         `masks`, by rank, are LATE once each, or HELD until `let_masks_go`, and until all requests of the rank that have
         no grammar have ended: those behind a token, and builds of a grammar that ends with HELD.
@@ -118,9 +120,10 @@ class GroupRig:
                 "asks": [asdict(ask) for ask in own],
                 "keep_logits": keep_logits,
                 "masks": masks[rank] if masks else "",
+                "netns": netns[rank] if netns else "",
                 "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
-            command = [*(prefix[rank] if prefix else []), sys.executable, "-m", "tests.support.group_rig"]
+            command = [sys.executable, "-m", "tests.support.group_rig"]
             start = zygote.start if config.worker.device == "cpu" else subprocess.Popen  # CUDA outlives no fork
             child = start(
                 command,
@@ -180,8 +183,10 @@ def main() -> None:
     from worker.runners.transformers_dsa import load_runner
     from worker.streams import make_streams
 
-    torch.set_num_threads(1)
     job = json.loads(sys.stdin.readline())
+    if job.get("netns"):
+        enter(job["netns"])
+    torch.set_num_threads(1)
     config = msgspec.convert(job["config"], Config)
     group = Group.join(config, fingerprint(config.worker.model))
     runner = load_runner(config.worker, group.collectives)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +14,13 @@ from typing import Final
 
 SUBNET: Final = "10.123.0"
 NAMESPACES_MAX: Final = 16
+#: clone(2), mount(2) and prctl(2).
+CLONE_NEWNS: Final = 0x20000
+CLONE_NEWPID: Final = 0x20000000
+CLONE_NEWNET: Final = 0x40000000
+MS_REC: Final = 0x4000
+MS_PRIVATE: Final = 0x40000
+PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,30 @@ def unplug(node: Namespace) -> None:
 
 def plug(node: Namespace) -> None:
     _ip("-n", node.switch, "link", "set", node.port, "up")
+
+
+def enter(name: str) -> None:
+    """Go on in a child of this process, in the network namespace of that name and with process numbers of its own: what
+    `ip netns exec NAME unshare --pid --fork --kill-child --mount-proc` does for a command, and a forked process lacks.
+    This process ends as the child does, and takes the child along when it is killed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as file:
+        _check(libc.setns(file.fileno(), CLONE_NEWNET))
+    _check(libc.unshare(CLONE_NEWPID | CLONE_NEWNS))
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+    _check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    _check(libc.mount(b"proc", b"/proc", b"proc", 0, None))
+
+
+def _check(returned: int) -> None:
+    if returned < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @contextmanager

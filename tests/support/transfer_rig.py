@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.layout import Geometry
+from tests.support.limits import HANG_LIMIT_S
 from worker.pool.file import HEADER_BYTES, Header
 from worker.transfer import Arrived, Failed, Layout, PoolMemory, ReceiverEvent, open_receiver, open_sender
 from worker.transfer.engines.network import NetworkSource
@@ -29,7 +30,6 @@ SMALL: Final = Geometry(layers=4, row_bytes=96, group_of_layer=(0, 0, 1, 1), ind
 #: 16 MiB a page: no socket takes it at one go, no copy is over before a signal.
 LARGE: Final = Geometry(layers=4, row_bytes=65_536, group_of_layer=(0, 0, 0, 0), index_row_bytes=0, topk=64)
 GEOMETRIES: Final = {"small": SMALL, "large": LARGE}
-WAIT_S: Final = 90.0  # a process that imports torch starts, beside the rest of the suite
 MARK: Final = b"said: "
 
 
@@ -55,7 +55,7 @@ OTHERS: Final = 0xEE
 
 
 def wait_for(
-    poll: Callable[[], Iterable[Any]], is_enough: Callable[[list[Any]], bool], limit_s: float = WAIT_S
+    poll: Callable[[], Iterable[Any]], is_enough: Callable[[list[Any]], bool], limit_s: float = HANG_LIMIT_S
 ) -> list[Any]:
     """Events until there are enough of them. Fails past `limit_s`."""
     seen: list[Any] = []
@@ -109,7 +109,7 @@ def peer_process(folder: Path, **order: Any) -> Iterator[Peer]:
         process.send_signal(signal.SIGCONT)
         process.stdin.close()
         try:
-            assert process.wait(WAIT_S) in (0, -signal.SIGKILL)
+            assert process.wait(HANG_LIMIT_S) in (0, -signal.SIGKILL)
         finally:
             process.kill()
 

@@ -155,6 +155,10 @@ def run(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[s
 
 
 def main() -> None:
+    from transformers import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM  # noqa: F401  # their modules are lazy
+
+    import tests.support.worker_rig  # noqa: F401
+    import worker.group.group
     import worker.process
     import worker.runners.transformers_dsa  # noqa: F401
     from worker.runners import invariance

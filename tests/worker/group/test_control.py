@@ -14,16 +14,15 @@ import pytest
 from metrics.state import WorkerCounters
 from protocol.errors import EXIT_PEER_LOST, ConfigError
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
+from tests.support.limits import HANG_LIMIT_S
 from worker.group import control as control_module
 from worker.group import exchange as exchange_module
 from worker.group import group as group_module
 from worker.group.control import Control, PeersMissingError
 from worker.group.group import Group
 
-LIMIT_S = 60.0
 
-
-def config_of(directory: Path, rank: int, heartbeat_limit_s: float = LIMIT_S) -> Config:
+def config_of(directory: Path, rank: int, heartbeat_limit_s: float = HANG_LIMIT_S) -> Config:
     return Config(
         cluster=ClusterSettings(runtime_dir=str(directory)),
         coordinator=CoordinatorSettings(heartbeat_limit_s=heartbeat_limit_s),
@@ -57,7 +56,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
     yield found
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join(LIMIT_S)
+            thread.join(HANG_LIMIT_S)
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Control, Control]]:
         control.close()
 
 
-def meet(directory: Path, heartbeat_limit_s: float = LIMIT_S) -> tuple[Control, Control]:
+def meet(directory: Path, heartbeat_limit_s: float = HANG_LIMIT_S) -> tuple[Control, Control]:
     pair = (
         Control(config_of(directory, 0, heartbeat_limit_s), {}),
         Control(config_of(directory, 1, heartbeat_limit_s), {}),
@@ -79,12 +78,12 @@ def meet(directory: Path, heartbeat_limit_s: float = LIMIT_S) -> tuple[Control, 
     other = threading.Thread(target=pair[1].join)
     other.start()
     pair[0].join()
-    other.join(LIMIT_S)
+    other.join(HANG_LIMIT_S)
     return pair
 
 
 def until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + LIMIT_S
+    give_up_at = time.monotonic() + HANG_LIMIT_S
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
@@ -115,7 +114,7 @@ def test_a_group_that_never_completes_is_refused_with_the_rank_that_is_missing(
         control.join()
     lowering.join()
     control.close()
-    control._thread.join(LIMIT_S)
+    control._thread.join(HANG_LIMIT_S)
     assert not control._thread.is_alive()
 
 
@@ -123,7 +122,7 @@ def test_a_wake_reaches_all_ranks(pair: tuple[Control, Control]) -> None:
     woken = threading.Event()
     pair[0].on_wake = woken.set
     pair[1].wake(7)
-    assert woken.wait(LIMIT_S)
+    assert woken.wait(HANG_LIMIT_S)
     until(lambda: pair[1].woken_at == pair[0].woken_at == 7)
 
 
@@ -189,7 +188,7 @@ def test_a_rank_that_stood_still_reads_before_it_judges(
         return has_news()
 
     monkeypatch.setattr(one._sockets, "has_news", stand_still)
-    assert stood.wait(LIMIT_S)
+    assert stood.wait(HANG_LIMIT_S)
     until(lambda: time.monotonic() - one._standings_at < one._hung_s)
     assert one._lost is None
     assert exits == []
@@ -234,7 +233,7 @@ def test_a_failed_connection_of_ranks_waits_for_the_end_only_where_a_rank_is_los
     with pytest.raises(RuntimeError, match="connectFullMesh failed"):
         Group(zero, settings)
 
-    monkeypatch.setattr(control_module, "VERDICT_S", LIMIT_S)
+    monkeypatch.setattr(control_module, "VERDICT_S", HANG_LIMIT_S)
     one.leave()  # while rank 0 needs it
     with pytest.raises(WaitedForTheEndError):
         Group(zero, settings)

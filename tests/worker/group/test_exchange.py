@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.thread_ranks import ThreadCollectives
 from worker.group import exchange as exchange_module
 from worker.group.exchange import Alike, Exchange
@@ -73,7 +74,7 @@ def mixed(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_LIMIT_S)
         assert not thread.is_alive()
     return found
 

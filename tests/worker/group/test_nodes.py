@@ -81,9 +81,8 @@ def rig_of(
         msgspec.structs.replace(settings_of(checkpoint, directory, 4, rank, own, endpoint), coordinator=limits)
         for rank, own in enumerate(on_node)
     ]
-    alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    prefix = [[*nodes[rank // 2].prefix, *alone] for rank in range(4)]
-    return GroupRig(checkpoint, directory, asks, settings, configs=configs, prefix=prefix), asks
+    netns = [nodes[rank // 2].name for rank in range(4)]
+    return GroupRig(checkpoint, directory, asks, settings, configs=configs, netns=netns), asks
 
 
 def test_two_nodes_of_two_ranks_decode_as_generate(
@@ -97,7 +96,7 @@ def test_two_nodes_of_two_ranks_decode_as_generate(
 
 
 def python_of(child: subprocess.Popen[str]) -> int:
-    """The process number of a rank, which is a child of `unshare`."""
+    """The process number of a rank, which is a child of the one that pytest has started."""
     return int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text())
 
 

@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,17 @@ import worker.oracle
 from protocol.settings import WorkerSettings
 from tests.support.group_rig import Ask, Drawn, GroupRig
 from tests.support.oracle_rig import run_oracle
+from tests.support.pairwise import pairwise
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 
 pytestmark = [pytest.mark.group, pytest.mark.process, pytest.mark.timeout(1_200)]
 
 TOPK = 32
+HOT_SIZES = (0, 64, 128)
+#: Of requests: tokens of the prompt, how they are moved, and hot slots before and behind that. Every pair occurs.
+KINDS = pairwise((10, 60, 64, 130, 300), ("", "resize", "keep", "drop"), HOT_SIZES, HOT_SIZES)
 #: Requests of a group; in the other pairs of family and size, fewer.
-REQUESTS, FEWER = int(os.environ.get("GROUP_REQUESTS", "64")), 12
+REQUESTS, FEWER = int(os.environ.get("GROUP_REQUESTS", str(len(KINDS)))), 12
 WHOLE = {("glm-5", 1), ("deepseek-v3.2", 2), ("deepseek-v3.2", 3), ("glm-5", 4)}
 TEXT = Path(worker.oracle.__file__).read_bytes()
 SETTINGS = WorkerSettings(
@@ -88,15 +93,15 @@ def _configure(path: Path, **changed: object) -> None:
 
 
 def asks_of(count: int, seed: int, tokens: tuple[int, int] = (4, 16)) -> list[Ask]:
-    """Mixed requests: short and long prompts, some resized, some retracted and resumed."""
+    """Mixed requests: short and long prompts, some resized, some retracted and resumed. In the order that the seed
+    draws, so many of KINDS: all of them, then again, where there are more requests."""
     chance = random.Random(seed)
+    kinds = chance.sample(KINDS, len(KINDS))
     asks = []
-    for number in range(count):
-        start, length = chance.randrange(3_000), chance.choice((10, 60, 64, 130, 300))
-        drawn = chance.randint(*tokens)
-        how = chance.choice(("", "", "resize", "keep", "drop"))
-        moves = [(chance.randint(1, drawn - 1), how, chance.choice((0, 64, 128)))] if how else []
-        asks.append(Ask(number, list(TEXT[start : start + length]), drawn, chance.choice((0, 64, 128)), moves=moves))
+    for number, (length, how, hot_slots, next_slots) in enumerate(islice(cycle(kinds), count)):
+        start, drawn = chance.randrange(3_000), chance.randint(*tokens)
+        moves = [(chance.randint(1, drawn - 1), how, next_slots)] if how else []
+        asks.append(Ask(number, list(TEXT[start : start + length]), drawn, hot_slots, moves=moves))
     return asks
 
 

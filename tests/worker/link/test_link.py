@@ -40,13 +40,13 @@ from protocol.messages import (
     encode,
 )
 from tests.support.fakes.dealer import FakeDealer, FakeListener, FakeSink
+from tests.support.limits import HANG_LIMIT_S
 from worker.link import link
 from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 
 #: Of what takes real time; a longer wait is a hang.
-LIMIT_S = 60.0
 MODEL = ModelInfo("f", "tiny", 8192, 260, 4, 128, (257,), "json", "digest")
 CAPACITY = WorkerCapacity(8, 64, 64, 64, 64, 1024, (4096,), 8, 1, "/tmp/pool")
 ADMIT = Admit(1, 0, "r1", b"", b"", 0, Sampling(8), b"", 1, 1, 0, 1)
@@ -128,7 +128,7 @@ async def test_dirty_flag_from_another_thread_wakes_the_link() -> None:
         dealer = await it.welcome()
         writer = threading.Thread(target=lambda: it.outbox.add_event(Started(1)))
         writer.start()
-        with trio.fail_after(LIMIT_S):
+        with trio.fail_after(HANG_LIMIT_S):
             assert (await report_of(dealer)).events == (Started(1),)
         writer.join()
 
@@ -310,7 +310,7 @@ async def test_link_over_real_sockets(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/run/worker.sock"
     it = Bench()
     it.link = Link(it.state, it.sink, connect_to(endpoint), pace=LinkPace())
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(HANG_LIMIT_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(it.run)
             for round_number in (1, 2):

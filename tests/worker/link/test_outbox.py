@@ -28,6 +28,7 @@ from protocol.messages import (
     Started,
     encode,
 )
+from tests.support.limits import HANG_LIMIT_S
 from worker.link import outbox as outbox_module
 from worker.link.outbox import REPORTS_UNACKED_MAX, Outbox
 
@@ -333,7 +334,7 @@ def test_writer_and_reader_threads_lose_nothing() -> None:
     writer.start()
     finished = False
     while not finished:
-        assert wake.wait(60.0), "dirt without a wake-up"
+        assert wake.wait(HANG_LIMIT_S), "dirt without a wake-up"
         wake.clear()
         while (report := outbox.take(0, 0.0)) is not None:
             outbox.ack(report.number)

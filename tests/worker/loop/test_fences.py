@@ -22,7 +22,9 @@ from worker.loop.swap import Swap
 from worker.runners import swapping
 from worker.streams import FENCES, SimulatedStreams, make_streams
 
-SEEDS = range(200)
+#: 25 orders for each pair of groups and a way to swap in. A missing fence that only one pair shows, under 15 % of the
+#: orders, is seen in 98 of 100 runs here; `test_omitted_fence_gives_wrong_tokens` omits each of those that are there.
+SEEDS = range(100)
 #: A mutant must be convicted within so many seeds. Measured over 60, each scenario convicts its mutant in 15 to 100 %.
 MUTANT_SEEDS = range(80)
 #: How likely a stream that lags may run while others can.

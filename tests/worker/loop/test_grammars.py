@@ -27,6 +27,8 @@ from tests import ROOT
 from tests.support.fakes.hash_runner import ALTERNATING, EOS, SHARED, VOCAB, FakeRunner
 from tests.support.hostile_schemas import CHAIN
 from tests.support.late_masks import late_once
+from tests.support.limits import HANG_LIMIT_S
+from tests.support.pairwise import pairwise
 from tests.support.worker_rig import Rig
 from tests.worker.loop.test_fences import a_day, come_back, simulated
 from worker.loop import executor, grammars
@@ -80,7 +82,7 @@ class FakeMatcher(library.Matcher):
     def __init__(self, vocabulary: Vocabulary, source: str) -> None:
         self.built.append(source)
         if source.endswith(self.holds):
-            self.goes_on.wait(60)
+            self.goes_on.wait(HANG_LIMIT_S)
         super().__init__(vocabulary, source)
 
 
@@ -116,7 +118,7 @@ def _ended_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         found.close()
     threads = [thread for found in started for thread in found._threads]
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_LIMIT_S)
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -141,31 +143,29 @@ def make_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars.Grammar, "wait", late_once())
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("hot_slots", [0, 64])
+@pytest.mark.parametrize(("seed", "is_late", "hot_slots"), pairwise(range(3), (False, True), (0, 64)))
 def test_tokens_follow_the_masks_of_a_retracted_request(
-    is_late: bool, hot_slots: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, is_late: bool, hot_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_late:
         make_late(monkeypatch)
-    for seed in range(3):
-        rig = Rig(simulated(seed)())
-        coordinator = rig.coordinator
-        held = [coordinator.create(number, 90, 30, seed=number, grammar=ALTERNATING) for number in (1, 2)]
-        free = coordinator.create(3, 40, 20, seed=3)
-        assert coordinator.admit(held[0], hot_slots)
-        assert coordinator.admit(held[1], 64)
-        assert coordinator.admit(free, 64)
-        rig.run_until(lambda it=held: min(len(life.tokens) for life in it) >= 5)  # type: ignore[misc]
-        coordinator.withdraw(held[0], "keep")
-        come_back(rig, held[0], 64)
-        coordinator.withdraw(held[1], "drop")
-        come_back(rig, held[1], hot_slots)
-        rig.run()
-        assert not rig.wrong()
-        assert [len(life.tokens) for life in coordinator.lives] == [30, 30, 20]
-        rig.check_end()
-        assert not is_late or rig.executor.counters.late_masks >= 50
+    rig = Rig(simulated(seed)())
+    coordinator = rig.coordinator
+    held = [coordinator.create(number, 90, 30, seed=number, grammar=ALTERNATING) for number in (1, 2)]
+    free = coordinator.create(3, 40, 20, seed=3)
+    assert coordinator.admit(held[0], hot_slots)
+    assert coordinator.admit(held[1], 64)
+    assert coordinator.admit(free, 64)
+    rig.run_until(lambda: min(len(life.tokens) for life in held) >= 5)
+    coordinator.withdraw(held[0], "keep")
+    come_back(rig, held[0], 64)
+    coordinator.withdraw(held[1], "drop")
+    come_back(rig, held[1], hot_slots)
+    rig.run()
+    assert not rig.wrong()
+    assert [len(life.tokens) for life in coordinator.lives] == [30, 30, 20]
+    rig.check_end()
+    assert not is_late or rig.executor.counters.late_masks >= 50
 
 
 def test_step_that_is_launched_again_leaves_the_tables_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_request_without_grammar_keeps_its_steps_while_a_mask_is_late(monkeypatc
 
     def slow(matcher: library.Matcher, tokens: tuple[int, ...]) -> None:
         if tokens:
-            goes_on.wait(60)
+            goes_on.wait(HANG_LIMIT_S)
         push(matcher, tokens)
 
     monkeypatch.setattr(library.Matcher, "push", slow)
@@ -264,7 +264,7 @@ def test_build_without_end_is_refused_and_delays_no_other_request(monkeypatch: p
 
 def test_matcher_that_takes_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(library.Matcher, "push", lambda matcher, tokens: goes_on.wait(60))
+    monkeypatch.setattr(library.Matcher, "push", lambda matcher, tokens: goes_on.wait(HANG_LIMIT_S))
     monkeypatch.setattr(grammars, "GRAMMAR_LIMIT_S", 0.05)
     rig = Rig()
     life = rig.coordinator.create(1, 40, 8, grammar=ALTERNATING)
@@ -429,7 +429,7 @@ def test_threads_of_builds_end_once_all_is_built(matchers: type[FakeMatcher]) ->
     rig.executor._grammars.close()
     matchers.goes_on.set()
     for thread in rig.executor._grammars._threads[: grammars.BUILD_THREADS]:
-        thread.join(60)
+        thread.join(HANG_LIMIT_S)
     assert len(matchers.built) == len(lives)
 
 
@@ -440,7 +440,7 @@ def test_long_mask_of_one_request_does_not_delay_those_of_others(monkeypatch: py
     def slow(matcher: library.Matcher, tokens: tuple[int, ...]) -> None:
         if tokens and matcher in (late or [matcher]):
             late.append(matcher)
-            goes_on.wait(60)
+            goes_on.wait(HANG_LIMIT_S)
         push(matcher, tokens)
 
     monkeypatch.setattr(library.Matcher, "push", slow)
@@ -465,7 +465,7 @@ def test_draw_asks_for_help_only_where_one_mask_takes_long(monkeypatch: pytest.M
     def slow(matcher: library.Matcher, tokens: tuple[int, ...]) -> None:
         if tokens:
             at_work.set()
-            goes_on.wait(60)
+            goes_on.wait(HANG_LIMIT_S)
         push(matcher, tokens)
 
     monkeypatch.setattr(library.Matcher, "push", slow)
@@ -476,11 +476,11 @@ def test_draw_asks_for_help_only_where_one_mask_takes_long(monkeypatch: pytest.M
     )
     first, second = (found.open(seat, "start: /[a-z]+/", (), (0, 0, seat)) for seat in (0, 1))
     try:
-        assert first.wait(time.monotonic() + 60) is not None
-        assert second.wait(time.monotonic() + 60) is not None
+        assert first.wait(time.monotonic() + HANG_LIMIT_S) is not None
+        assert second.wait(time.monotonic() + HANG_LIMIT_S) is not None
         found._help = SimpleQueue()
         first.advance(ord("a"))
-        assert at_work.wait(60)
+        assert at_work.wait(HANG_LIMIT_S)
         second.advance(ord("b"))
         found._ask_help(60.0)
         assert found._help.empty(), "the mask at work is younger"
@@ -493,9 +493,9 @@ def test_draw_asks_for_help_only_where_one_mask_takes_long(monkeypatch: pytest.M
         while found._help.empty():  # the mask at work has taken longer than that
             assert second.wait(time.monotonic() + 0.2) is None
         goes_on.set()
-        assert first.wait(time.monotonic() + 60) is not None
-        assert second.wait(time.monotonic() + 60) is not None
-        deadline_s = time.monotonic() + 60
+        assert first.wait(time.monotonic() + HANG_LIMIT_S) is not None
+        assert second.wait(time.monotonic() + HANG_LIMIT_S) is not None
+        deadline_s = time.monotonic() + HANG_LIMIT_S
         while found._mask_since_s != inf and time.monotonic() < deadline_s:
             time.sleep(0.001)
         assert found._mask_since_s == inf, "no mask is at work"
@@ -577,7 +577,7 @@ def test_rank_wishes_no_row_for_a_request_whose_mask_is_late(monkeypatch: pytest
     rig.run_until(lambda: min(len(held.tokens), len(free.tokens)) >= 2)
     for request in rig.executor._running:
         if request.grammar is not None:
-            request.grammar.wait(time.monotonic() + 60)
+            request.grammar.wait(time.monotonic() + HANG_LIMIT_S)
     assert rig.executor._wish().rows == 2
     monkeypatch.setattr(grammars.Grammar, "has_mask", False)
     assert rig.executor._wish().rows == 1

@@ -3,9 +3,6 @@ logits, and tokens are those of the library's own generate() (docs/architecture.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +14,8 @@ import torch
 import worker.oracle
 from protocol.settings import WorkerSettings
 from tests.support.fakes.coordinator import Life
+from tests.support.oracle_rig import run_oracle
+from tests.support.pairwise import pairwise
 from tests.support.worker_rig import Logits, Rig
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
@@ -118,12 +117,8 @@ def library_agrees(path: Path, tokens: list[list[int]], prompts: Sequence[Sequen
         "prompts": [{"tokens": list(prompt), "max_new_tokens": NEW_TOKENS} for prompt in prompts],
         "ignore_eos": True,
     }
-    command = [sys.executable, "-P", worker.oracle.__file__]
-    done = subprocess.run(
-        command, input=json.dumps(job), capture_output=True, text=True, cwd="/", check=True, timeout=200
-    )
     compared = 0
-    for ours, answer in zip(tokens, map(json.loads, done.stdout.splitlines()), strict=True):
+    for ours, answer in zip(tokens, run_oracle(job), strict=True):
         for token, theirs, gap in zip(ours, answer["tokens"], answer["gaps"], strict=True):
             if token != theirs:
                 assert gap < TIE_BOUND
@@ -146,8 +141,9 @@ def test_hot_sizes_change_no_token_or_bit(checkpoint: Path, sizes: tuple[int, ..
     assert all(torch.equal(logits[step], resident(checkpoint)[1][step]) for step in logits)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("hot_slots", [0, 64])
+@pytest.mark.parametrize(
+    ("checkpoint", "chunks", "hot_slots"), pairwise(FAMILIES, (1, 2, 3), (0, 64)), indirect=["checkpoint"]
+)
 def test_shared_prefix_changes_no_bit(checkpoint: Path, chunks: int, hot_slots: int) -> None:
     """A prompt of 500 tokens in chunks of 128 begins with host pages that another request has filled."""
     rig, lives = start(checkpoint)

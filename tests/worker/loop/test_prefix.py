@@ -12,6 +12,7 @@ from protocol.arrays import pack_int32
 from protocol.messages import NO_HOT_BUFFER, Admit, Faulted, Released
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
+from tests.support.pairwise import pairwise
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.loop.swap import Swap
 from worker.streams import Streams, make_streams
@@ -44,17 +45,28 @@ class Pair:
         self.rig.check_end()
 
 
-def run(seed: int, pages: int, hot_slots: int, order: str = "seeded", omit: tuple[str, ...] = ()) -> Pair:
-    pair = Pair(make_streams("simulated", seed, order, omit), pages, (SHARED, SEPARATE)[seed % 2])  # type: ignore[arg-type]
+def run(
+    seed: int,
+    pages: int,
+    hot_slots: int,
+    order: str = "seeded",
+    omit: tuple[str, ...] = (),
+    groups: Sequence[int] | None = None,
+) -> Pair:
+    groups = groups or (SHARED, SEPARATE)[seed % 2]
+    pair = Pair(make_streams("simulated", seed, order, omit), pages, groups)  # type: ignore[arg-type]
     assert pair.rig.coordinator.admit(pair.sharer, hot_slots)
     pair.rig.run()
     return pair
 
 
-@pytest.mark.parametrize("pages", range(PAGES + 1))
-@pytest.mark.parametrize("seed", SEEDS)
-def test_tokens_with_a_shared_prefix_are_the_oracles(seed: int, pages: int) -> None:
-    pair = run(seed, pages, (0, 64)[seed % 2])
+@pytest.mark.parametrize(
+    ("seed", "pages", "hot_slots", "groups"), pairwise(range(10), range(PAGES + 1), (0, 64), (SHARED, SEPARATE))
+)
+def test_tokens_with_a_shared_prefix_are_the_oracles(
+    seed: int, pages: int, hot_slots: int, groups: Sequence[int]
+) -> None:
+    pair = run(seed, pages, hot_slots, groups=groups)
     assert not pair.rig.wrong()
     assert pair.sharer.outcome == "length"
     pair.end()

@@ -30,6 +30,7 @@ from protocol.messages import (
 )
 from tests.support.fakes.coordinator import Life, prompt_of
 from tests.support.fakes.hash_runner import SHARED, FakeRunner, expected_tokens
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.loop.batch import Status
 from worker.streams import make_streams
@@ -431,7 +432,7 @@ def test_the_thread_serves_commands_and_stops() -> None:
     thread.start()
     life = rig.coordinator.create(1, 70, 20)
     assert rig.coordinator.admit(life, 64)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_LIMIT_S
     while not rig.executor.idle or not life.outcome:
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -440,7 +441,7 @@ def test_the_thread_serves_commands_and_stops() -> None:
         assert time.monotonic() < deadline, "an idle loop goes on beating"
         time.sleep(0.002)
     rig.executor.stop()
-    thread.join(60)
+    thread.join(HANG_LIMIT_S)
     assert not thread.is_alive()
     assert not rig.wrong()
 

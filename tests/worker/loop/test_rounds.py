@@ -13,6 +13,7 @@ from torch import Tensor
 from protocol.messages import Faulted, Released
 from tests.support.fakes.hash_runner import ALTERNATING, FakeRunner
 from tests.support.late_masks import late_once
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
 from worker.group.control import LoopProgress
@@ -159,7 +160,7 @@ def test_prompt_whose_mask_comes_after_the_wishes_is_not_put_off_for_ever(monkey
         assert rig.coordinator.admit(life, 64)
     rig.turn()
     for request in rig.executor.held():
-        assert request.grammar is None or request.grammar._done.wait(60)
+        assert request.grammar is None or request.grammar._done.wait(HANG_LIMIT_S)
     known.append(True)
     rounds = rig.executor._rounds
     assert rounds is not None

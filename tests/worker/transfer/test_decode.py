@@ -21,7 +21,8 @@ from protocol.units import pages_for
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.fakes.page_copier import FakePageCopier
-from tests.support.transfer_rig import MODEL, WAIT_S, arrivals, make_pool, wait_for
+from tests.support.limits import HANG_LIMIT_S
+from tests.support.transfer_rig import MODEL, arrivals, make_pool, wait_for
 from tests.support.worker_rig import SETTINGS, Rig
 from tests.worker.transfer.test_engines import why_absent
 from worker.device.sizing import size_worker
@@ -106,7 +107,7 @@ class TwoNodes(Pair):
         """Until every page has arrived."""
         life = self.admit(prompt_tokens, max_tokens)
         self.receiver.open(self.transfer_id, self.targets)
-        give_up_at = time.monotonic() + WAIT_S
+        give_up_at = time.monotonic() + HANG_LIMIT_S
         while not self.first.executor.idle:
             assert time.monotonic() < give_up_at
             if not self.first.executor.turn():

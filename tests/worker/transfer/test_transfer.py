@@ -23,11 +23,11 @@ from protocol.arrays import pack_int64
 from protocol.config import HostFacts, build
 from protocol.errors import BadInput, CapacityError, ConfigError, ProtocolError, WrongState
 from protocol.settings import WorkerSettings
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.transfer_rig import (
     MODEL,
     OTHERS,
     SMALL,
-    WAIT_S,
     arrivals,
     content,
     make_pool,
@@ -126,7 +126,7 @@ def test_a_sender_may_come_before_the_transfer(
 
     monkeypatch.setattr(receiver._core, "heard", note)
     with peer_process(tmp_path, **order(receiver, 3)):
-        assert came.wait(WAIT_S)
+        assert came.wait(HANG_LIMIT_S)
         assert receiver.poll() == []
         receiver.open(1, [4, 5, 6])
         wait_for(receiver.poll, has_all(3))
@@ -239,7 +239,7 @@ def test_partial_pages_of_a_dead_sender_do_not_count(receiver: PageReceiver, poo
     part_ends = [SMALL.page_bytes // 4, SMALL.page_bytes // 2, SMALL.page_bytes]
     receiver.open(1, [1, 2, 3])
     with peer_process(tmp_path, **order(receiver, 3, part_ends=part_ends, withheld_parts=1)) as sender:
-        give_up_at = time.monotonic() + WAIT_S
+        give_up_at = time.monotonic() + HANG_LIMIT_S
         while receiver.counters.bytes < 3 * part_ends[1]:
             assert time.monotonic() < give_up_at
             time.sleep(0.002)
@@ -262,13 +262,13 @@ def test_revocation_waits_for_the_copy_under_way(
 
     def slow(self: SharedTarget, target: Bytes, source: Bytes) -> int:
         begun.set()
-        assert go_on.wait(WAIT_S)
+        assert go_on.wait(HANG_LIMIT_S)
         return copy(self, target, source)
 
     monkeypatch.setattr(SharedTarget, "copy", slow)
     receiver.open(1, [1])
     with peer_process(tmp_path, **order(receiver, 1)):
-        assert begun.wait(WAIT_S)
+        assert begun.wait(HANG_LIMIT_S)
         if how == "revoke":
             receiver.revoke(1, "the client left")
         else:
@@ -379,7 +379,7 @@ def test_sender_without_the_receivers_key_is_ignored(pool: PoolMemory) -> None:
     known = Description.decode(receiver.describe())
     word = encode(Begin(known.version, known.receiver_id, 1, 1, layout, pack_int64([SMALL.page_bytes])))
     heard = []
-    for key, wait_s in ((known.key, WAIT_S), (b"", 1.0), (zmq.curve_keypair()[0], 1.0)):
+    for key, wait_s in ((known.key, HANG_LIMIT_S), (b"", 1.0), (zmq.curve_keypair()[0], 1.0)):
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IDENTITY, SENDER.encode())
@@ -440,7 +440,7 @@ def test_transfer_ends_close_twice_and_answer_afterwards(receiver: PageReceiver,
 def test_worker_without_transfers_needs_no_checksum_library() -> None:
     """It imports events and layouts only, and may run where xxhash is not installed."""
     code = "import sys; sys.modules['xxhash'] = None; import worker.transfer, worker.transfer.interface"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_LIMIT_S)
 
 
 @pytest.mark.parametrize(
