@@ -10,7 +10,7 @@ told without and with it (benchmarks/serve/measures.py).
 Workloads (benchmarks/serve/workloads.py) are a closed loop. A cell's clients enter it in a steady state, with contexts
 that are written, not computed. Its window follows, in which every prompt is computed, and counts.
 
-    --cells             some of the cells of the workloads
+    --cells             some of the cells of the workloads, in that order; a cell that is named twice runs twice
     --all-resident      no hot buffers: requests have all of their rows on the device, or wait
     --no-prefix-reuse   prompts begin with no cached pages
     --join FILE...      tables of results that are there, in one; nothing is run
@@ -43,7 +43,7 @@ from benchmarks.serve.model import Spec, config_of, ranks_of
 from benchmarks.serve.needs import GIB, POOL_BYTES_MAX, Machine, Needs, TooLittleError, check, needs_of
 from benchmarks.serve.report import joined, line, picture, tables, write_csv
 from benchmarks.serve.service import Service, configured, control_of, journal_of, running
-from benchmarks.serve.workloads import WORKLOADS, Cell, cells_of
+from benchmarks.serve.workloads import WORKLOADS, Asked, Cell, cells_of
 from protocol.errors import HiSparseError
 from protocol.settings import Config, WorkerSettings
 from protocol.units import PAGE_TOKENS
@@ -64,8 +64,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--as", dest="role", default="rank-of-8", metavar="rank-of-N")
     parser.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS), metavar="NAME")
-    parser.add_argument("--cells", nargs="+", default=[], metavar="NAME-CLIENTS", help="some of the workloads' cells")
-    parser.add_argument("--repeat", type=int, default=1, help="times that each cell is run")
+    parser.add_argument("--cells", nargs="+", default=[], metavar="NAME-CLIENTS[:SECONDS]", help="some cells, in order")
     parser.add_argument("--all-resident", action="store_true")
     parser.add_argument("--no-prefix-reuse", action="store_true")
     parser.add_argument("--layers", type=int, default=0, help="0: as published")
@@ -95,7 +94,8 @@ class Run:
         self.options, self.began = options, began
         self.tiny = options.device == "cpu"
         self.ranks = ranks_of(options.role)
-        self.cells = cells_of(options.workload, options.cells, TINY_SHRINK if self.tiny else 1)
+        self.asked = cells_of(options.workload, options.cells, TINY_SHRINK if self.tiny else 1)
+        self.cells = [it.cell for it in self.asked]
         self.kv_dtype = "bfloat16" if self.tiny else "fp8"
         self.chosen = dict(it.split("=", 1) for it in options.settings)
         self.config = config_of(options.layers, tiny=self.tiny)
@@ -153,13 +153,14 @@ class Run:
     def left_s(self) -> float:
         return float(self.options.budget_seconds - (time.monotonic() - self.began))
 
-    def pace(self, cell: Cell) -> Pace | None:
+    def pace(self, asked: Asked) -> Pace | None:
         """None where the time that is left does not suffice."""
         it, left = self.options, self.left_s() - CELL_MARGIN_S - self.options.settle
-        if not cell.workload.long_prompt:
-            return Pace(it.window, it.settle, it.alone, it.long) if left >= it.window else None
+        window = it.window if asked.window is None else asked.window
+        if not asked.cell.workload.long_prompt:
+            return Pace(window, it.settle, it.alone, it.long) if left >= window else None
         long = min(it.long, left - it.alone)
-        return Pace(it.window, it.settle, it.alone, long) if long >= min(it.long, it.window) else None
+        return Pace(window, it.settle, it.alone, long) if long >= min(it.long, window) else None
 
     async def run(self, needs: Needs) -> None:
         with tempfile.TemporaryDirectory(prefix="hisparse-serve-") as name:
@@ -204,24 +205,24 @@ class Run:
         self.found["runs"].append({"machine": machine(self.options.device), "setting": setting})
 
     async def run_cells(self, service: Service) -> None:
-        links = Links(self.ranks)
-        for number, cell in ((n, cell) for cell in self.cells for n in range(self.options.repeat)):
-            pace = self.pace(cell)
-            if pace is None:
-                self.add(self.missing(cell, "the time was over"))
-                continue
-            load = Load(
-                service,
-                cell,
-                seed=f"{cell.name} {number}",
-                vocab=self.config.vocab_size,
-                link_ms=partial(links.step_ms, self.config),
-            )
-            rows: list[dict[str, Any]] = []
-            with trio.move_on_after(max(1.0, self.left_s())):
-                rows = await run_cell(load, pace)
-            for row in rows or [self.missing(cell, "the time was over")]:
+        for number, asked in enumerate(self.asked):
+            pace = self.pace(asked)
+            rows = [self.missing(asked.cell, "the time was over")]
+            if pace is not None:
+                with trio.move_on_after(max(1.0, self.left_s())):
+                    rows = await self.run_cell(service, asked.cell, pace, number)
+            for row in rows:
                 self.add(row)
+
+    async def run_cell(self, service: Service, cell: Cell, pace: Pace, number: int) -> list[dict[str, Any]]:
+        """What goes wrong with a cell does not end the others."""
+        link_ms = partial(Links(self.ranks).step_ms, self.config)
+        load = Load(service, cell, f"{cell.name} {number}", self.config.vocab_size, link_ms)
+        try:
+            return await run_cell(load, pace)
+        except* HiSparseError as errors:
+            why = "; ".join(map(str, _leaves(errors)))
+        return [self.missing(cell, why)]
 
     def missing(self, cell: Cell, why: str) -> dict[str, Any]:
         return {"workload": cell.workload.name, "cell": cell.name, "clients": cell.clients, "not_run": why}

@@ -37,16 +37,12 @@ class Front:
         encoded = json.dumps(body | {"stream": True, "stream_options": usage}).encode()
         texts = []
         answer.submitted = time.monotonic()
-        async with aclosing(self._events(encoded)) as events:
-            async for event in events:
-                if "error" in event:
-                    raise Refused(str(event["error"]))
-                told = event["usage"]
-                known = answer.arrivals[-1][1] if answer.arrivals else 0
-                if told["completion_tokens"] > known:
-                    answer.arrivals.append((time.monotonic(), told["completion_tokens"]))
-                answer.cached_tokens = told["prompt_tokens_details"]["cached_tokens"]
-                texts += [choice["text"] for choice in event["choices"]]
+        try:
+            async with aclosing(self._events(encoded)) as events:
+                async for event in events:
+                    texts += _noted(event, answer)
+        except (OSError, trio.BrokenResourceError, h11.ProtocolError) as error:
+            raise Refused(f"the connection broke: {error!r}") from error
         answer.ended = time.monotonic()
         return tokens_of("".join(texts))
 
@@ -79,3 +75,14 @@ class Front:
                     yield bytes(found.data)
                 elif isinstance(found, (h11.EndOfMessage, h11.ConnectionClosed)):
                     return
+
+
+def _noted(event: dict[str, Any], answer: Answer) -> list[str]:
+    """The texts of `event`, whose tokens are noted. Raises Refused."""
+    if "error" in event:
+        raise Refused(str(event["error"]))
+    told = event["usage"]
+    if told["completion_tokens"] > (answer.arrivals[-1][1] if answer.arrivals else 0):
+        answer.arrivals.append((time.monotonic(), told["completion_tokens"]))
+    answer.cached_tokens = told["prompt_tokens_details"]["cached_tokens"]
+    return [choice["text"] for choice in event["choices"]]

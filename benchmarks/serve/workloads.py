@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
-from protocol.units import PAGE_TOKENS, pages_for
+from protocol.units import pages_for
 
 #: Pages that the coordinator grants ahead, and the page that a request has begun.
 AHEAD_PAGES: Final = 4
@@ -158,15 +158,26 @@ WORKLOADS: Final = {
 }
 
 
-def cells_of(names: Sequence[str], wanted: Sequence[str] = (), shrink: int = 1) -> list[Cell]:
-    """All cells of the workloads `names`, or those of them that `wanted` names, in the order of the table. Raises
-    ValueError for a cell that no workload of them has."""
-    known = [Cell(WORKLOADS[name].shrunk(shrink), clients) for name in names for clients in WORKLOADS[name].clients]
-    unknown = sorted(set(wanted) - {cell.name for cell in known})
+class Asked(NamedTuple):
+    """A cell, and the seconds of its window; None: those of all cells."""
+
+    cell: Cell
+    window: float | None = None
+
+
+def cells_of(names: Sequence[str], wanted: Sequence[str] = (), shrink: int = 1) -> list[Asked]:
+    """All cells of the workloads `names`, in the order of the table; or those of them that `wanted` names as NAME or
+    NAME:SECONDS, in its order, each as often as it is named. Raises ValueError for a cell that no workload of them
+    has."""
+    cells = [Cell(WORKLOADS[name].shrunk(shrink), clients) for name in names for clients in WORKLOADS[name].clients]
+    known = {cell.name: cell for cell in cells}
+    if not wanted:
+        return [Asked(cell) for cell in cells]
+    parted = [text.partition(":") for text in wanted]
+    unknown = sorted({name for name, _, _ in parted} - known.keys())
     if unknown:
-        choices = ", ".join(cell.name for cell in known)
-        raise ValueError(f"no such cell: {', '.join(unknown)}; choose from {choices}")
-    return [cell for cell in known if not wanted or cell.name in wanted]
+        raise ValueError(f"no such cell: {', '.join(unknown)}; choose from {', '.join(known)}")
+    return [Asked(known[name], float(seconds) if seconds else None) for name, _, seconds in parted]
 
 
 def entries(cell: Cell, random: Random) -> Iterator[Entry]:
@@ -193,7 +204,3 @@ def next_history(work: Workload, tokens: Sequence[int]) -> Sequence[int]:
 def pool_pages(cells: Sequence[Cell]) -> int:
     """Host pages that hold any one of `cells`."""
     return int(max(cell.pages for cell in cells) * (1 + SPARE_SHARE))
-
-
-def pool_tokens(pages: int) -> int:
-    return pages * PAGE_TOKENS
