@@ -53,6 +53,8 @@ AS_IS, RESIDENT, NO_REUSE = "as is", "all resident", "no prefix reuse"
 CELL_MARGIN_S: Final = 25.0
 #: Every length is divided by this for the tiny model.
 TINY_SHRINK: Final = 64
+#: What a result does not say of the command that wrote it.
+PATH_OPTIONS: Final = frozenset(("--out", "--logs"))
 EXIT_REFUSED: Final = 2
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
@@ -217,7 +219,8 @@ class Run:
     async def run_cell(self, service: Service, cell: Cell, pace: Pace, number: int) -> list[dict[str, Any]]:
         """What goes wrong with a cell does not end the others."""
         link_ms = partial(Links(self.ranks).step_ms, self.config)
-        load = Load(service, cell, f"{cell.name} {number}", self.config.vocab_size, link_ms)
+        seed, reuses = f"{cell.name} {number}", not self.options.no_prefix_reuse
+        load = Load(service, cell, seed, self.config.vocab_size, link_ms, reuses)
         try:
             return await run_cell(load, pace)
         except* HiSparseError as errors:
@@ -242,7 +245,6 @@ class Run:
 
 
 def machine(device: str) -> dict[str, str]:
-    command = " ".join(["python", *sys.orig_argv[1:]])
     about = {"gpu": "none", "driver_pcie": "none"}
     if device != "cpu":
         query = "--query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current"
@@ -251,7 +253,13 @@ def machine(device: str) -> dict[str, str]:
         )
         name, _, rest = done.stdout.partition("\n")[0].partition(", ")
         about = {"gpu": name, "driver_pcie": rest}
+    command = " ".join(["python", *without_paths(sys.orig_argv[1:])])
     return about | {"python": platform.python_version(), "kernel": platform.release(), "command": command}
+
+
+def without_paths(words: Sequence[str]) -> list[str]:
+    """A command line without the options that say where its files lie."""
+    return [it for before, it in zip(("", *words), words, strict=False) if not PATH_OPTIONS & {before, it}]
 
 
 async def _with_signals(run: Run, needs: Needs) -> int:

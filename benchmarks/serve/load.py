@@ -47,6 +47,7 @@ class Load:
     seed: str
     vocab: int
     link_ms: Callable[[int], float]
+    reuses_prefixes: bool = True
     answers: list[Answer] = field(default_factory=list)
     is_writing: bool = False
     long_ended: int = 0
@@ -107,7 +108,7 @@ class Load:
         found = list(entries(self.cell, Random(self.seed)))
         self.is_writing = True
         await self.service.set_writing(True)
-        if self.cell.workload.has_sessions:
+        if self.cell.workload.has_sessions and self.reuses_prefixes:
             await self.write_histories(found)
         try:
             async with trio.open_nursery() as nursery:

@@ -86,7 +86,10 @@ def check(needs: Needs, has: Machine, device: str) -> None:
     if device != "cpu":
         if not has.devices:
             raise TooLittleError("no GPU is there: name one with --device, or try the tiny model with --device cpu")
-        _require("device memory", needs.device_bytes, has.devices[0], "use fewer --layers, or a larger GPU")
+        number = int(device.partition(":")[2] or 0)
+        if number >= len(has.devices):
+            raise TooLittleError(f"{device} is not there: this machine has {len(has.devices)} GPUs")
+        _require("device memory", needs.device_bytes, has.devices[number], "use fewer --layers, or a larger GPU")
         _require("the pool's file system, /dev/shm", needs.pool_bytes, has.shared, "make it larger, or --pool-gib less")
     _require("host memory", needs.host_bytes, has.host, "choose smaller --cells or --pool-gib; --host-gib says what is")
     tokens = needs.pages * PAGE_TOKENS

@@ -12,7 +12,16 @@ from benchmarks.serve.measures import aiperf_csv
 from benchmarks.serve.workloads import WORKLOADS
 
 COLUMNS: Final = (
-    *("cell", "as", "output tokens/s", "total tokens/s", "TTFT p50, p99 (n), s", "waiting, longest s"),
+    *(
+        "cell",
+        "as",
+        "window, s",
+        "output tokens/s",
+        "total tokens/s",
+        "links",
+        "TTFT p50, p99 (n), s",
+        "waiting, longest s",
+    ),
     *("gaps of clients p50, p99, ms", "gaps by the worker p50, p99, ms", "requests in a step", "swap-in hits"),
     *("prefix hits", "published"),
 )
@@ -28,7 +37,7 @@ def joined(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for result in results:
         first = len(found["runs"])
         found["runs"] += result["runs"]
-        found["rows"] += [row | {"run": row["run"] + first} for row in result["rows"]]
+        found["rows"] += [row | {"run": _moved(row["run"], first)} for row in result["rows"]]
     run = {(row["cell"], row["variant"]) for row in found["rows"] if "not_run" not in row}
     missing = set()
     kept = []
@@ -86,7 +95,7 @@ def picture(found: Mapping[str, Any]) -> str:
     """Tokens a second of every row, as an SVG document."""
     rows = [
         Row(
-            " ".join(filter(None, (row["cell"], row["phase"], "" if row["variant"] == "as is" else row["variant"]))),
+            f"{_name(row)} {row['seconds']:.0f}s",
             {
                 name: row[f"linked_{key}_per_s"]
                 for name, key in (("output tokens/s", "output"), ("total tokens/s", "total"))
@@ -106,6 +115,15 @@ def write_csv(found: Mapping[str, Any], directory: Path) -> None:
         if "not_run" not in row:
             name = "-".join(filter(None, (row["cell"], row["phase"], row["variant"], str(number)))).replace(" ", "-")
             (directory / f"{name.replace(',', '')}.csv").write_text(aiperf_csv(row["aiperf"]))
+
+
+def _moved(run: int | None, by: int) -> int | None:
+    """The number of a run among all; None of a cell whose run has no result."""
+    return None if run is None else run + by
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return " ".join(filter(None, (row["cell"], row["phase"], "" if row["variant"] == "as is" else row["variant"])))
 
 
 def _run(number: int, run: Mapping[str, Any]) -> str:
@@ -129,8 +147,10 @@ def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         name,
         row["variant"],
+        f"{row['seconds']:.0f}",
         f"{row['linked_output_per_s']:,.0f} ({row['output_per_s']:,.0f})",
         f"{row['linked_total_per_s']:,.0f} ({row['total_per_s']:,.0f})",
+        f"{row['stretch']:.2f} ×",
         _seconds(row["ttft_s"]) + long,
         f"{row['waiting']}, {row['waiting_longest_s']:.0f}",
         _ms(row["gap_s"]),

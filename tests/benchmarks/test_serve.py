@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -284,3 +287,23 @@ def test_a_cell_that_one_result_has_run_is_not_missing_in_the_whole() -> None:
     late, ran = {"runs": [1], "rows": [row | {"not_run": "x"}] * 2}, {"runs": [2], "rows": [dict(row)]}
     assert [it["run"] for it in report.joined([late, ran])["rows"]] == [1]
     assert len(report.joined([late])["rows"]) == 1
+
+
+# ---------------------------------------------------------------- the page
+
+PAGE: Final = (ROOT / "docs" / "performance.md").read_text()
+RESULT: Final = ROOT / "benchmarks" / "results" / "serve-H200.json"
+
+
+def test_page_and_picture_show_the_result() -> None:
+    found = json.loads(RESULT.read_text())
+    assert report.tables(found).strip() in PAGE
+    assert RESULT.with_suffix(".svg").read_text() == report.picture(found)
+
+
+def test_each_flag_of_the_page_is_an_option() -> None:
+    flags = set(re.findall(r"`(--[a-z][a-z-]+)", PAGE))
+    assert len(flags) > 7
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
+        parsed(["--help"])
+    assert [flag for flag in flags if not re.search(rf"{flag}\b", said.getvalue())] == []
