@@ -6,24 +6,57 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.decode_report import table
 from benchmarks.plots import Row, Series, marks
 from benchmarks.serve.measures import aiperf_csv
 from benchmarks.serve.workloads import WORKLOADS
+from benchmarks.tables import Column, Read, table
+
+
+def _at(name: str, figure: str, factor: float = 1.0) -> Read:
+    """A percentile or count of a distribution of the row; None where nothing was counted."""
+    return lambda row: factor * row[name][figure] if row.get(name) else None
+
+
+def _published(row: Mapping[str, Any], part: str) -> str | None:
+    found = WORKLOADS[row["workload"]].published.get(row["clients"])
+    return str(getattr(found, part)) if found and row["variant"] == "as is" else None
+
 
 COLUMNS: Final = (
+    Column("cell", lambda row: " ".join(filter(None, (row["cell"], row.get("phase", ""))))),
+    Column("as", "variant"),
+    Column("state", lambda row: f"not run: {row['not_run']}" if "not_run" in row else None),
+    Column("window", "seconds", ".0f", "s"),
     *(
-        "cell",
-        "as",
-        "window, s",
-        "output tokens/s",
-        "total tokens/s",
-        "links",
-        "TTFT p50, p99 (n), s",
-        "waiting, longest s",
+        column
+        for name in ("output", "total")
+        for column in (
+            Column(f"{name} tokens/s", f"linked_{name}_per_s", ",.0f"),
+            Column(f"{name}, without links", f"{name}_per_s", ",.0f"),
+        )
     ),
-    *("gaps of clients p50, p99, ms", "gaps by the worker p50, p99, ms", "requests in a step", "swap-in hits"),
-    *("prefix hits", "published"),
+    Column("with links, as long", "stretch", ".2f", "×"),
+    *(
+        Column(f"{named} {figure}", _at(name, figure), ".0f" if figure == "count" else ".1f", "s" * (figure != "count"))
+        for named, name in (("TTFT", "ttft_s"), ("long prompts' TTFT", "long_ttft_s"))
+        for figure in ("p50", "p99", "count")
+    ),
+    Column("waiting", "waiting"),
+    Column("waiting, longest", "waiting_longest_s", ".0f", "s"),
+    *(
+        Column(f"{named} {figure}", _at(name, figure, 1e3), ".0f", "ms")
+        for named, name in (
+            ("gaps of clients", "gap_s"),
+            ("gaps by the worker", "linked_worker_gap_s"),
+            ("the same, without links", "worker_gap_s"),
+        )
+        for figure in ("p50", "p99")
+    ),
+    Column("requests in a step", "step_rows", ".1f"),
+    Column("swap-in hits", "swap_hits", ".2f"),
+    Column("prefix hits", "prefix_hits", ".2f"),
+    Column("published", lambda row: _published(row, "figure")),
+    Column("source", lambda row: _published(row, "source")),
 )
 SERIES: Final = (Series("output tokens/s", "#1668b8", "dot"), Series("total tokens/s", "#c0392b", "ring"))
 #: Logarithmic axes have no zero.
@@ -75,7 +108,7 @@ def line(row: Mapping[str, Any]) -> str:
 def tables(found: Mapping[str, Any]) -> str:
     """The runs and one table of all rows."""
     about = "".join(f"- {_run(number, run)}\n" for number, run in enumerate(found["runs"]))
-    return f"{about}\n{table(COLUMNS, map(_line, found['rows']))}\n{kept(found['rows'])}"
+    return f"{about}\n{table(COLUMNS, found['rows'])}\n{kept(found['rows'])}"
 
 
 def kept(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -134,31 +167,6 @@ def _run(number: int, run: Mapping[str, Any]) -> str:
         f"{setting['hot_chunks']:,} hot chunks, {setting['index_pages']:,} index pages, host pages distinct "
         f"{setting['distinct_gib']:.0f} of {setting['wanted_gib']:.0f} GiB wanted, started in {setting['start_s']} s: "
         f"`{at['command']}`"
-    )
-
-
-def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
-    published = WORKLOADS[row["workload"]].published.get(row["clients"])
-    said = f"{published.figure} ({published.source})" if published and row["variant"] == "as is" else ""
-    name = " ".join(filter(None, (row["cell"], row.get("phase", ""))))
-    if "not_run" in row:
-        return name, row["variant"], f"not run: {row['not_run']}", *[""] * (len(COLUMNS) - 4), said
-    long = f"; long {_seconds(row['long_ttft_s'])}" if row["long_ttft_s"] else ""
-    return (
-        name,
-        row["variant"],
-        f"{row['seconds']:.0f}",
-        f"{row['linked_output_per_s']:,.0f} ({row['output_per_s']:,.0f})",
-        f"{row['linked_total_per_s']:,.0f} ({row['total_per_s']:,.0f})",
-        f"{row['stretch']:.2f} ×",
-        _seconds(row["ttft_s"]) + long,
-        f"{row['waiting']}, {row['waiting_longest_s']:.0f}",
-        _ms(row["gap_s"]),
-        f"{_ms(row['linked_worker_gap_s'])} ({_ms(row['worker_gap_s'])})",
-        f"{row['step_rows']:.1f}",
-        _share(row["swap_hits"]),
-        _share(row["prefix_hits"]),
-        said,
     )
 
 
