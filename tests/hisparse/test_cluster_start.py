@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trio
 
+from hisparse.cluster import children as children_module
 from hisparse.cluster import up
 from hisparse.cluster.children import Child, stop_children
 from hisparse.cluster.up import running_cluster
@@ -21,6 +22,7 @@ from hisparse.console import options
 from protocol.config import HostFacts, build
 from protocol.errors import EXIT_PEER_LOST, ConfigError, Unavailable, WrongState
 from protocol.settings import Config
+from tests.support import zygote
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -133,6 +135,7 @@ async def test_listener_of_another_process_is_not_taken_for_the_front(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It takes the port while the workers start."""
+    monkeypatch.setattr(children_module, "subprocess", zygote.FORKING)
     write_tiny_checkpoint(tmp_path / "model")
     start = up.start_child
     with ExitStack() as stack:

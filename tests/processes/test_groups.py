@@ -231,8 +231,8 @@ def test_a_rank_alone_ends_in_time_and_names_the_one_that_is_missing(model: Path
     ("changed", "named"),
     [
         ({"seats": 3}, "worker.seats=3: rank 0 has 16"),
-        ({"group_rank": 0}, "worker.group_endpoint="),
-        ({"group_size": 3}, "worker.group_size=3"),
+        pytest.param({"group_rank": 0}, "worker.group_endpoint=", marks=pytest.mark.deep),
+        pytest.param({"group_size": 3}, "worker.group_size=3", marks=pytest.mark.deep),
     ],
 )
 async def test_ranks_that_disagree_are_refused_by_name(
