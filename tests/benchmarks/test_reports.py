@@ -239,7 +239,8 @@ def test_plots_are_up_to_date() -> None:
 
 def test_every_result_has_a_table() -> None:
     shown = {name for section in report.SECTIONS for name in section.parts}
-    assert shown == {path.name for path in report.RESULTS.glob("*.json")}
+    in_pages = {"serve-H200.json"}  # docs/performance.md; test_serve.py compares the two
+    assert shown | in_pages == {path.name for path in report.RESULTS.glob("*.json")}
 
 
 def test_each_run_on_a_gpu_names_its_commit_and_card() -> None:

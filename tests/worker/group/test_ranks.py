@@ -98,9 +98,9 @@ def asks_of(count: int, seed: int, tokens: tuple[int, int] = (4, 16)) -> list[As
     chance = random.Random(seed)
     kinds = chance.sample(KINDS, len(KINDS))
     asks = []
-    for number, (length, how, hot_slots, next_slots) in enumerate(islice(cycle(kinds), count)):
+    for number, (length, how, hot_slots, next_hot) in enumerate(islice(cycle(kinds), count)):
         start, drawn = chance.randrange(3_000), chance.randint(*tokens)
-        moves = [(chance.randint(1, drawn - 1), how, next_slots)] if how else []
+        moves = [(chance.randint(1, drawn - 1), how, next_hot)] if how else []
         asks.append(Ask(number, list(TEXT[start : start + length]), drawn, hot_slots, moves=moves))
     return asks
 
