@@ -184,7 +184,7 @@ def main() -> None:
     from worker.streams import make_streams
 
     job = json.loads(sys.stdin.readline())
-    if job.get("netns"):
+    if job["netns"]:
         enter(job["netns"])
     torch.set_num_threads(1)
     config = msgspec.convert(job["config"], Config)
