@@ -20,6 +20,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +43,7 @@ MODULES: Final = (
     "tests.support.slow_demo",
     "tests.support.standing",
 )
+STANDING: Final = "tests.support.standing"
 WORKER: Final = "worker"
 FRONT: Final = "http"
 #: Commands that start a cluster, and a module that does.
@@ -212,6 +214,8 @@ def become(job: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
         if not os.path.exists(f"/proc/{job['parent']}"):
             os._exit(1)
         time.sleep(0.001)
+    if job["argv"][0] != STANDING:  # which others of the run use
+        ctypes.CDLL(None).prctl(children.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if job["new_session"]:
         os.setsid()
     for place, number in enumerate(descriptors):
