@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from protocol.logs import ROOT as ROOT_LOGGER
 from tests.support import history, tier
+from tests.support.order import in_order
 
 if TYPE_CHECKING:
     from tests.support.standing import Standing
@@ -66,11 +67,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the deep tests of other parts. Among several processes, long tests begin first: the end of a run waits
-    for short ones."""
+    """Leave out the deep tests of other parts, and order the rest if several processes share them."""
     tier.deselect_other_parts(config, items)
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not any(map(item.get_closest_marker, LONG)))
+        items[:] = in_order(
+            items,
+            lambda item: item.get_closest_marker("process") is not None,
+            lambda item: any(map(item.get_closest_marker, LONG)),
+        )
 
 
 @pytest.hookimpl(wrapper=True)
