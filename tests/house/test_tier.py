@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ROOT
-from tests.support.tier import DURATIONS, PARTS, UNKNOWN_S, deal, part_of
+from tests.support.tier import DURATIONS, PARTS, UNKNOWN_S, StoredDurations, deal, part_of
 
 DURATIONS_S = st.dictionaries(st.text("abc[]", min_size=1, max_size=4), st.floats(0.1, 300.0), max_size=30)
 
@@ -31,6 +32,21 @@ def test_each_deep_test_is_in_one_part(durations_s: dict[str, float], unknown: s
 )
 def test_part_of_a_run(option: str, commits: int | None, part: int | None) -> None:
     assert part_of(option, commits) == part
+
+
+def test_durations_of_what_ran_are_kept(tmp_path: Path) -> None:
+    """Setup and call of a test count. A skipped test has none, though the end of its setup passes."""
+    path = tmp_path / "durations.json"
+    path.write_text('{"other": 4.0, "passed": 9.0}')
+    stored = StoredDurations(path)
+    reports = [("passed", "setup", "passed"), ("passed", "call", "passed")]
+    reports += [("skipped", "setup", "skipped"), ("skipped", "teardown", "passed")]
+    for test, when, outcome in reports:
+        stored.pytest_runtest_logreport(
+            pytest.TestReport(test, ("f", 1, test), {"deep": 1}, outcome, None, when, duration=1.25)  # type: ignore[arg-type]
+        )
+    stored.pytest_sessionfinish()
+    assert json.loads(path.read_text()) == {"other": 4.0, "passed": 2.5}
 
 
 def test_durations_are_of_tests_that_exist() -> None:

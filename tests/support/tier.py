@@ -69,7 +69,7 @@ def deselect_other_parts(config: pytest.Config, items: list[pytest.Item]) -> Non
 
 
 class StoredDurations:
-    """A plugin that writes the seconds of each deep test that passed, setup included, to `path` at the end of a run.
+    """A plugin that writes the seconds of each deep test that ran and passed, setup included, to `path` at the end.
 
     Tests that did not run keep what the file says of them.
     """
@@ -77,14 +77,16 @@ class StoredDurations:
     def __init__(self, path: Path = DURATIONS) -> None:
         self._path = path
         self._seconds: dict[str, float] = {}
+        self._called: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "deep" in report.keywords and report.passed:
             self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+            self._called |= {report.nodeid} if report.when == "call" else set()
 
     def pytest_sessionfinish(self) -> None:
         known = json.loads(self._path.read_text()) if self._path.exists() else {}
-        seconds = known | {test: round(duration_s, 1) for test, duration_s in self._seconds.items()}
+        seconds = known | {test: round(self._seconds[test], 1) for test in self._called}
         self._path.write_text(json.dumps(seconds, indent=0, sort_keys=True) + "\n")
 
 
