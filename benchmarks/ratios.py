@@ -83,7 +83,7 @@ def steps(rows: Sequence[Cell]) -> Iterator[Cell]:
 
 
 def idle_ms(row: Cell) -> float:
-    """What is left of a step, timed without profiler, when no kernel or copy runs.
+    """Return what is left of a step, timed without profiler, when no kernel or copy runs.
 
     Results without "busy" have the sum over kinds alone, which counts what overlaps twice: idle is that much or more.
     """

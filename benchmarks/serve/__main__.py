@@ -122,7 +122,7 @@ class Run:
         )
 
     def settings(self, needs: Needs) -> dict[str, object]:
-        """Of the service, as an operator would choose them for these cells."""
+        """Return the service's settings as an operator would choose them for these cells."""
         longest = max(cell.context_tokens for cell in self.cells) + PAGE_TOKENS
         chosen: dict[str, object] = {
             "worker.device": self.options.device,
@@ -217,7 +217,7 @@ class Run:
                 self.add(row)
 
     async def run_cell(self, service: Service, cell: Cell, pace: Pace, number: int) -> list[dict[str, Any]]:
-        """What goes wrong with a cell does not end the others."""
+        """Run a cell; its failure does not end the others."""
         link_ms = partial(Links(self.ranks).step_ms, self.config)
         seed, reuses = f"{cell.name} {number}", not self.options.no_prefix_reuse
         load = Load(service, cell, seed, self.config.vocab_size, link_ms, reuses)

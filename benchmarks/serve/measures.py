@@ -101,7 +101,7 @@ def received(answers: Iterable[Answer], window: Window) -> int:
 
 
 def link_seconds(steps: Records, chunks: Records, link_ms: Callable[[int], float]) -> float:
-    """What the exchange would add to these steps and chunks."""
+    """Return the seconds that the exchange would add to these steps and chunks."""
     rows = [int(it) for it in (*steps["rows"].tolist(), *chunks["rows"].tolist())]
     return sum(map(link_ms, rows)) / 1e3
 
@@ -204,7 +204,7 @@ def aiperf(answers: Sequence[Answer], window: Window, total_per_s: float) -> dic
 
 
 def aiperf_csv(found: Mapping[str, Any]) -> str:
-    """As aiperf exports it: a table of distributions, an empty line, a table of totals."""
+    """Return aiperf's export: a table of distributions, an empty line, a table of totals."""
     columns = ("avg", "min", "max", "sum", *(f"p{share}" for share in PERCENTILES), "std")
     lines = ["Metric," + ",".join(columns)]
     for name, values in sorted(found["distributions"].items()):

@@ -41,9 +41,8 @@ TINY: Final = {
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """What the worker makes its runner of. `control`: the file that says whether contexts are written; `journal`: the
-    file of its records. `layers` 0: as published. `resident`: without hot
-    buffers."""
+    """Settings from which the worker makes its runner. `control`: the file that says whether contexts are written;
+    `journal`: the file of its records. `layers` 0: as published. `resident`: without hot buffers."""
 
     layers: int
     ranks: int

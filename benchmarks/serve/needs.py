@@ -1,4 +1,4 @@
-"""What a run needs of the machine, and what that has: refused before anything is made. Pure but for looking."""
+"""Memory that a run needs and the machine has: a run is refused before anything is made. Pure but for looking."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Needs:
 def needs_of(
     config: Any, cells: Sequence[Cell], *, kv_dtype: str, ranks: int, chunk_tokens: int, pool_bytes_max: int
 ) -> Needs:
-    """Of the cell that needs most. A pool that is bounded has to hold one client's context at least."""
+    """Return the needs of the cell that needs most. A bounded pool has to hold one client's context at least."""
     shape = geometry(config, kv_dtype)
     wanted = pool_pages(cells)
     pages = min(wanted, pool_bytes_max // shape.page_bytes)

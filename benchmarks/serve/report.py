@@ -112,7 +112,7 @@ def tables(found: Mapping[str, Any]) -> str:
 
 
 def kept(rows: Iterable[Mapping[str, Any]]) -> str:
-    """What clients of a mix keep beside long prompts."""
+    """Return the share of their tokens/s that clients of a mix keep beside long prompts, as text."""
     said = []
     found = list(rows)
     for variant in dict.fromkeys(row["variant"] for row in found):

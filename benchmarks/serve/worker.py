@@ -91,7 +91,7 @@ class Journal:
 
 
 class Loop:
-    """What the benchmark does in the worker's loop, between its turns and in its launches."""
+    """The benchmark's part in the worker's loop, between its turns and in its launches."""
 
     def __init__(self, spec: Spec) -> None:
         self._control = Path(spec.control)
@@ -115,7 +115,7 @@ class Loop:
         self._journal.note(STEP, requests, seconds)
 
     def launch_chunk(self, launch: Callable[[RunningRequest], bool], prefill: Prefill, request: RunningRequest) -> bool:
-        """In the place of `launch`, the worker's own."""
+        """Launch a chunk in place of `launch`, the worker's own."""
         stop = (request.prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
         start = request.prefilled
         if self._is_writing and start < stop:
@@ -139,7 +139,7 @@ class Loop:
 
 
 def _complete(of: Tensor) -> Callable[[], bool]:
-    """Whether what was launched so far on the current stream has run."""
+    """Return whether all that was launched on the current stream has run."""
     if not of.is_cuda:
         return lambda: True
     event = torch.cuda.Event()
@@ -167,7 +167,7 @@ def fill(state: DeviceState, runner: Any) -> None:
 
 
 def runner_of(spec: Spec, settings: WorkerSettings) -> TransformersRunner:
-    """What worker.process.load_runner gives, with random weights."""
+    """Return a runner as worker.process.load_runner does, with random weights."""
     config = spec.config
     rows_max = max(StepRows.of(settings).rows * settings.seats, settings.prefill_chunk_tokens)
     runner = synthetic_runner(

@@ -195,8 +195,8 @@ def drawn(bounds: tuple[int, int], random: Random) -> int:
 
 
 def next_history(work: Workload, tokens: Sequence[int]) -> Sequence[int]:
-    """What a session's next prompt goes on from: all of `tokens`, or their beginning where they have become too long,
-    as of an agent that compacts its context. Without sessions, nothing."""
+    """Return the tokens that a session's next prompt continues: all of `tokens`, or their beginning where they have
+    become too long, as of an agent that compacts its context. Without sessions, nothing."""
     low, high = work.history
     return tokens if len(tokens) <= high else tokens[:low]
 

@@ -91,7 +91,7 @@ def build(unit: str, sources: dict[str, str], flags: list[str]) -> Compiled:
 
 @lru_cache
 def compiler_version() -> str:
-    """What the compiler says of itself; it stands for the compiler in keys."""
+    """Return the version that the compiler prints; it stands for the compiler in keys."""
     assert COMPILER, "needs g++"
     return subprocess.run([COMPILER, "-v"], capture_output=True, text=True, check=True).stderr
 

@@ -98,7 +98,7 @@ def floor_of(name: str, floors: list[set[str]]) -> int:
 
 
 def points_down(source: str, target: str, floors: list[set[str]]) -> bool:
-    """Whether a `source` may import a `target`. Above the product, the three packages use each other's rigs."""
+    """Return whether a `source` may import a `target`. Above the product, the three packages use each other's rigs."""
     return source == target or {source, target} <= FLOORS[-1] or floor_of(source, floors) > floor_of(target, floors)
 
 

@@ -162,7 +162,7 @@ def lone_site(chat_cluster: Standing) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
-    """Of the tests of this module that kill its processes."""
+    """A cluster for the tests of this module that kill its processes."""
     model = tmp_path_factory.mktemp("checkpoint") / "model"
     model.mkdir()
     CHAT.write_model(model)

@@ -1,4 +1,4 @@
-"""By which seed each planted bug is caught: a search, and hints of what it found last. `make mutants` writes them anew.
+"""Seeds that catch each planted bug: a search, and hints of its last results. `make mutants` writes them anew.
 
 A hint is tried first and spares the search. It decides nothing: with a stale hint the search decides, as without one.
 """
@@ -47,7 +47,7 @@ def read_hints() -> dict[str, int]:
 
 
 def verdict(name: str, seed: int) -> BaseException | None:
-    """What `seed` breaks under faults with the bug planted; None where requests only wait for ever."""
+    """Return the invariant that `seed` breaks with the bug planted; None where requests only wait for ever."""
     violation = simulate(seed, mutant=MUTANTS[name]()).violation
     return None if TIME_LIMIT in str(violation) else violation
 
@@ -59,7 +59,7 @@ def search(name: str) -> tuple[int, BaseException] | None:
 
 
 def seeds_of(name: str, *, roomy: bool = False) -> Iterator[int]:
-    """Where what the bug is about can happen at all."""
+    """Yield the seeds in whose clusters the bug can show at all."""
     if name in GROUP_MUTANTS:
         return filter(lambda seed: shape_of(seed, roomy=roomy).groups, count())
     if name in OF_DRAFTS:
@@ -83,7 +83,7 @@ def shape_of(seed: int, *, roomy: bool = False) -> Shape:
 
 
 def has_neighbours(seed: int) -> bool:
-    """Whether one worker of that seed's cluster prefills for another one of its node, and for no other."""
+    """Return whether one worker of that seed's cluster prefills for another one of its node, and for no other."""
     shape = shape_of(seed)
     prefilling = [name for name in shape.workers if shape.capacity_of(name).role == PREFILL]
     decoding = [name for name in shape.workers if shape.capacity_of(name).decodes]

@@ -30,7 +30,7 @@ class StaleHint(UserWarning):
 
 
 def caught(name: str) -> BaseException | None:
-    """What catches the mutant: at its hint, or else at the first seed that does."""
+    """Return what catches the mutant: at its hint, or else at the first seed that does."""
     hint = read_hints().get(name)
     at_hint = None if hint is None else verdict(name, hint)
     if at_hint is not None:

@@ -31,7 +31,7 @@ def first_parent_commits() -> int | None:
 
 
 def count_commits(root: Path) -> int | None:
-    """As first_parent_commits, of the repository whose top folder is `root`."""
+    """Return first_parent_commits of the repository whose top folder is `root`."""
     about = _git(root, "rev-parse", "--show-prefix", "--is-shallow-repository")
     if about != ["", "false"]:
         return None

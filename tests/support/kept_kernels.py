@@ -25,7 +25,7 @@ KEPT_BYTES: Final = 256 << 20
 
 @cache
 def folder() -> Path:
-    """Where they are, made when missing; within its bounds when a process asks first."""
+    """Return their directory, made when missing; within its bounds when a process asks first."""
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hisparse-tests"
     place.mkdir(parents=True, exist_ok=True)
     prune(place, time.time())
@@ -33,14 +33,14 @@ def folder() -> Path:
 
 
 def kept(name: str, key: str, compile_it: Callable[[], jit.Compiled]) -> jit.Compiled:
-    """What `compile_it` gave under `key`, in this run or an earlier one. Of processes that ask at once one compiles."""
+    """Return what `compile_it` gave under `key`, in any run. Of processes that ask at once one compiles."""
     with (folder() / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return jit.cached(folder() / f"{name}-{key}", compile_it)
 
 
 def kept_unit(unit: str, defines: jit.Defines, arch: str) -> jit.Compiled:
-    """As jit.compile_unit."""
+    """Compile as jit.compile_unit does."""
     return kept(f"{unit}-{arch}", unit_key(unit, defines, arch), partial(jit.compile_unit, unit, defines, arch))
 
 

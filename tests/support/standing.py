@@ -100,7 +100,7 @@ class Standing:
 
     @property
     def log(self) -> str:
-        """What `hisparse up` and its children have said."""
+        """Return the log of `hisparse up` and its children."""
         return (self.place / LOG).read_text()
 
     def ask(self, action: Callable[[Client], Awaitable[T]]) -> T:
@@ -238,7 +238,7 @@ class Guest:
 
     @property
     def hooks(self) -> dict[str, list[Callable[[Any], None]]]:
-        """Of an HTTP client: they note the ids of requests."""
+        """Return hooks of an HTTP client that note the ids of requests."""
         return {"response": [self._note]}
 
     def _note(self, response: Any) -> None:

@@ -199,7 +199,7 @@ def _shape_head(model: Any, common: Tensor, generator: torch.Generator) -> None:
 
 
 def _mix(share: float, common: Tensor, own: Tensor) -> Tensor:
-    """Of the size of its parts, when they are unrelated."""
+    """Return a mix of the size of its parts, when they are unrelated."""
     return share * common + math.sqrt(1 - share**2) * own
 
 

@@ -226,7 +226,7 @@ class ModelTensors:
 
 
 def keeps_exact(model: Any, name: str) -> bool:
-    """Whether the library computes with the stored values of tensor `name`, whatever the model's dtype.
+    """Return whether the library computes with the stored values of tensor `name`, whatever the model's dtype.
 
     Releases of the library differ here alone: transformers 5.23 rounds a router's weight to the model's dtype, 5.24
     keeps the weight in float32. Products of stored bfloat16 are the same either way, so only a weight that would be
