@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -34,15 +34,13 @@ from kernels.layout import Geometry
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
+from worker.device.step_rows import DETERMINISTIC_BLOCK_TOKENS
 from worker.runners.adjust import Adjust
 from worker.runners.logits import AdjustTables
 
 if TYPE_CHECKING:
     from kernels.state import DeviceState, StepBatch
     from worker.streams import Streams
-
-#: Tokens of a block in deterministic mode: products of this many rows have the bits that they always had.
-DETERMINISTIC_BLOCK_TOKENS: Final = 512
 
 #: Called by a unit once the operations that write its rows and index keys were launched.
 UnitWritten: TypeAlias = Callable[[], None]
