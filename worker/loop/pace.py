@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
+
+from protocol.settings import GapTarget
 
 #: Of automatic targets: plain steps to a gap.
 AUTO_FACTOR: Final = 2.2
@@ -37,8 +39,6 @@ STALE_UNITS: Final = 512
 UNITS_MAX: Final = 64
 #: The smallest block that is chosen beside steps: below it a unit takes hardly less time.
 BLOCK_TOKENS_MIN: Final = 64
-
-GapTarget = Literal["auto"] | float
 
 
 @dataclass

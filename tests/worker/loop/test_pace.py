@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from worker.loop.pace import AIM, AUTO_FACTOR, STALE_UNITS, UNITS_MAX, GapTarget, Pace, block_sizes
+from protocol.settings import GapTarget
+from worker.loop.pace import AIM, AUTO_FACTOR, STALE_UNITS, UNITS_MAX, Pace, block_sizes
 
 STEP_S = 0.040
 BLOCK_MAX = 4_096
