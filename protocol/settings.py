@@ -109,6 +109,7 @@ class WorkerSettings(Settings, frozen=True):
     context_target_tokens: int = 0  # context length that index pages and hot chunks are balanced for; 0: half each
     slab_tokens: int = 0  # prefill slab; 0: room for one longest prompt, within device_mem
     prefill_chunk_tokens: int = 512  # prompt tokens that are computed together
+    pass_tokens: int = 8_192  # prompt tokens that go through the layers together
     layer_group: str = "1MiB"  # bytes of a page that are staged and sent together, as whole layers; 0: all layers
     hot_size_classes: tuple[int, ...] = (4096, 8192, 16384, 32768)  # sizes of managed hot buffers, in slots
     hot_chunks_max: int = 0  # caps the hot arena; 0: what device_mem leaves

@@ -12,6 +12,7 @@ TAIL_SLOTS_MAX: Final = 16
 SEAT_ROWS_MAX: Final = 5  # rows of one request in a decode step: the last token and four drafts
 TOPK_MAX: Final = 4_096
 CONTEXT_MAX_TOKENS: Final = 1_048_576
+BLOCK_TOKENS_MAX: Final = 4_096  # prompt tokens that go through one layer together
 
 assert TAIL_SLOTS_MAX <= PAGE_TOKENS  # the tail fits its one chunk
 

@@ -33,7 +33,7 @@ import torch
 from kernels.layout import Geometry
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.units import PAGE_TOKENS
+from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS
 from worker.runners.adjust import Adjust
 from worker.runners.logits import AdjustTables
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Tokens of a block in deterministic mode: products of this many rows have the bits that they always had.
 DETERMINISTIC_BLOCK_TOKENS: Final = 512
+#: Tokens of the largest block in the expanded form: torch's CPU attention walks keys in blocks of as many.
+EXPANDED_BLOCK_TOKENS: Final = 512
 
 #: Called by a unit once the operations that write its rows and index keys were launched.
 UnitWritten: TypeAlias = Callable[[], None]
@@ -57,6 +59,19 @@ def prefix_unit_tokens(settings: WorkerSettings) -> int:
 def prompt_block_tokens(settings: WorkerSettings) -> int:
     """Tokens of every block of a prompt in deterministic mode, but for the last."""
     return min(DETERMINISTIC_BLOCK_TOKENS, settings.pass_tokens)
+
+
+def block_tokens_max(settings: WorkerSettings) -> int:
+    """Rows of the largest unit of the runner that `settings` ask for: a group's round has as many at most."""
+    is_gathered = settings.device.startswith("cuda")
+    return min(form_block_tokens(gathered=is_gathered, deterministic=settings.deterministic), settings.pass_tokens)
+
+
+def form_block_tokens(*, gathered: bool, deterministic: bool) -> int:
+    """Tokens of the largest block in one of the two forms of prompt.py."""
+    if deterministic:
+        return DETERMINISTIC_BLOCK_TOKENS
+    return BLOCK_TOKENS_MAX if gathered else EXPANDED_BLOCK_TOKENS
 
 
 def arithmetic(settings: WorkerSettings) -> str:
