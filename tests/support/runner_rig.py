@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from kernels.cuda.launch import prepare
 from kernels.seat import init_managed, init_resident
 from kernels.state import BackupPlan, DeviceState, StepBatch
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+from tests.support.prompts import PASS_TOKENS, launch_prompt
 from worker.runners.base import DraftRows, DraftRunner, Runner, SamplerState, StepOutputs
 from worker.streams import Streams, make_streams
 
 TAIL_SLOTS = 4
-CHUNK_TOKENS = 512
 
 
 @dataclass
@@ -49,6 +49,7 @@ class Rig:
         seed: int = 0,
         device: str = "cpu",
         graphs: bool = False,
+        pass_tokens: int = PASS_TOKENS,
     ) -> None:
         geometry, pages = runner.geometry, pages_for(context_tokens)
         self.runner = runner
@@ -68,10 +69,10 @@ class Rig:
         )
         if device != "cpu":
             prepare(self.state)
-        self.drafts = geometry.layers > runner.info.layers  # the runner has a draft layer
         self.sampler = SamplerState.allocate(seats, runner.info.vocab_size, device)
         self.lengths = [0] * seats
         self.device, self.graphs = device, graphs
+        self.pass_tokens = pass_tokens
         self._steps: dict[int, _Step] = {}
         self._drafted: list[int] = []
         draw = random.Random(seed)
@@ -91,11 +92,7 @@ class Rig:
         g, vocab = self.runner.geometry, self.runner.info.vocab_size
         topk_shape = g.groups, g.topk
         outputs = StepOutputs.allocate(1, vocab, keep_logits=True, topk_shape=topk_shape, device=self.device)
-        for start in range(0, len(tokens), CHUNK_TOKENS):
-            last = outputs if start + CHUNK_TOKENS >= len(tokens) else None
-            chunk, behind = tokens[start : start + CHUNK_TOKENS], tokens[start + CHUNK_TOKENS :][:1]
-            drafts: dict[str, Any] = {"following": behind} if self.drafts and last is None else {}
-            self.runner.launch_prefill_chunk(self.streams, state, self.sampler, seat, chunk, start, last, **drafts)
+        launch_prompt(self.runner, self.streams, state, self.sampler, seat, tokens, 0, outputs, pass_tokens=PASS_TOKENS)
         self.streams.compute.record("sampled").wait()
         self._stage(seat, len(tokens))
         self.set_hot(seat, hot_slots, len(tokens))

@@ -127,7 +127,7 @@ class Rig:
         assert all(message.startswith("grammar=: Parser Error: token") for message in faults), faults
         groups, bad = self.runner.geometry.group_of_layer, []
         for life in self.coordinator.lives:
-            expected = life.expected(groups, self.settings.prefill_chunk_tokens)
+            expected = life.expected(groups)
             whole = life.outcome == "length"
             if life.outcome in faults or life.tokens != (expected if whole else expected[: len(life.tokens)]):
                 bad.append(life.number)

@@ -146,7 +146,7 @@ class Executor:
             DraftSeats(cast(DraftRunner, runner), streams, self.state, sampler, rows) if rows.draft_tokens else None
         )
         block = prompt_block_tokens(settings) if settings.deterministic else 0
-        self._pace = pace or Pace(settings.gap_target_ms, runner.block_tokens_max, fixed_block=block)
+        self._pace = pace or Pace(settings.gap_target_ms, min(runner.block_tokens_max, settings.pass_tokens), fixed_block=block)
         self._decoder = Decoder(
             *parts,
             buckets=batch_sizes(settings.seats, deterministic=settings.deterministic),

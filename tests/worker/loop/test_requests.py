@@ -39,7 +39,7 @@ replace = msgspec.structs.replace
 
 
 def oracle(number: int, prompt_tokens: int, count: int) -> list[int]:
-    return expected_tokens(prompt_of(number, prompt_tokens), count, 0, SETTINGS.prefill_chunk_tokens, SHARED)
+    return expected_tokens(prompt_of(number, prompt_tokens), count, 0, SHARED)
 
 
 def events_of(rig: Rig, kind: type) -> list[object]:
