@@ -820,6 +820,7 @@ class Admit(Part, frozen=True, tag="admit"):
     unsent_tokens: int = 0
     rank: Rank = (0, 0, 0)
     draft_tokens: int = DRAFT_TOKENS_MAX
+    owner: str = ""
 
 
 class Receive(Part, frozen=True, tag="receive"):

@@ -80,8 +80,9 @@ class RunningRequest:
     many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
     `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the pass).
     `adjust` is what it asks of its logits, `grammar` what holds its output to a grammar, `logprob_words` how long its
-    rows of log-probabilities are. `owner` is whose it is. `since_s` is when prefill, then staging, or loading began. `topk_place` is where its
-    last top-k is downloaded to. `drafted` tokens were verified for its output, of which `accepted` are in it.
+    rows of log-probabilities are. `owner` is whose it is. `since_s` is when prefill, then staging, or loading
+    began. `topk_place` is where its last top-k is downloaded to. `drafted` tokens were verified for its output, of
+    which `accepted` are in it.
     """
 
     placement: int

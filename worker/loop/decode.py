@@ -214,7 +214,8 @@ class Decoder:
         stepped: Spent | None = None,
         recorder: SelectionRecorder | None = None,
     ) -> None:
-        """`timed_every` 0: no swap-in is timed. `stepped` is told how long the device took for each step. `recorder` is told by the runner what its steps select."""
+        """`timed_every` 0: no swap-in is timed. `stepped` is told how long the device took for each step. `recorder` is
+        told by the runner what its steps select."""
         self._runner = runner
         self._streams = streams
         self._state = state

@@ -119,9 +119,9 @@ class Executor:
         pace: Pacing | None = None,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
-        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` and `group`
-        are closed by the caller, and so is `recorder`; `pace` is by default the one that settings ask for. A `group` wants a GroupRunner; all ranks build their executors
-        at the same time."""
+        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` and
+        `group` are closed by the caller, and so is `recorder`; `pace` is by default the one that settings ask
+        for. A `group` wants a GroupRunner; all ranks build their executors at the same time."""
         streams.adopt_thread()
         streams.waits_for_peers = group is not None
         self.counters = counters or WorkerCounters()
@@ -146,7 +146,9 @@ class Executor:
             DraftSeats(cast(DraftRunner, runner), streams, self.state, sampler, rows) if rows.draft_tokens else None
         )
         block = prompt_block_tokens(settings) if settings.deterministic else 0
-        self._pace = pace or Pace(settings.gap_target_ms, min(runner.block_tokens_max, settings.pass_tokens), fixed_block=block)
+        self._pace = pace or Pace(
+            settings.gap_target_ms, min(runner.block_tokens_max, settings.pass_tokens), fixed_block=block
+        )
         self._decoder = Decoder(
             *parts,
             buckets=batch_sizes(settings.seats, deterministic=settings.deterministic),

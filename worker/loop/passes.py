@@ -1,8 +1,8 @@
 """Prompt passes as the host knows them: which rows and layers were launched, and what comes next. Pure.
 
-A *pass* takes up to worker.pass_tokens prompt tokens, of one prompt or of several, through the layers. Its *unit* is one
-layer over a block of its rows. Units go layer by layer, and within a layer from row to row, so a pass can be left between
-any two of them: decode steps go there, and a pass of shorter prompts.
+A *pass* takes up to worker.pass_tokens prompt tokens, of one prompt or of several, through the layers. Its *unit* is
+one layer over a block of its rows. Units go layer by layer, and within a layer from row to row, so a pass can be left
+between any two of them: decode steps go there, and a pass of shorter prompts.
 
     rows      0 ......... 4095 | 4096 ......... 8191
     layer 0   unit 1             unit 2

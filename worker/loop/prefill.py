@@ -133,9 +133,7 @@ class Prefill:
         has a mask, if it has a grammar."""
         request = this.requests[number]
         outputs = self._outputs_with_logprobs if request.logprob_words else self._outputs
-        self._runner.launch_first_token(
-            self._streams, self._sampler, this.prompts, number, outputs, request.adjust
-        )
+        self._runner.launch_first_token(self._streams, self._sampler, this.prompts, number, outputs, request.adjust)
         if self._drafts:
             self._launch_drafts(this, number, outputs=outputs)
         if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
@@ -161,9 +159,7 @@ class Prefill:
         following: Tensor | None = None,
     ) -> None:
         runner, part = cast(DraftRunner, self._runner), this.part(number)
-        runner.launch_prompt_drafts(
-            self._streams, self._state, self._sampler, this.prompts, number, outputs, following
-        )
+        runner.launch_prompt_drafts(self._streams, self._state, self._sampler, this.prompts, number, outputs, following)
         layer = self._state.geometry.layers - 1
         self._stage(this.requests[number], part.start, part.stop, layer)
         self._await_prefix(this.requests[number], layer)

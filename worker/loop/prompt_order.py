@@ -1,12 +1,13 @@
 """Which prompts the next pass takes. Pure.
 
 Owners share prompt work: the next tokens are those of the owner who was served least of those who wait. Within an owner
-the prompt with the fewest tokens left goes first, and waiting counts: each second takes AGING_TOKENS off, so that a long
-prompt is not put off for ever by short ones that keep coming.
+the prompt with the fewest tokens left goes first, and waiting counts: each second takes AGING_TOKENS off, so that a
+long prompt is not put off for ever by short ones that keep coming.
 
-A pass takes prompts in this order until it is full. A prompt that does not fit is cut behind a whole page; its next pass
-goes on there. Beside prompts that end in a pass, it takes no more tokens of a prompt that does not: a short prompt waits
-for as many tokens of others as it has itself. The contexts of a pass are bounded too, since its attention reads them.
+A pass takes prompts in this order until it is full. A prompt that does not fit is cut behind a whole page; its next
+pass goes on there. Beside prompts that end in a pass, it takes no more tokens of a prompt that does not: a short prompt
+waits for as many tokens of others as it has itself. The contexts of a pass are bounded too, since its attention reads
+them.
 
 A pass is *preempted* by one of shorter prompts that came meanwhile: prompts that end in it, each with fewer tokens left
 than every prompt of the open pass had, together no more than the open pass has left to do. What preempts a pass is

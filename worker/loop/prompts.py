@@ -1,9 +1,9 @@
 """Prompts of this worker: which wait, which passes are open, and what is launched of them next.
 
-Passes are a stack of PASSES_MAX: the last one goes on, and the hidden states of one below it stay where they are. A pass
-is opened when none is, or when shorter prompts came (prompt_order.py). Its end is that of its parts: more pages of a
-prompt on their way to host memory, or the first token of a prompt. A first token whose mask is late is drawn later, and
-holds up nothing else.
+Passes are a stack of PASSES_MAX: the last one goes on, and the hidden states of one below it stay where they are. A
+pass is opened when none is, or when shorter prompts came (prompt_order.py). Its end is that of its parts: more pages of
+a prompt on their way to host memory, or the first token of a prompt. A first token whose mask is late is drawn later,
+and holds up nothing else.
 
 In a group the rounds say which pass goes on and what opens (worker/group/agreement.py); a rank without prompts for a
 pass pads its units.
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, cast
 
 from worker.loop.batch import RunningRequest
-from worker.loop.passes import PassPlace, PassUnit
 from worker.loop.pace import Pacing
+from worker.loop.passes import PassPlace, PassUnit
 from worker.loop.prefill import PASSES_MAX, LaunchedPass, Prefill
 from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
 from worker.loop.swap import Swap

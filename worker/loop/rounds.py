@@ -77,4 +77,3 @@ class Rounds:
         fence, result = self._unread.popleft()
         fence.wait()
         self._agreement.learned([Wish(*numbers) for numbers in result.view(self._group.size, -1).tolist()])
-

@@ -1,5 +1,5 @@
-"""A pace that measures nothing: sizes of units, and how many go before a step, are drawn from a seed. So that passes are
-left between any two of their layers, at any row, and the same seed gives the same run."""
+"""A pace that measures nothing: sizes of units, and how many go before a step, are drawn from a seed. So that passes
+are left between any two of their layers, at any row, and the same seed gives the same run."""
 
 from __future__ import annotations
 

@@ -181,7 +181,9 @@ def test_shorter_prompt_of_any_rank_preempts_and_the_pass_goes_on_behind_it() ->
     group.ranks[1].prompts.append(7)
     group.run()
     numbers = [this.pass_number for this in group.units]
-    assert numbers == sorted(numbers[: numbers.index(2)]) + [2] * LAYERS + [1] * (len(numbers) - numbers.index(2) - LAYERS)
+    assert numbers == sorted(numbers[: numbers.index(2)]) + [2] * LAYERS + [1] * (
+        len(numbers) - numbers.index(2) - LAYERS
+    )
     ones = [(this.layer, this.first) for this in group.units if this.pass_number == 1]
     assert ones == [(layer, first) for layer in range(LAYERS) for first in range(0, PASS, BLOCK)]
 
