@@ -22,6 +22,7 @@ from worker.group.group import Group
 from worker.loop.batch import Status
 from worker.loop.decode import Decoder, StepTokens
 from worker.loop.executor import Executor
+from worker.loop.pace import Pacing
 from worker.loop.recording import SelectionRecorder
 from worker.runners.base import Runner, prompt_block_tokens
 from worker.streams import InlineStreams, Streams, make_streams
@@ -73,10 +74,10 @@ class Rig:
         group: Group | None = None,
         recorder: SelectionRecorder | None = None,
         pages: range | None = None,
-        pace_seed: int = 0,
+        pace: Pacing | int = 0,
     ) -> None:
-        """`pages` of the host pool are this rig's to give; by default all are. `pace_seed` draws the units of prompts,
-        but for a rank of a group and on a GPU."""
+        """`pages` of the host pool are this rig's to give; by default all are. `pace` is of prompts; a number is the
+        seed of one that is drawn, but for a rank of a group and on a GPU."""
         self.runner: Runner = runner or FakeRunner()
         runner = self.runner
         self.streams = streams or make_streams("inline")
@@ -98,7 +99,7 @@ class Rig:
             keep_logits=keep_logits,
             group=group,
             recorder=recorder,
-            **self._drawn(pace_seed) if group is None and device == "cpu" else {},
+            **self._paced(pace) if group is None and device == "cpu" else {},
         )
         self.coordinator.submit = self.executor.submit
         self.logits: Logits = {}
@@ -106,12 +107,13 @@ class Rig:
         if keep_logits:
             self._keep_logits(self.executor._decoder)
 
-    def _drawn(self, seed: int) -> dict[str, Any]:
-        """A pace and a clock that depend on the seed alone."""
+    def _paced(self, pace: Pacing | int) -> dict[str, Any]:
+        """A pace and a clock of which the same run is made again."""
         settings = self.settings
         block = prompt_block_tokens(settings) if settings.deterministic else 0
         block_max = min(self.runner.block_tokens_max, settings.pass_tokens)
-        return {"pace": DrawnPace(seed, block_max, fixed_block=block), "clock": Ticks()}
+        drawn = DrawnPace(pace, block_max, fixed_block=block) if isinstance(pace, int) else pace
+        return {"pace": drawn, "clock": Ticks()}
 
     def turn(self, turns: int = 1) -> None:
         for _ in range(turns):

@@ -46,7 +46,7 @@ SEPARATE = (0, 1)
 #: How many different selections a context is read with: few enough that successive steps share rows.
 PATTERNS = 3
 #: Rows of the largest unit, by default.
-BLOCK_TOKENS = 32
+BLOCK_TOKENS = 64
 
 
 def mix(values: Tensor) -> Tensor:

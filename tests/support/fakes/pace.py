@@ -33,7 +33,8 @@ class DrawnPace:
 
     def block(self, *, beside_steps: bool) -> int:
         del beside_steps
-        return self._fixed or self._random.choice((1, self._block_max, self._random.randint(1, self._block_max)))
+        most = self._block_max
+        return self._fixed or self._random.choice((most, most, most, -(-most // 2), self._random.randint(1, most)))
 
     def gap(self, *, beside_steps: bool) -> Gap:
         del beside_steps
@@ -52,3 +53,18 @@ class DrawnPace:
 
     def ran(self, rows: int, seconds: float) -> None:
         del rows, seconds
+
+
+class EvenPace(DrawnPace):
+    """One unit of `block_max` rows before each step."""
+
+    def __init__(self, block_max: int) -> None:
+        super().__init__(0, block_max, fixed_block=block_max)
+
+    def gap(self, *, beside_steps: bool) -> Gap:
+        del beside_steps
+        return DrawnGap(1)
+
+    def units(self, rows: int, *, beside_steps: bool) -> int:
+        del rows, beside_steps
+        return 1
