@@ -67,7 +67,8 @@ def arithmetic(settings: WorkerSettings) -> str:
     if not settings.deterministic:
         return ""
     kind = torch.cuda.get_device_name(settings.device) if settings.device.startswith("cuda") else settings.device
-    return f"blocks of {prompt_block_tokens(settings)} tokens, {settings.matmul}, {kind}"
+    # the word is that of the protocol version before, whose rows have the same bits: both serve one node meanwhile
+    return f"chunks of {prompt_block_tokens(settings)} tokens, {settings.matmul}, {kind}"
 
 
 def no_listener() -> None:
