@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cuda.prompt_topk import SCORES_MAX
 from kernels.rows import read_index_keys, read_slab_rows
 from protocol.errors import InternalError
 from protocol.settings import WorkerSettings
@@ -19,11 +20,13 @@ from tests.support.fakes.hash_runner import FakePass
 from tests.support.prompts import launch_layers
 from tests.support.runner_rig import Rig
 from tests.worker.runners.test_drafting import pair_of, random_prompt
-from worker.group.exchange import Alike, Exchange
+from worker.group.exchange import PIECE_ROWS, Alike, Exchange
 from worker.runners.base import PromptPart, PromptPass, StepOutputs, block_tokens_max
 from worker.runners.prompt import Block, ModelPass
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import TransformersRunner
+from worker.weights.layout import EXPERT_ROWS_MAX, TOPK_SCRATCH_BYTES, prompt_scratch_bytes
+from worker.weights.synth import published_config
 
 #: Tokens of prompts, by seat: several pages, less than one, some beyond the top-k.
 PROMPTS = (230, 40, 150, 97)
@@ -319,6 +322,27 @@ def test_largest_block_is_that_of_form_mode_and_group() -> None:
         deterministic=False,
     )
     assert made(exchange=exchange).block_tokens_max == 300
+
+
+@families
+def test_open_pass_keeps_the_bytes_that_are_computed(family: str) -> None:
+    """Beside what last tokens select. The prompt is longer than the top-k."""
+    it = Prompts(family, gathered=True)
+    prompts, config = it.begin((0, 0, PROMPTS[0])), it.runner._layers.model.config
+    kept = prompts.tokens, prompts.hidden, *prompts.angles, prompts.selection
+    one, two = (prompt_scratch_bytes(config, 512, PROMPTS[0], passes, dtype="float32") for passes in (1, 2))
+    assert sum(tensor.nbytes for tensor in kept) == two - one
+
+
+@families
+def test_block_of_a_published_model_takes_a_few_gigabytes(family: str) -> None:
+    config = published_config(family)
+    block = prompt_scratch_bytes(config, BLOCK_TOKENS_MAX, 8_192, 0)
+    assert 1 << 30 < block < 3 << 30
+    assert prompt_scratch_bytes(config, BLOCK_TOKENS_MAX, 8_192, 0, ranks=8) == block
+    assert prompt_scratch_bytes(config, 512, 8_192, 0) < block / 4
+    assert block / 2 < prompt_scratch_bytes(config, 512, 8_192, 0, ranks=8) < block
+    assert (EXPERT_ROWS_MAX, TOPK_SCRATCH_BYTES) == (PIECE_ROWS, 4 * SCORES_MAX)
 
 
 @pytest.mark.parametrize(
