@@ -83,16 +83,10 @@ class Rig:
         self, seat: int, prompt: Sequence[int], *, hot_slots: int, temperature: float = 0.0, seed: int = 0
     ) -> tuple[int, Tensor]:
         """Prefill, stage, and set up the hot buffer (0: resident) cold or by copy: the first token and its logits."""
-        state, pages = self.state, self.state.host_table.shape[1]
-        tokens = torch.tensor(list(prompt), device=self.device)
-        state.index_table[seat] = self._take(self._pages, pages)
-        state.host_table[seat] = torch.arange(seat * pages, (seat + 1) * pages).int().flip(0)
-        state.slab_table[seat, : pages_for(len(tokens))] = self._take(self._chunks, pages_for(len(tokens)))
-        self.sampler.set_seat(seat, temperature, 1.0, seed)
-        g, vocab = self.runner.geometry, self.runner.info.vocab_size
-        topk_shape = g.groups, g.topk
-        outputs = StepOutputs.allocate(1, vocab, keep_logits=True, topk_shape=topk_shape, device=self.device)
-        launch_prompt(self.runner, self.streams, state, self.sampler, seat, tokens, 0, outputs, pass_tokens=PASS_TOKENS)
+        tokens, outputs = torch.tensor(list(prompt), device=self.device), self.outputs()
+        self.grant(seat, len(tokens), temperature=temperature, seed=seed)
+        memory = self.streams, self.state, self.sampler, seat
+        launch_prompt(self.runner, *memory, tokens, 0, outputs, pass_tokens=self.pass_tokens)
         self.streams.compute.record("sampled").wait()
         self._stage(seat, len(tokens))
         self.set_hot(seat, hot_slots, len(tokens))
@@ -101,6 +95,19 @@ class Rig:
         assert outputs.warm_start is not None
         self.warm_start = outputs.warm_start  # of the prompt opened last
         return int(outputs.tokens[0]), outputs.logits[0].clone()
+
+    def grant(self, seat: int, tokens: int, *, temperature: float = 0.0, seed: int = 0) -> None:
+        """Memory for a prompt of so many tokens, before anything is computed."""
+        state, pages = self.state, self.state.host_table.shape[1]
+        state.index_table[seat] = self._take(self._pages, pages)
+        state.host_table[seat] = torch.arange(seat * pages, (seat + 1) * pages).int().flip(0)
+        state.slab_table[seat, : pages_for(tokens)] = self._take(self._chunks, pages_for(tokens))
+        self.sampler.set_seat(seat, temperature, 1.0, seed)
+
+    def outputs(self) -> StepOutputs:
+        """Outputs for a first token, with logits and what it selected."""
+        g, vocab = self.runner.geometry, self.runner.info.vocab_size
+        return StepOutputs.allocate(1, vocab, keep_logits=True, topk_shape=(g.groups, g.topk), device=self.device)
 
     def set_hot(self, seat: int, hot_slots: int, tokens: int) -> None:
         """A fresh hot buffer of a context of `tokens`: resident with all rows, or managed and cold."""
