@@ -20,8 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-#: Kinds of records of the worker's journal: a decode step, one layer over prompt tokens, prompt tokens that were written
-#: instead.
+#: Kinds of records of the worker's journal: a decode step, one layer of prompt tokens, prompt tokens that were written.
 STEP, UNIT, WRITTEN = 1, 2, 3
 #: `rows`: requests of a step, or tokens. `at`: when it was seen to be complete. `seconds`: of a step.
 RECORD: Final = np.dtype([("kind", "u1"), ("rows", "<i4"), ("at", "<f8"), ("seconds", "<f8")], align=False)

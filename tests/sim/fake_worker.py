@@ -1,10 +1,10 @@
 """A worker process without a device: the real link and outbox, and an executor that is a model of the real one.
 
-`FakeExecutor` obeys the protocol as worker/loop/executor.py does, turn by turn: commands at step boundaries, units
-of prompt passes (tests/sim/passes.py), one step launched ahead of the one that is read, ends seen late, durable lengths only as far as completions were
-observed, `Released` only when nothing of the placement is under way. Tokens, ends and held-back output are the
-real worker.loop.output; how far a request is, what it has room for and which rows are durable, the real
-worker.loop.acceptance. What is modelled is the device:
+`FakeExecutor` obeys the protocol as worker/loop/executor.py does, turn by turn: commands at step boundaries, units of
+prompt passes (tests/sim/passes.py), one step launched ahead of the one that is read, ends seen late, durable lengths
+only as far as completions were observed, `Released` only when nothing of the placement is under way. Tokens, ends and
+held-back output are the real worker.loop.output; how far a request is, what it has room for and which rows are durable,
+the real worker.loop.acceptance. What is modelled is the device:
 
     prefill   rows of the prompt are known at once; their pages are written one by one, in any order, pass by pass,
               and reported as far as they are there. A short rest behind a shared prefix goes through steps instead

@@ -77,7 +77,7 @@ class Rig:
         pace: Pacing | int = 0,
     ) -> None:
         """`pages` of the host pool are this rig's to give; by default all are. `pace` is of prompts; a number is the
-        seed of one that is drawn, but for a rank of a group and on a GPU."""
+        seed of one that is drawn, but for a GPU."""
         self.runner: Runner = runner or FakeRunner()
         runner = self.runner
         self.streams = streams or make_streams("inline")
@@ -99,7 +99,7 @@ class Rig:
             keep_logits=keep_logits,
             group=group,
             recorder=recorder,
-            **self._paced(pace) if group is None and device == "cpu" else {},
+            **self._paced(pace, alone=group is None) if device == "cpu" else {},
         )
         self.coordinator.submit = self.executor.submit
         self.logits: Logits = {}
@@ -107,13 +107,13 @@ class Rig:
         if keep_logits:
             self._keep_logits(self.executor._decoder)
 
-    def _paced(self, pace: Pacing | int) -> dict[str, Any]:
-        """A pace and a clock of which the same run is made again."""
+    def _paced(self, pace: Pacing | int, *, alone: bool) -> dict[str, Any]:
+        """A pace, and a clock for a worker alone, of which the same run is made again."""
         settings = self.settings
         block = prompt_block_tokens(settings) if settings.deterministic else 0
         block_max = min(self.runner.block_tokens_max, settings.pass_tokens)
         drawn = DrawnPace(pace, block_max, fixed_block=block) if isinstance(pace, int) else pace
-        return {"pace": drawn, "clock": Ticks()}
+        return {"pace": drawn, "clock": Ticks()} if alone else {"pace": drawn}
 
     def turn(self, turns: int = 1) -> None:
         for _ in range(turns):

@@ -28,14 +28,14 @@ SETTINGS = WorkerSettings(
     seats=4,
     hot_size_classes=(64, 128, 256),
     tail_slots=2 * (1 + DRAFTS),
-    prefill_chunk_tokens=8,  # fewer than the rows of a step
+    pass_tokens=8,  # fewer than the rows of a step
     context_max_tokens=512,
     slab_tokens=512,
     host_mem="32MiB",
     device_mem="32MiB",
     dtype="float32",
     draft_tokens=DRAFTS,
-    group_prompt_rounds_max=100,  # requests decode together
+    gap_target_ms=0.0,  # requests decode together
 )
 
 
@@ -92,7 +92,7 @@ def spoil_drafts(rank: int, rig: Rig) -> None:
 def test_bits_are_those_of_a_request_alone_wherever_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic: on another rank, in other company, retracted with rows kept and dropped, with other drafts."""
     monkeypatch.setattr(invariance, "TRIALS", 4)  # of the check at start, which others test
-    settings = msgspec.structs.replace(SETTINGS, deterministic=True, prefill_chunk_tokens=64)
+    settings = msgspec.structs.replace(SETTINGS, deterministic=True, pass_tokens=64)
     company = [ask(9, 14, 64), ask(8, 12, 0)]
     moved = [(5, "keep", 64), (9, "drop", 128)]
     alone = run_ranks(checkpoint, [[ask(0, 16, 128), ask(1, 16, 0)], []], settings)

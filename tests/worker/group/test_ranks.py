@@ -37,7 +37,7 @@ SETTINGS = WorkerSettings(
     seats=4,
     hot_size_classes=(64, 128, 256),
     tail_slots=3,
-    prefill_chunk_tokens=64,
+    pass_tokens=64,
     context_max_tokens=512,
     slab_tokens=512,
     host_mem="32MiB",
@@ -126,7 +126,7 @@ def wrong(checkpoint: Path, asks: list[list[Ask]], drawn: list[Drawn], dtype: st
         "prompts": [{"tokens": ask.prompt, "max_new_tokens": ask.tokens} for ask in flat],
         "ignore_eos": True,
         "dtype": dtype,
-        "prefill_chunk": SETTINGS.prefill_chunk_tokens,
+        "prefill_chunk": SETTINGS.pass_tokens,
     }
     return [
         ask.number

@@ -251,7 +251,7 @@ def test_tokens_rows_and_drafts_are_right_wherever_requests_are(percent: int) ->
 # ---------------------------------------------------------------- models
 
 
-MODEL_SIZES: Final = {"host_mem": "32MiB", "device_mem": "32MiB", "prefill_chunk_tokens": 64}
+MODEL_SIZES: Final = {"host_mem": "32MiB", "device_mem": "32MiB", "pass_tokens": 64}
 
 
 def model_settings(draft_tokens: int, **changes: object) -> WorkerSettings:
@@ -264,7 +264,7 @@ def model_texts(family: str) -> tuple[list[Text], list[list[int]]]:
     outputs: list[list[int]] = []
 
     def decode(texts: Sequence[Text]) -> None:
-        settings = model_settings(0, prefill_chunk_tokens=256)  # whole prompts: the runner has the draft layer
+        settings = model_settings(0, pass_tokens=256)  # whole prompts: the runner has the draft layer
         rig = DraftRig(None, settings, None, runner=copy(pair_of(family).runner))
         for text in texts:
             life = rig.coordinator.create(text.number, 1, 1)

@@ -291,12 +291,12 @@ def decode_model(rig: DraftRig, hot_slots: int) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_gives_the_tokens_of_plain_decoding(family: str) -> None:
     """With drafts right in some places, and with those that random weights give."""
-    runner, sizes = pair_of(family).runner, {"prefill_chunk_tokens": 256, "host_mem": "16MiB", "device_mem": "16MiB"}
+    runner, sizes = pair_of(family).runner, {"pass_tokens": 256, "host_mem": "16MiB", "device_mem": "16MiB"}
     plain = decode_model(DraftRig(None, drafting_settings(0, **sizes), 0, runner=copy(runner)), 64)
     for percent, hot_slots in ((70, 128), (None, 64)):
         rig = DraftRig(
             None,
-            drafting_settings(2, **sizes | {"prefill_chunk_tokens": 64}),
+            drafting_settings(2, **sizes | {"pass_tokens": 64}),
             percent,
             runner=copy(runner),
             expected=lambda life: plain[life.number],

@@ -100,7 +100,7 @@ def a_resume(make: MakeStreams, hot_slots: int) -> Rig:
 
 def a_change_of_owner(make: MakeStreams) -> Rig:
     """One request is aborted while its last rows are being backed up; the next gets the very same host pages."""
-    settings = msgspec.structs.replace(SETTINGS, prefill_chunk_tokens=128, tail_slots=8, host_mem="8KiB")
+    settings = msgspec.structs.replace(SETTINGS, pass_tokens=128, tail_slots=8, host_mem="8KiB")
     rig = Rig(make(), settings)
     coordinator = rig.coordinator
     leaver, heir = coordinator.create(1, 100, 20), coordinator.create(2, 120, 8)
@@ -115,7 +115,7 @@ def a_change_of_owner(make: MakeStreams) -> Rig:
 
 def an_abort_while_loading(make: MakeStreams) -> Rig:
     """One request is aborted while its index keys are being loaded; the next gets the very same index pages."""
-    settings = msgspec.structs.replace(SETTINGS, prefill_chunk_tokens=128)
+    settings = msgspec.structs.replace(SETTINGS, pass_tokens=128)
     rig = Rig(make(), settings, runner=FakeRunner(SEPARATE))
     coordinator, index_pages = rig.coordinator, rig.executor._seats.index_pages
     bystander, leaver, heir = (coordinator.create(i, *sizes) for i, sizes in enumerate(((8, 56), (100, 20), (70, 50))))

@@ -227,7 +227,7 @@ BAD = {
 def test_bad_prefix_is_refused_by_name(changes: dict[str, object]) -> None:
     changes = dict(changes)
     chunk, prompt = changes.pop("chunk", 0), changes.pop("prompt", PROMPT)
-    more = {"deterministic": True, "prefill_chunk_tokens": chunk} if chunk else {}
+    more = {"deterministic": True, "pass_tokens": chunk} if chunk else {}
     rig = Rig(settings=msgspec.structs.replace(SETTINGS, **more))
     life = Life(1, (1,) * int(str(prompt)), rig.coordinator.create(1, PROMPT, 8).sampling)
     life.host_pages, life.placement = [0, 1, 2, 3], 7

@@ -33,7 +33,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     """A worker whose operations move 64 tokens each, and whose prompts of up to 256 tokens are one chunk."""
     monkeypatch.setattr(swap, "PIECE_TOKENS", PAGE_TOKENS)
     monkeypatch.setattr(swap, "PIECE_BYTES", 1)
-    return Rig(settings=msgspec.structs.replace(SETTINGS, prefill_chunk_tokens=256))
+    return Rig(settings=msgspec.structs.replace(SETTINGS, pass_tokens=256))
 
 
 def forget(rig: Rig) -> None:
