@@ -1,4 +1,4 @@
-"""prompt_topk: index_topk for the tokens of a prompt chunk, each with the positions up to its own as context."""
+"""prompt_topk: index_topk for the tokens of a prompt, each with the positions up to its own as context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""prompt_topk on CUDA: the kernels of index_topk, over a view of the state in which each token of a chunk has a seat.
+"""prompt_topk on CUDA: the kernels of index_topk, over a view of the state in which each token of a prompt has a seat.
 
 The seats of the view are up to TOKENS_MAX tokens at a time, all with the index table of the prompt's seat; keys are the
 state's own, and stay in L2 from one token to the next. The view has scratch memory of its own: SCORES_MAX scores, or

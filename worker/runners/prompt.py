@@ -55,7 +55,7 @@ class ModelPass(PromptPass):
 
 
 @dataclass(eq=False)
-class Block:
+class PromptBlock:
     """Rows first..stop-1 of a pass on their way through one layer."""
 
     prompts: ModelPass
@@ -65,7 +65,7 @@ class Block:
     projected: mla.Projected | None = None
 
     @classmethod
-    def of(cls, prompts: ModelPass, first: int, stop: int) -> Block:
+    def of(cls, prompts: ModelPass, first: int, stop: int) -> PromptBlock:
         return cls(prompts, first, stop, list(prompts.pieces(first, stop)))
 
     @property
@@ -113,7 +113,7 @@ class PromptAttention(Protocol):
         """Enter what a piece of part `number` `selected` into the selection of its pass."""
         ...
 
-    def attend(self, state: DeviceState, layer: Layer, block: Block) -> Tensor:
+    def attend(self, state: DeviceState, layer: Layer, block: PromptBlock) -> Tensor:
         """Attention output [1, B, H * v] of a block in `layer`, whose rows are written. Takes block.projected away."""
         ...
 
@@ -149,7 +149,7 @@ class Expanded:
         part, masks = prompts.parts[number], prompts.selection
         _fill(masks[number][piece.start - part.start : piece.stop - part.start], selected, padding=False)
 
-    def attend(self, state: DeviceState, layer: Layer, block: Block) -> Tensor:
+    def attend(self, state: DeviceState, layer: Layer, block: PromptBlock) -> Tensor:
         projected = _taken(block)
         attended = _no_output(layer, block, projected)
         for number, piece in block.pieces:
@@ -196,7 +196,7 @@ class Gathered:
     def keep(self, prompts: ModelPass, number: int, piece: PromptPart, selected: Tensor) -> None:
         _fill(prompts.selection[piece.first : piece.end], selected, padding=-1)
 
-    def attend(self, state: DeviceState, layer: Layer, block: Block) -> Tensor:
+    def attend(self, state: DeviceState, layer: Layer, block: PromptBlock) -> Tensor:
         if not block.pieces:
             return _no_output(layer, block, _taken(block))
         chosen: Tensor = block.prompts.selection[block.rows]
@@ -216,14 +216,14 @@ class Gathered:
         return min(self._topk, PAGE_TOKENS * pages_for(positions))
 
 
-def _taken(block: Block) -> mla.Projected:
+def _taken(block: PromptBlock) -> mla.Projected:
     """The projections of a block, which keeps them no longer."""
     projected, block.projected = block.projected, None
     assert projected is not None
     return projected
 
 
-def _no_output(layer: Layer, block: Block, projected: mla.Projected) -> Tensor:
+def _no_output(layer: Layer, block: PromptBlock, projected: mla.Projected) -> Tensor:
     """Zeros [1, B, H * v]."""
     return projected.query_nope.new_zeros(1, block.stop - block.first, layer.attention.o_proj.in_features)
 

@@ -62,7 +62,7 @@ from worker.runners.checkpoint import describe_model, geometry_of, library_refus
 from worker.runners.drafting import Drafting
 from worker.runners.layers import Angles, Layer, Layers, row_multiple
 from worker.runners.logprobs import write_logprobs
-from worker.runners.prompt import Block, Expanded, Gathered, ModelPass, PromptAttention
+from worker.runners.prompt import Expanded, Gathered, ModelPass, PromptAttention, PromptBlock
 from worker.runners.sampling import draw
 from worker.runners.swapping import launch_swap_in
 from worker.weights.layout import ExpertShare, exchange_bytes, weights_bytes
@@ -260,7 +260,7 @@ class TransformersRunner:
         rows: int = 0,
     ) -> None:
         """Two operations on `compute`; the block is written behind the first one."""
-        compute, block, model_layer = streams.compute, Block.of(_own(prompts), first, stop), self._layers[layer]
+        compute, block, model_layer = streams.compute, PromptBlock.of(_own(prompts), first, stop), self._layers[layer]
         compute.launch(f"prompt project {layer}", partial(self._project_block, block, state, model_layer))
         written()
         compute.launch(f"prompt attend {layer}", partial(self._attend_block, block, state, model_layer, rows))
@@ -375,14 +375,14 @@ class TransformersRunner:
     def _embed_prompts(self, prompts: ModelPass, tokens: Tensor) -> None:
         device, parts = self._layers.device, prompts.parts
         positions = torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
-        prompts.tokens = tokens.to(device, copy=True)
+        prompts.tokens = tokens.to(device, non_blocking=True, copy=True)
         prompts.hidden, prompts.angles = self._layers.embed(prompts.tokens[None], positions[None])
         prompts.selection = self._prompt.begin(parts, device)
         shape = len(prompts.ending), self.geometry.groups, self.geometry.topk
         prompts.warm_start = torch.full(shape, -1, dtype=torch.int32, device=device)
 
     @torch.inference_mode()
-    def _project_block(self, block: Block, state: DeviceState, layer: Layer) -> None:
+    def _project_block(self, block: PromptBlock, state: DeviceState, layer: Layer) -> None:
         layers, prompts = self._layers, block.prompts
         cos, sin = prompts.angles
         inputs, angles = layers.compress(layer, prompts.hidden[:, block.rows]), (cos[:, block.rows], sin[:, block.rows])
@@ -393,7 +393,7 @@ class TransformersRunner:
         if layer.anchor and block.pieces:
             self._select_block(block, state, layer, layers.project_index(layer, inputs, angles))
 
-    def _select_block(self, block: Block, state: DeviceState, layer: Layer, index: mla.IndexProjected) -> None:
+    def _select_block(self, block: PromptBlock, state: DeviceState, layer: Layer, index: mla.IndexProjected) -> None:
         prompts, keys = block.prompts, encode(self._layers.keys, index.keys[0])
         scale = layer.attention.indexer.softmax_scale
         for number, piece in block.pieces:
@@ -405,7 +405,7 @@ class TransformersRunner:
             self._prompt.keep(prompts, number, piece, selected)
 
     @torch.inference_mode()
-    def _attend_block(self, block: Block, state: DeviceState, layer: Layer, rows: int) -> None:
+    def _attend_block(self, block: PromptBlock, state: DeviceState, layer: Layer, rows: int) -> None:
         hidden, experts = block.prompts.hidden[:, block.rows], self._layers.prompt_experts
         attended = self._prompt.attend(state, layer, block)
         hidden.copy_(self._layers.finish(layer, hidden, attended, experts, rows=rows))

@@ -3,7 +3,7 @@
 Products are those of the decoded weights; with `quantizes_rows` (worker.matmul = "w8a8") activations are quantized too,
 128 values to a scale, as the authors serve the models.
 
-On a GPU all `BlockLinear` of a model share one scratch memory, into which a long prompt chunk decodes a
+On a GPU all `BlockLinear` of a model share one scratch memory, into which a long prompt block decodes a
 weight. They run one after another on one stream.
 
 Small weights that multiply the same activations are *joined*: they lie one above the other in memory, and `products`

@@ -22,7 +22,7 @@ from tests.support.runner_rig import Rig
 from tests.worker.runners.test_drafting import pair_of, random_prompt
 from worker.group.exchange import PIECE_ROWS, Alike, Exchange
 from worker.runners.base import PromptPart, PromptPass, StepOutputs, block_tokens_max
-from worker.runners.prompt import Block, ModelPass
+from worker.runners.prompt import ModelPass, PromptBlock
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.layout import EXPERT_ROWS_MAX, TOPK_SCRATCH_BYTES, prompt_scratch_bytes
@@ -291,16 +291,16 @@ def test_pieces_are_rows_of_the_parts_that_are_there() -> None:
         (1, PromptPart(6, 0, 10, 30, False)),
         (2, PromptPart(7, 0, 5, 40, False)),
     ]
-    block = Block.of(prompts, 10, 45)
+    block = PromptBlock.of(prompts, 10, 45)
     assert not list(block.gaps())
     prompts.leave(1)
     assert [number for number, _ in prompts.pieces(10, 45)] == [0, 2]
     assert not list(block.gaps())  # it was launched before
-    assert list(Block.of(prompts, 10, 45).gaps()) == [slice(20, 30)]
+    assert list(PromptBlock.of(prompts, 10, 45).gaps()) == [slice(20, 30)]
     prompts.leave(2)
-    assert list(Block.of(prompts, 10, 45).gaps()) == [slice(20, 35)]
+    assert list(PromptBlock.of(prompts, 10, 45).gaps()) == [slice(20, 35)]
     prompts.leave(0)
-    assert list(Block.of(prompts, 10, 45).gaps()) == [slice(0, 35)]
+    assert list(PromptBlock.of(prompts, 10, 45).gaps()) == [slice(0, 35)]
 
 
 def test_largest_block_is_that_of_form_mode_and_group() -> None:
