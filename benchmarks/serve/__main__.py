@@ -220,7 +220,7 @@ class Run:
         """Run a cell; its failure does not end the others."""
         link_ms = partial(Links(self.ranks).step_ms, self.config)
         seed, reuses = f"{cell.name} {number}", not self.options.no_prefix_reuse
-        load = Load(service, cell, seed, self.config.vocab_size, link_ms, reuses)
+        load = Load(service, cell, seed, self.config.vocab_size, link_ms, self.config.num_hidden_layers, reuses)
         try:
             return await run_cell(load, pace)
         except* HiSparseError as errors:

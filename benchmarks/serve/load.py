@@ -47,6 +47,7 @@ class Load:
     seed: str
     vocab: int
     link_ms: Callable[[int], float]
+    layers: int
     reuses_prefixes: bool = True
     answers: list[Answer] = field(default_factory=list)
     is_writing: bool = False
@@ -145,6 +146,7 @@ class Load:
             self.service.records(),
             Window(began, ended),
             self.link_ms,
+            layers=self.layers,
             reused_tokens=held.prefix_reused_tokens - pool.prefix_reused_tokens,
             asked_tokens=held.prefix_asked_tokens - pool.prefix_asked_tokens,
         )

@@ -3,9 +3,9 @@
 Times are of one clock, seconds of time.monotonic(), which the processes of a machine share. A window is from `began` to
 `ended`. What lies outside of it does not count.
 
-Exchange between GPUs is not measured: one rank runs. `linked` figures are those with the exchange in: every step and
-prompt chunk of the window takes longer by what the model of the links says (benchmarks/rank_floor.py), so that the
-window's work would take `stretch` times as long.
+Exchange between GPUs is not measured: one rank runs. `linked` figures are those with the exchange in: every step, and
+every unit of prompts, takes longer by what the model of the links says (benchmarks/rank_floor.py), so that the window's
+work would take `stretch` times as long.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-#: Kinds of records of the worker's journal: a decode step, a computed piece of a prompt, one that was written instead.
-STEP, CHUNK, WRITTEN = 1, 2, 3
-#: `rows`: requests of a step, or tokens of a chunk. `at`: when it was seen to be complete. `seconds`: of a step.
+#: Kinds of records of the worker's journal: a decode step, one layer over prompt tokens, prompt tokens that were written
+#: instead.
+STEP, UNIT, WRITTEN = 1, 2, 3
+#: `rows`: requests of a step, or tokens. `at`: when it was seen to be complete. `seconds`: of a step.
 RECORD: Final = np.dtype([("kind", "u1"), ("rows", "<i4"), ("at", "<f8"), ("seconds", "<f8")], align=False)
 PERCENTILES: Final = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
@@ -100,10 +101,10 @@ def received(answers: Iterable[Answer], window: Window) -> int:
     return total
 
 
-def link_seconds(steps: Records, chunks: Records, link_ms: Callable[[int], float]) -> float:
-    """Return the seconds that the exchange would add to these steps and chunks."""
-    rows = [int(it) for it in (*steps["rows"].tolist(), *chunks["rows"].tolist())]
-    return sum(map(link_ms, rows)) / 1e3
+def link_seconds(steps: Records, units: Records, link_ms: Callable[[int], float], layers: int) -> float:
+    """Return the seconds that the exchange would add to these steps, and to these units of one layer each."""
+    of_steps, of_units = (sum(map(link_ms, map(int, it["rows"].tolist()))) for it in (steps, units))
+    return (of_steps + of_units / layers) / 1e3
 
 
 def measured(
@@ -112,12 +113,13 @@ def measured(
     window: Window,
     link_ms: Callable[[int], float],
     *,
+    layers: int,
     reused_tokens: int,
     asked_tokens: int,
 ) -> dict[str, Any]:
-    """The figures of a window. `reused_tokens`: of prompts that began in it, those that cached pages held, of
-    `asked_tokens`."""
-    steps, chunks = (in_window(records, window, kind) for kind in (STEP, CHUNK))
+    """The figures of a window of a model with `layers`. `reused_tokens`: of prompts that began in it, those that cached
+    pages held, of `asked_tokens`."""
+    steps, units = (in_window(records, window, kind) for kind in (STEP, UNIT))
     clients = [it for it in answers if not it.is_long]
     began = [it for it in answers if it.first in window and not it.is_written]
     first_tokens = [first - it.submitted for it in began if (first := it.first) is not None and not it.is_long]
@@ -127,8 +129,8 @@ def measured(
         for it in clients
         if it.submitted < window.ended and (it.first is None or it.first >= window.ended)
     ]
-    tokens, computed = received(answers, window), int(chunks["rows"].sum())
-    added = link_seconds(steps, chunks, link_ms)
+    tokens, computed = received(answers, window), int(units["rows"].sum()) / layers
+    added = link_seconds(steps, units, link_ms, layers)
     stretch = (window.seconds + added) / window.seconds
     total = (tokens + computed + reused_tokens) / window.seconds
     seconds: list[float] = steps["seconds"].tolist()
@@ -153,7 +155,7 @@ def measured(
         "linked_worker_gap_s": spread(linked, rows),
         "steps": len(steps),
         "step_rows": statistics.mean(rows) if rows else 0.0,
-        "chunks": len(chunks),
+        "units": len(units),
         "written_tokens": int(in_window(records, window, WRITTEN)["rows"].sum()),
         "ended": sum(it.ended in window for it in clients),
         "aiperf": aiperf(answers, window, total),

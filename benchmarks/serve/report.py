@@ -97,7 +97,7 @@ def line(row: Mapping[str, Any]) -> str:
         f"long {_seconds(row['long_ttft_s'])}" if row["long_ttft_s"] else "",
         f"{row['waiting']} wait (longest {row['waiting_longest_s']:.1f} s)",
         f"gaps {_ms(row['gap_s'])} ms, worker's {_ms(row['worker_gap_s'])} ms",
-        f"{row['step_rows']:.1f} a step, {row['steps']} steps, {row['chunks']} chunks",
+        f"{row['step_rows']:.1f} a step, {row['steps']} steps, {row['units']} units",
         f"computed {row['computed_per_s']:.0f}/s, reused {row['reused_per_s']:.0f}/s",
         f"swap hits {_share(row['swap_hits'])}, prefix hits {_share(row['prefix_hits'])}",
         f"entered {row['entered_s']:.1f} s, running {row['running']:.1f}, written in window {row['written_tokens']}",

@@ -6,7 +6,7 @@ is made on its device. Everything else of it is the product's.
     written      while the control file says so, of a prompt all but its last page's rows are staged as they lie in the
                  slab instead of being computed; the rest is computed and draws the first token. Before the first one,
                  device memory is filled with encoded random rows
-    journal      a record of each step and each piece of a prompt, with the time at which it was complete
+    journal      a record of each step and each unit of a prompt, with the time at which it was complete
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rank import SynthesisedRanks
-from benchmarks.serve.measures import CHUNK, RECORD, STEP, WRITTEN
+from benchmarks.serve.measures import RECORD, STEP, UNIT, WRITTEN
 from benchmarks.serve.model import Spec
 from kernels.row_format import index_key_format_of, kv_row_format_of
 from kernels.state import DeviceState, StepBatch
@@ -35,10 +35,12 @@ from metrics.state import WorkerCounters
 from protocol.settings import WorkerSettings
 from protocol.tokenizer_files import read_tokenizer
 from protocol.units import PAGE_TOKENS
-from worker.device.step_rows import StepRows
-from worker.loop.batch import RunningRequest
+from worker.device.step_rows import rows_max
+from worker.loop.batch import INDEX_KEYS, RunningRequest
 from worker.loop.executor import Executor
-from worker.loop.prefill import Prefill
+from worker.loop.passes import PassUnit
+from worker.loop.prefill import LaunchedPass, Prefill
+from worker.loop.prompts import Prompts
 from worker.runners.base import arithmetic, prefix_unit_tokens
 from worker.runners.synthetic import synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
@@ -104,7 +106,7 @@ class Loop:
     def poll(self) -> None:
         """Between two turns."""
         while self._under_way and self._under_way[0][0]():
-            self._journal.note(CHUNK, self._under_way.popleft()[1])
+            self._journal.note(UNIT, self._under_way.popleft()[1])
         now = time.monotonic()
         if now >= self._due:
             self._due = now + POLL_S
@@ -114,26 +116,26 @@ class Loop:
     def stepped(self, seconds: float, requests: int) -> None:
         self._journal.note(STEP, requests, seconds)
 
-    def launch_chunk(self, launch: Callable[[RunningRequest], bool], prefill: Prefill, request: RunningRequest) -> bool:
-        """Launch a chunk in place of `launch`, the worker's own."""
-        stop = (request.prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
-        start = request.prefilled
-        if self._is_writing and start < stop:
-            self._write(prefill, request, start, stop)
-            return False
-        size = min(prefill._chunk_tokens, request.prompt_tokens - start)
-        runner: Any = prefill._runner
-        runner.begin_prompt_round(size)
-        is_last = launch(request)
-        self._under_way.append((_complete(prefill._state.rows), size))
-        return is_last
+    def write(self, prompts: Prompts) -> None:
+        """While the control file says so, stage what lies in the slabs of prompts that wait, but for the last page."""
+        for request in prompts._prompts.values() if self._is_writing else ():
+            stop = (request.prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+            if request.prefilled < stop:
+                self._write(prompts._prefill, request, request.prefilled, stop)
+
+    def launch(self, launch: Callable[[int], None], prefill: Prefill, unit: PassUnit) -> None:
+        """Launch a unit by `launch`, the worker's own, with the rows of all ranks."""
+        launch(unit.rows)
+        self._under_way.append((_complete(prefill._state.rows), unit.rows))
 
     def _write(self, prefill: Prefill, request: RunningRequest, start: int, stop: int) -> None:
         if not self._is_filled:
             fill(prefill._state, prefill._runner)
             self._is_filled = True
+        prefill._await_prefix(request, INDEX_KEYS)
         for layer in range(prefill._state.geometry.layers):
-            prefill._written(request, start, stop, layer)
+            prefill._stage(request, start, stop, layer)
+            prefill._await_prefix(request, layer)
         request.prefilled = stop
         self._journal.note(WRITTEN, stop - start)
 
@@ -169,14 +171,14 @@ def fill(state: DeviceState, runner: Any) -> None:
 def runner_of(spec: Spec, settings: WorkerSettings) -> TransformersRunner:
     """Return a runner as worker.process.load_runner does, with random weights."""
     config = spec.config
-    rows_max = max(StepRows.of(settings).rows * settings.seats, settings.prefill_chunk_tokens)
+    most = rows_max(settings)
     runner = synthetic_runner(
         config,
         device=settings.device,
         kv_dtype=settings.kv_dtype,
         fp8=spec.fp8,
-        collectives=SynthesisedRanks.draw(config, spec.ranks, rows_max, settings.device),
-        rows_max=rows_max,
+        collectives=SynthesisedRanks.draw(config, spec.ranks, most, settings.device),
+        rows_max=most,
         after_index_topk=Overlapping(config.index_topk, spec.overlap, settings.device),
     )
     tokenizer = read_tokenizer(settings.model)
@@ -195,7 +197,8 @@ def runner_of(spec: Spec, settings: WorkerSettings) -> TransformersRunner:
 def changed(spec: Spec) -> Iterator[None]:
     """The worker's process with what the benchmark changes in it."""
     loop = Loop(spec)
-    turn, stepped, launch = Executor.turn, WorkerCounters.stepped, Prefill.launch_chunk
+    turn, stepped = Executor.turn, WorkerCounters.stepped
+    follow, launch = Prompts.next, Prefill.launch
 
     def turned(executor: Executor) -> bool:
         loop.poll()
@@ -205,14 +208,19 @@ def changed(spec: Spec) -> Iterator[None]:
         stepped(counters, seconds, requests, is_alone=is_alone)
         loop.stepped(seconds, requests)
 
-    def launched(prefill: Prefill, request: RunningRequest) -> bool:
-        return loop.launch_chunk(partial(launch, prefill), prefill, request)
+    def followed(prompts: Prompts, *, beside_steps: bool) -> PassUnit | None:
+        loop.write(prompts)
+        return follow(prompts, beside_steps=beside_steps)
+
+    def launched(prefill: Prefill, this: LaunchedPass, unit: PassUnit, rows: int = 0) -> None:
+        loop.launch(partial(launch, prefill, this, unit), prefill, unit)
 
     with (
         patch("worker.process.load_runner", lambda settings, _=None: runner_of(spec, settings)),
         patch.object(Executor, "turn", turned),
         patch.object(WorkerCounters, "stepped", counted),
-        patch.object(Prefill, "launch_chunk", launched),
+        patch.object(Prompts, "next", followed),
+        patch.object(Prefill, "launch", launched),
     ):
         yield
 

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.serve import measures, report
 from benchmarks.serve.__main__ import main, parsed
-from benchmarks.serve.measures import CHUNK, RECORD, STEP, WRITTEN, Answer, Window, measured, percentile, spread
+from benchmarks.serve.measures import RECORD, STEP, UNIT, WRITTEN, Answer, Window, measured, percentile, spread
 from benchmarks.serve.model import config_of, ranks_of, tokens_of, write_tokenizer
 from benchmarks.serve.needs import GIB, Machine, Needs, TooLittleError, check, needs_of
 from benchmarks.serve.worker import Overlapping
@@ -134,6 +134,7 @@ def test_ranks_are_named() -> None:
 # ---------------------------------------------------------------- figures
 
 WINDOW: Final = Window(10.0, 20.0)
+LAYERS: Final = 4
 
 
 def records(*rows: tuple[int, int, float, float]) -> measures.Records:
@@ -145,7 +146,7 @@ def answer(submitted: float, *arrivals: tuple[float, int], **others: Any) -> Ans
 
 
 def figures(answers: list[Answer], found: measures.Records, link_ms: float = 0.0) -> dict[str, Any]:
-    return measured(answers, found, WINDOW, lambda rows: link_ms, reused_tokens=500, asked_tokens=2_000)
+    return measured(answers, found, WINDOW, lambda rows: link_ms, layers=LAYERS, reused_tokens=500, asked_tokens=2_000)
 
 
 def test_percentile_is_a_value_that_was_seen() -> None:
@@ -158,7 +159,7 @@ def test_percentile_is_a_value_that_was_seen() -> None:
 
 def test_only_what_lies_in_the_window_counts() -> None:
     answers = [answer(5.0, (9.0, 3), (12.0, 5), (13.0, 6), (21.0, 9)), answer(11.0, (14.0, 1))]
-    found = figures(answers, records((STEP, 2, 9.0, 1.0), (STEP, 2, 12.0, 0.5), (CHUNK, 100, 15.0, 0.0)))
+    found = figures(answers, records((STEP, 2, 9.0, 1.0), (STEP, 2, 12.0, 0.5), *[(UNIT, 50, 15.0, 0.0)] * 2 * LAYERS))
     assert found["output_per_s"] == pytest.approx((2 + 1 + 1) / 10)
     assert found["computed_per_s"] == 10.0
     assert found["total_per_s"] == pytest.approx(0.4 + 10 + 50)
@@ -185,9 +186,9 @@ def test_long_prompts_are_apart_from_clients() -> None:
     assert found["long_ttft_s"]["p50"] == 4.0
 
 
-def test_links_make_every_step_and_chunk_longer() -> None:
+def test_links_make_every_step_and_unit_longer() -> None:
     rows = ((STEP, 4, 11.0 + at, 0.5) for at in range(8))
-    found = figures([answer(5.0, (11.0, 10))], records(*rows, (CHUNK, 512, 12.0, 0.0), (CHUNK, 512, 13.0, 0.0)), 250.0)
+    found = figures([answer(5.0, (11.0, 10))], records(*rows, *[(UNIT, 512, 12.0, 0.0)] * 2 * LAYERS), 250.0)
     assert found["stretch"] == pytest.approx(1 + 10 * 0.25 / 10)
     assert found["linked_output_per_s"] == pytest.approx(1.0 / 1.25)
     assert found["linked_worker_gap_s"]["p50"] == pytest.approx(0.75)

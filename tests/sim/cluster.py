@@ -61,7 +61,7 @@ from protocol.sizing import RESIDENT
 from tests.sim.alarms import sleep_until
 from tests.sim.checker import Checker, Readers
 from tests.sim.fake_journal import FakeDisk, FakeStore
-from tests.sim.fake_worker import CHUNK_TOKENS, EPOCHS_PER_PROCESS, FakeExecutor, FakePool
+from tests.sim.fake_worker import EPOCHS_PER_PROCESS, FakeExecutor, FakePool
 from tests.sim.groups import RankRounds, SimGroup
 from tests.sim.links import FakeDealer, Latch, Network
 from tests.sim.oracle import MODEL, Truth
@@ -152,7 +152,7 @@ class WorkerProcess:
             lambda request_id: self.die_of(request_id) if request_id in cluster.poison else None,
             cluster.wire,
             receiver,
-            RankRounds(group, rank, CHUNK_TOKENS) if group else None,
+            RankRounds(group, rank) if group else None,
             lambda: self.end("has lost a peer"),
             StepRows(cluster.shape.draft_tokens),
         )

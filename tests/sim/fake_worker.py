@@ -1,12 +1,12 @@
 """A worker process without a device: the real link and outbox, and an executor that is a model of the real one.
 
-`FakeExecutor` obeys the protocol as worker/loop/executor.py does, turn by turn: commands at step boundaries, one prompt
-chunk, one step launched ahead of the one that is read, ends seen late, durable lengths only as far as completions were
+`FakeExecutor` obeys the protocol as worker/loop/executor.py does, turn by turn: commands at step boundaries, units
+of prompt passes (tests/sim/passes.py), one step launched ahead of the one that is read, ends seen late, durable lengths only as far as completions were
 observed, `Released` only when nothing of the placement is under way. Tokens, ends and held-back output are the
 real worker.loop.output; how far a request is, what it has room for and which rows are durable, the real
 worker.loop.acceptance. What is modelled is the device:
 
-    prefill   rows of the prompt are known at once; their pages are written one by one, in any order, chunk by chunk,
+    prefill   rows of the prompt are known at once; their pages are written one by one, in any order, pass by pass,
               and reported as far as they are there. A short rest behind a shared prefix goes through steps instead
     step      reads *every* row of the context from host memory, but those whose write is not observed, and draws a
               token (tests.sim.oracle); its row is written a little later. With drafts it takes 1 + n rows: a draft is
@@ -26,7 +26,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import trio
@@ -59,25 +59,25 @@ from protocol.messages import (
 from protocol.text import ByteTokenizer
 from protocol.units import PAGE_TOKENS, pages_for
 from tests.sim.alarms import Alarm, sleep, sleep_until
-from tests.sim.groups import RankRounds, next_chunks
+from tests.sim.groups import UNITS_MAX, RankRounds
 from tests.sim.links import Latch
 from tests.sim.oracle import MODEL, Rows, decode_row, digest_of, extend_digest, logprobs_of, next_token, prompt_rows
+from tests.sim.passes import SimPrompts
 from tests.sim.trace import Violation
 from tests.sim.transfer import FakeReceiver, Sending, Wire
 from worker.device.inventory import FreeDeviceMemory, take_inventory
 from worker.device.step_rows import StepRows
-from worker.group.agreement import RoundKind, Wish
+from worker.group.agreement import Round, RoundKind, Wish
 from worker.link.outbox import Outbox
 from worker.loop.acceptance import RowProgress, StepProgress, known_tokens
 from worker.loop.output import Output
 from worker.transfer.handover import Incoming, Outgoing
 
-#: Seconds of one decode step, of one prompt chunk, of loading a resumed context, and until a write lands.
+#: Seconds of one decode step, of one unit of a prompt pass, of loading a resumed context, and until a write lands.
 STEP_S: Final = (0.02, 0.08)
-CHUNK_S: Final = (0.01, 0.05)
+UNIT_S: Final = (0.001, 0.01)
 LOAD_S: Final = (0.0, 0.05)
 WRITE_S: Final = (0.0, 0.15)
-CHUNK_TOKENS: Final = 16
 #: Seconds of a round that gathers wishes alone.
 WISHES_S: Final = 0.005
 #: A process numbers its epochs from a multiple of this on, and begins fewer than these.
@@ -173,7 +173,7 @@ class FakePool:
 
 @dataclass(eq=False)
 class Written:
-    """Rows from `first` on that are being written, and the step that wrote them; None: a chunk of the prompt did.
+    """Rows from `first` on that are being written, and the step that wrote them; None: a pass of the prompt did.
     `count` of them hold."""
 
     first: int
@@ -203,6 +203,7 @@ class Run:
     progress: RowProgress
     row: int
     prefilled: int
+    since: float
     ready_at: float = 0.0
     started: bool = False
     resize: Resize | None = None
@@ -221,6 +222,10 @@ class Run:
     @property
     def placement(self) -> int:
         return self.admit.placement
+
+    @property
+    def owner(self) -> str:
+        return self.admit.owner
 
     @property
     def rows_wanted(self) -> int:
@@ -313,6 +318,10 @@ class Step:
 # ---------------------------------------------------------------- the loop
 
 
+#: A placement, and the tokens start..stop-1 of its prompt that a pass takes.
+Extent: TypeAlias = tuple[Run, int, int]
+
+
 class FakeExecutor:
     """`submit` is called by the link; `run` is the process's other task. `hang` keeps it from turning."""
 
@@ -347,14 +356,14 @@ class FakeExecutor:
         self._on_decode = on_decode
         self._commands: deque[Command] = deque()
         self._alarm = Alarm()
-        self._prompts: deque[Run] = deque()
+        self._prompts: SimPrompts[Run] = SimPrompts(rng, trio.current_time, PAGE_TOKENS)
         self._steps: deque[Step] = deque()
         self._hung_until = 0.0
         self._rounds = rounds
         self._on_peer_lost = on_peer_lost
         self._rows = rows
         self._right = rng.choice(SHARES_RIGHT) if rows.draft_tokens else 0.0
-        self._chunks: deque[tuple[int, Run, int, int]] = deque()  # of rounds that have not run, and their extents
+        self._units: deque[tuple[int, list[Extent], bool]] = deque()  # of rounds that have not run; the last of a pass
         self._steps_ahead = 0  # that may be launched and not read before the next round
         if rounds is not None:
             rounds.group.on_news.append(lambda: self._alarm.set(trio.current_time()))
@@ -396,7 +405,7 @@ class FakeExecutor:
             self._observe(run)
         if self._rounds is not None:
             return self._take_round(self._rounds)
-        busy_s = self._launch_chunk() + self._launch_step()
+        busy_s = self._launch_units() + self._launch_step()
         while len(self._steps) > (LOOKAHEAD if busy_s else 0):
             self._read(self._steps.popleft())
         return busy_s
@@ -405,11 +414,13 @@ class FakeExecutor:
 
     def _waits_for_peers(self, rounds: RankRounds) -> bool:
         """Read what has run. Whether more must have run before the loop goes on: it stands still until then."""
-        while self._chunks and rounds.has_run(self._chunks[0][0]):
-            number, run, start, prefilled = self._chunks.popleft()
+        while self._units and rounds.has_run(self._units[0][0]):
+            number, parts, is_over = self._units.popleft()
             rounds.group.check_ran(number)
-            run.in_steps -= 1
-            self._end_chunk(run, start, prefilled)
+            for run, start, stop in parts:
+                run.in_steps -= 1
+                if is_over:
+                    self._end_part(run, start, stop)
         waits = rounds.awaited is not None and rounds.waits_for(rounds.awaited)
         while not waits and len(self._steps) > self._steps_ahead:
             waits = rounds.waits_for(self._steps[0].round)
@@ -423,18 +434,17 @@ class FakeExecutor:
 
     def _take_round(self, rounds: RankRounds) -> float:
         """Take part in the next round of the group, if there is one, with what is here for it."""
-        this = rounds.next(has_work=bool(self._prompts or self._rows_wished()))
+        this = rounds.next(has_work=self._prompts.has_work or bool(self._rows_wished()))
         if this is None:
             self._park_starved()
             self._steps_ahead = 0
             return 0.0
         busy_s = WISHES_S
         if this.kind is RoundKind.PROMPT:
-            busy_s = self._launch_chunk(this.number)
+            busy_s = self._launch_round_unit(this)
         elif this.kind is RoundKind.DECODE:
             busy_s = self._launch_step(this.number, this.size)
-        prompts = [(run.prefilled, len(run.prompt)) for run in self._prompts]
-        rounds.launch(this, Wish(self._rows_wished(), next_chunks(prompts, CHUNK_TOKENS)))
+        rounds.launch(this, Wish(self._rows_wished(), *self._prompts.wished(), self._prompts.block(), UNITS_MAX))
         self._steps_ahead = LOOKAHEAD if this.kind is RoundKind.DECODE else 0
         return busy_s or self._rng.uniform(*STEP_S)
 
@@ -500,6 +510,7 @@ class FakeExecutor:
             progress=RowProgress(begins, begins, durable or admit.prefix_tokens, step_rows),
             row=begins,
             prefilled=len(prompt) if durable or by_steps else admit.prefix_tokens,
+            since=trio.current_time(),
             has_rows=bool(durable or by_steps),
             prompt_rows=admit.prefix_tokens,
             ready_at=trio.current_time() + self._rng.uniform(*LOAD_S),
@@ -510,7 +521,7 @@ class FakeExecutor:
             out = Outgoing(admit.transfer_id, len(prompt), unsent_pages=admit.unsent_tokens // PAGE_TOKENS)
             run.sending = self._wire.begin(out, admit.destination)
         if run.status == "prefilling":
-            self._prompts.append(run)
+            self._prompts.add(run)
 
     def _check_prefix(self, admit: Admit, prompt: Int32Array) -> None:
         """What it is told not to compute is there already, and is what it would compute."""
@@ -591,8 +602,7 @@ class FakeExecutor:
         run.status = "leaving"
         if run.sending is not None:
             run.sending.cancel("its request leaves")
-        if run in self._prompts:
-            self._prompts.remove(run)
+        self._prompts.leave(run)
 
     # ---------------------------------------------------------------- what is observed
 
@@ -672,24 +682,31 @@ class FakeExecutor:
 
     # ---------------------------------------------------------------- launches
 
-    def _launch_chunk(self, number: int | None = None) -> float:
-        """Launch the next chunk, as part of round `number` of the group."""
-        if not self._prompts:
-            return 0.0
-        run = self._prompts[0]
-        start = run.prefilled
-        run.prefilled = min(start + CHUNK_TOKENS, len(run.prompt))
-        if run.prefilled == len(run.prompt):
-            self._prompts.popleft()
-        if number is None:
-            self._end_chunk(run, start, run.prefilled)
-        else:
-            run.in_steps += 1
-            self._chunks.append((number, run, start, run.prefilled))
-        return self._rng.uniform(*CHUNK_S)
+    def _launch_units(self) -> float:
+        """Run a few units of prompt passes before the next step."""
+        busy_s = 0.0
+        for _ in range(self._rng.randint(1, UNITS_MAX)):
+            unit = self._prompts.next()
+            if unit is None:
+                break
+            parts, is_over = self._prompts.launched(unit)
+            for part in parts if is_over else ():
+                self._end_part(*part)
+            busy_s += self._rng.uniform(*UNIT_S)
+        return busy_s
 
-    def _end_chunk(self, run: Run, start: int, prefilled: int) -> None:
-        """The chunk of start..prefilled-1, which begins with a page, is done: its rows are being written."""
+    def _launch_round_unit(self, this: Round) -> float:
+        """Launch this rank's part of a unit of the group, which may be none."""
+        if this.opens:
+            self._prompts.begin(this.pass_rows)
+        parts, is_over = self._prompts.launched(this.unit)
+        for run, _, _ in parts:
+            run.in_steps += 1
+        self._units.append((this.number, list(parts), is_over))
+        return self._rng.uniform(*UNIT_S)
+
+    def _end_part(self, run: Run, start: int, prefilled: int) -> None:
+        """A pass with start..prefilled-1, which begin with a page, is over: their rows are being written."""
         rows = prompt_rows(run.prompt)[:prefilled]
         for first in range(start, prefilled, PAGE_TOKENS):
             page = run.pages[first // PAGE_TOKENS]

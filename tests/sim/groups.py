@@ -18,13 +18,14 @@ from typing import Final
 import trio
 
 from protocol.messages import GroupMember
+from tests.sim.passes import LAYERS
 from tests.sim.trace import Violation
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
 
 #: Rounds after which wishes are known: one more than are launched ahead.
 LAG: Final = 2
-#: Prompt rounds between two decode rounds while a rank wishes to decode.
-PROMPT_ROUNDS_MAX: Final = 2
+#: Units between two decode rounds while a rank wishes to decode: what every rank wishes.
+UNITS_MAX: Final = 2
 #: What decode batches are padded to, up to the most seats.
 BATCH_SIZES: Final = (1, 2, 4, 8, 16)
 #: Seconds after which a rank that waits says for which one, and after which it takes that one for lost.
@@ -95,7 +96,7 @@ class SimGroup:
             self._prompt_rounds += 1
             before = self._rounds[max(0, this.number - LAG) : this.number]
             decodes = all(any(wish.rows for wish in it.wishes.values()) for it in before)
-            if self._prompt_rounds > PROMPT_ROUNDS_MAX and decodes:
+            if self._prompt_rounds > UNITS_MAX and decodes:
                 raise Violation("rounds", f"{self._prompt_rounds} prompt rounds of {self.group} while ranks decode")
 
     def _tell(self) -> None:
@@ -109,15 +110,13 @@ class RankRounds:
     `awaited`: the round that must run before this rank goes on, since `awaited_since`; None: it goes on.
     """
 
-    def __init__(self, group: SimGroup, rank: int, chunk_tokens: int) -> None:
+    def __init__(self, group: SimGroup, rank: int) -> None:
         self.group = group
         self.awaited: int | None = None
         self.awaited_since = 0.0
         self._rank = rank
         self._read = 0  # rounds whose wishes were
-        self._agreement = Agreement(
-            lag=LAG, batch_sizes=BATCH_SIZES, chunk_sizes=[chunk_tokens], prompt_rounds_max=PROMPT_ROUNDS_MAX
-        )
+        self._agreement = Agreement(lag=LAG, batch_sizes=BATCH_SIZES, layers=LAYERS)
 
     def has_run(self, number: int) -> bool:
         return not self.group.missing(number)
@@ -159,9 +158,3 @@ class RankRounds:
     def launch(self, this: Round, wish: Wish) -> None:
         self._agreement.launched(this)
         self.group.launch(self._rank, this, wish)
-
-
-def next_chunks(prompts: list[tuple[int, int]], chunk_tokens: int) -> tuple[int, ...]:
-    """Tokens of the next LAG chunks at most of prompts given by tokens done and in all."""
-    chunks = [min(chunk_tokens, total - at) for done, total in prompts for at in range(done, total, chunk_tokens)]
-    return tuple(chunks[:LAG])

@@ -33,7 +33,7 @@ import torch
 from kernels.layout import Geometry
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.units import PAGE_TOKENS
+from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS
 from worker.device.step_rows import DETERMINISTIC_BLOCK_TOKENS
 from worker.runners.adjust import Adjust
 from worker.runners.logits import AdjustTables
@@ -55,6 +55,11 @@ def prefix_unit_tokens(settings: WorkerSettings) -> int:
 def prompt_block_tokens(settings: WorkerSettings) -> int:
     """Tokens of every block of a prompt in deterministic mode, but for the last."""
     return min(DETERMINISTIC_BLOCK_TOKENS, settings.pass_tokens)
+
+
+def form_block_tokens(*, gathered: bool, deterministic: bool) -> int:
+    """Rows of the largest unit in one of the two forms of prompt.py."""
+    return BLOCK_TOKENS_MAX if gathered and not deterministic else DETERMINISTIC_BLOCK_TOKENS
 
 
 def arithmetic(settings: WorkerSettings) -> str:

@@ -10,15 +10,17 @@ from typing import Any, cast
 import pytest
 from torch import Tensor
 
+from kernels.state import DeviceState
 from protocol.messages import Faulted, Released
 from tests.support.fakes.hash_runner import ALTERNATING, FakeRunner
 from tests.support.late_masks import late_once
 from tests.support.limits import HANG_LIMIT_S
-from tests.support.worker_rig import SETTINGS, Rig
+from tests.support.worker_rig import Rig
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
 from worker.group.control import LoopProgress
 from worker.loop import grammars
-from worker.loop.rounds import Rounds, next_chunks
+from worker.loop.rounds import Rounds
+from worker.runners.base import PromptPass
 from worker.streams import Streams, make_streams
 
 SEEDS = range(20)
@@ -51,7 +53,7 @@ class FakeControl:
 
 
 def rounds_on(streams: Streams, lag: int = 2) -> tuple[Rounds, FakeControl]:
-    agreement = Agreement(lag=lag, batch_sizes=[1, 2, 64], chunk_sizes=[8], prompt_rounds_max=1)
+    agreement = Agreement(lag=lag, batch_sizes=[1, 2, 64], layers=2)
     control = FakeControl()
     group: Any = SimpleNamespace(size=2, control=control, collectives=EchoingPeer())
     return Rounds(group, agreement, streams.compute, "cpu"), control
@@ -99,24 +101,20 @@ def test_a_sleeping_group_is_woken_once_by_work_and_follows_the_wakes_of_others(
     assert not rounds.settled
 
 
-def test_next_chunks_go_through_prompts_in_order() -> None:
-    assert next_chunks([(0, 20), (8, 10)], 8, 5) == (8, 8, 4, 2)
-    assert next_chunks([(16, 20), (0, 40)], 8, 2) == (4, 8)
-    assert next_chunks([(20, 20)], 8, 2) == ()
-    assert next_chunks([(0, 20), (8, 10)], 8, 5, for_first=True) == (8, 8, 8, 8)
-    assert next_chunks([(16, 20), (0, 40)], 8, 2, for_first=True) == (4, 8)
-
-
 class FakeGroupRunner(FakeRunner):
-    """Counts the rounds to which its rank brings no chunk."""
+    """Counts the units to which its rank brings no rows. `breaks`: the unit of the last layer fails."""
 
     padded = 0
+    breaks = False
 
-    def begin_prompt_round(self, rows: int) -> None:
+    def launch_padding(self, streams: Streams, layer: int, rows: int) -> None:
         assert rows
-
-    def launch_padding(self, streams: Streams) -> None:
         self.padded += 1
+
+    def launch_unit(self, streams: Streams, state: DeviceState, prompts: PromptPass, layer: int, *place: Any) -> None:
+        if self.breaks and layer == self.layers - 1:
+            raise RuntimeError("a broken unit")
+        super().launch_unit(streams, state, prompts, layer, *place)
 
 
 @dataclass
@@ -149,8 +147,8 @@ def test_a_bad_request_is_faulted_before_its_round_and_the_group_goes_on() -> No
     rig.check_end()
 
 
-def test_prompt_whose_mask_comes_after_the_wishes_is_not_put_off_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds by earlier wishes are too small for it. Shorter prompts behind it go into these, and into no others."""
+def test_prompt_whose_mask_is_late_draws_behind_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass goes without it, and so do the first tokens of others in that pass."""
     has_mask, known = grammars.Grammar.has_mask.fget, list[bool]()  # type: ignore[attr-defined]
     monkeypatch.setattr(grammars.Grammar, "has_mask", property(lambda it: bool(known) and has_mask(it)))
     rig = rig_of_a_rank()
@@ -158,17 +156,13 @@ def test_prompt_whose_mask_comes_after_the_wishes_is_not_put_off_for_ever(monkey
     others = [rig.coordinator.create(number, 4, 6) for number in (2, 3, 4)]
     for life in (held, *others):
         assert rig.coordinator.admit(life, 64)
-    rig.turn()
+    rig.run_until(lambda: all(life.tokens for life in others))
+    assert not held.tokens
     for request in rig.executor.held():
         assert request.grammar is None or request.grammar._done.wait(HANG_LIMIT_S)
     known.append(True)
-    rounds = rig.executor._rounds
-    assert rounds is not None
-    before = rounds._agreement.number
-    rig.run_until(lambda: bool(held.tokens) or rounds._agreement.number > before + 12)
-    assert [bool(life.tokens) for life in (held, *others)] == [True, True, True, False]
-    assert cast(FakeGroupRunner, rig.runner).padded == 0
     rig.run()
+    assert cast(FakeGroupRunner, rig.runner).padded == 0
     assert not rig.wrong()
     rig.check_end()
 
@@ -186,10 +180,11 @@ def test_masks_that_are_late_change_no_token_of_a_rank(monkeypatch: pytest.Monke
 
 def test_an_error_inside_a_round_is_fatal_to_the_group() -> None:
     """A worker that holds the whole model would fail the request alone (test_requests.py)."""
-    rig = rig_of_a_rank(poison=1)
+    rig = rig_of_a_rank()
+    cast(FakeGroupRunner, rig.runner).breaks = True
     for number in range(2):
         assert rig.coordinator.admit(rig.coordinator.create(number, 40, 6, seed=number), 64)
-    with pytest.raises(Exception, match="poison"):
+    with pytest.raises(RuntimeError, match="a broken unit"):
         rig.run()
     assert not [event for event in rig.coordinator.events if isinstance(event, Faulted)]
 
@@ -206,6 +201,6 @@ def test_steps_beside_prompt_rounds_are_told_apart() -> None:
     before = counters.steps - counters.alone_steps
     assert rig.coordinator.admit(rig.coordinator.create(2, 40, 20, seed=2), 64)
     rig.run()
-    rounds = -(-40 // SETTINGS.prefill_chunk_tokens)
+    rounds = 3  # a unit for each layer
     assert rounds + 1 <= counters.steps - counters.alone_steps - before <= 2 * rounds
     assert counters.step_requests == 60 - 1 + 20 - 1

@@ -1,0 +1,153 @@
+"""Prompt passes of simulated workers: composed by the real worker.loop.prompt_order, left between any two units."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Generic, Protocol, TypeVar
+
+from tests.sim.trace import Violation
+from worker.loop.passes import PassPlace, PassUnit
+from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
+
+#: Of the simulated model.
+LAYERS: Final = 2
+#: Tokens of a pass at most, and rows of a unit.
+PASS_TOKENS: Final = 48
+BLOCK_TOKENS: Final = 16
+#: Open at the same time.
+PASSES_MAX: Final = 2
+
+
+class Prompt(Protocol):
+    """What passes ask of a placement."""
+
+    prompt: Sequence[int]
+    prefilled: int
+    since: float
+
+    @property
+    def placement(self) -> int: ...
+    @property
+    def owner(self) -> str: ...
+
+
+P = TypeVar("P", bound=Prompt)
+
+
+@dataclass(eq=False)
+class SimPass(Generic[P]):
+    """`parts`: placements and the tokens that the pass takes of each. `left_tokens`: what they had left before."""
+
+    place: PassPlace
+    parts: list[tuple[P, int, int]]
+    left_tokens: list[int]
+    preempting: int = 0
+
+
+@dataclass(eq=False)
+class SimPrompts(Generic[P]):
+    """Prompts of one worker. `page_tokens` is the size of pages, behind which prompts are cut."""
+
+    rng: random.Random
+    clock: Callable[[], float]
+    page_tokens: int
+    prompts: list[P] = field(default_factory=list)
+    open: list[SimPass[P]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._order = PromptOrder(unit_tokens=self.page_tokens)
+
+    def add(self, run: P) -> None:
+        self.prompts.append(run)
+
+    def leave(self, run: P) -> None:
+        if run in self.prompts:
+            self.prompts.remove(run)
+        for opened in self.open:
+            opened.parts = [part for part in opened.parts if part[0] is not run]
+
+    @property
+    def has_work(self) -> bool:
+        return any(opened.parts for opened in self.open) or bool(self._eligible())
+
+    def block(self) -> int:
+        """Rows of the next unit at most."""
+        return self.rng.randint(1, BLOCK_TOKENS)
+
+    # ---------------------------------------------------------------- one worker
+
+    def next(self) -> PassUnit | None:
+        """The unit to run next; None: no prompt waits."""
+        while self.open and not self.open[-1].parts:
+            self.open.pop()
+        if not self.open:
+            self._begin(self._order.compose(self._eligible(), PASS_TOKENS))
+        elif len(self.open) < PASSES_MAX:
+            self._begin(self._preempting(PASS_TOKENS))
+        return self.open[-1].place.unit(self.block()) if self.open else None
+
+    # ---------------------------------------------------------------- a rank of a group
+
+    def wished(self) -> tuple[int, int]:
+        """Tokens for the next pass, and for one that preempts the open one."""
+        taken = self._order.compose(self._eligible(behind_open=True), PASS_TOKENS)
+        urgent = self._preempting(PASS_TOKENS) if len(self.open) == 1 else []
+        return _tokens(taken), _tokens(urgent)
+
+    def begin(self, rows: int) -> None:
+        """A pass of the group opens."""
+        limit = min(rows, PASS_TOKENS)
+        taken = self._preempting(limit) if self.open else self._order.compose(self._eligible(), limit)
+        if not self._begin(taken, rows):
+            self.open.append(SimPass(PassPlace(0, rows, LAYERS), [], []))
+
+    # ---------------------------------------------------------------- both
+
+    def launched(self, unit: PassUnit) -> tuple[list[tuple[P, int, int]], bool]:
+        """`unit` is launched: placements in its pass, and whether the pass is over with it."""
+        opened = self.open[-1]
+        opened.place.launched(unit)
+        if not opened.place.is_over:
+            return opened.parts, False
+        self.open.pop()
+        for run, start, stop in opened.parts:
+            if run.prefilled != start:
+                raise Violation("prompts", f"a pass goes on at {start}, placement {run.placement} at {run.prefilled}")
+            run.prefilled = stop
+            if stop == len(run.prompt):
+                self.prompts.remove(run)
+        return opened.parts, True
+
+    def _eligible(self, *, behind_open: bool = False) -> list[WaitingPrompt]:
+        stops = {run.placement: stop for opened in self.open for run, _, stop in opened.parts}
+        found = []
+        for run in self.prompts:
+            start, count = stops.get(run.placement, run.prefilled), len(run.prompt)
+            if start < count and (behind_open or run.placement not in stops):
+                found.append(WaitingPrompt(run.placement, run.owner, start, count, self.clock() - run.since))
+        return found
+
+    def _preempting(self, tokens: int) -> list[Taken]:
+        opened = self.open[-1]
+        left = opened.left_tokens or [PASS_TOKENS]
+        tokens = min(tokens, opened.place.rows - opened.preempting)
+        return self._order.preempting(self._eligible(), left, opened.place.rows_left, tokens)
+
+    def _begin(self, taken: Sequence[Taken], rows: int = 0) -> bool:
+        if not taken:
+            return False
+        runs = {run.placement: run for run in self.prompts}
+        parts = [(runs[it.prompt], it.start, it.stop) for it in taken]
+        if self.open:
+            self.open[-1].preempting += _tokens(taken)
+        left = [len(run.prompt) - run.prefilled for run, _, _ in parts]
+        self.open.append(SimPass(PassPlace(0, rows or _tokens(taken), LAYERS), parts, left))
+        for run, start, stop in parts:
+            self._order.took(run.owner, stop - start)
+        return True
+
+
+def _tokens(taken: Sequence[Taken]) -> int:
+    return sum(it.stop - it.start for it in taken)
