@@ -128,14 +128,21 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
     counter(
         "hisparse_worker_prompt_tokens_total",
         "tokens",
-        "Prompt tokens prefilled.",
+        "Prompt tokens prefilled, counted when the whole prompt is.",
         "How much of it is prefill?",
         lambda it: it.prompt_tokens,
     ),
     counter(
+        "hisparse_worker_prompt_pass_tokens_total",
+        "tokens",
+        "Prompt tokens of passes that ended, of prompts that left before their end too.",
+        "How fast does this worker compute prompts?",
+        lambda it: it.prompt_pass_tokens,
+    ),
+    counter(
         "hisparse_worker_prompt_units_total",
         "units",
-        "Units of prompts launched: one layer over a block of prompt tokens each.",
+        "Units of prompts: one layer over a block of prompt tokens each.",
         "How finely is prompt work cut?",
         lambda it: it.prompt_units,
     ),

@@ -178,8 +178,9 @@ class WorkerCounters:
     prefill_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
     stage_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
     load_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
-    prompt_tokens: int = 0
-    prompt_units: int = 0  # launched: one layer over a block of prompt tokens each
+    prompt_tokens: int = 0  # of whole prompts
+    prompt_pass_tokens: int = 0  # of passes that ended
+    prompt_units: int = 0  # one layer over a block of a pass each
     prompt_s: float = 0.0  # of units, on the device
     prompts_since: tuple[float, ...] = ()
     gap_s: Buckets = field(default_factory=lambda: Buckets(GAP_BOUNDS_S))  # between two steps with units between them
@@ -187,10 +188,6 @@ class WorkerCounters:
     gap_target_too_small: bool = False  # a target that was set, and is below a plain step
     plain_step_s: float = 0.0  # a decode step without units before it; 0: none was measured
     tokens: int = 0
-    prompt_units: int = 0  # of prompt passes: one layer over a block
-    prompt_pass_tokens: int = 0  # of passes that ended
-    prompt_s: float = 0.0  # units on the device
-    gap_s: Buckets = field(default_factory=lambda: Buckets(TOKEN_BOUNDS_S))
     surplus_tokens: int = 0  # decoded past a request's end, discarded
     late_masks: int = 0  # rows of steps that drew nothing, since what their grammars allow was not known in time
     drafted: Counter[int] = field(default_factory=Counter)  # drafts that steps verified, by row of the step

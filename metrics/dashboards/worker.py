@@ -395,9 +395,14 @@ PROMPTS: Final = Row(
         ),
         Panel(
             "Prompt tokens prefilled",
-            "Tokens prefilled per second. Bad: above what clients send: prompts are prefilled again after drops.",
+            "Prompt tokens per second, of passes that ended and of whole prompts. Bad: passes above whole prompts for "
+            "long: prompts leave before their end; either above what clients send: prompts are prefilled again after "
+            "drops.",
             "none",
-            (by_worker(rate("hisparse_worker_prompt_tokens_total")),),
+            (
+                by_worker(rate("hisparse_worker_prompt_pass_tokens_total"), "passes"),
+                by_worker(rate("hisparse_worker_prompt_tokens_total"), "whole prompts"),
+            ),
         ),
         Panel(
             "Share of time spent on prompts",

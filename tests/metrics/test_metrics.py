@@ -274,11 +274,15 @@ def test_work_on_prompts_and_gaps_have_their_names() -> None:
     world = World()
     it = world.counters
     it.prompt_units, it.prompt_s, it.gap_target_s, it.plain_step_s, it.gap_target_too_small = 7, 0.5, 0.04, 0.05, True
+    it.prompt_pass_tokens = 900
     it.gap_s.observe(0.06)
     with served(WorkerCollector(world.sources)) as exporter:
         scraped = scrape(exporter)
-    names = ("prompt_units_total", "prompt_seconds_total", "gap_target_seconds", "plain_step_seconds")
-    assert [values(scraped[f"hisparse_worker_{name}"])[()] for name in names] == [7, 0.5, 0.04, 0.05]
+    names = (
+        *("prompt_units_total", "prompt_seconds_total", "prompt_pass_tokens_total"),
+        *("gap_target_seconds", "plain_step_seconds"),
+    )
+    assert [values(scraped[f"hisparse_worker_{name}"])[()] for name in names] == [7, 0.5, 900, 0.04, 0.05]
     assert values(scraped["hisparse_worker_gap_target_too_small"]) == {(): 1}
     gaps = {it.labels["le"]: it.value for it in scraped["hisparse_worker_gap_seconds"].samples if "le" in it.labels}
     assert (gaps["0.05551"], gaps["0.06939"], gaps["+Inf"]) == (0, 1, 1)

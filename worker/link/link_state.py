@@ -397,7 +397,7 @@ class LinkState:
             alone_s=executor.alone_s,
             alone_requests=executor.alone_requests,
             step_requests=executor.step_requests,
-            prompt_tokens=executor.prompt_tokens,
+            prompt_tokens=executor.prompt_pass_tokens,
             prompts_waiting=prompts_waiting,
             prompt_wait_s=prompt_wait_s,
         )

@@ -400,7 +400,7 @@ def test_swap_totals_are_repeated_to_a_coordinator_that_adopts() -> None:
 
 def test_heartbeats_carry_executor_state_after_welcome() -> None:
     since = monotonic() - 30.0
-    counters = WorkerCounters(beats=4, steps=9, prompt_tokens=800, prompts_since=(since + 20.0, since))
+    counters = WorkerCounters(beats=4, steps=9, prompt_pass_tokens=800, prompts_since=(since + 20.0, since))
     assert make().heartbeat(counters) == []
     (action,) = welcomed().heartbeat(counters)
     assert isinstance(action, Send)
