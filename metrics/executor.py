@@ -7,12 +7,17 @@ from time import monotonic
 from typing import Final
 
 from metrics.families import Metric, counter, gauge, histogram
-from metrics.state import WARM_STARTS, IntArray, SwapTotals, WorkerCounters
+from metrics.state import PROMPT_AGES_S, WARM_STARTS, IntArray, SwapTotals, WorkerCounters
 from protocol.units import SEAT_ROWS_MAX
 
 
 def _silent_s(counters: WorkerCounters) -> float:
     return monotonic() - counters.beat_at
+
+
+def _waiting_by_age(counters: WorkerCounters) -> dict[str, float]:
+    now, since = monotonic(), counters.prompts_since
+    return {str(age): sum(now - it >= age for it in since) for age in PROMPT_AGES_S}
 
 
 def _copied_bytes(counters: WorkerCounters) -> dict[tuple[str, str], float]:
@@ -123,9 +128,66 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
     counter(
         "hisparse_worker_prompt_tokens_total",
         "tokens",
-        "Prompt tokens prefilled.",
+        "Prompt tokens prefilled, counted when the whole prompt is.",
         "How much of it is prefill?",
         lambda it: it.prompt_tokens,
+    ),
+    counter(
+        "hisparse_worker_prompt_pass_tokens_total",
+        "tokens",
+        "Prompt tokens of passes that ended, of prompts that left before their end too.",
+        "How fast does this worker compute prompts?",
+        lambda it: it.prompt_pass_tokens,
+    ),
+    counter(
+        "hisparse_worker_prompt_units_total",
+        "units",
+        "Units of prompts: one layer over a block of prompt tokens each.",
+        "How finely is prompt work cut?",
+        lambda it: it.prompt_units,
+    ),
+    counter(
+        "hisparse_worker_prompt_seconds_total",
+        "seconds",
+        "Time of units of prompts on the device.",
+        "Which share of the time do prompts take?",
+        lambda it: it.prompt_s,
+    ),
+    gauge(
+        "hisparse_worker_prompts_waiting",
+        "prompts",
+        "Prompts that wait or are under way, and were admitted so many seconds ago or earlier.",
+        "Do prompts pile up?",
+        _waiting_by_age,
+        labels="older_than",
+    ),
+    gauge(
+        "hisparse_worker_prompt_wait_seconds",
+        "seconds",
+        "Time since the oldest of these prompts was admitted; 0: there is none.",
+        "How long does a first token take now?",
+        lambda it: it.prompts_waiting[1],
+    ),
+    gauge(
+        "hisparse_worker_gap_target_seconds",
+        "seconds",
+        "Target of the time between two decode steps with prompts between them, worker.gap_target_ms; 0: unbounded.",
+        "How much may prompts delay decoding?",
+        lambda it: it.gap_target_s,
+    ),
+    gauge(
+        "hisparse_worker_plain_step_seconds",
+        "seconds",
+        "A decode step without prompts before it, as the worker measures it; 0: none was measured.",
+        "What is the smallest gap?",
+        lambda it: it.plain_step_s,
+    ),
+    gauge(
+        "hisparse_worker_gap_target_too_small",
+        "",
+        "1: the target of gaps is set below a plain step, which no gap can hold.",
+        "Is worker.gap_target_ms too small?",
+        lambda it: it.gap_target_too_small,
     ),
     counter(
         "hisparse_worker_copied_bytes_total",
@@ -213,6 +275,12 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
     ),
     histogram(
         "hisparse_worker_step_seconds", "Time of one decode step.", "How long between two tokens?", lambda it: it.step_s
+    ),
+    histogram(
+        "hisparse_worker_gap_seconds",
+        "Gap between two decode steps that a decoding request saw beside prompts.",
+        "How much do prompts delay decoding?",
+        lambda it: it.gap_s,
     ),
     histogram(
         "hisparse_worker_prefill_seconds",

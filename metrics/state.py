@@ -42,12 +42,18 @@ COMMAND_BOUNDS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05
 ANSWER_BOUNDS_S: Final = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 #: Group commits: 0.1 ms (a disk with a safe cache) to 5 s (one that is dying).
 COMMIT_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
-#: An executor whose loop has not turned for this long hangs; one prefill chunk of a large model on a CPU takes less.
+#: An executor whose loop has not turned for this long hangs; one unit of a prompt of a large model on a CPU takes less.
 EXECUTOR_STALE_S: Final = 30.0
 #: Waits of requests for a place, for their first token, for operators: 5 ms to an hour.
 WAIT_BOUNDS_S: Final = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 #: Between two tokens of one request: decode steps, and the pauses of a retraction.
 TOKEN_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+#: Gaps of decoding requests beside prompts: 1 ms to 6 s. Bounds are as far apart as a gap may be from its target before
+#: HiSparseGapTargetMissed fires, so that the p99 that Prometheus estimates of gaps within the target never does.
+GAP_FACTOR: Final = 1.25
+GAP_BOUNDS_S: Final = tuple(float(f"{0.001 * GAP_FACTOR**power:.4g}") for power in range(40))
+#: Ages of waiting prompts by which these are counted: those that wait longer.
+PROMPT_AGES_S: Final = (0, 1, 10, 60)
 #: Host pages live as long as their requests: seconds to days.
 PAGE_BOUNDS_S: Final = (0.1, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
 #: How a context that its hot buffer cannot hold comes back: with the rows of its last top-k; with none, since it was
@@ -156,7 +162,8 @@ class MemoryUse:
 @dataclass(slots=True)
 class WorkerCounters:
     """What the executor did. `beats` grows whenever its loop turns, last at `beat_at` (time.monotonic); `step_us` is a
-    moving average of decode steps."""
+    moving average of decode steps. `prompts_since`: when each prompt was admitted that waits or is under way
+    (time.monotonic), replaced as a whole."""
 
     beats: int = 0
     awaits: str = ""  # worker of its group that the loop waits for
@@ -171,12 +178,16 @@ class WorkerCounters:
     prefill_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
     stage_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
     load_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
-    prompt_tokens: int = 0
-    tokens: int = 0
-    prompt_units: int = 0  # of prompt passes: one layer over a block
+    prompt_tokens: int = 0  # of whole prompts
     prompt_pass_tokens: int = 0  # of passes that ended
-    prompt_s: float = 0.0  # units on the device
-    gap_s: Buckets = field(default_factory=lambda: Buckets(TOKEN_BOUNDS_S))
+    prompt_units: int = 0  # one layer over a block of a pass each
+    prompt_s: float = 0.0  # of units, on the device
+    prompts_since: tuple[float, ...] = ()
+    gap_s: Buckets = field(default_factory=lambda: Buckets(GAP_BOUNDS_S))  # between two steps with units between them
+    gap_target_s: float = 0.0  # 0: unbounded
+    gap_target_too_small: bool = False  # a target that was set, and is below a plain step
+    plain_step_s: float = 0.0  # a decode step without units before it; 0: none was measured
+    tokens: int = 0
     surplus_tokens: int = 0  # decoded past a request's end, discarded
     late_masks: int = 0  # rows of steps that drew nothing, since what their grammars allow was not known in time
     drafted: Counter[int] = field(default_factory=Counter)  # drafts that steps verified, by row of the step
@@ -203,6 +214,12 @@ class WorkerCounters:
         """The loop turned, busy or idle. A loop that does not for EXECUTOR_STALE_S hangs."""
         self.beats += 1
         self.beat_at = monotonic()
+
+    @property
+    def prompts_waiting(self) -> tuple[int, float]:
+        """Prompts that wait or are under way, and the seconds that the oldest has waited."""
+        since = self.prompts_since
+        return len(since), monotonic() - min(since) if since else 0.0
 
     @property
     def swapped_bytes(self) -> int:

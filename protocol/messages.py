@@ -33,7 +33,8 @@ import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
 #: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts, ranks of
-#: requests for workers. 8: owners of requests for workers. A coordinator serves peers of the version before, too
+#: requests for workers. 8: owners of requests for workers, waiting
+#: prompts of workers. A coordinator serves peers of the version before, too
 #: (protocol/skew.py).
 PROTOCOL_VERSION: Final = 8
 
@@ -641,6 +642,9 @@ class WorkerRow(Part, frozen=True):
     step_s: float = 0.0  # seconds of all decode steps
     load_s: float = 0.0  # of these, seconds of swap-ins that steps wait for
     hot_sizing: HotFloorRow | None = None
+    prompt_tokens: int = 0  # computed
+    prompts_waiting: int = 0  # prompts that wait or are under way
+    prompt_wait_s: float = 0.0  # seconds since the oldest of these was admitted
 
 
 class PoolRow(Part, frozen=True):
@@ -1136,6 +1140,9 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     alone_s: float = 0.0  # of all of these
     alone_requests: int = 0  # in all of these together
     step_requests: int = 0  # in all steps together
+    prompt_tokens: int = 0  # computed
+    prompts_waiting: int = 0  # prompts that wait or are under way
+    prompt_wait_s: float = 0.0  # since the oldest of these was admitted
 
 
 class TokenizerChunk(Message, frozen=True, tag="tokenizer_chunk"):

@@ -28,6 +28,8 @@ from protocol.messages import (
     Commands,
     CoordinatorMessage,
     GatewayMessage,
+    WorkerRow,
+    WorkerRows,
     encode,
 )
 
@@ -35,9 +37,9 @@ from protocol.messages import (
 PROTOCOL_VERSION_MIN: Final[int] = 7
 #: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends. None
 #: of them contains another.
-NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Admit: 1}
+NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Admit: 1, WorkerRow: 3}
 #: Messages of a coordinator that contain such a struct.
-CHANGED: Final[frozenset[type[msgspec.Struct]]] = frozenset({Commands})
+CHANGED: Final[frozenset[type[msgspec.Struct]]] = frozenset({Commands, WorkerRows})
 
 assert PROTOCOL_VERSION - PROTOCOL_VERSION_MIN in (0, 1)  # no version between them, for which nothing is cut
 

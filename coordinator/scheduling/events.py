@@ -55,6 +55,9 @@ class LinkStats(NamedTuple):
     alone_s: float = 0.0
     alone_requests: int = 0
     step_requests: int = 0
+    prompt_tokens: int = 0
+    prompts_waiting: int = 0  # prompts that wait or are under way, and for how long the oldest
+    prompt_wait_s: float = 0.0
 
 
 class WorkerPort(Protocol):

@@ -51,6 +51,7 @@ HELP: Final = (
     "",
     "r R a d D ask first: y confirms, any other key cancels.",
     "Workers: TOK/S, HIT, H2D/S (bytes of swap-in) over 5 s. HOT, INDX, HOST: shares in use.",
+    "PROMPT/S: prompt tokens, over 5 s. PROMPTS: those that wait or are under way, age of the oldest.",
     "FLOOR: smallest hot size that is given. PRED MS: a step there, as predicted.",
     "Requests: HIT since submission, a dash for a resident one. AGE of an ended one: until its end.",
     "DRAFTS: share of verified drafts that are in the output.  HELD: a retracted request that waits for R.",
@@ -60,6 +61,8 @@ MARK: Final = ">"
 RUNNING: Final = "RUNNING"
 #: Hit rate of a worker below which it is highlighted.
 HIT_LOW: Final = 0.5
+#: Age of the oldest waiting prompt of a worker from which it is highlighted.
+PROMPT_WAIT_LONG_S: Final = 60.0
 STYLES: Final = {
     **{"connected": "green", "draining": "yellow", "drained": "cyan", "disconnected": "bold red"},
     **{
@@ -159,12 +162,21 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
     def speed(row: WorkerRow) -> str:
         return f"{rates[row.worker].tokens_per_s:.0f}" if row.worker in rates else "-"
 
+    def prompt_speed(row: WorkerRow) -> str:
+        return f"{rates[row.worker].prompt_tokens_per_s:.0f}" if row.worker in rates else "-"
+
     def hits(row: WorkerRow) -> float | None:
         return rates[row.worker].hit_share if row.worker in rates else None
 
     def full(row: WorkerRow) -> float:
         return host.get(row.node, 0)
 
+    prompts: list[Column[WorkerRow]] = []
+    if any(row.prompt_tokens or row.prompts_waiting for row in rows):
+        prompts = [
+            Column("PROMPT/S", prompt_speed, True, goes=8, steady=8),
+            Column("PROMPTS", _prompts, True, goes=9, steady=7, style=_prompts_style),
+        ]
     columns: list[Column[WorkerRow]] = [
         Column("WORKER", lambda row: row.worker, least=8, steady=8, cuts_middle=True),
         Column("STATE", _worker_state, least=12, steady=12, style=_worker_style),
@@ -177,6 +189,7 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
         Column("HOST", lambda row: _percent(full(row)), True, 4, 0, 4, style=lambda row: _load_style(full(row))),
         Column("STEP MS", lambda row: f"{row.step_us / 1000:.1f}", True, goes=7, steady=7),
         Column("TOK/S", speed, True, goes=1, steady=6),
+        *prompts,
         Column("HIT", lambda row: _hit(hits(row)), True, 3, steady=4, style=lambda row: _hit_style(hits(row))),
         Column("H2D/S", swapped, True, goes=2, steady=6),
         Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True, goes=10, steady=6),
@@ -327,6 +340,15 @@ def _node(name: str) -> str:
 
 def _seen(row: WorkerRow) -> str:
     return "-" if row.link_age_s == NOT_SEEN else duration_text(row.link_age_s)
+
+
+def _prompts(row: WorkerRow) -> str:
+    """Prompts that wait or are under way, and since when the oldest of them."""
+    return f"{row.prompts_waiting} {duration_text(row.prompt_wait_s)}" if row.prompts_waiting else "-"
+
+
+def _prompts_style(row: WorkerRow) -> str:
+    return "yellow" if row.prompt_wait_s >= PROMPT_WAIT_LONG_S else ""
 
 
 def _hit_style(share: float | None) -> str:

@@ -41,6 +41,7 @@ class WorkerRates:
     tokens_per_s: float
     hit_share: float | None
     swapped_bytes_per_s: float
+    prompt_tokens_per_s: float
 
 
 class History:
@@ -91,7 +92,11 @@ class History:
 def _rates(before: WorkerRow, now: WorkerRow, tokens: int, seconds: float) -> WorkerRates:
     hits, misses = now.hits - before.hits, now.misses - before.misses
     share = hits / (hits + misses) if hits + misses > 0 else None
-    return WorkerRates(tokens / seconds, share, (now.swapped_bytes - before.swapped_bytes) / seconds)
+    swapped_bytes, prompt_tokens = (
+        now.swapped_bytes - before.swapped_bytes,
+        now.prompt_tokens - before.prompt_tokens,
+    )
+    return WorkerRates(tokens / seconds, share, swapped_bytes / seconds, prompt_tokens / seconds)
 
 
 def _tokens_by_worker(before: Iterable[RequestRow], now: Iterable[RequestRow]) -> dict[str, int]:

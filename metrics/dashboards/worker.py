@@ -395,9 +395,51 @@ PROMPTS: Final = Row(
         ),
         Panel(
             "Prompt tokens prefilled",
-            "Tokens prefilled per second. Bad: above what clients send: prompts are prefilled again after drops.",
+            "Prompt tokens per second, of passes that ended and of whole prompts. Bad: passes above whole prompts for "
+            "long: prompts leave before their end; either above what clients send: prompts are prefilled again after "
+            "drops.",
             "none",
-            (by_worker(rate("hisparse_worker_prompt_tokens_total")),),
+            (
+                by_worker(rate("hisparse_worker_prompt_pass_tokens_total"), "passes"),
+                by_worker(rate("hisparse_worker_prompt_tokens_total"), "whole prompts"),
+            ),
+        ),
+        Panel(
+            "Share of time spent on prompts",
+            "Share of the time in which the device computed units of prompts. Bad: near 1 for long: more prompts come "
+            "than the worker computes.",
+            "percentunit",
+            (by_worker(rate("hisparse_worker_prompt_seconds_total")),),
+        ),
+        Panel(
+            "Time of a prompt unit",
+            "Mean time of one unit of a prompt, one layer over a block of tokens, and a plain decode step. Bad: units "
+            "above the plain step while requests decode: a step waits for the whole unit.",
+            "s",
+            (
+                by_worker(
+                    f"{rate('hisparse_worker_prompt_seconds_total')} / {rate('hisparse_worker_prompt_units_total')}",
+                    "unit",
+                ),
+                by_worker(f"hisparse_worker_plain_step_seconds{{{ONE}}}", "plain step"),
+            ),
+        ),
+        Panel(
+            "Gap and target",
+            "Gap between two decode steps with prompts between them, and its target (worker.gap_target_ms; 0: "
+            "unbounded). Bad: p99 above 1.25 times the target.",
+            "s",
+            (
+                *quantiles("hisparse_worker_gap_seconds", 0.5, 0.99),
+                by_worker(f"hisparse_worker_gap_target_seconds{{{ONE}}}", "target"),
+            ),
+        ),
+        Panel(
+            "Prompts waiting, by age",
+            "Prompts that wait or are under way, by how long ago they were admitted at least. Bad: some that are older "
+            "than 60 s for long, where prompts are short.",
+            "none",
+            (by_worker(f"hisparse_worker_prompts_waiting{{{ONE}}}", "{{older_than}} s and more"),),
         ),
     ),
 )

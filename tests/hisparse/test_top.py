@@ -122,12 +122,19 @@ def test_rates_are_over_the_window_and_by_worker() -> None:
             row(REQUEST, generated_tokens=10 * second),
             row(REQUEST, request_id="r2", worker="w0" if second < 10 else "", generated_tokens=20 * second),
         )
-        worker = row(WORKER, hits=30 * second, misses=10 * second, swapped_bytes=1000 * second)
+        worker = row(
+            WORKER,
+            hits=30 * second,
+            misses=10 * second,
+            swapped_bytes=1000 * second,
+            prompt_tokens=500 * second,
+        )
         history.add(sample(*rows, at_s=float(second), workers=(worker,)))
     rates = history.worker_rates()["w0"]
     assert rates.tokens_per_s == pytest.approx(30), "of the request that has just left w0, too"
     assert rates.hit_share == pytest.approx(0.75)
     assert rates.swapped_bytes_per_s == pytest.approx(1000)
+    assert rates.prompt_tokens_per_s == pytest.approx(500)
     assert history.request_rates() == {"r1": 10, "r2": 20}
     first = history._samples[0]
     assert history.latest is not None
@@ -364,6 +371,20 @@ def test_80_by_24_shows_the_main_figures() -> None:
     assert lines[-1].strip().endswith("q quit")
     press(screen, "end")
     assert any(line.startswith(">r29") for line in shown(screen)), "the selected row is always in view"
+
+
+def test_prompts_have_columns_where_a_worker_has_computed_some() -> None:
+    assert "PROMPT/S" not in shown(screen_of(REQUEST), 200)[2]
+    busy = row(WORKER, prompt_tokens=8_192, prompts_waiting=3, prompt_wait_s=75.0)
+    idle = row(WORKER, worker="w1", prompt_tokens=100)
+    screen = screen_of(REQUEST, workers=(busy, idle))
+    screen.take(sample(REQUEST, workers=(row(busy, prompt_tokens=16_384), idle), at_s=2.0))
+    for width in (100, 200):
+        head, first, second = shown(screen, width)[2:5]
+        at = head.index("PROMPT/S")
+        assert first[at : at + 18].split() == ["4096", "3", "1m15s"]
+        assert second[at : at + 18].split()[:2] == ["0", "-"]
+    assert "PROMPT/S" not in shown(screen, 80)[2]
 
 
 def test_share_of_drafts_has_a_column_where_a_request_drafts() -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,6 +39,8 @@ from metrics.link import LINK_METRICS
 from metrics.names import BY_NAME, COORDINATOR, TABLE, WORKER, as_markdown, exported_names
 from metrics.state import (
     EXECUTOR_STALE_S,
+    GAP_BOUNDS_S,
+    GAP_FACTOR,
     Buckets,
     CoordinatorCounters,
     LinkCounters,
@@ -51,6 +54,7 @@ from protocol import messages
 from protocol.errors import ConfigError, Unavailable
 from protocol.messages import HotFloorRow, PoolRow, WorkerCapacity, WorkerRow
 from tests import ROOT
+from tests.metrics.test_rules import alerts
 from tests.support.limits import HANG_LIMIT_S
 
 
@@ -249,6 +253,48 @@ def test_each_copy_purpose_has_bytes_and_seconds() -> None:
     assert [copied[way] for way in ways] == [11, 12, 13]
     assert [spent[way] for way in ways] == [1, 2, 3]
     assert copied.keys() == spent.keys() == {*ways, ("to_device", "swap")}
+
+
+def test_prompts_are_counted_by_age_at_scrape_time() -> None:
+    world = World()
+    it, now = world.counters, time.monotonic()
+    with served(WorkerCollector(world.sources)) as exporter:
+        before = scrape(exporter)
+        it.prompts_since = (now, now - 20, now - 100, now - 1_000)
+        after = scrape(exporter)
+    waiting = "hisparse_worker_prompts_waiting"
+    assert values(before[waiting]) == {("0",): 0, ("1",): 0, ("10",): 0, ("60",): 0}
+    assert values(before["hisparse_worker_prompt_wait_seconds"]) == {(): 0}
+    counts = values(after[waiting])
+    assert (counts["0",], counts["10",], counts["60",]) == (4, 3, 2)
+    assert 1_000 <= values(after["hisparse_worker_prompt_wait_seconds"])[()] < 1_000 + HANG_LIMIT_S
+
+
+def test_work_on_prompts_and_gaps_have_their_names() -> None:
+    world = World()
+    it = world.counters
+    it.prompt_units, it.prompt_s, it.gap_target_s, it.plain_step_s, it.gap_target_too_small = 7, 0.5, 0.04, 0.05, True
+    it.prompt_pass_tokens = 900
+    it.gap_s.observe(0.06)
+    with served(WorkerCollector(world.sources)) as exporter:
+        scraped = scrape(exporter)
+    names = (
+        *("prompt_units_total", "prompt_seconds_total", "prompt_pass_tokens_total"),
+        *("gap_target_seconds", "plain_step_seconds"),
+    )
+    assert [values(scraped[f"hisparse_worker_{name}"])[()] for name in names] == [7, 0.5, 900, 0.04, 0.05]
+    assert values(scraped["hisparse_worker_gap_target_too_small"]) == {(): 1}
+    gaps = {it.labels["le"]: it.value for it in scraped["hisparse_worker_gap_seconds"].samples if "le" in it.labels}
+    assert (gaps["0.05551"], gaps["0.06939"], gaps["+Inf"]) == (0, 1, 1)
+
+
+def test_bounds_of_gaps_are_no_farther_apart_than_the_alert_allows() -> None:
+    """An estimated quantile lies in the bucket of the true one."""
+    ratios = [above / below for below, above in pairwise(GAP_BOUNDS_S)]
+    assert max(ratios) == pytest.approx(GAP_FACTOR, rel=1e-3)
+    assert GAP_BOUNDS_S[-1] > 5
+    rule = next(rule for rule in alerts() if rule["alert"] == "HiSparseGapTargetMissed")
+    assert f"> {GAP_FACTOR} * (hisparse_worker_gap_target_seconds" in rule["expr"]
 
 
 def test_each_number_of_a_transfer_has_its_name() -> None:

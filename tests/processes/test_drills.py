@@ -10,8 +10,9 @@ from tests.support.prometheus_rig import program
 from tools.faults import drills
 from tools.faults.drills import HEADER, SCENES, Play, Sighting, Trouble, as_row, rules, shrunk
 
-#: Half a minute of standing still, or of quiet to compare with: by hand, `python -m tools.faults.drills`.
-LONG = (drills.hang, drills.waits)
+#: Half a minute of standing still, or of quiet to compare with, or a minute of waiting: by hand,
+#: `python -m tools.faults.drills`.
+LONG = (drills.hang, drills.waits, drills.slow_prompts)
 QUICK = [(play, troubles) for play, troubles in SCENES if play not in LONG]
 
 

@@ -4,6 +4,7 @@ file named by PLANTED_WHILE exists. For drills: what an alert waits for is cause
     slow-disk    each write of the journal takes SLOW_S longer
     full-disk    no write of the journal succeeds
     slow-steps   each decode step takes SLOW_S longer
+    slow-units   each unit of a prompt takes SLOW_UNIT_S longer
     hang         the decode loop of a worker does not turn
     lost-seat    a worker has one free seat less than the ledger says
     lone-rank    a worker says that it is one of two ranks of a group
@@ -30,6 +31,7 @@ import msgspec
 
 PLANTED_WHILE: Final = "PLANTED_WHILE"
 SLOW_S: Final = 0.3
+SLOW_UNIT_S: Final = 1.0
 POLL_S: Final = 0.05
 
 
@@ -68,6 +70,12 @@ def slow_steps() -> None:
     from worker.loop.executor import Executor
 
     before(Executor, "_launch_step", lambda: time.sleep(SLOW_S))
+
+
+def slow_units() -> None:
+    from worker.runners.transformers_dsa import TransformersRunner
+
+    before(TransformersRunner, "launch_unit", lambda: time.sleep(SLOW_UNIT_S))
 
 
 def hang() -> None:
@@ -159,6 +167,7 @@ DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "slow-disk": slow_disk,
     "full-disk": full_disk,
     "slow-steps": slow_steps,
+    "slow-units": slow_units,
     "hang": hang,
     "lost-seat": lost_seat,
     "lone-rank": lone_rank,

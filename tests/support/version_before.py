@@ -8,12 +8,22 @@ from typing import Final
 import pytest
 
 from protocol import skew
-from protocol.messages import PROTOCOL_VERSION, Admit, Commands, Ended, RequestDetail, RequestRow, RequestRows
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Admit,
+    Commands,
+    Ended,
+    RequestDetail,
+    RequestRow,
+    RequestRows,
+    WorkerRow,
+    WorkerRows,
+)
 
 BEFORE: Final = PROTOCOL_VERSION - 1
 #: How many of the last fields are taken to be newer than BEFORE.
-NEWER_FIELDS: Final = MappingProxyType({Ended: 2, RequestRow: 2, Admit: 2})
-CHANGED: Final = frozenset({Ended, RequestRows, RequestDetail, Commands})
+NEWER_FIELDS: Final = MappingProxyType({Ended: 2, RequestRow: 2, Admit: 2, WorkerRow: 3})
+CHANGED: Final = frozenset({Ended, RequestRows, RequestDetail, Commands, WorkerRows})
 
 
 def serve_version_before(patched: pytest.MonkeyPatch) -> None:

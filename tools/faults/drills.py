@@ -38,8 +38,9 @@ import yaml
 from hisparse.client.client import Client, open_client
 from protocol.errors import HiSparseError, WrongState
 from protocol.messages import Sampling
+from protocol.units import PAGE_TOKENS
 from tests import ROOT
-from tests.support.planted import PLANTED_WHILE, SLOW_S
+from tests.support.planted import PLANTED_WHILE, SLOW_S, SLOW_UNIT_S
 from tests.support.ports import free_ports
 from tests.support.process_rig import Place, Process
 from tests.support.prometheus_rig import Server, prometheus, until
@@ -247,6 +248,17 @@ WAITS: Final = Trouble(
     is_shrunk=True,
 )
 
+GAPS: Final = Trouble(
+    "HiSparseGapTargetMissed",
+    f"units of prompts that take {SLOW_UNIT_S} s longer, while a request decodes",
+    "histogram_quantile(0.99, sum by (le) (rate(hisparse_worker_gap_seconds_bucket[30s])))",
+)
+PROMPTS: Final = Trouble(
+    "HiSparsePromptsWait",
+    "the same, until a long prompt has waited for a minute",
+    "max(hisparse_worker_prompt_wait_seconds)",
+)
+
 
 async def pressure(path: Path) -> list[Sighting]:
     """Memory runs short, a drain does not end, processes die."""
@@ -326,6 +338,23 @@ async def hang(path: Path) -> list[Sighting]:
     return it.sightings
 
 
+async def slow_prompts(path: Path) -> list[Sighting]:
+    """Units of a long prompt take long. The worker turns between them, and decodes another request."""
+    settings = {"HISPARSE_WORKER_PASS_TOKENS": str(PAGE_TOKENS)}  # many units
+    async with scene(path, defects={"worker": "slow-units"}, settings=settings) as it, trio.open_nursery() as nursery:
+        nursery.start_soon(keep_asking, it.client, prompt(1, 100), 600, 0)
+        await until(lambda: it.server.query("hisparse_worker_gap_target_seconds > 0"))
+
+        async def ask() -> None:
+            it.place.trigger.touch()
+            await it.client.submit_detached(prompt(2, LARGE_TOKENS), Sampling(4, ignore_eos=True))
+
+        await it.cause(ask, GAPS, PROMPTS)
+        it.place.trigger.unlink()
+        nursery.cancel_scope.cancel()
+    return it.sightings
+
+
 async def slow_disk(path: Path) -> list[Sighting]:
     async with scene(path, defects={"coordinator": "slow-disk"}) as it, trio.open_nursery() as nursery:
         nursery.start_soon(keep_asking, it.client, prompt(1, 100), 60, 0)
@@ -370,6 +399,7 @@ SCENES: Final[tuple[tuple[Play, tuple[Trouble, ...]], ...]] = (
     (slow_disk, (SLOW_DISK,)),
     (full_disk, (FULL_DISK,)),
     (waits, (WAITS,)),
+    (slow_prompts, (GAPS, PROMPTS)),
 )
 
 

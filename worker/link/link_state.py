@@ -382,6 +382,7 @@ class LinkState:
         """A Heartbeat with the executor's progress, while welcomed."""
         if self.phase is not LinkPhase.WELCOMED:
             return []
+        prompts_waiting, prompt_wait_s = executor.prompts_waiting
         beat = Heartbeat(
             epoch=self.outbox.epoch,
             command_ack=self.command_ack,
@@ -396,6 +397,9 @@ class LinkState:
             alone_s=executor.alone_s,
             alone_requests=executor.alone_requests,
             step_requests=executor.step_requests,
+            prompt_tokens=executor.prompt_pass_tokens,
+            prompts_waiting=prompts_waiting,
+            prompt_wait_s=prompt_wait_s,
         )
         return [Send(beat)]
 

@@ -29,7 +29,7 @@ from protocol.errors import CapacityError, ConfigError
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.sizing import Length, Memory, hot_sizes_for, page_limit
-from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS, managed_chunks, pages_for
 from tests import ROOT
 from worker.device.capacity import MemoryPlan, plan
 from worker.device.sizing import DEVICE_SHARE, Sizing, size_worker
@@ -367,29 +367,28 @@ def test_eight_gpus_of_141_gb_hold_671_billion_parameters(tmp_path: Path) -> Non
     model = published_config("deepseek-v3.2")
     share = weights_bytes(model, "bfloat16", (128, 128), on_gpu=True, experts=ExpertShare(0, 32))
     assert found["weights_bytes_by_dtype"] == dict(share)
-    rows, hidden, choices = SEATS_MAX, 7168, 8
+    rows, hidden, choices = BLOCK_TOKENS_MAX, 7168, 8
     exchange = rows * (9 * (2 * hidden + 8 * choices) + 8 * 2 * 2 * hidden)
     assert found["exchange_bytes_per_gpu"] == exchange_bytes(model, "bfloat16", 8, rows) == exchange
     left = parse_size("141GB", "") - found["weights_bytes_per_gpu"] - exchange
     assert found["settings"]["device_mem"] == str(int(left * DEVICE_SHARE))
     assert 30e9 < left < 60e9
     assert found["recommended"]["batch"] > 10
-    few = json.loads(size(config, *WHOLE, "--gpu-mem", "141GB", "--group-size", "8", "--seats", "8", "--json"))
-    assert few["exchange_bytes_per_gpu"] == exchange // 2, "of a prompt chunk of 512 rows"
+    assert BLOCK_TOKENS_MAX > SEATS_MAX, "a block of a prompt has more rows than any step"
     text = " ".join(size(config, *WHOLE, "--gpu-mem", "141GB", "--group-size", "8").split())
     assert "Weights on each GPU of a group of 8:" in text
-    assert "Buffers for the exchange of rows: 350.6 MiB." in text
+    assert "Buffers for the exchange of rows: 1.4 GiB." in text
 
 
 def test_ranks_that_draft_hold_a_share_of_the_draft_layer(tmp_path: Path) -> None:
-    """And exchange 1 + n rows of each seat."""
+    """And exchange as many rows, since a block of a prompt has more than 1 + n of each seat."""
     config, model = published(tmp_path, "deepseek-v3.2"), published_config("deepseek-v3.2")
     args = ("--gpu-mem", "141GB", "--group-size", "8", "--draft-tokens", "2", "--json")
     found = json.loads(size(config, *WHOLE, *args))
     share, block = ExpertShare(0, 32), (128, 128)
     held = weights_bytes(model, "bfloat16", block, on_gpu=True, experts=share, draft_layer=True)
     assert found["weights_bytes_by_dtype"] == dict(held)
-    assert found["exchange_bytes_per_gpu"] == exchange_bytes(model, "bfloat16", 8, SEATS_MAX // 3 * 3)
+    assert found["exchange_bytes_per_gpu"] == exchange_bytes(model, "bfloat16", 8, BLOCK_TOKENS_MAX)
     assert found["settings"]["draft_tokens"] == 2
 
 

@@ -7,6 +7,7 @@ puts it behind a network that loses, repeats and reorders within and across conn
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import monotonic
 
 import pytest
 from hypothesis import given, settings
@@ -48,6 +49,7 @@ from protocol.messages import (
 )
 from protocol.transport.frames import read_frame
 from tests.support.hostile import hostile_frames
+from tests.support.limits import HANG_LIMIT_S
 from worker.link.link_state import (
     PROBE_S,
     REPLAY_ASK_INTERVAL_S,
@@ -397,13 +399,16 @@ def test_swap_totals_are_repeated_to_a_coordinator_that_adopts() -> None:
 
 
 def test_heartbeats_carry_executor_state_after_welcome() -> None:
-    counters = WorkerCounters(beats=4, steps=9)
+    since = monotonic() - 30.0
+    counters = WorkerCounters(beats=4, steps=9, prompt_pass_tokens=800, prompts_since=(since + 20.0, since))
     assert make().heartbeat(counters) == []
     (action,) = welcomed().heartbeat(counters)
     assert isinstance(action, Send)
     assert isinstance(action.message, Heartbeat)
     beat = action.message
     assert (beat.executor_beats, beat.steps, beat.epoch, beat.leaving) == (4, 9, 10, False)
+    assert (beat.prompt_tokens, beat.prompts_waiting) == (800, 2)
+    assert 30.0 <= beat.prompt_wait_s < 30.0 + HANG_LIMIT_S
 
 
 def test_connecting_twice_is_an_internal_error() -> None:
