@@ -154,6 +154,15 @@ WORKLOADS: Final = {
             about="chats of 8k, beside prompts of 131,072 tokens, one at a time",
             published={16: Published("a decode of 272 tokens/s falls to 6.6", "users' reports of other engines")},
         ),
+        Workload("32k1", (2,), fresh=(32_768, 32_768), output=1, about="prompts of 32,768 tokens alone"),
+        Workload(
+            "turns",
+            (64,),
+            fresh=(500, 500),
+            output=1,
+            history=(32_256, 32_768),
+            about="prompts of 500 tokens behind 32k that are cached, alone",
+        ),
     )
 }
 

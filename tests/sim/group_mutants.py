@@ -106,7 +106,7 @@ def run_prompt_rounds_without_bound() -> Plan:
 
     def launched(self: Agreement, this: Round) -> None:
         original(self, this)
-        self._prompt_rounds = 0
+        self._units = 0
 
     yield Agreement, "launched", launched
 

@@ -8,7 +8,7 @@ from itertools import count, islice
 import pytest
 
 from protocol.messages import GroupMember
-from tests.sim.groups import LAG, PROMPT_ROUNDS_MAX, SimGroup
+from tests.sim.groups import LAG, UNITS_MAX, SimGroup
 from tests.sim.run import simulate
 from tests.sim.shape import GROUP_ODDS, Shape
 from tests.sim.trace import Violation
@@ -80,10 +80,10 @@ def test_ranks_that_launch_different_rounds_are_a_violation() -> None:
 def test_prompt_rounds_beyond_the_bound_are_a_violation() -> None:
     """Only while a rank wishes to decode in all wishes that can have decided the round."""
     group = group_of("w0", "w1")
-    for number in range(PROMPT_ROUNDS_MAX + LAG):
-        run_round(group, RoundKind.PROMPT, number, Wish(rows=int(number >= PROMPT_ROUNDS_MAX)))
-    with pytest.raises(Violation, match=f"{PROMPT_ROUNDS_MAX + LAG + 1} prompt rounds of g0 while ranks decode"):
-        run_round(group, RoundKind.PROMPT, PROMPT_ROUNDS_MAX + LAG, Wish(rows=1))
+    for number in range(UNITS_MAX + LAG):
+        run_round(group, RoundKind.PROMPT, number, Wish(rows=int(number >= UNITS_MAX)))
+    with pytest.raises(Violation, match=f"{UNITS_MAX + LAG + 1} prompt rounds of g0 while ranks decode"):
+        run_round(group, RoundKind.PROMPT, UNITS_MAX + LAG, Wish(rows=1))
 
 
 def test_ranks_are_members_of_one_incarnation() -> None:

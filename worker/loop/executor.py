@@ -460,6 +460,7 @@ class Executor:
         self._requests[request.placement] = self._waiting[request.placement] = request
         if request.status is Status.PREFILLING:
             self._prompts.add(request)
+            self._note_prompts()
         self.counters.admitted += 1
         if admit.transfer_id:
             self._contain(self._begin_sending, request, admit)
@@ -644,6 +645,7 @@ class Executor:
         self._prefill.draw(this, number)
         request.status = Status.STAGING
         request.fences = (self._swap.staged(),)
+        self._note_prompts()
 
     def _ran(self, rows: int, seconds: float) -> None:
         """A unit of `rows` took `seconds` on the device."""
@@ -653,6 +655,21 @@ class Executor:
 
     def _ended_pass(self, tokens: int) -> None:
         self.counters.prompt_pass_tokens += tokens
+
+    def _note_prompts(self) -> None:
+        self.counters.prompts_since = self._prompts.waiting_since()
+
+    def _note_pace(self) -> None:
+        """What is known of gaps, for scrapes; a target that no gap can hold is told once."""
+        counters, pace = self.counters, self._pace
+        counters.plain_step_s, counters.gap_target_s = pace.plain_step_s, pace.target_s
+        if pace.is_target_too_small and not counters.gap_target_too_small:
+            target_ms, step_ms = 1e3 * pace.target_s, 1e3 * pace.plain_step_s
+            log.warning(
+                "worker.gap_target_ms is below a plain step: prompts go one unit at a time",
+                extra=fields(gap_target_ms=round(target_ms, 1), plain_step_ms=round(step_ms, 1)),
+            )
+        counters.gap_target_too_small = pace.is_target_too_small
 
     def _ready(self) -> list[RunningRequest]:
         """Running requests that have memory for their next row, and whose mask is not late; those without memory
@@ -724,6 +741,7 @@ class Executor:
             self.counters.stepped(seconds, len(step.requests), is_alone=step.is_alone)
             if not step.is_alone:
                 self.counters.gap_s.observe(seconds)
+            self._note_pace()
             if self._lengths is not None:
                 self._lengths.observe(step_seen(step, seconds))
             self._read_at = now
@@ -789,6 +807,7 @@ class Executor:
         if request.outgoing is not None:
             self.transfers.cancel(request.outgoing, "its request leaves")
         self._prompts.leave(request)
+        self._note_prompts()
         if self._decoder.awaits_drafts(request):
             self._closing.append(request)
         else:

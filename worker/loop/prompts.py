@@ -106,9 +106,10 @@ class Prompts:
         """The first token of a part that was late was launched."""
         self._undrawn.remove((this, number))
 
-    def waiting(self) -> list[float]:
-        """When each prompt that is not whole yet came, by the clock."""
-        return [request.since_s for request in self._prompts.values()]
+    def waiting_since(self) -> tuple[float, ...]:
+        """When each prompt came, by the clock, whose first token was not launched yet."""
+        late = [this.requests[number] for this, number in self._undrawn]
+        return tuple(request.since_s for request in [*self._prompts.values(), *late])
 
     @property
     def has_work(self) -> bool:
