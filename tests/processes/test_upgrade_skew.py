@@ -190,8 +190,8 @@ async def newer_peers_are_refused(rig: Rig) -> None:
     assert f"this coordinator speaks protocol {PROTOCOL_VERSION_MIN}" in refusal
     rig.start(NEWER, "worker-2")
     assert await rig.ended("worker-2") == EXIT_CONFIG
-    said = rig.children["worker-2"].tail()  # the older coordinator knows no field of a hello that came since
-    assert f"the worker speaks protocol {PROTOCOL_VERSION}, this end {PROTOCOL_VERSION_MIN}" in said
+    # a hello has no field that the older coordinator does not know
+    assert f"this coordinator speaks protocol {PROTOCOL_VERSION_MIN}" in rig.children["worker-2"].tail()
 
 
 async def test_rolling_upgrade_from_an_earlier_commit_loses_and_changes_nothing(
