@@ -2,7 +2,7 @@
 
 One cell is (row format, batch) at DeepSeek-V3.2's attention: 128 heads, latents of 512 and rope keys of 64, bfloat16
 queries, random values, 2048 entries each over a hot buffer of 4096 rows per request. A CUDA graph holds one launch per
-layer, each layer with rows of its own, together well beyond L2. *prompt* cells are a chunk of prompt tokens, all over
+layer, each layer with rows of its own, together well beyond L2. *prompt* cells are a block of prompt tokens, all over
 the rows of one context of 32,768, which L2 keeps. Medians of REPLAYS replays, per launch:
 
     us            attend_rows

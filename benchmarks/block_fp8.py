@@ -59,8 +59,8 @@ SHAPES: Final = {
     "index q_b": (8192, 1536),
 }
 TOKENS: Final = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-#: Tokens from which the ways of a prompt chunk are compared.
-CHUNK_TOKENS: Final = 128
+#: Tokens from which the ways of a prompt block are compared.
+BLOCK_TOKENS: Final = 128
 EXPERT_TOKENS: Final = (1, 16, 64, 128, 256, 512, 1024, 2048)
 EXPERTS, EXPERTS_TOTAL, CHOICES, WIDTH, MIDDLE = 32, 256, 8, 7168, 2048
 WEIGHT_BYTES_LEAST: Final = 200 << 20  # of all weights in a graph
@@ -129,7 +129,7 @@ def measure_linear(weights: list[BlockFp8], tokens: int, copy_rate: float, opera
     times = replayed(lambda number: block_linear(hidden, weights[number], scratch), count)
     memory = (weights[0].nbytes + 2 * tokens * (n + k)) / copy_rate
     row = row_of(times, memory, 2 * tokens * n * k / operation_rate)
-    if tokens >= CHUNK_TOKENS:
+    if tokens >= BLOCK_TOKENS:
         plain = decode_blocks(weights[0], torch.bfloat16)
         ways: dict[str, Callable[[int], object]] = {
             "kernel_us": lambda number: block_linear(hidden, weights[number]),
@@ -151,7 +151,7 @@ def compare_linear(weight: BlockFp8, tokens: int) -> dict[str, Any]:
     got = block_linear(hidden, weight, scratch)[:64]
     decoded = decode_blocks(weight, torch.bfloat16)
     row = {"error": checked(off(got, hidden[:64].double() @ decoded.double().T), LINEAR_ERROR_MOST)}
-    if tokens >= CHUNK_TOKENS:
+    if tokens >= BLOCK_TOKENS:
         row["distance"] = off(block_linear_w8a8(hidden, weight)[:64], got)
     return row
 

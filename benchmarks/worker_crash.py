@@ -2,8 +2,8 @@
 
     python -m benchmarks.worker_crash [--tokens 2048 8192 32768] [--rounds 3] [--device cuda] [--json]
 
-Two real workers of one node (and one device) under a real coordinator, the tiny checkpoint, prefill in chunks of 512 as
-by default. A request decodes on one worker; the other is warm (it has served one of that length) and takes over. Both
+Two real workers of one node (and one device) under a real coordinator, the tiny checkpoint, default
+settings. A request decodes on one worker; the other is warm (it has served one of that length) and takes over. Both
 ways start with the rows of the same request and end with the first token that its client had not seen:
 
     detect_ms    SIGKILL ─► the coordinator has declared the worker down; common to both ways, and told apart

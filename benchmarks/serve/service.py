@@ -37,7 +37,7 @@ START_LIMIT_S: Final = 300.0
 STOP_GRACE_S: Final = 10.0
 #: Of each process, shown where the service fails.
 LOG_LINES: Final = 40
-#: Longest that the worker takes to see the control file: several of its looks, and a prompt chunk of a large model.
+#: Longest that the worker takes to see the control file: several of its looks, and units of a prompt of a large model.
 CONTROL_S: Final = 0.5
 #: States of requests that are over.
 ENDED: Final = ("FINISHED", "ABORTED", "FAILED")
