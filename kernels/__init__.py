@@ -7,7 +7,7 @@ Internal to hisparse: programs import `hisparse.kernels`, which offers the contr
     seat          set up, resize and clear the hot buffer of a seat
     begin_step    place a step's new tokens, plan their backup
     index_topk    score the context, choose the top-k
-    prompt_topk   the same for each token of a prompt chunk
+    prompt_topk   the same for each token of a prompt, or of a part of it
     swap_in       top-k to device rows: hits, victims, misses; replay for layers that share the top-k
     row_format    float32, bfloat16 and fp8 rows and index keys: encode, decode
     encode        values to rows and index keys, in as few launches as the device allows

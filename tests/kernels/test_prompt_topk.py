@@ -1,4 +1,4 @@
-"""prompt_topk: each token of a chunk selects as index_topk would with its own context."""
+"""prompt_topk: each token of a block selects as index_topk would with its own context."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def late_once(wait: Wait = Grammar.wait) -> Wait:
     calls = Counter[Grammar]()
 
     def late(grammar: Grammar, until_s: float) -> Mask | None:
-        if not until_s:  # before a prompt's last chunk, which is launched once
+        if not until_s:  # of a prompt's first token, which is drawn once
             return wait(grammar, until_s)
         calls[grammar] += 1
         return None if calls[grammar] % 2 else wait(grammar, until_s + 60)

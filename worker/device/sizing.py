@@ -16,7 +16,7 @@ such requests. DeepSeek-V3.2 with rows in fp8 wants 61 percent for index pages a
 contexts then find index pages to spare and hot chunks short, so without a target each gets one half.
 
 With `device_mem` = auto the budget is DEVICE_SHARE of what a GPU has free once the model is loaded; the rest is for
-graphs, scratch memory of steps and prompt chunks, and libraries. What steps take is known after the warm-up only, and
+graphs, scratch memory of steps and prompts, and libraries. What steps take is known after the warm-up only, and
 printed then.
 
 Contexts are limited by the smallest of these: the prompt by the slab, the whole by index pages, host pages and, in the

@@ -30,7 +30,7 @@ from worker.streams import Fence, Stream
 if TYPE_CHECKING:
     from worker.loop.batch import RunningRequest
 
-#: Buffers per ring of step inputs and prompt chunks: one is read while the next is filled.
+#: Buffers per ring of step inputs and prompt passes: one is read while the next is filled.
 RING_BUFFERS: Final = 2
 #: Buffers of table edits: a step boundary with some admissions and resizes does not wait for the step before it.
 EDIT_BUFFERS: Final = 8

@@ -13,10 +13,10 @@
 
 Swap-in itself is no operation of this file: the runner launches it between its layers (worker/runners/base.py), and
 replays on `swap`. Loads have a stream of their own: behind a context that returns, tens of milliseconds long, replays
-would hold the whole batch up, and loads would wait behind a staging that waits for its prompt chunk.
+would hold the whole batch up, and loads would wait behind a staging that waits for its prompt.
 
-Staging follows prefill chunk by chunk and layer group by layer group (layer_groups.py), so that the copy of the last
-chunk's last layers is all that is left when prefill ends. Places are computed on the host from page lists and travel
+Staging follows prefill block by block and layer group by layer group (layer_groups.py), so that the copy of the last
+block's last layers is all that is left when prefill ends. Places are computed on the host from page lists and travel
 with the operation, on its own stream: no stream but `compute` reads the seat tables, which only `compute` edits. A
 context that returns, or comes prefilled, has its rows loaded too when the hot buffer holds them all: its first step
 misses nothing. One that does not fit begins with the rows of its last top-k, where that is known (warm_start.py), else

@@ -63,7 +63,7 @@ LOW: Final = 0
 PRIORITIES: Final = {"compute": HIGH, "swap": HIGH, "stage": LOW, "backup": LOW, "load": LOW, "masks": HIGH}
 #: Between two looks at an event that the host waits for.
 POLL_S: Final = 0.00005
-#: A fence that takes longer will not come: a step or prompt chunk takes seconds at most.
+#: A fence that takes longer will not come: a step or a unit of prompts takes seconds at most.
 HOST_WAIT_LIMIT_S: Final = 60.0
 #: What is queued at the end of the process gets this long; the thread that closes has JOIN_LIMIT_S (worker/process.py).
 CLOSE_LIMIT_S: Final = 4.0

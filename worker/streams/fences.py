@@ -7,7 +7,7 @@ Host memory that operations read when they run (step inputs, results) is ordered
 like any stream. The other direction needs none: what the host writes before it launches an operation is seen by it
 (`inputs_ready` is launch order).
 
-`swap` and `masks` need no fence to quiesce: whatever they do belongs to a step or a prompt chunk, which `compute` does
+`swap` and `masks` need no fence to quiesce: whatever they do belongs to a step or a prompt, which `compute` does
 not end without it.
 
 A fence lies *inside* a captured graph or *between* its replays. Recorded inside a capture it becomes an edge of the

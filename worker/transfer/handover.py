@@ -1,7 +1,7 @@
 """Which pages of a prompt may be sent to another node, and whether all have come from one. Pure.
 
 A page goes in parts, one for each layer group (layer_groups.py). A part may go once every row that the prompt has in it
-was *seen* staged: those of full pages while later layers and chunks are still being computed, those of the last page,
+was *seen* staged: those of full pages while later layers and passes are still being computed, those of the last page,
 which may be partial, at the end. What is taken in counts when every page has arrived with all of its parts.
 """
 

@@ -7,7 +7,7 @@ layers; the last one takes the index keys as well, which lie behind its rows. So
     staged     once layer 14 is written ...               once layer 60 is
     sent       one unit with one checksum, each
 
-Groups are cut to equal bytes, not to equal layers: when the last layer is written, one n-th of a chunk is left to stage
+Groups are cut to equal bytes, not to equal layers: when the last layer is written, one n-th of a pass is left to stage
 and to send. That index keys of earlier layers wait for it costs nothing thereby; the last group has fewer layers.
 
 How many: as many as have worker.layer_group bytes each. A unit costs its two ends 0.08 ms (shared) to 0.17 ms (nixl) of

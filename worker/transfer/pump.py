@@ -29,7 +29,7 @@ from worker.transfer.engines.base import Jobs
 #: Deadlines are looked at this often.
 TICK_S: Final = 0.02
 #: Pause between two looks at an engine that works by being looked at: a socket buffers this long at 10 GB/s. Longer
-#: where nothing has happened for QUIET_S, as between two prompt chunks: 4 instead of 10 % of a core.
+#: where nothing has happened for QUIET_S, as between two passes of a prompt: 4 instead of 10 % of a core.
 PROGRESS_S: Final = 0.0001
 QUIET_PROGRESS_S: Final = 0.001
 QUIET_S: Final = 0.02

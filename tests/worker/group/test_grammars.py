@@ -40,7 +40,7 @@ def judge(model: Path) -> Judge:
 
 
 def ask_of(number: int, grammar: str, tokens: int = 14) -> Ask:
-    """Prompts of one chunk and of several; some are drawn at random."""
+    """Prompts of one pass and of several; some are drawn at random."""
     length = (10, 64, 130, 200)[number % 4]
     prompt = list(TEXT[number * 7 : number * 7 + length])
     return Ask(number, prompt, tokens, (0, 64)[number % 2], temperature=0.8 * (number % 2), grammar=grammar)
