@@ -87,7 +87,7 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
     kv_bytes = 0 if settings.device_mem == AUTO else parse_size(settings.device_mem, "worker.device_mem")
     left = min(gpu_bytes) - kv_bytes
     rows = rows_max(settings)
-    kind = {
+    kind: dict[str, Any] = {
         "deterministic": settings.deterministic,
         "draft_layer": settings.draft_tokens_max > 0,
         "pass_tokens": settings.pass_tokens,
