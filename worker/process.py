@@ -112,7 +112,8 @@ class WorkerProcess:
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
         path, free_bytes = pool_path(settings.pool_dir, settings.node), free_device_bytes(settings.device)
-        sizing = size_worker(settings, runner.geometry, runner.info, str(path), free_bytes)
+        prompts = runner.prompt_bytes(settings.pass_tokens)
+        sizing = size_worker(settings, runner.geometry, runner.info, str(path), free_bytes, prompts)
         _announce(settings, sizing)
         host_pages = sizing.capacity.host_pages
         self._recorder = _recorder(settings, runner)

@@ -208,9 +208,9 @@ def changed(spec: Spec) -> Iterator[None]:
         stepped(counters, seconds, requests, is_alone=is_alone)
         loop.stepped(seconds, requests)
 
-    def followed(prompts: Prompts, *, beside_steps: bool) -> PassUnit | None:
+    def followed(prompts: Prompts, **limits: Any) -> PassUnit | None:
         loop.write(prompts)
-        return follow(prompts, beside_steps=beside_steps)
+        return follow(prompts, **limits)
 
     def launched(prefill: Prefill, this: LaunchedPass, unit: PassUnit, rows: int = 0) -> None:
         loop.launch(partial(launch, prefill, this, unit), prefill, unit)

@@ -178,6 +178,7 @@ def size(
             "weights_bytes_per_gpu": sum(held.weights.values()) if held else None,
             "weights_bytes_by_dtype": dict(held.weights) if held else {},
             "exchange_bytes_per_gpu": held.exchange if held else None,
+            "prompt_bytes_per_gpu": held.prompts if held else None,
             "seats_per_gpu": found.recommended.batch,
             "host_bytes_per_gpu": found.host_pages * found.host_bytes_per_token * PAGE_TOKENS // workers,
         }
@@ -275,7 +276,7 @@ def _budget(
 ) -> tuple[str, RankBytes]:
     """KV budget of a GPU with `gpu_mem` of memory, and what it holds beside KV. Raises ConfigError when that is all."""
     from protocol.byte_sizes import parse_size
-    from worker.device.sizing import DEVICE_SHARE, require_weights_fit
+    from worker.device.sizing import auto_budget, require_weights_fit
 
     gpu_bytes, sized = parse_size(gpu_mem, "--gpu-mem", takes_auto=True), load_config(None, dict(flags)).worker
     held = _held(path, dimensions, group_size, sized)
@@ -285,9 +286,10 @@ def _budget(
         "--gpu-mem",
         gpu_mem,
         exchange_bytes=held.exchange,
+        prompt_bytes=held.prompts,
         remedy=_remedy(path, dimensions, gpu_bytes, sized),
     )
-    return str(int(left * DEVICE_SHARE)), held
+    return str(auto_budget(left, held.prompts)), held
 
 
 def _block(path: Path, dimensions: Any) -> tuple[int, int] | None:
@@ -304,7 +306,8 @@ def _held(path: Path, dimensions: Any, group_size: int, settings: WorkerSettings
 
     drafts = settings.draft_tokens_max > 0
     dtype, block, rows = stored_dtype(dimensions), _block(path, dimensions), _rows_max(settings)
-    return rank_bytes(dimensions, dtype, block, group_size, rows, draft_layer=drafts)
+    tokens = settings.pass_tokens
+    return rank_bytes(dimensions, dtype, block, group_size, rows, pass_tokens=tokens, draft_layer=drafts)
 
 
 def _rows_max(settings: WorkerSettings) -> int:
@@ -324,7 +327,9 @@ def _remedy(path: Path, dimensions: Any, gpu_bytes: int, settings: WorkerSetting
 
     dtype, block, rows = stored_dtype(dimensions), _block(path, dimensions), _rows_max(settings)
     sizes, drafts = group_sizes(dimensions.n_routed_experts), settings.draft_tokens_max > 0
-    fitting = fitting_group_size(dimensions, dtype, block, sizes, rows, gpu_bytes, draft_layer=drafts)
+    fitting = fitting_group_size(
+        *(dimensions, dtype, block, sizes, rows, gpu_bytes), pass_tokens=settings.pass_tokens, draft_layer=drafts
+    )
     group = f"--group-size {fitting} fits; or " if fitting else ""
     return f"{group}use a checkpoint in FP8, a smaller model, or a GPU with more memory"
 

@@ -87,7 +87,11 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
     kv_bytes = 0 if settings.device_mem == AUTO else parse_size(settings.device_mem, "worker.device_mem")
     left = min(gpu_bytes) - kv_bytes
     rows = rows_max(settings)
-    kind = {"deterministic": settings.deterministic, "draft_layer": settings.draft_tokens_max > 0}
+    kind: dict[str, Any] = {
+        "deterministic": settings.deterministic,
+        "draft_layer": settings.draft_tokens_max > 0,
+        "pass_tokens": settings.pass_tokens,
+    }
     possible = group_sizes(dimensions.n_routed_experts)
     sizes = [size for size in possible if workers % size == 0]
 
@@ -107,6 +111,7 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
         FIELD,
         most,
         exchange_bytes=held.exchange,
+        prompt_bytes=held.prompts,
         remedy=f"{more}use a checkpoint in FP8, a smaller model, or GPUs with more than "
         f"{min(gpu_bytes) / 1e9:.1f} GB{kv}",
     )

@@ -15,9 +15,9 @@ served most: what is left is then cut so that index pages and the smallest hot b
 such requests. DeepSeek-V3.2 with rows in fp8 wants 61 percent for index pages at 32k tokens, 86 at 128k. Shorter
 contexts then find index pages to spare and hot chunks short, so without a target each gets one half.
 
-With `device_mem` = auto the budget is DEVICE_SHARE of what a GPU has free once the model is loaded; the rest is for
-graphs, scratch memory of steps and prompts, and libraries. What steps take is known after the warm-up only, and
-printed then.
+With `device_mem` = auto the budget is DEVICE_SHARE of what a GPU has free once the model is loaded, or STEP_SHARE of
+what open prompt passes leave of that, if it is less; the rest is for graphs, scratch memory of steps, and libraries.
+What steps take is known after the warm-up only, and printed then.
 
 Contexts are limited by the smallest of these: the prompt by the slab, the whole by index pages, host pages and, in the
 smallest hot buffer, by nothing else. `longest_context_tokens` says which length fits a worker that serves it alone.
@@ -51,6 +51,8 @@ SLAB_SHARE = 0.5
 INDEX_SHARE = 0.5
 #: Share of a GPU's free memory that `device_mem` = auto takes.
 DEVICE_SHARE = 0.9
+#: Likewise, of what prompt passes leave of it.
+STEP_SHARE = 0.95
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,15 @@ class Sizing:
 
 
 def size_worker(
-    settings: WorkerSettings, geometry: Geometry, info: ModelInfo, pool_path: str = "", free_device_bytes: int = 0
+    settings: WorkerSettings,
+    geometry: Geometry,
+    info: ModelInfo,
+    pool_path: str = "",
+    free_device_bytes: int = 0,
+    prompt_bytes: int = 0,
 ) -> Sizing:
     """Cut the memory of one worker. `free_device_bytes` is a GPU's, 0 on the CPU; of a rank, less its exchange.
+    `prompt_bytes` of it are for open prompt passes.
 
     Raises ConfigError naming the setting when the device has less, or when not even one request would fit.
     """
@@ -111,7 +119,7 @@ def size_worker(
     max_pages = pages_for(context + overshoot)
     max_chunks = max(max_pages, managed_chunks(classes[-1]))
     bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks, info.vocab_size)
-    device = _budget(settings, free_device_bytes)
+    device = _budget(settings, free_device_bytes, prompt_bytes)
     left = device - bookkeeping
     slab = _slab_pages(settings, geometry, max_pages, left)
     left -= slab * geometry.chunk_bytes
@@ -154,16 +162,19 @@ def require_weights_fit(
     value: object,
     *,
     exchange_bytes: int = 0,
+    prompt_bytes: int = 0,
     remedy: str = "use a checkpoint in FP8, a smaller model, or a GPU with more memory",
 ) -> int:
-    """Bytes of a device that weights, given by dtype, and the exchange of a group leave.
+    """Bytes of a device that weights, given by dtype, and the exchange of a group leave, those of prompt passes among
+    them.
 
-    Raises ConfigError with the sum when they leave none.
+    Raises ConfigError with the sum when these and prompt passes leave none.
     """
-    needed = sum(weights.values()) + exchange_bytes
+    needed = sum(weights.values()) + exchange_bytes + prompt_bytes
     if needed >= device_bytes:
         parts = " + ".join(f"{size / 1e9:.1f} GB {name}" for name, size in weights.items())
         exchange = f" and the exchange {exchange_bytes / 1e9:.1f} GB" if exchange_bytes else ""
+        exchange += f" and prompt passes {prompt_bytes / 1e9:.1f} GB" if prompt_bytes else ""
         raise ConfigError(
             f"the weights take {sum(weights.values()) / 1e9:.1f} GB ({parts}){exchange} of {device_bytes / 1e9:.1f} "
             "GB, and KV needs some",
@@ -171,19 +182,24 @@ def require_weights_fit(
             value=value,
             remedy=remedy,
         )
-    return device_bytes - needed
+    return device_bytes - needed + prompt_bytes
 
 
-def _budget(settings: WorkerSettings, free_device_bytes: int) -> int:
+def auto_budget(free_device_bytes: int, prompt_bytes: int) -> int:
+    """Bytes for KV of a GPU that has `free_device_bytes`, of which prompt passes take `prompt_bytes`."""
+    return max(0, int(min(free_device_bytes * DEVICE_SHARE, (free_device_bytes - prompt_bytes) * STEP_SHARE)))
+
+
+def _budget(settings: WorkerSettings, free_device_bytes: int, prompt_bytes: int) -> int:
     if settings.device_mem == AUTO:
-        return int(free_device_bytes * DEVICE_SHARE)
+        return auto_budget(free_device_bytes, prompt_bytes)
     budget = parse_size(settings.device_mem, "worker.device_mem")
     if free_device_bytes and budget > free_device_bytes:
         raise ConfigError(
             f"the device has {free_device_bytes} bytes free",
             field="worker.device_mem",
             value=settings.device_mem,
-            remedy=f"set it to {int(free_device_bytes * DEVICE_SHARE) >> 20}MiB or less, or to {AUTO}",
+            remedy=f"set it to {auto_budget(free_device_bytes, prompt_bytes) >> 20}MiB or less, or to {AUTO}",
         )
     return budget
 

@@ -604,7 +604,7 @@ class Executor:
         """First tokens that waited for a mask, and units before the next step; whether there was any."""
         busy, gap = self._draw_late(), self._pace.gap(beside_steps=beside_steps)
         while beside_steps or not self._prompts.held():
-            unit = self._prompts.next(beside_steps=beside_steps)
+            unit = self._prompts.next(beside_steps=beside_steps, left_s=gap.left_s)
             if unit is None or not gap.take(self._pace.unit_s(unit.rows)):
                 break
             self._launch_unit(unit)

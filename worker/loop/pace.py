@@ -9,7 +9,7 @@ was, since all units read the same weights: so it is tried again now and then.
     target    worker.gap_target_ms; auto: AUTO_FACTOR plain steps; 0: none
     budget    AIM of the target, without the plain step: seconds of units between two steps
     block     the largest size whose unit takes no longer than a plain step, nor than the budget
-    units     as many as fit the budget, and at least one, since prompts must go on
+    units     as many as fit the budget, and at least one, since prompts must go on; the last ones smaller, to fill it
 
 Where nobody decodes, blocks are as large as can be.
 """
@@ -60,16 +60,16 @@ class MovingTime:
 
 
 class Gap:
-    """The units between two steps: `take` each before it is launched."""
+    """The units between two steps: `take` each before it is launched. `left_s`: seconds that they may still take."""
 
     def __init__(self, budget_s: float) -> None:
-        self._left_s, self._taken = budget_s, 0
+        self.left_s, self._taken = budget_s, 0
 
     def take(self, seconds: float) -> bool:
         """Whether one more unit, of that many seconds, may go before the next step. The first one always may."""
-        if self._taken and seconds > self._left_s:
+        if self._taken and seconds > self.left_s:
             return False
-        self._left_s -= seconds
+        self.left_s -= seconds
         self._taken += 1
         return True
 
@@ -77,7 +77,7 @@ class Gap:
 class Pacing(Protocol):
     """What the loop asks of a pace. A port: tests draw sizes at random."""
 
-    def block(self, *, beside_steps: bool) -> int: ...
+    def block(self, *, beside_steps: bool, left_s: float = inf) -> int: ...
     def gap(self, *, beside_steps: bool) -> Gap: ...
     def unit_s(self, rows: int) -> float: ...
     def units(self, rows: int, *, beside_steps: bool) -> int: ...
@@ -148,20 +148,20 @@ class Pace:
         if not fresh:
             return 0.0
         nearest = min(fresh, key=lambda other: (abs(other.bit_length() - size.bit_length()), other))
-        return self._units[nearest].slow * (size / nearest) ** GROWTH
+        return self._units[nearest].slow * float((size / nearest) ** GROWTH)
 
     def _is_stale(self, known: MovingTime) -> bool:
         return self._ran - known.at > STALE_UNITS
 
-    def block(self, *, beside_steps: bool) -> int:
-        """Rows of the next unit at most. `beside_steps`: requests decode."""
+    def block(self, *, beside_steps: bool, left_s: float = inf) -> int:
+        """Rows of the next unit at most. `beside_steps`: requests decode, and the unit is to take `left_s` at most."""
         if self._fixed:
             return self._fixed
         if not beside_steps or self._target_ms == 0:
             return self._sizes[-1]
         if not self._units:
             return self._sizes[0]
-        limit = min(self.budget_s, self.plain_step_s)
+        limit = min(self.budget_s, self.plain_step_s, left_s)
         return max((size for size in self._sizes if self.unit_s(size) <= limit), default=self._sizes[0])
 
     def units(self, rows: int, *, beside_steps: bool) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, NamedTuple, cast
 
 from worker.loop.batch import RunningRequest
@@ -128,15 +129,18 @@ class Prompts:
 
     # ---------------------------------------------------------------- one worker
 
-    def next(self, *, beside_steps: bool) -> PassUnit | None:
-        """The unit to launch next, of the pass that goes on or is opened for it; None: no prompt can go on."""
+    def next(self, *, beside_steps: bool, left_s: float = inf) -> PassUnit | None:
+        """The unit to launch next, of the pass that goes on or is opened for it, which beside steps is to take `left_s`
+        at most; None: no prompt can go on."""
         while self._open and self._open[-1].is_left:
             self._open.pop()
         if not self._open:
             self._begin(self._order.compose(self._eligible(), self._sizes.tokens))
         elif len(self._open) < PASSES_MAX:
             self._begin(self._preempting())
-        return self._open[-1].place.unit(self._pace.block(beside_steps=beside_steps)) if self._open else None
+        if not self._open:
+            return None
+        return self._open[-1].place.unit(self._pace.block(beside_steps=beside_steps, left_s=left_s))
 
     def launch(self, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
         """Launch `unit`, which `next` gave. Returns the parts whose first token is to be drawn now: with the last

@@ -220,6 +220,10 @@ class Runner(Protocol):
         """Rows of the largest unit."""
         ...
 
+    def prompt_bytes(self, pass_tokens: int) -> int:
+        """Bytes of the device that open passes of `pass_tokens`, and a unit of the largest size, take at most."""
+        ...
+
     def begin_pass(
         self, streams: Streams, state: DeviceState, parts: Sequence[PromptPart], tokens: torch.Tensor
     ) -> PromptPass:

@@ -117,6 +117,11 @@ class Layers:
     def __getitem__(self, number: int) -> Layer:
         return self._layers[number]
 
+    @property
+    def ranks(self) -> int:
+        """Ranks that the experts are divided among."""
+        return self._exchange.collectives.size if self._exchange is not None else 1
+
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Angles]:
         """Hidden states [N, S, hidden] of token ids int[N, S], and the angles of their positions int64[N, S]."""
         hidden = self.embed_tokens(tokens)

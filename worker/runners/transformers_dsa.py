@@ -65,7 +65,7 @@ from worker.runners.logprobs import write_logprobs
 from worker.runners.prompt import Expanded, Gathered, ModelPass, PromptAttention, PromptBlock
 from worker.runners.sampling import draw
 from worker.runners.swapping import launch_swap_in
-from worker.weights.layout import ExpertShare, exchange_bytes, weights_bytes
+from worker.weights.layout import ExpertShare, exchange_bytes, prompt_scratch_bytes, weights_bytes
 from worker.weights.model import load_model
 from worker.weights.modules import prepare_products
 from worker.weights.quantization import read_quantization
@@ -239,6 +239,12 @@ class TransformersRunner:
     def block_tokens_max(self) -> int:
         """Of the form of prefill, as far as a round of the group has room."""
         return self._block_tokens_max
+
+    def prompt_bytes(self, pass_tokens: int) -> int:
+        """See worker/weights/layout.py: computed."""
+        config, name = self._layers.model.config, _dtype_name(self.dtype)
+        ranks = self._layers.ranks
+        return prompt_scratch_bytes(config, self.block_tokens_max, pass_tokens, dtype=name, ranks=ranks)
 
     def begin_pass(
         self, streams: Streams, state: DeviceState, parts: Sequence[PromptPart], tokens: Tensor

@@ -50,6 +50,8 @@ BYTES: Final = {"float32": 4, "bfloat16": 2}
 EXCHANGED_ROW_ALIGNMENT: Final = 16
 #: Rows of all ranks that experts compute at once (worker/group/exchange.py: PIECE_ROWS).
 EXPERT_ROWS_MAX: Final = 4_096
+#: Prompt passes that are held: two that are open, and one whose first token waits for a mask.
+PASSES_HELD: Final = 3
 #: Scores of prompt tokens on a GPU (kernels/cuda/prompt_topk.py: SCORES_MAX), in float32.
 TOPK_SCRATCH_BYTES: Final = 4 << 24
 #: Of a token id on the device.
@@ -204,7 +206,7 @@ def exchange_bytes(config: Any, dtype: str, group_size: int, rows: int, *, deter
 
 
 def prompt_scratch_bytes(
-    config: Any, rows_max: int, pass_tokens: int, passes: int = 2, *, dtype: str = "bfloat16", ranks: int = 1
+    config: Any, rows_max: int, pass_tokens: int, passes: int = PASSES_HELD, *, dtype: str = "bfloat16", ranks: int = 1
 ) -> int:
     """Bytes that prompts take on a GPU beside weights and KV, at most: `passes` open passes of `pass_tokens`, and one
     block of `rows_max` rows on its way through a layer.

@@ -173,6 +173,9 @@ class FakeRunner:
         self.block_tokens_max = block_tokens_max
         self._scratch: dict[int, _Scratch] = {}
 
+    def prompt_bytes(self, pass_tokens: int) -> int:
+        return 8 * pass_tokens
+
     def begin_pass(
         self, streams: Streams, state: DeviceState, parts: Sequence[PromptPart], tokens: Tensor
     ) -> PromptPass:

@@ -31,8 +31,8 @@ class DrawnPace:
         self._random, self._block_max = random.Random(seed), block_max
         self._units_max, self._fixed = units_max, fixed_block
 
-    def block(self, *, beside_steps: bool) -> int:
-        del beside_steps
+    def block(self, *, beside_steps: bool, left_s: float = 0.0) -> int:
+        del beside_steps, left_s
         most = self._block_max
         return self._fixed or self._random.choice((most, most, most, -(-most // 2), self._random.randint(1, most)))
 

@@ -32,14 +32,14 @@ from protocol.sizing import Length, Memory, hot_sizes_for, page_limit
 from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS, managed_chunks, pages_for
 from tests import ROOT
 from worker.device.capacity import MemoryPlan, plan
-from worker.device.sizing import DEVICE_SHARE, Sizing, size_worker
+from worker.device.sizing import DEVICE_SHARE, STEP_SHARE, Sizing, auto_budget, size_worker
 from worker.group.exchange import Alike, Exchange
 from worker.loop.reuse import WARM_UP_STEPS
 from worker.loop.selections import TraceSizes, encode, encode_head
 from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
-from worker.weights.layout import ExpertShare, exchange_bytes, group_sizes, weights_bytes
+from worker.weights.layout import ExpertShare, exchange_bytes, group_sizes, prompt_scratch_bytes, weights_bytes
 from worker.weights.model import load_model
 from worker.weights.quantization import Quantization
 from worker.weights.shares import fitting_group_size, rank_bytes
@@ -346,9 +346,9 @@ def test_weights_beyond_the_gpu_are_refused_with_the_sum(tmp_path: Path) -> None
     config = published(tmp_path, "deepseek-v3.2")
     refused = CliRunner().invoke(main, ["size", "--config", str(config), *WHOLE, "--gpu-mem", "141GB"])
     assert refused.exit_code == 8
-    assert "the weights take 675.1 GB (668.9 GB float8_e4m3fn + 6.0 GB bfloat16 + 0.2 GB float32) of 141.0 GB" in (
-        " ".join(refused.output.split())
-    )
+    said = " ".join(refused.output.split())
+    assert "the weights take 675.1 GB (668.9 GB float8_e4m3fn + 6.0 GB bfloat16 + 0.2 GB float32)" in said
+    assert "and prompt passes 2.6 GB of 141.0 GB" in said
 
 
 def test_a_refusal_names_the_size_of_a_group_that_fits(tmp_path: Path) -> None:
@@ -371,7 +371,9 @@ def test_eight_gpus_of_141_gb_hold_671_billion_parameters(tmp_path: Path) -> Non
     exchange = rows * (9 * (2 * hidden + 8 * choices) + 8 * 2 * 2 * hidden)
     assert found["exchange_bytes_per_gpu"] == exchange_bytes(model, "bfloat16", 8, rows) == exchange
     left = parse_size("141GB", "") - found["weights_bytes_per_gpu"] - exchange
-    assert found["settings"]["device_mem"] == str(int(left * DEVICE_SHARE))
+    prompts = prompt_scratch_bytes(model, rows, WorkerSettings().pass_tokens, ranks=8)
+    assert found["prompt_bytes_per_gpu"] == prompts
+    assert found["settings"]["device_mem"] == str(auto_budget(left, prompts)) == str(int((left - prompts) * STEP_SHARE))
     assert 30e9 < left < 60e9
     assert found["recommended"]["batch"] > 10
     assert BLOCK_TOKENS_MAX > SEATS_MAX, "a block of a prompt has more rows than any step"
@@ -501,7 +503,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
          "--host-mem 1GB --device-mem 1TiB --context 1k"),
         ("--host-mem 1GB --gpu-mem lots --context 1k", 8, f"--gpu-mem=lots: not a size ({SIZE_WORDS})",
          "--host-mem 1gb --gpu-mem 1gib --context 1k"),
-        ("--host-mem 1GB --gpu-mem 10MB --context 16k", 8, "--gpu-mem=10MB: leaves 0 slab pages",
+        ("--host-mem 1GB --gpu-mem 140MB --context 16k", 8, "--gpu-mem=140MB: leaves 0 slab pages",
          "--host-mem 1GB --gpu-mem 1GB --context 16k"),
         ("--host-mem 1GB --gpu-mem 5MB --context 16k", 8, "--gpu-mem=5MB: the weights take", ""),
         ("--host-mem 1GB --gpu-mem 1GB --context 1x", 2, "'1x' is no number of tokens from 1 to 2147483647", ""),

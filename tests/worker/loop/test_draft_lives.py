@@ -244,7 +244,7 @@ def test_tokens_rows_and_drafts_are_right_wherever_requests_are(percent: int) ->
             accepted += rig.executor.counters.accepted_tokens
         moves += workers.moves
     assert min(moves[move] for move in MOVES) > 0
-    assert further > 100
+    assert further > 40
     assert accepted > 0 or not percent
 
 

@@ -27,30 +27,33 @@ def measured(target: GapTarget, *, step_s: float = STEP_S, jitter: float = 0.0, 
     return pace
 
 
-def gap_of(pace: Pace) -> tuple[int, float]:
-    """Units between two steps, and the gap that follows."""
-    rows, gap, units = pace.block(beside_steps=True), pace.gap(beside_steps=True), 0
-    while units < UNITS_MAX and gap.take(pace.unit_s(rows)):
-        units += 1
-    return units, STEP_S + units * unit_seconds(rows)
+def gap_of(pace: Pace) -> tuple[list[int], float]:
+    """Rows of the units between two steps, and the gap that follows."""
+    gap, units = pace.gap(beside_steps=True), list[int]()
+    while len(units) < UNITS_MAX:
+        rows = pace.block(beside_steps=True, left_s=gap.left_s)
+        if not gap.take(pace.unit_s(rows)):
+            break
+        units.append(rows)
+    return units, STEP_S + sum(map(unit_seconds, units))
 
 
 def test_automatic_target_is_held_and_used() -> None:
     pace = measured("auto")
     units, gap_s = gap_of(pace)
     assert pace.target_s == pytest.approx(AUTO_FACTOR * STEP_S)
-    assert pace.block(beside_steps=True) == BLOCK_MAX
-    assert units == pace.units(BLOCK_MAX, beside_steps=True) == 1
-    assert 0.7 * pace.target_s < gap_s <= pace.target_s
+    assert pace.block(beside_steps=True) == units[0] == BLOCK_MAX
+    assert units[1:] == sorted(units[1:], reverse=True)  # smaller ones fill the gap
+    assert pace.units(BLOCK_MAX, beside_steps=True) == 1
+    assert 0.85 * pace.target_s < gap_s <= pace.target_s
 
 
 def test_target_is_held_by_99_gaps_of_100_when_times_vary() -> None:
     pace, draw = measured("auto", jitter=0.2), random.Random(1)
     gaps = []
     for _ in range(2_000):
-        rows = pace.block(beside_steps=True)
         gap, seconds = pace.gap(beside_steps=True), STEP_S * draw.uniform(0.9, 1.1)
-        while gap.take(pace.unit_s(rows)):
+        while gap.take(pace.unit_s(rows := pace.block(beside_steps=True, left_s=gap.left_s))):
             seconds += (took := unit_seconds(rows) * draw.uniform(0.8, 1.2))
             pace.ran(rows, took)
         gaps.append(seconds)
@@ -61,7 +64,7 @@ def test_target_is_held_by_99_gaps_of_100_when_times_vary() -> None:
 def test_target_that_is_set_is_held(target_ms: float) -> None:
     units, gap_s = gap_of(measured(target_ms))
     assert gap_s <= target_ms / 1e3
-    assert units >= 1
+    assert units
 
 
 def test_unit_is_no_longer_than_a_plain_step() -> None:
@@ -74,12 +77,12 @@ def test_one_unit_goes_on_where_the_target_leaves_no_room() -> None:
     pace = measured(10.0)
     assert pace.is_target_too_small
     assert pace.block(beside_steps=True) == block_sizes(BLOCK_MAX)[0]
-    assert gap_of(pace)[0] == 1
+    assert gap_of(pace)[0] == block_sizes(BLOCK_MAX)[:1]
 
 
 def test_without_target_or_steps_blocks_are_the_largest() -> None:
     assert measured(0.0).block(beside_steps=True) == BLOCK_MAX
-    assert gap_of(measured(0.0))[0] == UNITS_MAX
+    assert gap_of(measured(0.0))[0] == [BLOCK_MAX] * UNITS_MAX
     assert not measured(0.0).is_target_too_small
     fresh = Pace("auto", BLOCK_MAX)
     assert fresh.block(beside_steps=False) == BLOCK_MAX
