@@ -35,10 +35,10 @@ from metrics.state import WorkerCounters
 from protocol.settings import WorkerSettings
 from protocol.tokenizer_files import read_tokenizer
 from protocol.units import PAGE_TOKENS
+from worker.device.passes import PassUnit
 from worker.device.step_rows import rows_max
 from worker.loop.batch import INDEX_KEYS, RunningRequest
 from worker.loop.executor import Executor
-from worker.loop.passes import PassUnit
 from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.prompts import Prompts
 from worker.runners.base import arithmetic, prefix_unit_tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
 from tests.sim.trace import Violation
-from worker.loop.passes import PassPlace, PassUnit
+from worker.device.passes import PassPlace, PassUnit
 from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
 
 #: Of the simulated model.

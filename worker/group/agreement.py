@@ -1,9 +1,9 @@
 """Which round the ranks of a group run next. Pure. The same on every rank: a function of gathered wishes alone.
 
-A *round* is what all ranks launch together: a unit of a prompt pass (worker/loop/passes.py), or one decode step of all.
-At the end of each round every rank says what it wishes to run later, and all ranks gather these wishes. Wishes of round
-n are read by the host before round n + lag is launched, with lag = lookahead + 1: by then round n has run, so that
-reading them waits for nothing.
+A *round* is what all ranks launch together: a unit of a prompt pass (worker/device/passes.py), or one decode step of
+all. At the end of each round every rank says what it wishes to run later, and all ranks gather these wishes. Wishes of
+round n are read by the host before round n + lag is launched, with lag = lookahead + 1: by then round n has run, so
+that reading them waits for nothing.
 
     wishes of      n      n+1    n+2             (lag 2)
                     \\      \\
@@ -30,7 +30,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from protocol.errors import InternalError
-from worker.loop.passes import PassPlace, PassUnit
+from worker.device.passes import PassPlace, PassUnit
 
 #: Passes that are open at the same time.
 PASSES_MAX: Final = 2

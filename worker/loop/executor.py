@@ -44,6 +44,7 @@ from protocol.text import Tokenizer
 from protocol.units import PAGE_TOKENS
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.inventory import take_inventory
+from worker.device.passes import PassUnit
 from worker.device.sizing import Sizing
 from worker.device.step_rows import StepRows
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
@@ -56,7 +57,6 @@ from worker.loop.drafting import DraftSeats
 from worker.loop.grammars import MASK_WAIT_S, Grammars
 from worker.loop.output import Output
 from worker.loop.pace import Pace, Pacing
-from worker.loop.passes import PassUnit
 from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.prompt_order import PromptOrder
 from worker.loop.prompts import PassSizes, Prompts

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from kernels.state import DeviceState
 from protocol.logprobs import ROW_WORDS_MAX
+from worker.device.passes import PassUnit
 from worker.device.pinned import host_tensor
 from worker.loop.batch import INDEX_KEYS, RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring
-from worker.loop.passes import PassUnit
 from worker.loop.prompt_order import PARTS_MAX
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers

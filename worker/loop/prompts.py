@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, NamedTuple, cast
 
+from worker.device.passes import PassPlace, PassUnit
 from worker.loop.batch import RunningRequest
 from worker.loop.pace import Pacing
-from worker.loop.passes import PassPlace, PassUnit
 from worker.loop.prefill import PASSES_MAX, LaunchedPass, Prefill
 from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
 from worker.loop.swap import Swap

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import InternalError
+from worker.device.passes import PassPlace
 from worker.group.agreement import PASSES_MAX, Agreement, Round, RoundKind, Wish
-from worker.loop.passes import PassPlace
 
 PASS = 64
 BLOCK = 16

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import InternalError
-from worker.loop.passes import PassPlace, PassUnit
+from worker.device.passes import PassPlace, PassUnit
 
 
 @given(st.integers(1, 60), st.integers(1, 5), st.data())
