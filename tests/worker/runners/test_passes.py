@@ -20,8 +20,9 @@ from tests.support.fakes.hash_runner import FakePass
 from tests.support.prompts import launch_layers
 from tests.support.runner_rig import Rig
 from tests.worker.runners.test_drafting import pair_of, random_prompt
+from worker.device.step_rows import block_tokens_max
 from worker.group.exchange import PIECE_ROWS, Alike, Exchange
-from worker.runners.base import PromptPart, PromptPass, StepOutputs, block_tokens_max
+from worker.runners.base import PromptPart, PromptPass, StepOutputs
 from worker.runners.prompt import ModelPass, PromptBlock
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import TransformersRunner
