@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--long-prompts", type=int, default=20)
     parser.add_argument("--layers", type=int, default=4, help="with --gpu")
     parser.add_argument("--kv-dtype", default="fp8", help="with --gpu")
-    parser.add_argument("--chunk-tokens", type=int, default=2_048, help="with --gpu: prefill chunk")
+    parser.add_argument("--pass-tokens", type=int, default=2_048, help="with --gpu: tokens of a prompt pass")
     parser.add_argument(
         "--layer-group", default=WorkerSettings().layer_group, help="with --gpu: worker.layer_group; 1: a layer each"
     )

@@ -12,8 +12,8 @@ benchmarks/resume.py, the prefix in pinned host memory. All in one run:
     tokens       OUTPUT_TOKENS of each prompt behind the restored prefix, beside those of the whole prefill, by
                  themselves, since they ask for log-probabilities
 
-A prefix that ends with a prompt chunk leaves the same chunks to compute, hence the same sums: `same_chunks` compares
-bits. Any other prefix moves the ends of chunks. In bfloat16 that changes what sums round to, and with it selections and
+A prefix that ends with a whole pass leaves the same passes to compute, hence the same sums: `same_passes` compares
+bits. Any other prefix moves the ends of passes. In bfloat16 that changes what sums round to, and with it selections and
 logits, so tokens are compared under the tie rule (hisparse/demo/compare.py) with TIE_BOUND.
 """
 
@@ -52,7 +52,7 @@ from worker.streams import make_streams
 HOT_SLOTS: Final = 4_096
 OUTPUT_TOKENS: Final = 16
 POOL_GIB: Final = 1
-#: Largest gap of two log-probabilities that other ends of chunks may close in bfloat16. Where products summed in
+#: Largest gap of two log-probabilities that other ends of passes may close in bfloat16. Where products summed in
 #: another order, one changed by up to 0.23, and tokens differed at gaps of up to 0.08 (benchmarks/NOTES.md, Reuse of
 #: prefixes).
 TIE_BOUND: Final = 0.2
@@ -139,7 +139,7 @@ class PromptWorker:
         pool: Tensor,
         tokens: int,
         *,
-        chunk_tokens: int,
+        pass_tokens: int,
         layer_group: str = "1",
         hot_slots: int = HOT_SLOTS,
         device: str = "cuda",
@@ -156,7 +156,7 @@ class PromptWorker:
             host_pages=len(pool),
         )
         settings = WorkerSettings(
-            device=device, seats=1, tail_slots=TAIL_SLOTS, prefill_chunk_tokens=chunk_tokens, layer_group=layer_group
+            device=device, seats=1, tail_slots=TAIL_SLOTS, pass_tokens=pass_tokens, layer_group=layer_group
         )
         self._reports, self._streams = Outputs(), make_streams("cuda" if device == "cuda" else "inline")
         self.executor = Executor(runner, settings, sizing, self._streams, pool, make_tokenizer("bytes"), self._reports)
@@ -202,9 +202,9 @@ class PromptWorker:
         return Answer(first_s, tuple(reports.ids), tuple(read_rows(rows)) if rows is not None else ())
 
 
-def compare_tokens(worker: PromptWorker, prefix: int, prompts: int, chunk_tokens: int) -> dict[str, Any]:
-    """Of so many prompts, behind `prefix` restored tokens, and behind the part of them that whole chunks make up."""
-    aligned = prefix // math.lcm(chunk_tokens, PAGE_TOKENS) * math.lcm(chunk_tokens, PAGE_TOKENS)
+def compare_tokens(worker: PromptWorker, prefix: int, prompts: int, pass_tokens: int) -> dict[str, Any]:
+    """Of so many prompts, behind `prefix` restored tokens, and behind the part of them that whole passes make up."""
+    aligned = prefix // math.lcm(pass_tokens, PAGE_TOKENS) * math.lcm(pass_tokens, PAGE_TOKENS)
     moved, same = Comparison(), Comparison()
     ask = partial(worker.answer, logprobs=LOGPROBS_MAX)
     for seed in range(prompts):
@@ -219,9 +219,9 @@ def compare_tokens(worker: PromptWorker, prefix: int, prompts: int, chunk_tokens
         "tie_bound": TIE_BOUND,
         "gaps": [round(gap, 4) for gap in moved.gaps],
         "logprob_change_max": moved.change_max,
-        "same_chunks_prefix_tokens": aligned,
-        "same_chunks_compared_tokens": same.verified + same.mismatched,
-        "same_chunks_mismatched_tokens": same.mismatched,
+        "same_passes_prefix_tokens": aligned,
+        "same_passes_compared_tokens": same.verified + same.mismatched,
+        "same_passes_mismatched_tokens": same.mismatched,
     }
 
 
@@ -276,7 +276,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = synthetic_config("deepseek-v3.2", options.layers)
     runner = synthetic_runner(config, kv_dtype=options.kv_dtype)
     pool = make_pool(runner.geometry, config, POOL_GIB)
-    worker = PromptWorker(runner, pool, total, chunk_tokens=options.chunk_tokens, layer_group=options.layer_group)
+    worker = PromptWorker(runner, pool, total, pass_tokens=options.pass_tokens, layer_group=options.layer_group)
     result: dict[str, Any] = {"prompt_tokens": total, "cached_tokens": prefix, "layers": options.layers}
     result |= {"machine": machine(), "kv_dtype": options.kv_dtype, "layer_group": options.layer_group}
     result |= restores(worker.executor.state, prefix)
@@ -291,6 +291,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result["in_situ_gb_per_s"] = round(loaded / busy_s / 1e9, 2) if busy_s else None
     result["ttft_cold_ms"], result["ttft_warm_ms"] = (round(1e3 * median(times), 2) for times in (cold, warm))
     result["ttft_ratio"] = round(median(cold) / median(warm), 2)
-    result |= compare_tokens(worker, prefix, options.rounds, options.chunk_tokens)
+    result |= compare_tokens(worker, prefix, options.rounds, options.pass_tokens)
     worker.close()
     return result

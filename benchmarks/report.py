@@ -277,7 +277,7 @@ RANK: Final = Part(
 
 RESUME: Final = Part(
     f"{RAN} {{setting[layers]}} layers, {{setting[kv_dtype]}} rows, hot buffers of {{setting[hot_slots]:,}} slots, "
-    "prompts in chunks of {setting[chunk_tokens]:,}; the quickest of three resumes.",
+    "prompts in {setting[prompts]}; the quickest of three resumes.",
     (
         Table(
             (
@@ -451,10 +451,10 @@ def restored(result: Row) -> list[Row]:
         },
         {"what": "largest change of a log-probability", "figure": f"{found['logprob_change_max']:.3f}"},
         {
-            "what": f"tokens that differ behind {found['same_chunks_prefix_tokens']:,} tokens, which leave the same "
-            "chunks to compute",
-            "figure": found["same_chunks_mismatched_tokens"],
-            "limit": found["same_chunks_compared_tokens"],
+            "what": f"tokens that differ behind {found['same_passes_prefix_tokens']:,} tokens, which leave the same "
+            "pieces to compute",
+            "figure": found["same_passes_mismatched_tokens"],
+            "limit": found["same_passes_compared_tokens"],
         },
     ]
 

@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--kv-dtype", default="fp8")
     parser.add_argument("--hot-slots", type=int, default=4096)
-    parser.add_argument("--chunk-tokens", type=int, default=2048, help="prefill chunk")
+    parser.add_argument("--pass-tokens", type=int, default=2048, help="tokens of a prompt pass")
     parser.add_argument("--contexts", type=int, nargs="*", default=[8_192, 32_768])
     options = parser.parse_args()
     config = synthetic_config("deepseek-v3.2", options.layers)
@@ -201,9 +201,7 @@ def main() -> None:
             hot_slots=options.hot_slots,
             host_pages=len(pool),
         )
-        settings = WorkerSettings(
-            device="cuda", seats=1, tail_slots=TAIL_SLOTS, prefill_chunk_tokens=options.chunk_tokens
-        )
+        settings = WorkerSettings(device="cuda", seats=1, tail_slots=TAIL_SLOTS, pass_tokens=options.pass_tokens)
         reports, streams = Stays(), make_streams("cuda")
         executor = Executor(runner, settings, sizing, streams, pool, make_tokenizer("bytes"), reports)
         row = {"context": context} | measure_copies(executor.state, context)
@@ -217,6 +215,7 @@ def main() -> None:
         rows.append(row)
         print("\n".join(f"{key:28} {value:12.4f}" for key, value in row.items()), flush=True)
     setting = vars(options) | {"out": str(options.out), "product_tflop_per_s": peak / 1e12}
+    setting["prompts"] = f"passes of {options.pass_tokens:,}"
     command = " ".join(["python", "-m", "benchmarks.resume", *sys.argv[1:]])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine() | {"command": command}, "setting": setting, "rows": rows}

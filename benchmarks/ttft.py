@@ -94,7 +94,7 @@ def configured(model: Path, directory: Path, options: argparse.Namespace, contex
         "worker.host_mem": "4GiB" if is_cuda else "512MiB",
         "worker.slab_tokens": context_tokens - BUSY_TOKENS_MAX,
         "worker.context_max_tokens": context_tokens,
-        "worker.prefill_chunk_tokens": options.chunk_tokens,
+        "worker.pass_tokens": options.pass_tokens,
         "worker.layer_group": options.layer_group,
         "worker.report_interval_ms": 1.0,
     }
@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["tiny", "deepseek-v3.2"], default="tiny")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--chunk-tokens", type=int, default=2_048)
+    parser.add_argument("--pass-tokens", type=int, default=2_048)
     parser.add_argument("--layer-group", default=WorkerSettings().layer_group, help="0: whole pages")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2_048, 8_192, 32_768])
     parser.add_argument("--rounds", type=int, default=3)

@@ -173,6 +173,10 @@ class WorkerCounters:
     load_s: Buckets = field(default_factory=lambda: Buckets(STAGE_BOUNDS_S))
     prompt_tokens: int = 0
     tokens: int = 0
+    prompt_units: int = 0  # of prompt passes: one layer over a block
+    prompt_pass_tokens: int = 0  # of passes that ended
+    prompt_s: float = 0.0  # units on the device
+    gap_s: Buckets = field(default_factory=lambda: Buckets(TOKEN_BOUNDS_S))
     surplus_tokens: int = 0  # decoded past a request's end, discarded
     late_masks: int = 0  # rows of steps that drew nothing, since what their grammars allow was not known in time
     drafted: Counter[int] = field(default_factory=Counter)  # drafts that steps verified, by row of the step

@@ -30,6 +30,7 @@ from protocol.settings import (
     Config,
     CoordinatorSettings,
     DraftTokens,
+    GapTarget,
     HttpSettings,
     Settings,
     WorkerSettings,
@@ -283,9 +284,18 @@ def _field_types(section: str) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(SECTIONS[section])}
 
 
+#: Settings that are no more, and what to do instead.
+_GONE: Final = {
+    "prefill_chunk_tokens": "remove it; worker.gap_target_ms bounds the gaps that prompts make",
+    "group_prompt_rounds_max": "remove it; worker.gap_target_ms bounds the gaps that prompts make",
+}
+
+
 def _require_known(name: str, known: Iterable[str], field: str, value: object, origin: str) -> None:
     if name in known:
         return
+    if name in _GONE:
+        raise ConfigError(f"{origin} names a setting that is gone", field=field, value=value, remedy=_GONE[name])
     has_no_section = known is SECTIONS and field == name
     places = [f"{it}.{name}" for it in SECTIONS if has_no_section and name in _field_types(it)]
     close = places or difflib.get_close_matches(name, list(known), n=1)
@@ -300,6 +310,7 @@ _TYPE_NAMES: Final = {
     bool: "true or false",
     str: "text",
     DraftTokens: "a whole number, or auto",
+    GapTarget: "a number, or auto",
 }
 
 

@@ -25,7 +25,14 @@ from protocol.settings import (
     HttpSettings,
     WorkerSettings,
 )
-from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, SEAT_ROWS_MAX, SLOTS_MAX, TAIL_SLOTS_MAX
+from protocol.units import (
+    CONTEXT_MAX_TOKENS,
+    PAGE_TOKENS,
+    PASS_TOKENS_MAX,
+    SEAT_ROWS_MAX,
+    SLOTS_MAX,
+    TAIL_SLOTS_MAX,
+)
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("logfmt", "json")
@@ -47,8 +54,6 @@ assert DRAFT_TOKENS_MAX == SEAT_ROWS_MAX - 1  # a step takes the last token and 
 SEATS_MAX: Final = 1_024
 #: Characters of a group's name, which is part of a socket's path.
 GROUP_NAME_CHARS_MAX: Final = 64
-#: Prompt rounds between two decode rounds of a group: each delays all decoding requests of all ranks.
-GROUP_PROMPT_ROUNDS_MAX: Final = 64
 #: Of a web page: ASCII, as a browser sends it. A host is a name, an IPv4 address, or an IPv6 address in brackets.
 _ORIGIN: Final = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?",
@@ -255,13 +260,25 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     yield from _drafts(worker)
     yield _between("worker.context_max_tokens", worker.context_max_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _between("worker.context_target_tokens", worker.context_target_tokens, 0, CONTEXT_MAX_TOKENS)
-    yield _at_least("worker.prefill_chunk_tokens", worker.prefill_chunk_tokens, 1)
+    yield _between("worker.pass_tokens", worker.pass_tokens, PAGE_TOKENS, PASS_TOKENS_MAX)
+    yield from _gap_target(worker)
     yield _at_least("worker.layer_group", parse_size(worker.layer_group, "worker.layer_group"), 0)
     yield _at_least("worker.slab_tokens", worker.slab_tokens, 0)
     yield _at_least("worker.hot_chunks_max", worker.hot_chunks_max, 0)
     yield _at_least("worker.threads", worker.threads, 0)
     yield _positive("worker.report_interval_ms", worker.report_interval_ms)
     yield _port("worker.metrics_port", worker.metrics_port)
+
+
+def _gap_target(worker: WorkerSettings) -> Iterator[SettingCheck]:
+    target = worker.gap_target_ms
+    yield SettingCheck(
+        target == AUTO or 0 <= float(target) < inf,
+        "worker.gap_target_ms",
+        target,
+        "not a time",
+        f"set milliseconds, 0 for unbounded gaps, or {AUTO}",
+    )
 
 
 def _drafts(worker: WorkerSettings) -> Iterator[SettingCheck]:
@@ -351,7 +368,6 @@ def _group(worker: WorkerSettings, *, is_insecure: bool) -> Iterator[SettingChec
         f"not a name of 1 to {GROUP_NAME_CHARS_MAX} visible characters without /",
         "choose another",
     )
-    yield _between("worker.group_prompt_rounds_max", worker.group_prompt_rounds_max, 1, GROUP_PROMPT_ROUNDS_MAX)
     if worker.group_endpoint:
         yield from _group_endpoint(worker, is_insecure=is_insecure)
 

@@ -33,8 +33,9 @@ import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
 #: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts, ranks of
-#: requests for workers. A coordinator serves peers of the version before, too (protocol/skew.py).
-PROTOCOL_VERSION: Final = 7
+#: requests for workers. 8: owners of requests for workers. A coordinator serves peers of the version before, too
+#: (protocol/skew.py).
+PROTOCOL_VERSION: Final = 8
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -197,7 +198,7 @@ class ModelInfo(Part, frozen=True):
     (ids 0..255 are bytes) or "json" (a `tokenizer.json` of `tokenizer_hash`, fetched through the coordinator).
     Prefixes are reused in multiples of `prefix_unit_tokens`; `reuses_generated`: those with decoded rows, too.
     `arithmetic` names what the bits of rows depend on beside the model, in deterministic mode: the size of prompt
-    chunks, the matmul mode and the kind of device. Only rows of equal arithmetic are reused. Empty in other modes.
+    blocks, the matmul mode and the kind of device. Only rows of equal arithmetic are reused. Empty in other modes.
     """
 
     fingerprint: str
@@ -797,7 +798,8 @@ class Admit(Part, frozen=True, tag="admit"):
     decode steps, on a hot buffer that begins like that of a resume.
 
     `rank` is the request's: work of which a worker does little at once is done in its order. `draft_tokens` is
-    that of the Submit.
+    that of the Submit. `owner` is whose share of the worker's prompt work computes the prompt: the user, and the tenant
+    if there is one (RequestFacts.owner_name).
     """
 
     placement: int
@@ -820,6 +822,7 @@ class Admit(Part, frozen=True, tag="admit"):
     unsent_tokens: int = 0
     rank: Rank = (0, 0, 0)
     draft_tokens: int = DRAFT_TOKENS_MAX
+    owner: str = ""
 
 
 class Receive(Part, frozen=True, tag="receive"):

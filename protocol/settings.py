@@ -20,6 +20,8 @@ NO_JOURNAL: Final = "none"
 AUTO_FLOOR: Final = "auto"
 #: Of `draft_tokens`. AUTO: the worker chooses a number for each step.
 DraftTokens: TypeAlias = int | Literal["auto"]
+#: Of `gap_target_ms`. AUTO: a multiple of a plain step, which the worker measures.
+GapTarget: TypeAlias = float | Literal["auto"]
 #: Value of `cors_origins` that stands for all origins.
 ANY_ORIGIN: Final = "*"
 
@@ -108,7 +110,10 @@ class WorkerSettings(Settings, frozen=True):
     context_max_tokens: int = 0  # longest context; 0: the model's
     context_target_tokens: int = 0  # context length that index pages and hot chunks are balanced for; 0: half each
     slab_tokens: int = 0  # prefill slab; 0: room for one longest prompt, within device_mem
-    prefill_chunk_tokens: int = 512  # prompt tokens that are computed together
+    pass_tokens: int = 8_192  # prompt tokens, of one or several prompts, that go through the layers together
+    gap_target_ms: GapTarget = (
+        AUTO  # milliseconds between two tokens of a request beside prompts; auto: 2.2 plain steps; 0: unbounded
+    )
     layer_group: str = "1MiB"  # bytes of a page that are staged and sent together, as whole layers; 0: all layers
     hot_size_classes: tuple[int, ...] = (4096, 8192, 16384, 32768)  # sizes of managed hot buffers, in slots
     hot_chunks_max: int = 0  # caps the hot arena; 0: what device_mem leaves
@@ -122,7 +127,6 @@ class WorkerSettings(Settings, frozen=True):
     group_size: int = 1  # ranks that share the experts of one model
     group_endpoint: str = ""  # where rank 0 listens; default: a socket in runtime_dir; tcp://HOST:PORT across nodes
     group_secret_file: str = ""  # secret of all ranks, which a tcp:// group_endpoint needs
-    group_prompt_rounds_max: int = 1  # prompt rounds of a group between two of its decode steps
     report_interval_ms: float = 20.0  # tokens are reported to the coordinator at most this often
     record_selections: str = ""  # trace of selections, in FILE.WORKER.PID; makes steps longer; empty: off
     metrics_host: str = "127.0.0.1"  # address of the metrics page

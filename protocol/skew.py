@@ -4,7 +4,7 @@
     N                 N              all messages as they are
     N - 1             N              accepted. The coordinator answers in N - 1, without fields that were added since
     N                 N - 1          refused by name by the coordinator, which changes nothing: it is upgraded first
-    N - 2 or older    N              refused by name; so is 6, since 7 is the first version that the next one serves
+    N - 2 or older    N              refused by name
 
 What a version may change so that the one before is served: add a field with a default at the end of a struct, and add
 a message that only a newer peer asks for. PROTOCOL_VERSION_MIN is then the version before, and NEWER_FIELDS has each
@@ -24,18 +24,20 @@ import msgspec
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
+    Admit,
+    Commands,
     CoordinatorMessage,
     GatewayMessage,
     encode,
 )
 
-#: The oldest protocol version that a coordinator accepts: one minor version of hisparse back, or none but its own.
+#: The oldest protocol version that a coordinator accepts: one minor version of hisparse back.
 PROTOCOL_VERSION_MIN: Final[int] = 7
 #: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends. None
 #: of them contains another.
-NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {}
+NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Admit: 1}
 #: Messages of a coordinator that contain such a struct.
-CHANGED: Final[frozenset[type[msgspec.Struct]]] = frozenset()
+CHANGED: Final[frozenset[type[msgspec.Struct]]] = frozenset({Commands})
 
 assert PROTOCOL_VERSION - PROTOCOL_VERSION_MIN in (0, 1)  # no version between them, for which nothing is cut
 

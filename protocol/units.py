@@ -12,8 +12,13 @@ TAIL_SLOTS_MAX: Final = 16
 SEAT_ROWS_MAX: Final = 5  # rows of one request in a decode step: the last token and four drafts
 TOPK_MAX: Final = 4_096
 CONTEXT_MAX_TOKENS: Final = 1_048_576
+#: Prompt tokens that go through one layer together on a GPU: rows of the largest block.
+BLOCK_TOKENS_MAX: Final = 4_096
+#: Prompt tokens that go through all layers together.
+PASS_TOKENS_MAX: Final = 65_536
 
 assert TAIL_SLOTS_MAX <= PAGE_TOKENS  # the tail fits its one chunk
+assert BLOCK_TOKENS_MAX <= PASS_TOKENS_MAX  # a block is a part of a pass
 
 
 def pages_for(tokens: int) -> int:

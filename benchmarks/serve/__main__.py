@@ -111,13 +111,13 @@ class Run:
         return ", ".join(name for name, is_on in named if is_on) or AS_IS
 
     def needs(self) -> Needs:
-        chunk = int(self.chosen.get("worker.prefill_chunk_tokens", WorkerSettings().prefill_chunk_tokens))
+        pass_tokens = int(self.chosen.get("worker.pass_tokens", WorkerSettings().pass_tokens))
         return needs_of(
             self.config,
             self.cells,
             kv_dtype=self.kv_dtype,
             ranks=self.ranks,
-            chunk_tokens=chunk,
+            pass_tokens=pass_tokens,
             pool_bytes_max=int(self.options.pool_gib * GIB),
         )
 
@@ -133,7 +133,7 @@ class Run:
             "worker.context_max_tokens": longest,
         }
         if self.tiny:
-            chosen |= {"worker.threads": 1, "worker.hot_size_classes": (64, 128), "worker.prefill_chunk_tokens": 64}
+            chosen |= {"worker.threads": 1, "worker.hot_size_classes": (64, 128), "worker.pass_tokens": 64}
         if self.options.all_resident:  # an index page for each chunk: no context is cheaper than a page
             chosen |= {"coordinator.hot_floor": "smallest", "worker.context_target_tokens": PAGE_TOKENS}
         if self.options.no_prefix_reuse:
@@ -187,7 +187,7 @@ class Run:
             "variant": self.variant,
             "overlap": self.options.overlap,
             "kv_dtype": self.kv_dtype,
-            "prefill_chunk_tokens": worker.prefill_chunk_tokens,
+            "prompts": f"passes of {worker.pass_tokens:,}",
             "context_max_tokens": worker.context_max_tokens,
             "device_mem": worker.device_mem,
             "seats": has.seats,

@@ -11,7 +11,7 @@ from benchmarks.serve.model import device_bytes, geometry
 from benchmarks.serve.workloads import Cell, pool_pages
 from hisparse.cluster.gpus import gpu_bytes
 from protocol.config import tmpfs_dir
-from protocol.units import PAGE_TOKENS, pages_for
+from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS, pages_for
 from worker.pool.host_memory import file_system_room, memory_room
 
 GIB: Final = 1 << 30
@@ -48,7 +48,7 @@ class Needs:
 
 
 def needs_of(
-    config: Any, cells: Sequence[Cell], *, kv_dtype: str, ranks: int, chunk_tokens: int, pool_bytes_max: int
+    config: Any, cells: Sequence[Cell], *, kv_dtype: str, ranks: int, pass_tokens: int, pool_bytes_max: int
 ) -> Needs:
     """Return the needs of the cell that needs most. A bounded pool has to hold one client's context at least."""
     shape = geometry(config, kv_dtype)
@@ -59,7 +59,7 @@ def needs_of(
         cell.clients * (HOT_PAGES * shape.chunk_bytes + pages_for(cell.workload.longest) * shape.index_page_bytes)
         for cell in cells
     )
-    rows_max = max(chunk_tokens, *(cell.clients for cell in cells))
+    rows_max = max(min(pass_tokens, BLOCK_TOKENS_MAX), *(cell.clients for cell in cells))
     device = device_bytes(config, ranks, rows_max) + slab * shape.chunk_bytes + requests + SCRATCH_BYTES
     return Needs(device, pages, wanted, shape.page_bytes)
 

@@ -163,7 +163,7 @@ def _run(number: int, run: Mapping[str, Any]) -> str:
     at, setting = run["machine"], run["setting"]
     return (
         f"run {number}: {at['gpu']}, {at['driver_pcie']}; {setting['layers']} layers, {setting['as']}, "
-        f"{setting['variant']}, overlap {setting['overlap']}, chunks of {setting['prefill_chunk_tokens']}, "
+        f"{setting['variant']}, overlap {setting['overlap']}, prompts in {setting['prompts']}, "
         f"{setting['hot_chunks']:,} hot chunks, {setting['index_pages']:,} index pages, host pages distinct "
         f"{setting['distinct_gib']:.0f} of {setting['wanted_gib']:.0f} GiB wanted, started in {setting['start_s']} s: "
         f"`{at['command']}`"

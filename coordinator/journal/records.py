@@ -90,6 +90,12 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
         return self.user, self.tenant
 
     @property
+    def owner_name(self) -> str:
+        """Who has that turn, in one word that no other owner has: USER or USER/TENANT. A user is the name of a key's
+        file, without a slash."""
+        return f"{self.user}/{self.tenant}" if self.tenant else self.user
+
+    @property
     def priority(self) -> int:
         return -self.rank[0]
 

@@ -115,7 +115,7 @@ class Candidates:
         """As `of`, of a request that kept the first pages of its prompt: the rest is computed behind them."""
         if self._takes_steps(entry.facts.prompt_tokens - entry.kept_tokens):
             return [ask._replace(by_steps=True) for ask in self.of_part(entry, DECODE)]
-        if self._prefix_reuse.whole(entry.own_pages) != entry.own_pages:  # of workers with other prompt chunks
+        if self._prefix_reuse.whole(entry.own_pages) != entry.own_pages:  # of workers with other prompt blocks
             return []
         slab_pages = pages_for(entry.facts.prompt_tokens)
         asks = self.of_part(entry, BOTH)

@@ -1,8 +1,8 @@
 """Whether the rest of a prompt, behind cached pages, is cheaper through decode steps than through prefill. Pure.
 
-By what was measured on the worker: the time from admission to staged of its prompts, for each chunk of CHUNK_TOKENS
-that they computed, and the time of a decode step. A step takes one token of the rest, whatever else the batch decodes;
-a prefill takes a chunk at least, slab pages for the whole prompt, and its cached rows are loaded into them. As long as
+By what was measured on the worker: the time from admission to staged of its prompts, in units of SHORT_TOKENS that they
+computed, and the time of a decode step. A step takes one token of the rest, whatever else the batch decodes; a prefill
+takes one unit of time at least, slab pages for the whole prompt, and its cached rows are loaded into them. As long as
 one of the two was not measured, prompts are prefilled.
 """
 
@@ -12,8 +12,9 @@ from typing import Final
 
 from protocol.units import PAGE_TOKENS
 
-#: Tokens of a prompt that are taken for one unit of prefill: the default of worker.prefill_chunk_tokens.
-CHUNK_TOKENS: Final = 512
+#: Prompts up to so many tokens cost one unit of time, whatever their length: reading the weights of all layers takes
+#: most of it.
+SHORT_TOKENS: Final = 512
 #: A longer rest is prefilled in any case: each of its tokens is a step of the whole batch.
 REST_TOKENS_MAX: Final = PAGE_TOKENS
 #: Weight of the latest prompt.
@@ -21,22 +22,22 @@ WEIGHT: Final = 1 / 4
 
 
 class PrefillCosts:
-    """Seconds of a chunk, by worker."""
+    """Seconds of a short prompt, by worker."""
 
     def __init__(self) -> None:
-        self._chunk_s: dict[str, float] = {}
+        self._unit_s: dict[str, float] = {}
 
     def note(self, worker: str, tokens: int, seconds: float) -> None:
         """A prompt was computed and staged, but for its cached pages: `tokens` of it in `seconds`."""
-        chunk_s = seconds / max(1, -(-tokens // CHUNK_TOKENS))
-        before = self._chunk_s.get(worker, chunk_s)
-        self._chunk_s[worker] = before + (chunk_s - before) * WEIGHT
+        unit_s = seconds / max(1, -(-tokens // SHORT_TOKENS))
+        before = self._unit_s.get(worker, unit_s)
+        self._unit_s[worker] = before + (unit_s - before) * WEIGHT
 
     def forget(self, worker: str) -> None:
         """It is gone, and another of its name may be another machine."""
-        self._chunk_s.pop(worker, None)
+        self._unit_s.pop(worker, None)
 
     def prefers_steps(self, worker: str, rest_tokens: int, step_s: float) -> bool:
         """Whether `rest_tokens` go through decode steps of `step_s` seconds (0: not measured)."""
-        chunk_s = self._chunk_s.get(worker, 0.0)
-        return step_s > 0 and 0 < rest_tokens <= REST_TOKENS_MAX and rest_tokens * step_s < chunk_s
+        unit_s = self._unit_s.get(worker, 0.0)
+        return step_s > 0 and 0 < rest_tokens <= REST_TOKENS_MAX and rest_tokens * step_s < unit_s

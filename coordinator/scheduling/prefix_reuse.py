@@ -6,7 +6,7 @@
 
 Within that, only requests of one `cache_salt` reuse each other's pages.
 
-In deterministic mode (ModelInfo.prefix_unit_tokens is the size of prompt chunks) only whole chunks of prompts are
+In deterministic mode (ModelInfo.prefix_unit_tokens is the size of prompt blocks) only whole blocks of prompts are
 reused, and nothing that decode steps have written, so that outputs are the same bits with and without reuse.
 
 Pages are cached as they become durable: those of a prompt while it is being computed, those of generated tokens when

@@ -12,6 +12,7 @@ from coordinator.journal.records import RequestFacts, digest_of, with_named_gram
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.lifecycle import WAITING, State
 from coordinator.scheduling.pending import PendingReason, PendingReasons
+from coordinator.scheduling.prompt_waits import PromptWaits
 from coordinator.scheduling.request_state import RequestState
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
@@ -84,6 +85,7 @@ class RequestTable:
         self.by_placement: dict[int, LiveRequest] = {}
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.pending = PendingReasons(dispatch.placement_table, dispatch.policy, self._request_id)
+        self._placement_table = dispatch.placement_table
         self._token_log = token_log
         self._settings = settings
         self._wall_offset_s = wall_offset_s
@@ -218,12 +220,13 @@ class RequestTable:
     def rows(self, limit: int, now: float, user: str | None = None) -> list[RequestRow]:
         """Live requests in rank order, then ended ones, latest first; `user`'s, or (None) all users'."""
         live = (it for it in self.live.values() if user in (None, it.facts.user))
-        rows = [self.row(it, now) for it in sorted(live, key=lambda it: it.facts.rank)[: max(limit, 0)]]
+        waits = self._prompt_waits()
+        rows = [self._row(it, now, waits) for it in sorted(live, key=lambda it: it.facts.rank)[: max(limit, 0)]]
         for ended in reversed(self.ended.values()):
             if len(rows) >= limit:
                 break
             if user in (None, ended.live.facts.user):
-                rows.append(self.row(*ended))
+                rows.append(self._row(*ended, waits))
         return rows
 
     def describe(
@@ -232,9 +235,9 @@ class RequestTable:
         """Raises NotFound."""
         found = self.find(request_id, user)
         live, at = found if isinstance(found, EndedRequest) else (found, now)
-        return self.row(live, at), self.history(live)
+        return self._row(live, at, self._prompt_waits()), self.history(live)
 
-    def row(self, live: LiveRequest, now: float) -> RequestRow:
+    def _row(self, live: LiveRequest, now: float, waits: PromptWaits) -> RequestRow:
         facts, state, entry, request_index = live.facts, live.state, live.entry, live.facts.request_index
         swaps, pending = _add(live.swaps_before, live.swaps), self._pending(live, now)
         drafts = _add_drafts(live.drafts_before, live.drafts)
@@ -255,7 +258,7 @@ class RequestTable:
             retractions=state.retractions,
             age_s=now + self._wall_offset_s - facts.at_s,
             held=state.held,
-            reason=pending.text if pending else state.reason,
+            reason=pending.text if pending else self._prompt_wait(live, waits) or state.reason,
             waits_for=pending.kind if pending else "",
             prefix_tokens=state.prefix_tokens,
             drafted_tokens=drafts.drafted,
@@ -269,6 +272,14 @@ class RequestTable:
         if state.state in WAITING or (state.state is State.TRANSFERRING and entry.transfer_id):
             return self.pending.explain(entry, now)
         return None
+
+    def _prompt_waits(self) -> PromptWaits:
+        return PromptWaits(self._placement_table, self._token_log.durable)
+
+    def _prompt_wait(self, live: LiveRequest, waits: PromptWaits) -> str:
+        """How far its prompt is, while its worker computes it; "" in other states, and before its worker is back."""
+        is_computed = live.state.state is State.PREFILLING and live.entry.worker in self._placement_table.workers
+        return waits.explain(live.entry) if is_computed else ""
 
     def _request_id(self, request_index: int) -> str:
         return self.by_index[request_index].facts.request_id

@@ -576,6 +576,7 @@ class Scheduler(SchedulerApi):
             warm_start=warm_start if decision.resumed_tokens else b"",
             rank=live.facts.rank,
             draft_tokens=entry.facts.draft_tokens,
+            owner=entry.facts.owner_name,
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {prefix_tokens} tokens of the prompt reused" if prefix_tokens else ""

@@ -180,7 +180,7 @@ def command_bytes(command: Command) -> int:
     """Approximate size of the encoded `command`; too low by a few per cent at most."""
     match command:
         case Admit(prompt=prompt, generated=generated, host_pages=pages, sampling=sampling, request_id=request_id):
-            chars = sum(map(len, sampling.stop)) + len(request_id) + len(sampling.grammar)
+            chars = sum(map(len, sampling.stop)) + len(request_id) + len(sampling.grammar) + len(command.owner)
             return COMMAND_BYTES_FIXED + sum(map(len, (prompt, generated, pages, command.warm_start))) + 4 * chars
         case Grant(host_pages=pages):
             return COMMAND_BYTES_FIXED + len(pages)

@@ -31,6 +31,9 @@ PRINTED: Final = (
 #: Those of a worker that drafts, too.
 DRAFTING: Final = ("draft_tokens", "tail_slots")
 
+#: The device whose sizes are asked for.
+CUDA: Final = "cuda"
+
 #: Rate of copies over the link: measured on an H200 (docs/operations.md).
 LINK_BYTES_PER_S: Final = 55e9
 
@@ -305,10 +308,12 @@ def _held(path: Path, dimensions: Any, group_size: int, settings: WorkerSettings
 
 
 def _rows_max(settings: WorkerSettings) -> int:
-    """Of a step or a chunk of a rank."""
-    from worker.device.step_rows import StepRows
+    """Rows of the largest block or step of a GPU, whatever this machine has."""
+    from msgspec.structs import replace
 
-    return max(settings.prefill_chunk_tokens, StepRows.of(settings).rows * settings.seats)
+    from worker.device.step_rows import rows_max
+
+    return rows_max(replace(settings, device=CUDA))
 
 
 def _remedy(path: Path, dimensions: Any, gpu_bytes: int, settings: WorkerSettings) -> str:

@@ -20,7 +20,7 @@ from protocol.errors import ConfigError
 from protocol.messages import BOTH, DECODE, PREFILL
 from protocol.settings import WorkerSettings
 from worker.device.sizing import require_weights_fit
-from worker.device.step_rows import StepRows
+from worker.device.step_rows import rows_max
 from worker.weights.layout import ExpertShare, group_sizes
 from worker.weights.shares import fitting_group_size, rank_bytes
 
@@ -86,7 +86,7 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
     dimensions, dtype, block = weights
     kv_bytes = 0 if settings.device_mem == AUTO else parse_size(settings.device_mem, "worker.device_mem")
     left = min(gpu_bytes) - kv_bytes
-    rows = max(settings.prefill_chunk_tokens, StepRows.of(settings).rows * settings.seats)
+    rows = rows_max(settings)
     kind = {"deterministic": settings.deterministic, "draft_layer": settings.draft_tokens_max > 0}
     possible = group_sizes(dimensions.n_routed_experts)
     sizes = [size for size in possible if workers % size == 0]

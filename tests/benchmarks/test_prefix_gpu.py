@@ -34,7 +34,7 @@ def worker_of(dtype: str, kv_dtype: str) -> PromptWorker:
         synthetic_config("deepseek-v3.2", 2, **DIMENSIONS), device="cpu", dtype=dtype, kv_dtype=kv_dtype
     )
     pool = torch.zeros(2 * pages_for(TOKENS + OUTPUT_TOKENS + 1), runner.geometry.page_bytes, dtype=torch.uint8)
-    return PromptWorker(runner, pool, TOKENS, chunk_tokens=CHUNK, hot_slots=128, device="cpu")
+    return PromptWorker(runner, pool, TOKENS, pass_tokens=CHUNK, hot_slots=128, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def worker() -> Iterator[PromptWorker]:
 def test_restored_prefix_changes_no_token(worker: PromptWorker) -> None:
     found = compare_tokens(worker, 192, 2, CHUNK)
     assert found["logprob_change_max"] < 1e-4
-    assert (found["mismatched_tokens"], found["tied_tokens"], found["same_chunks_mismatched_tokens"]) == (0, 0, 0)
-    assert found["compared_tokens"] == found["same_chunks_compared_tokens"] == 2 * OUTPUT_TOKENS
-    assert found["same_chunks_prefix_tokens"] == CHUNK
+    assert (found["mismatched_tokens"], found["tied_tokens"], found["same_passes_mismatched_tokens"]) == (0, 0, 0)
+    assert found["compared_tokens"] == found["same_passes_compared_tokens"] == 2 * OUTPUT_TOKENS
+    assert found["same_passes_prefix_tokens"] == CHUNK
 
 
 def sum_in_parts(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -66,7 +66,7 @@ def test_sums_in_another_order_give_ties_in_bfloat16_alone(dtype: str, monkeypat
     monkeypatch.setattr(torch.nn.functional, "linear", sum_in_parts)
     worker = worker_of(dtype, "auto")
     found = compare_tokens(worker, 192, 4, CHUNK)
-    assert (found["mismatched_tokens"], found["same_chunks_mismatched_tokens"]) == (0, 0)
+    assert (found["mismatched_tokens"], found["same_passes_mismatched_tokens"]) == (0, 0)
     if dtype == "float32":
         assert 0 < found["logprob_change_max"] < 1e-3
         assert found["tied_tokens"] == 0
@@ -86,13 +86,13 @@ def test_fault_in_a_restored_page_is_seen(worker: PromptWorker, monkeypatch: pyt
 
     monkeypatch.setattr(worker, "answer", faulty)
     found = compare_tokens(worker, 192, 2, CHUNK)
-    assert found["same_chunks_mismatched_tokens"] > 0
+    assert found["same_passes_mismatched_tokens"] > 0
     assert found["logprob_change_max"] > 0.01
 
 
-def test_prefix_below_a_chunk_is_compared_under_the_tie_rule_alone(worker: PromptWorker) -> None:
+def test_prefix_below_a_pass_is_compared_under_the_tie_rule_alone(worker: PromptWorker) -> None:
     found = compare_tokens(worker, 64, 1, CHUNK)
-    assert (found["compared_tokens"], found["same_chunks_compared_tokens"]) == (OUTPUT_TOKENS, 0)
+    assert (found["compared_tokens"], found["same_passes_compared_tokens"]) == (OUTPUT_TOKENS, 0)
 
 
 def answer_of(*rows: tuple[int, dict[int, float]]) -> Answer:
@@ -124,7 +124,7 @@ def test_tokens_behind_another_difference_are_mismatched(token: int) -> None:
     assert found.gaps[0] >= 2.0
 
 
-def test_same_chunks_excuse_no_changed_bit() -> None:
+def test_same_passes_excuse_no_changed_bit() -> None:
     moved = answer_of((1, {1: -1.0, 2: -3.0}), (1, {1: -1.0, 2: -1.1}), (4, {4: -1.0000001, 5: -2.0}))
     assert compared(moved).mismatched == 0
     assert compared(moved, 0.0).mismatched == 1

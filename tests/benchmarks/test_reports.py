@@ -353,8 +353,8 @@ def test_cells_of_verdicts_are_short() -> None:
 def test_restored_prefix_is_shown_with_its_ties() -> None:
     found = json.loads((report.RESULTS / "prefix-H200.json").read_text())
     counts = {"compared_tokens": 48, "mismatched_tokens": 0, "tied_tokens": 6, "tie_bound": 0.2}
-    found["result"] |= counts | {"logprob_change_max": 0.0459, "same_chunks_prefix_tokens": 73_728}
-    found["result"] |= {"same_chunks_compared_tokens": 48, "same_chunks_mismatched_tokens": 1}
+    found["result"] |= counts | {"logprob_change_max": 0.0459, "same_passes_prefix_tokens": 73_728}
+    found["result"] |= {"same_passes_compared_tokens": 48, "same_passes_mismatched_tokens": 1}
     text = report.part_text(report.RESTORED, found)
     assert "| tokens that differ from the whole prefill's | 0 of 48 |" in text
     assert "| tokens that follow a tie of less than 0.2 | 6 of 48 |" in text

@@ -76,7 +76,7 @@ def test_pool_of_a_cell_holds_every_client_at_its_longest() -> None:
     cell = cells_of(["32k8k"])[0].cell
     assert cell.pages >= 48 * (32_768 + 8_192) // 64
     config = config_of(0, tiny=False)
-    needs = needs_of(config, [cell], kv_dtype="fp8", ranks=8, chunk_tokens=512, pool_bytes_max=100 * GIB)
+    needs = needs_of(config, [cell], kv_dtype="fp8", ranks=8, pass_tokens=8_192, pool_bytes_max=100 * GIB)
     assert needs.pages == needs.pages_wanted, "distinct rows for all"
     assert 88 * GIB < needs.pool_bytes < 100 * GIB
 

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.gpu.syncs import no_syncs  # noqa: E402
+from tests.support.prompts import launch_prompt  # noqa: E402
 from tests.support.router_bytes import with_exact_routers  # noqa: E402
 from tests.support.runner_rig import Rig  # noqa: E402
 from tests.worker.weights.test_modules import WHOLE  # noqa: E402
@@ -119,7 +120,7 @@ def test_no_launch_waits_for_the_device(checkpoints: dict[str, Path]) -> None:
     tokens = torch.tensor(TEXT[:64], device="cuda")
     step, one = rig._steps[ROWS], StepOutputs.allocate(1, runner.info.vocab_size, keep_logits=True, device="cuda")
     with no_syncs():
-        runner.launch_prefill_chunk(rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)
+        launch_prompt(runner, rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)
         runner.launch_forward(rig.streams, rig.state, rig.sampler, step.batch)
         runner.launch_sample(rig.streams, rig.sampler, step.batch, step.outputs, None)
 

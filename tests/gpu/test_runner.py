@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 from kernels.state import StepBatch  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.support.oracle_rig import run_oracle  # noqa: E402
+from tests.support.prompts import launch_prompt  # noqa: E402
 from tests.support.runner_rig import Rig  # noqa: E402
 from worker.runners import transformers_dsa  # noqa: E402
 from worker.runners.base import StepOutputs  # noqa: E402
@@ -166,7 +167,7 @@ def test_no_launch_waits_for_the_device(place: Path, family: str, dtype: str, kv
     tokens = torch.tensor(list(TEXT[:100]), device="cuda")
     step, one = rig._steps[ROWS], StepOutputs.allocate(1, runner.info.vocab_size, keep_logits=True, device="cuda")
     with no_syncs():
-        runner.launch_prefill_chunk(rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)
+        launch_prompt(runner, rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)
         runner.launch_forward(rig.streams, rig.state, rig.sampler, step.batch)
         runner.launch_sample(rig.streams, rig.sampler, step.batch, step.outputs, None)
 

@@ -55,9 +55,7 @@ def test_resizes_retractions_and_parking_change_no_token(groups: tuple[int, ...]
 
 @pytest.mark.parametrize("seed", range(4))
 def test_churn_over_50_requests(seed: int) -> None:
-    settings = replace(
-        SETTINGS, seats=50, host_mem="900KiB", device_mem="2MiB", hot_chunks_max=120, prefill_chunk_tokens=256
-    )
+    settings = replace(SETTINGS, seats=50, host_mem="900KiB", device_mem="2MiB", hot_chunks_max=120, pass_tokens=256)
     runner, ahead_tokens = FakeRunner((SHARED, SEPARATE)[seed % 2]), (0, 8)[seed % 2]
     rig = Rig(cuda(), settings, runner=runner, ahead_tokens=ahead_tokens)
     chance = random.Random(seed)

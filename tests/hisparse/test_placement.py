@@ -11,6 +11,7 @@ from hisparse.cluster.placement import Weights, choose_group_size, place
 from protocol.config import HostFacts, build, to_environ
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
+from protocol.units import BLOCK_TOKENS_MAX
 from worker.weights.shares import rank_bytes
 from worker.weights.synth import published_config
 
@@ -96,14 +97,14 @@ def test_a_group_is_as_small_as_the_gpus_permit() -> None:
 
 
 def test_memory_for_kv_counts_where_it_is_set() -> None:
-    held = rank_bytes(*DEEPSEEK, 4, 512).total
+    held = rank_bytes(*DEEPSEEK, 4, BLOCK_TOKENS_MAX).total
     gpus = [held + 20_000_000_000] * 8
     assert choose_group_size(msgspec.structs.replace(GPU, device_mem="19GB"), 8, gpus, DEEPSEEK) == 4
     assert choose_group_size(msgspec.structs.replace(GPU, device_mem="21GB"), 8, gpus, DEEPSEEK) == 8
 
 
 def test_drafts_take_memory_for_the_draft_layer() -> None:
-    gpus = [rank_bytes(*DEEPSEEK, 4, 512).total + 2_000_000_000] * 8
+    gpus = [rank_bytes(*DEEPSEEK, 4, BLOCK_TOKENS_MAX).total + 2_000_000_000] * 8
     assert choose_group_size(GPU, 8, gpus, DEEPSEEK) == 4
     assert choose_group_size(msgspec.structs.replace(GPU, draft_tokens=1), 8, gpus, DEEPSEEK) == 8
 
@@ -113,7 +114,7 @@ def test_too_few_gpus_are_refused_with_the_arithmetic() -> None:
         choose_group_size(GPU, 4, [H200] * 4, DEEPSEEK)
     assert (refused.value.field, refused.value.value) == ("group-size", "4")
     assert "the weights take 184.5 GB" in refused.value.message
-    assert "and the exchange 0.1 GB of 141.0 GB" in refused.value.message
+    assert "and the exchange 0.8 GB of 141.0 GB" in refused.value.message
     assert "start 8 workers, which fit as one group" in refused.value.remedy
 
 

@@ -199,6 +199,12 @@ CASES: Final[dict[str, Case]] = {
         [f"{SHOW} worker.device_mem=4GiB --set worker.device=cpu"],
     ),
     "no such setting": Case(f"{SHOW} worker.seets=1", 8, "did you mean seats?", [f"{SHOW} worker.seats=1"]),
+    "a setting that is gone": Case(
+        f"{SHOW} worker.prefill_chunk_tokens=2048",
+        8,
+        "(remove it; worker.gap_target_ms bounds the gaps that prompts make)",
+        [f"{SHOW} worker.gap_target_ms=0"],
+    ),
     "no size of the pool": Case(
         f"{SHOW} worker.host_mem=lots", 8, f"({SIZES}; or auto)", [f"{SHOW} worker.host_mem=auto"]
     ),

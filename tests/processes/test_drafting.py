@@ -192,7 +192,7 @@ async def test_lost_rank_changes_no_token(models: dict[str, Path], tmp_path: Pat
 
 
 def reusing(model: Path, runtime_dir: Path) -> Config:
-    config = drafting(crash_config(model, runtime_dir), deterministic=False, prefill_chunk_tokens=128)
+    config = drafting(crash_config(model, runtime_dir), deterministic=False, pass_tokens=128)
     return msgspec.structs.replace(config, coordinator=msgspec.structs.replace(config.coordinator, prefix_reuse="own"))
 
 

@@ -110,7 +110,7 @@ async def drain_until_taken(client: Client, name: str, order: Order) -> None:
 def without_cache(config: Config) -> Config:
     """Prompts are computed page by page, and none is cached: what a request begins with again is its own."""
     coordinator = msgspec.structs.replace(config.coordinator, prefix_reuse="off")
-    worker = msgspec.structs.replace(config.worker, prefill_chunk_tokens=PAGE_TOKENS)
+    worker = msgspec.structs.replace(config.worker, pass_tokens=PAGE_TOKENS)
     return msgspec.structs.replace(config, coordinator=coordinator, worker=worker)
 
 

@@ -38,7 +38,7 @@ def reusing(model: Path, runtime_dir: Path, mode: str = "own", *, deterministic:
     return msgspec.structs.replace(
         config,
         coordinator=msgspec.structs.replace(config.coordinator, prefix_reuse=mode),
-        worker=msgspec.structs.replace(config.worker, deterministic=deterministic, prefill_chunk_tokens=128),
+        worker=msgspec.structs.replace(config.worker, deterministic=deterministic, pass_tokens=128),
     )
 
 

@@ -56,6 +56,29 @@ def test_text_is_parsed_to_the_type_of_the_field() -> None:
     assert config.coordinator.flush_interval_ms == 2.5
 
 
+def test_a_gap_target_is_a_number_of_milliseconds_or_automatic() -> None:
+    assert built().worker.gap_target_ms == "auto"
+    for text, found in (("auto", "auto"), ("2.5", 2.5), ("0", 0.0), (60, 60.0)):
+        worker = built(flags={"worker.gap_target_ms": text}).worker
+        assert worker.gap_target_ms == found
+        assert built(environ=to_environ(Config(worker=worker))).worker.gap_target_ms == found
+
+
+@pytest.mark.parametrize("name", ["prefill_chunk_tokens", "group_prompt_rounds_max"])
+def test_settings_that_are_gone_are_refused_with_what_took_their_place(name: str) -> None:
+    variable = f"HISPARSE_WORKER_{name.upper()}"
+    sources = ("hisparse.toml", f"worker.{name}"), ("the environment", variable), ("the command line", f"worker.{name}")
+    refusals = [
+        refusal(table={"worker": {name: 2}}),
+        refusal(environ={variable: "2"}),
+        refusal(flags={f"worker.{name}": 2}),
+    ]
+    for refused, (origin, field) in zip(refusals, sources, strict=True):
+        assert (refused.field, refused.value) == (field, "2")
+        assert refused.message == f"{origin} names a setting that is gone"
+        assert refused.remedy.startswith("remove it; worker.gap_target_ms")
+
+
 def test_machine_dependent_defaults_are_filled_once() -> None:
     config = built()
     assert config.cluster.runtime_dir == "/tmp/hisparse-1000"
@@ -91,8 +114,6 @@ def _grouped(**settings: object) -> dict[str, dict[str, object]]:
         (_grouped(group="g" * 65), "worker.group", "g" * 65, "choose another"),
         (_grouped(group="a b"), "worker.group", "a b", "choose another"),
         (_grouped(group="../g"), "worker.group", "../g", "choose another"),
-        (_grouped(group_prompt_rounds_max=0), "worker.group_prompt_rounds_max", "0", "1 to 64"),
-        (_grouped(group_prompt_rounds_max=65), "worker.group_prompt_rounds_max", "65", "1 to 64"),
         (_grouped(group_endpoint="udp://x:1"), "worker.group_endpoint", "udp://x:1", "tcp://HOST:PORT"),
         (_grouped(group_endpoint="tcp://h"), "worker.group_endpoint", "tcp://h", "tcp://HOST:PORT"),
         (_grouped(group_endpoint="tcp://h:0"), "worker.group_endpoint", "tcp://h:0", "1 to 65535"),
@@ -154,6 +175,12 @@ def test_cuda_device_defaults_to_cuda_streams_and_memory_pool() -> None:
         ({"flags": {"worker.hot_size_classes": ()}}, "worker.hot_size_classes", "()", "at least one"),
         ({"flags": {"worker.tail_slots": 17}}, "worker.tail_slots", "17", "1 to 16"),
         ({"flags": {"worker.lookahead_steps": 2}}, "worker.lookahead_steps", "2", "0 to 1"),
+        ({"flags": {"worker.pass_tokens": 63}}, "worker.pass_tokens", "63", "64 to 65536"),
+        ({"flags": {"worker.pass_tokens": 65_537}}, "worker.pass_tokens", "65537", "64 to 65536"),
+        ({"flags": {"worker.gap_target_ms": -1}}, "worker.gap_target_ms", "-1.0", "0 for unbounded gaps, or auto"),
+        ({"environ": {"HISPARSE_WORKER_GAP_TARGET_MS": "inf"}}, "worker.gap_target_ms", "inf", "set milliseconds"),
+        ({"flags": {"worker.gap_target_ms": float("nan")}}, "worker.gap_target_ms", "nan", "set milliseconds"),
+        ({"flags": {"worker.gap_target_ms": "long"}}, "worker.gap_target_ms", "long", "correct it in the command line"),
         ({"flags": {"worker.draft_tokens": 5}}, "worker.draft_tokens", "5", "0 to 4"),
         ({"flags": {"worker.draft_tokens": 4}}, "worker.tail_slots", "8", "10 or more"),
         ({"flags": {"worker.draft_tokens": "auto"}}, "worker.tail_slots", "8", "10 or more"),

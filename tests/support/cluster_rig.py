@@ -66,7 +66,7 @@ def cluster_config(model: Path, runtime_dir: Path, *, streams: str = "simulated"
         "worker.hot_size_classes": SIZE_CLASSES,
         "worker.hot_chunks_max": hot_chunks,
         "worker.tail_slots": 2,
-        "worker.prefill_chunk_tokens": 256,
+        "worker.pass_tokens": 256,
         "worker.layer_group": "8KiB",
         "worker.threads": 1,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import msgspec
@@ -47,17 +47,21 @@ def _computed(
     prompt: tuple[int, ...],
     count: int,
     seed: int,
-    chunks: tuple[tuple[int, int], ...],
+    prefilled: tuple[range, ...],
     groups: tuple[int, ...],
     is_held: bool,
 ) -> tuple[list[int], Tensor]:
-    return computed(prompt, count, seed, dict(chunks), groups, is_held=is_held)
+    return computed(prompt, count, seed, prefilled, groups, is_held=is_held)
+
+
+def _whole_prompt(life: Life) -> list[range]:
+    return [range(len(life.prompt))]
 
 
 class DraftRig(Rig):
     """`percent` of the drafts are right, drawn from the request and the position; None: they are the runner's own.
 
-    `chunks_of` says which positions of a request the hash runner computes by prompt chunks. With `watches`, what its
+    `prefilled_of` says which positions of a request the hash runner computes by prompt passes. With `watches`, what its
     draft layer does is compared with the oracle: `wrong_rows` are requests with positions whose row or index key in
     host memory was wrong when the request left, `wrong_drafts` drafts that it drew.
     """
@@ -71,7 +75,7 @@ class DraftRig(Rig):
         runner: DraftRunner | None = None,
         host: Tensor | None = None,
         expected: Callable[[Life], Sequence[int]] | None = None,
-        chunks_of: Callable[[Life], Mapping[int, int]] | None = None,
+        prefilled_of: Callable[[Life], Sequence[range]] | None = None,
         ahead_tokens: int = 8,
         keep_logits: bool = False,
         watches: bool = False,
@@ -82,7 +86,7 @@ class DraftRig(Rig):
         self._guesses = torch.full(shape, WRONG, dtype=torch.int32, device=device)  # by seat and position
         self._given: dict[int, Tensor] = {}  # by request number, for operations that have not run
         self._percent, self._expected = percent, expected or self.tokens_of
-        self._chunks_of = chunks_of or self._prompt_chunks
+        self._prefilled_of = prefilled_of or _whole_prompt
         self._owners: dict[int, int] = {}  # of seats: numbers of requests, as operations see them
         self._drawn: dict[int, set[tuple[int, tuple[int, ...], int]]] = defaultdict(set)  # place, fed drafts, draft
         self.watches, self.wrong_rows = watches, list[tuple[int, int]]()
@@ -102,9 +106,9 @@ class DraftRig(Rig):
 
     def computed(self, life: Life) -> tuple[list[int], Tensor]:
         """Tokens and states that the hash runner gives (see hash_runner.computed)."""
-        sampling, chunks = life.sampling, tuple(self._chunks_of(life).items())
+        sampling, prefilled = life.sampling, tuple(self._prefilled_of(life))
         groups = self.runner.geometry.group_of_layer[:-1]
-        return _computed(life.prompt, sampling.max_tokens, sampling.seed, chunks, groups, bool(sampling.grammar))
+        return _computed(life.prompt, sampling.max_tokens, sampling.seed, prefilled, groups, bool(sampling.grammar))
 
     def tokens_of(self, life: Life) -> Sequence[int]:
         """What the hash runner gives."""
@@ -125,10 +129,6 @@ class DraftRig(Rig):
     def drafts_watched(self) -> int:
         """Drafts behind the first ones among them."""
         return sum(bool(fed) for drawn in self._drawn.values() for _, fed, _ in drawn)
-
-    def _prompt_chunks(self, life: Life) -> dict[int, int]:
-        size, stop = self.settings.prefill_chunk_tokens, len(life.prompt)
-        return {start: min(start + size, stop) for start in range(0, stop, size)}
 
     def _oracle(self, life: Life) -> DraftOracle:
         tokens, states = self.computed(life)

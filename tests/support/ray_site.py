@@ -34,7 +34,7 @@ SETTINGS: Final = {
     "worker.hot_size_classes": "64,128,256",
     "worker.seats": "8",
     "worker.tail_slots": "2",
-    "worker.prefill_chunk_tokens": "256",
+    "worker.pass_tokens": "256",
     "worker.threads": "1",
     "coordinator.audit_interval_s": "0.5",
     "coordinator.heartbeat_limit_s": "2",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from kernels.cuda.launch import prepare
 from kernels.seat import init_managed, init_resident
 from kernels.state import BackupPlan, DeviceState, StepBatch
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+from tests.support.prompts import PASS_TOKENS, launch_prompt
 from worker.runners.base import DraftRows, DraftRunner, Runner, SamplerState, StepOutputs
 from worker.streams import Streams, make_streams
 
 TAIL_SLOTS = 4
-CHUNK_TOKENS = 512
 
 
 @dataclass
@@ -49,6 +49,7 @@ class Rig:
         seed: int = 0,
         device: str = "cpu",
         graphs: bool = False,
+        pass_tokens: int = PASS_TOKENS,
     ) -> None:
         geometry, pages = runner.geometry, pages_for(context_tokens)
         self.runner = runner
@@ -68,10 +69,10 @@ class Rig:
         )
         if device != "cpu":
             prepare(self.state)
-        self.drafts = geometry.layers > runner.info.layers  # the runner has a draft layer
         self.sampler = SamplerState.allocate(seats, runner.info.vocab_size, device)
         self.lengths = [0] * seats
         self.device, self.graphs = device, graphs
+        self.pass_tokens = pass_tokens
         self._steps: dict[int, _Step] = {}
         self._drafted: list[int] = []
         draw = random.Random(seed)
@@ -82,20 +83,10 @@ class Rig:
         self, seat: int, prompt: Sequence[int], *, hot_slots: int, temperature: float = 0.0, seed: int = 0
     ) -> tuple[int, Tensor]:
         """Prefill, stage, and set up the hot buffer (0: resident) cold or by copy: the first token and its logits."""
-        state, pages = self.state, self.state.host_table.shape[1]
-        tokens = torch.tensor(list(prompt), device=self.device)
-        state.index_table[seat] = self._take(self._pages, pages)
-        state.host_table[seat] = torch.arange(seat * pages, (seat + 1) * pages).int().flip(0)
-        state.slab_table[seat, : pages_for(len(tokens))] = self._take(self._chunks, pages_for(len(tokens)))
-        self.sampler.set_seat(seat, temperature, 1.0, seed)
-        g, vocab = self.runner.geometry, self.runner.info.vocab_size
-        topk_shape = g.groups, g.topk
-        outputs = StepOutputs.allocate(1, vocab, keep_logits=True, topk_shape=topk_shape, device=self.device)
-        for start in range(0, len(tokens), CHUNK_TOKENS):
-            last = outputs if start + CHUNK_TOKENS >= len(tokens) else None
-            chunk, behind = tokens[start : start + CHUNK_TOKENS], tokens[start + CHUNK_TOKENS :][:1]
-            drafts: dict[str, Any] = {"following": behind} if self.drafts and last is None else {}
-            self.runner.launch_prefill_chunk(self.streams, state, self.sampler, seat, chunk, start, last, **drafts)
+        tokens, outputs = torch.tensor(list(prompt), device=self.device), self.outputs()
+        self.grant(seat, len(tokens), temperature=temperature, seed=seed)
+        memory = self.streams, self.state, self.sampler, seat
+        launch_prompt(self.runner, *memory, tokens, 0, outputs, pass_tokens=self.pass_tokens)
         self.streams.compute.record("sampled").wait()
         self._stage(seat, len(tokens))
         self.set_hot(seat, hot_slots, len(tokens))
@@ -104,6 +95,19 @@ class Rig:
         assert outputs.warm_start is not None
         self.warm_start = outputs.warm_start  # of the prompt opened last
         return int(outputs.tokens[0]), outputs.logits[0].clone()
+
+    def grant(self, seat: int, tokens: int, *, temperature: float = 0.0, seed: int = 0) -> None:
+        """Memory for a prompt of so many tokens, before anything is computed."""
+        state, pages = self.state, self.state.host_table.shape[1]
+        state.index_table[seat] = self._take(self._pages, pages)
+        state.host_table[seat] = torch.arange(seat * pages, (seat + 1) * pages).int().flip(0)
+        state.slab_table[seat, : pages_for(tokens)] = self._take(self._chunks, pages_for(tokens))
+        self.sampler.set_seat(seat, temperature, 1.0, seed)
+
+    def outputs(self) -> StepOutputs:
+        """Outputs for a first token, with logits and what it selected."""
+        g, vocab = self.runner.geometry, self.runner.info.vocab_size
+        return StepOutputs.allocate(1, vocab, keep_logits=True, topk_shape=(g.groups, g.topk), device=self.device)
 
     def set_hot(self, seat: int, hot_slots: int, tokens: int) -> None:
         """A fresh hot buffer of a context of `tokens`: resident with all rows, or managed and cold."""

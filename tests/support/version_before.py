@@ -1,4 +1,4 @@
-"""Two protocol versions as the next change of the wire makes them: this one, and one before it that is served."""
+"""Two protocol versions: this one, and one before it that lacks more fields than the version that is served lacks."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
@@ -14,14 +15,16 @@ from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from tests.support.fakes.coordinator import FakeCoordinator
 from tests.support.fakes.hash_runner import FakeRunner
+from tests.support.fakes.pace import DrawnPace
 from worker.device.pinned import host_tensor
 from worker.device.sizing import size_worker
 from worker.group.group import Group
 from worker.loop.batch import Status
 from worker.loop.decode import Decoder, StepTokens
 from worker.loop.executor import Executor
+from worker.loop.pace import Pacing
 from worker.loop.recording import SelectionRecorder
-from worker.runners.base import Runner
+from worker.runners.base import Runner, prompt_block_tokens
 from worker.streams import InlineStreams, Streams, make_streams
 from worker.streams.cuda import CudaStreams
 
@@ -31,7 +34,7 @@ SETTINGS = WorkerSettings(
     seats=4,
     hot_size_classes=(64, 128, 192),
     tail_slots=3,
-    prefill_chunk_tokens=32,
+    pass_tokens=64,
     layer_group="1KiB",
     context_max_tokens=512,
     slab_tokens=512,
@@ -40,6 +43,19 @@ SETTINGS = WorkerSettings(
 )
 #: Turns after which nothing more will happen.
 TURNS_MAX = 200_000
+#: Seconds between two looks at a clock.
+TICK_S = 1e-4
+
+
+class Ticks:
+    """A clock that moves with each look, so that what depends on time depends on the run alone."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += TICK_S
+        return self._now
 
 
 class Rig:
@@ -58,8 +74,10 @@ class Rig:
         group: Group | None = None,
         recorder: SelectionRecorder | None = None,
         pages: range | None = None,
+        pace: Pacing | int = 0,
     ) -> None:
-        """`pages` of the host pool are this rig's to give; by default all are."""
+        """`pages` of the host pool are this rig's to give; by default all are. `pace` is of prompts; a number is the
+        seed of one that is drawn, but for a rank of a group and on a GPU."""
         self.runner: Runner = runner or FakeRunner()
         runner = self.runner
         self.streams = streams or make_streams("inline")
@@ -81,12 +99,21 @@ class Rig:
             keep_logits=keep_logits,
             group=group,
             recorder=recorder,
+            **self._paced(pace) if group is None and device == "cpu" else {},
         )
         self.coordinator.submit = self.executor.submit
         self.logits: Logits = {}
         self.depths: dict[tuple[int, int], int] = {}
         if keep_logits:
             self._keep_logits(self.executor._decoder)
+
+    def _paced(self, pace: Pacing | int) -> dict[str, Any]:
+        """A pace and a clock of which the same run is made again."""
+        settings = self.settings
+        block = prompt_block_tokens(settings) if settings.deterministic else 0
+        block_max = min(self.runner.block_tokens_max, settings.pass_tokens)
+        drawn = DrawnPace(pace, block_max, fixed_block=block) if isinstance(pace, int) else pace
+        return {"pace": drawn, "clock": Ticks()}
 
     def turn(self, turns: int = 1) -> None:
         for _ in range(turns):
@@ -127,7 +154,7 @@ class Rig:
         assert all(message.startswith("grammar=: Parser Error: token") for message in faults), faults
         groups, bad = self.runner.geometry.group_of_layer, []
         for life in self.coordinator.lives:
-            expected = life.expected(groups, self.settings.prefill_chunk_tokens)
+            expected = life.expected(groups)
             whole = life.outcome == "length"
             if life.outcome in faults or life.tokens != (expected if whole else expected[: len(life.tokens)]):
                 bad.append(life.number)

@@ -1,4 +1,4 @@
-"""How many rows a decode step takes of each request, and what follows from that. Pure.
+"""How many rows a decode step takes of each request and a block of prompts takes, and what follows from that. Pure.
 
 Plain decoding takes one row. With n drafted tokens a step takes 1 + n rows of a request, at consecutive positions: the
 first is fed the token that comes next, the others drafts of those behind it. How many of them hold is known once the
@@ -15,9 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from protocol.byte_sizes import AUTO
 from protocol.settings import WorkerSettings
+from protocol.units import BLOCK_TOKENS_MAX
+
+#: Tokens of a block in deterministic mode: products of this many rows have the bits that they always had. A CPU takes
+#: no larger ones, since its attention expands a block's rows.
+DETERMINISTIC_BLOCK_TOKENS: Final = 512
+
+
+def block_tokens_max(settings: WorkerSettings) -> int:
+    """Rows of the largest block of prompts that goes through one layer at once."""
+    is_large = settings.device.startswith("cuda") and not settings.deterministic
+    return min(settings.pass_tokens, BLOCK_TOKENS_MAX if is_large else DETERMINISTIC_BLOCK_TOKENS)
+
+
+def rows_max(settings: WorkerSettings) -> int:
+    """Rows of the largest block or step: scratch memory and a group's exchange have room for so many."""
+    return max(block_tokens_max(settings), StepRows.of(settings).rows * settings.seats)
 
 
 @dataclass(frozen=True)

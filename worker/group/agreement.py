@@ -1,22 +1,25 @@
 """Which round the ranks of a group run next. Pure. The same on every rank: a function of gathered wishes alone.
 
-A *round* is what all ranks launch together: a prompt chunk of each rank that has one, or one decode step of all. At the
-end of each round every rank says what it wishes to run later, and all ranks gather these wishes. Wishes of round n are
-read by the host before round n + lag is launched, with lag = lookahead + 1: by then round n has run, so that reading
-them waits for nothing.
+A *round* is what all ranks launch together: a unit of a prompt pass (worker/loop/passes.py), or one decode step of all.
+At the end of each round every rank says what it wishes to run later, and all ranks gather these wishes. Wishes of round
+n are read by the host before round n + lag is launched, with lag = lookahead + 1: by then round n has run, so that
+reading them waits for nothing.
 
     wishes of      n      n+1    n+2             (lag 2)
                     \\      \\
     rule round            n+2    n+3
 
 Round n + lag follows the wishes of round n, or of the first later round whose wishes ask for anything that was not
-launched since. When none of the rounds n to n + lag - 1 does, the group sleeps before round n + lag. A rank with work
-then wakes the others (worker/group/control.py), and round n + lag gathers wishes alone. So ranks agree on the number of
-the round at which they sleep, and a wake names it.
+launched since. When none of the rounds n to n + lag - 1 does, and no pass is open, the group sleeps before round n +
+lag. A rank with work then wakes the others (worker/group/control.py), and round n + lag gathers wishes alone. So ranks
+agree on the number of the round at which they sleep, and a wake names it.
 
-A wish lists the chunks that the rank would bring to its next `lag` prompt rounds: of two rounds that follow the same
-wishes, the second one takes the second chunk. A rank may bring less than it wished, since a request may have ended
-meanwhile; it never brings more than the size of the round.
+A pass belongs to the group: all ranks are at the same layer of the same rows. It is opened by a round that names its
+rows, the most that any rank wishes to bring; a rank brings as many at most, and pads what it lacks. A rank that comes
+later waits for the next pass. While one pass is open a second one may be opened, of what ranks call urgent, and goes on
+until it is over; the first one then goes on where it was left. Wishes that were made before a pass was opened ask for
+no other one: what they asked for may be in it. The rows of a unit are the fewest that any rank wishes, and so are the
+units between two decode rounds.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from protocol.errors import InternalError
+from worker.loop.passes import PassPlace, PassUnit
 
-#: int32 numbers of a wish before its chunks.
-WISH_HEAD: Final = 1
+#: Passes that are open at the same time.
+PASSES_MAX: Final = 2
 
 
 class RoundKind(Enum):
@@ -39,49 +43,62 @@ class RoundKind(Enum):
 
 
 class Round(NamedTuple):
-    """`size`: tokens of the largest chunk, or rows of the largest batch, padded; 0 for WISHES. Where steps draft, each
-    of these rows brings its drafts: equally many on all ranks.
+    """`size`: rows of the unit, or of the largest decode batch, padded; 0 for WISHES. Where steps draft, each of these
+    rows brings its drafts: equally many on all ranks.
+
+    Of a unit: the pass, by number, the rows of that, and where in it the unit begins.
     """
 
     number: int
     kind: RoundKind
     size: int
+    pass_number: int = 0
+    pass_rows: int = 0
+    layer: int = 0
+    first: int = 0
+
+    @property
+    def opens(self) -> bool:
+        """Whether it is the first unit of its pass."""
+        return self.kind is RoundKind.PROMPT and not self.layer and not self.first
+
+    @property
+    def unit(self) -> PassUnit:
+        return PassUnit(self.layer, self.first, self.first + self.size)
 
 
 class Wish(NamedTuple):
-    """What a rank would bring: `rows` of a decode batch, and `chunks`, tokens of its next chunks in order (0: none)."""
+    """What a rank would bring: `rows` of a decode batch; `tokens` to the next pass, and `urgent` tokens to one that
+    preempts the open one. `block`: rows of a unit at most; `units`: between two decode rounds at most."""
 
     rows: int = 0
-    chunks: tuple[int, ...] = ()
+    tokens: int = 0
+    urgent: int = 0
+    block: int = 0
+    units: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.rows or any(self.chunks))
+        return bool(self.rows or self.tokens or self.urgent)
 
-    def pack(self, lag: int) -> list[int]:
-        """int32[WISH_HEAD + lag]."""
-        chunks = self.chunks[:lag]
-        return [self.rows, *chunks, *[0] * (lag - len(chunks))]
 
-    @classmethod
-    def unpack(cls, numbers: Sequence[int]) -> Wish:
-        return cls(numbers[0], tuple(numbers[WISH_HEAD:]))
+#: int32 numbers of a wish.
+WISH_NUMBERS: Final = len(Wish._fields)
 
 
 class Agreement:
     """`learned` of each round in order, `next` before each launch, `launched` after the decision."""
 
-    def __init__(
-        self, *, lag: int, batch_sizes: Sequence[int], chunk_sizes: Sequence[int], prompt_rounds_max: int
-    ) -> None:
-        """`batch_sizes` and `chunk_sizes`: what decode batches and chunks are padded to. `prompt_rounds_max`: prompt
-        rounds between two decode rounds while any rank wishes to decode."""
+    def __init__(self, *, lag: int, batch_sizes: Sequence[int], layers: int, fixed_block: int = 0) -> None:
+        """`batch_sizes`: what decode batches are padded to; `layers` of the model. `fixed_block`: rows of every unit,
+        to whose multiples passes are padded (deterministic mode); 0: as ranks wish."""
         self.lag = lag
         self.number = 0  # of the next round
-        self._batch_sizes, self._chunk_sizes = sorted(batch_sizes), sorted(chunk_sizes)
-        self._prompt_rounds_max = prompt_rounds_max
-        self._prompt_rounds = 0  # since the last decode round
+        self._batch_sizes, self._layers, self._fixed = sorted(batch_sizes), layers, fixed_block
+        self._units = 0  # since the last decode round
         self._gathered: deque[tuple[int, tuple[Wish, ...]]] = deque(maxlen=lag)  # round and wishes, as they were read
-        self._prompt_numbers: deque[int] = deque(maxlen=lag)  # the last prompt rounds
+        self._open: list[PassPlace] = []
+        self._passes = 0
+        self._opened_at = 0  # the round that opened the last pass
         self._read = -1  # the last round whose wishes were read
 
     @property
@@ -120,22 +137,49 @@ class Agreement:
         if this.number != self.number:
             raise InternalError(f"round {self.number} is next", field="round", value=this.number)
         if this.kind is RoundKind.DECODE:
-            self._prompt_rounds = 0
+            self._units = 0
         elif this.kind is RoundKind.PROMPT:
-            self._prompt_rounds += 1
-            self._prompt_numbers.append(this.number)
+            self._launched_unit(this)
         self.number += 1
+
+    def _launched_unit(self, this: Round) -> None:
+        self._units += 1
+        if this.opens:
+            self._passes, self._opened_at = this.pass_number, this.number
+            self._open.append(PassPlace(this.pass_number, this.pass_rows, self._layers))
+        place = self._open[-1]
+        if place.number != this.pass_number:
+            raise InternalError(f"pass {place.number} goes on", field="pass", value=this.pass_number)
+        place.launched(this.unit)
+        if place.is_over:
+            self._open.pop()
 
     def _ruled_by(self, number: int, wishes: tuple[Wish, ...]) -> Round | None:
         """The next round by the wishes of round `number`; None when all that they ask for was launched since."""
         rows = max(wish.rows for wish in wishes)
-        taken = sum(prompt > number for prompt in self._prompt_numbers)
-        chunk = max((tokens for wish in wishes for tokens in wish.chunks[taken : taken + 1]), default=0)
-        if chunk and (not rows or self._prompt_rounds < self._prompt_rounds_max):
-            return Round(self.number, RoundKind.PROMPT, _padded(self._chunk_sizes, chunk))
+        unit = self._next_unit(number, wishes)
+        units = min((wish.units for wish in wishes if wish.units), default=1)
+        if unit is not None and (not rows or self._units < units):
+            return unit
         if rows:
             return Round(self.number, RoundKind.DECODE, _padded(self._batch_sizes, rows))
         return None
+
+    def _next_unit(self, number: int, wishes: tuple[Wish, ...]) -> Round | None:
+        """The unit that a prompt round would be: of a pass that they ask for, or of the open one."""
+        wished = 0
+        if number >= self._opened_at and len(self._open) < PASSES_MAX:
+            wished = max(wish.urgent if self._open else wish.tokens for wish in wishes)
+        if wished:
+            rows = -(-wished // self._fixed) * self._fixed if self._fixed else wished
+            place = PassPlace(self._passes + 1, rows, self._layers)
+        elif self._open:
+            place = self._open[-1]
+        else:
+            return None
+        blocks = [wish.block for wish in wishes if wish.block]
+        unit = place.unit(self._fixed or min(blocks, default=place.rows))
+        return Round(self.number, RoundKind.PROMPT, unit.rows, place.number, place.rows, unit.layer, unit.first)
 
 
 def _padded(sizes: Sequence[int], wished: int) -> int:
@@ -143,10 +187,3 @@ def _padded(sizes: Sequence[int], wished: int) -> int:
     if size is None:
         raise InternalError(f"sizes end at {sizes[-1]}", field="wish", value=wished)
     return size
-
-
-def chunk_sizes(chunk_tokens: int, *, deterministic: bool) -> list[int]:
-    """What chunks are padded to: an eighth of `chunk_tokens`, doubled up to the whole; or the whole alone."""
-    if deterministic:
-        return [chunk_tokens]
-    return sorted({max(1, chunk_tokens >> power) for power in range(4)})

@@ -1,6 +1,6 @@
 """One request on this worker, as plain host-side state: no tensor, no stream, no clock inside. Pure.
 
-    PREFILLING ─ last chunk launched ─► STAGING ─ staged ─┐
+    PREFILLING ─ first token drawn ─► STAGING ─ staged ─┐
         for its prompt alone: LEAVING, or SENDING ─ its pages were delivered to another node, or cannot be ─► LEAVING
     LOADING ─ loaded (or nothing else runs) ──────────────┴► RUNNING ⇄ PARKED (next row's page not granted)
         ▲                                                       │
@@ -78,10 +78,11 @@ class RunningRequest:
     `fences` are what the status waits for, `first_token` the one after which prefill's token can be read.
     `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how
     many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
-    `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the chunk).
+    `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the pass).
     `adjust` is what it asks of its logits, `grammar` what holds its output to a grammar, `logprob_words` how long its
-    rows of log-probabilities are. `since_s` is when prefill, then staging, or loading began. `topk_place` is where its
-    last top-k is downloaded to. `drafted` tokens were verified for its output, of which `accepted` are in it.
+    rows of log-probabilities are. `owner` is whose it is. `since_s` is when prefill, then staging, or loading
+    began. `topk_place` is where its last top-k is downloaded to. `drafted` tokens were verified for its output, of
+    which `accepted` are in it.
     """
 
     placement: int
@@ -100,6 +101,7 @@ class RunningRequest:
     resize: Resize | None = None
     adjust: Adjust | None = None
     logprob_words: int = 0
+    owner: str = ""
     grammar: Grammar | None = None
     outgoing: Outgoing | None = None
     staged_marks: deque[tuple[Fence, int, int]] = field(default_factory=deque)

@@ -14,8 +14,9 @@ mode there is one bucket, of all seats.
 What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns. How many rows
 a step takes of a request, and which of them hold, is said by acceptance.py; T is StepRows.backup_steps there.
 
-One step in TIMED_EVERY is timed, and stands for as many: the device's part of it, and each swap-in. Where there are
-graphs, such a step replays a second one, captured with timing events as nodes.
+The device's part of each step is timed, for those who pace prompts. In one step of TIMED_EVERY each swap-in is timed
+too, and it stands for as many. Where there are graphs, such a step replays a second one, captured with timing events as
+nodes.
 
 A step with a request that adjusts its logits (worker/runners/logits.py) or asks for log-probabilities
 (worker/runners/logprobs.py) replays a graph of its forward pass alone, and launches its draws behind it one by one. All
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -60,6 +61,7 @@ from worker.runners.adjust import Adjust
 from worker.runners.base import Runner, SamplerState, StepOutputs
 from worker.runners.logprobs import allocate_rows
 from worker.streams import Fence, Streams
+from worker.streams.fences import Spent
 
 #: Steps of which one is timed.
 TIMED_EVERY: Final = 64
@@ -209,9 +211,11 @@ class Decoder:
         lookahead: int,
         keep_logits: bool = False,
         timed_every: int = TIMED_EVERY,
+        stepped: Spent | None = None,
         recorder: SelectionRecorder | None = None,
     ) -> None:
-        """`timed_every` 0: no step is timed. `recorder` is told by the runner what its steps select."""
+        """`timed_every` 0: no swap-in is timed. `stepped` is told how long the device took for each step. `recorder` is
+        told by the runner what its steps select."""
         self._runner = runner
         self._streams = streams
         self._state = state
@@ -238,6 +242,7 @@ class Decoder:
         self._seat_rows, self._draft_tokens = rows.rows, rows.draft_tokens
         self._results = [_Results(state, vocab if keep_logits else 0) for _ in range(lookahead + 1)]
         self._timed_every = timed_every
+        self._stepped = stepped
         self._counters = swap.counters
         self._number = 0
         self._launched: deque[_Launched] = deque()
@@ -460,14 +465,22 @@ class Decoder:
         bucket: _Bucket,
         is_timed: bool,
     ) -> None:
-        compute, computed = self._streams.compute, partial(self._counters.computed, self._timed_every)
+        compute = self._streams.compute
+        spent = partial(self._spent, is_timed) if is_timed or self._stepped is not None else None
         if replay is not None:
-            compute.launch("replay", self._streams.timed(replay, computed) if is_timed else replay)
-        elif is_timed:
-            with self._timing():
-                self._streams.timed(partial(launch, bucket), computed)()
-        else:
+            compute.launch("replay", replay if spent is None else self._streams.timed(replay, spent))
+        elif spent is None:
             launch(bucket)
+        else:
+            with self._timing() if is_timed else nullcontext():
+                self._streams.timed(partial(launch, bucket), spent)()
+
+    def _spent(self, is_timed: bool, seconds: float) -> None:
+        """A step took `seconds` on the device; one that is timed stands for several."""
+        if is_timed:
+            self._counters.computed(self._timed_every, seconds)
+        if self._stepped is not None:
+            self._stepped(seconds)
 
     @contextmanager
     def _timing(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ One turn:
 
     commands     admit, grant, resize, withdraw: change the running set at a step boundary
     polls        first tokens, staged, loaded, quiesced, durable: only completions that were observed
-    prefill      at most one prompt chunk, so that a long prompt delays no step by more than that
+    prompts      units of prompt passes, as many as the gap between two steps has room for (pace.py)
     step         launch one step of every request that has memory for its next row
     read         tokens of steps beyond the lookahead: publish, notice ends, let go
 
@@ -46,7 +46,7 @@ from worker.device.gpu_memory import free_device_bytes
 from worker.device.inventory import take_inventory
 from worker.device.sizing import Sizing
 from worker.device.step_rows import StepRows
-from worker.group.agreement import Agreement, RoundKind, Wish, chunk_sizes
+from worker.group.agreement import Agreement, Round, RoundKind, Wish
 from worker.group.group import Group
 from worker.loop.acceptance import drafts_kept
 from worker.loop.batch import RunningRequest, Status
@@ -55,14 +55,26 @@ from worker.loop.draft_length import DraftLengths
 from worker.loop.drafting import DraftSeats
 from worker.loop.grammars import MASK_WAIT_S, Grammars
 from worker.loop.output import Output
-from worker.loop.prefill import Prefill
+from worker.loop.pace import Pace, Pacing
+from worker.loop.passes import PassUnit
+from worker.loop.prefill import LaunchedPass, Prefill
+from worker.loop.prompt_order import PromptOrder
+from worker.loop.prompts import PassSizes, Prompts
 from worker.loop.recording import SelectionRecorder
 from worker.loop.reporting import Reporter, Reports
-from worker.loop.rounds import Rounds, next_chunks
+from worker.loop.rounds import Rounds
 from worker.loop.seats import Seats, allocate_state, check_admit
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
-from worker.runners.base import DraftRunner, GroupRunner, Runner, SamplerState, StepOutputs, prefix_unit_tokens
+from worker.runners.base import (
+    DraftRunner,
+    GroupRunner,
+    Runner,
+    SamplerState,
+    StepOutputs,
+    prefix_unit_tokens,
+    prompt_block_tokens,
+)
 from worker.streams import Streams
 from worker.transfer.handover import Outgoing
 from worker.transfer.layer_groups import LayerGroups
@@ -104,11 +116,12 @@ class Executor:
         transfers: Transfers | None = None,
         group: Group | None = None,
         recorder: SelectionRecorder | None = None,
+        pace: Pacing | None = None,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
-        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` and `group`
-        are closed by the caller, and so is `recorder`. A `group` wants a GroupRunner; all ranks build their executors
-        at the same time."""
+        `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` and
+        `group` are closed by the caller, and so is `recorder`; `pace` is by default the one that settings ask
+        for. A `group` wants a GroupRunner; all ranks build their executors at the same time."""
         streams.adopt_thread()
         streams.waits_for_peers = group is not None
         self.counters = counters or WorkerCounters()
@@ -132,6 +145,10 @@ class Executor:
         drafting = (
             DraftSeats(cast(DraftRunner, runner), streams, self.state, sampler, rows) if rows.draft_tokens else None
         )
+        block = prompt_block_tokens(settings) if settings.deterministic else 0
+        self._pace = pace or Pace(
+            settings.gap_target_ms, min(runner.block_tokens_max, settings.pass_tokens), fixed_block=block
+        )
         self._decoder = Decoder(
             *parts,
             buckets=batch_sizes(settings.seats, deterministic=settings.deterministic),
@@ -140,16 +157,16 @@ class Executor:
             lookahead=self._lookahead,
             keep_logits=keep_logits,
             timed_every=timed_every,
+            stepped=self._pace.stepped,
             recorder=recorder,
         )
         g = runner.geometry
         warm_start = TopkBuffers(g, self.state.rows.device)
         self._groups = LayerGroups.of(g, parse_size(settings.layer_group, "worker.layer_group"))
-        self._chunk_tokens = settings.prefill_chunk_tokens
         self._prefix_unit = prefix_unit_tokens(settings)
         self._prefill = Prefill(
             *parts,
-            chunk_tokens=settings.prefill_chunk_tokens,
+            pass_tokens=settings.pass_tokens,
             groups=self._groups,
             staging=self._note_staging,
             drafts=rows.draft_tokens > 0,
@@ -174,7 +191,19 @@ class Executor:
         )
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
-        self._prompts: deque[RunningRequest] = deque()
+        tokens = settings.pass_tokens // block * block if block else settings.pass_tokens
+        self._prompts = Prompts(
+            self._prefill,
+            PromptOrder(packs=not settings.deterministic, unit_tokens=block or PAGE_TOKENS),
+            self._pace,
+            self._swap,
+            streams,
+            PassSizes(runner.info.layers, tokens),
+            may_launch=self._may_launch,
+            clock=clock,
+            ran=self._ran,
+            ended=self._ended_pass,
+        )
         self._running: list[RunningRequest] = []
         self._closing: list[RunningRequest] = []  # behind the draws of the step launched last
         self._waiting: dict[int, RunningRequest] = {}  # whose fences are polled
@@ -182,7 +211,6 @@ class Executor:
         self._news = threading.Condition()
         self._stopped, self._end_at = False, 0.0
         self._rounds = self._agree(group, settings) if group is not None else None
-        self._is_first_put_off = False  # in the last prompt round: the first prompt's chunk was too large for it
         self._is_behind_prompt = False  # the last round was of prompts, of any rank
         self.scratch_bytes = self._warm_up(settings) if self.state.rows.is_cuda else 0
         self._read_at = self._counted_at = clock()
@@ -194,11 +222,12 @@ class Executor:
         return before - free_device_bytes(settings.device)
 
     def _agree(self, group: Group, settings: WorkerSettings) -> Rounds:
+        block = prompt_block_tokens(settings) if settings.deterministic else 0
         agreement = Agreement(
             lag=settings.lookahead_steps + 1,
             batch_sizes=self._decoder.batch_sizes,
-            chunk_sizes=chunk_sizes(settings.prefill_chunk_tokens, deterministic=settings.deterministic),
-            prompt_rounds_max=settings.group_prompt_rounds_max,
+            layers=self._runner.info.layers,
+            fixed_block=block,
         )
         group.control.on_wake = self.wake
         group.control.counters = self.counters
@@ -252,9 +281,9 @@ class Executor:
         return busy | (self._take_turn() if self._rounds is None else self._take_round(self._rounds))
 
     def _take_turn(self) -> bool:
-        """Launch a chunk and a step, and read the steps beyond the lookahead; whether there was any."""
-        prompt = busy = self._launch_prompt()
+        """Launch units and a step, and read the steps beyond the lookahead; whether there was any."""
         ready = self._ready()
+        prompt = busy = self._launch_prompts(beside_steps=bool(ready))
         if ready:
             self._launch_step(ready, is_alone=not prompt)
         busy |= self._read(self._lookahead if ready else 0, beside_prompt=prompt)
@@ -262,14 +291,14 @@ class Executor:
 
     def _take_round(self, rounds: Rounds) -> bool:
         """Take part in the next round of the group, with what this rank has for it; whether there was one."""
-        ready = self._ready()
-        this = rounds.next(has_work=bool(ready or self._launchable()))
+        drawn, ready = self._draw_late(), self._ready()
+        this = rounds.next(has_work=bool(ready) or self._prompts.has_work)
         if this is None:
-            return self._read(0)
+            return self._read(0) or drawn
         rounds.begin(this)
         is_prompt = this.kind is RoundKind.PROMPT
         if is_prompt:
-            self._launch_prompt_round(this.size)
+            self._launch_prompt_round(this)
         elif this.kind is RoundKind.DECODE:
             self._launch_step(ready[: this.size], this.size, is_alone=not self._is_behind_prompt)
         self._is_behind_prompt = is_prompt
@@ -277,23 +306,18 @@ class Executor:
         self._read(self._lookahead if this.kind is RoundKind.DECODE else 0, beside_prompt=is_prompt)
         return True
 
-    def _launch_prompt_round(self, size: int) -> None:
-        """The first chunk that is not larger than the round, or padding. A failure is the group's."""
-        runner, prompts = cast(GroupRunner, self._runner), self._launchable()
-        runner.begin_prompt_round(size)
-        fits = (it for it in prompts if min(self._chunk_tokens, it.prompt_tokens - it.prefilled) <= size)
-        request = next(fits, None)
-        self._is_first_put_off = bool(prompts) and request is not prompts[0]
-        if request is not None:
-            self._launch_chunk(request)
-        else:
-            runner.launch_padding(self._streams)
+    def _launch_prompt_round(self, this: Round) -> None:
+        """This rank's part in a unit of all ranks, or padding. A failure is the group's."""
+        if this.opens:
+            self._prompts.open(this.pass_rows)
+        for part in self._prompts.launch_round(cast(GroupRunner, self._runner), this.unit):
+            self._draw_first(*part)
 
     def _wish(self) -> Wish:
         rows = sum(request.progress.has_room and not request.lacks_mask for request in self._running)
-        prompts = [(request.prefilled, request.prompt_tokens) for request in self._launchable()]
-        count = self._lookahead + 1
-        return Wish(rows, next_chunks(prompts, self._chunk_tokens, count, for_first=self._is_first_put_off))
+        tokens, urgent = self._prompts.wished()
+        block = self._pace.block(beside_steps=True)
+        return Wish(rows, tokens, urgent, block, self._pace.units(block, beside_steps=True))
 
     @property
     def idle(self) -> bool:
@@ -435,7 +459,7 @@ class Executor:
             request.grammar = self._grammars.open(request.seat, admit.sampling.grammar, output.tokens, admit.rank)
         self._requests[request.placement] = self._waiting[request.placement] = request
         if request.status is Status.PREFILLING:
-            self._prompts.append(request)
+            self._prompts.add(request)
         self.counters.admitted += 1
         if admit.transfer_id:
             self._contain(self._begin_sending, request, admit)
@@ -575,39 +599,60 @@ class Executor:
 
     # ---------------------------------------------------------------- launches
 
-    def _launch_prompt(self) -> bool:
-        prompts = self._launchable()
-        if not prompts:
-            return False
-        self._contain(self._launch_chunk, prompts[0])
-        return True
+    def _launch_prompts(self, *, beside_steps: bool) -> bool:
+        """First tokens that waited for a mask, and units before the next step; whether there was any."""
+        busy, gap = self._draw_late(), self._pace.gap(beside_steps=beside_steps)
+        while beside_steps or not self._prompts.held():
+            unit = self._prompts.next(beside_steps=beside_steps)
+            if unit is None or not gap.take(self._pace.unit_s(unit.rows)):
+                break
+            self._launch_unit(unit)
+            busy = True
+            if self._commands:
+                break
+        return busy
 
-    def _launchable(self) -> list[RunningRequest]:
-        """Prompts in order, without those whose prefix a batch, or other ranks, would wait for, and without those whose
-        next chunk draws a token before its mask is there."""
-        is_waited_for = bool(self._running) or self._rounds is not None
-        return [
-            request
-            for request in self._prompts
-            if not (is_waited_for and request.prefix_loads) and not (self._draws(request) and request.lacks_mask)
-        ]
+    def _may_launch(self, request: RunningRequest) -> bool:
+        """Whether neither a batch, nor other ranks, would wait for the prefix of a prompt."""
+        return not request.prefix_loads or not (self._running or self._rounds is not None)
 
-    def _draws(self, request: RunningRequest) -> bool:
-        """Whether the next chunk of a prompt is its last."""
-        return request.prefilled + self._chunk_tokens >= request.prompt_tokens
+    def _launch_unit(self, unit: PassUnit) -> None:
+        try:
+            drawn = self._prompts.launch(unit)
+        except Exception as error:
+            for request in self._prompts.drop():
+                self._end_faulty(request, error)
+            return
+        for part in drawn:
+            self._draw_first(*part)
 
-    def _launch_chunk(self, request: RunningRequest) -> None:
-        if request.grammar is not None and self._draws(request):
+    def _draw_late(self) -> bool:
+        """First tokens whose masks came behind their passes; whether there was any."""
+        late = self._prompts.late()
+        for this, number in late:
+            self._prompts.drew(this, number)
+            self._draw_first(this, number)
+        return bool(late)
+
+    def _draw_first(self, this: LaunchedPass, number: int) -> None:
+        self._contain(self._launch_first_token, this.requests[number], this, number)
+
+    def _launch_first_token(self, request: RunningRequest, this: LaunchedPass, number: int) -> None:
+        if request.grammar is not None:
             self._set_mask(request, 0.0, [])
             self._streams.compute.wait(self._grammars.upload())
-        is_last = self._prefill.launch_chunk(request)
-        staged = self._swap.staged()
-        if is_last:
-            self._prompts.remove(request)
-            request.status = Status.STAGING
-            request.fences = (staged,)
-        else:
-            request.chunk_marks.append((staged, request.prefilled))
+        self._prefill.draw(this, number)
+        request.status = Status.STAGING
+        request.fences = (self._swap.staged(),)
+
+    def _ran(self, rows: int, seconds: float) -> None:
+        """A unit of `rows` took `seconds` on the device."""
+        self._pace.ran(rows, seconds)
+        self.counters.prompt_units += 1
+        self.counters.prompt_s += seconds
+
+    def _ended_pass(self, tokens: int) -> None:
+        self.counters.prompt_pass_tokens += tokens
 
     def _ready(self) -> list[RunningRequest]:
         """Running requests that have memory for their next row, and whose mask is not late; those without memory
@@ -668,7 +713,7 @@ class Executor:
     def _read(self, keep: int, *, beside_prompt: bool = False) -> bool:
         """Read the oldest steps in flight, all but `keep`; whether there were any.
 
-        `beside_prompt`: a chunk was launched since the last read, whose launches kept the host from reading.
+        `beside_prompt`: a unit was launched since the last read, whose launches kept the host from reading.
         """
         busy = self._decoder.in_flight > keep
         while self._decoder.in_flight > keep:
@@ -677,6 +722,8 @@ class Executor:
             seconds = now - max(step.launched_s, self._read_at)
             step.is_alone &= not beside_prompt
             self.counters.stepped(seconds, len(step.requests), is_alone=step.is_alone)
+            if not step.is_alone:
+                self.counters.gap_s.observe(seconds)
             if self._lengths is not None:
                 self._lengths.observe(step_seen(step, seconds))
             self._read_at = now
@@ -741,8 +788,7 @@ class Executor:
             request.grammar.cancel()
         if request.outgoing is not None:
             self.transfers.cancel(request.outgoing, "its request leaves")
-        if request in self._prompts:
-            self._prompts.remove(request)
+        self._prompts.leave(request)
         if self._decoder.awaits_drafts(request):
             self._closing.append(request)
         else:

@@ -1,18 +1,22 @@
-"""Prefill: one prompt chunk at a time through the runner into the slab, and behind it, layer group by layer group, to
-host memory.
+"""Prefill: prompt passes through the runner into the slab, and behind them, layer group by layer group, to host memory.
 
-The slab is chunks of the hot arena, held by the request from admission until `staged`. Chunks of a fixed size from
-position 0, or from the end of a shared prefix, whatever else runs, so that a prompt's rows do not depend on its
-neighbours. A prefix is being loaded into the slab and the index pages since admission. The chunk waits for what it
-reads: for the index keys as a whole, for rows before the layers of a layer group attend.
+The slab is chunks of the hot arena, held by a request from admission until `staged`. A prefix of a prompt is being
+loaded into the slab and the index pages since admission. A pass waits for what it reads: for the index keys of its
+prompts as a whole, for their rows before a unit of the layer group attends.
+
+Each pass that is open has a place of its own for its tokens on the device. First tokens, and their log-probabilities,
+are kept in one place per seat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,16 +25,47 @@ from protocol.logprobs import ROW_WORDS_MAX
 from worker.device.pinned import host_tensor
 from worker.loop.batch import INDEX_KEYS, RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring
+from worker.loop.passes import PassUnit
+from worker.loop.prompt_order import PARTS_MAX
 from worker.loop.swap import Swap
 from worker.loop.warm_start import TopkBuffers
-from worker.runners.base import Runner, SamplerState, StepOutputs
+from worker.runners.base import DraftRunner, PromptPart, PromptPass, Runner, SamplerState, StepOutputs
 from worker.runners.logprobs import allocate_rows
 from worker.streams import Streams
 from worker.transfer.layer_groups import LayerGroups
 
+#: Passes that are open at the same time: one, and one that preempts it.
+PASSES_MAX = 2
+
+
+@dataclass(eq=False)
+class LaunchedPass:
+    """A pass that was begun: by number of its part, the request and, on the device, the token behind the part."""
+
+    requests: tuple[RunningRequest, ...]
+    prompts: PromptPass
+    following: Tensor  # int64[parts]
+
+    def part(self, number: int) -> PromptPart:
+        return self.prompts.parts[number]
+
+    def holds(self, request: RunningRequest) -> bool:
+        """Whether units of this pass that are launched later touch memory of `request`."""
+        return any(it is request and number not in self.prompts.left for number, it in enumerate(self.requests))
+
+    def leave(self, request: RunningRequest) -> None:
+        """`request` leaves: nothing more is launched for it."""
+        for number, held in enumerate(self.requests):
+            if held is request:
+                self.prompts.leave(number)
+
+    def staying(self) -> list[int]:
+        """Numbers of the parts whose request has not left."""
+        return [number for number in range(len(self.requests)) if number not in self.prompts.left]
+
 
 class Prefill:
-    """Launches prompt chunks. First tokens and their log-probabilities are kept in one place per seat."""
+    """Launches passes, their units, and what follows them."""
 
     def __init__(
         self,
@@ -40,7 +75,7 @@ class Prefill:
         sampler: SamplerState,
         swap: Swap,
         *,
-        chunk_tokens: int,
+        pass_tokens: int,
         groups: LayerGroups,
         drafts: bool = False,
         outputs: StepOutputs,
@@ -60,42 +95,52 @@ class Prefill:
         self._warm_starts = warm_start
         self._staging = staging
         device = state.rows.device
-        self._chunk_tokens = chunk_tokens
-        buffers = [host_tensor(chunk_tokens + 1, dtype=torch.int64, device=device) for _ in range(RING_BUFFERS)]
-        self._ring = Ring(buffers)
-        self._tokens = torch.zeros(chunk_tokens + 1, dtype=torch.int64, device=device)
+        width = pass_tokens + PARTS_MAX
+        self._ring = Ring([host_tensor(width, dtype=torch.int64, device=device) for _ in range(RING_BUFFERS)])
+        self._tokens = torch.zeros(PASSES_MAX, width, dtype=torch.int64, device=device)
         self._first_tokens = host_tensor(state.seats, dtype=torch.int32, device=device)
         self._first_logprobs = host_tensor(state.seats, ROW_WORDS_MAX, dtype=torch.int32, device=device)
 
-    def launch_chunk(self, request: RunningRequest) -> bool:
-        """Launch the next chunk of `request` and its staging; whether it was the last, with `first_token` set then."""
-        start = request.prefilled
-        stop = min(start + self._chunk_tokens, request.prompt_tokens)
-        last = stop == request.prompt_tokens
-        tokens, outputs = self._upload(request, start, stop), self._outputs_of(request) if last else None
-        behind = {} if last or not self._drafts else {"following": self._tokens[stop - start : stop - start + 1]}
-        self._await_prefix(request, INDEX_KEYS)
-        written = partial(self._written, request, start, stop)
-        self._runner.launch_prefill_chunk(
-            self._streams,
-            self._state,
-            self._sampler,
-            request.seat,
-            tokens,
-            start,
-            outputs,
-            written,
-            request.adjust,
-            **behind,
+    def begin(self, taken: Sequence[tuple[RunningRequest, int, int]], place: int) -> LaunchedPass:
+        """Begin a pass of requests with the positions start..stop-1 that it takes of each. `place`: how many passes are
+        open already."""
+        requests = tuple(request for request, _, _ in taken)
+        firsts = accumulate((stop - start for _, start, stop in taken), initial=0)
+        parts = tuple(
+            PromptPart(request.seat, start, stop, first, stop == request.prompt_tokens)
+            for (request, start, stop), first in zip(taken, firsts, strict=False)
         )
-        if outputs is not None:
-            if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
-                request.topk_place = self._warm_starts.take()
-            keep = partial(self._keep, outputs, request.seat, request.topk_place)
-            self._streams.compute.launch("keep results", keep)
-            request.first_token = self._streams.compute.record("sampled")
-        request.prefilled = stop
-        return last
+        tokens, following = self._upload(taken, place)
+        for request in requests:
+            self._await_prefix(request, INDEX_KEYS)
+        prompts = self._runner.begin_pass(self._streams, self._state, parts, tokens)
+        return LaunchedPass(requests, prompts, following)
+
+    def launch(self, this: LaunchedPass, unit: PassUnit, rows: int = 0) -> None:
+        """Launch a unit and the staging of what it has written. `rows`: of the group's round."""
+        written = partial(self._written, this, unit)
+        where = unit.layer, unit.first, unit.stop
+        self._runner.launch_unit(self._streams, self._state, this.prompts, *where, written, rows)
+
+    def end(self, this: LaunchedPass, number: int) -> None:
+        """Behind the last unit: the draft layer's rows of a part that does not end its prompt."""
+        if self._drafts:
+            following = this.following[number : number + 1]
+            self._launch_drafts(this, number, following=following)
+
+    def draw(self, this: LaunchedPass, number: int) -> None:
+        """Behind the last unit: the first token of a part that ends its prompt; `first_token` is set then. Its request
+        has a mask, if it has a grammar."""
+        request = this.requests[number]
+        outputs = self._outputs_with_logprobs if request.logprob_words else self._outputs
+        self._runner.launch_first_token(self._streams, self._sampler, this.prompts, number, outputs, request.adjust)
+        if self._drafts:
+            self._launch_drafts(this, number, outputs=outputs)
+        if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
+            request.topk_place = self._warm_starts.take()
+        keep = partial(self._keep, outputs, request.seat, request.topk_place)
+        self._streams.compute.launch("keep results", keep)
+        request.first_token = self._streams.compute.record("sampled")
 
     def first_token(self, seat: int) -> int:
         """What prefill drew for `seat`; read it once the request's `first_token` fence is complete."""
@@ -105,13 +150,25 @@ class Prefill:
         """Likewise the row of it, as far as the request asks for log-probabilities."""
         return self._first_logprobs.numpy()[request.seat, : request.logprob_words].tobytes()
 
-    def _outputs_of(self, request: RunningRequest) -> StepOutputs:
-        return self._outputs_with_logprobs if request.logprob_words else self._outputs
+    def _launch_drafts(
+        self,
+        this: LaunchedPass,
+        number: int,
+        *,
+        outputs: StepOutputs | None = None,
+        following: Tensor | None = None,
+    ) -> None:
+        runner, part = cast(DraftRunner, self._runner), this.part(number)
+        runner.launch_prompt_drafts(self._streams, self._state, self._sampler, this.prompts, number, outputs, following)
+        layer = self._state.geometry.layers - 1
+        self._stage(this.requests[number], part.start, part.stop, layer)
+        self._await_prefix(this.requests[number], layer)
 
-    def _written(self, request: RunningRequest, start: int, stop: int, layer: int) -> None:
-        """`layer` of start..stop-1 is written, and attends next. Staging does not wait for the prefix."""
-        self._stage(request, start, stop, layer)
-        self._await_prefix(request, layer)
+    def _written(self, this: LaunchedPass, unit: PassUnit) -> None:
+        """Rows of `unit` are written, and attend next. Staging does not wait for a prefix."""
+        for number, piece in this.prompts.pieces(unit.first, unit.stop):
+            self._stage(this.requests[number], piece.start, piece.stop, unit.layer)
+            self._await_prefix(this.requests[number], unit.layer)
 
     def _await_prefix(self, request: RunningRequest, layer: int) -> None:
         fence = request.prefix_loads.pop(layer, None)
@@ -127,15 +184,19 @@ class Prefill:
         self._swap.stage(memory.slab, memory.index_pages, memory.host_pages, start, stop, layers)
         self._staging(request, group, stop)
 
-    def _upload(self, request: RunningRequest, start: int, stop: int) -> Tensor:
-        """The tokens of a chunk on the device; the one behind it follows them."""
-        given = request.prompt[start : stop + 1]
-        buffer, target = self._ring.next(), self._tokens[: len(given)]
+    def _upload(self, taken: Sequence[tuple[RunningRequest, int, int]], place: int) -> tuple[Tensor, Tensor]:
+        """The tokens of a pass on the device, and the one behind each part (0 behind a whole prompt)."""
+        given = np.concatenate(
+            [request.prompt[start:stop] for request, start, stop in taken]
+            + [request.prompt[stop : stop + 1] if stop < request.prompt_tokens else [0] for request, _, stop in taken]
+        )
+        buffer, target = self._ring.next(), self._tokens[place, : len(given)]
         buffer.numpy()[: len(given)] = given
         upload = partial(target.copy_, buffer[: len(given)], non_blocking=True)
         self._streams.compute.launch("upload prompt", upload)
         self._ring.launched(self._streams.compute.record("inputs_consumed"))
-        return self._tokens[: stop - start]
+        rows = len(given) - len(taken)
+        return target[:rows], target[rows:]
 
     def _keep(self, outputs: StepOutputs, seat: int, topk_place: int | None) -> None:
         self._first_tokens[seat : seat + 1].copy_(outputs.tokens[:1], non_blocking=True)

@@ -7,14 +7,13 @@ At the end of each round one operation on `compute` gathers the wishes of all ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from worker.device.pinned import host_tensor
-from worker.group.agreement import WISH_HEAD, Agreement, Round, Wish
+from worker.group.agreement import WISH_NUMBERS, Agreement, Round, Wish
 from worker.group.group import Group
 from worker.loop.inputs import Ring
 from worker.streams import Fence, Stream
@@ -27,10 +26,10 @@ class Rounds:
         self._group = group
         self._agreement = agreement
         self._compute = compute
-        lag, width, size = agreement.lag, WISH_HEAD + agreement.lag, group.size
+        width, size = WISH_NUMBERS, group.size
         self._own = torch.zeros(width, dtype=torch.int32, device=device)
         self._all = torch.zeros(size * width, dtype=torch.int32, device=device)
-        buffers = range(lag + 1)
+        buffers = range(agreement.lag + 1)
         self._wishes = Ring([host_tensor(width, dtype=torch.int32, device=device) for _ in buffers])
         self._results = [host_tensor(size * width, dtype=torch.int32, device=device) for _ in buffers]
         self._unread: deque[tuple[Fence, Tensor]] = deque()
@@ -64,7 +63,7 @@ class Rounds:
     def end(self, this: Round, wish: Wish) -> None:
         """Everything of `this` was launched: gather the wishes."""
         buffer, result = self._wishes.next(), self._results[this.number % len(self._results)]
-        buffer[:] = torch.tensor(wish.pack(self._agreement.lag), dtype=torch.int32)
+        buffer[:] = torch.tensor(wish, dtype=torch.int32)
         self._compute.launch("gather wishes", partial(self._gather, buffer, result))
         self._wishes.launched(self._compute.record("inputs_consumed"))
         self._unread.append((self._compute.record("wishes_gathered"), result))
@@ -77,19 +76,4 @@ class Rounds:
     def _read(self) -> None:
         fence, result = self._unread.popleft()
         fence.wait()
-        self._agreement.learned([Wish.unpack(numbers) for numbers in result.view(self._group.size, -1).tolist()])
-
-
-def next_chunks(
-    prompts: Sequence[tuple[int, int]], chunk_tokens: int, count: int, *, for_first: bool = False
-) -> tuple[int, ...]:
-    """Tokens of the next `count` chunks at most, in order, of prompts given by tokens done and in all.
-
-    `for_first`: none is smaller than the first, so that it goes into any round that follows this wish. A prompt that
-    earlier wishes left out, since it waited for a mask or a prefix, would else be put off again and again: rounds that
-    take the second chunk of each wish are too small for it.
-    """
-    found: list[int] = []
-    for done, total in prompts:
-        found += [min(chunk_tokens, total - start) for start in range(done, total, chunk_tokens)][: count - len(found)]
-    return tuple(max(tokens, found[0]) for tokens in found) if for_first else tuple(found)
+        self._agreement.learned([Wish(*numbers) for numbers in result.view(self._group.size, -1).tolist()])

@@ -246,6 +246,7 @@ class Seats:
             progress=RowProgress(begins, begins, admit.durable_tokens or admit.prefix_tokens, step_rows),
             adjust=Adjust.of(admit.sampling),
             logprob_words=row_words(admit.sampling.logprobs),
+            owner=admit.owner,
             prefilled=len(prompt) if resumes else admit.prefix_tokens,
         )
         self.swap_counts.open(request.seat)

@@ -9,9 +9,9 @@ absorbed   With W_uk, W_uv the key and value halves of kv_b_proj, q.(W_uk c) = (
            that a query selected are read. Reduction runs over those rows in top-k order, which is ascending position,
            never in slot order: the same bits for any hot size. Decode, and prefill on a GPU, where each prompt token is
            a query with k rows of its own in the slab: memory and work per token stop growing at k.
-expanded   the library's own formulas on the same shapes, one chunk of queries at a time: expanded keys and values, a
+expanded   the library's own formulas on the same shapes, one block of queries at a time: expanded keys and values, a
            mask, scaled_dot_product_attention. Prefill on a CPU: it gives the library's rows nearly all bit for bit when
-           chunks are multiples of 512 (the block in which torch's CPU attention walks the keys), so that prefill adds
+           blocks are multiples of 512 (the block in which torch's CPU attention walks the keys), so that prefill adds
            no rounding of its own to near-ties in the indexer's top-k; and absorbing is no faster there below 8k tokens.
            On a GPU it would hold S x T masks and all heads' keys and values of the whole context.
 
@@ -67,12 +67,21 @@ class Projected:
         """KV rows [N, S, r + d], contiguous."""
         return torch.cat((self.latent, self.key_rope), dim=-1)
 
+    def of_tokens(self, tokens: slice) -> Projected:
+        """Those of some tokens."""
+        queries = self.query_nope[:, :, tokens], self.query_rope[:, :, tokens]
+        return Projected(*queries, self.latent[:, tokens], self.key_rope[:, tokens])
+
 
 @dataclass(frozen=True)
 class IndexProjected:
     queries: Tensor  # [N, S, H, D]
     keys: Tensor  # [N, S, D]
     weights: Tensor  # float32 [N, S, H], scaled by H ** -0.5
+
+    def of_tokens(self, tokens: slice) -> IndexProjected:
+        """Those of some tokens."""
+        return IndexProjected(self.queries[:, tokens], self.keys[:, tokens], self.weights[:, tokens])
 
 
 @dataclass(frozen=True)

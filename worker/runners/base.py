@@ -24,16 +24,17 @@ compute nor replay the same launches under a simulated or captured stream.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from kernels.layout import Geometry
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.units import PAGE_TOKENS
+from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS
+from worker.device.step_rows import DETERMINISTIC_BLOCK_TOKENS
 from worker.runners.adjust import Adjust
 from worker.runners.logits import AdjustTables
 
@@ -41,14 +42,24 @@ if TYPE_CHECKING:
     from kernels.state import DeviceState, StepBatch
     from worker.streams import Streams
 
-#: Told of each layer of a prompt chunk, in order, once the operations that write its rows and index keys were launched.
-LayerWritten: TypeAlias = Callable[[int], None]
+#: Called by a unit once the operations that write its rows and index keys were launched.
+UnitWritten: TypeAlias = Callable[[], None]
 
 
 def prefix_unit_tokens(settings: WorkerSettings) -> int:
-    """A shared prefix of a prompt has a multiple of so many tokens. In deterministic mode it has whole chunks, so that
-    the rest is computed in the same chunks as without."""
-    return math.lcm(settings.prefill_chunk_tokens, PAGE_TOKENS) if settings.deterministic else PAGE_TOKENS
+    """A shared prefix of a prompt has a multiple of so many tokens. In deterministic mode it has whole blocks, so that
+    the rest is computed in the same blocks as without."""
+    return math.lcm(prompt_block_tokens(settings), PAGE_TOKENS) if settings.deterministic else PAGE_TOKENS
+
+
+def prompt_block_tokens(settings: WorkerSettings) -> int:
+    """Tokens of every block of a prompt in deterministic mode, but for the last."""
+    return min(DETERMINISTIC_BLOCK_TOKENS, settings.pass_tokens)
+
+
+def form_block_tokens(*, gathered: bool, deterministic: bool) -> int:
+    """Rows of the largest unit in one of the two forms of prompt.py."""
+    return BLOCK_TOKENS_MAX if gathered and not deterministic else DETERMINISTIC_BLOCK_TOKENS
 
 
 def arithmetic(settings: WorkerSettings) -> str:
@@ -56,11 +67,61 @@ def arithmetic(settings: WorkerSettings) -> str:
     if not settings.deterministic:
         return ""
     kind = torch.cuda.get_device_name(settings.device) if settings.device.startswith("cuda") else settings.device
-    return f"chunks of {settings.prefill_chunk_tokens} tokens, {settings.matmul}, {kind}"
+    # the word is that of the protocol version before, whose rows have the same bits: both serve one node meanwhile
+    return f"chunks of {prompt_block_tokens(settings)} tokens, {settings.matmul}, {kind}"
 
 
-def no_listener(layer: int) -> None:
-    """A LayerWritten for those who wait for the whole chunk."""
+def no_listener() -> None:
+    """A UnitWritten for those who wait for the whole pass."""
+
+
+class PromptPart(NamedTuple):
+    """Tokens of one prompt in a pass: positions start..stop-1 of the prompt in `seat`, which are the rows from `first`
+    on. `ends`: the last of them is the last token of its prompt."""
+
+    seat: int
+    start: int
+    stop: int
+    first: int
+    ends: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def end(self) -> int:
+        """The row behind the last."""
+        return self.first + self.tokens
+
+
+@dataclass(eq=False)
+class PromptPass:
+    """Prompt tokens that go through the layers together, and what a runner keeps of them between two units.
+
+    Runners derive their own. A *row* is the place of a token in the pass. `left`: numbers of parts whose request has
+    left; units that are launched later neither read nor write their memory.
+    """
+
+    parts: tuple[PromptPart, ...]
+    left: set[int] = field(default_factory=set)
+
+    @property
+    def rows(self) -> int:
+        return self.parts[-1].end
+
+    def leave(self, number: int) -> None:
+        """The request of that part has left."""
+        self.left.add(number)
+
+    def pieces(self, first: int, stop: int) -> Iterator[tuple[int, PromptPart]]:
+        """Numbers of the parts with rows in first..stop-1, and those rows of each as a part; without those that left.
+        `ends` is true of the piece with the prompt's last token alone."""
+        for number, part in enumerate(self.parts):
+            low, high = max(first, part.first), min(stop, part.end)
+            if low < high and number not in self.left:
+                start = part.start + low - part.first
+                yield number, PromptPart(part.seat, start, start + high - low, low, part.ends and high == part.end)
 
 
 @dataclass
@@ -154,30 +215,57 @@ class Runner(Protocol):
     @property
     def geometry(self) -> Geometry: ...
 
-    def launch_prefill_chunk(
+    @property
+    def block_tokens_max(self) -> int:
+        """Rows of the largest unit."""
+        ...
+
+    def begin_pass(
+        self, streams: Streams, state: DeviceState, parts: Sequence[PromptPart], tokens: torch.Tensor
+    ) -> PromptPass:
+        """Enter a pass: copy and embed its `tokens` int64[P] on `compute`; they may change once that ran.
+
+        Tokens are ids of the vocabulary, as check_admit saw on the host: they are not read back to check. Parts lie
+        behind each other, the first one from row 0 on. Several passes may be open.
+        """
+        ...
+
+    def launch_unit(
         self,
         streams: Streams,
         state: DeviceState,
-        sampler: SamplerState,
-        seat: int,
-        tokens: torch.Tensor,
-        start: int,
-        outputs: StepOutputs | None,
-        layer_written: LayerWritten = no_listener,
-        adjust: Adjust | None = None,
+        prompts: PromptPass,
+        layer: int,
+        first: int,
+        stop: int,
+        written: UnitWritten = no_listener,
+        rows: int = 0,
     ) -> None:
-        """Prefill positions start..start+S-1 of the prompt in `seat` on `compute`.
+        """One layer over rows first..stop-1 of a pass on `compute`; at most `block_tokens_max`.
 
-        tokens int64[S] on the runner's device, alive and unchanged until the operation ran; ids of the vocabulary, as
-        check_admit saw on the host: they are not read back to check. KV rows and index keys of positions below `start`
-        must lie in the slab (state.slab_table[seat]) and the index cache; this chunk's are written there. With
-        `outputs` (the prompt's last chunk) the first generated token goes to outputs.tokens[0] and
-        sampler.last_token[seat], and what the last token selected to outputs.warm_start; `adjust` is what the request
-        asks for.
+        Units of a pass come layer by layer, and rows of a layer in order. KV rows and index keys of positions below
+        each part's must lie in the slab (state.slab_table[seat]) and the index cache; the unit writes its own there.
+        What the last token of a prompt selects is kept for `launch_first_token`.
 
-        `layer_written` is called between launches, as early as may be: its caller's copies of a layer overlap with what
-        is launched after it, which never changes rows of that layer again.
-        What is launched before reads no row of that layer below `start`, only index keys: rows may still be loading.
+        `written` is called between launches, as early as may be: its caller's copies overlap with what is launched
+        after it, which never changes rows of this layer again. What is launched before it reads no row of this layer
+        below a part's start, only index keys: rows may still be loading. `rows` is the size of a group's round.
+        """
+        ...
+
+    def launch_first_token(
+        self,
+        streams: Streams,
+        sampler: SamplerState,
+        prompts: PromptPass,
+        number: int,
+        outputs: StepOutputs,
+        adjust: Adjust | None,
+    ) -> None:
+        """Behind the last unit of a pass: draw the first token of part `number`, which ends its prompt.
+
+        It goes to outputs.tokens[0] and sampler.last_token[seat], and what the last token selected to
+        outputs.warm_start; `adjust` is what the request asks for.
         """
         ...
 
@@ -241,24 +329,22 @@ class DraftRows:
 class DraftRunner(Runner, Protocol):
     """A runner with a draft layer, the last of `geometry.layers` (docs/architecture.md, Speculative decoding)."""
 
-    def launch_prefill_chunk(
+    def launch_prompt_drafts(
         self,
         streams: Streams,
         state: DeviceState,
         sampler: SamplerState,
-        seat: int,
-        tokens: torch.Tensor,
-        start: int,
-        outputs: StepOutputs | None,
-        layer_written: LayerWritten = no_listener,
-        adjust: Adjust | None = None,
+        prompts: PromptPass,
+        number: int,
+        outputs: StepOutputs | None = None,
         following: torch.Tensor | None = None,
     ) -> None:
-        """As Runner has it, and the draft layer's rows and index keys.
+        """Behind the last unit of a pass: the draft layer's rows and index keys of part `number`.
 
-        `following` int64[1] is the prompt's token behind the chunk, on the runner's device, alive and unchanged until
-        the operation ran; None, with `outputs` alone: the token that the chunk draws. Raises BadInput when neither is
-        there.
+        A part that ends its prompt comes with the `outputs` of its first token, which was launched before: the token
+        behind its last one is that token, and outputs.warm_start receives what its last token selects in this layer.
+        Any other comes with `following` int64[1], the prompt's token behind the part, on the runner's device, alive
+        and unchanged until the operation ran. Raises BadInput when neither is there.
         """
         ...
 
@@ -283,10 +369,6 @@ class DraftRunner(Runner, Protocol):
 class GroupRunner(Runner, Protocol):
     """The runner of a rank, which holds a share of the model's experts: all ranks launch the same rounds."""
 
-    def begin_prompt_round(self, rows: int) -> None:
-        """What is launched next belongs to a prompt round, in which each rank's part is padded to `rows`."""
-        ...
-
-    def launch_padding(self, streams: Streams) -> None:
-        """Take part on `compute` in the prompt round without a prompt."""
+    def launch_padding(self, streams: Streams, layer: int, rows: int) -> None:
+        """Take part on `compute` in a unit of `layer`, padded to `rows` on each rank, without a prompt."""
         ...

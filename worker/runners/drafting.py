@@ -74,7 +74,7 @@ class Drafting:
     def write_prompt(
         self, state: DeviceState, seat: int, start: int, following: Tensor, hidden: Tensor, warm_start: Tensor | None
     ) -> None:
-        """Rows and index keys of a prompt chunk that begins at `start`: its states `hidden` [1, S, hidden], and the
+        """Rows and index keys of prompt tokens from `start` on: its states `hidden` [1, S, hidden], and the
         tokens int64[S] behind each. `warm_start` int32[k] receives what the last one selects."""
         layers, layer = self._layers, self.layer
         at = start + len(following) - 1

@@ -165,14 +165,15 @@ class Layers:
     ) -> Tensor:
         """Output projection, residuals and MLP: the hidden states [N, S, hidden] after the layer.
 
-        In a group, `rows` is the size of the prompt round; `real` bool[B] tells rows of a decode batch from padding.
+        In a group, `rows` is the size of the round, 0: that of `hidden`; `real` bool[B] tells rows of a decode batch
+        from padding.
         """
         norm = layer.module.post_attention_layernorm
         hidden, normed = mla.add_normed(norm, hidden, layer.attention.o_proj(attended))
         return hidden + self._mlp(layer.module.mlp, normed, experts, rows, real)
 
     def pad(self, layer: Layer, rows: int) -> None:
-        """Take part in the MLP of `layer`, in a prompt round of `rows`, without a prompt."""
+        """Take part in the MLP of `layer`, in a round of `rows`, without a prompt."""
         if self._exchange is not None and hasattr(layer.module.mlp, "experts"):
             over = self._over(self._exchange, rows)
             padding(layer.module.mlp, self.model.config.hidden_size, self.dtype, self.prompt_experts, over)
@@ -262,7 +263,11 @@ class Layers:
             real = None if real is None else F.pad(real, (0, surplus))
         if not hasattr(mlp, "experts"):
             return gated_mlp(mlp, hidden)[:rows]
-        over = None if self._exchange is None else self._over(self._exchange, round_rows or len(hidden), real)
+        over = (
+            None
+            if self._exchange is None
+            else self._over(self._exchange, round_rows or hidden.shape[:-1].numel(), real)
+        )
         return mixture(mlp, hidden, experts, over)[:rows]
 
     def _over(self, exchange: Exchange, rows: int, real: Tensor | None = None) -> Over:

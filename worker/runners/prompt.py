@@ -1,16 +1,24 @@
-"""Attention of prompt chunks, in the two forms of mla.py: expanded on a CPU, gathered on a GPU.
+"""Prompt passes, and their attention in the two forms of mla.py: expanded on a CPU, gathered on a GPU.
 
 Both read what lies in the slab and the index cache, so that prompt tokens see each other's rows as decode steps will
 see them, in whatever format those are kept.
 
-Gathered, a chunk's selection is int32[S, k] device rows: the place in the slab of every position that a token selected.
-Device rows are the same in every layer, so layers that share a selection share the tensor. A chunk takes S * k entries,
-queries and results of S tokens, and bounded scratch memory of prompt_topk; nothing grows with the square of anything.
+A *block* is the rows of a pass that go through one layer together; a *piece* is those of one prompt among them. Norms,
+products and MLPs take a block at once, memory is written and searched piece by piece. Rows of a part that left attend
+to nothing: zeros. What rows select is kept for all rows of the pass until the next anchor layer takes them: a layer
+that shares the selection may take them in other blocks.
+
+Gathered, a selection is int32[P, k] device rows: the place in the slab of every position that a token selected.
+Device rows are the same in every layer, so layers that share a selection share the tensor. A pass of P tokens takes
+P * k entries; a block of B takes queries and results of B tokens, and bounded scratch memory of prompt_topk; nothing
+grows with the square of anything.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +30,70 @@ from kernels.rows import read_index_keys, read_slab_rows
 from kernels.state import DeviceState
 from protocol.units import PAGE_TOKENS, pages_for
 from worker.runners import attention as mla
-from worker.runners.layers import Layer
+from worker.runners.base import PromptPart, PromptPass
+from worker.runners.layers import Angles, Layer
+
+
+@dataclass(eq=False)
+class ModelPass(PromptPass):
+    """A pass of P tokens on its way through the layers. The operation that enters it makes the tensors."""
+
+    tokens: Tensor = field(init=False)  # int64[P]
+    hidden: Tensor = field(init=False)  # [1, P, hidden]
+    angles: Angles = field(init=False)  # [1, P, d]
+    selection: Any = field(init=False)  # of the anchor layer before, as PromptAttention keeps it
+    warm_start: Tensor = field(init=False)  # int32[parts that end, G, k]: positions, -1 padded
+
+    @property
+    def ending(self) -> list[int]:
+        """Numbers of the parts that end their prompts."""
+        return [number for number, part in enumerate(self.parts) if part.ends]
+
+    def warm_start_of(self, number: int) -> Tensor:
+        """Positions int32[G, k] that the last token of part `number` selected."""
+        return self.warm_start[self.ending.index(number)]
+
+
+@dataclass(eq=False)
+class Block:
+    """Rows first..stop-1 of a pass on their way through one layer."""
+
+    prompts: ModelPass
+    first: int
+    stop: int
+    pieces: list[tuple[int, PromptPart]]  # with the number of the part: of those that had not left at launch
+    projected: mla.Projected | None = None
+
+    @classmethod
+    def of(cls, prompts: ModelPass, first: int, stop: int) -> Block:
+        return cls(prompts, first, stop, list(prompts.pieces(first, stop)))
+
+    @property
+    def rows(self) -> slice:
+        """The block in the pass."""
+        return slice(self.first, self.stop)
+
+    def place(self, piece: PromptPart) -> slice:
+        """A piece in the block."""
+        return slice(piece.first - self.first, piece.end - self.first)
+
+    def gaps(self) -> Iterator[slice]:
+        """Rows of the block between its pieces, of parts that left."""
+        start = 0
+        for _, piece in self.pieces:
+            if start < self.place(piece).start:
+                yield slice(start, self.place(piece).start)
+            start = self.place(piece).stop
+        if start < self.stop - self.first:
+            yield slice(start, self.stop - self.first)
 
 
 class PromptAttention(Protocol):
-    """One of the two forms. A *selection* is what `select` made for the anchor layer of a group."""
+    """One of the two forms. A *selection* is what the rows of a pass attend to in the layers of a group."""
+
+    def begin(self, parts: Sequence[PromptPart], device: torch.device) -> Any:
+        """The selection of a pass, before any row selected."""
+        ...
 
     def select(
         self,
@@ -38,28 +105,28 @@ class PromptAttention(Protocol):
         scale: float,
         last: Tensor | None,
     ) -> Tensor:
-        """What each token of a chunk attends to; the chunk begins at `start` and its index keys are written. `last`
+        """What each token of a piece attends to; the piece begins at `start` and its index keys are written. `last`
         int32[k] receives the positions that its last token selects, -1 padded."""
         ...
 
-    def attend(
-        self,
-        state: DeviceState,
-        layer: Layer,
-        seat: int,
-        projected: mla.Projected,
-        selection: Tensor,
-    ) -> Tensor:
-        """Attention output [1, S, H * v] of a chunk in `layer`, whose rows are written."""
+    def keep(self, prompts: ModelPass, number: int, piece: PromptPart, selected: Tensor) -> None:
+        """Enter what a piece of part `number` `selected` into the selection of its pass."""
+        ...
+
+    def attend(self, state: DeviceState, layer: Layer, block: Block) -> Tensor:
+        """Attention output [1, B, H * v] of a block in `layer`, whose rows are written. Takes block.projected away."""
         ...
 
 
 class Expanded:
-    """A selection is a mask bool[S, T]."""
+    """A selection is a mask bool[part's tokens, its stop] of each part."""
 
     def __init__(self, rows: RowFormat, keys: RowFormat, dtype: torch.dtype, topk: int) -> None:
         self._rows, self._keys, self._dtype, self._topk = rows, keys, dtype, topk
 
+    def begin(self, parts: Sequence[PromptPart], device: torch.device) -> list[Tensor]:
+        return [torch.empty(part.tokens, part.stop, dtype=torch.bool, device=device) for part in parts]
+
     def select(
         self,
         state: DeviceState,
@@ -70,30 +137,42 @@ class Expanded:
         scale: float,
         last: Tensor | None,
     ) -> Tensor:
+        """A mask bool[S, start + S]."""
         stop = start + index.keys.shape[1]
         keys = self._keys.decode(read_index_keys(state, group, seat, stop), self._dtype)
         mask = mla.select_mask(index, keys, start, self._topk, scale)
         if last is not None:
-            _keep(mask[-1].nonzero().flatten(), last)
+            _keep_last(mask[-1].nonzero().flatten(), last)
         return mask
 
-    def attend(
-        self,
-        state: DeviceState,
-        layer: Layer,
-        seat: int,
-        projected: mla.Projected,
-        selection: Tensor,
-    ) -> Tensor:
-        rows = self._rows.decode(read_slab_rows(state, layer.number, seat, selection.shape[1]), self._dtype)
-        return mla.attend_prompt(layer.attention, projected, rows, selection)
+    def keep(self, prompts: ModelPass, number: int, piece: PromptPart, selected: Tensor) -> None:
+        part, masks = prompts.parts[number], prompts.selection
+        _fill(masks[number][piece.start - part.start : piece.stop - part.start], selected, padding=False)
+
+    def attend(self, state: DeviceState, layer: Layer, block: Block) -> Tensor:
+        projected = _taken(block)
+        attended = _no_output(layer, block, projected)
+        for number, piece in block.pieces:
+            part, place = block.prompts.parts[number], block.place(piece)
+            mask = block.prompts.selection[number][piece.start - part.start : piece.stop - part.start, : piece.stop]
+            rows = self._rows.decode(read_slab_rows(state, layer.number, piece.seat, piece.stop), self._dtype)
+            own = projected.of_tokens(place)
+            attended[:, place] = mla.attend_prompt(layer.attention, own, rows, mask.contiguous())
+        return attended
 
 
 class Gathered:
-    """A selection is device rows int32[S, k], -1 padded. Raises and synchronises nothing."""
+    """A selection is device rows int32[P, k], -1 padded. Raises and synchronises nothing.
+
+    A block attends to as many entries as its longest piece has positions, up to the top-k: attend_rows adds in an order
+    that depends on that width, and so it may not depend on what else is in the pass.
+    """
 
     def __init__(self, topk: int) -> None:
         self._topk = topk
+
+    def begin(self, parts: Sequence[PromptPart], device: torch.device) -> Tensor:
+        return torch.full((parts[-1].end, self._width(parts)), -1, dtype=torch.int32, device=device)
 
     def select(
         self,
@@ -105,30 +184,57 @@ class Gathered:
         scale: float,
         last: Tensor | None,
     ) -> Tensor:
+        """Device rows int32[S, k]."""
         queries, weights = index.queries[0].contiguous(), index.weights[0].contiguous()
         tokens = len(queries)
-        entries = min(self._topk, PAGE_TOKENS * pages_for(start + tokens))
-        topk = torch.empty(tokens, entries, dtype=torch.int32, device=queries.device)
+        topk = torch.empty(tokens, self._entries(start + tokens), dtype=torch.int32, device=queries.device)
         prompt_topk(state, group, seat, start, queries, weights, scale, topk)
         if last is not None:
-            _keep(topk[-1], last)
+            _keep_last(topk[-1], last)
         return _slab_places(state, seat, topk)
 
-    def attend(
-        self,
-        state: DeviceState,
-        layer: Layer,
-        seat: int,
-        projected: mla.Projected,
-        selection: Tensor,
-    ) -> Tensor:
-        queries = mla.absorb_queries(layer.absorbed, projected)
+    def keep(self, prompts: ModelPass, number: int, piece: PromptPart, selected: Tensor) -> None:
+        _fill(prompts.selection[piece.first : piece.end], selected, padding=-1)
+
+    def attend(self, state: DeviceState, layer: Layer, block: Block) -> Tensor:
+        if not block.pieces:
+            return _no_output(layer, block, _taken(block))
+        chosen: Tensor = block.prompts.selection[block.rows]
+        for gap in block.gaps():
+            chosen[gap].fill_(-1)
+        chosen = chosen[:, : self._width([piece for _, piece in block.pieces])].contiguous()
+        queries = mla.absorb_queries(layer.absorbed, _taken(block))
         latents = queries.new_empty(*queries.shape[:2], layer.absorbed.value.shape[1])
-        attend_rows(state, layer.number, queries, selection, layer.attention.scaling, latents)
+        attend_rows(state, layer.number, queries, chosen, layer.attention.scaling, latents)
         return mla.expand_values(layer.absorbed, latents).unsqueeze(0)
 
+    def _width(self, parts: Sequence[PromptPart]) -> int:
+        return self._entries(max(part.stop for part in parts))
 
-def _keep(positions: Tensor, last: Tensor) -> None:
+    def _entries(self, positions: int) -> int:
+        """Entries of a token that sees at most so many positions."""
+        return min(self._topk, PAGE_TOKENS * pages_for(positions))
+
+
+def _taken(block: Block) -> mla.Projected:
+    """The projections of a block, which keeps them no longer."""
+    projected, block.projected = block.projected, None
+    assert projected is not None
+    return projected
+
+
+def _no_output(layer: Layer, block: Block, projected: mla.Projected) -> Tensor:
+    """Zeros [1, B, H * v]."""
+    return projected.query_nope.new_zeros(1, block.stop - block.first, layer.attention.o_proj.in_features)
+
+
+def _fill(kept: Tensor, selected: Tensor, padding: float) -> None:
+    """Overwrite `kept` [S, k], k at least that of `selected`, with `selected` and `padding`."""
+    kept[:, : selected.shape[1]] = selected
+    kept[:, selected.shape[1] :].fill_(padding)  # assignment would copy the number, and wait for that
+
+
+def _keep_last(positions: Tensor, last: Tensor) -> None:
     last.fill_(-1)
     last[: len(positions)] = positions
 

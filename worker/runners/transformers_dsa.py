@@ -3,10 +3,10 @@
 Any checkpoint directory of the two families loads: config.json, safetensors, a tokenizer if there is one. What a layer
 computes is in layers.py; this is where it meets the KV cache.
 
-Per layer, a prompt chunk is two operations on `compute`: *project* (norm, projections, write row and index key, and on
-an anchor layer index_topk) and *attend* (attention over rows, output projection, MLP). In a decode step an anchor layer
-has a third one ahead of them, *select* (what the indexer needs of the projections, index key, index_topk), so that the
-selection is swapped in on `swap` beside *project*; *attend* waits for it (swapping.py).
+Per layer, a block of a prompt pass is two operations on `compute`: *project* (norm, projections, write rows and index
+keys, and on an anchor layer the top-k) and *attend* (attention over rows, output projection, MLP). In a decode step an
+anchor layer has a third one ahead of them, *select* (what the indexer needs of the projections, index key, index_topk),
+so that the selection is swapped in on `swap` beside *project*; *attend* waits for it (swapping.py).
 No operation of a step waits for the device or takes a shape from data: on a GPU it can be captured in a graph. What
 flows from one operation to the next lies in a _RunnerScratch; in a graph, the library's intermediates lie in its pool.
 
@@ -17,7 +17,7 @@ With a draft layer (drafting.py) the runner is a DraftRunner: that layer's opera
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,16 +42,19 @@ from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
-from worker.device.step_rows import StepRows
+from worker.device.step_rows import StepRows, rows_max
 from worker.group.exchange import Collectives, Exchange
 from worker.runners import attention as mla
 from worker.runners.adjust import Adjust
 from worker.runners.base import (
     DraftRows,
-    LayerWritten,
+    PromptPart,
+    PromptPass,
     SamplerState,
     StepOutputs,
+    UnitWritten,
     arithmetic,
+    form_block_tokens,
     no_listener,
     prefix_unit_tokens,
 )
@@ -59,7 +62,7 @@ from worker.runners.checkpoint import describe_model, geometry_of, library_refus
 from worker.runners.drafting import Drafting
 from worker.runners.layers import Angles, Layer, Layers, row_multiple
 from worker.runners.logprobs import write_logprobs
-from worker.runners.prompt import Expanded, Gathered, PromptAttention
+from worker.runners.prompt import Block, Expanded, Gathered, ModelPass, PromptAttention
 from worker.runners.sampling import draw
 from worker.runners.swapping import launch_swap_in
 from worker.weights.layout import ExpertShare, exchange_bytes, weights_bytes
@@ -76,7 +79,7 @@ AfterIndexTopk = Callable[[int, StepBatch, Tensor], None]
 
 log = logger("worker.runners")
 
-#: Rows for which products with FP8 weights are compiled: decode batches and prompt chunks fall between these.
+#: Rows for which products with FP8 weights are compiled: decode batches and prompt blocks fall between these.
 PREPARED_ROWS: Final = [1 << power for power in range(13)]
 W8A8: Final = "w8a8"
 
@@ -99,20 +102,6 @@ class _RunnerScratch:
     out_rows: Tensor  # int32[B, k]: device rows of the current group's selection
     drafted: Tensor  # [B, 1, hidden]: the draft layer's output, likewise; empty without one
     plan: MissPlan  # one serves all groups (swapping.py)
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """A prompt chunk of S tokens on its way through the layers."""
-
-    seat: int
-    start: int
-    hidden: Tensor  # [1, S, hidden]
-    angles: Angles  # [1, S, d]
-    projected: mla.Projected | None = None
-    round_rows: int = 0
-    selection: Tensor | None = None  # of the anchor layer before (prompt.py)
-    warm_start: Tensor | None = None  # int32[G, k]
 
 
 class TransformersRunner:
@@ -151,7 +140,9 @@ class TransformersRunner:
         )
         self._drafting = Drafting(layers, self._prompt) if layers.draft is not None else None
         self._gathered = gathered
-        self._round_rows = 0  # of the prompt round of the group
+        self._block_tokens_max = form_block_tokens(gathered=gathered, deterministic=deterministic_seats > 0)
+        if exchange is not None:
+            self._block_tokens_max = min(self._block_tokens_max, exchange.rows_max)
         self._scratch: dict[int, _RunnerScratch] = {}
         self._prepared: ref[DeviceState] | None = None  # weakly: gigabytes, and their owner's
         if deterministic_seats:
@@ -244,55 +235,81 @@ class TransformersRunner:
         """Bytes of the weights as they are held, by dtype."""
         return self._layers.weights_bytes()
 
-    def launch_prefill_chunk(
+    @property
+    def block_tokens_max(self) -> int:
+        """Of the form of prefill, as far as a round of the group has room."""
+        return self._block_tokens_max
+
+    def begin_pass(
+        self, streams: Streams, state: DeviceState, parts: Sequence[PromptPart], tokens: Tensor
+    ) -> ModelPass:
+        """One operation on `compute`."""
+        prompts = ModelPass(tuple(parts))
+        streams.compute.launch("prompt embed", partial(self._embed_prompts, prompts, tokens))
+        return prompts
+
+    def launch_unit(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        prompts: PromptPass,
+        layer: int,
+        first: int,
+        stop: int,
+        written: UnitWritten = no_listener,
+        rows: int = 0,
+    ) -> None:
+        """Two operations on `compute`; the block is written behind the first one."""
+        compute, block, model_layer = streams.compute, Block.of(_own(prompts), first, stop), self._layers[layer]
+        compute.launch(f"prompt project {layer}", partial(self._project_block, block, state, model_layer))
+        written()
+        compute.launch(f"prompt attend {layer}", partial(self._attend_block, block, state, model_layer, rows))
+
+    def launch_first_token(
+        self,
+        streams: Streams,
+        sampler: SamplerState,
+        prompts: PromptPass,
+        number: int,
+        outputs: StepOutputs,
+        adjust: Adjust | None,
+    ) -> None:
+        """One operation on `compute`."""
+        work = partial(self._first_token, _own(prompts), number, sampler, outputs, adjust)
+        streams.compute.launch("first token", work)
+
+    def launch_prompt_drafts(
         self,
         streams: Streams,
         state: DeviceState,
         sampler: SamplerState,
-        seat: int,
-        tokens: Tensor,
-        start: int,
-        outputs: StepOutputs | None,
-        layer_written: LayerWritten = no_listener,
-        adjust: Adjust | None = None,
+        prompts: PromptPass,
+        number: int,
+        outputs: StepOutputs | None = None,
         following: Tensor | None = None,
     ) -> None:
-        """Two operations per layer on `compute`; a layer is written after its first one. One for the draft layer."""
-        if self._drafting is not None and outputs is None and following is None:
+        """One operation on `compute`. Raises InternalError without a draft layer."""
+        if self._drafting is None:
+            raise InternalError("this runner was loaded without the draft layer")
+        if outputs is None and following is None:
             raise BadInput(
-                "the draft layer needs the token behind a chunk",
+                "the draft layer needs the token behind a part",
                 field="following",
                 value=following,
                 remedy="pass it, or outputs",
             )
-        compute, empty = streams.compute, torch.empty(0)
-        chunk = _Chunk(seat, start, empty, (empty, empty), round_rows=self._round_rows)
-        chunk.warm_start = outputs.warm_start if outputs else None
-        compute.launch(f"prefill {start}", partial(self._embed_prompt, chunk, tokens))
-        for layer in self._layers:
-            compute.launch(f"prefill project {layer.number}", partial(self._project_prompt, chunk, state, layer))
-            layer_written(layer.number)
-            compute.launch(f"prefill attend {layer.number}", partial(self._attend_prompt, chunk, state, layer))
-        if outputs is not None:
-            draw = partial(self._first_token, chunk, sampler, start + len(tokens), outputs, adjust)
-            compute.launch("first token", draw)
-        if self._drafting is not None:
-            write = partial(self._write_draft_rows, self._drafting, chunk, state, sampler, tokens, following)
-            compute.launch("prefill draft layer", write)
-            layer_written(self._drafting.layer.number)
+        warm_start = None if outputs is None else outputs.warm_start
+        work = partial(self._write_draft_rows, _own(prompts), number, state, sampler, following, warm_start)
+        streams.compute.launch("prompt draft layer", partial(work, self._drafting))
 
-    def begin_prompt_round(self, rows: int) -> None:
-        self._round_rows = rows
-
-    def launch_padding(self, streams: Streams) -> None:
-        """One operation per layer on `compute`."""
-        for layer in self._layers:
-            streams.compute.launch(f"prefill pad {layer.number}", partial(self._pad, layer, self._round_rows))
+    def launch_padding(self, streams: Streams, layer: int, rows: int) -> None:
+        """One operation on `compute`."""
+        streams.compute.launch(f"prompt pad {layer}", partial(self._pad, self._layers[layer], rows))
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         """Two operations per layer on `compute`, one more of an anchor, and a swap-in or a replay (swapping.py).
 
-        The first step for a state compiles and allocates what steps and prompt chunks of any size will need.
+        The first step for a state compiles and allocates what steps and prompt blocks of any size will need.
         """
         self._prepare(state)
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
@@ -355,57 +372,85 @@ class TransformersRunner:
     # ---------------------------------------------------------------- operations
 
     @torch.inference_mode()
-    def _embed_prompt(self, chunk: _Chunk, tokens: Tensor) -> None:
-        positions = torch.arange(chunk.start, chunk.start + len(tokens), device=tokens.device)
-        chunk.hidden, chunk.angles = self._layers.embed(tokens[None], positions[None])
+    def _embed_prompts(self, prompts: ModelPass, tokens: Tensor) -> None:
+        device, parts = self._layers.device, prompts.parts
+        positions = torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
+        prompts.tokens = tokens.to(device, copy=True)
+        prompts.hidden, prompts.angles = self._layers.embed(prompts.tokens[None], positions[None])
+        prompts.selection = self._prompt.begin(parts, device)
+        shape = len(prompts.ending), self.geometry.groups, self.geometry.topk
+        prompts.warm_start = torch.full(shape, -1, dtype=torch.int32, device=device)
 
     @torch.inference_mode()
-    def _project_prompt(self, chunk: _Chunk, state: DeviceState, layer: Layer) -> None:
-        layers, seat, start = self._layers, chunk.seat, chunk.start
-        inputs = layers.compress(layer, chunk.hidden)
-        chunk.projected = layers.project(layer, inputs, chunk.angles)
-        write_slab_rows(state, layer.number, seat, start, encode(layers.rows, chunk.projected.rows[0]))
-        if layer.anchor:
-            index = layers.project_index(layer, inputs, chunk.angles)
-            write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, index.keys[0]))
-            scale = layer.attention.indexer.softmax_scale
-            last = None if chunk.warm_start is None else chunk.warm_start[layer.group]
-            chunk.selection = self._prompt.select(state, layer.group, seat, start, index, scale, last)
+    def _project_block(self, block: Block, state: DeviceState, layer: Layer) -> None:
+        layers, prompts = self._layers, block.prompts
+        cos, sin = prompts.angles
+        inputs, angles = layers.compress(layer, prompts.hidden[:, block.rows]), (cos[:, block.rows], sin[:, block.rows])
+        block.projected = layers.project(layer, inputs, angles)
+        rows = encode(layers.rows, block.projected.rows[0])
+        for _, piece in block.pieces:
+            write_slab_rows(state, layer.number, piece.seat, piece.start, rows[block.place(piece)])
+        if layer.anchor and block.pieces:
+            self._select_block(block, state, layer, layers.project_index(layer, inputs, angles))
+
+    def _select_block(self, block: Block, state: DeviceState, layer: Layer, index: mla.IndexProjected) -> None:
+        prompts, keys = block.prompts, encode(self._layers.keys, index.keys[0])
+        scale = layer.attention.indexer.softmax_scale
+        for number, piece in block.pieces:
+            place = block.place(piece)
+            write_prompt_index_keys(state, layer.group, piece.seat, piece.start, keys[place])
+            last = prompts.warm_start_of(number)[layer.group] if piece.ends else None
+            own = index.of_tokens(place)
+            selected = self._prompt.select(state, layer.group, piece.seat, piece.start, own, scale, last)
+            self._prompt.keep(prompts, number, piece, selected)
 
     @torch.inference_mode()
-    def _attend_prompt(self, chunk: _Chunk, state: DeviceState, layer: Layer) -> None:
-        assert chunk.projected is not None
-        assert chunk.selection is not None
-        attended = self._prompt.attend(state, layer, chunk.seat, chunk.projected, chunk.selection)
-        experts, rows = self._layers.prompt_experts, chunk.round_rows
-        chunk.hidden = self._layers.finish(layer, chunk.hidden, attended, experts, rows=rows)
+    def _attend_block(self, block: Block, state: DeviceState, layer: Layer, rows: int) -> None:
+        hidden, experts = block.prompts.hidden[:, block.rows], self._layers.prompt_experts
+        attended = self._prompt.attend(state, layer, block)
+        hidden.copy_(self._layers.finish(layer, hidden, attended, experts, rows=rows))
 
     @torch.inference_mode()
     def _write_draft_rows(
         self,
-        drafting: Drafting,
-        chunk: _Chunk,
+        prompts: ModelPass,
+        number: int,
         state: DeviceState,
         sampler: SamplerState,
-        tokens: Tensor,
         following: Tensor | None,
+        warm_start: Tensor | None,
+        drafting: Drafting,
     ) -> None:
-        behind = sampler.last_token[chunk.seat : chunk.seat + 1].long() if following is None else following
-        shifted, hidden = torch.cat((tokens[1:], behind)), self._layers.final(chunk.hidden)
-        warm_start = None if chunk.warm_start is None else chunk.warm_start[drafting.layer.group]
-        drafting.write_prompt(state, chunk.seat, chunk.start, shifted, hidden, warm_start)
+        """In blocks as the model's layers take."""
+        part = prompts.parts[number]
+        behind = sampler.last_token[part.seat : part.seat + 1].long() if following is None else following
+        shifted, size = torch.cat((prompts.tokens[part.first + 1 : part.end], behind)), self.block_tokens_max
+        for first in range(part.first, part.end, size):
+            stop = min(first + size, part.end)
+            drafting.write_prompt(
+                state,
+                part.seat,
+                part.start + first - part.first,
+                shifted[first - part.first : stop - part.first],
+                self._layers.final(prompts.hidden[:, first:stop]),
+                warm_start[drafting.layer.group] if warm_start is not None and stop == part.end else None,
+            )
 
     @torch.inference_mode()
-    def _pad(self, layer: Layer, round_rows: int) -> None:
-        self._layers.pad(layer, round_rows)
+    def _pad(self, layer: Layer, rows: int) -> None:
+        self._layers.pad(layer, rows)
 
     @torch.inference_mode()
     def _first_token(
-        self, chunk: _Chunk, sampler: SamplerState, position: int, outputs: StepOutputs, adjust: Adjust | None
+        self, prompts: ModelPass, number: int, sampler: SamplerState, outputs: StepOutputs, adjust: Adjust | None
     ) -> None:
-        logits, own = self._layers.logits(chunk.hidden[:, -1:]), slice(chunk.seat, chunk.seat + 1)
-        positions = torch.full((1,), position, device=logits.device)
-        token = draw(logits, sampler, torch.full_like(positions, chunk.seat), positions, adjust)
+        part = prompts.parts[number]
+        logits, own = self._layers.logits(prompts.hidden[:, part.end - 1 : part.end]), slice(part.seat, part.seat + 1)
+        positions = torch.full((1,), part.stop, device=logits.device)
+        token = draw(logits, sampler, torch.full_like(positions, part.seat), positions, adjust)
+        if outputs.warm_start is not None:
+            groups = self.geometry.groups if self._drafting is None else self._drafting.layer.group
+            outputs.warm_start[:groups] = prompts.warm_start_of(number)[:groups]
         outputs.tokens[:1] = token
         sampler.last_token[own] = token
         if outputs.logits is not None:
@@ -562,7 +607,7 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         deterministic_seats=settings.seats if settings.deterministic else 0,
         quantizes_rows=settings.matmul == W8A8,
         collectives=collectives,
-        rows_max=max(StepRows.of(settings).rows * settings.seats, settings.prefill_chunk_tokens),
+        rows_max=rows_max(settings),
         draft_tokens=settings.draft_tokens_max,
     )
     unit = prefix_unit_tokens(settings)
@@ -573,6 +618,13 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         arithmetic=arithmetic(settings),
     )
     return runner
+
+
+def _own(prompts: PromptPass) -> ModelPass:
+    """A pass that this kind of runner began. Raises InternalError for any other."""
+    if not isinstance(prompts, ModelPass):
+        raise InternalError("another runner began this pass")
+    return prompts
 
 
 def _share_of(path: str | Path, collectives: Collectives | None) -> ExpertShare | None:

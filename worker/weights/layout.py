@@ -48,6 +48,12 @@ SHARED_BY_DRAFT: Final = ("embed_tokens.weight", "shared_head.head.weight")
 BYTES: Final = {"float32": 4, "bfloat16": 2}
 #: Rows of an exchange begin at multiples of this many bytes.
 EXCHANGED_ROW_ALIGNMENT: Final = 16
+#: Rows of all ranks that experts compute at once (worker/group/exchange.py: PIECE_ROWS).
+EXPERT_ROWS_MAX: Final = 4_096
+#: Scores of prompt tokens on a GPU (kernels/cuda/prompt_topk.py: SCORES_MAX), in float32.
+TOPK_SCRATCH_BYTES: Final = 4 << 24
+#: Of a token id on the device.
+TOKEN_BYTES: Final = 8
 
 
 class TensorSpec(NamedTuple):
@@ -195,6 +201,42 @@ def exchange_bytes(config: Any, dtype: str, group_size: int, rows: int, *, deter
     sum_bytes = BYTES["float32"] if deterministic else BYTES[dtype]
     row_bytes = exchanged_row_bytes(config.hidden_size * BYTES[dtype], config.num_experts_per_tok)
     return int(rows * ((group_size + 1) * row_bytes + 2 * group_size * config.hidden_size * sum_bytes))
+
+
+def prompt_scratch_bytes(
+    config: Any, rows_max: int, pass_tokens: int, passes: int = 2, *, dtype: str = "bfloat16", ranks: int = 1
+) -> int:
+    """Bytes that prompts take on a GPU beside weights and KV, at most: `passes` open passes of `pass_tokens`, and one
+    block of `rows_max` rows on its way through a layer.
+
+    A pass keeps tokens, hidden states, angles and selection. A block holds its projections while tokens select, its
+    queries, latents and values while they attend, and then what an MLP or experts make of it; the largest of the three
+    counts. The experts of a group's `ranks` take rows of all of them, EXPERT_ROWS_MAX together or those of one rank.
+    Raises ConfigError naming a field that is absent or unfit.
+    """
+    _require_dimensions(config, (*DIMENSIONS, "index_topk", "num_experts_per_tok"))
+    value, hidden, row = BYTES[dtype], config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim
+    kept = value * (hidden + 2 * config.qk_rope_head_dim) + 4 * config.index_topk + TOKEN_BYTES
+    query = config.num_attention_heads * (config.qk_nope_head_dim + 2 * config.qk_rope_head_dim)  # also turned
+    index = 2 * config.index_n_heads * config.index_head_dim  # turned, and in the order of the kernel
+    selecting = rows_max * value * (query + index + config.q_lora_rank + hidden + 2 * row) + TOPK_SCRATCH_BYTES
+    attending = rows_max * value * config.num_attention_heads * (row + config.kv_lora_rank + config.v_head_dim)
+    computing = value * max(_mlp_values(config, rows_max), _experts_values(config, rows_max, ranks))
+    residual = rows_max * (3 * value * hidden + 4 * config.index_topk)  # states, their sum and its norm; selection
+    return int(passes * pass_tokens * kept + residual + max(selecting, attending, computing))
+
+
+def _mlp_values(config: Any, rows: int) -> int:
+    """Values that a layer without experts makes of `rows`: gate, up, their product, output."""
+    return int(rows * (3 * config.intermediate_size + config.hidden_size))
+
+
+def _experts_values(config: Any, rows: int, ranks: int) -> int:
+    """Values that experts make of `rows` of each rank: for each choice what they read, gate and up, their product, and
+    the output before and after its weight; beside them the output of shared experts."""
+    together = min(ranks * rows, max(rows, EXPERT_ROWS_MAX))
+    chosen = config.num_experts_per_tok * 3 * (config.hidden_size + config.moe_intermediate_size)
+    return int(together * chosen + rows * config.hidden_size)
 
 
 def exchanged_row_bytes(values_bytes: int, choices: int) -> int:

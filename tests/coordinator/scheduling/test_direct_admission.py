@@ -251,7 +251,7 @@ def test_held_back_first_token_travels_with_the_rows() -> None:
     """A stop string may begin in it, so it is not published yet. Without prefill it could not be drawn again."""
     rig = Rig()
     lives = [rig.coordinator.create(number, 100, 20) for number in range(8)]
-    outputs = [life.expected(rig.runner.geometry.group_of_layer, SETTINGS.prefill_chunk_tokens) for life in lives]
+    outputs = [life.expected(rig.runner.geometry.group_of_layer) for life in lives]
     number = next(number for number, output in enumerate(outputs) if output[0] < 128 and output[1] < 128)
     first, second = outputs[number][:2]
     for stop, tokens in ((chr(first) + "\0", outputs[number]), (chr(first) + chr(second), [])):

@@ -54,12 +54,11 @@ def _expected(
     tokens: int,
     count: int,
     seed: int,
-    chunk_tokens: int,
     groups: tuple[int, ...],
     prefilled: int,
     is_held: bool,
 ) -> tuple[int, ...]:
-    return tuple(expected_tokens(prompt_of(number, tokens), count, seed, chunk_tokens, groups, prefilled, is_held))
+    return tuple(expected_tokens(prompt_of(number, tokens), count, seed, groups, prefilled, is_held))
 
 
 @dataclass(eq=False)
@@ -101,13 +100,13 @@ class Life:
     def rows_wanted(self) -> int:
         return len(self.prompt) + self.sampling.max_tokens - 1
 
-    def expected(self, groups: tuple[int, ...], chunk_tokens: int) -> list[int]:
+    def expected(self, groups: tuple[int, ...]) -> list[int]:
         """What the oracle says of a greedy or seeded request, or of one that is held to ALTERNATING."""
         assert self.sampling.grammar in ("", ALTERNATING)
         count, seed = self.sampling.max_tokens, self.sampling.seed
         prefilled = len(self.shared) * PAGE_TOKENS if self.by_steps else len(self.prompt)
         is_held = bool(self.sampling.grammar)
-        return list(_expected(self.number, len(self.prompt), count, seed, chunk_tokens, groups, prefilled, is_held))
+        return list(_expected(self.number, len(self.prompt), count, seed, groups, prefilled, is_held))
 
 
 class FakeCoordinator:

@@ -10,12 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.rows import write_index_keys, write_prompt_index_keys, write_slab_rows
+from kernels.rows import read_index_keys, write_index_keys, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, StepBatch, real_rows
 from tests.support.fakes.hash_runner import (
+    BLOCK_TOKENS,
     SHARED,
     VOCAB,
-    Chunk,
+    FakePass,
     FakeRunner,
     attend,
     embed,
@@ -25,8 +26,7 @@ from tests.support.fakes.hash_runner import (
     rows_of,
     select,
 )
-from worker.runners.adjust import Adjust
-from worker.runners.base import DraftRows, LayerWritten, SamplerState, StepOutputs, no_listener
+from worker.runners.base import DraftRows, PromptPass, SamplerState, StepOutputs
 from worker.runners.swapping import launch_swap_in
 from worker.streams import Streams
 
@@ -34,29 +34,28 @@ from worker.streams import Streams
 class DraftingFakeRunner(FakeRunner):
     """See worker/runners/base.py: DraftRunner."""
 
-    def __init__(self, groups: Sequence[int] = SHARED, *, eos: tuple[int, ...] = ()) -> None:
-        super().__init__(groups, eos=eos)
+    def __init__(
+        self, groups: Sequence[int] = SHARED, *, eos: tuple[int, ...] = (), block_tokens_max: int = BLOCK_TOKENS
+    ) -> None:
+        super().__init__(groups, eos=eos, block_tokens_max=block_tokens_max)
         self.layers = len(groups)
         self.geometry = geometry_of((*groups, groups[-1] + 1))
         self._outputs: dict[int, Tensor] = {}
 
-    def launch_prefill_chunk(
+    def launch_prompt_drafts(
         self,
         streams: Streams,
         state: DeviceState,
         sampler: SamplerState,
-        seat: int,
-        tokens: Tensor,
-        start: int,
-        outputs: StepOutputs | None,
-        layer_written: LayerWritten = no_listener,
-        adjust: Adjust | None = None,
+        prompts: PromptPass,
+        number: int,
+        outputs: StepOutputs | None = None,
         following: Tensor | None = None,
     ) -> None:
-        chunk = self.launch_model_chunk(streams, state, sampler, seat, tokens, start, outputs, layer_written, adjust)
-        work = partial(self._write_prompt, chunk, state, sampler, tokens, following)
-        streams.compute.launch("prefill draft layer", work)
-        layer_written(self.layers)
+        assert isinstance(prompts, FakePass)
+        assert (outputs is None) != (following is None)
+        work = partial(self._write_prompt, prompts, number, state, sampler, outputs, following)
+        streams.compute.launch("prompt draft layer", work)
 
     def launch_draft(
         self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch, draft: DraftRows
@@ -83,14 +82,23 @@ class DraftingFakeRunner(FakeRunner):
         self._project(scratch, state, batch, self.layers)
 
     def _write_prompt(
-        self, chunk: Chunk, state: DeviceState, sampler: SamplerState, tokens: Tensor, following: Tensor | None
+        self,
+        prompts: FakePass,
+        number: int,
+        state: DeviceState,
+        sampler: SamplerState,
+        outputs: StepOutputs | None,
+        following: Tensor | None,
     ) -> None:
-        behind = sampler.last_token[chunk.seat : chunk.seat + 1].long() if following is None else following
-        hidden = mix(chunk.hidden + embed(torch.cat((tokens[1:], behind))))
-        group = self.geometry.group_of_layer[self.layers]
-        write_slab_rows(state, self.layers, chunk.seat, chunk.start, _bytes(rows_of(hidden, self.layers)))
-        keys = _bytes(keys_of(hidden, group).unsqueeze(1))
-        write_prompt_index_keys(state, group, chunk.seat, chunk.start, keys)
+        part, group = prompts.parts[number], self.geometry.group_of_layer[self.layers]
+        behind = sampler.last_token[part.seat : part.seat + 1].long() if following is None else following
+        tokens = torch.cat((prompts.tokens[part.first + 1 : part.end], behind))
+        hidden = mix(prompts.hidden[part.first : part.end] + embed(tokens))
+        write_slab_rows(state, self.layers, part.seat, part.start, _bytes(rows_of(hidden, self.layers)))
+        write_prompt_index_keys(state, group, part.seat, part.start, _bytes(keys_of(hidden, group).unsqueeze(1)))
+        if outputs is not None and outputs.warm_start is not None:
+            keys = read_index_keys(state, group, part.seat, part.stop).view(torch.int64).view(1, -1)
+            outputs.warm_start[group] = select(hidden[-1:], keys, torch.ones_like(keys, dtype=torch.bool))[0]
 
     def _enter_draft(self, rows: int, draft: DraftRows) -> None:
         hidden = self._scratch[rows].hidden

@@ -1,15 +1,16 @@
 """A runner that computes hashes of the bytes it really reads, so that one wrong byte gives other tokens.
 
 Hidden states, rows and keys are 64-bit hashes. A row depends on its token and on everything attended to so far; a
-layer's output depends on every selected row and on its rank; the selection on every index key of the context. The
-same arithmetic over plain lists, without any memory of ours, is `expected_tokens`: the oracle.
+layer's output depends on every selected row and on its rank; the selection on every index key of the context. A prompt
+token attends to all keys and rows up to its own, so that nothing depends on how prompts are cut into units. The same
+arithmetic over plain lists, without any memory of ours, is `expected_tokens`: the oracle.
 
 It runs where its tensors are, and on a GPU without waiting for it, so that its steps may be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,7 +31,7 @@ from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from protocol.messages import ModelInfo
 from protocol.units import PAGE_TOKENS
 from worker.runners.adjust import Adjust
-from worker.runners.base import LayerWritten, SamplerState, StepOutputs, no_listener
+from worker.runners.base import PromptPart, PromptPass, SamplerState, StepOutputs, UnitWritten, no_listener
 from worker.runners.logprobs import write_logprobs
 from worker.runners.swapping import launch_swap_in
 from worker.streams import Fence, Streams
@@ -44,6 +45,8 @@ SHARED = (0, 0, 1)
 SEPARATE = (0, 1)
 #: How many different selections a context is read with: few enough that successive steps share rows.
 PATTERNS = 3
+#: Rows of the largest unit, by default.
+BLOCK_TOKENS = 64
 
 
 def mix(values: Tensor) -> Tensor:
@@ -86,8 +89,13 @@ def attend(hidden: Tensor, rows: Tensor, held: Tensor) -> Tensor:
     return mix(hidden + mix(rows + ranks).sum(-1).masked_fill(~held, 0).sum(1))
 
 
+def see_keys(hidden: Tensor, start: int, keys: Tensor) -> Tensor:
+    """Hidden states of prompt positions start.. after all keys int64[n] up to their own."""
+    return mix(hidden + keys.cumsum(0)[start:])
+
+
 def attend_prompt(hidden: Tensor, start: int, rows: Tensor) -> Tensor:
-    """Hidden states of positions start.. after all rows int64[n, 2] up to their own."""
+    """Hidden states of prompt positions start.. after all rows int64[n, 2] up to their own."""
     return mix(hidden + mix(rows).sum(-1).cumsum(0)[start:])
 
 
@@ -126,15 +134,19 @@ class _Scratch:
 
 
 @dataclass(eq=False)
-class Chunk:
-    seat: int
-    start: int
-    warm_start: Tensor | None
-    hidden: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+class FakePass(PromptPass):
+    """States int64[P] of its tokens int64[P], and positions int32[G, k] by the number of a part that ends."""
+
+    tokens: Tensor = field(init=False)
+    hidden: Tensor = field(init=False)
+    warm_starts: dict[int, Tensor] = field(default_factory=dict)
+
+
+Pieces = list[tuple[int, PromptPart]]
 
 
 class FakeRunner:
-    """See worker/runners/base.py. Prefill raises for the prompt whose sampling seed is `poison`."""
+    """See worker/runners/base.py. The first token raises for the prompt whose sampling seed is `poison`."""
 
     def __init__(
         self,
@@ -142,6 +154,7 @@ class FakeRunner:
         *,
         poison: int | None = None,
         eos: tuple[int, ...] = (EOS,),
+        block_tokens_max: int = BLOCK_TOKENS,
     ) -> None:
         self.geometry = geometry_of(groups)
         self.layers = len(groups)
@@ -157,47 +170,48 @@ class FakeRunner:
             tokenizer_hash="",
         )
         self.poison = poison
+        self.block_tokens_max = block_tokens_max
         self._scratch: dict[int, _Scratch] = {}
 
-    def launch_prefill_chunk(
-        self,
-        streams: Streams,
-        state: DeviceState,
-        sampler: SamplerState,
-        seat: int,
-        tokens: Tensor,
-        start: int,
-        outputs: StepOutputs | None,
-        layer_written: LayerWritten = no_listener,
-        adjust: Adjust | None = None,
-    ) -> None:
-        self.launch_model_chunk(streams, state, sampler, seat, tokens, start, outputs, layer_written, adjust)
+    def begin_pass(
+        self, streams: Streams, state: DeviceState, parts: Sequence[PromptPart], tokens: Tensor
+    ) -> PromptPass:
+        prompts = FakePass(tuple(parts))
+        streams.compute.launch("prompt embed", partial(self._embed_prompts, prompts, tokens))
+        return prompts
 
-    def launch_model_chunk(
+    def launch_unit(
         self,
         streams: Streams,
         state: DeviceState,
+        prompts: PromptPass,
+        layer: int,
+        first: int,
+        stop: int,
+        written: UnitWritten = no_listener,
+        rows: int = 0,
+    ) -> None:
+        assert isinstance(prompts, FakePass)
+        assert 0 <= first < stop <= min(prompts.rows, first + self.block_tokens_max)
+        compute, pieces = streams.compute, list(prompts.pieces(first, stop))
+        compute.launch("prompt project", partial(self._project_prompts, prompts, state, layer, pieces))
+        written()
+        compute.launch("prompt attend", partial(self._attend_prompts, prompts, state, layer, pieces))
+
+    def launch_first_token(
+        self,
+        streams: Streams,
         sampler: SamplerState,
-        seat: int,
-        tokens: Tensor,
-        start: int,
-        outputs: StepOutputs | None,
-        layer_written: LayerWritten,
+        prompts: PromptPass,
+        number: int,
+        outputs: StepOutputs,
         adjust: Adjust | None,
-    ) -> Chunk:
-        """What `launch_prefill_chunk` launches, of the model's own layers."""
-        if self.poison is not None and int(sampler.seed[seat]) == self.poison:
+    ) -> None:
+        assert isinstance(prompts, FakePass)
+        if self.poison is not None and int(sampler.seed[prompts.parts[number].seat]) == self.poison:
             raise ValueError("a poisoned prompt")
-        compute, chunk = streams.compute, Chunk(seat, start, outputs.warm_start if outputs else None)
-        compute.launch("prefill", partial(self._embed_prompt, chunk, tokens))
-        for layer in range(self.layers):
-            compute.launch("prefill project", partial(self._project_prompt, chunk, state, layer))
-            layer_written(layer)
-            compute.launch("prefill attend", partial(self._attend_prompt, chunk, state, layer))
-        if outputs is not None:
-            draw_first = partial(self._first_token, chunk, sampler, start + len(tokens), outputs, adjust)
-            compute.launch("first token", draw_first)
-        return chunk
+        work = partial(self._first_token, prompts, number, sampler, outputs, adjust)
+        streams.compute.launch("first token", work)
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
@@ -220,30 +234,39 @@ class FakeRunner:
         scratch = self._scratch_for(len(batch.seats), batch.seats.device)
         streams.compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs, adjust))
 
-    def _embed_prompt(self, chunk: Chunk, tokens: Tensor) -> None:
-        chunk.hidden = embed(tokens)
+    def _embed_prompts(self, prompts: FakePass, tokens: Tensor) -> None:
+        prompts.tokens = tokens.clone()
+        prompts.hidden = embed(prompts.tokens)
 
-    def _project_prompt(self, chunk: Chunk, state: DeviceState, layer: int) -> None:
-        group, seat, start = self.geometry.group_of_layer[layer], chunk.seat, chunk.start
-        write_slab_rows(state, layer, seat, start, _bytes(rows_of(chunk.hidden, layer)))
-        if self.geometry.layers_of_group(group)[0] == layer:
-            write_prompt_index_keys(state, group, seat, start, _bytes(keys_of(chunk.hidden, group).unsqueeze(1)))
-            keys = read_index_keys(state, group, seat, start + len(chunk.hidden)).view(torch.int64)
-            if chunk.warm_start is not None:
-                held = keys.view(1, -1)
-                chunk.warm_start[group] = select(chunk.hidden[-1:], held, torch.ones_like(held, dtype=torch.bool))[0]
-            chunk.hidden = mix(chunk.hidden + keys.sum())
+    def _project_prompts(self, prompts: FakePass, state: DeviceState, layer: int, pieces: Pieces) -> None:
+        group = self.geometry.group_of_layer[layer]
+        for number, (seat, start, stop, first, ends) in pieces:
+            hidden = prompts.hidden[first : first + stop - start]
+            write_slab_rows(state, layer, seat, start, _bytes(rows_of(hidden, layer)))
+            if self.geometry.layers_of_group(group)[0] != layer:
+                continue
+            write_prompt_index_keys(state, group, seat, start, _bytes(keys_of(hidden, group).unsqueeze(1)))
+            keys = read_index_keys(state, group, seat, stop).view(torch.int64).flatten()
+            if ends:
+                selected = select(hidden[-1:], keys[None], torch.ones_like(keys[None], dtype=torch.bool))[0].int()
+                prompts.warm_starts.setdefault(number, selected.new_full((self.geometry.groups, TOPK), -1))
+                prompts.warm_starts[number][group] = selected
+            hidden.copy_(see_keys(hidden, start, keys))
 
-    def _attend_prompt(self, chunk: Chunk, state: DeviceState, layer: int) -> None:
-        rows = read_slab_rows(state, layer, chunk.seat, chunk.start + len(chunk.hidden)).view(torch.int64)
-        chunk.hidden = attend_prompt(chunk.hidden, chunk.start, rows)
+    def _attend_prompts(self, prompts: FakePass, state: DeviceState, layer: int, pieces: Pieces) -> None:
+        for _, (seat, start, stop, first, _) in pieces:
+            rows = read_slab_rows(state, layer, seat, stop).view(torch.int64)
+            hidden = prompts.hidden[first : first + stop - start]
+            hidden.copy_(attend_prompt(hidden, start, rows))
 
     def _first_token(
-        self, chunk: Chunk, sampler: SamplerState, position: int, outputs: StepOutputs, adjust: Adjust | None
+        self, prompts: FakePass, number: int, sampler: SamplerState, outputs: StepOutputs, adjust: Adjust | None
     ) -> None:
-        hidden, own = chunk.hidden[-1:], slice(chunk.seat, chunk.seat + 1)
-        seats = torch.full_like(hidden, chunk.seat)
-        token = _drawn(sampler, adjust, hidden, seats, torch.full_like(hidden, position))
+        part = prompts.parts[number]
+        hidden, own = prompts.hidden[part.end - 1 : part.end], slice(part.seat, part.seat + 1)
+        token = _drawn(sampler, adjust, hidden, torch.full_like(hidden, part.seat), torch.full_like(hidden, part.stop))
+        if outputs.warm_start is not None:
+            outputs.warm_start.copy_(prompts.warm_starts[number])
         outputs.tokens[:1] = token
         sampler.last_token[own] = token
         if outputs.logprobs is not None:
@@ -304,41 +327,39 @@ def expected_tokens(
     prompt: Sequence[int],
     count: int,
     seed: int,
-    chunk_tokens: int,
     groups: tuple[int, ...] = SHARED,
     prefilled: int | None = None,
     is_held: bool = False,
 ) -> list[int]:
     """What `count` generated tokens must be, over plain lists of rows and keys. The prompt goes through decode steps
     from position `prefilled` on. `is_held`: to ALTERNATING."""
-
-    prefilled = len(prompt) if prefilled is None else prefilled
-    chunks = {start: min(start + chunk_tokens, prefilled) for start in range(0, prefilled, chunk_tokens)}
-    return computed(prompt, count, seed, chunks, groups, is_held=is_held)[0]
+    return computed(prompt, count, seed, len(prompt) if prefilled is None else prefilled, groups, is_held=is_held)[0]
 
 
 def computed(
     prompt: Sequence[int],
     count: int,
     seed: int,
-    chunks: Mapping[int, int],
+    prefilled: int | Sequence[range],
     groups: tuple[int, ...] = SHARED,
     *,
     is_held: bool = False,
 ) -> tuple[list[int], Tensor]:
     """The tokens that `expected_tokens` returns, and the states int64[n] of all positions that have a row. Positions
-    from a key of `chunks` to its value go through one prompt chunk, all others through decode steps."""
+    below `prefilled`, or in one of its ranges, go through prompt passes, all others through decode steps."""
 
     def drawn(hidden: Tensor, position: int) -> int:
         if is_held:
             return int(draw_allowed(hidden, alternates(position - len(prompt))))
         return int(draw(hidden, torch.tensor([seed]), torch.tensor([position])))
 
+    spans = [range(prefilled)] if isinstance(prefilled, int) else prefilled
+    stops = {span.start: span.stop for span in spans if span}
     rows: list[list[Tensor]] = [[] for _ in groups]
     keys: list[list[Tensor]] = [[] for _ in groups]
     tokens, states, position = list(prompt), list[Tensor](), 0
     while len(tokens) < len(prompt) + count:
-        stop = chunks.get(position, 0)
+        stop = stops.get(position, 0)
         hidden, chosen = embed(torch.tensor(tokens[position : stop or position + 1])), torch.zeros(0)
         for layer, group in enumerate(groups):
             rows[layer].append(rows_of(hidden, layer))
@@ -346,7 +367,7 @@ def computed(
                 keys[group].append(keys_of(hidden, group))
                 all_keys = torch.cat(keys[group])
                 if stop:
-                    hidden = mix(hidden + all_keys.sum())
+                    hidden = see_keys(hidden, position, all_keys)
                 else:
                     chosen = select(hidden, all_keys[None], torch.ones_like(all_keys[None], dtype=torch.bool))
             all_rows = torch.cat(rows[layer])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,35 +10,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import InternalError
-from worker.group.agreement import Agreement, Round, RoundKind, Wish, chunk_sizes
+from worker.group.agreement import PASSES_MAX, Agreement, Round, RoundKind, Wish
+from worker.loop.passes import PassPlace
 
-CHUNK = 64
+PASS = 64
+BLOCK = 16
 SEATS = 8
+LAYERS = 3
 SIZES = [1, 2, 4, SEATS]
 
 
-def agreement(lag: int = 2, prompt_rounds_max: int = 1) -> Agreement:
-    return Agreement(
-        lag=lag,
-        batch_sizes=SIZES,
-        chunk_sizes=chunk_sizes(CHUNK, deterministic=False),
-        prompt_rounds_max=prompt_rounds_max,
-    )
+def agreement(lag: int = 2, *, layers: int = LAYERS, fixed_block: int = 0) -> Agreement:
+    return Agreement(lag=lag, batch_sizes=SIZES, layers=layers, fixed_block=fixed_block)
 
 
 @dataclass
 class Rank:
-    """A rank with prompts to compute and rows to decode, `steps` for each."""
+    """A rank with prompts to compute and rows to decode, `steps` for each. Of a pass it brings its first prompts, and
+    of one that preempts another its first prompt, if that is short. `passes`: what it brings to each open one."""
 
     agreement: Agreement
     prompts: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    block: int = BLOCK
+    units: int = 1
     unread: list[list[Wish]] = field(default_factory=list)
-    brought: list[tuple[Round, int]] = field(default_factory=list)
+    passes: list[tuple[PassPlace, list[int]]] = field(default_factory=list)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.prompts or self.rows)
+        return bool(self.prompts or self.rows or self.passes)
 
     def decide(self) -> Round | None:
         while (found := self.agreement.next()) is None and self.unread:
@@ -47,29 +49,48 @@ class Rank:
     def launch(self, this: Round) -> Wish:
         self.agreement.launched(this)
         if this.kind is RoundKind.PROMPT:
-            self._take_chunk(this)
+            self._take_unit(this)
         elif this.kind is RoundKind.DECODE:
             rows = min(this.size, len(self.rows))
-            self.brought.append((this, rows))
             self.rows = [left - 1 for left in self.rows[:rows] if left > 1] + self.rows[rows:]
-        chunks = [min(CHUNK, tokens - start) for tokens in self.prompts for start in range(0, tokens, CHUNK)]
-        return Wish(min(SEATS, len(self.rows)), tuple(chunks[: self.agreement.lag]))
+        tokens = min(PASS, sum(self.prompts))
+        urgent = sum(self._urgent(PASS)) if len(self.passes) == 1 else 0
+        return Wish(min(SEATS, len(self.rows)), tokens, urgent, self.block, self.units)
 
-    def _take_chunk(self, this: Round) -> None:
-        chunk = min(CHUNK, self.prompts[0]) if self.prompts else 0
-        if not 0 < chunk <= this.size:
-            self.brought.append((this, 0))
-            return
-        self.brought.append((this, chunk))
-        self.prompts[0] -= chunk
-        if not self.prompts[0]:
-            del self.prompts[0]
-            self.rows.append(3)
+    def _urgent(self, limit: int) -> list[int]:
+        (place, brought) = self.passes[0]
+        first = self.prompts[:1]
+        return first if sum(first) <= min(limit, place.rows_left) and sum(first) < min(brought, default=PASS) else []
+
+    def _take_unit(self, this: Round) -> None:
+        if this.opens:
+            brought = self._urgent(this.pass_rows) if self.passes else self._first(this.pass_rows)
+            self.prompts = self.prompts[len(brought) :]
+            self.passes.append((PassPlace(this.pass_number, this.pass_rows, LAYERS), brought))
+        place, brought = self.passes[-1]
+        assert (place.number, place.rows) == (this.pass_number, this.pass_rows)
+        assert sum(brought) <= place.rows
+        place.launched(this.unit)
+        if place.is_over:
+            self.passes.pop()
+            self.rows += [3] * len(brought)
+
+    def _first(self, limit: int) -> list[int]:
+        """Prompts in order that fit; a longer one is cut."""
+        taken: list[int] = []
+        for tokens in self.prompts:
+            if sum(taken) + tokens > limit:
+                break
+            taken.append(tokens)
+        if not taken and self.prompts:
+            self.prompts[:1] = [limit, self.prompts[0] - limit]
+            taken = [limit]
+        return taken
 
 
 @dataclass
 class Group:
-    ranks: list[Rank]
+    ranks: Sequence[Rank]
     rounds: list[Round] = field(default_factory=list)
 
     def run_round(self) -> Round | None:
@@ -90,30 +111,37 @@ class Group:
         self.rounds.append(this)
         return this
 
+    def run(self) -> None:
+        while self.run_round() is not None:
+            assert len(self.rounds) < 5_000
 
-WORK = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 200)), max_size=30)
+    @property
+    def units(self) -> list[Round]:
+        return [this for this in self.rounds if this.kind is RoundKind.PROMPT]
 
 
-@settings(max_examples=300)
-@given(WORK, st.integers(1, 4), st.integers(1, 2), st.integers(1, 3))
+WORK = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 200)), max_size=16)
+
+
+@settings(max_examples=200)
+@given(WORK, st.integers(1, 4), st.integers(1, 2), st.lists(st.integers(8, 40), min_size=4, max_size=4))
 def test_ranks_agree_and_all_work_is_done(
-    arrivals: list[tuple[int, int, int]], size: int, lag: int, prompt_rounds_max: int
+    arrivals: list[tuple[int, int, int]], size: int, lag: int, blocks: list[int]
 ) -> None:
     """`arrivals`: rounds to run before, rank, tokens of the prompt."""
-    group = Group([Rank(agreement(lag, prompt_rounds_max)) for _ in range(size)])
+    group = Group([Rank(agreement(lag), block=block, units=block % 3 + 1) for block in blocks[:size]])
     for rounds, rank, tokens in arrivals:
         for _ in range(rounds):
             group.run_round()
         group.ranks[rank % size].prompts.append(tokens)
-    while group.run_round() is not None:
-        assert len(group.rounds) < 1_000
+    group.run()
     assert not any(rank.has_work for rank in group.ranks)
-    assert all(brought <= this.size for rank in group.ranks for this, brought in rank.brought)
+    assert all(this.size <= min(blocks[:size]) for this in group.units)
 
 
-def test_prompt_rounds_between_decode_rounds_are_bounded() -> None:
+def test_units_between_decode_rounds_are_the_fewest_that_a_rank_wishes() -> None:
     for bound in (1, 2, 4):
-        decoding, prompting = Rank(agreement(2, bound), rows=[40]), Rank(agreement(2, bound), prompts=[64] * 20)
+        decoding, prompting = Rank(agreement(), rows=[40], units=bound), Rank(agreement(), prompts=[64] * 20, units=9)
         group = Group([decoding, prompting])
         while decoding.rows:
             group.run_round()
@@ -123,23 +151,59 @@ def test_prompt_rounds_between_decode_rounds_are_bounded() -> None:
         assert max(map(len, between)) == bound
 
 
-def test_a_chunk_is_not_wished_twice() -> None:
-    group = Group([Rank(agreement(), prompts=[CHUNK])])
-    while group.run_round() is not None:
-        pass
-    assert [this.kind for this in group.rounds].count(RoundKind.PROMPT) == 1
+def test_a_prompt_is_wished_once() -> None:
+    group = Group([Rank(agreement(), prompts=[PASS])])
+    group.run()
+    assert {this.pass_number for this in group.units} == {1}
+    assert len(group.units) == LAYERS * PASS // BLOCK
 
 
-def test_a_prompt_round_has_the_size_of_its_largest_chunk() -> None:
+def test_pass_of_few_units_is_not_opened_again_by_wishes_from_before_it() -> None:
+    for lag in (1, 2):
+        group = Group([Rank(agreement(lag), prompts=[3])])
+        group.run()
+        assert len(group.units) == LAYERS
+
+
+def test_pass_has_the_rows_of_the_rank_that_brings_most() -> None:
     group = Group([Rank(agreement(), prompts=[5]), Rank(agreement(), prompts=[20]), Rank(agreement())])
     group.run_round()
-    assert group.run_round() == Round(1, RoundKind.PROMPT, 32)
-    assert [rank.brought[0][1] for rank in group.ranks] == [5, 20, 0]
+    assert group.run_round() == Round(1, RoundKind.PROMPT, BLOCK, 1, 20, 0, 0)
+    assert group.run_round() == Round(2, RoundKind.PROMPT, 4, 1, 20, 0, BLOCK)
+    assert group.run_round() == Round(3, RoundKind.PROMPT, BLOCK, 1, 20, 1, 0)
+    assert [sum(rank.passes[0][1]) for rank in group.ranks] == [5, 20, 0]
 
 
-def test_deterministic_prompt_rounds_have_one_size() -> None:
-    assert chunk_sizes(512, deterministic=True) == [512]
-    assert chunk_sizes(512, deterministic=False) == [64, 128, 256, 512]
+def test_shorter_prompt_of_any_rank_preempts_and_the_pass_goes_on_behind_it() -> None:
+    group = Group([Rank(agreement(), prompts=[PASS]), Rank(agreement())])
+    for _ in range(4):
+        group.run_round()
+    group.ranks[1].prompts.append(7)
+    group.run()
+    numbers = [this.pass_number for this in group.units]
+    assert numbers == sorted(numbers[: numbers.index(2)]) + [2] * LAYERS + [1] * (
+        len(numbers) - numbers.index(2) - LAYERS
+    )
+    ones = [(this.layer, this.first) for this in group.units if this.pass_number == 1]
+    assert ones == [(layer, first) for layer in range(LAYERS) for first in range(0, PASS, BLOCK)]
+
+
+def test_at_most_two_passes_are_open() -> None:
+    ranks = [Rank(agreement(), prompts=[PASS]) for _ in range(3)]
+    group, most = Group(ranks), 0
+    for tokens in (30, 20, 10, 5, 2):
+        for _ in range(3):
+            group.run_round()
+        ranks[1].prompts.append(tokens)
+        most = max(most, len(ranks[0].passes))
+    group.run()
+    assert most == PASSES_MAX == 2
+
+
+def test_fixed_blocks_pad_passes() -> None:
+    group = Group([Rank(agreement(fixed_block=16), prompts=[5], block=3), Rank(agreement(fixed_block=16))])
+    group.run()
+    assert {(this.size, this.pass_rows) for this in group.units} == {(16, 16)}
 
 
 def test_a_group_without_work_sleeps_at_once_and_wakes_at_the_round_it_sleeps_before() -> None:
@@ -156,6 +220,13 @@ def test_a_round_out_of_turn_is_refused() -> None:
     one.launched(Round(0, RoundKind.WISHES, 0))
     with pytest.raises(InternalError, match="does not sleep"):
         one.wake()
+
+
+def test_a_unit_of_another_pass_is_refused() -> None:
+    one = agreement()
+    one.launched(Round(0, RoundKind.PROMPT, 4, 1, 8, 0, 0))
+    with pytest.raises(InternalError, match="pass 1 goes on"):
+        one.launched(Round(1, RoundKind.PROMPT, 4, 2, 8, 0, 4))
 
 
 def test_a_wish_beyond_every_size_is_refused() -> None:

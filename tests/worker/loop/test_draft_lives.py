@@ -193,17 +193,12 @@ class Workers:
 # ---------------------------------------------------------------- the hash runner
 
 
-def chunks_between(start: int, stop: int) -> dict[int, int]:
-    size = SETTINGS.prefill_chunk_tokens
-    return {first: min(first + size, stop) for first in range(start, stop, size)}
-
-
-def chunks_of(text: Text, texts: Sequence[Text]) -> dict[int, int]:
-    """What prompt chunks compute: of a second turn, also those of the first one's prompt."""
+def prefilled_of(text: Text, texts: Sequence[Text]) -> list[range]:
+    """Positions that prompt passes compute: of a second turn, also those of the first one's prompt."""
     if not text.shared:
-        return chunks_between(0, len(text.prompt))
-    own = {} if text.by_steps else chunks_between(text.shared * PAGE_TOKENS, len(text.prompt))
-    return chunks_between(0, len(texts[text.donor].prompt)) | own
+        return [range(len(text.prompt))]
+    own = [] if text.by_steps else [range(text.shared * PAGE_TOKENS, len(text.prompt))]
+    return [range(len(texts[text.donor].prompt)), *own]
 
 
 def hash_workers(seed: int, percent: int) -> tuple[Workers, list[DraftRig]]:
@@ -215,8 +210,8 @@ def hash_workers(seed: int, percent: int) -> tuple[Workers, list[DraftRig]]:
     ahead, texts, rigs = chance.choice((0, 8)), list[Text](), list[DraftRig]()
 
     def said(text: Text) -> list[int]:
-        chunks = chunks_of(text, texts)
-        return computed(text.prompt, text.sampling.max_tokens, text.sampling.seed, chunks, groups)[0]
+        prefilled = prefilled_of(text, texts)
+        return computed(text.prompt, text.sampling.max_tokens, text.sampling.seed, prefilled, groups)[0]
 
     def make(number: int, beside: DraftRig | None) -> DraftRig:
         rig = DraftRig(
@@ -225,7 +220,7 @@ def hash_workers(seed: int, percent: int) -> tuple[Workers, list[DraftRig]]:
             percent,
             runner=DraftingFakeRunner(groups),
             host=None if beside is None else beside.host,
-            chunks_of=lambda life: chunks_of(texts[life.number], texts),
+            prefilled_of=lambda life: prefilled_of(texts[life.number], texts),
             ahead_tokens=ahead,
             watches=True,
         )

@@ -125,7 +125,7 @@ def churn(rig: Rig, lives: list[Life], seed: int, aborts: int) -> None:
 def test_churn_over_50_requests_keeps_outputs_and_leaks_no_page(backend: str, seed: int) -> None:
     """SGLang #40729, #36591: to the host and back, again and again."""
     settings = replace(
-        SETTINGS, seats=50, host_mem="900KiB", device_mem="2MiB", hot_chunks_max=120, prefill_chunk_tokens=256
+        SETTINGS, seats=50, host_mem="900KiB", device_mem="2MiB", hot_chunks_max=120, pass_tokens=256
     )
     runner, ahead_tokens = FakeRunner((SHARED, SEPARATE)[seed % 2]), (0, 8)[seed % 2]
     rig = Rig(make_streams(backend, seed), settings, runner=runner, ahead_tokens=ahead_tokens)

@@ -30,6 +30,7 @@ from protocol.messages import (
 )
 from tests.support.fakes.coordinator import Life, prompt_of
 from tests.support.fakes.hash_runner import SHARED, FakeRunner, expected_tokens
+from tests.support.fakes.pace import EvenPace
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.loop.batch import Status
@@ -39,7 +40,7 @@ replace = msgspec.structs.replace
 
 
 def oracle(number: int, prompt_tokens: int, count: int) -> list[int]:
-    return expected_tokens(prompt_of(number, prompt_tokens), count, 0, SETTINGS.prefill_chunk_tokens, SHARED)
+    return expected_tokens(prompt_of(number, prompt_tokens), count, 0, SHARED)
 
 
 def events_of(rig: Rig, kind: type) -> list[object]:
@@ -87,12 +88,13 @@ def test_an_end_token_can_be_ignored() -> None:
 
 
 def first_letter(tokens: list[int]) -> int:
-    """Place of a letter that comes for the first time, between other complete characters."""
-    return next(
-        place
-        for place in range(2, len(tokens))
-        if tokens[place] not in tokens[:place] and all(32 <= token < 127 for token in tokens[place - 1 : place + 2])
-    )
+    """Place of a letter that comes for the first time, between other complete characters; 0: there is none."""
+    places = range(2, len(tokens) - 1)
+    return next((it for it in places if tokens[it] not in tokens[:it] and is_text(tokens[it - 1 : it + 2])), 0)
+
+
+def is_text(tokens: list[int]) -> bool:
+    return all(32 <= token < 127 for token in tokens)
 
 
 def test_stop_string_ends_the_output_before_it() -> None:
@@ -130,7 +132,7 @@ def test_held_stop_string_tokens_are_drawn_again_after_resume() -> None:
 @pytest.mark.parametrize("keep", ["keep", "drop"])
 def test_rows_of_log_probabilities_are_those_of_an_undisturbed_run(keep: str, is_first: bool) -> None:
     """Retracted while a token is held back, the first one too, which no later placement draws again."""
-    number = next(it for it in range(1, 99) if 32 <= oracle(it, 90, 1)[0] < 127)
+    number = next(it for it in range(1, 99) if 32 <= oracle(it, 90, 1)[0] < 127 and first_letter(oracle(it, 90, 40)))
     tokens = oracle(number, 90, 40)
     place = 0 if is_first else first_letter(tokens)
     whole = Rig()
@@ -467,18 +469,18 @@ def test_counters_match_events() -> None:
 
 
 def test_steps_beside_a_prompt_are_told_apart() -> None:
-    """Those launched behind a chunk, and the one that is read behind its launch: the host had no time for it."""
-    rig = Rig()
+    """Those launched behind a unit, and the one that is read behind its launch: the host had no time for it."""
+    rig = Rig(pace=EvenPace(SETTINGS.pass_tokens))
     counters = rig.executor.counters
     assert rig.coordinator.admit(rig.coordinator.create(1, 100, 60), 64)
     while counters.steps < 20:
         rig.executor.turn()
-    assert counters.alone_steps >= counters.steps - 1  # a chunk goes ahead of the first one
+    assert counters.alone_steps >= counters.steps - 1  # a unit goes ahead of the first one
     before = counters.steps - counters.alone_steps
     assert rig.coordinator.admit(rig.coordinator.create(2, 100, 20), 64)
     rig.run()
     beside = counters.steps - counters.alone_steps - before
-    assert beside == -(-100 // SETTINGS.prefill_chunk_tokens) + 1
+    assert beside == 3 * -(-100 // SETTINGS.pass_tokens) + 1  # a unit for each of three layers of a pass
     assert 0 < counters.alone_s < counters.step_s.total
     assert counters.step_requests == 60 - 1 + 20 - 1
     assert counters.step_requests - counters.alone_requests >= beside

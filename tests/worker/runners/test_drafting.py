@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from protocol.errors import BadInput, ConfigError, InternalError
 from protocol.messages import ModelInfo
-from tests.support import runner_rig
 from tests.support.runner_rig import Rig
 from worker.runners import tiny_weights
+from worker.runners.base import PromptPart
 from worker.runners.checkpoint import geometry_of
 from worker.runners.layers import Layers
 from worker.runners.sampling import sample
@@ -118,9 +118,11 @@ def random_prompt(seed: int, tokens: int = PROMPT) -> list[int]:
     return drawn
 
 
-def opened(pair: Pair, *, hot_slots: int, temperature: float = 0.0) -> tuple[Rig, list[list[int]]]:
+def opened(
+    pair: Pair, *, hot_slots: int, temperature: float = 0.0, pass_tokens: int = PROMPT
+) -> tuple[Rig, list[list[int]]]:
     """Two requests behind their prompts, and the tokens of each, with the first one drawn."""
-    rig = Rig(pair.runner, seats=2, context_tokens=PROMPT + STEPS + 8)
+    rig = Rig(pair.runner, seats=2, context_tokens=PROMPT + STEPS + 8, pass_tokens=pass_tokens)
     known = [random_prompt(seed) for seed in range(2)]
     for seat, prompt in enumerate(known):
         prompt.append(rig.open(seat, prompt, hot_slots=hot_slots, temperature=temperature, seed=seat)[0])
@@ -136,14 +138,11 @@ def stepped(rig: Rig, known: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("hot_slots", "chunk"), [(0, PROMPT), (64, 64)])
-def test_drafts_of_steps_are_those_of_the_library(
-    family: str, hot_slots: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("hot_slots", "pass_tokens"), [(0, PROMPT), (64, 64)])
+def test_drafts_of_steps_are_those_of_the_library(family: str, hot_slots: int, pass_tokens: int) -> None:
     """The prompt's rows are the layer's too: the first step attends to little else."""
-    monkeypatch.setattr(runner_rig, "CHUNK_TOKENS", chunk)
     pair = pair_of(family)
-    rig, known = opened(pair, hot_slots=hot_slots)
+    rig, known = opened(pair, hot_slots=hot_slots, pass_tokens=pass_tokens)
     for _ in range(STEPS):
         draft = rig.draft([0, 1], stepped(rig, known))
         assert draft.logits is not None
@@ -257,11 +256,12 @@ def test_last_token_of_a_prompt_selects_alike_in_both_forms_of_prefill() -> None
     assert len(warm[0]) == TOPK
 
 
-def test_chunk_without_the_token_behind_it_is_refused() -> None:
+def test_part_without_the_token_behind_it_is_refused() -> None:
     runner = pair_of(FAMILIES[0]).runner
     rig, tokens = Rig(runner, seats=1, context_tokens=64), torch.zeros(4, dtype=torch.long)
-    with pytest.raises(BadInput, match="following=None: the draft layer needs the token behind a chunk"):
-        runner.launch_prefill_chunk(rig.streams, rig.state, rig.sampler, 0, tokens, 0, None)
+    prompts = runner.begin_pass(rig.streams, rig.state, [PromptPart(0, 0, 4, 0, False)], tokens)
+    with pytest.raises(BadInput, match="following=None: the draft layer needs the token behind a part"):
+        runner.launch_prompt_drafts(rig.streams, rig.state, rig.sampler, prompts, 0)
 
 
 @pytest.mark.parametrize(("draft_tokens", "batches"), [(0, [8]), (1, [16]), (3, [32, 8])])

@@ -91,7 +91,6 @@ def test_random_rank_holds_its_share_in_fp8_decodes_and_drafts(family: str) -> N
     )
     assert held["float8_e4m3fn"] == share["float8_e4m3fn"]
     rig = Rig(runner, seats=1, context_tokens=200)
-    runner.begin_prompt_round(90)
     rig.open(0, list(range(90)), hot_slots=32)
     tokens, logits = rig.decode([0])
     drafts = rig.draft([0], tokens).logits

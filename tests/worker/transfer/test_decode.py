@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from kernels.state import DeviceState
 from protocol.messages import NO_HOT_BUFFER, Admit, Command, Staged
 from protocol.sizing import RESIDENT
 from protocol.units import pages_for
@@ -27,7 +27,7 @@ from tests.support.worker_rig import SETTINGS, Rig
 from tests.worker.transfer.test_engines import why_absent
 from worker.device.sizing import size_worker
 from worker.loop.swap import Swap
-from worker.runners.base import LayerWritten
+from worker.runners.base import PromptPass, UnitWritten, no_listener
 from worker.streams import Order, Streams, make_streams
 from worker.transfer import Layout, open_receiver, open_sender
 from worker.transfer.handover import Outgoing
@@ -215,9 +215,9 @@ def test_parts_are_sent_while_later_layers_are_computed() -> None:
     launched: list[str] = []
 
     class Noted(FakeRunner):
-        def _attend_prompt(self, *arguments: Any) -> None:
+        def _attend_prompts(self, *arguments: Any) -> None:
             launched.append("layer")
-            super()._attend_prompt(*arguments)
+            super()._attend_prompts(*arguments)
 
     pair = Pair(make_streams("inline"), runner=Noted())
     copier = FakePageCopier(pair.first.host.numpy(), pair.second.host.numpy(), pair.targets)
@@ -235,16 +235,21 @@ def test_parts_are_sent_while_later_layers_are_computed() -> None:
 
 
 class HastyRunner(FakeRunner):
-    """Tells of all layers once the first one is written."""
+    """Says that a block is written before that was launched."""
 
-    def launch_prefill_chunk(self, *arguments: Any) -> None:
-        launch: Any = super().launch_prefill_chunk
-        *before, written, adjust = arguments
-        launch(*before, partial(self._tell, written), adjust)
-
-    def _tell(self, written: LayerWritten, layer: int) -> None:
-        for later in range(self.geometry.layers) if layer == 0 else ():
-            written(later)
+    def launch_unit(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        prompts: PromptPass,
+        layer: int,
+        first: int,
+        stop: int,
+        written: UnitWritten = no_listener,
+        rows: int = 0,
+    ) -> None:
+        written()
+        super().launch_unit(streams, state, prompts, layer, first, stop, rows=rows)
 
 
 def one_fence_for_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:

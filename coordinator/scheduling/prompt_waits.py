@@ -1,0 +1,60 @@
+"""How far the prompt of a request on a worker is, and what it waits for there. Pure.
+
+A worker tells which rows of a prompt are durable each time a pass of it has ended; the rest is known from the placement
+table. Which prompt comes next is the worker's decision: owners share, and of one owner's the shortest rest comes first.
+So "behind" counts the prompts that are under way and those that have fewer tokens left. It is an estimate, no order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TypeAlias
+
+from coordinator.scheduling.entries import EntryPhase, RequestEntry
+from coordinator.scheduling.placement_table import PlacementTable
+from protocol.messages import Rank
+from protocol.units import PAGE_TOKENS
+
+#: What orders prompts of a worker: whether no pass of the prompt has ended, its tokens left, its request's rank.
+_Place: TypeAlias = tuple[bool, int, Rank]
+
+
+class PromptWaits:
+    """Prompts that are not staged, as of one moment: make another at the next. `durable` gives the durable rows of a
+    request index in its present placement."""
+
+    def __init__(self, placement_table: PlacementTable, durable: Callable[[int], int]) -> None:
+        self._placement_table = placement_table
+        self._durable = durable
+        self._places: dict[str, list[_Place]] = {}  # by worker, in order; of those that were asked for
+
+    def explain(self, entry: RequestEntry) -> str:
+        """Return how much of the prompt is computed, or how many prompts come first; "" if it is staged, or goes
+        through decode steps."""
+        if not _is_in_slab(entry):
+            return ""
+        place = waits, left, _ = self._place(entry)
+        places = self._on(entry.worker)
+        ahead = places[: bisect_left(places, place)] if waits else []
+        if not ahead:
+            total = entry.facts.prompt_tokens
+            return f"prompt: {total - left} of {total} tokens computed on {entry.worker}"
+        prompts = "1 prompt" if len(ahead) == 1 else f"{len(ahead)} prompts"
+        tokens = sum(tokens for _, tokens, _ in ahead)
+        return f"prompt: {left} tokens wait behind {prompts} of {tokens} tokens on {entry.worker}"
+
+    def _on(self, worker: str) -> list[_Place]:
+        if worker not in self._places:
+            self._places[worker] = sorted(map(self._place, filter(_is_in_slab, self._placement_table.on(worker))))
+        return self._places[worker]
+
+    def _place(self, entry: RequestEntry) -> _Place:
+        reused = entry.shared_pages * PAGE_TOKENS
+        computed = max(reused, self._durable(entry.request_index))
+        return computed == reused, entry.facts.prompt_tokens - computed, entry.rank
+
+
+def _is_in_slab(entry: RequestEntry) -> bool:
+    """Whether `entry` was admitted with a prompt to compute, and that is not staged."""
+    return entry.phase is EntryPhase.STARTING and entry.slab_pages > 0

@@ -1,0 +1,119 @@
+"""Gaps hold their target when times are as they were measured, and blocks are as large as they may be."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from protocol.settings import GapTarget
+from worker.loop.pace import AIM, AUTO_FACTOR, STALE_UNITS, UNITS_MAX, Pace, block_sizes
+
+STEP_S = 0.040
+BLOCK_MAX = 4_096
+
+
+def unit_seconds(rows: int) -> float:
+    """A unit that reads weights for 6 ms, and computes 5 us a row."""
+    return 0.006 + 5e-6 * rows
+
+
+def measured(target: GapTarget, *, step_s: float = STEP_S, jitter: float = 0.0, seed: int = 0) -> Pace:
+    pace, draw = Pace(target, BLOCK_MAX), random.Random(seed)
+    for _ in range(200):
+        pace.stepped(step_s * draw.uniform(1 - jitter, 1 + jitter))
+        rows = pace.block(beside_steps=True)
+        pace.ran(rows, unit_seconds(rows) * draw.uniform(1 - jitter, 1 + jitter))
+    return pace
+
+
+def gap_of(pace: Pace) -> tuple[int, float]:
+    """Units between two steps, and the gap that follows."""
+    rows, gap, units = pace.block(beside_steps=True), pace.gap(beside_steps=True), 0
+    while units < UNITS_MAX and gap.take(pace.unit_s(rows)):
+        units += 1
+    return units, STEP_S + units * unit_seconds(rows)
+
+
+def test_automatic_target_is_held_and_used() -> None:
+    pace = measured("auto")
+    units, gap_s = gap_of(pace)
+    assert pace.target_s == pytest.approx(AUTO_FACTOR * STEP_S)
+    assert pace.block(beside_steps=True) == BLOCK_MAX
+    assert units == pace.units(BLOCK_MAX, beside_steps=True) == 1
+    assert 0.7 * pace.target_s < gap_s <= pace.target_s
+
+
+def test_target_is_held_by_99_gaps_of_100_when_times_vary() -> None:
+    pace, draw = measured("auto", jitter=0.2), random.Random(1)
+    gaps = []
+    for _ in range(2_000):
+        rows = pace.block(beside_steps=True)
+        gap, seconds = pace.gap(beside_steps=True), STEP_S * draw.uniform(0.9, 1.1)
+        while gap.take(pace.unit_s(rows)):
+            seconds += (took := unit_seconds(rows) * draw.uniform(0.8, 1.2))
+            pace.ran(rows, took)
+        gaps.append(seconds)
+    assert sorted(gaps)[int(0.99 * len(gaps))] <= pace.target_s
+
+
+@pytest.mark.parametrize("target_ms", [60.0, 100.0, 400.0])
+def test_target_that_is_set_is_held(target_ms: float) -> None:
+    units, gap_s = gap_of(measured(target_ms))
+    assert gap_s <= target_ms / 1e3
+    assert units >= 1
+
+
+def test_unit_is_no_longer_than_a_plain_step() -> None:
+    pace = measured(1_000.0, step_s=0.012)
+    rows = pace.block(beside_steps=True)
+    assert unit_seconds(rows) <= 0.012 < unit_seconds(4 * rows)
+
+
+def test_one_unit_goes_on_where_the_target_leaves_no_room() -> None:
+    pace = measured(10.0)
+    assert pace.is_target_too_small
+    assert pace.block(beside_steps=True) == block_sizes(BLOCK_MAX)[0]
+    assert gap_of(pace)[0] == 1
+
+
+def test_without_target_or_steps_blocks_are_the_largest() -> None:
+    assert measured(0.0).block(beside_steps=True) == BLOCK_MAX
+    assert gap_of(measured(0.0))[0] == UNITS_MAX
+    assert not measured(0.0).is_target_too_small
+    fresh = Pace("auto", BLOCK_MAX)
+    assert fresh.block(beside_steps=False) == BLOCK_MAX
+    assert fresh.block(beside_steps=True) == block_sizes(BLOCK_MAX)[0]
+
+
+def test_size_that_was_slow_once_is_tried_again() -> None:
+    pace = Pace("auto", BLOCK_MAX)
+    pace.stepped(STEP_S)
+    pace.ran(BLOCK_MAX, 3.0)  # kernels were compiled
+    for _ in range(2 * STALE_UNITS):
+        rows = pace.block(beside_steps=True)
+        pace.ran(rows, unit_seconds(rows))
+    assert pace.block(beside_steps=True) == BLOCK_MAX
+
+
+def test_longer_contexts_shrink_blocks() -> None:
+    pace = measured("auto")
+    for _ in range(50):
+        rows = pace.block(beside_steps=True)
+        pace.ran(rows, 4 * unit_seconds(rows))
+    rows = pace.block(beside_steps=True)
+    assert rows < BLOCK_MAX
+    assert 4 * unit_seconds(rows) <= AIM * pace.target_s - STEP_S
+
+
+def test_fixed_blocks_are_fixed() -> None:
+    pace = Pace("auto", 512, fixed_block=512)
+    pace.stepped(STEP_S)
+    pace.ran(512, 9.0)
+    assert pace.block(beside_steps=True) == pace.block(beside_steps=False) == 512
+
+
+def test_block_sizes_halve() -> None:
+    assert block_sizes(512) == [64, 128, 256, 512]
+    assert block_sizes(32) == [32]
+    assert block_sizes(100) == [50, 100]

@@ -1,0 +1,184 @@
+"""How much prompt work goes between two decode steps, so that the gaps of decoding requests hold a target. Pure.
+
+A *plain step* is a decode step by itself; a *gap* is what a decoding request sees from token to token, a plain step and
+the units between it and the step before. Both times are measured on the device as work goes on. A unit's time is kept
+by its size: the mean, and the mean deviation from it, since the target is one of the slowest gaps in a hundred. A size
+that was not measured, or not among the last STALE_UNITS, is taken to grow with the power GROWTH from the next one that
+was, since all units read the same weights: so it is tried again now and then.
+
+    target    worker.gap_target_ms; auto: AUTO_FACTOR plain steps; 0: none
+    budget    AIM of the target, without the plain step: seconds of units between two steps
+    block     the largest size whose unit takes no longer than a plain step, nor than the budget
+    units     as many as fit the budget, and at least one, since prompts must go on
+
+Where nobody decodes, blocks are as large as can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final, Protocol
+
+from protocol.settings import GapTarget
+
+#: Of automatic targets: plain steps to a gap.
+AUTO_FACTOR: Final = 2.2
+#: The share of a target that is aimed at: measured times have a tail.
+AIM: Final = 0.95
+#: Deviations from the mean at which about one unit in a hundred is slower.
+DEVIATIONS: Final = 2.0
+#: Weight of the latest measurement.
+WEIGHT: Final = 1 / 8
+#: Exponent by which time grows with rows between a size that was measured and one that was not.
+GROWTH: Final = 0.6
+#: Units after which a size that was not launched counts as not measured.
+STALE_UNITS: Final = 512
+#: Units between two steps at most: no step is put off for longer, whatever the target.
+UNITS_MAX: Final = 64
+#: The smallest block that is chosen beside steps: below it a unit takes hardly less time.
+BLOCK_TOKENS_MIN: Final = 64
+
+
+@dataclass
+class MovingTime:
+    """Mean and mean deviation of seconds, of which the latest weigh most."""
+
+    mean: float
+    deviation: float = 0.0
+    at: int = 0  # the number of the latest
+
+    def take(self, seconds: float, at: int = 0) -> None:
+        off, self.at = seconds - self.mean, at
+        self.mean += off * WEIGHT
+        self.deviation += (abs(off) - self.deviation) * WEIGHT
+
+    @property
+    def slow(self) -> float:
+        return self.mean + DEVIATIONS * self.deviation
+
+
+class Gap:
+    """The units between two steps: `take` each before it is launched."""
+
+    def __init__(self, budget_s: float) -> None:
+        self._left_s, self._taken = budget_s, 0
+
+    def take(self, seconds: float) -> bool:
+        """Whether one more unit, of that many seconds, may go before the next step. The first one always may."""
+        if self._taken and seconds > self._left_s:
+            return False
+        self._left_s -= seconds
+        self._taken += 1
+        return True
+
+
+class Pacing(Protocol):
+    """What the loop asks of a pace. A port: tests draw sizes at random."""
+
+    def block(self, *, beside_steps: bool) -> int: ...
+    def gap(self, *, beside_steps: bool) -> Gap: ...
+    def unit_s(self, rows: int) -> float: ...
+    def units(self, rows: int, *, beside_steps: bool) -> int: ...
+    def stepped(self, seconds: float) -> None: ...
+    def ran(self, rows: int, seconds: float) -> None: ...
+    @property
+    def plain_step_s(self) -> float: ...
+    @property
+    def target_s(self) -> float: ...
+
+
+class Pace:
+    """The measured pace of one worker."""
+
+    def __init__(self, target_ms: GapTarget, block_max: int, *, fixed_block: int = 0) -> None:
+        """`block_max`: rows of the largest unit. `fixed_block`: rows of every unit, whatever it takes (deterministic
+        mode); 0: as the target asks for."""
+        self._target_ms, self._fixed = target_ms, fixed_block
+        self._sizes: Sequence[int] = block_sizes(block_max)
+        self._units: dict[int, MovingTime] = {}
+        self._step: MovingTime | None = None
+        self._ran = 0
+
+    def stepped(self, seconds: float) -> None:
+        """A decode step took `seconds` on the device."""
+        if self._step is None:
+            self._step = MovingTime(seconds)
+        self._step.take(seconds)
+
+    def ran(self, rows: int, seconds: float) -> None:
+        """A unit of `rows` took `seconds` on the device."""
+        size, self._ran = self._size(rows), self._ran + 1
+        whole = seconds * (size / rows) ** GROWTH
+        known = self._units.get(size)
+        if known is None or self._is_stale(known):
+            self._units[size] = MovingTime(whole, at=self._ran)
+        else:
+            known.take(whole, self._ran)
+
+    @property
+    def plain_step_s(self) -> float:
+        """Seconds of a plain step; 0: not measured."""
+        return self._step.mean if self._step is not None else 0.0
+
+    @property
+    def target_s(self) -> float:
+        """The gap that is held; 0: none."""
+        return AUTO_FACTOR * self.plain_step_s if self._target_ms == "auto" else self._target_ms / 1e3
+
+    @property
+    def is_target_too_small(self) -> bool:
+        """Whether a target that was set is below a plain step, as far as that was measured."""
+        return self._target_ms != "auto" and 0 < self.target_s < self.plain_step_s
+
+    @property
+    def budget_s(self) -> float:
+        """Seconds of units between two steps; infinite without a target, 0 where it leaves none."""
+        if self._target_ms == 0:
+            return inf
+        return max(0.0, AIM * self.target_s - self.plain_step_s)
+
+    def unit_s(self, rows: int) -> float:
+        """Seconds that a unit of `rows` takes, but for one in a hundred; 0: nothing was measured."""
+        size = self._size(rows)
+        fresh = [other for other, known in self._units.items() if not self._is_stale(known)]
+        if not fresh:
+            return 0.0
+        nearest = min(fresh, key=lambda other: (abs(other.bit_length() - size.bit_length()), other))
+        return self._units[nearest].slow * (size / nearest) ** GROWTH
+
+    def _is_stale(self, known: MovingTime) -> bool:
+        return self._ran - known.at > STALE_UNITS
+
+    def block(self, *, beside_steps: bool) -> int:
+        """Rows of the next unit at most. `beside_steps`: requests decode."""
+        if self._fixed:
+            return self._fixed
+        if not beside_steps or self._target_ms == 0:
+            return self._sizes[-1]
+        if not self._units:
+            return self._sizes[0]
+        limit = min(self.budget_s, self.plain_step_s)
+        return max((size for size in self._sizes if self.unit_s(size) <= limit), default=self._sizes[0])
+
+    def units(self, rows: int, *, beside_steps: bool) -> int:
+        """Units of `rows` between two steps; many where nobody decodes."""
+        if not beside_steps or self._target_ms == 0:
+            return UNITS_MAX
+        unit = self.unit_s(rows)
+        return max(1, min(UNITS_MAX, int(self.budget_s / unit))) if unit else 1
+
+    def gap(self, *, beside_steps: bool) -> Gap:
+        return Gap(self.budget_s if beside_steps else inf)
+
+    def _size(self, rows: int) -> int:
+        return next((size for size in self._sizes if size >= rows), self._sizes[-1])
+
+
+def block_sizes(largest: int) -> list[int]:
+    """Rows of units: `largest`, and its halves down to BLOCK_TOKENS_MIN."""
+    sizes = [largest]
+    while sizes[-1] > BLOCK_TOKENS_MIN:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes[::-1]

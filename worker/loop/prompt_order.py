@@ -1,0 +1,112 @@
+"""Which prompts the next pass takes. Pure.
+
+Owners share prompt work: the next tokens are those of the owner who was served least of those who wait. Within an owner
+the prompt with the fewest tokens left goes first, and waiting counts: each second takes AGING_TOKENS off, so that a
+long prompt is not put off for ever by short ones that keep coming.
+
+A pass takes prompts in this order until it is full. A prompt that does not fit is cut behind a whole page; its next
+pass goes on there. Beside prompts that end in a pass, it takes no more tokens of a prompt that does not: a short prompt
+waits for as many tokens of others as it has itself. The contexts of a pass are bounded too, since its attention reads
+them.
+
+A pass is *preempted* by one of shorter prompts that came meanwhile: prompts that end in it, each with fewer tokens left
+than every prompt of the open pass had, together no more than the open pass has left to do. What preempts a pass is
+bounded by the tokens of the pass itself, so that prompts take twice their time at most for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from protocol.units import PAGE_TOKENS
+
+#: Tokens by which a second of waiting makes a prompt shorter in the order.
+AGING_TOKENS: Final = 512
+#: Rows of the contexts of a pass together; a single prompt may have more.
+CONTEXT_ROWS_MAX: Final = 1_048_576
+#: Prompts of a pass: each is some launches in every layer.
+PARTS_MAX: Final = 128
+
+
+class Taken(NamedTuple):
+    """Tokens of a prompt that a pass takes: positions start..stop-1."""
+
+    prompt: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class WaitingPrompt:
+    """Prompt number `prompt` of `owner`: positions below `start` were computed, those below `stop` are its tokens."""
+
+    prompt: int
+    owner: str
+    start: int
+    stop: int
+    waited_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.tokens - AGING_TOKENS * self.waited_s, self.prompt
+
+
+class PromptOrder:
+    """Keeps what owners were served."""
+
+    def __init__(self, *, packs: bool = True, unit_tokens: int = PAGE_TOKENS) -> None:
+        """`packs`: a pass takes several prompts. `unit_tokens`: a prompt is cut behind a multiple of so many."""
+        self._packs, self._unit = packs, unit_tokens
+        self._served: dict[str, float] = {}
+
+    def compose(self, prompts: Sequence[WaitingPrompt], tokens: int) -> list[Taken]:
+        """What the next pass of `tokens` at most takes of `prompts`, which are all that wait."""
+        self._served = self._standing({it.owner for it in prompts})
+        return self._fill(prompts, tokens, cuts=True)
+
+    def preempting(
+        self, prompts: Iterable[WaitingPrompt], open_tokens: Sequence[int], rows_left: float, tokens: int
+    ) -> list[Taken]:
+        """What preempts a pass that has `rows_left` to do: of `tokens` at most. `open_tokens`: what each prompt of that
+        pass had left when the pass began."""
+        shortest = min(open_tokens, default=0)
+        shorter = [it for it in prompts if it.tokens < shortest]
+        return self._fill(shorter, min(tokens, int(rows_left)), cuts=False)
+
+    def took(self, owner: str, tokens: int) -> None:
+        """A pass took `tokens` of `owner`."""
+        self._served[owner] = self._served.get(owner, 0.0) + tokens
+
+    def _fill(self, prompts: Iterable[WaitingPrompt], tokens: int, *, cuts: bool) -> list[Taken]:
+        queues: dict[str, list[WaitingPrompt]] = {}
+        for waiting in prompts:
+            queues.setdefault(waiting.owner, []).append(waiting)
+        for queue in queues.values():
+            queue.sort(key=lambda it: it.rank, reverse=True)
+        served, taken, rows, ending = self._standing(queues.keys()), list[Taken](), 0, 0
+        while queues and tokens > 0 and len(taken) < (PARTS_MAX if self._packs else 1):
+            owner = min(queues, key=lambda it: (served[it], queues[it][-1].rank))
+            waiting = queues[owner].pop()
+            if not queues[owner]:
+                del queues[owner]
+            ends = waiting.tokens <= tokens
+            room = 0 if not cuts else min(tokens, ending) if ending else tokens
+            stop = waiting.stop if ends else (waiting.start + room) // self._unit * self._unit
+            if stop <= waiting.start or (taken and rows + stop > CONTEXT_ROWS_MAX):
+                continue
+            taken.append(Taken(waiting.prompt, waiting.start, stop))
+            count = stop - waiting.start
+            rows, tokens, ending = rows + stop, tokens - count, ending + count * ends
+            served[owner] += count
+        return taken
+
+    def _standing(self, owners: Iterable[str]) -> dict[str, float]:
+        """What `owners` were served. One that did not wait begins where the least served of the others stands."""
+        least = min((self._served[it] for it in owners if it in self._served), default=0.0)
+        return {it: self._served.get(it, least) for it in owners}
