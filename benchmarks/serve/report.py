@@ -25,6 +25,7 @@ def _published(row: Mapping[str, Any], part: str) -> str | None:
 COLUMNS: Final = (
     Column("cell", lambda row: " ".join(filter(None, (row["cell"], row.get("phase", ""))))),
     Column("as", "variant"),
+    Column("run", lambda row: None if row["run"] is None else str(row["run"])),
     Column("state", lambda row: f"not run: {row['not_run']}" if "not_run" in row else None),
     Column("window", "seconds", ".0f", "s"),
     *(
