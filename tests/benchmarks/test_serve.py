@@ -40,7 +40,18 @@ ROOT: Final = Path(__file__).parents[2]
 
 def test_cells_are_those_of_the_published_workloads() -> None:
     names = [it.cell.name for it in cells_of(list(WORKLOADS))]
-    assert names == ["8k1k-1", "8k1k-8", "8k1k-32", "agents-4", "agents-7", "agents-14", "32k8k-48", "mix-16"]
+    assert names == [
+        "8k1k-1",
+        "8k1k-8",
+        "8k1k-32",
+        "agents-4",
+        "agents-7",
+        "agents-14",
+        "32k8k-48",
+        "mix-16",
+        "32k1-2",
+        "turns-64",
+    ]
     asked = cells_of(["agents", "mix"], ["mix-16", "agents-14:45", "mix-16"])
     assert [(it.cell.name, it.window) for it in asked] == [("mix-16", None), ("agents-14", 45.0), ("mix-16", None)]
     with pytest.raises(ValueError, match=r"agents-8; choose from agents-4, agents-7, agents-14"):
@@ -260,7 +271,7 @@ def test_a_service_on_a_cpu_runs_cells_that_are_joined(tmp_path: Path, capsys: p
     picture, csv = tmp_path / "serve.svg", tmp_path / "csv"
     assert main([*files, "--picture", str(picture), "--csv", str(csv)]) == 0
     said = capsys.readouterr().out
-    assert "| 32k8k-48 | no prefix reuse | not run: the time was over |" in said
+    assert "| 32k8k-48 | no prefix reuse | 1 | not run: the time was over |" in said
     assert "chats keep" in said
     assert [it["cell"] for it in json.loads(whole.read_text())["rows"]][:2] == ["8k1k-8", "8k1k-8"]
     ElementTree.fromstring(picture.read_text())
