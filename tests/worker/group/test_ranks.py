@@ -29,6 +29,8 @@ TOPK = 32
 HOT_SIZES = (0, 64, 128)
 #: Of requests: tokens of the prompt, how they are moved, and hot slots before and behind that. Every pair occurs.
 KINDS = pairwise((10, 60, 64, 130, 300), ("", "resize", "keep", "drop"), HOT_SIZES, HOT_SIZES)
+#: Hot buffers that grow and shrink between two sizes, which pairs alone leave out.
+KINDS += [(130, "resize", 64, 128), (300, "resize", 128, 64)]
 #: Requests of a group; in the other pairs of family and size, fewer.
 REQUESTS, FEWER = int(os.environ.get("GROUP_REQUESTS", str(len(KINDS)))), 12
 WHOLE = {("glm-5", 1), ("deepseek-v3.2", 2), ("deepseek-v3.2", 3), ("glm-5", 4)}
