@@ -66,12 +66,16 @@ class Gap:
         self._left_s, self._taken = budget_s, 0
 
     def take(self, seconds: float) -> bool:
-        """Whether one more unit, of that many seconds, may go before the next step. The first one always may."""
-        if self._taken and seconds > self._left_s:
+        """Whether one more unit, of that many seconds, may go before the next step. The first one always may; where
+        units were not measured (0) and the budget is finite, no other one may."""
+        if self._taken >= UNITS_MAX or (self._taken and not self._has_room(seconds)):
             return False
         self._left_s -= seconds
         self._taken += 1
         return True
+
+    def _has_room(self, seconds: float) -> bool:
+        return self._left_s == inf or 0 < seconds <= self._left_s
 
 
 class Pacing(Protocol):
@@ -112,7 +116,7 @@ class Pace:
     def ran(self, rows: int, seconds: float) -> None:
         """A unit of `rows` took `seconds` on the device."""
         size, self._ran = self._size(rows), self._ran + 1
-        whole = seconds * (size / rows) ** GROWTH
+        whole = seconds * (size / max(rows, self._sizes[0])) ** GROWTH
         known = self._units.get(size)
         if known is None or self._is_stale(known):
             self._units[size] = MovingTime(whole, at=self._ran)
