@@ -44,7 +44,6 @@ from protocol.text import Tokenizer
 from protocol.units import PAGE_TOKENS
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.inventory import take_inventory
-from worker.device.passes import PassUnit
 from worker.device.sizing import Sizing
 from worker.device.step_rows import StepRows
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
@@ -203,6 +202,7 @@ class Executor:
             clock=clock,
             ran=self._ran,
             ended=self._ended_pass,
+            failed=self._end_faulty,
         )
         self._running: list[RunningRequest] = []
         self._closing: list[RunningRequest] = []  # behind the draws of the step launched last
@@ -316,8 +316,9 @@ class Executor:
     def _wish(self) -> Wish:
         rows = sum(request.progress.has_room and not request.lacks_mask for request in self._running)
         tokens, urgent = self._prompts.wished()
-        block = self._pace.block(beside_steps=True)
-        return Wish(rows, tokens, urgent, block, self._pace.units(block, beside_steps=True))
+        decodes = bool(self._running)
+        block = self._pace.block(beside_steps=decodes)
+        return Wish(rows, tokens, urgent, block, self._pace.units(block, beside_steps=decodes))
 
     @property
     def idle(self) -> bool:
@@ -478,11 +479,10 @@ class Executor:
         request.outgoing = self.transfers.begin(admit.transfer_id, admit.destination, tokens, self._groups, unsent)
 
     def _note_staging(self, request: RunningRequest, group: int, stop: int) -> None:
-        """A layer group of rows below `stop` is being staged, while later layers are launched: what was staged by now
-        may go."""
+        """A layer group of rows below `stop` is being staged, while later layers are launched. A poll sends them: what
+        it raises is the request's, and not that of its pass."""
         if request.outgoing is not None:
             request.staged_marks.append((self._swap.staged(), group, stop))
-            self._send_staged(request, request.outgoing)
 
     def _send_staged(self, request: RunningRequest, out: Outgoing) -> None:
         """Rows that were seen staged since the last look may go."""
@@ -607,7 +607,8 @@ class Executor:
             unit = self._prompts.next(beside_steps=beside_steps, left_s=gap.left_s)
             if unit is None or not gap.take(self._pace.unit_s(unit.rows)):
                 break
-            self._launch_unit(unit)
+            for part in self._prompts.launch(unit):
+                self._draw_first(*part)
             busy = True
             if self._commands:
                 break
@@ -616,16 +617,6 @@ class Executor:
     def _may_launch(self, request: RunningRequest) -> bool:
         """Whether neither a batch, nor other ranks, would wait for the prefix of a prompt."""
         return not request.prefix_loads or not (self._running or self._rounds is not None)
-
-    def _launch_unit(self, unit: PassUnit) -> None:
-        try:
-            drawn = self._prompts.launch(unit)
-        except Exception as error:
-            for request in self._prompts.drop():
-                self._end_faulty(request, error)
-            return
-        for part in drawn:
-            self._draw_first(*part)
 
     def _draw_late(self) -> bool:
         """First tokens whose masks came behind their passes; whether there was any."""
@@ -643,6 +634,7 @@ class Executor:
             self._set_mask(request, 0.0, [])
             self._streams.compute.wait(self._grammars.upload())
         self._prefill.draw(this, number)
+        request.prefilled = request.prompt_tokens
         request.status = Status.STAGING
         request.fences = (self._swap.staged(),)
         self._note_prompts()

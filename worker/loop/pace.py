@@ -37,6 +37,9 @@ GROWTH: Final = 0.6
 STALE_UNITS: Final = 512
 #: Units between two steps at most: no step is put off for longer, whatever the target.
 UNITS_MAX: Final = 64
+#: What a unit leaves of a budget is filled by a smaller one, of so many times fewer rows at most: still fewer are not
+#: worth reading weights for.
+FILLED_AT_MOST: Final = 8
 #: The smallest block that is chosen beside steps: below it a unit takes hardly less time.
 BLOCK_TOKENS_MIN: Final = 64
 
@@ -66,12 +69,16 @@ class Gap:
         self.left_s, self._taken = budget_s, 0
 
     def take(self, seconds: float) -> bool:
-        """Whether one more unit, of that many seconds, may go before the next step. The first one always may."""
-        if self._taken and seconds > self.left_s:
+        """Whether one more unit, of that many seconds, may go before the next step. The first one always may; where
+        units were not measured (0) and the budget is finite, no other one may."""
+        if self._taken >= UNITS_MAX or (self._taken and not self._has_room(seconds)):
             return False
         self.left_s -= seconds
         self._taken += 1
         return True
+
+    def _has_room(self, seconds: float) -> bool:
+        return self.left_s == inf or 0 < seconds <= self.left_s
 
 
 class Pacing(Protocol):
@@ -112,7 +119,7 @@ class Pace:
     def ran(self, rows: int, seconds: float) -> None:
         """A unit of `rows` took `seconds` on the device."""
         size, self._ran = self._size(rows), self._ran + 1
-        whole = seconds * (size / rows) ** GROWTH
+        whole = seconds * (size / max(rows, self._sizes[0])) ** GROWTH
         known = self._units.get(size)
         if known is None or self._is_stale(known):
             self._units[size] = MovingTime(whole, at=self._ran)
@@ -161,8 +168,10 @@ class Pace:
             return self._sizes[-1]
         if not self._units:
             return self._sizes[0]
-        limit = min(self.budget_s, self.plain_step_s, left_s)
-        return max((size for size in self._sizes if self.unit_s(size) <= limit), default=self._sizes[0])
+        limit = min(self.budget_s, self.plain_step_s)
+        whole = max((size for size in self._sizes if self.unit_s(size) <= limit), default=self._sizes[0])
+        fits = (size for size in self._sizes if whole <= FILLED_AT_MOST * size <= FILLED_AT_MOST * whole)
+        return max((size for size in fits if self.unit_s(size) <= left_s), default=whole)
 
     def units(self, rows: int, *, beside_steps: bool) -> int:
         """Units of `rows` between two steps; many where nobody decodes."""

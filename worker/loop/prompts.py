@@ -11,6 +11,7 @@ pass pads its units.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -40,8 +41,8 @@ class PassSizes(NamedTuple):
 
 @dataclass(eq=False)
 class OpenPass:
-    """`launched` is None where this rank only pads. `tokens`: what each of its prompts had left when the pass began;
-    `preempting`: tokens of passes that preempted this one."""
+    """`launched` is None where this rank only pads. `tokens`: what the prompt of each part had left when the pass
+    began; `preempting`: rows of passes that preempted this one."""
 
     place: PassPlace
     launched: LaunchedPass | None
@@ -55,7 +56,21 @@ class OpenPass:
     @property
     def is_left(self) -> bool:
         """Whether nobody waits for the rest of it."""
-        return self.launched is None or not self.launched.staying()
+        return not self.staying()
+
+    def staying(self) -> list[int]:
+        """Numbers of the parts whose request has not left."""
+        return [] if self.launched is None else self.launched.staying()
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether the first token of a part could not be drawn now."""
+        this = self.launched
+        return this is not None and any(this.part(it).ends and this.requests[it].lacks_mask for it in self.staying())
+
+    def requests(self) -> list[RunningRequest]:
+        """Those that have not left."""
+        return [] if self.launched is None else [self.launched.requests[number] for number in self.staying()]
 
 
 class Prompts:
@@ -74,16 +89,18 @@ class Prompts:
         clock: Callable[[], float],
         ran: Callable[[int, float], None],
         ended: Callable[[int], None],
+        failed: Callable[[RunningRequest, Exception], None],
     ) -> None:
         """`may_launch`: whether nothing would wait for a prompt's prefix. `ran` is told of units: rows and seconds;
-        `ended` of passes: tokens."""
+        `ended` of passes: tokens; `failed` of the requests of a pass that raised, which leave."""
         self._prefill, self._order, self._pace, self._swap, self._streams = prefill, order, pace, swap, streams
         self._sizes = sizes
-        self._may_launch, self._clock, self._ran, self._ended = may_launch, clock, ran, ended
+        self._may_launch, self._clock = may_launch, clock
+        self._ran, self._ended, self._failed = ran, ended, failed
         self._prompts: dict[int, RunningRequest] = {}  # by placement, until their last pass ended
         self._open: list[OpenPass] = []
         self._undrawn: list[tuple[LaunchedPass, int]] = []
-        self._flying: list[Fence] = []
+        self._flying: deque[Fence] = deque(maxlen=UNITS_AHEAD)  # behind the units launched last
         self._numbers = 0
 
     # ---------------------------------------------------------------- requests
@@ -124,8 +141,7 @@ class Prompts:
 
     def held(self) -> bool:
         """Whether as many units are launched and have not run as may be ahead where nobody decodes."""
-        self._flying = [fence for fence in self._flying if not fence.done()]
-        return len(self._flying) >= UNITS_AHEAD
+        return len(self._flying) == UNITS_AHEAD and not self._flying[0].done()
 
     # ---------------------------------------------------------------- one worker
 
@@ -135,22 +151,35 @@ class Prompts:
         while self._open and self._open[-1].is_left:
             self._open.pop()
         if not self._open:
-            self._begin(self._order.compose(self._eligible(), self._sizes.tokens))
+            self._try_to_begin(self._order.compose(self._eligible(), self._sizes.tokens))
         elif len(self._open) < PASSES_MAX:
-            self._begin(self._preempting())
+            self._try_to_begin(self._preempting())
         if not self._open:
             return None
         return self._open[-1].place.unit(self._pace.block(beside_steps=beside_steps, left_s=left_s))
 
     def launch(self, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
         """Launch `unit`, which `next` gave. Returns the parts whose first token is to be drawn now: with the last
-        unit of their pass."""
-        return self._launch(self._open[-1], unit, 0)
+        unit of their pass. A pass that fails is given up, and those below it go on."""
+        opened = self._open[-1]
+        try:
+            return self._launch(opened, unit, 0)
+        except Exception as error:
+            if self._open[-1:] == [opened]:  # it is not when it failed behind its last unit
+                self._open.pop()
+            self._fail(opened.requests(), error)
+            return []
 
-    def drop(self) -> list[RunningRequest]:
-        """Give up the pass that goes on, which failed. Returns its requests."""
-        opened = self._open.pop()
-        return [] if opened.launched is None else [opened.launched.requests[it] for it in opened.launched.staying()]
+    def _try_to_begin(self, taken: Sequence[Taken]) -> None:
+        requests = [self._prompts[it.prompt] for it in taken]
+        try:
+            self._begin(taken)
+        except Exception as error:
+            self._fail(requests, error)
+
+    def _fail(self, requests: Sequence[RunningRequest], error: Exception) -> None:
+        for request in requests:
+            self._failed(request, error)
 
     # ---------------------------------------------------------------- a rank of a group
 
@@ -164,8 +193,10 @@ class Prompts:
         """A pass of `rows` on each rank opens, of what this rank has for it."""
         prompts = self._eligible()
         taken = self._preempting(rows) if self._open else self._order.compose(prompts, min(rows, self._sizes.tokens))
-        if not self._begin(taken, rows):
-            self._open.append(OpenPass(self._place(rows), None))
+        if taken:
+            self._begin(taken, rows)
+        else:
+            self._push(OpenPass(self._place(rows), None))
 
     def launch_round(self, runner: GroupRunner, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
         """As `launch`, for the unit of a round."""
@@ -186,16 +217,23 @@ class Prompts:
         found = []
         for number, request in self._prompts.items():
             start = stops.get(number, request.prefilled)
-            may_take = behind_open if number in stops else self._may_take(request)
+            may_take = (behind_open or number not in stops) and self._may_take(request)
             if may_take and start < request.prompt_tokens:
                 waited = now - request.since_s
                 found.append(WaitingPrompt(number, request.owner, start, request.prompt_tokens, waited))
         return found
 
     def _may_take(self, request: RunningRequest) -> bool:
-        if request.lacks_mask and len({id(this) for this, _ in self._undrawn}) >= UNDRAWN_MAX:
+        """Whether a pass may take `request` without states kept for too many masks, and without waiting for a prefix:
+        nor may a pass that is open."""
+        if request.lacks_mask and self._passes_without_mask() >= UNDRAWN_MAX:
             return False
-        return self._may_launch(request)
+        return self._may_launch(request) and not (self._open and request.prefix_loads)
+
+    def _passes_without_mask(self) -> int:
+        """Passes whose states wait for a mask, or will if it stays late."""
+        late = {id(this) for this, _ in self._undrawn}
+        return len(late) + sum(opened.lacks_mask for opened in self._open)
 
     def _open_stops(self) -> dict[int, int]:
         """Where the next pass goes on with each prompt of an open one, by placement."""
@@ -213,23 +251,27 @@ class Prompts:
         if rows is not None:
             tokens = min(tokens, rows)
         eligible = self._eligible()
-        open_tokens = opened.tokens or (max((it.tokens for it in eligible), default=0) + 1,)
-        return self._order.preempting(eligible, open_tokens, left, tokens)
+        own = [opened.tokens[number] for number in opened.staying()]
+        longer = max((it.tokens for it in eligible), default=0) + 1
+        return self._order.preempting(eligible, own or [longer], left, tokens)
 
-    def _begin(self, taken: Sequence[Taken], rows: int = 0) -> bool:
-        """Open a pass of what was `taken`, if anything was."""
+    def _begin(self, taken: Sequence[Taken], rows: int = 0) -> None:
+        """Open a pass of what was `taken`, if anything was. `rows`: of the group's pass."""
         if not taken:
-            return False
+            return
         requests = [(self._prompts[it.prompt], it.start, it.stop) for it in taken]
         tokens = sum(stop - start for _, start, stop in requests)
         left = tuple(request.prompt_tokens - request.prefilled for request, _, _ in requests)
-        if self._open:
-            self._open[-1].preempting += tokens
         launched = self._prefill.begin(requests, len(self._open))
-        self._open.append(OpenPass(self._place(rows or tokens), launched, left))
+        self._push(OpenPass(self._place(rows or tokens), launched, left))
         for request, start, stop in requests:
             self._order.took(request.owner, stop - start)
-        return True
+
+    def _push(self, opened: OpenPass) -> None:
+        """Open a pass on top of those that are open."""
+        if self._open:
+            self._open[-1].preempting += opened.place.rows
+        self._open.append(opened)
 
     def _place(self, rows: int) -> PassPlace:
         self._numbers += 1
@@ -238,7 +280,7 @@ class Prompts:
     def _launch(self, opened: OpenPass, unit: PassUnit, rows: int) -> list[tuple[LaunchedPass, int]]:
         this = cast(LaunchedPass, opened.launched)
         own = unit._replace(stop=min(unit.stop, opened.own_rows))
-        is_timed = not any(request.prefix_loads for request in this.requests)
+        is_timed = not any(request.prefix_loads for request in opened.requests())
 
         def launch() -> None:
             self._prefill.launch(this, own, rows)
@@ -260,9 +302,9 @@ class Prompts:
         self._ended(sum(this.part(number).tokens for number in this.staying()))
         for number in this.staying():
             request, part = this.requests[number], this.part(number)
-            request.prefilled = part.stop
             if not part.ends:
                 self._prefill.end(this, number)
+                request.prefilled = part.stop
                 continue
             del self._prompts[request.placement]
             if request.lacks_mask:
