@@ -40,8 +40,8 @@ class PassSizes(NamedTuple):
 
 @dataclass(eq=False)
 class OpenPass:
-    """`launched` is None where this rank only pads. `tokens`: what the prompt of each part had left when the pass began;
-    `preempting`: rows of passes that preempted this one."""
+    """`launched` is None where this rank only pads. `tokens`: what the prompt of each part had left when the pass
+    began; `preempting`: rows of passes that preempted this one."""
 
     place: PassPlace
     launched: LaunchedPass | None
