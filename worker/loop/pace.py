@@ -155,7 +155,8 @@ class Pace:
         if not fresh:
             return 0.0
         nearest = min(fresh, key=lambda other: (abs(other.bit_length() - size.bit_length()), other))
-        return self._units[nearest].slow * float((size / nearest) ** GROWTH)
+        seconds: float = self._units[nearest].slow * (size / nearest) ** GROWTH
+        return seconds
 
     def _is_stale(self, known: MovingTime) -> bool:
         return self._ran - known.at > STALE_UNITS

@@ -109,6 +109,29 @@ def test_longer_contexts_shrink_blocks() -> None:
     assert 4 * unit_seconds(rows) <= AIM * pace.target_s - STEP_S
 
 
+def test_gap_before_anything_was_measured_has_one_unit() -> None:
+    """Times come behind launches: a prompt would be launched as a whole before the next step."""
+    pace = Pace("auto", BLOCK_MAX)
+    pace.stepped(STEP_S)
+    gap = pace.gap(beside_steps=True)
+    assert [gap.take(pace.unit_s(64)) for _ in range(3)] == [True, False, False]
+    assert pace.units(64, beside_steps=True) == 1
+
+
+def test_no_step_is_put_off_for_more_than_so_many_units() -> None:
+    """Whatever the target, and also where units were not measured."""
+    for pace in (measured(0.0), Pace(0, BLOCK_MAX)):
+        gap = pace.gap(beside_steps=True)
+        assert sum(gap.take(pace.unit_s(BLOCK_MAX)) for _ in range(2 * UNITS_MAX)) == UNITS_MAX
+
+
+def test_few_rows_take_the_time_of_the_smallest_block() -> None:
+    pace = Pace("auto", BLOCK_MAX)
+    for _ in range(20):
+        pace.ran(1, 0.006)
+    assert pace.unit_s(64) == pytest.approx(0.006)
+
+
 def test_fixed_blocks_are_fixed() -> None:
     pace = Pace("auto", 512, fixed_block=512)
     pace.stepped(STEP_S)

@@ -36,7 +36,13 @@ PROMPTS: Final = (300, 20, 90, 130, 45, 64, 170, 5)
 LEAVINGS: Final = ("keep", "drop", "abort")
 BACKENDS: Final = ("inline", "simulated")
 WIDE: Final = msgspec.structs.replace(
-    SETTINGS, seats=6, pass_tokens=128, host_mem="1MiB", device_mem="512KiB", slab_tokens=1_024
+    SETTINGS,
+    seats=6,
+    pass_tokens=128,
+    host_mem="1MiB",
+    device_mem="512KiB",
+    context_max_tokens=1_024,
+    slab_tokens=1_024,
 )
 
 
@@ -100,7 +106,7 @@ def guarded(
     backend: str = "inline", seed: int = 0, settings: WorkerSettings = WIDE, groups: Sequence[int] = SHARED, **more: Any
 ) -> tuple[Rig, GuardedRunner]:
     runner = GuardedRunner(groups)
-    rig = Rig(make_streams(backend, seed), settings, runner=runner, **more)  # type: ignore[arg-type]
+    rig = Rig(make_streams(backend, seed), settings, runner=runner, **more)
     runner.rig = rig
     return rig, runner
 
@@ -139,7 +145,7 @@ class Masks:
 
     def let_go(self, rig: Rig) -> None:
         for request in rig.executor.held():
-            assert request.grammar is None or request.grammar._done.wait(HANG_LIMIT_S)
+            assert request.is_leaving or request.grammar is None or request.grammar._done.wait(HANG_LIMIT_S)
         self.known.append(True)
 
 
@@ -331,7 +337,7 @@ def test_prompt_rows_are_told_once_all_their_layers_are_in_host_memory(
         pages = torch.tensor(life.host_pages[: life.prompt_rows // PAGE_TOKENS], dtype=torch.long)
         seen.append((life.prompt_rows, pages, rig.host[pages].clone()))
 
-    coordinator.on_prompt_rows = note  # type: ignore[method-assign]
+    coordinator.on_prompt_rows = note
     held, other = coordinator.create(1, 250, 6, grammar=ALTERNATING), coordinator.create(2, 128, 4)
     for life in (held, other):
         assert coordinator.admit(life, 64)
@@ -380,7 +386,7 @@ class BrokenRunner(GuardedRunner):
 def test_error_of_a_pass_ends_its_requests_and_no_other(backend: str, breaks: str, request_index: int) -> None:
     """Of the pass that goes on, above another one, and of that one below it."""
     runner = BrokenRunner()
-    rig = Rig(make_streams(backend, 2), WIDE, runner=runner, pace=one_unit_a_turn())  # type: ignore[arg-type]
+    rig = Rig(make_streams(backend, 2), WIDE, runner=runner, pace=one_unit_a_turn())
     runner.rig, runner.breaks, runner.request = rig, breaks, request_index
     lives = [rig.coordinator.create(number, tokens, 4) for number, tokens in enumerate((120, 30, 64))]
     assert rig.coordinator.admit(lives[0], 64)
@@ -511,6 +517,7 @@ class Rush:
 
     backend: str
     seed: int
+    masks: Masks | None = None
 
     def __post_init__(self) -> None:
         self.chance = chance = random.Random(self.seed)
@@ -518,25 +525,30 @@ class Rush:
         settings = msgspec.structs.replace(WIDE, pass_tokens=chance.choice((64, 128, 200)))
         self.rig, self.runner = guarded(self.backend, self.seed, settings, groups, pace=self.seed)
         owned(self.rig, lambda number: f"owner {number % 3}")
-        self.left: set[Life] = set()
         self.points: set[str] = set()
 
     def run(self) -> None:
         rig, chance = self.rig, self.chance
         donor = self._donor()
-        lives = [rig.coordinator.create(number, tokens, 3) for number, tokens in enumerate(PROMPTS)]
+        held = ALTERNATING if self.masks is not None else ""
+        lives = [
+            rig.coordinator.create(number, tokens, 3, grammar=held if number % 3 == 1 else "")
+            for number, tokens in enumerate(PROMPTS)
+        ]
         for life in lives[3::3]:
             life.number, life.prompt = donor.number, donor.prompt
             life.sampling = donor.sampling
             life.shared = tuple(donor.host_pages[: chance.choice((1, 2))])
-        waiting, leavers = list(lives), set(chance.sample(lives, 4))
+        waiting, leavers = list(lives), {lives[0], *chance.sample(lives, 3)}
         for _ in range(20_000):
             for life in list(waiting):
                 if chance.random() < 0.2 and rig.coordinator.admit(life, chance.choice((0, 64))):
                     waiting.remove(life)
             rig.turn()
+            if self.masks is not None and chance.random() < 0.02:
+                self.masks.let_go(rig)
             for life in sorted(leavers, key=lives.index):
-                if life.here and chance.random() < 0.25:
+                if life.here and chance.random() < (0.1, 0.1, 0.4)[prompts_of(rig).depth]:
                     self.points.add(self._point(life))
                     rig.coordinator.withdraw(life, chance.choice(LEAVINGS))
                     leavers.discard(life)
@@ -563,30 +575,28 @@ class Rush:
         for depth, opened in enumerate(prompts._open):
             if opened.launched is not None and opened.launched.holds(request):
                 return f"in pass {depth} of {len(prompts._open)}"
-        return str(request.status.value)
+        return "behind its pass" if request in _behind_their_pass(self.rig) else str(request.status.value)
 
 
-POINTS: set[str] = set()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(40))
-def test_prompts_left_at_any_point_change_no_token_and_leak_nothing(backend: str, seed: int) -> None:
-    rush = Rush(backend, seed)
+def test_prompts_left_at_any_point_change_no_token_and_leak_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every fourth one masks are late, for a while."""
+    rush = Rush(BACKENDS[seed % 2], seed, Masks(monkeypatch) if seed % 4 > 2 else None)
     rush.run()
-    POINTS.update(rush.points)
     assert not rush.rig.wrong()
     rush.rig.check_end()
     assert not prompts_of(rush.rig).depth
     assert not prompts_of(rush.rig)._prompts
 
 
-def test_rushes_leave_at_every_point() -> None:
+def test_rushes_leave_at_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {f"in pass {place}" for place in ("0 of 1", "0 of 2", "1 of 2")} | {"prefilling", "behind its pass"}
     points = set[str]()
-    for seed in range(40):
-        if points >= {"in pass 0 of 1", "in pass 0 of 2", "in pass 1 of 2", "prefilling", "staging", "running"}:
-            return
-        rush = Rush("simulated", seed)
-        rush.run()
+    for seed in range(3, 40, 4):
+        with monkeypatch.context() as patch:
+            rush = Rush("simulated", seed, Masks(patch))
+            rush.run()
         points |= rush.points
+        if points >= wanted:
+            return
     raise AssertionError(points)

@@ -214,12 +214,17 @@ def reach(rig: Rig, life: Life, status: Status) -> None:
     if status is Status.PARKED:
         coordinator.grant = lambda _: None  # type: ignore[method-assign, assignment]
     assert coordinator.admit(life, 64)
-    if status is Status.LOADING:
-        rig.run_until(lambda: len(life.tokens) >= 3)
+    while status is Status.LOADING and not has_status(rig, life, status):  # it may be over within a turn
+        rig.run_until(lambda: life.here and len(life.tokens) >= 3 and has_status(rig, life, Status.RUNNING))
         coordinator.withdraw(life, "keep")
         rig.run_until(lambda: not life.placement)
         assert coordinator.admit(life, 0)
-    rig.run_until(lambda: any(r.status is status and r.request_index == life.number for r in rig.executor.held()))
+        rig.turn()
+    rig.run_until(lambda: has_status(rig, life, status))
+
+
+def has_status(rig: Rig, life: Life, status: Status) -> bool:
+    return any(r.status is status and r.request_index == life.number for r in rig.executor.held())
 
 
 @pytest.mark.parametrize("status", STATUSES)

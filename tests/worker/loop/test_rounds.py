@@ -3,6 +3,9 @@ is found before its round, and an error inside of a round is the group's."""
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +18,8 @@ from protocol.messages import Faulted, Released
 from tests.support.fakes.hash_runner import ALTERNATING, FakeRunner
 from tests.support.late_masks import late_once
 from tests.support.limits import HANG_LIMIT_S
+from tests.support.thread_ranks import FakeControl as GroupControl
+from tests.support.thread_ranks import ThreadCollectives
 from tests.support.worker_rig import Rig
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
 from worker.group.control import LoopProgress
@@ -176,6 +181,96 @@ def test_masks_that_are_late_change_no_token_of_a_rank(monkeypatch: pytest.Monke
     assert not rig.wrong()
     assert rig.executor.counters.late_masks >= 14
     rig.check_end()
+
+
+def test_blocks_are_the_largest_where_no_rank_decodes() -> None:
+    """Nobody's gap is to be held: the rounds take what the runner takes."""
+    rig = rig_of_a_rank()
+    asked, block = list[bool](), rig.executor._pace.block
+
+    def noted(*, beside_steps: bool) -> int:
+        asked.append(beside_steps)
+        return block(beside_steps=beside_steps)
+
+    rig.executor._pace.block = noted  # type: ignore[method-assign]
+    life = rig.coordinator.create(1, 60, 8)
+    assert rig.coordinator.admit(life, 64)
+    rig.run_until(lambda: bool(life.tokens))
+    assert not any(asked)
+    rig.run()
+    assert any(asked)
+
+
+def test_pass_is_preempted_by_as_many_rows_as_it_has_whoever_brings_them() -> None:
+    """Rows of the group's passes count on every rank, also on one that pads them."""
+    rig = rig_of_a_rank()
+    prompts = rig.executor._prompts
+    assert rig.coordinator.admit(rig.coordinator.create(1, 60, 8), 64)
+    while not prompts.depth:
+        rig.turn()
+    (below,) = prompts._open
+    prompts.open(40)
+    assert (prompts.depth, below.preempting) == (2, 40)
+    assert prompts._open[1].launched is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_go_through_the_same_passes_whoever_leaves(seed: int) -> None:
+    """Two ranks as threads, with prompts of their own, of which some leave amid passes: all of one rank's, too."""
+    collectives = ThreadCollectives.of(2)
+    controls: list[GroupControl] = []
+    controls += [GroupControl(controls) for _ in range(2)]
+    done, errors, rounds = [False] * 2, list[BaseException](), list[list[Round]]([[], []])
+
+    def run(rank: int) -> None:
+        chance = random.Random(10 * seed + rank)
+        group: Any = SimpleNamespace(rank=rank, size=2, control=controls[rank], collectives=collectives[rank])
+        streams = make_streams(("inline", "simulated")[seed % 2], seed + rank)
+        rig = Rig(streams, runner=FakeGroupRunner(), group=group, pace=10 * seed + rank)
+        agreement = cast(Rounds, rig.executor._rounds)._agreement
+        launched = agreement.launched
+
+        def note(this: Round) -> None:
+            rounds[rank].append(this)
+            launched(this)
+
+        agreement.launched = note  # type: ignore[method-assign]
+        lives = [rig.coordinator.create(100 * rank + it, chance.randint(3, 150), 3) for it in range(5)]
+        waiting, leavers = list(lives), set(lives if seed == rank else chance.sample(lives, 2))
+        while not all(done):
+            for life in list(waiting):
+                if chance.random() < 0.3 and rig.coordinator.admit(life, 64):
+                    waiting.remove(life)
+            for life in list(leavers):
+                if life.here and chance.random() < 0.1:
+                    rig.coordinator.withdraw(life, "abort")
+                    leavers.discard(life)
+            done[rank] = False
+            rig.executor.turn()
+            done[rank] = not waiting and rig.executor.idle
+            time.sleep(0.0002)
+        assert not rig.wrong()
+        assert not rig.executor._prompts.depth
+        assert all(life.outcome in ("length", "aborted") for life in lives)
+        rig.check_end()
+
+    def run_or_abort(rank: int) -> None:
+        try:
+            run(rank)
+        except BaseException as error:
+            errors.append(error)
+            collectives[rank].barrier.abort()
+            done[:] = [True] * 2
+
+    threads = [threading.Thread(target=run_or_abort, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_LIMIT_S)
+    if errors:
+        raise errors[0]
+    assert rounds[0] == rounds[1]
+    assert any(this.kind is RoundKind.PROMPT for this in rounds[0])
 
 
 def test_an_error_inside_a_round_is_fatal_to_the_group() -> None:
