@@ -361,7 +361,7 @@ class Seats:
         return FreeDeviceMemory(len(self._free), self.chunks.free, self.index_pages.free)
 
     def flush(self) -> None:
-        """Launch table edits not launched yet: before every step and every prompt chunk."""
+        """Launch table edits not launched yet: before every step."""
         self._tables.flush()
 
     def check_invariants(self, requests: Iterable[RunningRequest]) -> None:
