@@ -313,6 +313,7 @@ def test_prompt_behind_its_pass_waits_for_its_mask_and_may_leave(
         rig.coordinator.withdraw(held, leaving)
         rig.run_until(lambda: not held.placement)
         assert not held.tokens
+        assert not _behind_their_pass(rig)
     masks.let_go(rig)
     rig.run_until(lambda: not second.placement and not other.placement)
     if leaving not in ("", "abort"):
@@ -587,6 +588,7 @@ def test_prompts_left_at_any_point_change_no_token_and_leak_nothing(seed: int, m
     rush.rig.check_end()
     assert not prompts_of(rush.rig).depth
     assert not prompts_of(rush.rig)._prompts
+    assert not _behind_their_pass(rush.rig)
 
 
 def test_rushes_leave_at_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
