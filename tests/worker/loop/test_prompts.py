@@ -360,6 +360,27 @@ def _behind_their_pass(rig: Rig) -> list[RunningRequest]:
     return [this.requests[number] for this, number in prompts_of(rig)._undrawn]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_draft_rows_of_cut_parts_are_fed_the_token_behind_their_part(seed: int) -> None:
+    """One part is cut behind a prompt that ends; a cut one is preempted, by a pass with tokens of its own."""
+    settings = drafting_settings(1, WIDE, host_mem="2MiB", device_mem="1MiB", pass_tokens=192)
+    rig = DraftRig(make_streams(BACKENDS[seed % 2], seed), settings, 0, runner=DraftingFakeRunner(SHARED), watches=True)
+    executor, coordinator = rig.executor, rig.coordinator
+    executor._pace = executor._prompts._pace = EvenPace(64)
+    first, long = coordinator.create(1, 70, 4), coordinator.create(2, 400, 4)
+    for life in (first, long):
+        assert coordinator.admit(life, 64)
+    for number in (3, 4):
+        rig.run_until(lambda: bool(prompts_of(rig)._open) and prompts_of(rig)._open[0].place.layer == 1)
+        assert coordinator.admit(coordinator.create(number, 20 + number, 4), 64)
+        rig.run_until(lambda: prompts_of(rig).depth == 2)
+        rig.run_until(lambda: prompts_of(rig).depth < 2)
+    rig.run()
+    assert not rig.wrong()
+    assert not rig.wrong_rows
+    rig.check_end()
+
+
 # ---------------------------------------------------------------- errors
 
 
