@@ -313,7 +313,7 @@ def test_prompt_behind_its_pass_waits_for_its_mask_and_may_leave(
         rig.coordinator.withdraw(held, leaving)
         rig.run_until(lambda: not held.placement)
         assert not held.tokens
-        assert not _behind_their_pass(rig)
+        assert not any(it.request_index == held.number for it in _behind_their_pass(rig))
     masks.let_go(rig)
     rig.run_until(lambda: not second.placement and not other.placement)
     if leaving not in ("", "abort"):
@@ -358,6 +358,27 @@ def test_prompt_rows_are_told_once_all_their_layers_are_in_host_memory(
 
 def _behind_their_pass(rig: Rig) -> list[RunningRequest]:
     return [this.requests[number] for this, number in prompts_of(rig)._undrawn]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_draft_rows_of_cut_parts_are_fed_the_token_behind_their_part(seed: int) -> None:
+    """One part is cut behind a prompt that ends; a cut one is preempted, by a pass with tokens of its own."""
+    settings = drafting_settings(1, WIDE, host_mem="2MiB", device_mem="1MiB", pass_tokens=192)
+    rig = DraftRig(make_streams(BACKENDS[seed % 2], seed), settings, 0, runner=DraftingFakeRunner(SHARED), watches=True)
+    executor, coordinator = rig.executor, rig.coordinator
+    executor._pace = executor._prompts._pace = EvenPace(64)
+    first, long = coordinator.create(1, 70, 4), coordinator.create(2, 400, 4)
+    for life in (first, long):
+        assert coordinator.admit(life, 64)
+    for number in (3, 4):
+        rig.run_until(lambda: bool(prompts_of(rig)._open) and prompts_of(rig)._open[0].place.layer == 1)
+        assert coordinator.admit(coordinator.create(number, 20 + number, 4), 64)
+        rig.run_until(lambda: prompts_of(rig).depth == 2)
+        rig.run_until(lambda: prompts_of(rig).depth < 2)
+    rig.run()
+    assert not rig.wrong()
+    assert not rig.wrong_rows
+    rig.check_end()
 
 
 # ---------------------------------------------------------------- errors
@@ -473,8 +494,8 @@ class SentPages:
 
 def handed_over(backend: str, seed: int, refuses: Sequence[int] = ()) -> tuple[Rig, SentPages, list[Life]]:
     """Three prompts, packed, for other nodes; their transfers are 10, 11 and 12."""
-    settings = msgspec.structs.replace(WIDE, pass_tokens=256)
-    rig, _ = guarded(backend, seed, settings, groups=SEPARATE, pace=seed)
+    settings = msgspec.structs.replace(WIDE, pass_tokens=256, layer_group="2KiB", device_mem="1MiB")
+    rig, _ = guarded(backend, seed, settings, groups=(0, 0, 1, 1, 2), pace=seed)
     rig.executor.transfers = sent = SentPages(lambda: rig.host, refuses)  # type: ignore[assignment]
     submit = rig.coordinator.submit
 
@@ -496,7 +517,7 @@ def test_pages_are_sent_once_their_rows_are_in_host_memory(backend: str, seed: i
     """Group by group, while later layers and blocks are launched."""
     rig, sent, lives = handed_over(backend, seed)
     rig.run()
-    assert len(sent.ends) > 1
+    assert len(sent.ends) == 3, "of two layers, of two, and of one with all index keys"
     assert all(torch.equal(was, sent.part(page, group)) for _, page, group, was in sent.sent)
     assert len({(page, group) for _, page, group, _ in sent.sent}) == len(sent.sent)
     assert len(sent.sent) == len(sent.ends) * sum(-(-len(life.prompt) // PAGE_TOKENS) for life in lives)

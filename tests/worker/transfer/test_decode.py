@@ -20,6 +20,7 @@ from protocol.sizing import RESIDENT
 from protocol.units import pages_for
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.hash_runner import FakeRunner
+from tests.support.fakes.pace import EvenPace
 from tests.support.fakes.page_copier import FakePageCopier
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.transfer_rig import MODEL, arrivals, make_pool, wait_for
@@ -211,7 +212,7 @@ def test_failed_partial_transfer_leaves_and_begins_anew(parts: int) -> None:
 
 
 def test_parts_are_sent_while_later_layers_are_computed() -> None:
-    """Without delays, each group goes before the next one's layers were launched."""
+    """Without delays, each group goes before the next one's layers were launched, where a turn launches one layer."""
     launched: list[str] = []
 
     class Noted(FakeRunner):
@@ -229,9 +230,11 @@ def test_parts_are_sent_while_later_layers_are_computed() -> None:
         send(transfer_id, index, page, part)
 
     copier.send = note  # type: ignore[method-assign]
+    executor = pair.first.executor
+    executor._pace = executor._prompts._pace = EvenPace(64)
     pair.admit(30, 4)
     pair.first.run()
-    assert launched == ["part 0", "layer", "part 1", "layer", "part 2", "layer"]
+    assert launched == ["layer", "part 0", "layer", "part 1", "layer", "part 2"]
 
 
 class HastyRunner(FakeRunner):
