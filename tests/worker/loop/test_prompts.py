@@ -324,6 +324,22 @@ def test_prompt_behind_its_pass_waits_for_its_mask_and_may_leave(
     rig.check_end()
 
 
+def test_states_are_kept_for_the_masks_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt whose mask is late preempts no pass that may wait for a mask itself."""
+    masks = Masks(monkeypatch)
+    rig, runner = guarded(pace=one_unit_a_turn())
+    lives = [rig.coordinator.create(number, tokens, 4, grammar=ALTERNATING) for number, tokens in ((1, 128), (2, 30))]
+    assert rig.coordinator.admit(lives[0], 64)
+    rig.run_until(lambda: len(runner.units) == 1)
+    assert rig.coordinator.admit(lives[1], 64)
+    rig.turn(40)
+    assert len(runner.passes) == len(_behind_their_pass(rig)) == 1
+    masks.let_go(rig)
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_prompt_rows_are_told_once_all_their_layers_are_in_host_memory(
     seed: int, monkeypatch: pytest.MonkeyPatch
