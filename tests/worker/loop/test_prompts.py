@@ -21,7 +21,7 @@ from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING, SEPARATE, SHARED, FakePass, FakeRunner
-from tests.support.fakes.pace import EvenPace
+from tests.support.fakes.pace import DrawnGap, EvenPace
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.loop import grammars
@@ -286,6 +286,28 @@ def test_units_ahead_are_bounded_and_not_kept() -> None:
         rig.run_until(lambda number=number: bool(rig.coordinator.lives[number].outcome))  # type: ignore[misc]
         assert len(prompts_of(rig)._flying) <= UNITS_AHEAD
     rig.run()
+    rig.check_end()
+
+
+class Unbounded(EvenPace):
+    """Any number of units goes before a step."""
+
+    def gap(self, *, beside_steps: bool) -> DrawnGap:
+        del beside_steps
+        return DrawnGap(1_000)
+
+
+def test_few_units_are_launched_ahead_where_nobody_decodes() -> None:
+    """So that a prompt that comes, and a request that leaves, need not wait for them."""
+    rig, runner = guarded("simulated", 3, pace=Unbounded(64))
+    runnable = rig.streams.compute.runnable  # type: ignore[attr-defined]
+    rig.streams.compute.runnable = lambda: False  # type: ignore[attr-defined]
+    assert rig.coordinator.admit(rig.coordinator.create(0, 128, 4), 64)
+    rig.turn(5)
+    assert len(runner.units) == UNITS_AHEAD
+    rig.streams.compute.runnable = runnable  # type: ignore[attr-defined]
+    rig.run()
+    assert not rig.wrong()
     rig.check_end()
 
 
