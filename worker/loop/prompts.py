@@ -160,13 +160,11 @@ class Prompts:
 
     def launch(self, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
         """Launch `unit`, which `next` gave. Returns the parts whose first token is to be drawn now: with the last
-        unit of their pass. A pass that fails is given up, and those below it go on."""
+        unit of their pass. The requests of a pass that fails leave, and those of the pass below it go on."""
         opened = self._open[-1]
         try:
             return self._launch(opened, unit, 0)
         except Exception as error:
-            if self._open[-1:] == [opened]:  # it is not when it failed behind its last unit
-                self._open.pop()
             self._fail(opened.requests(), error)
             return []
 

@@ -165,6 +165,18 @@ def test_pass_of_few_units_is_not_opened_again_by_wishes_from_before_it() -> Non
         assert len(group.units) == LAYERS
 
 
+def test_pass_of_one_unit_is_not_opened_again_by_wishes_from_before_it() -> None:
+    one = agreement(layers=1)
+    one.launched(one.wake())
+    one.learned([Wish(tokens=5, block=BLOCK, units=1)])
+    this = Round(1, RoundKind.PROMPT, 5, 1, 5, 0, 0)
+    assert one.next() == this
+    one.launched(this)
+    assert one.next() is None
+    one.learned([Wish(tokens=5, block=BLOCK, units=1)])
+    assert one.next() == Round(2, RoundKind.PROMPT, 5, 2, 5, 0, 0), "they are of a prompt that came meanwhile"
+
+
 def test_pass_has_the_rows_of_the_rank_that_brings_most() -> None:
     group = Group([Rank(agreement(), prompts=[5]), Rank(agreement(), prompts=[20]), Rank(agreement())])
     group.run_round()

@@ -21,7 +21,7 @@ from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING, SEPARATE, SHARED, FakePass, FakeRunner
-from tests.support.fakes.pace import EvenPace
+from tests.support.fakes.pace import DrawnGap, EvenPace
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.loop import grammars
@@ -289,6 +289,28 @@ def test_units_ahead_are_bounded_and_not_kept() -> None:
     rig.check_end()
 
 
+class Unbounded(EvenPace):
+    """Any number of units goes before a step."""
+
+    def gap(self, *, beside_steps: bool) -> DrawnGap:
+        del beside_steps
+        return DrawnGap(1_000)
+
+
+def test_few_units_are_launched_ahead_where_nobody_decodes() -> None:
+    """So that a prompt that comes, and a request that leaves, need not wait for them."""
+    rig, runner = guarded("simulated", 3, pace=Unbounded(64))
+    runnable = rig.streams.compute.runnable  # type: ignore[attr-defined]
+    rig.streams.compute.runnable = lambda: False  # type: ignore[attr-defined]
+    assert rig.coordinator.admit(rig.coordinator.create(0, 128, 4), 64)
+    rig.turn(5)
+    assert len(runner.units) == UNITS_AHEAD
+    rig.streams.compute.runnable = runnable  # type: ignore[attr-defined]
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+
+
 # ---------------------------------------------------------------- late masks
 
 
@@ -320,6 +342,22 @@ def test_prompt_behind_its_pass_waits_for_its_mask_and_may_leave(
         assert rig.coordinator.admit(held, 64)
     rig.run()
     assert held.outcome == ("aborted" if leaving == "abort" else "length")
+    assert not rig.wrong()
+    rig.check_end()
+
+
+def test_states_are_kept_for_the_masks_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt whose mask is late preempts no pass that may wait for a mask itself."""
+    masks = Masks(monkeypatch)
+    rig, runner = guarded(pace=one_unit_a_turn())
+    lives = [rig.coordinator.create(number, tokens, 4, grammar=ALTERNATING) for number, tokens in ((1, 128), (2, 30))]
+    assert rig.coordinator.admit(lives[0], 64)
+    rig.run_until(lambda: len(runner.units) == 1)
+    assert rig.coordinator.admit(lives[1], 64)
+    rig.turn(40)
+    assert len(runner.passes) == len(_behind_their_pass(rig)) == 1
+    masks.let_go(rig)
+    rig.run()
     assert not rig.wrong()
     rig.check_end()
 

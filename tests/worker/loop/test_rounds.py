@@ -107,9 +107,10 @@ def test_a_sleeping_group_is_woken_once_by_work_and_follows_the_wakes_of_others(
 
 
 class FakeGroupRunner(FakeRunner):
-    """Counts the units to which its rank brings no rows. `breaks`: the unit of the last layer fails."""
+    """Counts the units to which its rank brings rows, and those that it pads. `breaks`: the unit of the last layer
+    fails."""
 
-    padded = 0
+    launched = padded = 0
     breaks = False
 
     def launch_padding(self, streams: Streams, layer: int, rows: int) -> None:
@@ -119,6 +120,7 @@ class FakeGroupRunner(FakeRunner):
     def launch_unit(self, streams: Streams, state: DeviceState, prompts: PromptPass, layer: int, *place: Any) -> None:
         if self.breaks and layer == self.layers - 1:
             raise RuntimeError("a broken unit")
+        self.launched += 1
         super().launch_unit(streams, state, prompts, layer, *place)
 
 
@@ -205,10 +207,11 @@ def test_pass_is_preempted_by_as_many_rows_as_it_has_whoever_brings_them() -> No
     """Rows of the group's passes count on every rank, also on one that pads them."""
     rig = rig_of_a_rank()
     prompts = rig.executor._prompts
-    assert rig.coordinator.admit(rig.coordinator.create(1, 60, 8), 64)
+    assert rig.coordinator.admit(rig.coordinator.create(1, 150, 8), 64)
     while not prompts.depth:
         rig.turn()
     (below,) = prompts._open
+    assert prompts.wished() == (64, 0), "the next pass goes on behind this one"
     prompts.open(40)
     assert (prompts.depth, below.preempting) == (2, 40)
     assert prompts._open[1].launched is None
@@ -226,7 +229,8 @@ def test_ranks_go_through_the_same_passes_whoever_leaves(seed: int) -> None:
         chance = random.Random(10 * seed + rank)
         group: Any = SimpleNamespace(rank=rank, size=2, control=controls[rank], collectives=collectives[rank])
         streams = make_streams(("inline", "simulated")[seed % 2], seed + rank)
-        rig = Rig(streams, runner=FakeGroupRunner(), group=group, pace=10 * seed + rank)
+        runner = FakeGroupRunner()
+        rig = Rig(streams, runner=runner, group=group, pace=10 * seed + rank)
         agreement = cast(Rounds, rig.executor._rounds)._agreement
         launched = agreement.launched
 
@@ -250,6 +254,7 @@ def test_ranks_go_through_the_same_passes_whoever_leaves(seed: int) -> None:
             done[rank] = not waiting and rig.executor.idle
             time.sleep(0.0002)
         assert not rig.wrong()
+        assert runner.launched + runner.padded == sum(this.kind is RoundKind.PROMPT for this in rounds[rank])
         assert not rig.executor._prompts.depth
         assert all(life.outcome in ("length", "aborted") for life in lives)
         rig.check_end()
