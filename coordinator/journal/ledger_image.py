@@ -84,9 +84,10 @@ def ledger_from(parts: Sequence[NodePart]) -> Ledger:
         for holding in part.holdings:
             _restore_holding(ledger, holding)
         for key, data in part.quarantines:
-            pages = unpack_int32(data, "pages").copy()
-            ledger._quarantines[key] = [pages]
-            ledger._refcounts[pages] += 1
+            arrays = _without_repeats(unpack_int32(data, "pages"))
+            ledger._quarantines[key] = arrays
+            for pages in arrays:
+                ledger._refcounts[pages] += 1
         cached = unpack_int32(part.cached, "cached")
         ledger._is_cached[cached] = True
         ledger._refcounts[cached] += 1
@@ -94,6 +95,18 @@ def ledger_from(parts: Sequence[NodePart]) -> Ledger:
     ledger.pages_shared = int(np.count_nonzero(ledger._refcounts - ledger._is_cached > 1))
     ledger.pages_idle = int(np.count_nonzero(ledger._is_cached & (ledger._refcounts == 1)))
     return ledger
+
+
+def _without_repeats(pages: Int32Array) -> list[Int32Array]:
+    """`pages` cut before each page that the array before the cut has already: two lost placements may hold one page,
+    and each counts. Released in this order, pages become free as in the original."""
+    seen, cuts = set[int](), list[int]()
+    for place, page in enumerate(pages.tolist()):
+        if page in seen:
+            cuts.append(place)
+            seen.clear()
+        seen.add(page)
+    return [part.copy() for part in np.split(pages, cuts)]
 
 
 def _restore_budget(ledger: Ledger, image: BudgetImage) -> None:

@@ -31,8 +31,8 @@ class PromptWaits:
 
     def explain(self, entry: RequestEntry) -> str:
         """Return how much of the prompt is computed, or how many prompts come first; "" if it is staged, or goes
-        through decode steps."""
-        if not _is_in_slab(entry):
+        through decode steps, or before its worker is back."""
+        if not _is_in_slab(entry) or entry.worker not in self._placement_table.workers:
             return ""
         place = waits, left, _ = self._place(entry)
         places = self._on(entry.worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
@@ -85,7 +86,7 @@ class RequestTable:
         self.by_placement: dict[int, LiveRequest] = {}
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.pending = PendingReasons(dispatch.placement_table, dispatch.policy, self._request_id)
-        self._placement_table = dispatch.placement_table
+        self._prompt_waits = partial(PromptWaits, dispatch.placement_table, token_log.durable)
         self._token_log = token_log
         self._settings = settings
         self._wall_offset_s = wall_offset_s
@@ -273,13 +274,9 @@ class RequestTable:
             return self.pending.explain(entry, now)
         return None
 
-    def _prompt_waits(self) -> PromptWaits:
-        return PromptWaits(self._placement_table, self._token_log.durable)
-
     def _prompt_wait(self, live: LiveRequest, waits: PromptWaits) -> str:
         """How far its prompt is, while its worker computes it; "" in other states, and before its worker is back."""
-        is_computed = live.state.state is State.PREFILLING and live.entry.worker in self._placement_table.workers
-        return waits.explain(live.entry) if is_computed else ""
+        return waits.explain(live.entry) if live.state.state is State.PREFILLING else ""
 
     def _request_id(self, request_index: int) -> str:
         return self.by_index[request_index].facts.request_id

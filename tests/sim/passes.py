@@ -14,8 +14,8 @@ from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
 #: Of the simulated model.
 LAYERS: Final = 2
 #: Tokens of a pass at most, and rows of a unit.
-PASS_TOKENS: Final = 48
-BLOCK_TOKENS: Final = 16
+PASS_TOKENS: Final = 16
+BLOCK_TOKENS: Final = 8
 #: Open at the same time.
 PASSES_MAX: Final = 2
 

@@ -297,7 +297,7 @@ class Unbounded(EvenPace):
         return DrawnGap(1_000)
 
 
-def test_few_units_are_launched_ahead_where_nobody_decodes() -> None:
+def test_few_units_are_launched_ahead_where_no_request_decodes() -> None:
     """So that a prompt that comes, and a request that leaves, need not wait for them."""
     rig, runner = guarded("simulated", 3, pace=Unbounded(64))
     runnable = rig.streams.compute.runnable  # type: ignore[attr-defined]

@@ -186,7 +186,7 @@ def test_masks_that_are_late_change_no_token_of_a_rank(monkeypatch: pytest.Monke
 
 
 def test_blocks_are_the_largest_where_no_rank_decodes() -> None:
-    """Nobody's gap is to be held: the rounds take what the runner takes."""
+    """There is no gap to hold: the rounds take what the runner takes."""
     rig = rig_of_a_rank()
     asked, block = list[bool](), rig.executor._pace.block
 
@@ -203,7 +203,7 @@ def test_blocks_are_the_largest_where_no_rank_decodes() -> None:
     assert any(asked)
 
 
-def test_pass_is_preempted_by_as_many_rows_as_it_has_whoever_brings_them() -> None:
+def test_pass_is_preempted_by_as_many_rows_as_it_has_on_all_ranks_together() -> None:
     """Rows of the group's passes count on every rank, also on one that pads them."""
     rig = rig_of_a_rank()
     prompts = rig.executor._prompts
@@ -218,7 +218,7 @@ def test_pass_is_preempted_by_as_many_rows_as_it_has_whoever_brings_them() -> No
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_ranks_go_through_the_same_passes_whoever_leaves(seed: int) -> None:
+def test_ranks_go_through_the_same_passes_whichever_requests_leave(seed: int) -> None:
     """Two ranks as threads, with prompts of their own, of which some leave amid passes: all of one rank's, too."""
     collectives = ThreadCollectives.of(2)
     controls: list[GroupControl] = []
