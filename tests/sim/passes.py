@@ -13,8 +13,8 @@ from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
 
 #: Of the simulated model.
 LAYERS: Final = 2
-#: Tokens of a pass at most, and rows of a unit.
-PASS_TOKENS: Final = 16
+#: Tokens of a pass at most, of which a worker draws one, and rows of a unit.
+PASS_TOKENS: Final = (16, 48)
 BLOCK_TOKENS: Final = 8
 #: Open at the same time.
 PASSES_MAX: Final = 2
@@ -58,6 +58,7 @@ class SimPrompts(Generic[P]):
 
     def __post_init__(self) -> None:
         self._order = PromptOrder(unit_tokens=self.page_tokens)
+        self.tokens = self.rng.choice(PASS_TOKENS)
 
     def add(self, run: P) -> None:
         self.prompts.append(run)
@@ -83,22 +84,22 @@ class SimPrompts(Generic[P]):
         while self.open and not self.open[-1].parts:
             self.open.pop()
         if not self.open:
-            self._begin(self._order.compose(self._eligible(), PASS_TOKENS))
+            self._begin(self._order.compose(self._eligible(), self.tokens))
         elif len(self.open) < PASSES_MAX:
-            self._begin(self._preempting(PASS_TOKENS))
+            self._begin(self._preempting(self.tokens))
         return self.open[-1].place.unit(self.block()) if self.open else None
 
     # ---------------------------------------------------------------- a rank of a group
 
     def wished(self) -> tuple[int, int]:
         """Tokens for the next pass, and for one that preempts the open one."""
-        taken = self._order.compose(self._eligible(behind_open=True), PASS_TOKENS)
-        urgent = self._preempting(PASS_TOKENS) if len(self.open) == 1 else []
+        taken = self._order.compose(self._eligible(behind_open=True), self.tokens)
+        urgent = self._preempting(self.tokens) if len(self.open) == 1 else []
         return _tokens(taken), _tokens(urgent)
 
     def begin(self, rows: int) -> None:
         """A pass of the group opens."""
-        limit = min(rows, PASS_TOKENS)
+        limit = min(rows, self.tokens)
         taken = self._preempting(limit) if self.open else self._order.compose(self._eligible(), limit)
         if not self._begin(taken, rows):
             self.open.append(SimPass(PassPlace(0, rows, LAYERS), [], []))
@@ -131,7 +132,7 @@ class SimPrompts(Generic[P]):
 
     def _preempting(self, tokens: int) -> list[Taken]:
         opened = self.open[-1]
-        left = opened.left_tokens or [PASS_TOKENS]
+        left = opened.left_tokens or [self.tokens]
         tokens = min(tokens, opened.place.rows - opened.preempting)
         return self._order.preempting(self._eligible(), left, opened.place.rows_left, tokens)
 
