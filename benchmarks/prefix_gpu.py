@@ -203,7 +203,7 @@ class PromptWorker:
 
 
 def compare_tokens(worker: PromptWorker, prefix: int, prompts: int, pass_tokens: int) -> dict[str, Any]:
-    """Of so many prompts, behind `prefix` restored tokens, and behind the part of them that whole passes make up."""
+    """Time so many prompts, behind `prefix` restored tokens, and behind the part of them that whole passes make up."""
     aligned = prefix // math.lcm(pass_tokens, PAGE_TOKENS) * math.lcm(pass_tokens, PAGE_TOKENS)
     moved, same = Comparison(), Comparison()
     ask = partial(worker.answer, logprobs=LOGPROBS_MAX)

@@ -33,9 +33,8 @@ import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
 #: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts, ranks of
-#: requests for workers. 8: owners of requests for workers, waiting
-#: prompts of workers. A coordinator serves peers of the version before, too
-#: (protocol/skew.py).
+#: requests for workers. 8: owners of requests for workers, waiting prompts of workers. A coordinator serves peers of
+#: the version before, too (protocol/skew.py).
 PROTOCOL_VERSION: Final = 8
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.

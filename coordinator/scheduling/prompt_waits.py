@@ -1,4 +1,4 @@
-"""How far the prompt of a request on a worker is, and what it waits for there. Pure.
+"""The progress of a prompt on a worker, and what it waits for there. Pure.
 
 A worker tells which rows of a prompt are durable each time a pass of it has ended; the rest is known from the placement
 table. Which prompt comes next is the worker's decision: owners share, and of one owner's the shortest rest comes first.
@@ -56,5 +56,5 @@ class PromptWaits:
 
 
 def _is_in_slab(entry: RequestEntry) -> bool:
-    """Whether `entry` was admitted with a prompt to compute, and that is not staged."""
+    """Tell whether `entry` was admitted with a prompt to compute, and that is not staged."""
     return entry.phase is EntryPhase.STARTING and entry.slab_pages > 0

@@ -275,7 +275,7 @@ class RequestTable:
         return None
 
     def _prompt_wait(self, live: LiveRequest, waits: PromptWaits) -> str:
-        """How far its prompt is, while its worker computes it; "" in other states, and before its worker is back."""
+        """The progress of its prompt while a worker computes it; "" in other states, and before that worker is back."""
         return waits.explain(live.entry) if live.state.state is State.PREFILLING else ""
 
     def _request_id(self, request_index: int) -> str:

@@ -353,6 +353,7 @@ def _print(
         write_line(f"Weights on each GPU{shared}: {size_text(sum(held.weights.values()))} ({parts}).")
         if held.exchange:
             write_line(f"Buffers for the exchange of rows: {size_text(held.exchange)}.")
+        write_line(f"Prompt passes: {size_text(held.prompts)}.")
     columns: list[Column[Choice]] = [
         Column("HOT SLOTS", lambda it: str(it.hot_slots) if it.hot_slots else "resident", True),
         Column("HOT BUFFER", lambda it: size_text(it.hot_bytes), True),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
 from tests.sim.trace import Violation
-from worker.device.passes import PassPlace, PassUnit
+from worker.device.passes import PASSES_MAX, PassPlace, PassUnit
 from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
 
 #: Of the simulated model.
@@ -16,12 +16,10 @@ LAYERS: Final = 2
 #: Tokens of a pass at most, of which a worker draws one, and rows of a unit.
 PASS_TOKENS: Final = (16, 48)
 BLOCK_TOKENS: Final = 8
-#: Open at the same time.
-PASSES_MAX: Final = 2
 
 
 class Prompt(Protocol):
-    """What passes ask of a placement."""
+    """A placement, as passes see it."""
 
     prompt: Sequence[int]
     prefilled: int

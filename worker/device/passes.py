@@ -12,9 +12,12 @@ between any two of them: decode steps go there, and a pass of shorter prompts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from protocol.errors import InternalError
+
+#: Passes that are open at the same time: one, and one that preempts it.
+PASSES_MAX: Final = 2
 
 
 class PassUnit(NamedTuple):
@@ -31,7 +34,7 @@ class PassUnit(NamedTuple):
 
 @dataclass
 class PassPlace:
-    """How far a pass of `rows` through `layers` is: its next unit begins at row `first` of `layer`."""
+    """The place of a pass of `rows` in its `layers`: its next unit begins at row `first` of `layer`."""
 
     number: int
     rows: int
@@ -41,12 +44,12 @@ class PassPlace:
 
     @property
     def is_over(self) -> bool:
-        """Whether every unit was launched."""
+        """Tell whether every unit was launched."""
         return self.layer == self.layers
 
     @property
     def rows_left(self) -> float:
-        """What is left to do, in rows that go through all layers."""
+        """Work that is left, in rows that go through all layers."""
         return self.rows * (self.layers - self.layer) / self.layers - self.first / self.layers
 
     def unit(self, block: int) -> PassUnit:

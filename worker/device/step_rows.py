@@ -1,4 +1,4 @@
-"""How many rows a decode step takes of each request and a block of prompts takes, and what follows from that. Pure.
+"""Rows of a decode step by request, rows of a block of prompts, and what follows from them. Pure.
 
 Plain decoding takes one row. With n drafted tokens a step takes 1 + n rows of a request, at consecutive positions: the
 first is fed the token that comes next, the others drafts of those behind it. How many of them hold is known once the

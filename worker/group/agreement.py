@@ -30,10 +30,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from protocol.errors import InternalError
-from worker.device.passes import PassPlace, PassUnit
-
-#: Passes that are open at the same time.
-PASSES_MAX: Final = 2
+from worker.device.passes import PASSES_MAX, PassPlace, PassUnit
 
 
 class RoundKind(Enum):
@@ -59,7 +56,7 @@ class Round(NamedTuple):
 
     @property
     def opens(self) -> bool:
-        """Whether it is the first unit of its pass."""
+        """Tell whether this is the first unit of its pass."""
         return self.kind is RoundKind.PROMPT and not self.layer and not self.first
 
     @property
@@ -68,8 +65,8 @@ class Round(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a rank would bring: `rows` of a decode batch; `tokens` to the next pass, and `urgent` tokens to one that
-    preempts the open one. `block`: rows of a unit at most; `units`: between two decode rounds at most."""
+    """Work that a rank would bring: `rows` of a decode batch; `tokens` to the next pass, and `urgent` tokens to one
+    that preempts the open one. `block`: rows of a unit at most; `units`: between two decode rounds at most."""
 
     rows: int = 0
     tokens: int = 0

@@ -15,8 +15,9 @@ cost nothing. A request whose next page was not granted parks and takes no part 
 Memory leaves a request after its `quiesced` fences were observed (I2); chunks that a resize frees are used again behind
 `chunk_reclaimed`.
 
-What one request causes (bad input, a failing prefill, a stop string) is Faulted for that request. An error of a step,
-of a fence or of an invariant is the worker's own and ends the loop: the process must die with it, loudly.
+What one request causes (bad input, a first token, a stop string) is Faulted for that request, and what fails in a unit
+for the requests of its pass. An error of a step, of a fence or of an invariant is the worker's own and ends the loop:
+the process must die with it, loudly.
 
 Rejected: asyncio or trio in here (launching is synchronous, and a loop that blocks on the device must not share a
 thread with the link); a thread per stream (order would come from locks that no fence table names).
@@ -312,6 +313,7 @@ class Executor:
             self._prompts.open(this.pass_rows)
         for part in self._prompts.launch_round(cast(GroupRunner, self._runner), this.unit):
             self._draw_first(*part)
+        self.counters.prompt_units += 1
 
     def _wish(self) -> Wish:
         rows = sum(request.progress.has_room and not request.lacks_mask for request in self._running)
@@ -601,7 +603,7 @@ class Executor:
     # ---------------------------------------------------------------- launches
 
     def _launch_prompts(self, *, beside_steps: bool) -> bool:
-        """First tokens that waited for a mask, and units before the next step; whether there was any."""
+        """Launch first tokens that waited for a mask, and units before the next step; whether there was any."""
         busy, gap = self._draw_late(), self._pace.gap(beside_steps=beside_steps)
         while beside_steps or not self._prompts.held():
             unit = self._prompts.next(beside_steps=beside_steps, left_s=gap.left_s)
@@ -609,17 +611,18 @@ class Executor:
                 break
             for part in self._prompts.launch(unit):
                 self._draw_first(*part)
+            self.counters.prompt_units += 1
             busy = True
             if self._commands:
                 break
         return busy
 
     def _may_launch(self, request: RunningRequest) -> bool:
-        """Whether neither a batch, nor other ranks, would wait for the prefix of a prompt."""
+        """Tell whether neither a batch, nor other ranks, would wait for the prefix of a prompt."""
         return not request.prefix_loads or not (self._running or self._rounds is not None)
 
     def _draw_late(self) -> bool:
-        """First tokens whose masks came behind their passes; whether there was any."""
+        """Launch first tokens whose masks came behind their passes; whether there was any."""
         late = self._prompts.late()
         for this, number in late:
             self._prompts.drew(this, number)
@@ -642,7 +645,6 @@ class Executor:
     def _ran(self, rows: int, seconds: float) -> None:
         """A unit of `rows` took `seconds` on the device."""
         self._pace.ran(rows, seconds)
-        self.counters.prompt_units += 1
         self.counters.prompt_s += seconds
 
     def _ended_pass(self, tokens: int) -> None:
@@ -652,7 +654,7 @@ class Executor:
         self.counters.prompts_since = self._prompts.waiting_since()
 
     def _note_pace(self) -> None:
-        """What is known of gaps, for scrapes; a target that no gap can hold is told once."""
+        """Count what is known of gaps; log once that no gap can hold the target."""
         counters, pace = self.counters, self._pace
         counters.plain_step_s, counters.gap_target_s = pace.plain_step_s, pace.target_s
         if pace.is_target_too_small and not counters.gap_target_too_small:

@@ -1,4 +1,4 @@
-"""How much prompt work goes between two decode steps, so that the gaps of decoding requests hold a target. Pure.
+"""The prompt work between two decode steps, so that the gaps of decoding requests hold a target. Pure.
 
 A *plain step* is a decode step by itself; a *gap* is what a decoding request sees from token to token, a plain step and
 the units between it and the step before. Both times are measured on the device as work goes on. A unit's time is kept
@@ -11,7 +11,7 @@ was, since all units read the same weights: so it is tried again now and then.
     block     the largest size whose unit takes no longer than a plain step, nor than the budget
     units     as many as fit the budget, and at least one, since prompts must go on; the last ones smaller, to fill it
 
-Where nobody decodes, blocks are as large as can be.
+Where no request decodes, blocks are as large as can be.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Gap:
         self.left_s, self._taken = budget_s, 0
 
     def take(self, seconds: float) -> bool:
-        """Whether one more unit, of that many seconds, may go before the next step. The first one always may; where
-        units were not measured (0) and the budget is finite, no other one may."""
+        """Take one more unit, of that many seconds, if it may go before the next step; returns whether. The first one
+        always may; where units were not measured (0) and the budget is finite, no other one may."""
         if self._taken >= UNITS_MAX or (self._taken and not self._has_room(seconds)):
             return False
         self.left_s -= seconds
@@ -82,7 +82,7 @@ class Gap:
 
 
 class Pacing(Protocol):
-    """What the loop asks of a pace. A port: tests draw sizes at random."""
+    """A pace, as the loop sees it. A port: tests draw sizes at random."""
 
     def block(self, *, beside_steps: bool, left_s: float = inf) -> int: ...
     def gap(self, *, beside_steps: bool) -> Gap: ...
@@ -138,7 +138,7 @@ class Pace:
 
     @property
     def is_target_too_small(self) -> bool:
-        """Whether a target that was set is below a plain step, as far as that was measured."""
+        """Tell whether a target that was set is below a plain step, as far as that was measured."""
         return self._target_ms != "auto" and 0 < self.target_s < self.plain_step_s
 
     @property
@@ -175,7 +175,7 @@ class Pace:
         return max((size for size in fits if self.unit_s(size) <= left_s), default=whole)
 
     def units(self, rows: int, *, beside_steps: bool) -> int:
-        """Units of `rows` between two steps; many where nobody decodes."""
+        """Units of `rows` between two steps; many where no request decodes."""
         if not beside_steps or self._target_ms == 0:
             return UNITS_MAX
         unit = self.unit_s(rows)

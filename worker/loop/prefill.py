@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.state import DeviceState
 from protocol.logprobs import ROW_WORDS_MAX
-from worker.device.passes import PassUnit
+from worker.device.passes import PASSES_MAX, PassUnit
 from worker.device.pinned import host_tensor
 from worker.loop.batch import INDEX_KEYS, RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring
@@ -33,9 +33,6 @@ from worker.runners.base import DraftRunner, PromptPart, PromptPass, Runner, Sam
 from worker.runners.logprobs import allocate_rows
 from worker.streams import Streams
 from worker.transfer.layer_groups import LayerGroups
-
-#: Passes that are open at the same time: one, and one that preempts it.
-PASSES_MAX = 2
 
 
 @dataclass(eq=False)
@@ -48,10 +45,6 @@ class LaunchedPass:
 
     def part(self, number: int) -> PromptPart:
         return self.prompts.parts[number]
-
-    def holds(self, request: RunningRequest) -> bool:
-        """Whether units of this pass that are launched later touch memory of `request`."""
-        return any(it is request and number not in self.prompts.left for number, it in enumerate(self.requests))
 
     def leave(self, request: RunningRequest) -> None:
         """`request` leaves: nothing more is launched for it."""
@@ -123,14 +116,14 @@ class Prefill:
         self._runner.launch_unit(self._streams, self._state, this.prompts, *where, written, rows)
 
     def end(self, this: LaunchedPass, number: int) -> None:
-        """Behind the last unit: the draft layer's rows of a part that does not end its prompt."""
+        """Launch, behind the last unit, the draft layer's rows of a part that does not end its prompt."""
         if self._drafts:
             following = this.following[number : number + 1]
             self._launch_drafts(this, number, following=following)
 
     def draw(self, this: LaunchedPass, number: int) -> None:
-        """Behind the last unit: the first token of a part that ends its prompt; `first_token` is set then. Its request
-        has a mask, if it has a grammar."""
+        """Launch, behind the last unit, the first token of a part that ends its prompt; `first_token` is set then. Its
+        request has a mask, if it has a grammar."""
         request = this.requests[number]
         outputs = self._outputs_with_logprobs if request.logprob_words else self._outputs
         self._runner.launch_first_token(self._streams, self._sampler, this.prompts, number, outputs, request.adjust)

@@ -1,4 +1,4 @@
-"""Which prompts the next pass takes. Pure.
+"""The order of prompts, and the prompts that a pass takes. Pure.
 
 Owners share prompt work: the next tokens are those of the owner who was served least of those who wait. Within an owner
 the prompt with the fewest tokens left goes first, and waiting counts: each second takes AGING_TOKENS off, so that a
@@ -66,15 +66,15 @@ class PromptOrder:
         self._served: dict[str, float] = {}
 
     def compose(self, prompts: Sequence[WaitingPrompt], tokens: int) -> list[Taken]:
-        """What the next pass of `tokens` at most takes of `prompts`, which are all that wait."""
+        """Compose the next pass, of `tokens` at most, of `prompts`, which are all that wait."""
         self._served = self._standing({it.owner for it in prompts})
         return self._fill(prompts, tokens, cuts=True)
 
     def preempting(
         self, prompts: Iterable[WaitingPrompt], open_tokens: Sequence[int], rows_left: float, tokens: int
     ) -> list[Taken]:
-        """What preempts a pass that has `rows_left` to do: of `tokens` at most. `open_tokens`: what each prompt of that
-        pass had left when the pass began."""
+        """Compose a pass, of `tokens` at most, that preempts one with `rows_left` to do. `open_tokens`: what each
+        prompt of that one had left when it began."""
         shortest = min(open_tokens, default=0)
         shorter = [it for it in prompts if it.tokens < shortest]
         return self._fill(shorter, min(tokens, int(rows_left)), cuts=False)
@@ -107,6 +107,6 @@ class PromptOrder:
         return taken
 
     def _standing(self, owners: Iterable[str]) -> dict[str, float]:
-        """What `owners` were served. One that did not wait begins where the least served of the others stands."""
+        """Return what `owners` were served. One that did not wait begins where the least served of the others is."""
         least = min((self._served[it] for it in owners if it in self._served), default=0.0)
         return {it: self._served.get(it, least) for it in owners}

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, NamedTuple, cast
 
-from worker.device.passes import PassPlace, PassUnit
+from worker.device.passes import PASSES_MAX, PassPlace, PassUnit
 from worker.loop.batch import RunningRequest
 from worker.loop.pace import Pacing
-from worker.loop.prefill import PASSES_MAX, LaunchedPass, Prefill
+from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
 from worker.loop.swap import Swap
 from worker.runners.base import GroupRunner
@@ -28,12 +28,12 @@ from worker.streams import Fence, Streams
 
 #: Passes whose hidden states wait for a mask, beside those that are open.
 UNDRAWN_MAX: Final = 1
-#: Units launched ahead of the one that runs, where nobody decodes.
+#: Units launched ahead of the one that runs, where no request decodes.
 UNITS_AHEAD: Final = 3
 
 
 class PassSizes(NamedTuple):
-    """What passes of a worker are made of. `layers` of the model; `tokens` of a pass at most."""
+    """Sizes of the passes of a worker: `layers` of the model, `tokens` of a pass at most."""
 
     layers: int
     tokens: int
@@ -55,7 +55,7 @@ class OpenPass:
 
     @property
     def is_left(self) -> bool:
-        """Whether nobody waits for the rest of it."""
+        """Tell whether all of its requests have left."""
         return not self.staying()
 
     def staying(self) -> list[int]:
@@ -64,17 +64,17 @@ class OpenPass:
 
     @property
     def lacks_mask(self) -> bool:
-        """Whether the first token of a part could not be drawn now."""
+        """Tell whether the first token of a part could not be drawn now."""
         this = self.launched
         return this is not None and any(this.part(it).ends and this.requests[it].lacks_mask for it in self.staying())
 
     def requests(self) -> list[RunningRequest]:
-        """Those that have not left."""
+        """Requests that have not left."""
         return [] if self.launched is None else [self.launched.requests[number] for number in self.staying()]
 
 
 class Prompts:
-    """Used by the decode loop's thread."""
+    """Prompts that wait, and open passes. One thread uses them: the decode loop's."""
 
     def __init__(
         self,
@@ -125,13 +125,13 @@ class Prompts:
         self._undrawn.remove((this, number))
 
     def waiting_since(self) -> tuple[float, ...]:
-        """When each prompt came, by the clock, whose first token was not launched yet."""
+        """Times, by the clock, at which prompts came whose first token was not launched yet."""
         late = [this.requests[number] for this, number in self._undrawn]
         return tuple(request.since_s for request in [*self._prompts.values(), *late])
 
     @property
     def has_work(self) -> bool:
-        """Whether a unit could be launched."""
+        """Tell whether a unit could be launched."""
         return any(not it.is_left for it in self._open) or bool(self._eligible())
 
     @property
@@ -140,7 +140,7 @@ class Prompts:
         return len(self._open)
 
     def held(self) -> bool:
-        """Whether as many units are launched and have not run as may be ahead where nobody decodes."""
+        """Tell whether as many units are launched and have not run as may be ahead where no request decodes."""
         return len(self._flying) == UNITS_AHEAD and not self._flying[0].done()
 
     # ---------------------------------------------------------------- one worker
@@ -197,7 +197,7 @@ class Prompts:
             self._push(OpenPass(self._place(rows), None))
 
     def launch_round(self, runner: GroupRunner, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
-        """As `launch`, for the unit of a round."""
+        """Launch the unit of a round, or pad it. Returns as `launch` does; what it raises is the group's."""
         opened = self._open[-1]
         first, stop = min(unit.first, opened.own_rows), min(unit.stop, opened.own_rows)
         if first < stop:
@@ -222,8 +222,8 @@ class Prompts:
         return found
 
     def _may_take(self, request: RunningRequest) -> bool:
-        """Whether a pass may take `request` without states kept for too many masks, and without waiting for a prefix:
-        nor may a pass that is open."""
+        """Tell whether a pass may take `request` without states kept for too many masks, and whether neither that pass
+        nor an open one would wait for a prefix."""
         if request.lacks_mask and self._passes_without_mask() >= UNDRAWN_MAX:
             return False
         return self._may_launch(request) and not (self._open and request.prefix_loads)
@@ -234,7 +234,7 @@ class Prompts:
         return len(late) + sum(opened.lacks_mask for opened in self._open)
 
     def _open_stops(self) -> dict[int, int]:
-        """Where the next pass goes on with each prompt of an open one, by placement."""
+        """Positions at which the next pass goes on with prompts of open ones, by placement."""
         return {
             opened.launched.requests[number].placement: opened.launched.part(number).stop
             for opened in self._open
@@ -292,7 +292,7 @@ class Prompts:
         return self._close(opened) if opened.place.is_over else []
 
     def _close(self, opened: OpenPass) -> list[tuple[LaunchedPass, int]]:
-        """Its last unit was launched. Returns the parts whose first token is to be drawn."""
+        """End a pass whose last unit was launched. Returns the parts whose first token is to be drawn."""
         self._open.remove(opened)
         this, drawn = opened.launched, list[tuple[LaunchedPass, int]]()
         if this is None:

@@ -68,7 +68,7 @@ class Projected:
         return torch.cat((self.latent, self.key_rope), dim=-1)
 
     def of_tokens(self, tokens: slice) -> Projected:
-        """Those of some tokens."""
+        """The projections of some tokens."""
         queries = self.query_nope[:, :, tokens], self.query_rope[:, :, tokens]
         return Projected(*queries, self.latent[:, tokens], self.key_rope[:, tokens])
 
@@ -80,7 +80,7 @@ class IndexProjected:
     weights: Tensor  # float32 [N, S, H], scaled by H ** -0.5
 
     def of_tokens(self, tokens: slice) -> IndexProjected:
-        """Those of some tokens."""
+        """The projections of some tokens."""
         return IndexProjected(self.queries[:, tokens], self.keys[:, tokens], self.weights[:, tokens])
 
 

@@ -266,7 +266,7 @@ class Runner(Protocol):
         outputs: StepOutputs,
         adjust: Adjust | None,
     ) -> None:
-        """Behind the last unit of a pass: draw the first token of part `number`, which ends its prompt.
+        """Draw, behind the last unit of a pass, the first token of part `number`, which ends its prompt.
 
         It goes to outputs.tokens[0] and sampler.last_token[seat], and what the last token selected to
         outputs.warm_start; `adjust` is what the request asks for.
@@ -343,7 +343,7 @@ class DraftRunner(Runner, Protocol):
         outputs: StepOutputs | None = None,
         following: torch.Tensor | None = None,
     ) -> None:
-        """Behind the last unit of a pass: the draft layer's rows and index keys of part `number`.
+        """Write, behind the last unit of a pass, the draft layer's rows and index keys of part `number`.
 
         A part that ends its prompt comes with the `outputs` of its first token, which was launched before: the token
         behind its last one is that token, and outputs.warm_start receives what its last token selects in this layer.

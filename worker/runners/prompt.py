@@ -105,7 +105,7 @@ class PromptAttention(Protocol):
         scale: float,
         last: Tensor | None,
     ) -> Tensor:
-        """What each token of a piece attends to; the piece begins at `start` and its index keys are written. `last`
+        """Select what each token of a piece attends to; the piece begins at `start`, its index keys are written. `last`
         int32[k] receives the positions that its last token selects, -1 padded."""
         ...
 

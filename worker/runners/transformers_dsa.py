@@ -237,7 +237,7 @@ class TransformersRunner:
 
     @property
     def block_tokens_max(self) -> int:
-        """Of the form of prefill, as far as a round of the group has room."""
+        """Rows of the largest unit, by the form of prefill and the room of a group's round."""
         return self._block_tokens_max
 
     def prompt_bytes(self, pass_tokens: int) -> int:
@@ -427,7 +427,7 @@ class TransformersRunner:
         warm_start: Tensor | None,
         drafting: Drafting,
     ) -> None:
-        """In blocks as the model's layers take."""
+        """Write the draft layer's rows of a part, in blocks as the model's layers take."""
         part = prompts.parts[number]
         behind = sampler.last_token[part.seat : part.seat + 1].long() if following is None else following
         shifted, size = torch.cat((prompts.tokens[part.first + 1 : part.end], behind)), self.block_tokens_max

@@ -56,7 +56,9 @@ def _spec(producers: str, consumers: str, guards: str, placement: Placement = "b
 
 
 FENCES: Final[dict[str, FenceSpec]] = {
-    "inputs_consumed": _spec("compute", "host", "a buffer of the input ring is overwritten only after it was read"),
+    "inputs_consumed": _spec(
+        "compute", "host", "inputs are overwritten only after they were read; few units are ahead"
+    ),
     "prefill_written": _spec("compute", "stage", "staging reads slab rows and index keys that prefill has written"),
     "staged": _spec("stage", "host", "decoding reads the prompt's host rows; its slab chunks are used again"),
     "row_written": _spec("compute", "backup", "backup reads the plan, the new row and index key of every layer"),

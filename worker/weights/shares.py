@@ -1,4 +1,4 @@
-"""What one rank of a group holds on a GPU, by the size of the group: weights, its exchange, prompt passes. Pure.
+"""Bytes of one rank of a group on a GPU, by the size of the group: weights, its exchange, prompt passes. Pure.
 
 Routed experts are divided among the ranks; attention, indexers, dense layers, shared experts and embeddings are held by
 each. So a rank of a twice as large group holds more than half as much.
@@ -35,8 +35,8 @@ def rank_bytes(
     deterministic: bool = False,
     draft_layer: bool = False,
 ) -> RankBytes:
-    """Of any rank of a group of `group_size`, whose rounds have at most `rows` rows of each rank. `pass_tokens`
-    of a prompt pass; 0: none is counted.
+    """Return the bytes of any rank of a group of `group_size`, whose rounds have at most `rows` rows of each rank.
+    `pass_tokens` of a prompt pass; 0: none is counted.
 
     `block` and `draft_layer` as in `weights_bytes`. Raises ConfigError where experts cannot be divided evenly.
     """

@@ -98,7 +98,7 @@ def test_request_begins_again_with_its_own_pages(desk: Desk, deterministic: bool
 
 
 def test_own_pages_that_are_no_whole_chunk_wait_to_be_given_up(desk: Desk) -> None:
-    """In deterministic mode, when the workers came back with larger prompt blocks: it begins anew in the end."""
+    """A request of deterministic mode begins anew in the end, when workers came back with larger prompt blocks."""
     desk.dispatch.prefix_reuse.with_generated, desk.dispatch.prefix_reuse.unit_tokens = False, 128
     desk.depart(64)
     assert desk.settle() == []

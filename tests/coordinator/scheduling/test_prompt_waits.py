@@ -1,4 +1,4 @@
-"""How far a prompt on a worker is, and which prompts come first: one text, in rows of requests."""
+"""Progress of a prompt on a worker, and prompts that come first: one text, in rows of requests."""
 
 from __future__ import annotations
 

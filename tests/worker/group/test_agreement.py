@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import InternalError
-from worker.device.passes import PassPlace
-from worker.group.agreement import PASSES_MAX, Agreement, Round, RoundKind, Wish
+from worker.device.passes import PASSES_MAX, PassPlace
+from worker.group.agreement import Agreement, Round, RoundKind, Wish
 
 PASS = 64
 BLOCK = 16

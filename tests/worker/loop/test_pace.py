@@ -119,7 +119,7 @@ def test_gap_before_anything_was_measured_has_one_unit() -> None:
 
 
 def test_no_step_is_put_off_for_more_than_so_many_units() -> None:
-    """Whatever the target, and also where units were not measured."""
+    """No target changes that, nor units that were not measured."""
     for pace in (measured(0.0), Pace(0, BLOCK_MAX)):
         gap = pace.gap(beside_steps=True)
         assert sum(gap.take(pace.unit_s(BLOCK_MAX)) for _ in range(2 * UNITS_MAX)) == UNITS_MAX

@@ -1,4 +1,4 @@
-"""What a pass takes: shares of owners, short prompts first, long ones in the end, and what preempts a pass."""
+"""Composed passes: shares of owners, short prompts first, long ones in the end, and what preempts a pass."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ class Unbounded(EvenPace):
 
 
 def test_few_units_are_launched_ahead_where_no_request_decodes() -> None:
-    """So that a prompt that comes, and a request that leaves, need not wait for them."""
+    """A prompt that comes, and a request that leaves, need not wait for them."""
     rig, runner = guarded("simulated", 3, pace=Unbounded(64))
     runnable = rig.streams.compute.runnable  # type: ignore[attr-defined]
     rig.streams.compute.runnable = lambda: False  # type: ignore[attr-defined]
@@ -423,7 +423,7 @@ def test_draft_rows_of_cut_parts_are_fed_the_token_behind_their_part(seed: int) 
 
 
 class BrokenRunner(GuardedRunner):
-    """What `breaks` names raises for the pass whose first part is in a seat that held `request`."""
+    """Make what `breaks` names raise for the pass whose first part is in a seat that held `request`."""
 
     breaks = ""
     request = -1
@@ -444,7 +444,7 @@ class BrokenRunner(GuardedRunner):
 @pytest.mark.parametrize("breaks", ["begin", "unit 0", "unit 2"])
 @pytest.mark.parametrize("request_index", [0, 1])
 def test_error_of_a_pass_ends_its_requests_and_no_other(backend: str, breaks: str, request_index: int) -> None:
-    """Of the pass that goes on, above another one, and of that one below it."""
+    """The failing pass goes on above another one, or lies below it."""
     runner = BrokenRunner()
     rig = Rig(make_streams(backend, 2), WIDE, runner=runner, pace=one_unit_a_turn())
     runner.rig, runner.breaks, runner.request = rig, breaks, request_index
@@ -476,7 +476,7 @@ class BrokenDrafts(DraftingFakeRunner):
 
 
 def test_error_behind_the_last_unit_ends_the_requests_of_that_pass() -> None:
-    """And none of the pass below, or of none."""
+    """No request of the pass below is faulted, nor one of no pass."""
     settings = drafting_settings(1, WIDE, pass_tokens=64)
     rig = DraftRig(None, settings, None, runner=BrokenDrafts(SHARED))
     lives = [rig.coordinator.create(number, tokens, 4) for number, tokens in enumerate((150, 40))]
@@ -491,7 +491,7 @@ def test_error_behind_the_last_unit_ends_the_requests_of_that_pass() -> None:
 
 
 class SentPages:
-    """In place of Transfers: pages are delivered as they are sent. `refuses`: transfers that raise."""
+    """A stand-in for Transfers: pages are delivered as they are sent. `refuses`: transfers that raise."""
 
     is_idle = True
 
@@ -627,7 +627,7 @@ class Rush:
         return donor
 
     def _point(self, life: Life) -> str:
-        """Where a request is that leaves."""
+        """Name the place of a request that leaves."""
         prompts = prompts_of(self.rig)
         request = next((it for it in self.rig.executor.held() if it.placement == life.placement), None)
         if request is None:
@@ -640,7 +640,7 @@ class Rush:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_prompts_left_at_any_point_change_no_token_and_leak_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every fourth one masks are late, for a while."""
+    """Masks of every fourth one are late, for a while."""
     rush = Rush(BACKENDS[seed % 2], seed, Masks(monkeypatch) if seed % 4 > 2 else None)
     rush.run()
     assert not rush.rig.wrong()

@@ -474,7 +474,7 @@ def test_counters_match_events() -> None:
 
 
 def test_steps_beside_a_prompt_are_told_apart() -> None:
-    """Those launched behind a unit, and the one that is read behind its launch: the host had no time for it."""
+    """Steps launched behind a unit are, and the one that is read behind its launch: the host had no time for it."""
     rig = Rig(pace=EvenPace(SETTINGS.pass_tokens))
     counters = rig.executor.counters
     assert rig.coordinator.admit(rig.coordinator.create(1, 100, 60), 64)

@@ -42,7 +42,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 @dataclass(frozen=True)
 class Result:
-    """What a prompt left behind: rows by layer, index keys by group, and its first token."""
+    """Memory that a prompt left behind: rows by layer, index keys by group, and its first token."""
 
     rows: list[Tensor]
     keys: list[Tensor]
@@ -79,7 +79,7 @@ class Prompts:
             self.runner.launch_unit(self.rig.streams, self.rig.state, prompts, layer, first, stop)
 
     def end(self, prompts: PromptPass) -> dict[int, Result]:
-        """Of each part that ends, by seat: first tokens and draft rows launched."""
+        """Launch first tokens and draft rows; returns those of parts that end, by seat."""
         rig, found = self.rig, {}
         for number, part in enumerate(prompts.parts):
             if number in prompts.left:
@@ -166,7 +166,7 @@ def test_units_of_any_sizes_give_the_pass_of_one_unit_a_layer(family: str, gathe
 
 
 def same_positions(cut: Prompts, one: Prompts) -> Callable[[Tensor, Tensor], bool]:
-    """Whether two selections of the prompt in seat 0 are alike, of rigs with pages at the same places."""
+    """Tell whether two selections of the prompt in seat 0 are alike, of rigs with pages at the same places."""
     assert torch.equal(cut.rig.state.slab_table[0], one.rig.state.slab_table[0])
     return torch.equal
 
@@ -231,7 +231,7 @@ def test_packed_prompts_are_those_of_each_alone(family: str, gathered: bool) -> 
 @pytest.mark.parametrize("layers", [0, 1, 2])
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 def test_part_that_left_is_neither_read_nor_written(family: str, gathered: bool, layers: int, leaver: int) -> None:
-    """It leaves within a layer, and between a layer that selects and one that shares the selection."""
+    """The part leaves within a layer, and between a layer that selects and one that shares the selection."""
     apart, packed = Prompts(family, gathered=gathered), Prompts(family, gathered=gathered)
     prompts = packed.begin((0, 0, 230), (1, 0, 40), (2, 0, 150))
     for layer in range(packed.runner.info.layers):
