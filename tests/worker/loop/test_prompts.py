@@ -633,7 +633,7 @@ class Rush:
         if request is None:
             return "not applied"
         for depth, opened in enumerate(prompts._open):
-            if opened.launched is not None and opened.launched.holds(request):
+            if opened.launched is not None and any(held is request for held in opened.launched.requests):
                 return f"in pass {depth} of {len(prompts._open)}"
         return "behind its pass" if request in _behind_their_pass(self.rig) else str(request.status.value)
 
