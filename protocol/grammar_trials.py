@@ -28,8 +28,8 @@ from protocol.errors import BadInput
 from protocol.grammars import Vocabulary, check_grammar, nameable_tokens, refusal
 from protocol.text import ByteTokenizer, Tokenizer
 
-#: For one grammar. Twice what the front grants (hisparse/http/grammar_checks.py): what has passed there passes on a
-#: machine that is busier, too.
+#: For one grammar. Twice the limit of the front (hisparse/http/models/grammar_checks.py), so that a grammar that passed
+#: there passes on a busier machine too.
 TRIAL_LIMIT_S: Final = 10.0
 #: Address space for one grammar, also of the front's checks.
 MEMORY_BYTES_MAX: Final = 1024 * 1024 * 1024

@@ -32,7 +32,7 @@ def reload(config: Config, process: str, output: str) -> int:
     if process == "coordinator":
         run_command(config, "admin", output, lambda client: client.reload_keys())
         return 0
-    from hisparse.http.control import reload_fronts
+    from hisparse.http.server.control import reload_fronts
 
     answers = reload_fronts(config.cluster.runtime_dir)
     lines = [f"{front}: {line}" for front, it in answers.items() for line in it.lines]

@@ -119,7 +119,7 @@ def http(config: Config, die_with: int | None, ready_fd: int | None) -> int:
     from protocol.errors import ConfigError
 
     try:
-        from hisparse.http.server import run_http
+        from hisparse.http.service import run_http
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the HTTP front needs the package {error.name}",

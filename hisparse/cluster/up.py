@@ -44,8 +44,8 @@ from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, op
 from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.console.options import EXIT_CODES
-from hisparse.http.api_keys import read_keys
-from hisparse.http.tls import tls_of
+from hisparse.http.server.api_keys import read_keys
+from hisparse.http.server.tls import tls_of
 from protocol.byte_sizes import AUTO
 from protocol.config import HostFacts, listening_at, pool_path, resolve, to_environ
 from protocol.config_checks import check

@@ -30,28 +30,28 @@ import trio
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from hisparse.http.answering import Answering
-from hisparse.http.answers import model_card
-from hisparse.http.api_keys import NO_OWNER, ApiKeys, KeyOwner
-from hisparse.http.apis import APIS
-from hisparse.http.asks import Served, check_model
-from hisparse.http.bodies import parameters, read_body
-from hisparse.http.body_reader import BodyReader, place_in
-from hisparse.http.cors import Cors
-from hisparse.http.decoding import nearest
+from hisparse.http.apis.asks import Served, check_model
+from hisparse.http.apis.body import parameters, read_body
+from hisparse.http.apis.decoding import nearest
+from hisparse.http.apis.known import APIS
+from hisparse.http.apis.large_bodies import LargeBodies
+from hisparse.http.apis.openai.answers import model_card
+from hisparse.http.apis.openapi import document
+from hisparse.http.apis.tokens import TOKEN_APIS, TokenApi
 from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body
-from hisparse.http.exchange import BODIES_BYTES_MAX, Channel, HttpExchange
-from hisparse.http.grammar_checks import GrammarChecks
-from hisparse.http.large_bodies import LargeBodies
 from hisparse.http.link import CoordinatorLink
-from hisparse.http.openapi import document
+from hisparse.http.models.grammar_checks import GrammarChecks
+from hisparse.http.models.renderers import Renderers
 from hisparse.http.outputs import FollowedOutputs
 from hisparse.http.page import FILES, HEADERS
 from hisparse.http.progress import ProgressWatch
-from hisparse.http.renderers import Renderers
-from hisparse.http.shares import Shares
-from hisparse.http.tokens import TOKEN_APIS, TokenApi
-from hisparse.http.tracing import ServerTracing
-from hisparse.http.wire import RequestHead
+from hisparse.http.server.api_keys import NO_OWNER, ApiKeys, KeyOwner
+from hisparse.http.server.body_reader import BodyReader, place_in
+from hisparse.http.server.cors import Cors
+from hisparse.http.server.exchange import BODIES_BYTES_MAX, Channel, HttpExchange
+from hisparse.http.server.shares import Shares
+from hisparse.http.server.tracing import ServerTracing
+from hisparse.http.server.wire import RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import HiSparseError, NotFound
 from protocol.logs import fields, logger

@@ -17,7 +17,7 @@ import trio
 from coordinator.scheduling.pending import UNSERVED
 from hisparse.client.client import Client
 from hisparse.client.tokenizer_cache import fetch_tokenizer
-from hisparse.http.asks import Served
+from hisparse.http.apis.asks import Served
 from protocol.errors import HiSparseError, Unavailable
 from protocol.logs import fields, logger
 

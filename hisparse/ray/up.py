@@ -23,8 +23,8 @@ from hisparse.cluster.children import exit_text
 from hisparse.cluster.keeper import CONNECTED, open_admin
 from hisparse.cluster.up import EXIT_CHILD_LOST
 from hisparse.console.options import EXIT_CODES
-from hisparse.http.api_keys import read_keys
-from hisparse.http.tls import tls_of
+from hisparse.http.server.api_keys import read_keys
+from hisparse.http.server.tls import tls_of
 from hisparse.ray.host import NodeReport
 from hisparse.ray.plan import NodeFacts, NodePlan, RayOptions, pool_bytes
 from hisparse.ray.ray_cluster import Host, RayApi

@@ -19,7 +19,7 @@ FRONT = """
 import gc
 import os
 from hisparse.cli import main
-from hisparse.http import server
+from hisparse.http import service as server
 
 async def run(self, stopping):
     gc.collect()

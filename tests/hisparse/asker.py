@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hisparse.http.asks import Ask, ask_of
-from hisparse.http.bodies import ApiBody, read_body
-from hisparse.http.grammar_checks import GrammarChecks
+from hisparse.http.apis.asks import Ask, ask_of
+from hisparse.http.apis.body import ApiBody, read_body
+from hisparse.http.models.grammar_checks import GrammarChecks
 from protocol.errors import BadInput
 from tests.hisparse.test_http import here, served
 from worker.runners.tiny_template import TEMPLATES

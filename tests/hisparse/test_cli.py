@@ -727,7 +727,7 @@ def test_error_after_streamed_text_begins_on_its_own_line(
 def test_sampling_defaults_of_command_and_http_are_the_same() -> None:
     """As OpenAI's; a seed that is not given is another one each time."""
     from hisparse.cli.submit import SEED_BITS, submit
-    from hisparse.http import asks
+    from hisparse.http.apis import asks
 
     defaults = {option.name: option.default for option in submit.params}
     assert defaults["temperature"] == asks.TEMPERATURE_DEFAULT == 1.0

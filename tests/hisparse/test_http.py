@@ -18,14 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hisparse.console.options import EXIT_CODES
-from hisparse.http.answers import ChatAnswer, CompletionAnswer, Transcript, text_in
-from hisparse.http.api_keys import KEY_CHARS_MIN, NO_OWNER, ApiKey, ApiKeys, owner_of, parse_keys, read_keys
-from hisparse.http.arrears import DEBT_MAX_S, PARTIES_MAX, Arrears
-from hisparse.http.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
-from hisparse.http.bodies import NEUTRAL, CompletionBody, read_body
-from hisparse.http.chat import render
-from hisparse.http.chat_bodies import ChatBody
-from hisparse.http.decoding import decoded
+from hisparse.http.apis.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
+from hisparse.http.apis.body import NEUTRAL, read_body
+from hisparse.http.apis.decoding import decoded
+from hisparse.http.apis.openai.answers import ChatAnswer, CompletionAnswer, Transcript, text_in
+from hisparse.http.apis.openai.chat_bodies import ChatBody
+from hisparse.http.apis.openai.completion_bodies import CompletionBody
+from hisparse.http.apis.prompts import prompts_of, text_ids
 from hisparse.http.errors import (
     PLACE_CHARS_MAX,
     STATUSES,
@@ -40,11 +39,13 @@ from hisparse.http.errors import (
     param_of,
     status_of,
 )
-from hisparse.http.formats.replies import Text
-from hisparse.http.prompts import prompts_of, text_ids
-from hisparse.http.renderers import Renderers
-from hisparse.http.shares import Shares
-from hisparse.http.turns import PIECE_S, PIECES_MAX, LoopTurns, SubmissionPace, Turns
+from hisparse.http.models.formats.replies import Text
+from hisparse.http.models.renderers import Renderers
+from hisparse.http.models.templates import render
+from hisparse.http.server.api_keys import KEY_CHARS_MIN, NO_OWNER, ApiKey, ApiKeys, owner_of, parse_keys, read_keys
+from hisparse.http.server.arrears import DEBT_MAX_S, PARTIES_MAX, Arrears
+from hisparse.http.server.shares import Shares
+from hisparse.http.server.turns import PIECE_S, PIECES_MAX, LoopTurns, SubmissionPace, Turns
 from protocol.errors import (
     BY_CODE,
     BadInput,

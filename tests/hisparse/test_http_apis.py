@@ -10,13 +10,13 @@ import pytest
 import trio
 
 from hisparse.http import progress
-from hisparse.http.anthropic.bodies import MessagesBody
-from hisparse.http.asks import ECHO_CHARS_MAX, echoes_of
-from hisparse.http.bodies import read_body
-from hisparse.http.chat_bodies import ChatBody
+from hisparse.http.apis.anthropic.bodies import MessagesBody
+from hisparse.http.apis.asks import ECHO_CHARS_MAX, echoes_of
+from hisparse.http.apis.body import read_body
+from hisparse.http.apis.openai.chat_bodies import ChatBody
+from hisparse.http.apis.responses.bodies import ResponsesBody
+from hisparse.http.apis.tools import ARGUMENTS_BYTES_MAX, TOOLS_BYTES_MAX
 from hisparse.http.errors import STATUSES, anthropic_error, error_body
-from hisparse.http.responses.bodies import ResponsesBody
-from hisparse.http.tools import ARGUMENTS_BYTES_MAX, TOOLS_BYTES_MAX
 from protocol.errors import BadInput, HiSparseError
 from protocol.settings import HttpSettings
 from protocol.text import ByteTokenizer

@@ -20,14 +20,15 @@ import pytest
 import trio
 import trio.testing
 
-from hisparse.http import arrears, connection, listener, server, turns
-from hisparse.http.arrears import Arrears
-from hisparse.http.connection import Handler, HttpConnection
-from hisparse.http.exchange import BODY_BYTES_MAX, Channel, HttpExchange
-from hisparse.http.listener import CONNECTIONS_MIN, HttpListener
-from hisparse.http.shares import Shares
-from hisparse.http.tls import PacedTransport, Tls
-from hisparse.http.wire import HEADER_BYTES_MAX, RequestHead
+from hisparse.http import service as server
+from hisparse.http.server import arrears, connection, listener, turns
+from hisparse.http.server.arrears import Arrears
+from hisparse.http.server.connection import Handler, HttpConnection
+from hisparse.http.server.exchange import BODY_BYTES_MAX, Channel, HttpExchange
+from hisparse.http.server.listener import CONNECTIONS_MIN, HttpListener
+from hisparse.http.server.shares import Shares
+from hisparse.http.server.tls import PacedTransport, Tls
+from hisparse.http.server.wire import HEADER_BYTES_MAX, RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import HiSparseError
 from protocol.settings import HttpSettings
@@ -258,7 +259,7 @@ async def test_defect_ends_a_single_connection(rig: Rig, caplog: pytest.LogCaptu
     async with await rig.open() as other:
         await other.send_all(GET)
         await other.receive_some()
-        with caplog.at_level(logging.ERROR, "hisparse.http.listener"):
+        with caplog.at_level(logging.ERROR, "hisparse.http.server.listener"):
             for _ in range(3):
                 assert await rig.send(GET.replace(b"/x", b"/defect")) == b""
         assert rig.ends() == {"defect": 3}

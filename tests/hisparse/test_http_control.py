@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from hisparse.http.control import Reloaded, control_socket, reload_fronts, serve_control
+from hisparse.http.server.control import Reloaded, control_socket, reload_fronts, serve_control
 from protocol.errors import ConfigError, Unavailable
 
 LIMIT_S = 240.0
@@ -79,7 +79,7 @@ def test_front_serves_without_a_control_socket(
 
 @pytest.mark.refuses("the HTTP front did not answer within {} s")
 def test_front_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hisparse.http.control.QUESTION_LIMIT_S", 0.2)
+    monkeypatch.setattr("hisparse.http.server.control.QUESTION_LIMIT_S", 0.2)
     with control_socket(str(tmp_path)) as listener:
         assert listener is not None
         with pytest.raises(Unavailable, match=r"control socket=.*the HTTP front did not answer within 0\.2 s"):

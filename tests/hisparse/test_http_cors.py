@@ -9,8 +9,8 @@ from typing import Final
 import pytest
 import trio
 
-from hisparse.http.cors import Cors
-from hisparse.http.wire import RequestHead, Wire
+from hisparse.http.server.cors import Cors
+from hisparse.http.server.wire import RequestHead, Wire
 from protocol.config import HostFacts, build
 from protocol.errors import ConfigError
 from protocol.settings import HttpSettings

@@ -16,11 +16,11 @@ PROGRAM = """
 import json, sys
 from contextlib import suppress
 import msgspec
-from hisparse.http import server
-from hisparse.http.apis import APIS
-from hisparse.http.bodies import read_body, read_raw
-from hisparse.http.generation import NULL
-from hisparse.http.tokens import TOKEN_APIS
+from hisparse.http import service as server
+from hisparse.http.apis.known import APIS
+from hisparse.http.apis.body import read_body, read_raw
+from hisparse.http.apis.generation import NULL
+from hisparse.http.apis.tokens import TOKEN_APIS
 from protocol.errors import BadInput
 
 late, decoded = [], 0

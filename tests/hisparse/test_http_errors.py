@@ -11,9 +11,10 @@ import msgspec
 import pytest
 import trio
 
-from hisparse.http import exchange, front
+from hisparse.http import front
 from hisparse.http.errors import error_body, status_of
-from hisparse.http.wire import HEADER_BYTES_MAX, Wire
+from hisparse.http.server import exchange
+from hisparse.http.server.wire import HEADER_BYTES_MAX, Wire
 from protocol.errors import (
     BadInput,
     CapacityError,

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from hisparse.http.asks import Served, ask_of
-from hisparse.http.bodies import read_body
-from hisparse.http.chat import render
-from hisparse.http.chat_bodies import ChatBody
-from hisparse.http.formats.arguments import json_or_quoted, typed, types_of
-from hisparse.http.formats.conversation import (
+from hisparse.http.apis.asks import Served, ask_of
+from hisparse.http.apis.body import read_body
+from hisparse.http.apis.openai.chat_bodies import ChatBody
+from hisparse.http.models.formats.arguments import json_or_quoted, typed, types_of
+from hisparse.http.models.formats.conversation import (
     Conversation,
     PastCall,
     Tool,
@@ -26,9 +25,10 @@ from hisparse.http.formats.conversation import (
     template_messages,
     template_tools,
 )
-from hisparse.http.formats.deepseek import encode
-from hisparse.http.formats.known import DEEPSEEK, DEEPSEEK_CALLS, GLM, PLAIN, REASONING, format_of
-from hisparse.http.formats.replies import Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall, merged
+from hisparse.http.models.formats.deepseek import encode
+from hisparse.http.models.formats.known import DEEPSEEK, DEEPSEEK_CALLS, GLM, PLAIN, REASONING, format_of
+from hisparse.http.models.formats.replies import Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall, merged
+from hisparse.http.models.templates import render
 from protocol.errors import BadInput
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.hisparse.test_http import MODEL, here

@@ -15,12 +15,14 @@ import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from hisparse.http import answering, exchange, front, link, outputs, progress, server
-from hisparse.http.api_keys import owner_of
-from hisparse.http.exchange import BODY_BYTES_MAX
-from hisparse.http.grammar_checks import GrammarChecks
-from hisparse.http.grammars import GrammarPlan
-from hisparse.http.server import run_http
+from hisparse.http import answering, front, link, outputs, progress
+from hisparse.http import service as server
+from hisparse.http.models.grammar_checks import GrammarChecks
+from hisparse.http.models.grammars import GrammarPlan
+from hisparse.http.server import exchange
+from hisparse.http.server.api_keys import owner_of
+from hisparse.http.server.exchange import BODY_BYTES_MAX
+from hisparse.http.service import run_http
 from metrics.exporter import Health, serve
 from metrics.http import HttpCollector, http_health, http_readiness
 from metrics.names import HTTP, exported_names

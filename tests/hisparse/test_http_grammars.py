@@ -13,13 +13,14 @@ import jsonschema
 import pytest
 from msgspec.structs import replace
 
-from hisparse.http.anthropic.bodies import MessagesBody
-from hisparse.http.asks import Ask, ask_of
-from hisparse.http.bodies import CompletionBody, read_body
-from hisparse.http.chat_bodies import ChatBody
-from hisparse.http.formats.replies import Reasoning, ReplyParser, Text, ToolCall, merged
-from hisparse.http.grammar_checks import GrammarChecks
-from hisparse.http.responses.bodies import ResponsesBody
+from hisparse.http.apis.anthropic.bodies import MessagesBody
+from hisparse.http.apis.asks import Ask, ask_of
+from hisparse.http.apis.body import read_body
+from hisparse.http.apis.openai.chat_bodies import ChatBody
+from hisparse.http.apis.openai.completion_bodies import CompletionBody
+from hisparse.http.apis.responses.bodies import ResponsesBody
+from hisparse.http.models.formats.replies import Reasoning, ReplyParser, Text, ToolCall, merged
+from hisparse.http.models.grammar_checks import GrammarChecks
 from protocol.errors import BadInput
 from protocol.grammar_trials import MEMORY_BYTES_MAX
 from protocol.text import JsonTokenizer

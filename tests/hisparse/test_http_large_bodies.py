@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from hisparse.http import answering, large_bodies
-from hisparse.http.bodies import CompletionBody, read_body
-from hisparse.http.chat_bodies import ChatBody
-from hisparse.http.large_bodies import LARGE_BYTES_MIN, Bounds, LargeBodies
+from hisparse.http import answering
+from hisparse.http.apis import large_bodies
+from hisparse.http.apis.body import read_body
+from hisparse.http.apis.large_bodies import LARGE_BYTES_MIN, Bounds, LargeBodies
+from hisparse.http.apis.openai.chat_bodies import ChatBody
+from hisparse.http.apis.openai.completion_bodies import CompletionBody
 from protocol.errors import BadInput
 from tests.support.fakes.scheduler import MODEL
 from tests.support.http_rig import front_rig

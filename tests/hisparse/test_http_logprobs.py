@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from hisparse.http.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer, Transcript, text_in
-from hisparse.http.asks import Ask
-from hisparse.http.bodies import CompletionBody, read_body
-from hisparse.http.chat_bodies import ChatBody
-from hisparse.http.logprobs import ToldTokens, spelling_of
+from hisparse.http.apis.asks import Ask
+from hisparse.http.apis.body import read_body
+from hisparse.http.apis.logprobs import ToldTokens, spelling_of
+from hisparse.http.apis.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer, Transcript, text_in
+from hisparse.http.apis.openai.chat_bodies import ChatBody
+from hisparse.http.apis.openai.completion_bodies import CompletionBody
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput
 from protocol.logprobs import row_words

@@ -12,10 +12,10 @@ from typing import Any, Final
 import jsonschema
 import pytest
 
-from hisparse.http.apis import APIS
-from hisparse.http.bodies import read_body
-from hisparse.http.openapi import document
-from hisparse.http.tokens import TOKEN_APIS
+from hisparse.http.apis.body import read_body
+from hisparse.http.apis.known import APIS
+from hisparse.http.apis.openapi import document
+from hisparse.http.apis.tokens import TOKEN_APIS
 from protocol.errors import BadInput
 from tests.support.hostile_http import GETS, POSTS
 from tests.support.http_rig import front_rig

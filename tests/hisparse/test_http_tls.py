@@ -19,7 +19,7 @@ from typing import Final
 import pytest
 
 from hisparse.cli import main
-from hisparse.http.tls import Tls, tls_of
+from hisparse.http.server.tls import Tls, tls_of
 from protocol.errors import ConfigError, Unavailable
 from protocol.settings import HttpSettings
 from tests import ROOT

@@ -18,9 +18,9 @@ import jsonschema
 import msgspec
 import pytest
 
-from hisparse.http.bodies import CompletionBody
-from hisparse.http.formats.lark import schema_of
-from hisparse.http.grammar_checks import _parts
+from hisparse.http.apis.openai.completion_bodies import CompletionBody
+from hisparse.http.models.formats.lark import schema_of
+from hisparse.http.models.grammar_checks import _parts
 from protocol.errors import BadInput
 from protocol.grammars import Matcher
 from tests import ROOT

@@ -36,16 +36,17 @@ from hisparse.console.session import _until_drained
 from hisparse.demo.oracles import consult
 from hisparse.demo.plan import DemoOptions, DemoRequest, memory_for
 from hisparse.demo.setup import write_checkpoint
-from hisparse.http.anthropic.bodies import MessagesBody
-from hisparse.http.asks import chat_prompt
-from hisparse.http.bodies import read_body
-from hisparse.http.chat import render
-from hisparse.http.formats.call_grammars import members_of
-from hisparse.http.formats.conversation import Tool
-from hisparse.http.grammar_checks import GrammarChecks, _lark
-from hisparse.http.grammars import GrammarPlan
-from hisparse.http.prompts import text_ids
-from hisparse.http.structured import OutputForm, StructuredOutputs, of_structured_outputs, one_of, schema_in
+from hisparse.http.apis.anthropic.bodies import MessagesBody
+from hisparse.http.apis.asks import chat_prompt
+from hisparse.http.apis.body import read_body
+from hisparse.http.apis.prompts import text_ids
+from hisparse.http.apis.structured import StructuredOutputs, of_structured_outputs, one_of, schema_in
+from hisparse.http.models.formats.call_grammars import members_of
+from hisparse.http.models.formats.conversation import Tool
+from hisparse.http.models.grammar_checks import GrammarChecks, _lark
+from hisparse.http.models.grammars import GrammarPlan
+from hisparse.http.models.output_form import OutputForm
+from hisparse.http.models.templates import render
 from hisparse.manifests.environments import check_settings
 from hisparse.manifests.values import read_values, size_bytes
 from protocol import messages
@@ -681,7 +682,7 @@ CALLS: Final[dict[str, Call]] = {
         ConfigError, "(pip install 'hisparse[worker]')", without("worker.process", "worker --model x")
     ),
     "front without its packages": Call(
-        ConfigError, "(pip install 'hisparse[http]')", without("hisparse.http.server", "http")
+        ConfigError, "(pip install 'hisparse[http]')", without("hisparse.http.service", "http")
     ),
     "checkpoint without packages": Call(
         ConfigError, "(pip install 'hisparse[worker]')", without("worker.runners.tiny", "model tiny {tmp}/new")

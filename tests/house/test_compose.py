@@ -15,7 +15,7 @@ import yaml
 
 from coordinator.service import STOP_MARGIN_S
 from hisparse.cluster.placement import place
-from hisparse.http.listener import STOP_DEADLINE_S
+from hisparse.http.server.listener import STOP_DEADLINE_S
 from protocol.config import HostFacts, build, load, with_metrics_ports
 from protocol.settings import Config
 from protocol.transport.keys import ALLOWED_FILE, ROLES, SERVER_FILE, read_allowed, read_peer_key

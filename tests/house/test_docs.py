@@ -27,24 +27,12 @@ from hisparse.cli import main
 from hisparse.cli.reference import pages
 from hisparse.cluster import keeper
 from hisparse.demo import compare
-from hisparse.http import (
-    answering,
-    api_keys,
-    asks,
-    bodies,
-    body_reader,
-    connection,
-    cors,
-    exchange,
-    link,
-    listener,
-    outputs,
-    progress,
-    renderers,
-    tools,
-    wire,
-)
-from hisparse.http.formats import scanning
+from hisparse.http import answering, link, outputs, progress
+from hisparse.http.apis import asks, tools
+from hisparse.http.apis import body as bodies
+from hisparse.http.models import renderers
+from hisparse.http.models.formats import scanning
+from hisparse.http.server import api_keys, body_reader, connection, cors, exchange, listener, wire
 from hisparse.top import draw, sample
 from metrics.names import BY_NAME
 from protocol import messages

@@ -21,13 +21,14 @@ SHELLS: Final[dict[str, str]] = {
     "coordinator/memory": "host_pool",
     "coordinator/scheduling": "api auditor request scheduler submission",
     "coordinator/tokens": "",
-    "hisparse/http": (
-        "answering api_keys body_reader connection control exchange front grammar_checks large_bodies link "
-        "listener outputs process progress renderers server tls tracing turns"
-    ),
-    "hisparse/http/anthropic": "",
-    "hisparse/http/formats": "",
-    "hisparse/http/responses": "",
+    "hisparse/http": "answering front link outputs progress service",
+    "hisparse/http/apis": "large_bodies",
+    "hisparse/http/apis/anthropic": "",
+    "hisparse/http/apis/openai": "",
+    "hisparse/http/apis/responses": "",
+    "hisparse/http/models": "grammar_checks renderers",
+    "hisparse/http/models/formats": "",
+    "hisparse/http/server": "api_keys body_reader connection control exchange listener threads tls tracing turns",
     "hisparse/manifests": "environments groups processes",
     "hisparse/top": "draw run terminal",
     "protocol": (

@@ -20,7 +20,7 @@ import yaml
 from coordinator.service import STOP_MARGIN_S
 from hisparse.cli import main
 from hisparse.console.session import WAIT_MARGIN_S
-from hisparse.http.listener import STOP_DEADLINE_S
+from hisparse.http.server.listener import STOP_DEADLINE_S
 from hisparse.manifests import processes
 from hisparse.manifests.groups import script
 from hisparse.manifests.monitoring import ADAPTER_RULES, WAITING

@@ -425,7 +425,7 @@ def test_the_front_has_no_torch(site: Site) -> None:
     maps = Path(f"/proc/{site.front_pid()}/maps").read_text()
     assert "tokenizers" in maps
     assert "torch" not in maps
-    code = "import sys, hisparse.http.server; print(*{'torch', 'transformers', 'safetensors'} & set(sys.modules))"
+    code = "import sys, hisparse.http.service; print(*{'torch', 'transformers', 'safetensors'} & set(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == ""
 

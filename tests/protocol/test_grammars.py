@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hisparse.http.grammars import plan_of
-from hisparse.http.structured import StructuredOutputs, of_structured_outputs
+from hisparse.http.apis.structured import StructuredOutputs, of_structured_outputs
+from hisparse.http.models.grammars import plan_of
 from protocol.grammars import Mask, Matcher, Vocabulary, kind_of, mask_bytes, nameable_tokens
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.support.http_rig import EOS, byte_tokenizer_json

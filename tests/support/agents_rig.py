@@ -14,7 +14,7 @@ import msgspec
 import openai
 import trio
 
-from hisparse.http.listener import HttpListener
+from hisparse.http.server.listener import HttpListener
 from protocol.settings import HttpSettings
 from tests.support.fakes.fake_model import FakeModel, Script
 from tests.support.http_rig import FrontRig, front_rig

@@ -12,9 +12,9 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from hisparse.http.apis import APIS
-from hisparse.http.tokens import TOKEN_APIS
-from hisparse.http.wire import HEADER_BYTES_MAX
+from hisparse.http.apis.known import APIS
+from hisparse.http.apis.tokens import TOKEN_APIS
+from hisparse.http.server.wire import HEADER_BYTES_MAX
 
 METHODS: Final = (b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"TRACE", b"PRI", b"get", b"G\xff", b"")
 GETS: Final = (

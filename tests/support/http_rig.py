@@ -13,12 +13,12 @@ import trio
 import trio.testing
 
 from hisparse.client.client import open_client
-from hisparse.http.api_keys import ApiKeys, parse_keys
-from hisparse.http.exchange import ClientGone
 from hisparse.http.front import Front
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.outputs import FollowedOutputs
-from hisparse.http.wire import RequestHead
+from hisparse.http.server.api_keys import ApiKeys, parse_keys
+from hisparse.http.server.exchange import ClientGone
+from hisparse.http.server.wire import RequestHead
 from metrics.http import HttpSources, scrape
 from metrics.state import HttpCounters
 from protocol.settings import HttpSettings
@@ -88,7 +88,7 @@ class Peer:
     async def leave(self) -> None:
         await self._messages.send(None)
 
-    # ------------------------------------------------------------ hisparse.http.exchange.Channel
+    # ------------------------------------------------------------ hisparse.http.server.exchange.Channel
 
     async def admit(self, owner: str) -> None:
         self.held = True

@@ -29,7 +29,7 @@ import trio
 
 from coordinator.journal.salvage import check
 from hisparse.client.client import Client, run_client
-from hisparse.http.api_keys import owner_of
+from hisparse.http.server.api_keys import owner_of
 from protocol.messages import RequestRow
 from tests import ROOT
 from tests.support import zygote

@@ -39,7 +39,7 @@ import trio
 
 from coordinator import gc_policy
 from coordinator.scheduling.events import Handle
-from hisparse.http.listener import CONNECTIONS_MIN
+from hisparse.http.server.listener import CONNECTIONS_MIN
 from protocol import logs, messages
 from protocol.errors import BadInput
 from tests.support.gateway_rig import GatewayRig, running

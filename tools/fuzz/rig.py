@@ -46,7 +46,7 @@ ATTACKERS_START_S: Final = 3.0
 HOSTILE_NICENESS: Final = 10
 #: First requests of the client, which are not judged.
 CLIENT_WARM_UP: Final = 20
-#: Until memory is measured: connections have ended by then, and what they left is returned (hisparse.http.process).
+#: Until memory is measured: connections have ended by then, and what they left is returned (server/threads.py).
 SETTLE_S: Final = 6.0
 START_LIMIT_S: Final = 120.0
 #: How often attackers say what they have sent, and the run says so.

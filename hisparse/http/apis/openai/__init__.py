@@ -1,0 +1,1 @@
+"""OpenAI's POST /v1/completions and /v1/chat/completions: bodies and answers. Pure."""

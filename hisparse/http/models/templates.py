@@ -1,0 +1,92 @@
+"""A conversation as the prompt that the model was trained on: its own Jinja template, as transformers renders it. Pure.
+
+The template comes with the model (ModelInfo.chat_template); the reader of the checkpoint bound the names of its special
+tokens in its first line. Messages come from untrusted clients, so the template runs in Jinja's sandbox. Whatever it
+raises is the messages' fault: templates refuse what they cannot render by raising.
+
+The sandbox bounds what a template may touch, not how long it runs nor what it allocates: `tojson(indent=n)`, `x * n`
+and a loop over the messages in a loop over the messages take what a client says. So the front renders in processes that
+have limits (hisparse.http.models.renderers).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hisparse.http.errors import ContextExceeded
+from protocol.errors import BadInput
+
+#: Compiled templates kept: one model is served at a time.
+TEMPLATES_MAX: Final = 2
+
+
+class TemplateRefusal(jinja2.TemplateError):
+    """A template says in its author's words why it takes no such messages."""
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    bytes_max: int,
+    strftime_now: Callable[[str], str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The prompt, up to where the assistant speaks. `messages` and `tools` are as formats.conversation makes them.
+    Raises BadInput, also for more than `bytes_max` characters."""
+    own: dict[str, Any] = {"messages": messages, "add_generation_prompt": True, "tools": tools, "documents": None}
+    pieces: list[str] = []
+    left = bytes_max
+    try:
+        for piece in _compiled(template).generate(**dict(variables) | own | {"strftime_now": strftime_now}):
+            pieces.append(piece)
+            left -= len(piece)
+            if left < 0:
+                break
+    except TemplateRefusal as error:
+        raise refused(f"the model's chat template refuses them: {error}", len(messages)) from error
+    except Exception as error:  # a template may do anything with messages that it did not expect
+        raise refused("the model's chat template cannot render them", len(messages)) from error
+    if left < 0:
+        text = f"become more than {bytes_max} characters, and no more fit the context"
+        raise ContextExceeded(text, field="messages", value=_count(len(messages)), remedy="send fewer or shorter ones")
+    return "".join(pieces)
+
+
+def refused(why: str, messages: int) -> BadInput:
+    remedy = "order roles as the template wants them, send fewer or shorter ones, or use /v1/completions"
+    return BadInput(why, field="messages", value=_count(messages), remedy=remedy)
+
+
+def _count(messages: int) -> str:
+    return f"{messages} message{'' if messages == 1 else 's'}"
+
+
+@lru_cache(TEMPLATES_MAX)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(template)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it, without the HTML escapes of Jinja's own, which models have not seen."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateRefusal(message)
