@@ -106,7 +106,7 @@ class Answering:
             begun = partial(self._until_served, outputs) if ask.stream else partial(_all_finished, outputs)
             await self._bounded(outputs, begun)
             how = _stream if ask.stream else _whole
-            await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id})
+            await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id, **_ignored(ask)})
         self._counters.answer_s.observe(trio.current_time() - began)
         tokens = sum(transcript.tokens for transcript in transcripts)
         told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
@@ -193,6 +193,11 @@ async def _accepted(output: FollowedOutput, prompt: str) -> None:
         if error.field != "prompt":
             raise
         raise ContextExceeded(error.message, field=prompt, remedy="shorten it, or ask for fewer tokens") from error
+
+
+def _ignored(ask: Ask) -> dict[str, str]:
+    """The header that names what the model was not shown."""
+    return {"hisparse-ignored": ", ".join(ask.skipped)} if ask.skipped else {}
 
 
 def _check_id(chosen: str) -> None:

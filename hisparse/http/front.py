@@ -19,9 +19,9 @@ answer and is not counted.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
@@ -35,7 +35,7 @@ from hisparse.http.apis.body import parameters, read_body
 from hisparse.http.apis.decoding import nearest
 from hisparse.http.apis.known import APIS
 from hisparse.http.apis.large_bodies import LargeBodies
-from hisparse.http.apis.openai.answers import model_card
+from hisparse.http.apis.openai.answers import model_card, model_page
 from hisparse.http.apis.openapi import document
 from hisparse.http.apis.tokens import TOKEN_APIS, TokenApi
 from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body
@@ -98,7 +98,7 @@ class Front:
         self._gets = Shares(settings.requests_max)
         self._progress = ProgressWatch(link)
         self._scrape_threads = trio.CapacityLimiter(1)
-        self._created = int(time.time())
+        self._created = datetime.now(UTC).replace(microsecond=0)
         helpers = self._renderers, self._large_bodies, self._grammar_checks
         self.answering = Answering(settings, link, outputs, counters, self._body_reader, *helpers)
         self._pages = FILES if settings.page else {}
@@ -237,8 +237,7 @@ class Front:
 
     async def _models(self, exchange: HttpExchange, _: KeyOwner) -> None:
         model = await self._link.client.model()
-        cards = {"object": "list", "data": [model_card(model, self._created)]}
-        await exchange.answer(200, msgspec.json.encode(cards))
+        await exchange.answer(200, msgspec.json.encode(model_page(model, self._created)))
 
     async def _model(self, exchange: HttpExchange, _: KeyOwner) -> None:
         name, model = exchange.path.removeprefix("/v1/models/"), await self._link.client.model()

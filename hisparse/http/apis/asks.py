@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from coordinator.scheduling.validation import (
+    TOP_P_MIN,
     check_draft_tokens,
     check_orders,
     check_priority,
@@ -83,11 +84,20 @@ class SampleAsk:
 
 
 @dataclass(frozen=True)
+class Cleared:
+    """Turns of the assistant without their reasoning, and the tokens of its text."""
+
+    turns: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Ask:
     """A body, checked and tokenized. `id` is what its client calls it. `prompt_tokens` counts each prompt once, however
     many samples it has. `plan` says what the outputs are read as, `shown` which special tokens have text in them.
     `echoes`, of each choice, go before its text; none: nothing does. `stops` are the stop strings, `settings` what the
-    answer repeats of the body. `form` is what the outputs are held to, until its grammar is built."""
+    answer repeats of the body. `form` is what the outputs are held to, until its grammar is built. `skipped` are kinds
+    of tools that the model was not shown, `cleared` counts reasoning that the client wanted left out."""
 
     id: str
     model: str
@@ -102,6 +112,8 @@ class Ask:
     stops: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     form: GrammarPlan | None = None
+    skipped: tuple[str, ...] = ()
+    cleared: Cleared | None = None
 
     @property
     def has_logprobs(self) -> bool:
@@ -156,12 +168,9 @@ def ask_of(
     if wanted.conversation is not None:
         chat = chat_prompt(wanted.conversation, served, render, wanted.name_of("prompt"))
         prompts, plan, shown = [chat.ids], chat.plan, chat.shown
-        room = max(1, served.model.context_max_tokens - chat.ids.size)
-        limit = _first(wanted.max_tokens, min(CHAT_TOKENS_DEFAULT, room))
         form = chat_plan(wanted, wanted.conversation, served, plan)
     else:
         prompts = list(prompts_of(wanted.prompt, served.tokenizer, served.model))
-        limit = _first(wanted.max_tokens, COMPLETION_TOKENS_DEFAULT)
         form = plan_of(wanted.structure, nameable_tokens(served.tokenizer, served.model.vocab_size))
     echoes = echoes_of(prompts, wanted.prompt, served.tokenizer) if wanted.echo else []
     samples = _first(wanted.n, 1)
@@ -171,9 +180,7 @@ def ask_of(
     return Ask(
         id=ask_id,
         model=served.model.name,
-        choices=tuple(
-            _choices(wanted, prompts, limit, f"{ask_id}.{scope}" if scope else ask_id, served.model, grammar)
-        ),
+        choices=tuple(_choices(wanted, prompts, f"{ask_id}.{scope}" if scope else ask_id, served.model, grammar)),
         prompt_tokens=sum(prompt.size for prompt in prompts),
         stream=wanted.stream,
         include_usage=wanted.include_usage,
@@ -184,7 +191,24 @@ def ask_of(
         stops=wanted.stop,
         settings=wanted.settings,
         form=form,
+        skipped=() if wanted.conversation is None else wanted.conversation.skipped,
+        cleared=None if wanted.conversation is None else cleared_in(wanted.conversation, served),
     )
+
+
+def cleared_in(conversation: Conversation, served: Served) -> Cleared | None:
+    """What was left out of a conversation at the client's wish; None: it wished nothing of the kind. A text counts as a
+    whole context at most."""
+    if conversation.cleared is None:
+        return None
+    return Cleared(len(conversation.cleared), sum(_size(text, served) for text in conversation.cleared))
+
+
+def _size(text: str, served: Served) -> int:
+    try:
+        return text_ids(text, served.tokenizer, served.model, special=False).size
+    except ContextExceeded:
+        return served.model.context_max_tokens
 
 
 def check_model(name: str | None, model: ModelInfo) -> None:
@@ -194,7 +218,7 @@ def check_model(name: str | None, model: ModelInfo) -> None:
 
 
 def _choices(
-    wanted: Generation, prompts: Sequence[Int32Array], limit: int, base_id: str, model: ModelInfo, grammar: str
+    wanted: Generation, prompts: Sequence[Int32Array], base_id: str, model: ModelInfo, grammar: str
 ) -> Iterator[SampleAsk]:
     """Checked as the coordinator does: what it would refuse is not sent to it."""
     samples = _first(wanted.n, 1)
@@ -207,9 +231,9 @@ def _choices(
         request_id = base_id if total == 1 else f"{base_id}-{index}"
         which = index // samples
         sampling = Sampling(
-            max_tokens=limit,
+            max_tokens=_limit(wanted, prompts[which], model),
             temperature=_first(wanted.temperature, TEMPERATURE_DEFAULT),
-            top_p=_first(wanted.top_p, 1.0),
+            top_p=TOP_P_MIN if wanted.top_p == 0 else _first(wanted.top_p, 1.0),
             seed=_seed(wanted.seed, index % samples, request_id),
             stop=wanted.stop,
             ignore_eos=wanted.ignore_eos,
@@ -224,6 +248,12 @@ def _choices(
             *(request_id, prompts[which], sampling, wanted.priority, digests[which], wanted.cache_salt),
             _first(wanted.draft_tokens, DRAFT_TOKENS_MAX),
         )
+
+
+def _limit(wanted: Generation, prompt: Int32Array, model: ModelInfo) -> int:
+    """As said, or else the default or what the context leaves."""
+    default = COMPLETION_TOKENS_DEFAULT if wanted.conversation is None else CHAT_TOKENS_DEFAULT
+    return _first(wanted.max_tokens, max(1, min(default, model.context_max_tokens - prompt.size)))  # type: ignore[no-any-return]
 
 
 def _check_orders(sampling: Sampling, wanted: Generation) -> None:

@@ -3,10 +3,10 @@
 Three kinds of fields, so that nothing is dropped in silence:
 
     served       typed below
-    ignored      says nothing about the output (`user`, `metadata`): taken and forgotten
+    ignored      says nothing about the output (`user`, `metadata`): taken and forgotten (hisparse.http.apis.fields)
     unsupported  taken at the value that changes nothing (`best_of` 1), refused at any other
 
-and a field that is in none of them is refused by name.
+and a field that is in none of them is taken where it is empty (hisparse.http.apis.tolerance), and else refused by name.
 
 Fields of any form are kept as the JSON that came: 16 MiB of it become 350 MB of objects. What is ignored is never
 decoded; the rest only when it is small. Prompts are decoded by hisparse.http.apis.prompts, which knows how long they
@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Final, TypeVar
 import msgspec
 
 from hisparse.http.apis.decoding import decoded
-from hisparse.http.apis.generation import NULL, Generation
+from hisparse.http.apis.fields import NULL, Account, Hint, Rule, Rules, ignored, unread
+from hisparse.http.apis.generation import Generation
 from hisparse.http.apis.structured import (
     GUIDED,
     STRUCTURE_BYTES_MAX,
@@ -44,42 +45,27 @@ CHOICES_MAX: Final = 128
 #: JSON of a field that is no prompt and no message.
 FIELD_BYTES_MAX: Final = 64 * 1024
 
-#: Fields that say nothing about the output.
-IGNORED: Final = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention"),
-)
-
-#: The values of unsupported fields that change nothing, beside null.
+#: The values of unsupported fields that change nothing, beside empty ones.
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "audio": (),
     "best_of": (1,),
-    "function_call": ("none",),
-    "functions": ([],),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "prediction": (),
-    "prompt_logprobs": (),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
-    **dict.fromkeys(GUIDED, ()),
+    "verbosity": ("medium",),
 }
 
-
-#: Why, where there is more to say than that it is so.
-REASONS: Final = {"prompt_logprobs": "is not supported: of a prompt, only the logits of its last token are computed"}
+PROMPT_LOGPROBS: Final = "of a prompt, only the logits of its last token are computed"
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # ignored
+    include_obfuscation: Hint = unread()
     continuous_usage_stats: bool | None = None  # of vLLM: usage in every chunk
 
 
 class ApiBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body of one of the APIs. Raw fields are read by `read`, as `raw_types` has them."""
 
-    ignored: ClassVar[Sequence[str]] = IGNORED
+    refused: ClassVar[Rules] = {}
     neutral: ClassVar[Mapping[str, Sequence[object]]] = NEUTRAL
     raw_types: ClassVar[dict[str, Any]] = {}
 
@@ -92,10 +78,18 @@ class ApiBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """What a field holds that was kept as JSON; None where it is null or absent. Raises BadInput."""
         return read_raw(getattr(self, field), field, self.raw_types[field] | None, bytes_max)
 
+    def read_each(self, field: str, bytes_max: int = FIELD_BYTES_MAX) -> list[msgspec.Raw]:
+        """The elements of such a field that is an array. Raises BadInput."""
+        return read_raw(getattr(self, field), field, list[msgspec.Raw] | None, bytes_max) or []
+
 
 class Body(ApiBody, frozen=True, kw_only=True):
     """What both have in common. None, or absent, is the default of docs/http.md."""
 
+    refused: ClassVar[Rules] = {
+        "prompt_logprobs": Rule(PROMPT_LOGPROBS),
+        **{old: Rule("vLLM's name of old", f"use {new}" if new else "leave it out") for old, new in GUIDED.items()},
+    }
     raw_types: ClassVar[dict[str, Any]] = {
         "stop": str | list[str],
         "logit_bias": dict[int, float],
@@ -129,24 +123,15 @@ class Body(ApiBody, frozen=True, kw_only=True):
     draft_tokens: int | None = None
     ignore_eos: bool = False
 
-    # Ignored.
-    user: msgspec.Raw = NULL
-    metadata: msgspec.Raw = NULL
-    store: msgspec.Raw = NULL
-    service_tier: msgspec.Raw = NULL
-    safety_identifier: msgspec.Raw = NULL
-    prompt_cache_key: msgspec.Raw = NULL
-    prompt_cache_retention: msgspec.Raw = NULL
-
-    # Unsupported: NEUTRAL.
-    prompt_logprobs: msgspec.Raw = NULL
-    guided_json: msgspec.Raw = NULL
-    guided_regex: msgspec.Raw = NULL
-    guided_choice: msgspec.Raw = NULL
-    guided_grammar: msgspec.Raw = NULL
-    guided_json_object: msgspec.Raw = NULL
-    guided_decoding_backend: msgspec.Raw = NULL
-    guided_whitespace_pattern: msgspec.Raw = NULL
+    user: Account = unread()
+    metadata: Account = unread()
+    store: Account = unread()
+    service_tier: Account = unread()
+    safety_identifier: Account = unread()
+    prompt_cache_key: Account = unread()
+    prompt_cache_options: Account = unread()
+    prompt_cache_retention: Account = unread()
+    moderation: Account = unread()
 
     def check(self) -> None:
         if self.n is not None and not 1 <= self.n <= N_MAX:
@@ -243,20 +228,20 @@ def prepare(kinds: Iterable[type[ApiBody]]) -> None:
 
 def refuse_unless(neutral: Sequence[object], field: str, value: object) -> None:
     """Raises BadInput for a value that would change the output, which this server cannot do."""
-    if value is not None and not any(value == it and type(value) is type(it) for it in neutral):
+    if value not in (None, [], {}, "") and not any(value == it and type(value) is type(it) for it in neutral):
         told = msgspec.json.encode(value).decode()[:VALUE_CHARS_MAX]
-        text = REASONS.get(field, "is not supported")
-        remedy = f"use {GUIDED[field]}" if GUIDED.get(field) else f"leave {field} out"
-        raise BadInput(text, field=field, value=told, remedy=remedy)
+        raise BadInput("is not supported", field=field, value=told, remedy=f"leave {field} out")
 
 
 def parameters(kind: type[ApiBody]) -> dict[str, Any]:
-    """The names of all fields, and the values of the unsupported ones that are accepted beside null."""
-    fields, neutral = kind.__struct_fields__, kind.neutral
+    """The names of all fields: with the reason of those that are ignored, with the values of the unsupported ones that
+    are accepted beside empty ones, and with the rules that refuse others of the references."""
+    fields, neutral, reasons = kind.__struct_fields__, kind.neutral, ignored(kind)
     return {
-        "served": [it for it in fields if it not in neutral and it not in kind.ignored],
-        "ignored": [it for it in fields if it in kind.ignored],
+        "served": [it for it in fields if it not in neutral and it not in reasons],
+        "ignored": reasons,
         "accepted_at_these_values_only": {it: list(neutral[it]) for it in fields if it in neutral},
+        "refused": {name: rule.why for name, rule in kind.refused.items()},
     }
 
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, g
 
 import msgspec
 
+from hisparse.http.apis.fields import Rule, Rules, rules_of
+from hisparse.http.apis.tolerance import tolerated
 from hisparse.http.errors import PLACE_CHARS_MAX, VALUE_CHARS_MAX
 from protocol.errors import BadInput
 
@@ -28,8 +30,11 @@ INTEGER_MAX: Final = (1 << 64) - 1
 LEVELS_MAX: Final = 100
 #: Of such a value: what it is in, its name or number there, and itself.
 _Part: TypeAlias = tuple[Any, str | int, Any]
+NO_RULES: Final[Rules] = {}
 _LONG_NUMBER: Final = re.compile(rb"\d{19}")
 _AT: Final = re.compile(r"at `\$([^`]*)`$")
+#: Refusals of which hisparse.http.apis.tolerance may think otherwise.
+_TOLERABLE: Final = re.compile(r"Object contains unknown field |Expected `int\b[^`]*`, got `float`")
 _EXPECTED: Final = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
 _WORDS: Final = {
     "int": "an integer",
@@ -47,10 +52,12 @@ def decoded(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any, root:
     """JSON as a value of `kind`. Raises BadInput naming the place in `root`, a field; "" is the whole body, and its
     fields of free form are decoded by themselves."""
     try:
-        value = msgspec.json.decode(data, type=kind)
+        value = _read(data, kind)
     except msgspec.ValidationError as error:
         inner = re.sub(r"\[\d+\]|\[\.\.\.\]", "", path_of(error))
-        raise undecodable(error, root, known=fields_at(kind, inner), choices=choices_at(kind, inner)) from error
+        raise undecodable(
+            error, root, fields_at(kind, inner), choices_at(kind, inner), rules_at(kind, inner)
+        ) from error
     except UNDECODABLE as error:
         raise undecodable(error, root) from error
     if root:
@@ -58,18 +65,42 @@ def decoded(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any, root:
     return value
 
 
+def _read(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any) -> Any:
+    """Raises what the decoder does, for what cannot be tolerated either."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        if not _TOLERABLE.match(str(error)):
+            raise
+        changed = tolerated(data, kind)
+        if changed is None:
+            raise
+    return msgspec.json.decode(changed, type=kind)
+
+
 def _check_free_form(data: bytes, value: Any, root: str) -> None:
     """Raises BadInput for what templates, grammars and answers cannot hold: schemas and the like have any form."""
     if data.count(b"[") + data.count(b"{") <= LEVELS_MAX and not _LONG_NUMBER.search(data):
         return
-    parts: list[_Part] = [(None, root, value)]
-    for _ in range(LEVELS_MAX + 1):
-        for part in parts:
+    for number, level in enumerate(_levels(value, root)):
+        if number > LEVELS_MAX:
+            raise BadInput(f"is nested deeper than {LEVELS_MAX} levels", field=root, remedy="flatten it")
+        for part in level:
             if isinstance(part[2], int) and not INTEGER_MIN <= part[2] <= INTEGER_MAX:
                 raise BadInput("is an integer of more than 64 bits", field=_place(part), remedy="use a smaller number")
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether objects and lists are within each other in more than `levels`."""
+    return any(number > levels for number, _ in enumerate(_levels(value)))
+
+
+def _levels(value: Any, root: str = "") -> Iterator[list[_Part]]:
+    """The value, what is in it, what is in that, and so on."""
+    parts: list[_Part] = [(None, root, value)]
+    while parts:
+        yield parts
         parts = [(part, name, inner) for part in parts for name, inner in _members(part[2])]
-    if parts:
-        raise BadInput(f"is nested deeper than {LEVELS_MAX} levels", field=root, remedy="flatten it")
 
 
 def _members(part: Any) -> Iterator[tuple[str | int, Any]]:
@@ -102,16 +133,26 @@ def fields_at(kind: Any, path: str) -> list[str]:
     return list(dict.fromkeys(name for it in _objects_at(kind, path) for name in it.__struct_fields__))
 
 
+def rules_at(kind: Any, path: str) -> dict[str, Rule]:
+    """The rules that refuse fields there, likewise."""
+    return {name: rule for it in _objects_at(kind, path) for name, rule in rules_of(it).items()}
+
+
 def choices_at(kind: Any, path: str) -> list[str]:
-    """The texts that `kind` accepts at `path`."""
+    """The texts that `kind` accepts at `path`; "" is itself."""
+    if not path:
+        return _texts(kind)
     outer, _, name = path.rpartition(".")
     found: list[str] = []
     for it in _objects_at(kind, outer):
         if it.__struct_config__.tag_field == name:
             found.append(str(it.__struct_config__.tag))
-        hint = _hints(it).get(name)
-        found += [str(text) for option in _options(hint) if get_origin(option) is Literal for text in get_args(option)]
+        found += _texts(_hints(it).get(name))
     return list(dict.fromkeys(found))
+
+
+def _texts(kind: Any) -> list[str]:
+    return [str(text) for option in _options(kind) if get_origin(option) is Literal for text in get_args(option)]
 
 
 def _objects_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
@@ -146,27 +187,36 @@ def _options(kind: Any) -> Iterator[Any]:
         yield kind
 
 
-def undecodable(error: Exception, root: str = "", known: Iterable[str] = (), choices: Iterable[str] = ()) -> BadInput:
+def undecodable(
+    error: Exception, root: str = "", known: Iterable[str] = (), choices: Iterable[str] = (), rules: Rules = NO_RULES
+) -> BadInput:
     """A decoder's refusal of `root`, a field; "" is the whole body. `known` are fields, `choices` values, that would
-    have been accepted where the decoder stopped."""
+    have been accepted where the decoder stopped, `rules` those of fields that are refused there."""
     if not isinstance(error, msgspec.ValidationError):
         return BadInput(_malformed(error), field=root or "body", remedy="send one JSON object in UTF-8")
     text = str(error)
     at = path_of(error, root)
     if named := re.match(r"Object contains unknown field `(.*?)`(?: - at|$)", text):
-        remedy = nearest(named[1], known, "leave it out; GET /v1/parameters lists what is accepted")
-        return BadInput("is no known parameter", field=_join(at, named[1]), remedy=remedy)
+        return _unknown(named[1], _join(at, named[1]), known, rules)
     if named := re.match(r"Object missing required field `(.*?)`", text):
         return BadInput("is missing", field=_join(at, named[1]), remedy="add it")
     field = at or "body"
     if named := re.match(r"Invalid (?:enum )?value '(.*)'", text, re.DOTALL):
-        remedy = f"use one of {', '.join(choices)}"
+        told = ", ".join(choices)
+        remedy = f"use one of {told}" if told else "change it"
         return BadInput("is none of the accepted values", field=field, value=named[1][:VALUE_CHARS_MAX], remedy=remedy)
     if types := _EXPECTED.match(text):
         wanted = [_WORDS.get(it, it) for it in types[1].split(" | ") if it != "null"]
         came = _TYPES.get(types[2]) or _WORDS.get(types[2], types[2])
-        return BadInput(f"expected {' or '.join(wanted)}, not {came}", field=field, remedy="change its type")
+        return BadInput(f"expected {' or '.join(wanted) or 'null'}, not {came}", field=field, remedy="change its type")
     return BadInput("is a number that is too large to be read", field=field, remedy="use a smaller number")
+
+
+def _unknown(name: str, field: str, known: Iterable[str], rules: Rules) -> BadInput:
+    if rule := rules.get(name):
+        return BadInput(f"is not supported: {rule.why}", field=field, remedy=rule.remedy)
+    remedy = nearest(name, known, "leave it out; GET /v1/parameters lists what is accepted")
+    return BadInput("is no known parameter", field=field, remedy=remedy)
 
 
 def path_of(error: Exception, root: str = "") -> str:

@@ -8,19 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
-
-import msgspec
+from typing import Any
 
 from hisparse.http.models.formats.conversation import Conversation
 from hisparse.http.models.output_form import OutputForm
-
-NULL: Final = msgspec.Raw(b"null")
-
-
-def absent() -> msgspec.Raw:
-    """The default of a raw field within another object: OpenAPI documents have no room for one that is raw."""
-    return NULL
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from hisparse.http.apis.body import ApiBody
+from hisparse.http.apis.fields import is_raw
 from hisparse.http.apis.known import APIS
 from hisparse.http.apis.request_state import RequestProgress
 from hisparse.http.apis.tokens import TOKEN_APIS
@@ -49,11 +50,20 @@ class Model(msgspec.Struct, frozen=True):
     created: int
     owned_by: str
     max_model_len: int
+    type: str
+    display_name: str
+    created_at: str
+    lifecycle: str
+    max_input_tokens: int
+    max_tokens: int
 
 
 class Models(msgspec.Struct, frozen=True):
     object: str
     data: list[Model]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 _GETS: Final[dict[str, tuple[str, type[msgspec.Struct] | None, str]]] = {
@@ -124,10 +134,8 @@ def _shown(body: type[ApiBody]) -> type[msgspec.Struct]:
             accepted = {"enum": [None, *body.neutral[name]]}
             kind = Annotated[Any, msgspec.Meta(extra_json_schema=accepted)]
         optional = not field.required
-        shown = kind | None if optional and field.type is msgspec.Raw and name in body.raw_types else kind
-        members.append(
-            (name, shown, None if field.type is msgspec.Raw else field.default) if optional else (name, shown)
-        )
+        shown = kind | None if optional and name in body.raw_types else kind
+        members.append((name, shown, None if is_raw(field.type) else field.default) if optional else (name, shown))
     return msgspec.defstruct(body.__name__, members, kw_only=True, forbid_unknown_fields=True)
 
 

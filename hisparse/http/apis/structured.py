@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from hisparse.http.apis.decoding import decoded
+from hisparse.http.apis.fields import Repeat, unread
 from hisparse.http.models.output_form import OutputForm
 from protocol.errors import BadInput
 from protocol.messages import GRAMMAR_CHARS_MAX
@@ -41,7 +42,7 @@ class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     schema: dict[str, Any] | None = None
-    description: str | None = None  # ignored
+    description: Repeat = unread()
     strict: bool | None = None
 
 

@@ -9,20 +9,20 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from hisparse.http.apis.anthropic.bodies import CountBody
-from hisparse.http.apis.asks import Render, Served, chat_prompt, check_model, text_of
+from hisparse.http.apis.asks import Render, Served, chat_prompt, check_model, cleared_in, text_of
 from hisparse.http.apis.body import ApiBody, prepare
-from hisparse.http.apis.generation import NULL
-from hisparse.http.apis.openai.chat_bodies import ChatMessage, ToolBody, turns_of
+from hisparse.http.apis.fields import NULL
+from hisparse.http.apis.openai.chat_bodies import ToolBody, tools_of
+from hisparse.http.apis.openai.chat_messages import ChatMessage, turns_of
 from hisparse.http.apis.prompts import flat_ids, text_ids
-from hisparse.http.apis.tools import TOOLS_BYTES_MAX, checked_tools
-from hisparse.http.models.formats.conversation import Conversation, Tool
+from hisparse.http.apis.tools import Skipped
+from hisparse.http.models.formats.conversation import Conversation
 from protocol.errors import BadInput
 
 
 class TokenizeBody(ApiBody, frozen=True, kw_only=True):
     """A `prompt`, or else `messages`, to which the chat template adds the special tokens."""
 
-    ignored: ClassVar[Sequence[str]] = ()
     neutral: ClassVar[Mapping[str, Sequence[object]]] = {
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
@@ -46,7 +46,6 @@ class TokenizeBody(ApiBody, frozen=True, kw_only=True):
 
 
 class DetokenizeBody(ApiBody, frozen=True, kw_only=True):
-    ignored: ClassVar[Sequence[str]] = ()
     neutral: ClassVar[Mapping[str, Sequence[object]]] = {}
     raw_types: ClassVar[dict[str, Any]] = {"tokens": list[int]}
 
@@ -64,8 +63,15 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
     prompt: str
 
 
-class CountReply(msgspec.Struct, frozen=True):
+class OriginalCount(msgspec.Struct, frozen=True):
+    """With the thinking that context_management leaves out."""
+
+    original_input_tokens: int
+
+
+class CountReply(msgspec.Struct, frozen=True, omit_defaults=True):
     input_tokens: int
+    context_management: OriginalCount | None = None
 
 
 def tokenized(body: TokenizeBody, served: Served, render: Render) -> TokenizeReply:
@@ -80,11 +86,9 @@ def tokenized(body: TokenizeBody, served: Served, render: Render) -> TokenizeRep
 
 
 def _conversation(body: TokenizeBody) -> Conversation:
-    said: list[ToolBody] = body.read("tools", TOOLS_BYTES_MAX) or []
-    tools = [Tool(it.function.name, it.function.description, it.function.parameters, it.function.strict) for it in said]
-    checked = checked_tools(tools, [f"tools[{number}].function.name" for number in range(len(tools))])
+    tools = tuple(tool for tool, _ in tools_of(body, Skipped()))
     variables = body.read("chat_template_kwargs") or {}
-    return Conversation(tuple(turns_of(body.messages or [])), checked, variables=variables)
+    return Conversation(tuple(turns_of(body.messages or [])), tools, variables=variables)
 
 
 def detokenized(body: DetokenizeBody, served: Served, _: Render) -> DetokenizeReply:
@@ -96,7 +100,10 @@ def detokenized(body: DetokenizeBody, served: Served, _: Render) -> DetokenizeRe
 
 def counted(body: CountBody, served: Served, render: Render) -> CountReply:
     check_model(body.model, served.model)
-    return CountReply(chat_prompt(body.conversation(), served, render, "messages").ids.size)
+    conversation = body.conversation()
+    size = chat_prompt(conversation, served, render, "messages").ids.size
+    cleared = cleared_in(conversation, served)
+    return CountReply(size, None if cleared is None else OriginalCount(size + cleared.tokens))
 
 
 @dataclass(frozen=True)

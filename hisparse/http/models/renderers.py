@@ -61,7 +61,7 @@ class Renderers:
         """As chat.render, within limits. Raises BadInput."""
         shown = None if tools is None else [dict(tool) for tool in tools]
         request = RenderRequest(template, [dict(message) for message in messages], dict(variables), bytes_max, shown)
-        reply = self._children.ask(msgspec.msgpack.encode(request))
+        reply = self._children.ask(msgspec.json.encode(request))  # integers may have more than 64 bits
         if reply is None:
             text = f"the model's chat template takes more than {self._children.limits} for them"
             raise refused(text, len(messages))
@@ -81,7 +81,7 @@ class Renderers:
 
 
 def _rendered(data: bytes) -> bytes:
-    request = msgspec.msgpack.decode(data, type=RenderRequest)
+    request = msgspec.json.decode(data, type=RenderRequest)
     try:
         text = render(
             request.template, request.messages, request.variables, request.bytes_max, _strftime_now, request.tools

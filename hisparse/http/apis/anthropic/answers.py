@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from hisparse.http.apis.anthropic.context import CLEAR_THINKING
 from hisparse.http.apis.asks import Ask
 from hisparse.http.apis.openai.answers import LENGTH, Transcript, cached_tokens, event_of, made_id
 from hisparse.http.errors import anthropic_error
@@ -35,7 +36,7 @@ class MessagesAnswer:
     def whole(self, pieces: Sequence[Sequence[Piece]], transcripts: Sequence[Transcript]) -> bytes:
         blocks = [self._block(piece) for piece in merged(pieces[0])]
         message = self._message(blocks) | self._end(transcripts[0]) | {"usage": self._usage(transcripts)}
-        return msgspec.json.encode(message)
+        return msgspec.json.encode(message | self._managed)
 
     def opening(self) -> list[bytes]:
         usage = {"input_tokens": self._ask.prompt_tokens, "output_tokens": 0}
@@ -50,12 +51,23 @@ class MessagesAnswer:
 
     def closing(self, transcripts: Sequence[Transcript]) -> list[bytes]:
         usage = self._usage(transcripts)
-        return [_event("message_delta", delta=self._end(transcripts[0]), usage=usage), _event("message_stop")]
+        delta = _event("message_delta", delta=self._end(transcripts[0]), usage=usage, **self._managed)
+        return [delta, _event("message_stop")]
 
     def failure(self, error: HiSparseError) -> bytes:
         return event_of(anthropic_error(error), "error")
 
     # ------------------------------------------------------------ parts
+
+    @property
+    def _managed(self) -> dict[str, Any]:
+        """What became of the edits of the context that the body asks for."""
+        cleared = self._ask.cleared
+        if cleared is None:
+            return {}
+        counts = {"cleared_thinking_turns": cleared.turns, "cleared_input_tokens": cleared.tokens}
+        edit = {"type": CLEAR_THINKING, **counts}
+        return {"context_management": {"applied_edits": [edit] if cleared.turns else []}}
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self._ask.id, "type": "message", "role": "assistant", "model": self._ask.model}

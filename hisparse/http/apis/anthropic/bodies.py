@@ -7,22 +7,34 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 
+from hisparse.http.apis.anthropic.context import ContextManagement, cleared_of_thinking
 from hisparse.http.apis.body import ApiBody
-from hisparse.http.apis.generation import NULL, Generation, absent
+from hisparse.http.apis.fields import NULL, Account, Hint, Repeat, Rule, Rules, unread
+from hisparse.http.apis.generation import Generation
 from hisparse.http.apis.structured import STRUCTURE_BYTES_MAX
-from hisparse.http.apis.tools import TOOLS_BYTES_MAX, Arguments, check_choice, checked_tools, refuse_media
-from hisparse.http.models.formats.conversation import Conversation, PastCall, Tool, Turn
+from hisparse.http.apis.tools import (
+    TOOLS_BYTES_MAX,
+    Arguments,
+    Choice,
+    Skipped,
+    check_tools,
+    functions_in,
+    refuse_media,
+    shown_tools,
+)
+from hisparse.http.models.formats.conversation import Conversation, PastCall, Tool, Turn, kept_thinking
 from hisparse.http.models.output_form import OutputForm
 from protocol.errors import BadInput
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    cache_control: msgspec.Raw = msgspec.field(default_factory=absent)  # ignored
+    cache_control: Account = unread()
 
 
 class TextBlock(Block, frozen=True, kw_only=True, tag="text"):
     text: str
-    citations: msgspec.Raw = msgspec.field(default_factory=absent)  # ignored
+    citations: Repeat = unread()
+    parsed_output: Repeat = unread()
 
 
 class ImageBlock(msgspec.Struct, frozen=True, tag="image", tag_field="type"):
@@ -35,36 +47,113 @@ class DocumentBlock(msgspec.Struct, frozen=True, tag="document", tag_field="type
 
 class ThinkingBlock(Block, frozen=True, kw_only=True, tag="thinking"):
     thinking: str
-    signature: str = ""  # ignored
+    signature: Repeat = unread()
 
 
 class RedactedBlock(Block, frozen=True, kw_only=True, tag="redacted_thinking"):
     """Of another server: nothing in it can be read."""
 
-    data: str = ""
+    data: Repeat = unread()
 
 
 class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
     id: str
     name: str
     input: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
-    caller: msgspec.Raw = msgspec.field(default_factory=absent)  # ignored
+    caller: Repeat = unread()
+    toolset_name: Repeat = unread()
 
 
 class ToolResultBlock(Block, frozen=True, kw_only=True, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
-    is_error: bool | None = None  # ignored: the content says so
+    is_error: Repeat = unread()
+    toolset_name: Repeat = unread()
+
+
+class ServerBlock(msgspec.Struct, frozen=True, tag_field="type"):
+    """A call or a result of a tool that is not here, as those below: skipped."""
+
+
+class ServerToolUse(ServerBlock, frozen=True, tag="server_tool_use"):
+    pass
+
+
+class McpToolUse(ServerBlock, frozen=True, tag="mcp_tool_use"):
+    pass
+
+
+class McpToolResult(ServerBlock, frozen=True, tag="mcp_tool_result"):
+    pass
+
+
+class McpToolListing(ServerBlock, frozen=True, tag="mcp_tool_listing"):
+    pass
+
+
+class AdvisorResult(ServerBlock, frozen=True, tag="advisor_tool_result"):
+    pass
+
+
+class WebSearchResult(ServerBlock, frozen=True, tag="web_search_tool_result"):
+    pass
+
+
+class WebFetchResult(ServerBlock, frozen=True, tag="web_fetch_tool_result"):
+    pass
+
+
+class CodeResult(ServerBlock, frozen=True, tag="code_execution_tool_result"):
+    pass
+
+
+class BashResult(ServerBlock, frozen=True, tag="bash_code_execution_tool_result"):
+    pass
+
+
+class EditorResult(ServerBlock, frozen=True, tag="text_editor_code_execution_tool_result"):
+    pass
+
+
+class ToolSearchResult(ServerBlock, frozen=True, tag="tool_search_tool_result"):
+    pass
+
+
+class ContainerUpload(ServerBlock, frozen=True, tag="container_upload"):
+    pass
 
 
 AnyBlock: TypeAlias = (
-    TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | ThinkingBlock
+    | RedactedBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ServerToolUse
+    | McpToolUse
+    | McpToolResult
+    | McpToolListing
+    | AdvisorResult
+    | WebSearchResult
+    | WebFetchResult
+    | CodeResult
+    | BashResult
+    | EditorResult
+    | ToolSearchResult
+    | ContainerUpload
 )
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    refused: ClassVar[Rules] = {
+        "clear_at": Rule("instructions are kept as they are sent"),
+        "output_config": Rule("a body has one output_config", "move it to the body"),
+    }
+
     role: Literal["user", "assistant", "system"]
-    content: str | list[AnyBlock]
+    content: str | list[AnyBlock] | None = None
 
 
 class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,8 +164,11 @@ class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: msgspec.Raw = msgspec.field(default_factory=absent)  # ignored
-    eager_input_streaming: bool | None = None  # ignored
+    cache_control: Account = unread()
+    allowed_callers: Hint = unread()
+    defer_loading: Hint = unread()
+    eager_input_streaming: Hint = unread()
+    input_examples: Hint = unread()
 
 
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,9 +178,16 @@ class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None  # ignored: max_tokens is the only bound
-    display: str | None = None  # ignored
+    """`max_tokens` is the only bound."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Hint = unread()
+    block_binding: Hint = unread()
+    display: Hint = unread()
+
+    @property
+    def reasons(self) -> bool:
+        return self.type in ("enabled", "adaptive")
 
 
 class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,6 +198,7 @@ class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+    task_budget: Hint = unread()
 
 
 _NAMES: Final = {"prompt": "messages", "stop": "stop_sequences"}
@@ -107,13 +207,17 @@ _NAMES: Final = {"prompt": "messages", "stop": "stop_sequences"}
 class CountBody(ApiBody, frozen=True, kw_only=True):
     """The part of a body that becomes a prompt."""
 
-    ignored: ClassVar[Sequence[str]] = ("cache_control", "speed", "user_profile_id", "workspace_id")
-    neutral: ClassVar[Mapping[str, Sequence[object]]] = {"context_management": (), "mcp_servers": ([],)}
+    refused: ClassVar[Rules] = {
+        "compaction": Rule("conversations are not compacted here", "leave it out, and send fewer messages"),
+        "mcp_servers": Rule("the server calls no other servers", "leave it out, and call them as tools of yours"),
+    }
+    neutral: ClassVar[Mapping[str, Sequence[object]]] = {}
     raw_types: ClassVar[dict[str, Any]] = {
         "tools": list[CustomTool],
         "tool_choice": ToolChoice,
         "output_config": OutputConfig,
         "chat_template_kwargs": dict[str, Any],
+        "context_management": ContextManagement,
     }
 
     messages: list[AnthropicMessage]
@@ -124,13 +228,13 @@ class CountBody(ApiBody, frozen=True, kw_only=True):
     output_config: msgspec.Raw = NULL
     chat_template_kwargs: msgspec.Raw = NULL
 
-    cache_control: msgspec.Raw = NULL
-    speed: msgspec.Raw = NULL
-    user_profile_id: msgspec.Raw = NULL
-    workspace_id: msgspec.Raw = NULL
-
     context_management: msgspec.Raw = NULL
-    mcp_servers: msgspec.Raw = NULL
+
+    billing_policy: Account = unread()
+    cache_control: Account = unread()
+    speed: Hint = unread()
+    user_profile_id: Account = unread()
+    workspace_id: Account = unread()
 
     def check(self) -> None:
         if not self.messages:
@@ -147,32 +251,42 @@ class CountBody(ApiBody, frozen=True, kw_only=True):
 
     def conversation(self) -> Conversation:
         """Raises BadInput."""
-        choice: ToolChoice | None = self.read("tool_choice")
         config = self.config
         effort = {} if config.effort is None else {"reasoning_effort": config.effort}
-        kind = "auto" if choice is None else choice.type
-        named = choice.name or "" if choice is not None and kind == "tool" else ""
-        tools, where = _tools(self)
-        check_choice(tools, "tool_choice.name" if kind == "tool" else "tool_choice.type", kind, named)
-        if kind == "tool" and not named:
-            raise BadInput("is missing", field="tool_choice.name", remedy="add it")
+        choice: ToolChoice | None = self.read("tool_choice")
+        skipped = Skipped()
+        turns, cleared = self._managed(tuple(_turns(self, skipped)))
         return Conversation(
-            turns=tuple(_turns(self)),
-            tools=() if kind == "none" else tools,
-            parameters=() if kind == "none" else tuple(f"{it}.input_schema" for it in where),
-            must_call=kind in ("any", "tool"),
-            called=named,
+            turns=turns,
+            **shown_tools(_tools(self, skipped), _choice(choice), skipped),
+            skipped=skipped.kinds,
+            cleared=cleared,
             parallel=choice is None or not choice.disable_parallel_tool_use,
-            thinking=None if self.thinking is None else self.thinking.type != "disabled",
-            variables=effort | (self.read("chat_template_kwargs") or {}),
+            thinking=None if self.thinking is None else self.thinking.reasons,
+            variables=effort
+            | ({} if cleared is None else kept_thinking(True))
+            | (self.read("chat_template_kwargs") or {}),
         )
+
+    def _managed(self, turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[str, ...] | None]:
+        """The turns as context_management wants them, and the thinking that it left out; None: it wants nothing."""
+        said: ContextManagement | None = self.read("context_management")
+        if said is None or not said.edits:
+            return turns, None
+        cleared: tuple[str, ...] = ()
+        for edit in said.edits:
+            if edit.turns is not None:
+                turns, more = cleared_of_thinking(turns, edit.turns)
+                cleared += more
+        return turns, cleared
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
-    ignored: ClassVar[Sequence[str]] = (*CountBody.ignored, "metadata", "service_tier")
-    neutral: ClassVar[Mapping[str, Sequence[object]]] = {
-        **CountBody.neutral,
-        **{"container": (), "diagnostics": (), "inference_geo": ()},
+    refused: ClassVar[Rules] = {
+        **CountBody.refused,
+        "container": Rule("the server runs no containers"),
+        "inference_geo": Rule("the server does not choose where it runs"),
+        "thread": Rule("no conversations are stored here", "send all messages"),
     }
     raw_types: ClassVar[dict[str, Any]] = CountBody.raw_types | {"stop_sequences": list[str]}
 
@@ -190,12 +304,11 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     draft_tokens: int | None = None
     ignore_eos: bool = False
 
-    metadata: msgspec.Raw = NULL
-    service_tier: msgspec.Raw = NULL
-
-    container: msgspec.Raw = NULL
-    diagnostics: msgspec.Raw = NULL
-    inference_geo: msgspec.Raw = NULL
+    diagnostics: Account = unread()
+    fallback_credit_token: Account = unread()
+    fallbacks: Hint = unread()
+    metadata: Account = unread()
+    service_tier: Account = unread()
 
     def generation(self) -> Generation:
         """Raises BadInput."""
@@ -219,15 +332,26 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         )
 
 
-def _tools(body: CountBody) -> tuple[tuple[Tool, ...], list[str]]:
-    """The tools, and where each is. Raises BadInput."""
-    said: list[CustomTool] = body.read("tools", TOOLS_BYTES_MAX) or []
-    tools = [Tool(it.name, it.description, it.input_schema, it.strict) for it in said]
-    where = [f"tools[{number}]" for number in range(len(tools))]
-    return checked_tools(tools, [f"{it}.name" for it in where]), where
+def _choice(said: ToolChoice | None) -> Choice:
+    """Raises BadInput."""
+    if said is None:
+        return Choice()
+    if said.type != "tool":
+        return Choice(said.type, field="tool_choice.type")
+    if not said.name:
+        raise BadInput("is missing", field="tool_choice.name", remedy="add it")
+    return Choice("any", called=said.name, field="tool_choice.name")
 
 
-def _turns(body: CountBody) -> Iterator[Turn]:
+def _tools(body: CountBody, skipped: Skipped) -> list[tuple[Tool, str]]:
+    """The custom tools, and the field of the parameters of each. Raises BadInput."""
+    said = functions_in(body.read_each("tools", TOOLS_BYTES_MAX), CustomTool, "custom", skipped)
+    found = [(Tool(it.name, it.description, it.input_schema, it.strict), f"{where}.input_schema") for where, it in said]
+    check_tools([tool for tool, _ in found], [f"{where}.name" for where, _ in said])
+    return found
+
+
+def _turns(body: CountBody, skipped: Skipped) -> Iterator[Turn]:
     """Raises BadInput."""
     arguments = Arguments()
     if body.system:
@@ -235,15 +359,15 @@ def _turns(body: CountBody) -> Iterator[Turn]:
         yield Turn("system", text)
     for at, message in enumerate(body.messages):
         where = f"messages[{at}].content"
-        if isinstance(message.content, str):
-            yield Turn(message.role, message.content)
+        if not isinstance(message.content, list):
+            yield Turn(message.role, message.content or "")
         elif message.role == "assistant":
-            yield _assistant(message.content, where, arguments)
+            yield _assistant(message.content, where, arguments, skipped)
         else:
-            yield from _spoken(message.role, message.content, where)
+            yield from _spoken(message.role, message.content, where, skipped)
 
 
-def _assistant(blocks: Sequence[AnyBlock], where: str, arguments: Arguments) -> Turn:
+def _assistant(blocks: Sequence[AnyBlock], where: str, arguments: Arguments, skipped: Skipped) -> Turn:
     texts, thoughts, calls = [], [], list[PastCall]()
     for number, block in enumerate(blocks):
         field = f"{where}[{number}]"
@@ -253,12 +377,16 @@ def _assistant(blocks: Sequence[AnyBlock], where: str, arguments: Arguments) -> 
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
             calls.append(arguments.call(block.id, block.name, bytes(block.input), f"{field}.input"))
+        elif isinstance(block, ServerBlock):
+            skipped.add(str(block.__struct_config__.tag), f"{field}.type")
         elif not isinstance(block, RedactedBlock):
             raise _misplaced(block, field, "an assistant's")
     return Turn("assistant", "".join(texts), "".join(thoughts), tuple(calls))
 
 
-def _spoken(role: Literal["user", "system"], blocks: Sequence[AnyBlock], where: str) -> Iterator[Turn]:
+def _spoken(
+    role: Literal["user", "system"], blocks: Sequence[AnyBlock], where: str, skipped: Skipped
+) -> Iterator[Turn]:
     """Results come before the text of their message, as the calls came before them."""
     texts = []
     for number, block in enumerate(blocks):
@@ -267,6 +395,8 @@ def _spoken(role: Literal["user", "system"], blocks: Sequence[AnyBlock], where: 
             texts.append(block.text)
         elif isinstance(block, ToolResultBlock):
             yield Turn("tool", _result(block, f"{field}.content"), call_id=block.tool_use_id)
+        elif isinstance(block, ServerBlock):
+            skipped.add(str(block.__struct_config__.tag), f"{field}.type")
         else:
             raise _misplaced(block, field, "a user's")
     if texts:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -27,6 +27,9 @@ from protocol.errors import HiSparseError
 from protocol.logprobs import NO_ROWS
 from protocol.messages import Ended, ModelInfo
 from protocol.text import Detokenizer
+
+if TYPE_CHECKING:
+    from datetime import datetime
 
 DONE: Final = b"data: [DONE]\n\n"
 #: A comment line of the event stream: it tells proxies and sockets that the front is still there.
@@ -304,15 +307,28 @@ def cached_tokens(ask: Ask, transcripts: Sequence[Transcript]) -> int:
     return sum(transcripts[index].prefix_tokens for index in firsts if index < len(transcripts))
 
 
-def model_card(model: ModelInfo, created: int) -> dict[str, Any]:
-    """An entry of /v1/models; `max_model_len` is vLLM's name for the context."""
+def model_card(model: ModelInfo, created: datetime) -> dict[str, Any]:
+    """An entry of /v1/models: OpenAI's fields, vLLM's name for the context, and Anthropic's fields."""
+    context = model.context_max_tokens
     return {
         "id": model.name,
         "object": "model",
-        "created": created,
+        "created": int(created.timestamp()),
         "owned_by": "hisparse",
-        "max_model_len": model.context_max_tokens,
+        "max_model_len": context,
+        "type": "model",
+        "display_name": model.name,
+        "created_at": created,
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
     }
+
+
+def model_page(model: ModelInfo, created: datetime) -> dict[str, Any]:
+    """The list of models, as a page of either API: there is one."""
+    page = {"object": "list", "data": [model_card(model, created)]}
+    return page | {"has_more": False, "first_id": model.name, "last_id": model.name}
 
 
 def event_of(content: dict[str, Any], name: str = "") -> bytes:

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 
-from hisparse.http.apis.body import REASONS, Body, check_alternatives
-from hisparse.http.apis.generation import NULL, Generation
+from hisparse.http.apis.body import PROMPT_LOGPROBS, Body, check_alternatives
+from hisparse.http.apis.fields import NULL, Rule, Rules
+from hisparse.http.apis.generation import Generation
 from protocol.errors import BadInput
 
 _IDS: Final = {"type": "array", "items": {"type": "integer"}}
@@ -25,6 +26,7 @@ PROMPT_SCHEMA: Final[dict[str, Any]] = {
 class CompletionBody(Body, frozen=True, kw_only=True):
     """`prompt` is a text, a list of texts, token ids, or a list of lists of token ids."""
 
+    refused: ClassVar[Rules] = {**Body.refused, "suffix": Rule("the model writes on, and fills no gaps")}
     raw_types: ClassVar[dict[str, Any]] = Body.raw_types | {
         "prompt": Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)],
     }
@@ -34,7 +36,6 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     logprobs: int | bool | None = None  # false: none
 
     best_of: msgspec.Raw = NULL
-    suffix: msgspec.Raw = NULL
 
     def check(self) -> None:
         super().check()
@@ -43,7 +44,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
             raise BadInput(text, field="logprobs", value="true", remedy=remedy)
         check_alternatives("logprobs", self.alternatives)
         if self.echo and self.alternatives is not None:
-            text = f"{REASONS['prompt_logprobs']}; an echo would come without log-probabilities"
+            text = f"is not supported: {PROMPT_LOGPROBS}; an echo would come without log-probabilities"
             raise BadInput(text, field="logprobs", value=self.logprobs, remedy="leave echo out, or logprobs")
 
     @property

@@ -3,71 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
-from hisparse.http.apis.body import IGNORED, ApiBody
-from hisparse.http.apis.generation import NULL, Generation, absent
-from hisparse.http.apis.openai.chat_bodies import Choice, Effort
+from hisparse.http.apis.body import ApiBody, read_raw
+from hisparse.http.apis.decoding import decoded
+from hisparse.http.apis.fields import NULL, Account, Hint, Repeat, Rule, Rules, unread
+from hisparse.http.apis.generation import Generation
+from hisparse.http.apis.openai.chat_bodies import Effort, Mode
+from hisparse.http.apis.responses.items import Item, items_in, turns_of
 from hisparse.http.apis.structured import STRUCTURE_BYTES_MAX, ObjectFormat, TextFormat, of_response_format
-from hisparse.http.apis.tools import TOOLS_BYTES_MAX, Arguments, check_choice, checked_tools, refuse_media
-from hisparse.http.models.formats.conversation import Conversation, PastCall, Role, Tool, Turn
+from hisparse.http.apis.tools import (
+    TOOLS_BYTES_MAX,
+    AllowedTool,
+    Choice,
+    Skipped,
+    check_tools,
+    functions_in,
+    names_in,
+    shown_tools,
+)
+from hisparse.http.models.formats.conversation import Conversation, Tool, Turn, kept_thinking
 from hisparse.http.models.output_form import OutputForm
 from protocol.errors import BadInput
-
-
-class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="input_text", tag_field="type"):
-    text: str
-
-
-class OutputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="output_text", tag_field="type"):
-    text: str
-    annotations: msgspec.Raw = msgspec.field(default_factory=absent)  # ignored
-    logprobs: msgspec.Raw = msgspec.field(default_factory=absent)  # ignored
-
-
-class ReasoningText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="reasoning_text", tag_field="type"):
-    text: str
-
-
-class SummaryText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="summary_text", tag_field="type"):
-    text: str
-
-
-class InputImage(msgspec.Struct, frozen=True, tag="input_image", tag_field="type"):
-    """Refused, as the next two."""
-
-
-class InputFile(msgspec.Struct, frozen=True, tag="input_file", tag_field="type"):
-    pass
-
-
-class InputAudio(msgspec.Struct, frozen=True, tag="input_audio", tag_field="type"):
-    pass
-
-
-Part: TypeAlias = InputText | OutputText | ReasoningText | InputImage | InputFile | InputAudio
-
-
-class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of any type: each has some of the fields. Clients send output items back as they got them."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[Part] | None = None
-
-    summary: list[SummaryText] | None = None  # ignored, as all below
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-    encrypted_content: str | None = None
-    namespace: str | None = None
-    caller: None = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,17 +37,37 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: Hint = unread()
+    defer_loading: Hint = unread()
+    output_schema: Repeat = unread()
+    runs_async: Hint = unread("async")
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a response repeats of it."""
+        said = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
+        return {"type": "function", "name": self.name, **said}
 
 
-class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="function", tag_field="type"):
     name: str
-    type: Literal["function"] = "function"
+
+
+class AllowedFlat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="allowed_tools", tag_field="type"):
+    """`tools` are AllowedTools; the response repeats them as they came."""
+
+    mode: Literal["auto", "required"]
+    tools: list[msgspec.Raw]
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """There are no summaries: reasoning comes as it is, and is sent back by the client."""
+
     effort: Effort | None = None
-    summary: str | None = None  # ignored: there are no summaries, reasoning comes as it is
-    generate_summary: str | None = None  # ignored
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Hint = unread()
+    summary: Hint = unread()
+    generate_summary: Hint = unread()
 
 
 class FlatSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="json_schema", tag_field="type"):
@@ -96,7 +75,7 @@ class FlatSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     name: str
     schema: dict[str, Any]
-    description: str | None = None  # ignored
+    description: Repeat = unread()
     strict: bool | None = None
 
 
@@ -105,8 +84,21 @@ class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verbosity: Literal["medium"] | None = None
 
 
+#: Parts of an answer that may be asked for: of tools that are not here, and of reasoning, which is there as it is.
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+STATELESS: Final = "no conversations are stored here"
+
+
 class ResponseStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_obfuscation: bool | None = None  # ignored
+    include_obfuscation: Hint = unread()
 
 
 _NAMES: Final = {"prompt": "input", "max_tokens": "max_output_tokens"}
@@ -115,31 +107,29 @@ _NAMES: Final = {"prompt": "input", "max_tokens": "max_output_tokens"}
 class ResponsesBody(ApiBody, frozen=True, kw_only=True):
     """`store` may be true, as OpenAI's default is: nothing is stored in either case, and the answer says so."""
 
-    ignored: ClassVar[Sequence[str]] = (*IGNORED, "prompt_cache_options", "stream_options")
+    refused: ClassVar[Rules] = {
+        "background_options": Rule("nothing is stored, and so answered at once"),
+        "context_management": Rule("conversations are not compacted here", "leave it out, and send a shorter input"),
+        "conversation": Rule(STATELESS, "send all items as input"),
+        "previous_response_id": Rule(STATELESS, "send all items as input"),
+        "prompt": Rule("no templates are stored here", "send its text as instructions"),
+    }
     neutral: ClassVar[Mapping[str, Sequence[object]]] = {
-        "access_programs": (),
         "background": (False,),
-        "background_options": (),
-        "context_management": ([],),
-        "conversation": (),
-        "image": (),
-        "include": ([], ["reasoning.encrypted_content"]),
-        "max_tool_calls": (),
-        "moderation": (),
-        "previous_response_id": (),
-        "prompt": (),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
     raw_types: ClassVar[dict[str, Any]] = {
+        "input": str | list[Item],
         "tools": list[FunctionTool],
-        "tool_choice": Choice | NamedTool,
+        "tool_choice": Mode | NamedTool | AllowedFlat,
         "chat_template_kwargs": dict[str, Any],
+        "include": list[Included],
         "metadata": dict[str, str],
         "text": TextConfig,
     }
 
-    input: str | list[Item]
+    input: msgspec.Raw
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -160,34 +150,42 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
     draft_tokens: int | None = None
     ignore_eos: bool = False
 
-    # Ignored.
-    user: msgspec.Raw = NULL
-    metadata: msgspec.Raw = NULL
+    metadata: msgspec.Raw = NULL  # told again
+
+    # Nothing comes of these.
+    include: msgspec.Raw = NULL
     store: bool | None = None
-    service_tier: msgspec.Raw = NULL
-    safety_identifier: msgspec.Raw = NULL
-    prompt_cache_key: msgspec.Raw = NULL
-    prompt_cache_options: msgspec.Raw = NULL
-    prompt_cache_retention: msgspec.Raw = NULL
+    access_programs: Account = unread()
+    client_metadata: Account = unread()
+    image: Hint = unread()
+    max_tool_calls: Hint = unread()
+    moderation: Account = unread()
+    prompt_cache_key: Account = unread()
+    prompt_cache_options: Account = unread()
+    prompt_cache_retention: Account = unread()
+    safety_identifier: Account = unread()
+    service_tier: Account = unread()
+    user: Account = unread()
 
     # Unsupported.
-    access_programs: msgspec.Raw = NULL
     background: msgspec.Raw = NULL
-    background_options: msgspec.Raw = NULL
-    context_management: msgspec.Raw = NULL
-    conversation: msgspec.Raw = NULL
-    image: msgspec.Raw = NULL
-    include: msgspec.Raw = NULL
-    max_tool_calls: msgspec.Raw = NULL
-    moderation: msgspec.Raw = NULL
-    previous_response_id: msgspec.Raw = NULL
-    prompt: msgspec.Raw = NULL
     top_logprobs: msgspec.Raw = NULL
     truncation: msgspec.Raw = NULL
 
     def check(self) -> None:
-        if not self.input:
+        self.read("include")
+        if bytes(self.input) in (b'""', b"[]"):
             raise BadInput("is empty", field="input", remedy="give a text, or at least one item")
+
+    def turns(self, skipped: Skipped) -> Iterator[Turn]:
+        """Raises BadInput."""
+        if self.instructions:
+            yield Turn("system", self.instructions)
+        said = read_raw(self.input, "input", str | list[msgspec.Raw], memoryview(self.input).nbytes)
+        if isinstance(said, str):
+            yield Turn("user", said)
+        else:
+            yield from turns_of(items_in(said, skipped))
 
     @property
     def config(self) -> TextConfig:
@@ -196,20 +194,18 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
 
     def generation(self) -> Generation:
         """Raises BadInput."""
-        effort = self.reasoning.effort if self.reasoning else None
-        variables = {} if effort is None else {"reasoning_effort": effort}
-        choice = self.read("tool_choice")
-        named = choice.name if isinstance(choice, NamedTool) else ""
-        tools, where = _tools(self)
-        check_choice(tools, "tool_choice", named or choice or "", named)
+        reasoning = self.reasoning or ReasoningConfig()
+        variables: dict[str, Any] = {} if reasoning.effort is None else {"reasoning_effort": reasoning.effort}
+        if reasoning.context in ("current_turn", "all_turns"):
+            variables |= kept_thinking(reasoning.context == "all_turns")
+        skipped = Skipped()
+        tools = _functions(self, skipped)
         conversation = Conversation(
-            turns=tuple(_turns(self)),
-            tools=() if choice == "none" else tools,
-            parameters=() if choice == "none" else tuple(f"{it}.parameters" for it in where),
-            must_call=bool(named) or choice == "required",
-            called=named,
+            turns=tuple(self.turns(skipped)),
+            **shown_tools(_tools(tools), _choice(self), skipped),
+            skipped=skipped.kinds,
             parallel=self.parallel_tool_calls is not False,
-            thinking=None if effort is None else effort != "none",
+            thinking=None if reasoning.effort is None else reasoning.effort != "none",
             variables=variables | (self.read("chat_template_kwargs") or {}),
         )
         return Generation(
@@ -226,13 +222,12 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
             draft_tokens=self.draft_tokens,
             stream=bool(self.stream),
             names=_NAMES,
-            settings=_settings(self, conversation),
+            settings=_settings(self, conversation, [tool.told for _, tool in tools]),
         )
 
 
-def _settings(body: ResponsesBody, conversation: Conversation) -> dict[str, Any]:
+def _settings(body: ResponsesBody, conversation: Conversation, tools: list[dict[str, Any]]) -> dict[str, Any]:
     """What a response repeats of its request."""
-    said: list[FunctionTool] = body.read("tools", TOOLS_BYTES_MAX) or []
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -241,17 +236,34 @@ def _settings(body: ResponsesBody, conversation: Conversation) -> dict[str, Any]
         "text": {"format": body.config.format or TextFormat()},
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "tool_choice": body.read("tool_choice") or "auto",
-        "tools": said,
+        "tools": tools,
         "top_p": 1.0 if body.top_p is None else body.top_p,
     }
 
 
-def _tools(body: ResponsesBody) -> tuple[tuple[Tool, ...], list[str]]:
-    """The tools, and where each is. Raises BadInput."""
-    said: list[FunctionTool] = body.read("tools", TOOLS_BYTES_MAX) or []
-    tools = [Tool(it.name, it.description, it.parameters, it.strict) for it in said]
-    where = [f"tools[{number}]" for number in range(len(tools))]
-    return checked_tools(tools, [f"{it}.name" for it in where]), where
+def _functions(body: ResponsesBody, skipped: Skipped) -> list[tuple[str, FunctionTool]]:
+    """The functions among the tools, each with its field. Raises BadInput."""
+    said = functions_in(body.read_each("tools", TOOLS_BYTES_MAX), FunctionTool, "function", skipped)
+    check_tools([_tool(it) for _, it in said], [f"{where}.name" for where, _ in said])
+    return said
+
+
+def _tools(said: Sequence[tuple[str, FunctionTool]]) -> list[tuple[Tool, str]]:
+    return [(_tool(it), f"{where}.parameters") for where, it in said]
+
+
+def _tool(said: FunctionTool) -> Tool:
+    return Tool(said.name, said.description, said.parameters, said.strict)
+
+
+def _choice(body: ResponsesBody) -> Choice:
+    said = body.read("tool_choice")
+    if isinstance(said, NamedTool):
+        return Choice("required", called=said.name)
+    if isinstance(said, AllowedFlat):
+        allowed = (decoded(raw, AllowedTool, f"tool_choice.tools[{at}]") for at, raw in enumerate(said.tools))
+        return Choice(said.mode, allowed=names_in(tuple(allowed)))
+    return Choice(said or "auto")
 
 
 def _structure(config: TextConfig) -> OutputForm | None:
@@ -259,68 +271,3 @@ def _structure(config: TextConfig) -> OutputForm | None:
     if isinstance(config.format, FlatSchemaFormat):
         return OutputForm("json", config.format.schema, "text.format.schema")
     return of_response_format(config.format, "text.format")
-
-
-# ---------------------------------------------------------------- items as turns
-
-
-def _turns(body: ResponsesBody) -> Iterator[Turn]:
-    """Reasoning, text and calls that follow one another are one turn of the assistant. Raises BadInput."""
-    if body.instructions:
-        yield Turn("system", body.instructions)
-    if isinstance(body.input, str):
-        yield Turn("user", body.input)
-        return
-    arguments = Arguments()
-    said: list[Turn] = []  # parts of the assistant's turn
-    for at, item in enumerate(body.input):
-        turn = _turn(item, f"input[{at}]", arguments)
-        if turn.role == "assistant":
-            said.append(turn)
-            continue
-        yield from _joined(said)
-        said = []
-        yield turn
-    yield from _joined(said)
-
-
-def _joined(parts: Sequence[Turn]) -> Iterator[Turn]:
-    if parts:
-        text = "".join(part.text for part in parts)
-        reasoning = "".join(part.reasoning for part in parts)
-        yield Turn("assistant", text, reasoning, tuple(call for part in parts for call in part.calls))
-
-
-def _turn(item: Item, where: str, arguments: Arguments) -> Turn:
-    if item.type == "function_call":
-        return Turn("assistant", calls=(_past_call(item, where, arguments),))
-    if item.type == "function_call_output":
-        output = _required(item.output, f"{where}.output")
-        return Turn("tool", _text(output, f"{where}.output"), call_id=_required(item.call_id, f"{where}.call_id"))
-    if item.type == "reasoning":
-        return Turn("assistant", reasoning=_text(item.content or "", f"{where}.content"))
-    role: Role = _required(item.role, f"{where}.role")
-    return Turn(role, _text(_required(item.content, f"{where}.content"), f"{where}.content"))
-
-
-def _past_call(item: Item, where: str, arguments: Arguments) -> PastCall:
-    name, said = _required(item.name, f"{where}.name"), _required(item.arguments, f"{where}.arguments")
-    data = said.encode(errors="surrogatepass")
-    return arguments.call(_required(item.call_id, f"{where}.call_id"), name, data, f"{where}.arguments")
-
-
-def _required(value: Any, field: str) -> Any:
-    if value is None:
-        raise BadInput("is missing", field=field, remedy="add it")
-    return value
-
-
-def _text(content: str | list[Part], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for number, part in enumerate(content):
-        if isinstance(part, InputImage | InputFile | InputAudio):
-            raise refuse_media(str(part.__struct_config__.tag), f"{where}[{number}].type")
-        texts.append(part.text)
-    return "".join(texts)

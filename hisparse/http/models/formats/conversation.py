@@ -54,7 +54,9 @@ class Conversation:
 
     `parallel`: the reply may hold several calls. `must_call`: it holds calls and no text; with `called`, one of that
     tool. `thinking`: whether the model is to reason first; None: as its template has it. `variables` are further ones
-    of the chat template, and come before `thinking`.
+    of the chat template, and come before `thinking`. `skipped` are the kinds of tools, calls and results that the body
+    has and the model is not shown, `cleared` the reasoning that the client wants left out, by turn; None: it said
+    nothing of that.
     """
 
     turns: tuple[Turn, ...]
@@ -65,6 +67,8 @@ class Conversation:
     called: str = ""
     thinking: bool | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    cleared: tuple[str, ...] | None = None
 
     @property
     def many(self) -> bool:
@@ -78,10 +82,20 @@ class Conversation:
         return said.get("enable_thinking", said.get("thinking")) is False
 
     @property
+    def keeps_thinking(self) -> bool:
+        """Whether the reasoning of all turns is rendered, and not that behind the last user's turn alone."""
+        return self.variables.get("clear_thinking") is False
+
+    @property
     def all_variables(self) -> dict[str, Any]:
         """Both names by which templates know whether to reason, and what the client set."""
         said = {} if self.thinking is None else {"enable_thinking": self.thinking, "thinking": self.thinking}
         return said | dict(self.variables)
+
+
+def kept_thinking(keeps: bool) -> dict[str, bool]:
+    """The variable by which templates such as GLM's know whether to render the reasoning of earlier turns."""
+    return {"clear_thinking": not keeps}
 
 
 def in_call_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:

@@ -12,7 +12,8 @@ Calls are written in DSML:
     </｜DSML｜function_calls>
 
 `string="true"`: the value is text as it stands; otherwise it is JSON. Results follow the turn that called, in the order
-of its calls, and in one block. Reasoning is kept from the last user's turn on, and left out of earlier turns.
+of its calls, and in one block. Reasoning is kept from the last user's turn on, and left out of earlier turns unless the
+client wants it kept.
 """
 
 from __future__ import annotations
@@ -134,15 +135,16 @@ def encode(conversation: Conversation) -> str:
     _check(turns)
     thinking = thinks(conversation)
     last_user = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
+    reasoned = {at for at, turn in enumerate(turns) if turn.reasoning and conversation.keeps_thinking}
     pieces = [BOS]
     if conversation.tools and turns[0].role not in ("system", "developer"):
         pieces.append("\n\n" + _tools(conversation.tools))
     for at, turn in enumerate(turns):
-        opening = THINK if thinking and at >= last_user else THINK_END
+        opening = THINK if thinking and (at >= last_user or at + 1 in reasoned) else THINK_END
         if turn.role == "user":
             pieces.append(f"{USER}{turn.text}{ASSISTANT}{opening}")
         elif turn.role == "assistant":
-            pieces.append(_assistant(turn, thinking and at > last_user))
+            pieces.append(_assistant(turn, thinking and (at > last_user or at in reasoned)))
         elif turn.role == "tool":
             pieces += _result(turns, at, opening)
         else:
