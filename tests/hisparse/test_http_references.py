@@ -4,10 +4,10 @@ rule, and each verdict is true of the types that read bodies."""
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any, Literal, Required
 
 import pytest
-from typing_extensions import Required, TypedDict
+from typing_extensions import TypedDict
 
 from hisparse.http.apis.body import read_body
 from hisparse.http.apis.fields import ACCOUNT, HINT, REPEAT
@@ -45,12 +45,10 @@ def test_verdicts_are_true(name: str) -> None:
 def read(kind: Any, said: dict[str, Any]) -> tuple[BadInput | None, Conversation | None]:
     """Why a body is refused, or its conversation."""
     try:
-        body = read_body(json.dumps(said).encode(), kind)
-        wanted = body.generation() if hasattr(body, "generation") else body
+        body: Any = read_body(json.dumps(said).encode(), kind)
+        return None, body.generation().conversation if hasattr(body, "generation") else body.conversation()
     except BadInput as error:
         return error, None
-    said = wanted.conversation
-    return None, said() if callable(said) else said
 
 
 @pytest.mark.parametrize(
