@@ -202,7 +202,7 @@ def test_samples_differ_and_repeated_requests_agree() -> None:
         ({"prompt": "x", "stop": [1]}, "stop[0]"),
         ({"prompt": "x", "stream_options": {}}, "stream_options"),
         ({"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"prompt": "x", "messages": []}, "messages"),
+        ({"prompt": "x", "messages": [1]}, "messages"),
         ({"prompt": "x", "model": "other"}, "model"),
     ],
 )
@@ -508,7 +508,7 @@ def test_chat_max_tokens() -> None:
         ({"messages": said(("tool", "x"))}, "tool"),
         ({"messages": said(("developer", "x"))}, "no developers here"),
         ({"messages": said(("user", [{"type": "image_url", "text": ""}]))}, "images are not supported"),
-        ({"messages": said(("user", None))}, "not null"),
+        ({"messages": said(("user", 5))}, "not an integer"),
         pytest.param(
             {"messages": said(("user", "x")), "max_tokens": 1, "max_completion_tokens": 1},
             "old name",

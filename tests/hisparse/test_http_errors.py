@@ -117,11 +117,32 @@ CASES: Final = {
     ),
     "unsupported object": Case(
         COMPLETIONS,
-        said(suffix={"1": None, "2": "a"}),
+        said(best_of={"1": None, "2": "a"}),
         400,
         BAD,
-        "suffix",
-        'is not supported (got {"1":null,"2":"a"}). Leave suffix out.',
+        "best_of",
+        'is not supported (got {"1":null,"2":"a"}). Leave best_of out.',
+    ),
+    "field of the reference": Case(
+        COMPLETIONS,
+        said(suffix="a"),
+        *(400, BAD, "suffix", "is not supported: the model writes on, and fills no gaps. Leave it out."),
+        said(suffix=""),
+    ),
+    "text for null": Case(
+        CHATS,
+        spoken(X, {"role": "assistant", "content": "x", "function_call": "f"}),
+        *(400, BAD, "messages[1].function_call", "is not supported: it is now tool_calls. Use tool_calls."),
+        spoken(X, {"role": "assistant", "content": "x", "function_call": None}),
+    ),
+    "unknown field that holds something": Case(
+        CHATS,
+        spoken(X | {"reasoning_details": [1]}),
+        *(400, BAD, "messages[0].reasoning_details", "is no known parameter"),
+        spoken(X | {"reasoning_details": [], "thinking_blocks": None, "provider_specific_fields": {}, "mood": ""}),
+    ),
+    "integer with a fraction": Case(
+        COMPLETIONS, said(seed=8.5), *(400, BAD, "seed", "not a number that is no integer"), said(seed=8.0, n=1.0)
     ),
     "top_k": Case(COMPLETIONS, said(top_k=-2), 400, BAD, "top_k", "(got -2)", said(top_k=-1)),
     "min_p": Case(COMPLETIONS, said(min_p=1.5), 400, BAD, "min_p", "must be 0.0 to 1.0 (got 1.5)", said(min_p=1)),
@@ -172,7 +193,13 @@ CASES: Final = {
         *(400, BAD, "logprobs", "only the logits of its last token are computed; an echo would come without", said()),
     ),
     "logprobs of a prompt": Case(
-        COMPLETIONS, said(prompt_logprobs=1), 400, BAD, "prompt_logprobs", "(got 1). Leave prompt_logprobs out.", said()
+        COMPLETIONS,
+        said(prompt_logprobs=1),
+        400,
+        BAD,
+        "prompt_logprobs",
+        "logits of its last token are computed. Leave it",
+        said(),
     ),
     "many logprobs": Case(
         COMPLETIONS,
@@ -225,11 +252,12 @@ CASES: Final = {
     ),
     "content": Case(
         CHATS,
-        spoken({"role": "user", "content": None}),
+        spoken({"role": "user", "content": 5}),
         400,
         BAD,
         "messages[0].content",
-        "expected a string or an array, not null.",
+        "expected a string or an array, not an integer.",
+        spoken({"role": "user", "content": None}),
     ),
     "contents": Case(
         CHATS, spoken({"role": "user", "contents": "x"}), 400, BAD, "messages[0].contents", "Did you mean content?"
@@ -247,7 +275,10 @@ CASES: Final = {
     ),
     "content left out": Case(CHATS, spoken({"role": "user"}), 400, BAD, "messages[0].content", "is missing. Add it."),
     "field of another role": Case(
-        CHATS, spoken(X | {"tool_calls": []}), 400, BAD, "messages[0].tool_calls", "role assistant. Leave it out."
+        CHATS,
+        spoken(X | {"refusal": "no"}),
+        *(400, BAD, "messages[0].refusal", "role assistant. Leave it out."),
+        spoken(X | {"refusal": "", "tool_calls": []}),
     ),
     "result of no call": Case(
         CHATS,
@@ -265,6 +296,33 @@ CASES: Final = {
         spoken(tool_choice="required"),
         *(400, BAD, "tool_choice", "needs a tool to call (got required). Send tools, or use auto."),
         spoken(tool_choice="auto"),
+    ),
+    "choice that is none": Case(
+        CHATS,
+        spoken(tools=[tool("f")], tool_choice="must"),
+        *(400, BAD, "tool_choice", "(got must). Use one of auto, none, required."),
+    ),
+    "tool of another kind": Case(
+        CHATS,
+        spoken(tools=[tool("f"), {"type": "custom", "custom": {"name": "g"}}], tool_choice=tool("g")),
+        *(400, BAD, "tool_choice", "no tool that is a function, and custom is skipped here (got g). Name one of"),
+    ),
+    "only tools of another kind": Case(
+        RESPONSES,
+        {"input": "x", "tools": [{"type": "web_search"}, {"type": "local_shell"}], "tool_choice": "required"},
+        *(400, BAD, "tool_choice", "and web_search, local_shell is skipped here (got required). Send tools"),
+    ),
+    "kind of a choice": Case(
+        RESPONSES,
+        {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+        *(400, BAD, "tool_choice.type", "(got web_search). Use one of function, allowed_tools."),
+        {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "auto"},
+    ),
+    "kind of an edit": Case(
+        MESSAGES,
+        asked(X) | {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        *(400, BAD, "context_management.edits[0].type", "(got clear_tool_uses_20250919). Use one of clear_thinking_"),
+        asked(X) | {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
     ),
     "tool that is none": Case(
         CHATS,
@@ -298,7 +356,7 @@ CASES: Final = {
     "vLLM's name of old": Case(
         COMPLETIONS,
         said(guided_regex="a"),
-        *(400, BAD, "guided_regex", 'is not supported (got "a"). Use structured_outputs.regex.'),
+        *(400, BAD, "guided_regex", "is not supported: vLLM's name of old. Use structured_outputs.regex."),
         said(structured_outputs={"regex": "a"}),
     ),
     "grammar without an end": Case(
@@ -552,4 +610,5 @@ async def test_parameters_lists_each_field_of_a_body_once(tmp_path: Path) -> Non
     }
     assert "temperature" in told[COMPLETIONS]["served"]
     assert "user" in told[CHATS]["ignored"]
-    assert told[CHATS]["accepted_at_these_values_only"]["functions"] == [[]]
+    assert told[CHATS]["accepted_at_these_values_only"]["modalities"] == [["text"]]
+    assert told[CHATS]["refused"]["functions"] == "they are now tools"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from hisparse.http.apis.anthropic.context import ContextManagement, cleared_of_thinking
 from hisparse.http.apis.body import ApiBody
@@ -153,7 +154,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     }
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[AnyBlock] | None = None
+    content: str | list[AnyBlock] | UnsetType | None = UNSET
 
 
 class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -359,7 +360,9 @@ def _turns(body: CountBody, skipped: Skipped) -> Iterator[Turn]:
         yield Turn("system", text)
     for at, message in enumerate(body.messages):
         where = f"messages[{at}].content"
-        if not isinstance(message.content, list):
+        if message.content is UNSET and message.role != "system":
+            raise BadInput("is missing", field=where, remedy="add it")
+        if message.content is None or isinstance(message.content, str | UnsetType):
             yield Turn(message.role, message.content or "")
         elif message.role == "assistant":
             yield _assistant(message.content, where, arguments, skipped)

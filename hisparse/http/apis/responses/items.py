@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from hisparse.http.apis.decoding import decoded
 from hisparse.http.apis.fields import Account, Hint, Repeat, unread
@@ -63,7 +64,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[Part] | UnsetType | None = UNSET
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -130,9 +131,11 @@ def _turn(item: Item, where: str, arguments: Arguments) -> Turn:
         output = _required(item.output, f"{where}.output")
         return Turn("tool", _text(output, f"{where}.output"), call_id=item.call_id or "")
     if item.type == "reasoning":
-        return Turn("assistant", reasoning=_text(item.content or "", f"{where}.content"))
+        return Turn("assistant", reasoning=_text(item.content, f"{where}.content"))
     role: Role = _required(item.role, f"{where}.role")
-    return Turn(role, _text(item.content or "", f"{where}.content"))
+    if item.content is UNSET:
+        raise BadInput("is missing", field=f"{where}.content", remedy="add it")
+    return Turn(role, _text(item.content, f"{where}.content"))
 
 
 def _past_call(item: Item, where: str, arguments: Arguments) -> PastCall:
@@ -146,7 +149,9 @@ def _required(value: Any, field: str) -> Any:
     return value
 
 
-def _text(content: str | list[Part], where: str) -> str:
+def _text(content: str | list[Part] | UnsetType | None, where: str) -> str:
+    if content is None or isinstance(content, UnsetType):
+        return ""
     if isinstance(content, str):
         return content
     texts = []
