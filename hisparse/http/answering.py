@@ -20,6 +20,7 @@ from hisparse.http.apis.known import Api
 from hisparse.http.apis.large_bodies import LargeBodies
 from hisparse.http.apis.logprobs import ToldTokens
 from hisparse.http.apis.openai.answers import Answer, Transcript
+from hisparse.http.apis.tools import named_in_header
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.models.formats.replies import Piece
@@ -106,7 +107,7 @@ class Answering:
             begun = partial(self._until_served, outputs) if ask.stream else partial(_all_finished, outputs)
             await self._bounded(outputs, begun)
             how = _stream if ask.stream else _whole
-            await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id, **_ignored(ask)})
+            await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id, **named_in_header(ask.skipped)})
         self._counters.answer_s.observe(trio.current_time() - began)
         tokens = sum(transcript.tokens for transcript in transcripts)
         told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
@@ -193,11 +194,6 @@ async def _accepted(output: FollowedOutput, prompt: str) -> None:
         if error.field != "prompt":
             raise
         raise ContextExceeded(error.message, field=prompt, remedy="shorten it, or ask for fewer tokens") from error
-
-
-def _ignored(ask: Ask) -> dict[str, str]:
-    """The header that names what the model was not shown."""
-    return {"hisparse-ignored": ", ".join(ask.skipped)} if ask.skipped else {}
 
 
 def _check_id(chosen: str) -> None:

@@ -19,7 +19,7 @@ answer and is not counted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -38,6 +38,7 @@ from hisparse.http.apis.large_bodies import LargeBodies
 from hisparse.http.apis.openai.answers import model_card, model_page
 from hisparse.http.apis.openapi import document
 from hisparse.http.apis.tokens import TOKEN_APIS, TokenApi
+from hisparse.http.apis.tools import named_in_header
 from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.models.grammar_checks import GrammarChecks
@@ -253,13 +254,14 @@ class Front:
 
         with ExitStack() as place:
             read = partial(self._reply, api=api, served=served)
-            reply = await self._body_reader.receive(exchange, key.name, place, read)
-            await exchange.answer(200, reply)
+            reply, skipped = await self._body_reader.receive(exchange, key.name, place, read)
+            await exchange.answer(200, reply, named_in_header(skipped))
 
-    def _reply(self, data: bytearray, api: TokenApi, served: Served) -> bytes:
+    def _reply(self, data: bytearray, api: TokenApi, served: Served) -> tuple[bytes, Sequence[str]]:
         """In a thread. Raises HiSparseError."""
         self._large_bodies.check(data, api.body, served.model, served.tokenizer)
-        return msgspec.json.encode(api.answer(read_body(data, api.body), served, self._renderers.render))
+        reply, skipped = api.answer(read_body(data, api.body), served, self._renderers.render)
+        return msgspec.json.encode(reply), skipped
 
 
 def _authorization(exchange: HttpExchange) -> str:

@@ -405,6 +405,7 @@ async def test_anthropic_gets_what_it_asks_for_by_schema(tmp_path: Path, family:
 
 # ---------------------------------------------------------------- errors
 
+TOOL_USE: Final = {"type": "tool_use", "id": "1", "name": "f"}
 #: A schema of which no grammar can be made.
 UNSUPPORTED: Final = {"type": "object", "properties": {"a": {"if": {}}}}
 IMAGE: Final = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -429,21 +430,9 @@ AUDIO: Final = {"type": "input_audio", "input_audio": {"data": "", "format": "wa
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "rename the tool"),
         ({"tools": OPENAI_TOOLS[:1] * 2}, "tools[1].function.name", "another tool too"),
         (
-            {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
-            "messages[0].tool_calls",
+            {"messages": [{"role": "user", "content": "x", "refusal": "no"}]},
+            "messages[0].refusal",
             "for messages of role assistant",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}],
-                    }
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-            "expected an object",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
         (
@@ -470,7 +459,14 @@ async def test_chat_refusal_is_openais(tmp_path: Path, changes: dict[str, Any], 
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images are not supported"),
         ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice.type: needs a tool to call"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "tool", "name": "bash"}},
+            "tool_choice.name: is the name of no tool that is a function, and bash_20250124 is skipped here (got bash)",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [TOOL_USE | {"input": [1]}]}, *ASKED]},
+            "messages[0].content[0].input: expected an object",
+        ),
         ({"messages": [*ASKED, {"role": "assistant", "content": "So"}]}, "cannot be continued"),
         ({"max_tokens": 1_000_000}, "Lower max_tokens to"),
         ({"stop_sequences": [""]}, "stop_sequences: a stop string has 1 to"),
@@ -504,7 +500,7 @@ async def test_message_refusal_is_anthropics(tmp_path: Path, changes: dict[str, 
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "Use one of message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "images are"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "is missing"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "Use one of function"),
+        ({"tools": [{"type": "a b"}]}, "tools[0].type", "is the name of no kind"),
         ({"max_output_tokens": 1_000_000}, "input", "Lower max_output_tokens to"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "Use one of text, json_object"),
         ({"input": []}, "input", "is empty"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
 import msgspec
 
@@ -74,36 +74,42 @@ class CountReply(msgspec.Struct, frozen=True, omit_defaults=True):
     context_management: OriginalCount | None = None
 
 
-def tokenized(body: TokenizeBody, served: Served, render: Render) -> TokenizeReply:
+#: A reply, and the kinds of tools that were skipped.
+Reply: TypeAlias = tuple[msgspec.Struct, Sequence[str]]
+
+
+def tokenized(body: TokenizeBody, served: Served, render: Render) -> Reply:
     """Raises BadInput or NotFound. Takes as long as tokenizing does, as the next two."""
     check_model(body.model, served.model)
+    skipped = Skipped()
     if body.messages:
-        ids = chat_prompt(_conversation(body), served, render, "messages").ids
+        ids = chat_prompt(_conversation(body, skipped), served, render, "messages").ids
     else:
         special = body.add_special_tokens is not False
         ids = text_ids(body.prompt or "", served.tokenizer, served.model, special=special)
-    return TokenizeReply(ids.size, served.model.context_max_tokens, ids.tolist())
+    return TokenizeReply(ids.size, served.model.context_max_tokens, ids.tolist()), skipped.kinds
 
 
-def _conversation(body: TokenizeBody) -> Conversation:
-    tools = tuple(tool for tool, _ in tools_of(body, Skipped()))
+def _conversation(body: TokenizeBody, skipped: Skipped) -> Conversation:
+    tools = tuple(tool for tool, _ in tools_of(body, skipped))
     variables = body.read("chat_template_kwargs") or {}
     return Conversation(tuple(turns_of(body.messages or [])), tools, variables=variables)
 
 
-def detokenized(body: DetokenizeBody, served: Served, _: Render) -> DetokenizeReply:
+def detokenized(body: DetokenizeBody, served: Served, _: Render) -> Reply:
     """Special tokens as their texts."""
     check_model(body.model, served.model)
     ids = flat_ids(bytes(body.tokens), served.model, "tokens")
-    return DetokenizeReply(text_of(ids.tolist(), served.tokenizer, served.tokenizer.special_ids))
+    return DetokenizeReply(text_of(ids.tolist(), served.tokenizer, served.tokenizer.special_ids)), ()
 
 
-def counted(body: CountBody, served: Served, render: Render) -> CountReply:
+def counted(body: CountBody, served: Served, render: Render) -> Reply:
     check_model(body.model, served.model)
     conversation = body.conversation()
     size = chat_prompt(conversation, served, render, "messages").ids.size
     cleared = cleared_in(conversation, served)
-    return CountReply(size, None if cleared is None else OriginalCount(size + cleared.tokens))
+    original = None if cleared is None else OriginalCount(size + cleared.tokens)
+    return CountReply(size, original), conversation.skipped
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class TokenApi:
     path: str
     body: type[ApiBody]
     reply: type[msgspec.Struct]
-    answer: Callable[[Any, Served, Render], msgspec.Struct]
+    answer: Callable[[Any, Served, Render], Reply]
 
 
 TOKEN_APIS: Final = (

@@ -24,6 +24,9 @@ ARGUMENT_LEVELS_MAX: Final = 400
 #: The name under which a model is shown earlier arguments that are no JSON object.
 ARGUMENTS: Final = "arguments"
 
+#: Of the kinds that were skipped, in the header that names them.
+HEADER_CHARS_MAX: Final = 2_048
+
 #: Choices that want a call, of any tool.
 MUST_CALL: Final = ("required", "any")
 
@@ -69,6 +72,11 @@ class Skipped:
     @property
     def kinds(self) -> tuple[str, ...]:
         return tuple(self._kinds)
+
+
+def named_in_header(kinds: Sequence[str]) -> dict[str, str]:
+    """The header of an answer that names what the model was not shown."""
+    return {"hisparse-ignored": ", ".join(kinds)[:HEADER_CHARS_MAX]} if kinds else {}
 
 
 class Typed(msgspec.Struct, frozen=True):
