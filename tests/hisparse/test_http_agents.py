@@ -476,7 +476,7 @@ async def test_chat_refusal_is_openais(tmp_path: Path, changes: dict[str, Any], 
             {"output_config": {"format": {"type": "json_schema", "schema": UNSUPPORTED}}},
             "output_config.format.schema.properties.a",
         ),
-        ({"extra_body": {"mesages": []}}, "Did you mean messages?"),
+        ({"extra_body": {"mesages": [1]}}, "Did you mean messages?"),
     ],
 )
 async def test_message_refusal_is_anthropics(tmp_path: Path, changes: dict[str, Any], text: str) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from hisparse.http import service as server
 from hisparse.http.apis.known import APIS
 from hisparse.http.apis.body import read_body, read_raw
-from hisparse.http.apis.generation import NULL
+from hisparse.http.apis.fields import NULL
 from hisparse.http.apis.tokens import TOKEN_APIS
 from protocol.errors import BadInput
 
@@ -40,6 +40,11 @@ for api in (*APIS, *TOKEN_APIS):
     for field, kind in api.body.raw_types.items():
         read_raw(NULL, field, kind | None)
     decoded += 1 + len(api.body.raw_types)
+used = [{"type": "web_search"}]
+flat = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}
+said = {"input": [{"role": "user", "content": "x"}, *used], "tools": used, "tool_choice": flat}
+with suppress(BadInput):
+    read_body(json.dumps(said).encode(), APIS[-1].body).generation()
 sys.setprofile(None)
 print(json.dumps([decoded, late]))
 """

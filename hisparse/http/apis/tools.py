@@ -85,6 +85,9 @@ class Typed(msgspec.Struct, frozen=True):
     type: str | None = None
 
 
+_TYPED: Final = msgspec.json.Decoder(Typed)  # before threads use it: body.prepare
+
+
 def kind_of(raw: msgspec.Raw, field: str) -> str:
     """The type that an object says, "" where it says none. Raises BadInput."""
     said: Typed = decoded(raw, Typed, field)
