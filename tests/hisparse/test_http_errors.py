@@ -379,6 +379,31 @@ CASES: Final = {
         asked({"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}),
         *(400, BAD, "messages[0].content[0].type", "is no part of a user's message (got thinking). Leave it out."),
     ),
+    "message without content": Case(
+        MESSAGES, asked({"role": "user"}), 400, BAD, "messages[0].content", "is missing. Add it.", asked(X)
+    ),
+    "arguments that are no object": Case(
+        MESSAGES,
+        asked({"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": [1]}]}, X),
+        *(400, BAD, "messages[0].content[0].input", "expected an object. Send a JSON object."),
+    ),
+    "refusal of a user": Case(
+        CHATS,
+        spoken({"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}),
+        *(400, BAD, "messages[0].content[0].type", "is for messages of role assistant (got refusal). Send it as text."),
+        spoken({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}),
+    ),
+    "kind of a tool": Case(
+        CHATS,
+        spoken(tools=[{"type": "a b"}]),
+        *(400, BAD, "tools[0].type", "is the name of no kind (got a b). Use function, or leave it out."),
+        spoken(tools=[{"type": "custom"}]),
+    ),
+    "call without an id": Case(
+        RESPONSES,
+        {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+        *(400, BAD, "input[0].call_id", "is missing. Add it."),
+    ),
     "no items": Case(RESPONSES, {"input": []}, 400, BAD, "input", "Give a text, or at least one item.", {"input": "x"}),
     "item without content": Case(
         RESPONSES, {"input": [{"role": "user"}]}, 400, BAD, "input[0].content", "is missing. Add it."

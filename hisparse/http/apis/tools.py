@@ -126,7 +126,7 @@ def functions_in(
 
 
 @dataclass(frozen=True)
-class Choice:
+class CallChoice:
     """What a body says of calls: `mode` is auto, none, or one of MUST_CALL; `called` the only tool to call; `allowed`
     those that the model is shown, None for all. `field` is where it says so."""
 
@@ -140,7 +140,7 @@ class Choice:
         return bool(self.called) or self.mode in MUST_CALL
 
 
-def shown_tools(tools: Sequence[tuple[Tool, str]], choice: Choice, skipped: Skipped) -> dict[str, Any]:
+def shown_tools(tools: Sequence[tuple[Tool, str]], choice: CallChoice, skipped: Skipped) -> dict[str, Any]:
     """The fields of a Conversation that say which tools the model is shown, of all `tools`, each with the field of its
     parameters, and whether it must call one. Raises BadInput."""
     names = {tool.name for tool, _ in tools}

@@ -16,7 +16,7 @@ from hisparse.http.apis.structured import STRUCTURE_BYTES_MAX
 from hisparse.http.apis.tools import (
     TOOLS_BYTES_MAX,
     Arguments,
-    Choice,
+    CallChoice,
     Skipped,
     check_tools,
     functions_in,
@@ -333,15 +333,15 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         )
 
 
-def _choice(said: ToolChoice | None) -> Choice:
+def _choice(said: ToolChoice | None) -> CallChoice:
     """Raises BadInput."""
     if said is None:
-        return Choice()
+        return CallChoice()
     if said.type != "tool":
-        return Choice(said.type, field="tool_choice.type")
+        return CallChoice(said.type, field="tool_choice.type")
     if not said.name:
         raise BadInput("is missing", field="tool_choice.name", remedy="add it")
-    return Choice("any", called=said.name, field="tool_choice.name")
+    return CallChoice("any", called=said.name, field="tool_choice.name")
 
 
 def _tools(body: CountBody, skipped: Skipped) -> list[tuple[Tool, str]]:

@@ -13,7 +13,7 @@ from hisparse.http.apis.openai.chat_messages import ChatMessage, turns_of
 from hisparse.http.apis.tools import (
     TOOLS_BYTES_MAX,
     AllowedTool,
-    Choice,
+    CallChoice,
     Skipped,
     check_tools,
     functions_in,
@@ -136,13 +136,13 @@ def conversation_of(body: ChatBody) -> Conversation:
     )
 
 
-def _choice(body: ChatBody) -> Choice:
+def _choice(body: ChatBody) -> CallChoice:
     said = body.read("tool_choice")
     if isinstance(said, NamedChoice):
-        return Choice("required", called=said.function.name)
+        return CallChoice("required", called=said.function.name)
     if isinstance(said, AllowedChoice):
-        return Choice(said.allowed_tools.mode, allowed=names_in(said.allowed_tools.tools))
-    return Choice(said or "auto")
+        return CallChoice(said.allowed_tools.mode, allowed=names_in(said.allowed_tools.tools))
+    return CallChoice(said or "auto")
 
 
 def tools_of(body: ApiBody, skipped: Skipped) -> list[tuple[Tool, str]]:

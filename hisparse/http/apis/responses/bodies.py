@@ -17,7 +17,7 @@ from hisparse.http.apis.structured import STRUCTURE_BYTES_MAX, ObjectFormat, Tex
 from hisparse.http.apis.tools import (
     TOOLS_BYTES_MAX,
     AllowedTool,
-    Choice,
+    CallChoice,
     Skipped,
     check_tools,
     functions_in,
@@ -256,14 +256,14 @@ def _tool(said: FunctionTool) -> Tool:
     return Tool(said.name, said.description, said.parameters, said.strict)
 
 
-def _choice(body: ResponsesBody) -> Choice:
+def _choice(body: ResponsesBody) -> CallChoice:
     said = body.read("tool_choice")
     if isinstance(said, NamedTool):
-        return Choice("required", called=said.name)
+        return CallChoice("required", called=said.name)
     if isinstance(said, AllowedFlat):
         allowed = (decoded(raw, AllowedTool, f"tool_choice.tools[{at}]") for at, raw in enumerate(said.tools))
-        return Choice(said.mode, allowed=names_in(tuple(allowed)))
-    return Choice(said or "auto")
+        return CallChoice(said.mode, allowed=names_in(tuple(allowed)))
+    return CallChoice(said or "auto")
 
 
 def _structure(config: TextConfig) -> OutputForm | None:
