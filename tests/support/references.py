@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -124,7 +124,7 @@ def _values(path: str, hint: Any, told: Any, build: Build, seen: set[Any]) -> It
     for option, wrap in wrapped(hint):
         structs = [it for it in options(told) if isinstance(it, type) and issubclass(it, msgspec.Struct)]
         if is_typeddict(option) and structs:
-            yield from _kind(path, option, structs, lambda said, wrap=wrap: build(wrap(said)), seen)
+            yield from _kind(path, option, structs, partial(_through, build, wrap), seen)
         elif get_origin(option) is Literal and accepted and not is_any_text:
             for text in get_args(option):
                 why = "" if text in accepted else REFUSED_VALUES.get(text, "")
@@ -262,9 +262,17 @@ def wrapped(hint: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
             yield from wrapped(it)
     elif is_list(hint):
         for it, wrap in wrapped(get_args(hint)[0]):
-            yield it, lambda said, wrap=wrap: [wrap(said)]
+            yield it, partial(_through, _list_of, wrap)
     else:
         yield hint, lambda said: said
+
+
+def _through(outer: Callable[[Any], Any], inner: Callable[[Any], Any], said: Any) -> Any:
+    return outer(inner(said))
+
+
+def _list_of(said: Any) -> list[Any]:
+    return [said]
 
 
 @cache
