@@ -19,7 +19,7 @@ from hisparse.http.apis.generation import Generation
 from hisparse.http.apis.known import Api
 from hisparse.http.apis.large_bodies import LargeBodies
 from hisparse.http.apis.logprobs import ToldTokens
-from hisparse.http.apis.openai.answers import Answer, Transcript
+from hisparse.http.apis.transcript import Answer, Transcript
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.models.formats.replies import Piece

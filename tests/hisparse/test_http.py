@@ -21,10 +21,11 @@ from hisparse.console.options import EXIT_CODES
 from hisparse.http.apis.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.apis.body import NEUTRAL, read_body
 from hisparse.http.apis.decoding import decoded
-from hisparse.http.apis.openai.answers import ChatAnswer, CompletionAnswer, Transcript, text_in
+from hisparse.http.apis.openai.answers import ChatAnswer, CompletionAnswer
 from hisparse.http.apis.openai.chat_bodies import ChatBody
 from hisparse.http.apis.openai.completion_bodies import CompletionBody
 from hisparse.http.apis.prompts import prompts_of, text_ids
+from hisparse.http.apis.transcript import Transcript, text_in
 from hisparse.http.errors import (
     PLACE_CHARS_MAX,
     STATUSES,
