@@ -123,7 +123,7 @@ def _tokens_of_floors(workers: Sequence[WorkerRow]) -> dict[tuple[str, str], flo
     return {(name, "chosen"): it for name, it in now.items()} | {(name, "best"): it for name, it in best.items()}
 
 
-#: States of a request that waits for a place on a worker: WAITING of coordinator.scheduling.lifecycle.
+#: States of a request that waits for a place on a worker: WAITING of common.request_states.
 WAITING_STATES: Final = ("QUEUED", "PREFILLED", "RETRACTED")
 
 

@@ -17,11 +17,11 @@ import click
 import pytest
 
 from benchmarks.ratios import ratios
+from common.request_states import State
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
 from coordinator.listener import connection_tracker, rate_limiter, router, sweeper, unfinished, zap
 from coordinator.scheduling import dispatch, poison
-from coordinator.scheduling.lifecycle import State
 from coordinator.service import CLIENT_UNREAD_MESSAGES
 from hisparse.cli import main
 from hisparse.cli.reference import pages
@@ -298,13 +298,17 @@ def test_each_target_of_make_exists() -> None:
 
 def test_map_names_every_folder() -> None:
     named = set(re.findall(r"`([\w/]+)/`", ARCHITECTURE))
-    packages = [ROOT / name for name in ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")]
+    packages = [
+        ROOT / name for name in ("protocol", "common", "metrics", "kernels", "coordinator", "worker", "hisparse")
+    ]
     folders = {str(path.parent.relative_to(ROOT)) for it in packages for path in it.rglob("__init__.py")}
     assert folders - named == set()
 
 
 def test_every_named_file_exists() -> None:
-    named = re.findall(r"`((?:protocol|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE)
+    named = re.findall(
+        r"`((?:protocol|common|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE
+    )
     assert len(named) > 30
     assert [path for path in named if not (ROOT / path).exists()] == []
 

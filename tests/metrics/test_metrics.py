@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from coordinator.scheduling.lifecycle import WAITING
+from common.request_states import WAITING
 from metrics import coordinator as coordinator_module
 from metrics.coordinator import (
     CLUSTER_METRICS,
