@@ -29,7 +29,7 @@ from hisparse.http.outputs import FollowedOutput, FollowedOutputs
 from hisparse.http.server.api_keys import OWNER_CHARS, KeyOwner
 from hisparse.http.server.body_reader import BodyReader, in_thread
 from hisparse.http.server.exchange import HttpExchange
-from hisparse.http.server.turns import Turns
+from hisparse.http.server.fairness.turns import Turns
 from metrics.state import HttpCounters
 from protocol.errors import BadInput, CapacityError, HiSparseError, Unavailable
 from protocol.logs import fields, logger

@@ -28,7 +28,7 @@ from hisparse.client.token_stream import TokenStream
 from hisparse.http.apis.asks import SampleAsk
 from hisparse.http.errors import ending_error
 from hisparse.http.link import CoordinatorLink
-from hisparse.http.server.turns import SubmissionPace, Turns
+from hisparse.http.server.fairness.turns import SubmissionPace, Turns
 from metrics.state import HttpCounters
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, InternalError, NotFound, WrongState

@@ -44,9 +44,9 @@ from hisparse.http.models.formats.replies import Text
 from hisparse.http.models.renderers import Renderers
 from hisparse.http.models.templates import render
 from hisparse.http.server.api_keys import KEY_CHARS_MIN, NO_OWNER, ApiKey, ApiKeys, owner_of, parse_keys, read_keys
-from hisparse.http.server.arrears import DEBT_MAX_S, PARTIES_MAX, Arrears
-from hisparse.http.server.shares import Shares
-from hisparse.http.server.turns import PIECE_S, PIECES_MAX, LoopTurns, SubmissionPace, Turns
+from hisparse.http.server.fairness.arrears import DEBT_MAX_S, PARTIES_MAX, Arrears
+from hisparse.http.server.fairness.shares import Shares
+from hisparse.http.server.fairness.turns import PIECE_S, PIECES_MAX, LoopTurns, SubmissionPace, Turns
 from protocol.errors import (
     BY_CODE,
     BadInput,

@@ -30,7 +30,8 @@ SHELLS: Final[dict[str, str]] = {
     "hisparse/http/apis/responses": "",
     "hisparse/http/models": "grammar_checks renderers",
     "hisparse/http/models/formats": "",
-    "hisparse/http/server": "api_keys body_reader connection control exchange listener threads tls tracing turns",
+    "hisparse/http/server": "api_keys body_reader connection control exchange listener threads tls tracing",
+    "hisparse/http/server/fairness": "turns",
     "hisparse/manifests": "environments groups processes",
     "hisparse/top": "draw run terminal",
     "protocol": (

@@ -10,7 +10,7 @@ is in arrears: `evictable` says so, and `scope` is cancelled. Those of clients t
 (`is_known`).
 
 Each header that is looked at, and each part of a body, also one that is thrown away, is a piece of work in the event
-loop, and waits for its turn (turns.py): among strangers, by address, until a request shows a key; among
+loop, and waits for its turn (fairness/turns.py): among strangers, by address, until a request shows a key; among
 owners from then on.
 """
 
@@ -27,7 +27,7 @@ import trio
 
 from hisparse.http.errors import error_body, error_headers, status_of
 from hisparse.http.server.exchange import JSON, Channel, ClientGone
-from hisparse.http.server.turns import ClientTurns
+from hisparse.http.server.fairness.turns import ClientTurns
 from hisparse.http.server.wire import HEADER_BYTES_MAX, RequestHead, Wire
 from protocol.errors import BadInput
 

@@ -14,8 +14,8 @@ from typing import Final
 
 import trio
 
-from hisparse.http.server.arrears import Arrears
-from hisparse.http.server.rota import Rota
+from common.round_robin import Rota
+from hisparse.http.server.fairness.arrears import Arrears
 
 #: Pieces of work in one turn of the event loop: reading a header, or a part of a body, and what follows at once.
 STRANGER_PIECES: Final = 1
