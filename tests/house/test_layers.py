@@ -32,6 +32,9 @@ FLOORS: Final[list[set[str]]] = [
 #: Modules that a package may import, where that is fewer than all below it: examples import what users may.
 PUBLIC: Final[dict[str, set[str]]] = {"examples": {"hisparse", "hisparse.kernels"}}
 
+#: Modules of hisparse that import the coordinator, because they are the coordinator; the others import common.
+OF_THE_COORDINATOR: Final = {"hisparse.cli.serve", "hisparse.cli.journal"}
+
 #: Rooms of a package, bottom first, likewise.
 ROOMS: Final[dict[str, list[set[str]]]] = {
     "coordinator": [
@@ -144,6 +147,11 @@ def test_users_import_only_public_modules(package: str) -> None:
     imported = {(source, target) for source, target in edges() if source.startswith(f"{package}.")}
     assert {target for _, target in imported} >= PUBLIC[package]
     assert [(source, target) for source, target in imported if target not in PUBLIC[package]] == []
+
+
+def test_only_its_own_programs_import_the_coordinator() -> None:
+    of_hisparse = [(source, target) for source, target in edges() if source.split(".")[0] == "hisparse"]
+    assert {source for source, target in of_hisparse if target.split(".")[0] == "coordinator"} == OF_THE_COORDINATOR
 
 
 def within(package: str) -> Iterator[tuple[str, str]]:

@@ -208,7 +208,7 @@ class HttpConnection:
         is_new = (self._turns, self._party) != (self._clients.owners, party)
         self._turns, self._party = self._clients.owners, party
         self._is_in_arrears = True
-        await self._wait_until(self._clients.next_request_at(party), self.left)
+        await self._wait_until(self._clients.arrears.next_at(party, trio.current_time()), self.left)
         self.evictable = self._is_in_arrears = False
         if is_new:
             await self._turns.turn(party)
@@ -240,10 +240,10 @@ class HttpConnection:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Goes out with what follows, in one piece."""
         if 400 <= status < 500:
-            if self._is_admitted:
-                self._clients.refused(self._party)
-            else:
-                await self._wait_until(self._clients.refusal_at(self._address), self._until_left)
+            refused = self._party if self._is_admitted else self._address
+            free_at = self._clients.arrears.refused(refused, trio.current_time())
+            if not self._is_admitted:
+                await self._wait_until(free_at, self._until_left)
         self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
 
     async def _wait_until(self, at: float, left: Callable[[], Awaitable[None]]) -> None:
