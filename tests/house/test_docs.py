@@ -17,11 +17,11 @@ import click
 import pytest
 
 from benchmarks.ratios import ratios
-from common.request_states import State
+from common.request_states import POISON_STRIKES, State
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
 from coordinator.listener import connection_tracker, rate_limiter, router, sweeper, unfinished, zap
-from coordinator.scheduling import dispatch, poison
+from coordinator.scheduling import dispatch
 from coordinator.service import CLIENT_UNREAD_MESSAGES
 from hisparse.cli import main
 from hisparse.cli.reference import pages
@@ -219,7 +219,7 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("crash-safety.md", f"a reserve of {store.RESERVE_BYTES >> 20} MiB"),
         ("crash-safety.md", f"every {journal.RETRY_S:g} s the group"),
         ("README.md", f"closer than {compare.TIE_BOUND:.0e}".replace("e-0", "e-")),
-        ("architecture.md", f"{NUMBERS[poison.POISON_STRIKES]} deaths of its worker"),
+        ("architecture.md", f"{NUMBERS[POISON_STRIKES]} deaths of its worker"),
         ("architecture.md", f"until {NUMBERS[keeper.RESTARTS_MAX]} short lives in a row"),
         ("architecture.md", f"kills it after {NUMBERS[keeper.HUNG_LIMITS]} heartbeat limits"),
         ("prefill-decode.md", f"doubles from {dispatch.TRANSFER_PAUSE_S:g} s"),
