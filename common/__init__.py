@@ -1,4 +1,4 @@
-"""What coordinator, front, CLI and client share, and workers and the wire do not need.
+"""Shared by coordinator, front, CLI and client, above the wire: requests, rates, traces and the process itself.
 
 Internal to hisparse: programs import only `hisparse`.
 """

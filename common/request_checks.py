@@ -1,4 +1,4 @@
-"""What a request may ask for, whatever its prompt and wherever it is checked. Pure."""
+"""Checks of what a request may ask for, whatever its prompt, wherever they are made. Pure."""
 
 from __future__ import annotations
 
