@@ -26,16 +26,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from common.request_states import TERMINAL, State
 from common.tracing.spans import AttributeValue, Put, SpanEvent, TraceSpan
 from coordinator.journal.records import RequestFacts
 from coordinator.scheduling.lifecycle import EventKind
-from coordinator.scheduling.request import Follow
 from coordinator.scheduling.request_state import RequestState, Transition
 from protocol.messages import SPAN_ID_BYTES, TRACE_ID_BYTES, TraceContext
 from protocol.trace_context import is_sampled
+
+if TYPE_CHECKING:
+    from coordinator.scheduling.request import Follow
 
 #: Events of one span: parking, new sizes, reasons to wait. Further ones are counted.
 EVENTS_MAX: Final = 64

@@ -17,6 +17,7 @@ import click
 import pytest
 
 from benchmarks.ratios import ratios
+from common import token_bucket
 from common.request_states import POISON_STRIKES, State
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
@@ -196,7 +197,7 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("security.md", f"{messages.CLIENT_MESSAGE_BYTES_MAX >> 20} MiB from clients"),
         ("security.md", f"{messages.WORKER_MESSAGE_BYTES_MAX >> 20} MiB from workers"),
         ("security.md", f"`coordinator.messages_per_s` ({CoordinatorSettings().messages_per_s:,.0f}, and"),
-        ("security.md", f"and {rate_limiter.BYTES_PER_TOKEN >> 10} KiB count as one more"),
+        ("security.md", f"and {token_bucket.BYTES_PER_TOKEN >> 10} KiB count as one more"),
         ("security.md", f"`messages_burst` ({CoordinatorSettings().messages_burst:,})"),
         ("security.md", f"after {rate_limiter.CUT_AFTER:,} more the connection is ended"),
         ("security.md", f"| {CLIENT_UNREAD_MESSAGES} per client connection |"),
