@@ -162,7 +162,8 @@ class FollowedOutputs:
         rate: tuple[float, float] = (CoordinatorSettings().messages_per_s, CoordinatorSettings().messages_burst),
     ) -> None:
         """`rate` is what the coordinator hears of one peer, in a second and at once."""
-        self._pace: TokenBuckets[None] = TokenBuckets(*(RATE_SHARE * part for part in rate), parties_max=1)
+        per_s, burst = rate
+        self._pace: TokenBuckets[None] = TokenBuckets(RATE_SHARE * per_s, RATE_SHARE * burst, parties_max=1)
         self._nursery = nursery
         self._link = link
         self._counters = counters
