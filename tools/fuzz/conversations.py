@@ -1,10 +1,10 @@
 """`python -m tools.fuzz.conversations --count 10000 --seed S`: drawn conversations of the official packages.
 
     front      the real one, on a socket, before a model whose turns are prescribed
-    clients    THREADS threads with the packages `openai` and `anthropic`, as tests.support.drawn_conversations draws them
+    clients    THREADS threads with the packages `openai` and `anthropic`: tests.support.drawn_conversations
 
 Half of the conversations are served with the template of GLM-5, half with the format of DeepSeek-V3.2. Prints one line
-of JSON for each: how many turns of each API, forms in which answers were sent back, refusals by rule, and findings. Exits
+of JSON for each: turns of each API, forms in which answers were sent back, refusals by rule, and findings. Exits
 with 1 when there is a finding.
 """
 
