@@ -22,11 +22,12 @@ import anthropic
 import openai
 from pydantic import BaseModel
 
+from tests.support.agents_rig import PUBLISHED
 from tests.support.fakes.fake_model import Said
 
 MODEL: Final = "fake"
 APIS: Final = ("chat", "messages", "beta", "responses")
-FAMILIES: Final = ("glm-5", "deepseek-v3.2")
+FAMILIES: Final = ("glm-5", PUBLISHED)
 OPENAI_APIS: Final = ("chat", "responses")
 ANTHROPIC_APIS: Final = ("messages", "beta")
 TURNS_MAX: Final = 5
