@@ -41,17 +41,14 @@ class TokenBuckets(Generic[K]):
 
     def take(self, party: K, cost: float, now: float) -> bool:
         """Take `cost`; False: there is less, and nothing was taken. A cost above `burst` counts as `burst`."""
-        cost = min(cost, self._burst)
-        is_covered = self.level(party, now) >= cost
-        self.spend(party, cost if is_covered else 0.0, now)
+        cost, lacking = min(cost, self._burst), self._lacks(party, now)
+        is_covered = self._burst - lacking >= cost
+        self._keep(party, lacking + cost if is_covered else lacking, now)
         return is_covered
 
     def spend(self, party: K, cost: float, now: float) -> None:
         """Take `cost`, whatever there is."""
-        lacking = min(self._lacks(party, now) + cost, self._lacking_max)
-        if self._lacking.pop(party, None) is None and len(self._lacking) >= self._parties_max:
-            self._forget(now)
-        self._lacking[party] = lacking, now
+        self._keep(party, min(self._lacks(party, now) + cost, self._lacking_max), now)
 
     def free_at(self, party: K, now: float) -> float:
         """When the bucket is not overdrawn: now, or later."""
@@ -61,7 +58,9 @@ class TokenBuckets(Generic[K]):
         lacking, since = self._lacking.get(party, (0.0, now))
         return max(0.0, lacking - (now - since) * self._per_s)
 
-    def _forget(self, now: float) -> None:
-        del self._lacking[next(iter(self._lacking))]
-        while self._lacking and not self._lacks(first := next(iter(self._lacking)), now):
-            del self._lacking[first]
+    def _keep(self, party: K, lacking: float, now: float) -> None:
+        if self._lacking.pop(party, None) is None and len(self._lacking) >= self._parties_max:
+            del self._lacking[next(iter(self._lacking))]
+            while self._lacking and not self._lacks(first := next(iter(self._lacking)), now):
+                del self._lacking[first]
+        self._lacking[party] = lacking, now

@@ -47,8 +47,8 @@ class RateLimiter:
 
     def judge(self, sender: bytes, connection: bytes, cost: float, now: float) -> RateVerdict:
         """The verdict on a message of `cost` tokens. A cost above `burst` counts as `burst`."""
-        if self._buckets.level(sender, now) >= self.burst / 2:
-            self._excess.pop(connection, None)
+        if connection in self._excess and self._buckets.level(sender, now) >= self.burst / 2:
+            del self._excess[connection]
         return RateVerdict.TAKE if self._buckets.take(sender, cost, now) else self._exceed(connection)
 
     def _exceed(self, connection: bytes) -> RateVerdict:
