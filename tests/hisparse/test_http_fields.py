@@ -11,7 +11,7 @@ import msgspec
 import openai
 import pytest
 
-from coordinator.scheduling.validation import TOP_P_MIN
+from basics.request_checks import TOP_P_MIN
 from protocol import messages
 from tests.hisparse.test_http_agents import ANTHROPIC_TOOLS, ASKED, MODEL, OPENAI_TOOLS, RESPONSES_TOOLS, in_thread
 from tests.support.agents_rig import AgentsRig, agents_rig

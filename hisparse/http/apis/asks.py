@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from coordinator.scheduling.validation import (
+from basics.request_checks import (
     TOP_P_MIN,
     check_draft_tokens,
     check_orders,

@@ -14,7 +14,7 @@ import msgspec
 
 from hisparse.http.apis.anthropic.context import CLEAR_THINKING
 from hisparse.http.apis.asks import Ask
-from hisparse.http.apis.openai.answers import LENGTH, Transcript, cached_tokens, event_of, made_id
+from hisparse.http.apis.transcript import LENGTH, Transcript, cached_tokens, event_of, made_id
 from hisparse.http.errors import anthropic_error
 from hisparse.http.models.formats.replies import Piece, Reasoning, Text, ToolCall, merged
 from protocol.errors import HiSparseError
