@@ -13,10 +13,11 @@ import pytest
 
 from hisparse.http import answering
 from hisparse.http.apis import large_bodies
-from hisparse.http.apis.body import read_body
+from hisparse.http.apis.body import ApiBody, read_body
 from hisparse.http.apis.large_bodies import LARGE_BYTES_MIN, Bounds, LargeBodies
 from hisparse.http.apis.openai.chat_bodies import ChatBody
 from hisparse.http.apis.openai.completion_bodies import CompletionBody
+from hisparse.http.apis.responses.bodies import ResponsesBody
 from protocol.errors import BadInput
 from tests.support.fakes.scheduler import MODEL
 from tests.support.http_rig import front_rig
@@ -32,7 +33,7 @@ def bodies() -> Iterator[LargeBodies]:
     made.close()
 
 
-def refusal(bodies: LargeBodies, data: bytes, kind: type[CompletionBody] | type[ChatBody] = CompletionBody) -> BadInput:
+def refusal(bodies: LargeBodies, data: bytes, kind: type[ApiBody] = CompletionBody) -> BadInput:
     with pytest.raises(BadInput) as caught:
         bodies.check(data, kind, MODEL, TOKENIZER)
     return caught.value
@@ -52,6 +53,12 @@ def refusal(bodies: LargeBodies, data: bytes, kind: type[CompletionBody] | type[
 def test_large_body_is_refused_by_field(bodies: LargeBodies, body: dict[str, Any], field: str, text: str) -> None:
     error = refusal(bodies, json.dumps(body).encode())
     assert (error.field, text in error.message) == (field, True), error
+
+
+def test_items_of_a_large_body_are_checked(bodies: LargeBodies) -> None:
+    items = [{"role": "user", "content": "x" * 2 * MANY}, {"type": "function_call", "name": "f"}]
+    error = refusal(bodies, json.dumps({"input": items}).encode(), ResponsesBody)
+    assert (error.field, error.message) == ("input[1].call_id", "is missing")
 
 
 def test_refusal_of_a_body_that_is_no_json_is_that_of_the_decoder(bodies: LargeBodies) -> None:

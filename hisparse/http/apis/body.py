@@ -80,7 +80,8 @@ class ApiBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def read_each(self, field: str, bytes_max: int = FIELD_BYTES_MAX) -> list[msgspec.Raw]:
         """The elements of such a field that is an array. Raises BadInput."""
-        return read_raw(getattr(self, field), field, list[msgspec.Raw] | None, bytes_max) or []
+        raw = sized(getattr(self, field), field, bytes_max)
+        return decoded(raw, list[msgspec.Raw] | None, field, is_free=False) or []
 
 
 class Body(ApiBody, frozen=True, kw_only=True):
@@ -247,8 +248,13 @@ def parameters(kind: type[ApiBody]) -> dict[str, Any]:
 
 def read_raw(raw: msgspec.Raw, field: str, kind: Any, bytes_max: int = FIELD_BYTES_MAX) -> Any:
     """A value of `kind`. Raises BadInput, also for JSON longer than `bytes_max`."""
+    return decoded(sized(raw, field, bytes_max), kind, field)
+
+
+def sized(raw: msgspec.Raw, field: str, bytes_max: int) -> msgspec.Raw:
+    """The same. Raises BadInput for JSON longer than `bytes_max`."""
     size = memoryview(raw).nbytes
     if size > bytes_max:
         text = f"longer than {bytes_max} bytes"
         raise BadInput(text, field=field, value=f"{size} bytes", remedy=f"shorten {field}, or leave it out")
-    return decoded(raw, kind, field)
+    return raw

@@ -48,9 +48,11 @@ _WORDS: Final = {
 _TYPES: Final = {"float": "a number that is no integer", "bool": "a boolean"}
 
 
-def decoded(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any, root: str = "") -> Any:
+def decoded(
+    data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any, root: str = "", *, is_free: bool = True
+) -> Any:
     """JSON as a value of `kind`. Raises BadInput naming the place in `root`, a field; "" is the whole body, and its
-    fields of free form are decoded by themselves."""
+    fields of free form are decoded by themselves. `is_free` says that `kind` has room for values of any form."""
     try:
         value = _read(data, kind)
     except msgspec.ValidationError as error:
@@ -60,7 +62,7 @@ def decoded(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any, root:
         ) from error
     except UNDECODABLE as error:
         raise undecodable(error, root) from error
-    if root:
+    if root and is_free:
         _check_free_form(bytes(data), value, root)
     return value
 

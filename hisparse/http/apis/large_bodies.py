@@ -8,6 +8,7 @@ the front, at low priority, and only one that could be a prompt of the model is 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
@@ -17,7 +18,9 @@ from hisparse.http.apis.body import ApiBody, read_body
 from hisparse.http.apis.known import APIS
 from hisparse.http.apis.openai.completion_bodies import CompletionBody
 from hisparse.http.apis.prompts import prompts_of
+from hisparse.http.apis.responses.bodies import ResponsesBody
 from hisparse.http.apis.tokens import TOKEN_APIS
+from hisparse.http.apis.tools import Skipped
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.server.threads import share_fairly
 from protocol.children import Buffer, Children, serve
@@ -102,8 +105,9 @@ def _checked(request: bytes, data: bytes) -> bytes:
     try:
         body = read_body(data, KINDS[asked.kind])
         if isinstance(body, CompletionBody):
-            for _ in prompts_of(body.prompt, Bounds(asked.token_bytes_max), asked.model):
-                pass
+            deque(prompts_of(body.prompt, Bounds(asked.token_bytes_max), asked.model), 0)
+        elif isinstance(body, ResponsesBody):
+            deque(body.turns(Skipped()), 0)
     except BadInput as error:
         is_too_long = isinstance(error, ContextExceeded)
         return msgspec.msgpack.encode(CheckReply(error.message, error.field, error.value, error.remedy, is_too_long))

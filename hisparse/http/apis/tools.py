@@ -90,7 +90,7 @@ _TYPED: Final = msgspec.json.Decoder(Typed)  # before threads use it: body.prepa
 
 def kind_of(raw: msgspec.Raw, field: str) -> str:
     """The type that an object says, "" where it says none. Raises BadInput."""
-    said: Typed = decoded(raw, Typed, field)
+    said: Typed = decoded(raw, Typed, field, is_free=False)
     return said.type or ""
 
 

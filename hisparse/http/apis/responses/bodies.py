@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
-from hisparse.http.apis.body import ApiBody, read_raw
+from hisparse.http.apis.body import ApiBody
 from hisparse.http.apis.decoding import decoded
 from hisparse.http.apis.fields import NULL, Account, Hint, Repeat, Rule, Rules, unread
 from hisparse.http.apis.generation import Generation
@@ -154,7 +154,7 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
 
     # Nothing comes of these.
     include: msgspec.Raw = NULL
-    store: bool | None = None
+    store: Account = unread()
     access_programs: Account = unread()
     client_metadata: Account = unread()
     image: Hint = unread()
@@ -174,14 +174,14 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
 
     def check(self) -> None:
         self.read("include")
-        if bytes(self.input) in (b'""', b"[]"):
+        if memoryview(self.input) in (b'""', b"[]"):
             raise BadInput("is empty", field="input", remedy="give a text, or at least one item")
 
     def turns(self, skipped: Skipped) -> Iterator[Turn]:
         """Raises BadInput."""
         if self.instructions:
             yield Turn("system", self.instructions)
-        said = read_raw(self.input, "input", str | list[msgspec.Raw], memoryview(self.input).nbytes)
+        said = decoded(self.input, str | list[msgspec.Raw], "input", is_free=False)
         if isinstance(said, str):
             yield Turn("user", said)
         else:

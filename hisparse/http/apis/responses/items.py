@@ -99,7 +99,7 @@ def items_in(said: Sequence[msgspec.Raw], skipped: Skipped) -> Iterator[tuple[st
         if (kind := kind_of(raw, where)) in OF_OTHER_TOOLS:
             skipped.add(kind, f"{where}.type")
         else:
-            yield where, decoded(raw, Item, where)
+            yield where, decoded(raw, Item, where, is_free=False)
 
 
 def turns_of(items: Iterator[tuple[str, Item]]) -> Iterator[Turn]:
