@@ -215,6 +215,19 @@ async def test_earlier_thinking_is_cleared_or_kept(tmp_path: Path, keep: Any, ke
         assert [text for text in ("First.", "Second.", "Third.") if text in prompt] == kept
 
 
+@pytest.mark.parametrize(("family", "is_told"), [("deepseek-v3.2, published", False), ("glm-5", True)])
+async def test_earlier_thinking_is_told_where_the_format_can(tmp_path: Path, family: str, is_told: bool) -> None:
+    """DeepSeek's own format leaves it out unless it is to be kept; a template that always tells it tells it anyway."""
+    ask: dict[str, Any] = {"model": MODEL, "messages": THOUGHT, "tools": ANTHROPIC_TOOLS, "max_tokens": 50}
+    ask["thinking"] = {"type": "adaptive"}
+    edits: Any = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    async with agents_rig(tmp_path, lambda _: "x", family=family) as rig:
+        api = rig.anthropic().beta.messages
+        await in_thread(lambda: api.create(**ask))
+        await in_thread(lambda: api.create(context_management={"edits": edits}, **ask))
+    assert ["First." in prompt for prompt in rig.model.prompts] == [is_told, True]
+
+
 async def test_context_that_is_not_managed_is_not_told(tmp_path: Path) -> None:
     async with agents_rig(tmp_path, lambda _: "x") as rig:
         api = rig.anthropic().beta.messages
