@@ -275,7 +275,7 @@ BAD: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
         "response_format.json_schema.schema",
         "is missing",
     ),
-    "guided": ({"guided_json": {}}, "guided_json", "is not supported"),
+    "guided": ({"guided_json": {"type": "object"}}, "guided_json", "is not supported"),
     "ends": ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "says where an output ends"),
     "early": ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens", "says where an output ends"),
 }
