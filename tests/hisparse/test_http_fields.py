@@ -111,7 +111,7 @@ async def test_tools_that_are_no_functions_are_skipped_and_named(tmp_path: Path)
 
     async with agents_rig(tmp_path, lambda _: "x") as rig:
         told = await in_thread(lambda: names(rig))
-    assert {frozenset(it.split(", ")) for it in told[2:5]} == {
+    assert {frozenset(one.split(", ")) for one in told[2:5]} == {
         frozenset(("server_tool_use", "web_search_tool_result", "web_search_20250305"))
     }
     assert told[0].split(", ") == [
@@ -272,8 +272,8 @@ async def test_values_of_other_servers_users_are_taken(tmp_path: Path) -> None:
             await rig.complete(json.dumps(body).encode(), x_request_id=f"r{number}")
             await rig.submitted(number + 1)
         await rig.submitted(5)
-        sent = [it for command, it, *_ in rig.gateway.scheduler.commands if command == "submit"]
-        by_id = {it.request_id.split(".")[0]: it.sampling for it in sent if isinstance(it, messages.Submit)}
+        sent = [one for command, one, *_ in rig.gateway.scheduler.commands if command == "submit"]
+        by_id = {one.request_id.split(".")[0]: one.sampling for one in sent if isinstance(one, messages.Submit)}
     assert (by_id["r0"].top_p, by_id["r0"].temperature) == (TOP_P_MIN, 1.0)
     assert (by_id["r1"].max_tokens, by_id["r1"].seed, by_id["r1"].top_k) == (8, 1, 5)
     assert (by_id["r2"].max_tokens, by_id["r3-0"].max_tokens, by_id["r3-1"].max_tokens) == (5, 5, 16)
@@ -288,6 +288,6 @@ async def test_both_packages_list_the_models(tmp_path: Path) -> None:
         one, other = await in_thread(lambda: (ours.models.retrieve(MODEL), theirs.models.retrieve(MODEL)))
         with pytest.raises(anthropic.NotFoundError):
             await in_thread(lambda: ours.models.retrieve("other"))
-    assert [it.id for it in page] == [it.id for it in beta] == [it.id for it in listed] == [MODEL]
+    assert [one.id for one in page] == [one.id for one in beta] == [one.id for one in listed] == [MODEL]
     assert (one.id, one.type, one.display_name, one.max_input_tokens) == (MODEL, "model", MODEL, 65_536)
     assert (other.id, other.object, other.created) == (MODEL, "model", int(one.created_at.timestamp()))

@@ -43,7 +43,7 @@ def test_verdicts_are_true(name: str) -> None:
 
 
 def read(kind: Any, said: dict[str, Any]) -> tuple[BadInput | None, Conversation | None]:
-    """Why a body is refused, or its conversation."""
+    """The refusal of a body, or its conversation."""
     try:
         body: Any = read_body(json.dumps(said).encode(), kind)
         return None, body.generation().conversation if hasattr(body, "generation") else body.conversation()

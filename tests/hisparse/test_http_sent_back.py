@@ -59,7 +59,7 @@ async def test_parsed_messages_of_openai_are_sent_back(tmp_path: Path) -> None:
         with client.chat.completions.stream(model=MODEL, messages=said) as stream:
             final = stream.get_final_completion().choices[0].message
         said += [final, {"role": "user", "content": "And then?"}]
-        dumped = [it.model_dump() if isinstance(it, BaseModel) else it for it in said]
+        dumped = [one.model_dump() if isinstance(one, BaseModel) else one for one in said]
         assert client.chat.completions.create(model=MODEL, messages=dumped).choices[0].message.content == "Sun."
 
     async with agents_rig(tmp_path, scripted(TURNS["glm-5"], form, "Sun.")) as rig:
@@ -141,9 +141,9 @@ async def test_arguments_of_ours_are_sent_back(tmp_path: Path) -> None:
         def chat() -> str:
             message = client.chat.completions.create(model=MODEL, messages=said, tools=OPENAI_TOOLS).choices[0].message
             said.append(message)
-            for it in message.tool_calls or ():
-                assert json.loads(it.function.arguments)["n"] == LONG
-                said.append({"role": "tool", "tool_call_id": it.id, "content": "did it"})
+            for one in message.tool_calls or ():
+                assert json.loads(one.function.arguments)["n"] == LONG
+                said.append({"role": "tool", "tool_call_id": one.id, "content": "did it"})
             again = client.chat.completions.create(model=MODEL, messages=said, tools=OPENAI_TOOLS)
             return again.choices[0].message.content or ""
 

@@ -119,10 +119,10 @@ def _fields(path: str, reference: Any, ours: type[msgspec.Struct], build: Build,
 
 def _values(path: str, hint: Any, told: Any, build: Build, seen: set[Any]) -> Iterator[Row]:
     """The kinds and values that a taken field has."""
-    accepted = {text for it in options(told) if get_origin(it) is Literal for text in get_args(it)}
+    accepted = {text for part in options(told) if get_origin(part) is Literal for text in get_args(part)}
     is_any_text = str in options(told)
     for option, wrap in wrapped(hint):
-        structs = [it for it in options(told) if isinstance(it, type) and issubclass(it, msgspec.Struct)]
+        structs = [part for part in options(told) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
         if is_typeddict(option) and structs:
             yield from _kind(path, option, structs, partial(_through, build, wrap), seen)
         elif get_origin(option) is Literal and accepted and not is_any_text:
@@ -150,7 +150,7 @@ MISPLACED: Final[dict[str, tuple[str, ...]]] = {
 
 
 def role_of(path: str) -> str:
-    """Whose message it is that a path leads into."""
+    """The role of the message that a path leads into."""
     found = re.match(r"messages\[(\w+)\]", path)
     return found[1] if found else ""
 
@@ -160,7 +160,7 @@ def _kind(path: str, reference: Any, ours: list[Any], build: Build, seen: set[An
     hints = hints_of(reference)
     tag = next((text for name in ("type", "role") if name in hints for text in literals(hints[name])), "")
     at = f"{path}[{tag}]" if tag else path
-    tagged = {it.__struct_config__.tag: it for it in ours}
+    tagged = {part.__struct_config__.tag: part for part in ours}
     found = tagged.get(tag) or (ours[0] if len(ours) == 1 and _takes(ours[0], reference) else None)
     sample = build(least(reference))
     if tag in MISPLACED.get(role_of(path), ()):
@@ -180,11 +180,11 @@ def _kind(path: str, reference: Any, ours: list[Any], build: Build, seen: set[An
 
 
 def _takes(ours: type[msgspec.Struct], reference: Any) -> bool:
-    """Whether the only type of ours is for this kind: by its tag, or the values of its field."""
+    """Return whether the only type of ours is for this kind: by its tag, or the values of its field."""
     config = ours.__struct_config__
     for name, hint in hints_of(reference).items():
         if name in ("type", "role"):
-            field = next((it for it in msgspec.structs.fields(ours) if it.encode_name == name), None)
+            field = next((part for part in msgspec.structs.fields(ours) if part.encode_name == name), None)
             mine = {str(config.tag)} if config.tag_field == name else set()
             mine |= set(literals(get_type_hints(ours)[field.name])) if field is not None else set()
             if mine and not mine & set(literals(hint)):
@@ -193,7 +193,7 @@ def _takes(ours: type[msgspec.Struct], reference: Any) -> bool:
 
 
 def mended(said: Mapping[str, Any], body: type[ApiBody]) -> dict[str, Any]:
-    """With what one field needs of others: a prompt, a stream, a tool of the name that is chosen."""
+    """Add what one field needs of others: a prompt, a stream, a tool of the name that is chosen."""
     whole = dict(said) | {"model": None}
     if "input" in body.__struct_fields__:
         whole = {"input": "x"} | whole
@@ -258,11 +258,11 @@ def wrapped(hint: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
     """Each kind of value of a field, or of the elements of its arrays, and how the field holds one."""
     hint = bare(hint)
     if get_origin(hint) in (Union, types.UnionType):
-        for it in get_args(hint):
-            yield from wrapped(it)
+        for part in get_args(hint):
+            yield from wrapped(part)
     elif is_list(hint):
-        for it, wrap in wrapped(get_args(hint)[0]):
-            yield it, partial(_through, _list_of, wrap)
+        for part, wrap in wrapped(get_args(hint)[0]):
+            yield part, partial(_through, _list_of, wrap)
     else:
         yield hint, lambda said: said
 
@@ -277,16 +277,16 @@ def _list_of(said: Any) -> list[Any]:
 
 @cache
 def options(hint: Any) -> tuple[Any, ...]:
-    return tuple(it for it, _ in wrapped(hint))
+    return tuple(part for part, _ in wrapped(hint))
 
 
 def is_model(option: Any) -> bool:
-    """Whether it is a type of answers, which requests may hold too: its fields are those of a type of requests."""
+    """Return whether it is a type of answers, which requests may hold too, with the fields of a type of requests."""
     return isinstance(option, type) and issubclass(option, BaseModel)
 
 
 def literals(hint: Any) -> list[str]:
-    return [text for it in options(hint) if get_origin(it) is Literal for text in get_args(it)]
+    return [text for part in options(hint) if get_origin(part) is Literal for text in get_args(part)]
 
 
 # ---------------------------------------------------------------- samples
@@ -296,7 +296,7 @@ def sample_of(hint: Any) -> Any:
     """A value of a type, the first that it allows."""
     hint = bare(hint)
     if get_origin(hint) in (Union, types.UnionType):
-        return sample_of(next(it for it in get_args(hint) if it is not type(None)))
+        return sample_of(next(part for part in get_args(hint) if part is not type(None)))
     if get_origin(hint) is Literal:
         return get_args(hint)[0]
     if is_typeddict(hint):

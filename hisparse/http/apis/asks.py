@@ -197,8 +197,8 @@ def ask_of(
 
 
 def cleared_in(conversation: Conversation, served: Served) -> Cleared | None:
-    """What was left out of a conversation at the client's wish; None: it wished nothing of the kind. A text counts as a
-    whole context at most."""
+    """Count the reasoning that was left out of a conversation; None: its client wanted nothing of the kind. A text
+    counts as a whole context at most."""
     if conversation.cleared is None:
         return None
     return Cleared(len(conversation.cleared), sum(_size(text, served) for text in conversation.cleared))
@@ -251,7 +251,7 @@ def _choices(
 
 
 def _limit(wanted: Generation, prompt: Int32Array, model: ModelInfo) -> int:
-    """As said, or else the default or what the context leaves."""
+    """The limit that was said, or else the default or what the context leaves."""
     default = COMPLETION_TOKENS_DEFAULT if wanted.conversation is None else CHAT_TOKENS_DEFAULT
     return _first(wanted.max_tokens, max(1, min(default, model.context_max_tokens - prompt.size)))  # type: ignore[no-any-return]
 

@@ -252,7 +252,7 @@ def read_raw(raw: msgspec.Raw, field: str, kind: Any, bytes_max: int = FIELD_BYT
 
 
 def sized(raw: msgspec.Raw, field: str, bytes_max: int) -> msgspec.Raw:
-    """The same. Raises BadInput for JSON longer than `bytes_max`."""
+    """Return `raw`. Raises BadInput for JSON longer than `bytes_max`."""
     size = memoryview(raw).nbytes
     if size > bytes_max:
         text = f"longer than {bytes_max} bytes"

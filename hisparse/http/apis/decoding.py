@@ -68,7 +68,7 @@ def decoded(
 
 
 def _read(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any) -> Any:
-    """Raises what the decoder does, for what cannot be tolerated either."""
+    """Read strictly, or else tolerate. Raises what the decoder does."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -93,12 +93,12 @@ def _check_free_form(data: bytes, value: Any, root: str) -> None:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether objects and lists are within each other in more than `levels`."""
+    """Return whether objects and lists are within each other in more than `levels`."""
     return any(number > levels for number, _ in enumerate(_levels(value)))
 
 
 def _levels(value: Any, root: str = "") -> Iterator[list[_Part]]:
-    """The value, what is in it, what is in that, and so on."""
+    """Yield the value, the parts of it, the parts of those, and so on."""
     parts: list[_Part] = [(None, root, value)]
     while parts:
         yield parts
@@ -136,7 +136,7 @@ def fields_at(kind: Any, path: str) -> list[str]:
 
 
 def rules_at(kind: Any, path: str) -> dict[str, Rule]:
-    """The rules that refuse fields there, likewise."""
+    """The rules that refuse fields of the objects at `path`."""
     return {name: rule for it in _objects_at(kind, path) for name, rule in rules_of(it).items()}
 
 

@@ -41,7 +41,7 @@ def unread(name: str | None = None) -> Any:
 
 
 def is_raw(kind: Any) -> bool:
-    """Whether a field of this type is kept as JSON."""
+    """Return whether a field of this type is kept as JSON."""
     return kind is msgspec.Raw or (get_origin(kind) is Annotated and get_args(kind)[0] is msgspec.Raw)
 
 

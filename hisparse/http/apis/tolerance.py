@@ -81,9 +81,9 @@ def _changed_object(data: memoryview, form: Form) -> bytes | None:
 def _changed_array(data: memoryview, form: Form) -> bytes | None:
     came = _elements(data)
     changed = [_changed(memoryview(raw), form) for raw in came]
-    if all(it is None for it in changed):
+    if all(part is None for part in changed):
         return None
-    parts = (raw if it is None else msgspec.Raw(it) for raw, it in zip(came, changed, strict=True))
+    parts = (raw if part is None else msgspec.Raw(part) for raw, part in zip(came, changed, strict=True))
     return msgspec.json.encode(list(parts))
 
 
@@ -96,7 +96,7 @@ def _tag(raw: msgspec.Raw | None) -> str:
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> dict[str, Form]:
-    """By name in JSON."""
+    """The forms of the fields, by name in JSON."""
     hints = get_type_hints(kind)
     names = zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True)
     return {told: _form(hints[name]) for told, name in names}
@@ -105,12 +105,12 @@ def _fields(kind: type[msgspec.Struct]) -> dict[str, Form]:
 @cache
 def _form(kind: Any) -> Form:
     options = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    structs = [it for it in options if isinstance(it, type) and issubclass(it, msgspec.Struct)]
-    arrays = [get_args(it)[0] for it in options if get_origin(it) is list]
+    structs = [part for part in options if isinstance(part, type) and issubclass(part, msgspec.Struct)]
+    arrays = [get_args(part)[0] for part in options if get_origin(part) is list]
     elements = _form(arrays[0]) if arrays else None
     only = len(structs) == 1
     return Form(
-        objects={"" if only else str(it.__struct_config__.tag): it for it in structs},
+        objects={"" if only else str(part.__struct_config__.tag): part for part in structs},
         tag_field=str(structs[0].__struct_config__.tag_field or "") if structs else "",
         elements=elements if elements is not None and elements.objects else None,
         has_integer=int in options,

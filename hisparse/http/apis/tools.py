@@ -103,8 +103,8 @@ class AllowedTool(msgspec.Struct, frozen=True):
 
 
 def names_in(allowed: Sequence[AllowedTool]) -> tuple[str, ...]:
-    """The functions among them; others are skipped where they are tools."""
-    return tuple((it.function or it).name for it in allowed if it.type == "function")
+    """The functions among the allowed tools; others are skipped where they are tools."""
+    return tuple((tool.function or tool).name for tool in allowed if tool.type == "function")
 
 
 S = TypeVar("S")
@@ -127,7 +127,7 @@ def functions_in(
 
 @dataclass(frozen=True)
 class CallChoice:
-    """What a body says of calls: `mode` is auto, none, or one of MUST_CALL; `called` the only tool to call; `allowed`
+    """The calls that a body wants: `mode` is auto, none, or one of MUST_CALL; `called` the only tool to call; `allowed`
     those that the model is shown, None for all. `field` is where it says so."""
 
     mode: str = "auto"
@@ -148,7 +148,7 @@ def shown_tools(tools: Sequence[tuple[Tool, str]], choice: CallChoice, skipped: 
         if name and name not in names:
             value, remedy = name[:VALUE_CHARS_MAX], "name one of the tools, or send it with them"
             raise BadInput(f"is the name of no tool{_besides(skipped)}", field=choice.field, value=value, remedy=remedy)
-    shown = [it for it in tools if choice.allowed is None or it[0].name in choice.allowed]
+    shown = [(tool, field) for tool, field in tools if choice.allowed is None or tool.name in choice.allowed]
     if choice.mode in MUST_CALL and not shown:
         text, remedy = f"needs a tool to call{_besides(skipped)}", "send tools, or use auto"
         raise BadInput(text, field=choice.field, value=choice.mode, remedy=remedy)
@@ -203,7 +203,7 @@ class Arguments:
 
 
 def _value_of(data: bytes) -> Any:
-    """JSON, or else the text itself."""
+    """Read JSON; a text that is none is itself the value."""
     try:
         return msgspec.json.decode(data)
     except UNDECODABLE:
@@ -211,7 +211,7 @@ def _value_of(data: bytes) -> Any:
 
 
 def _shallow(said: dict[str, Any], data: bytes) -> dict[str, Any]:
-    """What templates can be given: of more levels than that, the text."""
+    """Return what templates can be given: `said`, or its text where it has more levels."""
     if data.count(b"[") + data.count(b"{") <= ARGUMENT_LEVELS_MAX or not is_deeper(said, ARGUMENT_LEVELS_MAX):
         return said
     return {ARGUMENTS: data.decode(errors="replace")}

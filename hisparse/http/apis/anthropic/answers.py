@@ -61,7 +61,7 @@ class MessagesAnswer:
 
     @property
     def _managed(self) -> dict[str, Any]:
-        """What became of the edits of the context that the body asks for."""
+        """The edits of the context that were applied, where the body asks for any."""
         cleared = self._ask.cleared
         if cleared is None:
             return {}

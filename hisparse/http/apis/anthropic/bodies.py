@@ -270,7 +270,7 @@ class CountBody(ApiBody, frozen=True, kw_only=True):
         )
 
     def _managed(self, turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[str, ...] | None]:
-        """The turns as context_management wants them, and the thinking that it left out; None: it wants nothing."""
+        """The turns as context_management wants them, and the thinking that is left out; None: nothing is wanted."""
         said: ContextManagement | None = self.read("context_management")
         if said is None or not said.edits:
             return turns, None
@@ -347,7 +347,10 @@ def _choice(said: ToolChoice | None) -> CallChoice:
 def _tools(body: CountBody, skipped: Skipped) -> list[tuple[Tool, str]]:
     """The custom tools, and the field of the parameters of each. Raises BadInput."""
     said = functions_in(body.read_each("tools", TOOLS_BYTES_MAX), CustomTool, "custom", skipped)
-    found = [(Tool(it.name, it.description, it.input_schema, it.strict), f"{where}.input_schema") for where, it in said]
+    found = [
+        (Tool(tool.name, tool.description, tool.input_schema, tool.strict), f"{where}.input_schema")
+        for where, tool in said
+    ]
     check_tools([tool for tool, _ in found], [f"{where}.name" for where, _ in said])
     return found
 

@@ -1,4 +1,4 @@
-"""What /v1/messages may ask of the context: earlier thinking kept, or cleared but for the latest turns. Pure."""
+"""Edits of the context of /v1/messages: earlier thinking is kept, or cleared but for the latest turns. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ClearThinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     @property
     def turns(self) -> int | None:
-        """How many of the latest keep their thinking; None: all."""
+        """The number of the latest turns that keep their thinking; None: all."""
         if self.keep is None:
             return TURNS_DEFAULT
         return max(0, self.keep.value) if isinstance(self.keep, LatestTurns) else None

@@ -148,9 +148,10 @@ def _choice(body: ChatBody) -> CallChoice:
 def tools_of(body: ApiBody, skipped: Skipped) -> list[tuple[Tool, str]]:
     """The functions among the tools, and the field of the parameters of each. Raises BadInput."""
     said = functions_in(body.read_each("tools", TOOLS_BYTES_MAX), ToolBody, "function", skipped)
-    found = [
-        (Tool(it.name, it.description, it.parameters, it.strict), f"{where}.function.parameters")
-        for where, it in ((where, tool.function) for where, tool in said)
-    ]
+    found = [(_tool(tool.function), f"{where}.function.parameters") for where, tool in said]
     check_tools([tool for tool, _ in found], [f"{where}.function.name" for where, _ in said])
     return found
+
+
+def _tool(said: FunctionBody) -> Tool:
+    return Tool(said.name, said.description, said.parameters, said.strict)

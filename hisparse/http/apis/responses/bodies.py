@@ -44,7 +44,7 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def told(self) -> dict[str, Any]:
-        """What a response repeats of it."""
+        """The fields that a response repeats."""
         said = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
         return {"type": "function", "name": self.name, **said}
 
@@ -244,12 +244,12 @@ def _settings(body: ResponsesBody, conversation: Conversation, tools: list[dict[
 def _functions(body: ResponsesBody, skipped: Skipped) -> list[tuple[str, FunctionTool]]:
     """The functions among the tools, each with its field. Raises BadInput."""
     said = functions_in(body.read_each("tools", TOOLS_BYTES_MAX), FunctionTool, "function", skipped)
-    check_tools([_tool(it) for _, it in said], [f"{where}.name" for where, _ in said])
+    check_tools([_tool(tool) for _, tool in said], [f"{where}.name" for where, _ in said])
     return said
 
 
 def _tools(said: Sequence[tuple[str, FunctionTool]]) -> list[tuple[Tool, str]]:
-    return [(_tool(it), f"{where}.parameters") for where, it in said]
+    return [(_tool(tool), f"{where}.parameters") for where, tool in said]
 
 
 def _tool(said: FunctionTool) -> Tool:

@@ -83,7 +83,7 @@ class Conversation:
 
     @property
     def keeps_thinking(self) -> bool:
-        """Whether the reasoning of all turns is rendered, and not that behind the last user's turn alone."""
+        """Return whether the reasoning of all turns is rendered, and not that behind the last user's turn alone."""
         return self.variables.get("clear_thinking") is False
 
     @property
