@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from protocol.errors import ConfigError
+from protocol.git_lfs import LFS_POINTER, lfs_pointer
 
 #: Of a file, unless the caller sets another bound.
 FILE_BYTES_MAX: Final = 1024 * 1024
 #: Of a JSON file of a model: a configuration has at most a few hundred kilobytes.
 JSON_BYTES_MAX: Final = 16 * 1024 * 1024
-#: How a file begins that stands for one which Git LFS has not fetched.
-LFS_POINTER: Final = b"version https://git-lfs"
 #: Objects and lists within each other. Configurations of models have at most about six.
 JSON_DEPTH_MAX: Final = 32
 
@@ -58,11 +57,6 @@ def read_small_file(
     if len(data) > bytes_max:
         raise _refusal(f"more than {bytes_max} bytes", field, path, "is it the file that was meant?")
     return data, mode
-
-
-def lfs_pointer(field: str, path: str | Path) -> ConfigError:
-    """What is said of a file that begins as LFS_POINTER does."""
-    return _refusal("is a Git LFS pointer, which stands for the file itself", field, path, "fetch it: git lfs pull")
 
 
 def read_json_object(path: str | Path, field: str) -> dict[str, Any]:

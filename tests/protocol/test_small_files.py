@@ -36,6 +36,7 @@ def test_only_a_regular_file_within_its_bound_is_read(tmp_path: Path) -> None:
     assert refusal(tmp_path / "pipe") == "is no regular file"
 
 
+@pytest.mark.refuses("is a Git LFS pointer")
 def test_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
     """Also as JSON, which it would be none of."""
     file = tmp_path / "config.json"
@@ -43,7 +44,7 @@ def test_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
     assert refusal(file).startswith("is a Git LFS pointer")
     with pytest.raises(ConfigError, match="is a Git LFS pointer") as caught:
         read_json_object(file, "a.field")
-    assert caught.value.remedy == "fetch it: git lfs pull"
+    assert caught.value.remedy == "fetch the file: git lfs pull"
 
 
 def nested(levels: int) -> str:

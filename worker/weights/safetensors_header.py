@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from protocol.errors import ConfigError
-from protocol.small_files import LFS_POINTER, lfs_pointer
+from protocol.git_lfs import LFS_POINTER, lfs_pointer
 
 FIELD: Final = "worker.model"
 PREFIX_BYTES: Final = 8
