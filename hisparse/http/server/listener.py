@@ -19,8 +19,8 @@ from typing import Final
 import trio
 
 from hisparse.http.server.connection import HEADER_LIMIT_S, End, Handler, HttpConnection
+from hisparse.http.server.fairness.turns import ClientTurns
 from hisparse.http.server.tls import PacedTransport, Tls
-from hisparse.http.server.turns import ClientTurns
 from metrics.state import HttpCounters
 from protocol.logs import logger
 from protocol.settings import HttpSettings
