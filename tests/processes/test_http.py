@@ -392,6 +392,18 @@ def test_client_id_is_answered_twice_and_generated_once(site: Site) -> None:
         )
 
 
+def test_trace_id_is_shared_by_requests(site: Site) -> None:
+    """Two bodies, and one of them again, which is another sample: each is found by its own id."""
+    ask = partial(site.client().completions.with_raw_response.create, model=MODEL, max_tokens=20, temperature=1)
+    raws = [ask(prompt=it, extra_headers={"X-Request-Id": "trace"}) for it in ("once", "twice", "twice")]
+    answers = [it.parse() for it in raws]
+    assert [it._request_id for it in answers] == ["trace"] * 3
+    assert len({it.id for it in answers}) == 3
+    assert answers[1].choices[0].text != answers[2].choices[0].text
+    assert [it.headers["hisparse-request-id"] for it in raws] == [it.id for it in answers]
+    assert {site.row(it.id).state for it in answers} == {"FINISHED"}
+
+
 def test_request_of_a_killed_front_continues_behind_another(site: Site, tmp_path: Path) -> None:
     """Under the client's own id."""
     request: dict[str, Any] = {"prompt": "survive", "max_tokens": 800, "extra_headers": {"Idempotency-Key": "mine"}}
