@@ -89,9 +89,9 @@ class RootGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's. Raises UsageError for common options before a command that takes none."""
+        """Resolve as click does. Raises UsageError for common options before a command that takes none."""
         name, command, rest = super().resolve_command(ctx, args)
-        given = [it.opts[0] for it in self.params if it.name in COMMON and ctx.params.get(it.name)]
+        given = [option.opts[0] for option in self.params if option.name in COMMON and ctx.params.get(option.name)]
         if given and command is not None and not _takes_common_options(command):
             raise click.UsageError(f"{name} takes no {' or '.join(given)}", ctx)
         return name, command, rest
@@ -211,7 +211,7 @@ CONFIG_HELP: Final = "TOML file; default $HISPARSE_CONFIG."
 ASSIGNMENT: Final = "SECTION.FIELD=VALUE"
 ASSIGNMENT_HELP: Final = "Any setting; repeatable. A setting's flag, where it has one, takes precedence."
 #: Names of the parameters of the options of every command.
-COMMON: Final = ("config_path", "assignments", *(it.parameter for it in EVERYWHERE))
+COMMON: Final = ("config_path", "assignments", *(setting.parameter for setting in EVERYWHERE))
 #: Stands below the help of each command that takes the common options.
 COMMON_HINT: Final = "Options of every command, such as --runtime-dir and --config: hisparse --help"
 
@@ -223,7 +223,7 @@ def common_option_lines() -> list[tuple[str, str]]:
 
 
 def common_options() -> list[click.Parameter]:
-    """The options themselves, which stand before the name of a command, too."""
+    """The options of every command, for `hisparse` itself: they may stand before the name of a command."""
     return click.command()(_with_common_options(lambda: None)).params
 
 
@@ -243,7 +243,7 @@ def _with_common_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _takes_common_options(command: click.Command) -> bool:
-    """Whether `command` does, or one below it."""
+    """Return whether `command`, or one below it, has a common option."""
     if isinstance(command, click.Group):
         return any(map(_takes_common_options, command.commands.values()))
     return any(parameter.name in COMMON for parameter in command.params)
@@ -271,8 +271,9 @@ def with_config(
         @functools.wraps(function)
         def wrapper(*args: Any, config_path: str | None, assignments: Sequence[tuple[str, str]], **kwargs: Any) -> Any:
             before = click.get_current_context().find_root().params  # the command's name
-            given = {it.name: kwargs.pop(it.parameter) for it in chosen}
-            given |= {it.name: before.get(it.parameter) for it in EVERYWHERE if given[it.name] is None}
+            given = {setting.name: kwargs.pop(setting.parameter) for setting in chosen}
+            in_front = {setting.name: before.get(setting.parameter) for setting in EVERYWHERE}
+            given |= {name: value for name, value in in_front.items() if given[name] is None}
             flags = dict((*before.get("assignments", ()), *assignments))
             flags |= {name: value for name, value in given.items() if value is not None}
             for option, values in (implied or {}).items():

@@ -455,8 +455,11 @@ async def test_trace_id_names_no_request(rig: FrontRig, caplog: pytest.LogCaptur
     assert {(await peer.answer())["id"] for peer in peers} == set(names)
     assert [peer.headers["x-request-id"] for peer in peers] == ["t", "t", "t"]
     assert {peer.headers["hisparse-request-id"] for peer in peers} == set(names)
-    await until(lambda: sum(it.message == "answered" for it in caplog.records) == 3)
-    assert [it.fields["x_request_id"] for it in caplog.records if it.message == "answered"] == ["t"] * 3  # type: ignore[attr-defined]
+
+    def logged() -> list[str]:
+        return [line.fields["x_request_id"] for line in caplog.records if line.message == "answered"]  # type: ignore[attr-defined]
+
+    await until(lambda: logged() == ["t"] * 3)
 
 
 async def test_request_of_a_trace_has_no_grace(tmp_path: Path) -> None:

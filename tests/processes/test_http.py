@@ -232,8 +232,8 @@ def test_stop_text_ends_no_output_before_min_tokens(site: Site, stream: bool) ->
     options: Any = {"stream_options": {"include_usage": True}} if stream else {}
     told = site.client().completions.create(prompt="aim", stream=stream, **options, **GREEDY | asked)
     chunks = list(told) if stream else [told]
-    choices = [choice for it in chunks for choice in it.choices]
-    assert "".join(it.text for it in choices) == "A" * 20
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == "A" * 20
     assert (choices[-1].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", 20)
 
 
@@ -395,13 +395,14 @@ def test_client_id_is_answered_twice_and_generated_once(site: Site) -> None:
 def test_trace_id_is_shared_by_requests(site: Site) -> None:
     """Two bodies, and one of them again, which is another sample: each is found by its own id."""
     ask = partial(site.client().completions.with_raw_response.create, model=MODEL, max_tokens=20, temperature=1)
-    raws = [ask(prompt=it, extra_headers={"X-Request-Id": "trace"}) for it in ("once", "twice", "twice")]
-    answers = [it.parse() for it in raws]
-    assert [it._request_id for it in answers] == ["trace"] * 3
-    assert len({it.id for it in answers}) == 3
+    raws = [ask(prompt=text, extra_headers={"X-Request-Id": "trace"}) for text in ("once", "twice", "twice")]
+    answers = [raw.parse() for raw in raws]
+    ids = [answer.id for answer in answers]
+    assert [answer._request_id for answer in answers] == ["trace"] * 3
+    assert len(set(ids)) == 3
     assert answers[1].choices[0].text != answers[2].choices[0].text
-    assert [it.headers["hisparse-request-id"] for it in raws] == [it.id for it in answers]
-    assert {site.row(it.id).state for it in answers} == {"FINISHED"}
+    assert [raw.headers["hisparse-request-id"] for raw in raws] == ids
+    assert {site.row(request_id).state for request_id in ids} == {"FINISHED"}
 
 
 def test_request_of_a_killed_front_continues_behind_another(site: Site, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_stops_count_behind_the_first_tokens(pieces: list[bytes], stops: list[st
         text += detokenizer.push([token])
         if not detokenizer.pending:
             borders.append((token + 1, len(text)))
-    tokens, kept = next((it for it in borders if it[0] >= least), (len(pieces) + 1, len(text)))
+    tokens, kept = next((border for border in borders if border[0] >= least), (len(pieces) + 1, len(text)))
     cut = naive_cut(text, stops, kept)
     matcher, published = StopMatcher(stops, FakePieces(pieces), least), 0
     for token in range(len(pieces)):

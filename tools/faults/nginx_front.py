@@ -100,9 +100,9 @@ def nginx(binary: str, place: Path, upstream: int, mode: Mode) -> Iterator[int]:
     port = free_ports(1)
     file, log, pid = place / "nginx.conf", place / "nginx.log", place / "nginx.pid"
     lanes = range(mode.lanes)
-    kept = [f"upstream lane{it} {{ server 127.0.0.1:{upstream}; keepalive 1; {mode.keeps} }}" for it in lanes]
-    paths = [f"location /{it}/ {{ proxy_pass http://lane{it}/; }}" for it in lanes]
-    temporary = [f"{it}_temp_path {place}/{it};" for it in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")]
+    kept = [f"upstream lane{lane} {{ server 127.0.0.1:{upstream}; keepalive 1; {mode.keeps} }}" for lane in lanes]
+    paths = [f"location /{lane}/ {{ proxy_pass http://lane{lane}/; }}" for lane in lanes]
+    temporary = [f"{kind}_temp_path {place}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")]
     lines = (
         *("daemon off;", "worker_processes 1;", f"pid {pid};", f"error_log {log};"),
         *("events { worker_connections 4096; }", "http {", "access_log off;", *temporary, *kept),
@@ -124,7 +124,7 @@ def nginx(binary: str, place: Path, upstream: int, mode: Mode) -> Iterator[int]:
 
 
 def until_there(path: Path, started: subprocess.Popen[bytes], log: Path) -> None:
-    """Raises RuntimeError when the process ends before, or takes too long."""
+    """Wait for the file `path`. Raises RuntimeError when the process ends before, or takes too long."""
     limit = time.monotonic() + START_LIMIT_S
     while not path.exists():
         if started.poll() is not None or time.monotonic() > limit:
@@ -136,7 +136,7 @@ def until_there(path: Path, started: subprocess.Popen[bytes], log: Path) -> None
 
 
 def asks(port: int, lane: int, mode: Mode, seed: str, until: float) -> list[Asked]:
-    """Requests of one lane until then, with pauses between them."""
+    """Send the requests of one lane until then, with pauses between them."""
     dice, told, pause_s = random.Random(f"{seed}/{mode.name}/{lane}"), list[Asked](), -1.0
     while True:
         told.append(Asked(pause_s, outcome_of(port, lane)))
@@ -162,31 +162,31 @@ def outcome_of(port: int, lane: int) -> str:
 
 
 def report(mode: Mode, seed: str, asked: Sequence[Asked]) -> dict[str, Any]:
-    """What became of requests over kept connections and of those that opened one. Pauses of failed ones are told in ms
-    from the front's limit."""
-    kept = [it for it in asked if it.pause_s >= 0]
-    failed = [it for it in kept if it.outcome != OK]
-    steps = Counter(STEP_MS * round(1e3 * (it.pause_s - mode.idle_s) / STEP_MS) for it in failed)
+    """Count outcomes of requests over kept connections, and of those that opened one. Pauses of failed ones are told in
+    ms from the front's limit."""
+    kept = [one for one in asked if one.pause_s >= 0]
+    failed = [one for one in kept if one.outcome != OK]
+    steps = Counter(STEP_MS * round(1e3 * (one.pause_s - mode.idle_s) / STEP_MS) for one in failed)
     return {
         "mode": mode.name,
         "seed": seed,
-        "opened": dict(Counter(it.outcome for it in asked if it.pause_s < 0)),
-        "kept": dict(Counter(it.outcome for it in kept)),
+        "opened": dict(Counter(one.outcome for one in asked if one.pause_s < 0)),
+        "kept": dict(Counter(one.outcome for one in kept)),
         "failed_share": round(len(failed) / max(1, len(kept)), 6),
         "failed_ms": dict(sorted(steps.items())),
     }
 
 
 def run(binary: str, mode: Mode, seconds: float, seed: str) -> bool:
-    """Whether all is well. Prints the report, and keeps the logs when it is not."""
+    """Run one mode, print its report, and return whether all is well. Logs are kept where it is not."""
     place = Path(tempfile.mkdtemp(prefix="nginx-front-"))
     with front(place, mode.idle_s) as upstream, nginx(binary, place, upstream, mode) as port:
         until = time.monotonic() + seconds
         with ThreadPoolExecutor(mode.lanes) as pool:
             lanes = list(pool.map(lambda lane: asks(port, lane, mode, seed, until), range(mode.lanes)))
-    asked = [it for lane in lanes for it in lane]
+    asked = [one for lane in lanes for one in lane]
     print(json.dumps(report(mode, seed, asked)), flush=True)
-    is_well = mode.may_fail or all(it.outcome == OK for it in asked)
+    is_well = mode.may_fail or all(one.outcome == OK for one in asked)
     if is_well:
         shutil.rmtree(place)
     else:
@@ -196,7 +196,7 @@ def run(binary: str, mode: Mode, seconds: float, seed: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    names = [it.name for it in MODES]
+    names = [mode.name for mode in MODES]
     parser.add_argument("--mode", choices=names, action="append", help="default: both, one after the other")
     parser.add_argument("--seconds", type=float, default=600.0, help="of each mode")
     parser.add_argument("--seed", default=str(random.SystemRandom().randrange(1 << 31)))
@@ -204,8 +204,8 @@ def main() -> int:
     binary = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if binary is None:
         parser.error("no nginx in PATH (of Debian: apt-get install nginx-light)")
-    chosen = [it for it in MODES if it.name in (given.mode or names)]
-    return min(1, sum(not run(binary, it, given.seconds, given.seed) for it in chosen))
+    chosen = [mode for mode in MODES if mode.name in (given.mode or names)]
+    return min(1, sum(not run(binary, mode, given.seconds, given.seed) for mode in chosen))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ TRACE_ID_CHARS_MAX: Final = 256
 
 
 def trace_id_of(sent: str) -> str:
-    """`sent` if it is printable ASCII and not too long, else ""."""
+    """Return `sent` if it is printable ASCII and not too long, else ""."""
     fits = len(sent) <= TRACE_ID_CHARS_MAX and sent.isascii() and sent.isprintable()
     return sent if fits else ""
 

@@ -163,7 +163,7 @@ def party_of(host: str) -> str:
 
 
 def _has_bytes(connected: trio.socket.SocketType) -> bool:
-    """Whether there is something to read: bytes, the end of the other side, or an error."""
+    """Tell whether there is something to read: bytes, the end of the other side, or an error."""
     look = select.poll()
     look.register(connected.fileno(), select.POLLIN)
     return bool(look.poll(0))
