@@ -269,7 +269,7 @@ async def test_values_of_other_servers_users_are_taken(tmp_path: Path) -> None:
             {"prompt": ["x" * (context - 5), "x"]},
         ]
         for number, body in enumerate(bodies):
-            await rig.complete(json.dumps(body).encode(), x_request_id=f"r{number}")
+            await rig.complete(json.dumps(body).encode(), idempotency_key=f"r{number}")
             await rig.submitted(number + 1)
         await rig.submitted(5)
         sent = [one for command, one, *_ in rig.gateway.scheduler.commands if command == "submit"]
