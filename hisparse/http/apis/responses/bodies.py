@@ -174,7 +174,7 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
 
     def check(self) -> None:
         self.read("include")
-        if memoryview(self.input) in (b'""', b"[]"):
+        if bytes(memoryview(self.input)[:3]) in (b'""', b"[]"):
             raise BadInput("is empty", field="input", remedy="give a text, or at least one item")
 
     def turns(self, skipped: Skipped) -> Iterator[Turn]:
