@@ -9,6 +9,8 @@ from typing import Any, Final, Literal, TypeAlias
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 
 NOTHING: Final[Mapping[str, Any]] = {}
+#: What the model reads in place of a result that the client did not send.
+NO_RESULT: Final = "This call has no result."
 
 
 @dataclass(frozen=True)
@@ -84,34 +86,54 @@ class Conversation:
         return said | dict(self.variables)
 
 
-def in_call_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Results of one turn's calls in the order of the calls: the formats have no ids. Where a result names no call of
-    that turn, they stay as they came."""
+def arranged(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Each turn that calls, then a result of each call in the order of the calls, then what else was said before the
+    assistant's next turn: the formats have no ids. NO_RESULT stands for a result that is missing where anything follows
+    the call. Results of no call stay in their places."""
     ordered: list[Turn] = []
-    for came in _groups(turns):
-        group = came
-        asked = {call.id: number for number, call in enumerate(ordered[-1].calls)} if ordered else {}
-        if group[0].role == "tool" and all(turn.call_id in asked for turn in group):
-            group = sorted(group, key=lambda turn: asked[turn.call_id])
-        ordered += group
+    exchanges = list(_exchanges(turns))
+    for exchange in exchanges:
+        calls, followed = exchange[0].calls, len(exchange) > 1 or exchange is not exchanges[-1]
+        results = _results(calls, [turn for turn in exchange if turn.role == "tool"])
+        taken = {id(result) for result in results.values()}
+        ordered.append(exchange[0])
+        if followed:
+            missing = (Turn("tool", NO_RESULT, call_id=call.id) for call in calls)
+            ordered += [results.get(place, turn) for place, turn in enumerate(missing)]
+        ordered += [turn for turn in exchange[1:] if id(turn) not in taken]
     return tuple(ordered)
 
 
-def _groups(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Runs of tools' results together, every other turn alone."""
-    group: list[Turn] = []
+def _exchanges(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
+    """A turn of the assistant with what follows it; before the first of them, what stands there."""
+    exchange: list[Turn] = []
     for turn in turns:
-        if group and (turn.role != "tool" or group[0].role != "tool"):
-            yield group
-            group = []
-        group.append(turn)
-    if group:
-        yield group
+        if exchange and turn.role == "assistant":
+            yield exchange
+            exchange = []
+        exchange.append(turn)
+    if exchange:
+        yield exchange
+
+
+def _results(calls: Sequence[PastCall], results: Sequence[Turn]) -> dict[int, Turn]:
+    """By the place of the call. A result that names no call which is open is that of the next open one."""
+    places: dict[str, list[int]] = {}
+    for place in reversed(range(len(calls))):
+        places.setdefault(calls[place].id, []).append(place)
+    found: dict[int, Turn] = {}
+    others: list[Turn] = []
+    for result in results:
+        if named := places.get(result.call_id):
+            found[named.pop()] = result
+        else:
+            others.append(result)
+    return found | dict(zip((place for place in range(len(calls)) if place not in found), others, strict=False))
 
 
 def template_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """As chat templates expect them: OpenAI's messages, but arguments are objects, and text is never null."""
-    return [_message(turn) for turn in in_call_order(turns)]
+    return [_message(turn) for turn in arranged(turns)]
 
 
 def _message(turn: Turn) -> dict[str, Any]:
