@@ -18,6 +18,7 @@ from hisparse.http.server.listener import HttpListener
 from protocol.settings import HttpSettings
 from tests.support.fakes.fake_model import FakeModel, Script
 from tests.support.http_rig import FrontRig, front_rig
+from worker.runners.tiny import EOS, VOCAB
 from worker.runners.tiny_template import TEMPLATES
 
 #: Of one answer, on a machine whose cores are busy.
@@ -80,7 +81,11 @@ async def agents_rig(
         scheduler = front.gateway.scheduler
         assert scheduler.served is not None
         scheduler.served = msgspec.structs.replace(
-            scheduler.served, chat_template=TEMPLATES[family], context_max_tokens=CONTEXT
+            scheduler.served,
+            chat_template=TEMPLATES[family],
+            context_max_tokens=CONTEXT,
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
         )
         await front.link.client.welcome()
         model = FakeModel(front.gateway, script)
