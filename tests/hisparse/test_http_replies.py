@@ -150,6 +150,14 @@ def test_what_is_held_has_a_bound(over: int, size: int) -> None:
     assert read(within(GLM_PLAN), *parts) == expected
 
 
+@pytest.mark.parametrize("size", [997, 4 * HELD_CHARS_MAX])
+def test_no_call_counts_behind_what_passed_the_bound(size: int) -> None:
+    """What passes it would have turned out to be no call, but too late for a stream."""
+    text = f"<tool_call>w<arg_key>t</arg_key><arg_value>{'x' * HELD_CHARS_MAX}</arg_value>? {GLM_CALL}"
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    assert read(within(GLM_PLAN), *parts) == [Reasoning(text)]
+
+
 @families
 def test_text_is_told_until_a_call_begins_and_once_it_is_none(family: str) -> None:
     parser = ReplyParser(within(PLANS[family]))
