@@ -350,7 +350,7 @@ def test_deepseek_tools_without_a_system_turn_come_first() -> None:
 
 
 def rendered(template: str, conversation: Conversation) -> str:
-    turns, tools = template_messages(conversation.turns), template_tools(conversation.tools)
+    turns, tools = template_messages(conversation.turns, template), template_tools(conversation.tools)
     return render(template, turns, conversation.all_variables, 1 << 20, lambda form: form, tools)
 
 

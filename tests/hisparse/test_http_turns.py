@@ -22,7 +22,6 @@ from hisparse.http.models.formats.conversation import (
     Turn,
     arranged,
     template_messages,
-    template_tools,
 )
 from hisparse.http.models.formats.deepseek import encode
 from hisparse.http.models.templates import render
@@ -36,6 +35,11 @@ BOS: Final = "<｜begin▁of▁sentence｜>"
 EOS: Final = "<｜end▁of▁sentence｜>"
 USER: Final = "<｜User｜>"
 ASSISTANT: Final = "<｜Assistant｜>"
+
+
+def rendered(template: str, made: Conversation) -> str:
+    messages = template_messages(made.turns, template)
+    return render(template, messages, made.all_variables, 1 << 20, lambda form: form)
 
 
 def prompt(*turns: Turn, **about: Any) -> str:
@@ -260,8 +264,7 @@ def test_deepseek_prompt_has_every_text_on_its_side(turns: tuple[Turn, ...], thi
 @given(conversations(), st.booleans())
 def test_glm_prompt_has_every_text_on_its_side(turns: tuple[Turn, ...], thinking: bool) -> None:
     made = Conversation(turns, thinking=thinking)
-    messages, tools = template_messages(made.turns), template_tools(made.tools)
-    text = render(TEMPLATES["glm-5"], messages, made.all_variables, 1 << 20, lambda form: form, tools)
+    text = rendered(TEMPLATES["glm-5"], made)
     found, last = GLM_SIDES.of(text)
     thoughts = {turn.reasoning: "assistant" for turn in turns if turn.reasoning}
     assert found == expected(turns) | thoughts
@@ -352,9 +355,26 @@ async def test_result_of_no_call_names_its_field(rig: FrontRig) -> None:
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_tiny_templates_put_later_instructions_on_the_users_side(family: str) -> None:
     turns = (Turn("system", "first"), HI, Turn("assistant", "Yes?"), Turn("system", "Be brief."))
-    text = render(TEMPLATES[family], template_messages(turns), {}, 1 << 20, lambda form: form)
+    text = rendered(TEMPLATES[family], Conversation(turns))
     marker = "<|system|>" if family == "glm-5" else USER
     assert f"{marker}Be brief." in text
     assert text.index("first") < text.index("Hi") < text.index("Yes?") < text.index("Be brief.")
     ending = text[text.index("Be brief.") :]
     assert ("<|assistant|>" if family == "glm-5" else ASSISTANT) in ending
+
+
+@pytest.mark.parametrize(
+    ("branch", "text"),
+    [
+        ("{% elif m.role == 'system' %}S:{{ m.content }}", "U:Hi\nS:a\nS:b\n"),
+        ("{% elif m.role == 'developer' %}D:{{ m.content }}", "U:Hi\nD:a\n\n"),
+    ],
+)
+def test_template_that_does_not_name_developers_gets_their_turns_as_system(branch: str, text: str) -> None:
+    """Those of GLM have branches for the roles that they know, and nothing for others."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }}"
+        + branch
+        + "{% endif %}{{ '\\n' }}{% endfor %}"
+    )
+    assert rendered(template, Conversation((HI, Turn("developer", "a"), Turn("system", "b")))) == text

@@ -305,9 +305,10 @@ def _encoded(known: ChatFormat, conversation: Conversation, served: Served, rend
     """Raises BadInput."""
     if known.encode is not None:
         return known.encode(conversation)
-    turns, tools = template_messages(conversation.turns), template_tools(conversation.tools)
+    template = served.model.chat_template
+    turns, tools = template_messages(conversation.turns, template), template_tools(conversation.tools)
     bytes_max = text_bytes_max(served.tokenizer, served.model)
-    return render(served.model.chat_template, turns, conversation.all_variables, bytes_max, tools)
+    return render(template, turns, conversation.all_variables, bytes_max, tools)
 
 
 def echoes_of(prompts: Sequence[Int32Array], said: bytes, tokenizer: Tokenizer) -> list[str]:

@@ -92,18 +92,18 @@ class Transcript:
         self.drafted_tokens, self.accepted_tokens = ended.drafted_tokens, ended.accepted_tokens
         self.stopped = ended.reason == "stop"
         self.finish_reason = LENGTH if ended.reason == LENGTH else "stop"
-        return self._rest(ended.tail_text, ended_itself=ended.reason == BY_TOKEN and self._ends)
+        pieces = self._counted(self._parser.push(self._detokenizer.finish() + ended.tail_text))
+        return pieces + self._rest(ended_itself=ended.reason == BY_TOKEN and self._ends)
 
     def break_off(self) -> list[Piece]:
-        """The rest of an output that fails."""
-        return self._rest()
+        """The rest of an output that fails, but for a character that is not whole."""
+        return self._rest(ended_itself=False)
 
-    def _rest(self, tail_text: str = "", *, ended_itself: bool = False) -> list[Piece]:
-        pieces = self._parser.push(self._detokenizer.finish() + tail_text)
-        counted = self._counted(pieces + self._parser.finish(ended_itself=ended_itself))
+    def _rest(self, *, ended_itself: bool) -> list[Piece]:
+        pieces = self._counted(self._parser.finish(ended_itself=ended_itself))
         if self._parser.may_reason:
             self.reasoning_tokens += len(self._offsets)
-        return counted
+        return pieces
 
     def _counted(self, pieces: list[Piece]) -> list[Piece]:
         self.calls += sum(isinstance(piece, ToolCall) for piece in pieces)

@@ -131,13 +131,16 @@ def _results(calls: Sequence[PastCall], results: Sequence[Turn]) -> dict[int, Tu
     return found | dict(zip((place for place in range(len(calls)) if place not in found), others, strict=False))
 
 
-def template_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """As chat templates expect them: OpenAI's messages, but arguments are objects, and text is never null."""
-    return [_message(turn) for turn in arranged(turns)]
+def template_messages(turns: Sequence[Turn], template: str) -> list[dict[str, Any]]:
+    """As chat templates expect them: OpenAI's messages, but arguments are objects, and text is never null. Turns of
+    `developer` are of `system` for a `template` that does not name them: GLM's would leave them out."""
+    names_developers = "developer" in template
+    return [_message(turn, names_developers) for turn in arranged(turns)]
 
 
-def _message(turn: Turn) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+def _message(turn: Turn, names_developers: bool) -> dict[str, Any]:
+    role = "system" if turn.role == "developer" and not names_developers else turn.role
+    message: dict[str, Any] = {"role": role, "content": turn.text}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
