@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hisparse.http import answering
-from hisparse.http.apis.openai.answers import Transcript
+from hisparse.http.apis.transcript import Transcript
 from hisparse.http.models.formats.replies import (
     HELD_CHARS_MAX,
     Piece,

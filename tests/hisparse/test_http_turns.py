@@ -27,8 +27,8 @@ from hisparse.http.models.formats.deepseek import encode
 from hisparse.http.models.templates import render
 from protocol.errors import BadInput
 from protocol.text import JsonTokenizer
-from tests.hisparse.test_http_formats import TIMES, tokenizer_with
-from tests.support.http_rig import FrontRig, front_rig
+from tests.hisparse.test_http_formats import TIMES
+from tests.support.http_rig import FrontRig, deepseek_tokenizer_json, front_rig
 from worker.runners.tiny_template import TEMPLATES
 
 BOS: Final = "<｜begin▁of▁sentence｜>"
@@ -277,7 +277,7 @@ def test_glm_prompt_has_every_text_on_its_side(turns: tuple[Turn, ...], thinking
 
 
 def specials() -> JsonTokenizer:
-    return tokenizer_with(BOS, EOS, USER, ASSISTANT, "｜DSML｜", "<think>", "</think>")
+    return JsonTokenizer(deepseek_tokenizer_json())
 
 
 @pytest.fixture
