@@ -264,12 +264,15 @@ def test_deepseek_prompt_has_every_text_on_its_side(turns: tuple[Turn, ...], thi
 @given(conversations(), st.booleans())
 def test_glm_prompt_has_every_text_on_its_side(turns: tuple[Turn, ...], thinking: bool) -> None:
     made = Conversation(turns, thinking=thinking)
+    if results_of_no_call(turns):
+        with pytest.raises(BadInput, match="is the result of no call"):
+            rendered(TEMPLATES["glm-5"], made)
+        return
     text = rendered(TEMPLATES["glm-5"], made)
     found, last = GLM_SIDES.of(text)
     thoughts = {turn.reasoning: "assistant" for turn in turns if turn.reasoning}
     assert found == expected(turns) | thoughts
-    if not results_of_no_call(turns):
-        assert text.count(NO_RESULT) == missing_results(turns)
+    assert text.count(NO_RESULT) == missing_results(turns)
     assert last == "assistant"
 
 

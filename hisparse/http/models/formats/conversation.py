@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+from protocol.errors import BadInput
+
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 
 NOTHING: Final[Mapping[str, Any]] = {}
@@ -89,19 +91,26 @@ class Conversation:
 def arranged(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """Each turn that calls, then a result of each call in the order of the calls, then what else was said before the
     assistant's next turn: the formats have no ids. NO_RESULT stands for a result that is missing where anything follows
-    the call. Results of no call stay in their places."""
+    the call. Raises BadInput for a result of no call."""
     ordered: list[Turn] = []
     exchanges = list(_exchanges(turns))
     for exchange in exchanges:
-        calls, followed = exchange[0].calls, len(exchange) > 1 or exchange is not exchanges[-1]
-        results = _results(calls, [turn for turn in exchange if turn.role == "tool"])
-        taken = {id(result) for result in results.values()}
+        calls, came = exchange[0].calls, [turn for turn in exchange if turn.role == "tool"]
+        results = _results(calls, came)
+        if len(results) < len(came):
+            taken = {id(result) for result in results.values()}
+            place = [id(turn) for turn in turns].index(next(id(it) for it in came if id(it) not in taken))
+            raise refused_turn("is the result of no call", place, "put it behind the assistant's turn that calls")
         ordered.append(exchange[0])
-        if followed:
+        if len(exchange) > 1 or exchange is not exchanges[-1]:
             missing = (Turn("tool", NO_RESULT, call_id=call.id) for call in calls)
             ordered += [results.get(place, turn) for place, turn in enumerate(missing)]
-        ordered += [turn for turn in exchange[1:] if id(turn) not in taken]
+        ordered += [turn for turn in exchange[1:] if turn.role != "tool"]
     return tuple(ordered)
+
+
+def refused_turn(why: str, at: int, remedy: str) -> BadInput:
+    return BadInput(f"turn {at + 1} {why}", field="messages", remedy=remedy)
 
 
 def _exchanges(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
@@ -132,8 +141,8 @@ def _results(calls: Sequence[PastCall], results: Sequence[Turn]) -> dict[int, Tu
 
 
 def template_messages(turns: Sequence[Turn], template: str) -> list[dict[str, Any]]:
-    """As chat templates expect them: OpenAI's messages, but arguments are objects, and text is never null. Turns of
-    `developer` are of `system` for a `template` that does not name them: GLM's would leave them out."""
+    """As chat templates expect them: OpenAI's messages, but arguments are objects, and text is never null. A turn of
+    `developer` is one of `system` for a `template` that does not name them: GLM's leaves them out. Raises BadInput."""
     names_developers = "developer" in template
     return [_message(turn, names_developers) for turn in arranged(turns)]
 

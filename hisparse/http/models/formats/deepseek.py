@@ -25,11 +25,10 @@ from typing import Final
 
 from hisparse.http.models.formats.arguments import json_or_quoted, object_of, quoted
 from hisparse.http.models.formats.call_grammars import any_of, expressions, members_of, optional
-from hisparse.http.models.formats.conversation import Conversation, PastCall, Tool, Turn, arranged
+from hisparse.http.models.formats.conversation import Conversation, PastCall, Tool, Turn, arranged, refused_turn
 from hisparse.http.models.formats.lark import Rules
 from hisparse.http.models.formats.replies import THINK, THINK_END, CallSyntax, Schemas
 from hisparse.http.models.formats.scanning import Reading, Scan, UnreadableOutput
-from protocol.errors import BadInput
 
 DSML: Final = "｜DSML｜"
 BOS: Final = "<｜begin▁of▁sentence｜>"
@@ -133,7 +132,9 @@ def thinks(conversation: Conversation) -> bool:
 def encode(conversation: Conversation) -> str:
     """The prompt, up to where the assistant speaks. Raises BadInput for turns that the format cannot hold."""
     turns = list(_on_sides(arranged(conversation.turns)))
-    _check(turns, conversation.turns)
+    if not turns or turns[-1].role not in _ANSWERED:
+        remedy = "end with a turn of the user, or with a result"
+        raise refused_turn("is nothing to answer", len(conversation.turns) - 1, remedy)
     thinking = thinks(conversation)
     last_user = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
     tools = "\n\n" + _tools(conversation.tools) if conversation.tools else ""
@@ -214,22 +215,3 @@ def _result(turns: Sequence[Turn], at: int, opening: str) -> Iterator[str]:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-# ---------------------------------------------------------------- what it cannot hold
-
-
-def _check(turns: Sequence[Turn], sent: Sequence[Turn]) -> None:
-    """A call for each result, and a last turn that the assistant answers. `sent` are the turns as they came."""
-    results = 0  # that may come
-    for turn in turns:
-        results = results - 1 if turn.role == "tool" else len(turn.calls)
-        if results < 0:
-            place = next(at for at, it in enumerate(sent) if it is turn)
-            raise _refusal("is the result of no call", place, "put it behind the assistant's turn that calls")
-    if not turns or turns[-1].role not in _ANSWERED:
-        raise _refusal("is nothing to answer", len(sent) - 1, "end with a turn of the user, or with a result")
-
-
-def _refusal(why: str, at: int, remedy: str) -> BadInput:
-    return BadInput(f"turn {at + 1} {why}", field="messages", remedy=remedy)
