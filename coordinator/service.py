@@ -22,10 +22,10 @@ from typing import Final
 
 import trio
 
-from common import gc_policy
-from common.process_memory import map_large_buffers
-from common.tracing.sender import open_sender
-from common.tracing.spans import Put
+from basics import gc_policy
+from basics.process_memory import map_large_buffers
+from basics.tracing.sender import open_sender
+from basics.tracing.spans import Put
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway

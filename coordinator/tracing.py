@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
-from common.request_states import TERMINAL, State
-from common.tracing.spans import AttributeValue, Put, SpanEvent, TraceSpan
+from basics.request_states import TERMINAL, State
+from basics.tracing.spans import AttributeValue, Put, SpanEvent, TraceSpan
 from coordinator.journal.records import RequestFacts
 from coordinator.scheduling.lifecycle import EventKind
 from coordinator.scheduling.request_state import RequestState, Transition

@@ -16,7 +16,7 @@ import trio
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from common.request_states import WAITING
+from basics.request_states import WAITING
 from metrics.coordinator_totals import COORDINATOR_METRICS, JOURNAL_METRICS, WAIT_METRICS
 from metrics.exporter import Health
 from metrics.families import Metric, counter, families, gauge

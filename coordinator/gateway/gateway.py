@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import trio
 from msgspec.structs import replace
 
-from common.request_checks import check_priority
+from basics.request_checks import check_priority
 from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped

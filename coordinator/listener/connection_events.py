@@ -21,7 +21,7 @@ import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from common.process_memory import resident_bytes
+from basics.process_memory import resident_bytes
 from coordinator.listener.connection_tracker import ConnectionTracker
 from coordinator.listener.received_bytes import ByteCounter
 from coordinator.listener.unfinished import UnfinishedMessages

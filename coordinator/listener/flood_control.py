@@ -11,7 +11,7 @@ from typing import Final
 
 import trio
 
-from common.token_bucket import cost_of
+from basics.token_bucket import cost_of
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.rate_limiter import RateLimiter, RateVerdict
 from coordinator.listener.router import Received, RouterSocket

@@ -17,7 +17,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
-from common.token_bucket import TokenBuckets
+from basics.token_bucket import TokenBuckets
 
 #: Buckets and counts of excess that are kept. Beyond it, the least recently used one is forgotten and starts anew.
 SENDERS_MAX: Final = 8_192

@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from common.process_memory import resident_bytes, return_memory
+from basics.process_memory import resident_bytes, return_memory
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.peer_address import UNKNOWN
 from coordinator.listener.router import RouterSocket

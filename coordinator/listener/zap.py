@@ -23,7 +23,7 @@ import trio
 import zmq
 from zmq.utils import z85
 
-from common.token_bucket import TokenBuckets
+from basics.token_bucket import TokenBuckets
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.rate_limiter import SENDERS_MAX
 from coordinator.listener.router import ZAP_ENDPOINT

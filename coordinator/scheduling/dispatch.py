@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from common.request_states import POISON_STRIKES
+from basics.request_states import POISON_STRIKES
 from coordinator.journal import records as journal
 from coordinator.memory.changes import AddWorker, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
 from coordinator.memory.ledger import EpochKey, Ledger

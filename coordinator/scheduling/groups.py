@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from common.request_checks import check_name
+from basics.request_checks import check_name
 from coordinator.scheduling.entries import WorkerEntry
 from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX, GroupMember, WorkerHello

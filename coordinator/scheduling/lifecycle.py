@@ -32,7 +32,7 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Final, TypeAlias
 
-from common.request_states import State
+from basics.request_states import State
 
 
 class EventKind(StrEnum):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from common.request_states import PendingKind
+from basics.request_states import PendingKind
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.groups import ranks_text

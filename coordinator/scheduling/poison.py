@@ -32,7 +32,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from common.request_states import POISON_STRIKES
+from basics.request_states import POISON_STRIKES
 from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.groups import GroupLife

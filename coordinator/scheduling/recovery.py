@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from common.request_states import POISON_STRIKES
+from basics.request_states import POISON_STRIKES
 from coordinator.journal import records as journal
 from coordinator.journal.ledger_image import epochs_of
 from coordinator.journal.state import JournalState, RequestRecord

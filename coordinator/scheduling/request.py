@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from msgspec import structs
 
-from common.request_states import State
+from basics.request_states import State
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import RequestEnded, RequestFacts

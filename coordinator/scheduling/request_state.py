@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from common.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State, state_text
+from basics.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State, state_text
 from coordinator.journal.records import RequestFacts, RequestOrdered
 from coordinator.journal.state import no_order
 from coordinator.scheduling.events import (

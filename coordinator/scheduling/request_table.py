@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from common.request_states import WAITING, State
+from basics.request_states import WAITING, State
 from coordinator.journal.records import RequestFacts, digest_of, with_named_grammar
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.pending import PendingReason, PendingReasons

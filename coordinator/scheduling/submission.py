@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from common.request_states import TERMINAL
+from basics.request_states import TERMINAL
 from coordinator.actor import Level, Supervisor
 from coordinator.journal.journal import Commit, Journal
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestsForgotten, digest_of, kept_facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.request_checks import check_draft_tokens, check_name, check_orders, check_range, check_salt, check_token_ids
+from basics.request_checks import check_draft_tokens, check_name, check_orders, check_range, check_salt, check_token_ids
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.errors import BadInput, CapacityError, Unavailable
 from protocol.messages import (

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from common.request_checks import check_name
+from basics.request_checks import check_name
 from coordinator.journal.records import PoolOpened, WorkerJoined
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import ON_WORKER, WorkerEntry

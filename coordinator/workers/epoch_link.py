@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import trio
 
-from common.processes import Process
+from basics.processes import Process
 from coordinator.scheduling.events import LinkStats
 from coordinator.workers.worker_epoch import WorkerEpoch
 from protocol.messages import NOT_SEEN, Command, WorkerHello

@@ -31,7 +31,7 @@ from typing import Final
 import numpy as np
 import trio
 
-from common.processes import Process, has_ended, process_of, wait_exit
+from basics.processes import Process, has_ended, process_of, wait_exit
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import WorkerJoined
 from coordinator.listener.dropped import Dropped

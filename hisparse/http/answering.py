@@ -12,7 +12,7 @@ from typing import Final
 
 import trio
 
-from common.request_checks import check_name
+from basics.request_checks import check_name
 from hisparse.http.apis.asks import Ask, Served, ask_of
 from hisparse.http.apis.body import read_body
 from hisparse.http.apis.generation import Generation

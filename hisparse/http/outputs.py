@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import trio
 
-from common.token_bucket import TokenBuckets, cost_of
+from basics.token_bucket import TokenBuckets, cost_of
 from hisparse.client.client import Client
 from hisparse.client.connection import ConnectionLost
 from hisparse.client.token_stream import TokenStream

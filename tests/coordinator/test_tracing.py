@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from trio.testing import MockClock
 
-from common.tracing import sender as sender_module
-from common.tracing.readable import Readable
-from common.tracing.sender import SpanSender, open_sender
-from common.tracing.spans import SpanCounters, TraceSpan
+from basics.tracing import sender as sender_module
+from basics.tracing.readable import Readable
+from basics.tracing.sender import SpanSender, open_sender
+from basics.tracing.spans import SpanCounters, TraceSpan
 from coordinator.journal.records import RequestFacts
 from coordinator.scheduling.request_state import RequestState, Transition
 from coordinator.tracing import EVENTS_MAX, RequestTrace, RequestTracing, own_context

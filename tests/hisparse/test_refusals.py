@@ -22,7 +22,7 @@ import zmq
 from click.testing import CliRunner, Result
 
 import hisparse
-from common.request_checks import check_salt
+from basics.request_checks import check_salt
 from coordinator.gateway.gateway import ASKS_MAX, Gateway
 from coordinator.scheduling.api import _digest_of
 from coordinator.scheduling.commands import check_size, release_quarantine

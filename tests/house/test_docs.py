@@ -16,9 +16,9 @@ from typing import Any
 import click
 import pytest
 
+from basics import token_bucket
+from basics.request_states import POISON_STRIKES, State
 from benchmarks.ratios import ratios
-from common import token_bucket
-from common.request_states import POISON_STRIKES, State
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
 from coordinator.listener import connection_tracker, rate_limiter, router, sweeper, unfinished, zap
@@ -300,7 +300,7 @@ def test_each_target_of_make_exists() -> None:
 def test_map_names_every_folder() -> None:
     named = set(re.findall(r"`([\w/]+)/`", ARCHITECTURE))
     packages = [
-        ROOT / name for name in ("protocol", "common", "metrics", "kernels", "coordinator", "worker", "hisparse")
+        ROOT / name for name in ("protocol", "basics", "metrics", "kernels", "coordinator", "worker", "hisparse")
     ]
     folders = {str(path.parent.relative_to(ROOT)) for it in packages for path in it.rglob("__init__.py")}
     assert folders - named == set()
@@ -308,7 +308,7 @@ def test_map_names_every_folder() -> None:
 
 def test_every_named_file_exists() -> None:
     named = re.findall(
-        r"`((?:protocol|common|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE
+        r"`((?:protocol|basics|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE
     )
     assert len(named) > 30
     assert [path for path in named if not (ROOT / path).exists()] == []

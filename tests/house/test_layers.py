@@ -21,7 +21,7 @@ from tests import ROOT
 #: Bottom first. Packages of one floor import nothing of each other.
 FLOORS: Final[list[set[str]]] = [
     {"protocol"},
-    {"common"},
+    {"basics"},
     {"metrics", "kernels"},
     {"coordinator", "worker"},
     {"hisparse"},
@@ -32,7 +32,7 @@ FLOORS: Final[list[set[str]]] = [
 #: Modules that a package may import, where that is fewer than all below it: examples import what users may.
 PUBLIC: Final[dict[str, set[str]]] = {"examples": {"hisparse", "hisparse.kernels"}}
 
-#: Modules of hisparse that import the coordinator, because they are the coordinator; the others import common.
+#: Modules of hisparse that import the coordinator, because they are the coordinator; the others import basics.
 OF_THE_COORDINATOR: Final = {"hisparse.cli.serve", "hisparse.cli.journal"}
 
 #: Rooms of a package, bottom first, likewise.
@@ -208,7 +208,7 @@ TWICE: Final = {"State", "BlockLinear"}
 def test_class_name_stands_for_one_thing() -> None:
     found = Counter(
         node.name
-        for package in ("protocol", "common", "metrics", "kernels", "coordinator", "worker", "hisparse")
+        for package in ("protocol", "basics", "metrics", "kernels", "coordinator", "worker", "hisparse")
         for path in (ROOT / package).rglob("*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")

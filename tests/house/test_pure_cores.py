@@ -12,13 +12,13 @@ import pytest
 from tests import ROOT
 
 FORBIDDEN = {"trio", "zmq", "torch", "time", "random", "datetime", "os", "threading", "asyncio", "socket", "logging"}
-PACKAGES = ("protocol", "common", "metrics", "kernels", "coordinator", "worker", "hisparse")
+PACKAGES = ("protocol", "basics", "metrics", "kernels", "coordinator", "worker", "hisparse")
 
 #: Modules without the word in the rooms of pure modules. The lists may only shrink: move what decides into a pure
 #: module instead of adding a name.
 SHELLS: Final[dict[str, str]] = {
-    "common": "gc_policy process_memory processes",
-    "common/tracing": "readable sender",
+    "basics": "gc_policy process_memory processes",
+    "basics/tracing": "readable sender",
     "coordinator/journal": "files inspection journal salvage store",
     "coordinator/memory": "host_pool",
     "coordinator/scheduling": "api auditor request scheduler submission",

@@ -37,8 +37,8 @@ import coordinator.service
 import coordinator.workers.worker_link
 import hisparse.client.connection
 import protocol.sizing
-from common.processes import Process
-from common.request_states import POISON_STRIKES
+from basics.processes import Process
+from basics.request_states import POISON_STRIKES
 from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change, Reserve

@@ -16,7 +16,7 @@ import msgspec
 import trio
 import trio.testing
 
-from common.request_states import TERMINAL
+from basics.request_states import TERMINAL
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.scheduling.events import Ending, LinkStats
 from coordinator.scheduling.request import BeginTrace

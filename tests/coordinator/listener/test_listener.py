@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
-from common.token_bucket import BYTES_PER_TOKEN, cost_of
+from basics.token_bucket import BYTES_PER_TOKEN, cost_of
 from coordinator.listener import connection_tracker
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX, ConnectionTracker
 from coordinator.listener.descriptors import OTHER_DESCRIPTORS

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.process_memory import resident_bytes
+from basics.process_memory import resident_bytes
 from coordinator.listener import received_bytes
 from coordinator.listener.received_bytes import ByteCounter
 from coordinator.listener.unfinished import (

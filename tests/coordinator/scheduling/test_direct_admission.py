@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from common.request_states import State
+from basics.request_states import State
 from coordinator.memory.changes import Keep
 from coordinator.scheduling import decisions
 from coordinator.scheduling.entries import EntryPhase, WorkerDrain

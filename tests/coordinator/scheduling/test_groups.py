@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from common.request_states import POISON_STRIKES, PendingKind
+from basics.request_states import POISON_STRIKES, PendingKind
 from coordinator.scheduling.decisions import AdmitDecision, Decision
 from coordinator.scheduling.entries import WorkerDrain, WorkerEntry
 from coordinator.scheduling.groups import check_member, missing_of, ranks_text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.request_states import ACTIVE, TERMINAL, WAITING, State
+from basics.request_states import ACTIVE, TERMINAL, WAITING, State
 from coordinator.scheduling.events import (
     Admitted,
     Ending,

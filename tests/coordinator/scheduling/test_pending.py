@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from common.request_states import UNSERVED, PendingKind
+from basics.request_states import UNSERVED, PendingKind
 from coordinator.scheduling.dispatch import TRANSFER_PAUSE_S
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.pending import NOTES_MAX, PendingReason, PendingReasons, unserved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.request_states import POISON_STRIKES, TERMINAL
+from basics.request_states import POISON_STRIKES, TERMINAL
 from coordinator.scheduling.poison import SUSPECT_STRIKES
 from tests.support.fakes.fake_cluster import FakeCluster
 from tests.support.fakes.fake_worker import FakeWorker

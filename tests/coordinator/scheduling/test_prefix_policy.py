@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.request_states import POISON_STRIKES, PendingKind
+from basics.request_states import POISON_STRIKES, PendingKind
 from coordinator.memory.changes import GIVING, Reserve, apply, pages_taken
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import Chain

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.request_states import State
+from basics.request_states import State
 from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from common.request_states import POISON_STRIKES
+from basics.request_states import POISON_STRIKES
 from coordinator.actor import Level, open_supervisor
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import Record, RequestEnded, WorkerJoined

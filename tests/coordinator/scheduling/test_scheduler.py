@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from common.request_states import POISON_STRIKES, TERMINAL
+from basics.request_states import POISON_STRIKES, TERMINAL
 from coordinator.scheduling.scheduler import DEADLINE_MAX_S, GRANTED_ALL
 from protocol import messages
 from protocol.arrays import pack_int32, pack_int64

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.request_states import State
+from basics.request_states import State
 from coordinator.journal.records import RequestFacts
 from coordinator.scheduling.turns import Owner, OwnerTurns
 from protocol.messages import Rank

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.request_states import State
+from basics.request_states import State
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.page_ages import PageAges
 from coordinator.scheduling.waits import Waited, WaitFor, Waits

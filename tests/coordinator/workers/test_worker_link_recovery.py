@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from common.processes import process_of
+from basics.processes import process_of
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import TokensAppended, WorkerJoined
 from coordinator.journal.state import JournalState

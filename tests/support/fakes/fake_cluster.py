@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from common.request_states import TERMINAL, PendingKind
+from basics.request_states import TERMINAL, PendingKind
 from coordinator.memory import changes
 from coordinator.memory.changes import apply
 from coordinator.memory.ledger import NO_PAGES, Ledger

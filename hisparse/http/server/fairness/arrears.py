@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.token_bucket import TokenBuckets
+from basics.token_bucket import TokenBuckets
 
 REFUSALS_PER_S: Final = 100.0
 REFUSALS_BURST: Final = 200.0

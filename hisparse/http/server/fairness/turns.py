@@ -13,7 +13,7 @@ from typing import Final
 
 import trio
 
-from common.round_robin import RoundRobin
+from basics.round_robin import RoundRobin
 from hisparse.http.server.fairness.arrears import Arrears
 
 #: Pieces of work in one turn of the event loop: reading a header, or a part of a body, and what follows at once.

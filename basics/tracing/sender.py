@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from common.tracing.spans import SpanCounters, TraceSpan
+from basics.tracing.spans import SpanCounters, TraceSpan
 from protocol.errors import ConfigError
 from protocol.logs import fields, logger
 from protocol.settings import ClusterSettings
@@ -126,7 +126,7 @@ def _make_sender(cluster: ClusterSettings, process: str, counters: SpanCounters)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
 
-        from common.tracing.readable import Readable
+        from basics.tracing.readable import Readable
     except ImportError as error:
         raise ConfigError(
             "OpenTelemetry is not installed",

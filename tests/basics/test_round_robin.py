@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.round_robin import RoundRobin
+from basics.round_robin import RoundRobin
 
 
 def test_parties_are_served_one_after_the_other() -> None:

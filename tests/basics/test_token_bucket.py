@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.token_bucket import TokenBuckets
+from basics.token_bucket import TokenBuckets
 
 PER_S, BURST = 10.0, 20.0
 
