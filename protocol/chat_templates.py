@@ -40,7 +40,7 @@ class GenerationBlock(Extension):
 
 @lru_cache(TEMPLATES_MAX)
 def compiled(template: str) -> jinja2.Template:
-    """Raises ConfigError, which names the line where Jinja does. No client has a part in that."""
+    """The template as a program. Raises ConfigError, which names the line where Jinja does."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )

@@ -152,7 +152,7 @@ def test_what_is_held_has_a_bound(over: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [997, 4 * HELD_CHARS_MAX])
 def test_no_call_counts_behind_what_passed_the_bound(size: int) -> None:
-    """What passes it would have turned out to be no call, but too late for a stream."""
+    """The text that passes it would have turned out to be no call, but too late for a stream."""
     text = f"<tool_call>w<arg_key>t</arg_key><arg_value>{'x' * HELD_CHARS_MAX}</arg_value>? {GLM_CALL}"
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     assert read(within(GLM_PLAN), *parts) == [Reasoning(text)]
@@ -184,7 +184,7 @@ def test_any_cut_says_the_same(output: str, data: st.DataObject, plan: ReplyPlan
 
 @dataclass
 class Told:
-    """What byte tokens said: pieces as they were told, and how many tokens were reasoning after each cut."""
+    """Pieces that byte tokens said, as they were told, and how many tokens were reasoning after each cut."""
 
     transcript: Transcript
     pieces: list[Piece]

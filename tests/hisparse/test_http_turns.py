@@ -43,7 +43,7 @@ def rendered(template: str, made: Conversation) -> str:
 
 
 def prompt(*turns: Turn, **about: Any) -> str:
-    """Without the beginning."""
+    """The prompt without its beginning."""
     return encode(Conversation(turns, **about)).removeprefix(BOS)
 
 
@@ -204,7 +204,7 @@ GLM_SIDES: Final = Sides(
 
 
 def results_of_no_call(turns: Sequence[Turn]) -> bool:
-    """Whether between two turns of the assistant more results come than the first of the two has calls."""
+    """Return whether between two turns of the assistant more results come than the first of the two has calls."""
     left = 0
     for turn in turns:
         left = len(turn.calls) if turn.role == "assistant" else left - (turn.role == "tool")

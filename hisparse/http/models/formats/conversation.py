@@ -126,7 +126,7 @@ def _exchanges(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
 
 
 def _results(calls: Sequence[PastCall], results: Sequence[Turn]) -> dict[int, Turn]:
-    """By the place of the call. A result that names no call which is open is that of the next open one."""
+    """Results by the place of their call. A result that names no call which is open is that of the next open one."""
     places: dict[str, list[int]] = {}
     for place in reversed(range(len(calls))):
         places.setdefault(calls[place].id, []).append(place)
@@ -141,7 +141,7 @@ def _results(calls: Sequence[PastCall], results: Sequence[Turn]) -> dict[int, Tu
 
 
 def template_messages(turns: Sequence[Turn], template: str) -> list[dict[str, Any]]:
-    """As chat templates expect them: OpenAI's messages, but arguments are objects, and text is never null. A turn of
+    """Messages as chat templates expect them: OpenAI's, but arguments are objects, and text is never null. A turn of
     `developer` is one of `system` for a `template` that does not name them: GLM's leaves them out. Raises BadInput."""
     names_developers = "developer" in template
     return [_message(turn, names_developers) for turn in arranged(turns)]

@@ -157,8 +157,8 @@ class ReplyParser:
             yield from scan.skip_blanks()
 
     def _ends_with_calls(self, syntax: CallSyntax) -> Reading[bool]:
-        """Whether the model ended the output with calls, of which the first stands here. Uses nothing up. Raises
-        UnreadableOutput where none stands here; `at` is how far it was read."""
+        """Return whether the model ended the output with calls, of which the first stands here. Uses nothing up. Raises
+        UnreadableOutput where none stands here; `at` is how far the text was read then."""
         scan, ahead, looked = self._scan, Scan(), 0
         reader = _only_calls(ahead, syntax, self._plan.schemas)
         while True:
@@ -198,7 +198,7 @@ class ReplyParser:
             yield from self._scan.skip_blanks()
 
     def _tell_call(self, call: ToolCall) -> None:
-        """What has been read is used up."""
+        """Tell `call`, and use up what has been read."""
         self._scan.use(self._scan.at)
         self._pieces.append(call)
         self._calls_told += 1
@@ -233,7 +233,7 @@ class ReplyParser:
 def _calls(
     scan: Scan, syntax: CallSyntax, schemas: Schemas, many: bool, tell: Callable[[ToolCall], None]
 ) -> Reading[None]:
-    """Those of one `start`, which stands first. Raises UnreadableOutput."""
+    """Read the calls of one `start`, which stands first. Raises UnreadableOutput."""
     yield from scan.expect(syntax.start)
     if syntax.next_call:
         yield from scan.expect(syntax.next_call)
@@ -247,7 +247,7 @@ def _calls(
 
 
 def _only_calls(scan: Scan, syntax: CallSyntax, schemas: Schemas) -> Reading[bool]:
-    """Whether calls and blanks are all that comes. Raises UnreadableOutput where no call comes first."""
+    """Return whether calls and blanks are all that comes. Raises UnreadableOutput where no call comes first."""
     read: list[ToolCall] = []
     try:
         while True:

@@ -109,7 +109,7 @@ class Scan:
             yield
 
     def is_over(self) -> Reading[bool]:
-        """Whether nothing but blanks comes; they are read."""
+        """Return whether nothing but blanks comes; they are read."""
         while (end := self._blanks_end()) == len(self.text) and not self.ended:
             yield
         self.at = end
