@@ -408,7 +408,7 @@ async def test_template_that_cannot_be_compiled_is_not_the_clients_fault(
         (Unavailable("no worker has registered yet", remedy="start one with: hisparse worker --model PATH"),
          503, "unavailable", None, "no worker has registered yet. Retry later."),
         (WrongState("is in use by another request", field="request_id", value="a", remedy="attach to it"),
-         409, "wrong_state", "x-request-id", "x-request-id: is in use by another request. Choose another."),
+         409, "wrong_state", "idempotency-key", "idempotency-key: is in use by another request. Choose another."),
         (InternalError("KeyError: `x`"), 500, "internal", None, "The server has a defect"),
         (ProtocolError("msgspec said no"), 502, "protocol", None, "do not understand each other"),
     ],
@@ -475,17 +475,17 @@ async def test_load_names_no_setting(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 async def test_id_in_use_is_told_to_choose_another(tmp_path: Path) -> None:
     async with front_rig(tmp_path) as rig:
-        await rig.complete(said(), x_request_id="mine")
+        await rig.complete(said(), idempotency_key="mine")
         await rig.submitted(1)
-        text = "x-request-id: is in use by another request. Choose another."
+        text = "idempotency-key: is in use by another request. Choose another."
         other = {"prompt": "other"}
-        taken = await rig.complete(other, x_request_id="mine")
-        assert await refused(taken) == (409, "wrong_state", "x-request-id", text)
-        await rig.complete(other, x_request_id="another")
+        taken = await rig.complete(other, idempotency_key="mine")
+        assert await refused(taken) == (409, "wrong_state", "idempotency-key", text)
+        await rig.complete(other, idempotency_key="another")
         assert await rig.submitted(2)
 
 
-@pytest.mark.parametrize(("outcome", "status", "param"), [("ABORTED", 409, "x-request-id"), ("FAILED", 500, None)])
+@pytest.mark.parametrize(("outcome", "status", "param"), [("ABORTED", 409, "idempotency-key"), ("FAILED", 500, None)])
 async def test_output_that_did_not_finish_says_so(tmp_path: Path, outcome: str, status: int, param: str | None) -> None:
     async with front_rig(tmp_path) as rig:
         peer = await rig.complete(said())
