@@ -450,7 +450,12 @@ class DrawnConversation:
             return message.model_dump()
         if form == "json":
             return message.model_dump(mode="json", exclude_none=True)
-        empty = {"reasoning": None, "reasoning_details": [], "thinking_blocks": [], "provider_specific_fields": {}}
+        empty: dict[str, Any] = {
+            "reasoning": None,
+            "reasoning_details": [],
+            "thinking_blocks": [],
+            "provider_specific_fields": {},
+        }
         told = message.model_dump(exclude={"parsed"}) | empty
         for call in told.get("tool_calls") or ():
             if self._dice.random() < 0.3:
