@@ -4,7 +4,7 @@ For fp8 keys of DIM values and HEADS heads; queries are quantized as keys are, b
 LISTED entries for each of GROUP tokens that a multiprocessor works on, whatever the context (`scratch_bytes`). Launches
 for one state share it: they must be ordered, as on one stream.
 
-kernels.prompt_topk does not call this yet: it awaits its first run on a card (docs/kernels.md).
+kernels.prompt_topk does not call this kernel yet: it has not run on a card (tests/gpu/test_prompt_index.py).
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ void try_list(const Try p) {
     const i32 lane = threadIdx.x;
     for (i32 base = 0; base < p.length; base += 64) {
         const bool near = base + lane < p.length, far = base + 32 + lane < p.length;
-        list.take(near ? prompt_order(p.scores[base + lane]) : 0, far ? prompt_order(p.scores[base + 32 + lane]) : 0, near,
-                  far, base);
+        const u32 one = near ? prompt_order(p.scores[base + lane]) : 0;
+        list.take(one, far ? prompt_order(p.scores[base + 32 + lane]) : 0, near, far, base);
     }
     list.finish(p.out);
 }
