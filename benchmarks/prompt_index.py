@@ -86,7 +86,7 @@ def _time(launch: Callable[[int], object]) -> float:
     """The median of a launch, in microseconds."""
     for group in range(GROUPS):
         launch(group)
-    took = []
+    took: list[float] = []
     for replay in range(REPLAYS):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -94,7 +94,7 @@ def _time(launch: Callable[[int], object]) -> float:
         launch(replay % GROUPS)
         ended.record()
         ended.synchronize()
-        took.append(begun.elapsed_time(ended) * 1e3)
+        took.append(float(begun.elapsed_time(ended)) * 1e3)
     return round(statistics.median(took), 1)
 
 
@@ -118,12 +118,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = {"machine": machine(), "cells": []}
+    cells = []
     for context, tokens in CELLS:
-        found["cells"].append(measure(context, tokens))
-        print(json.dumps(found["cells"][-1]), flush=True)
+        cells.append(measure(context, tokens))
+        print(json.dumps(cells[-1]), flush=True)
         if options.out:
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            options.out.write_text(json.dumps({"machine": machine(), "cells": cells}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
