@@ -37,7 +37,6 @@ from protocol.errors import BadInput, CapacityError, HiSparseError, Unavailable
 from protocol.logs import fields, logger
 from protocol.messages import NAME_CHARS_MAX
 from protocol.settings import HttpSettings
-from protocol.text import Tokenizer
 
 #: Longest id of a client's choice, so that its owner and the numbers of its samples still fit.
 ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999") - len(".") - OWNER_CHARS
@@ -104,7 +103,7 @@ class Answering:
             for output in outputs:
                 await _accepted(output, api.prompt)
             exchange.identify(ask_id, outputs[0].choice.request_id)
-            transcripts = [_transcript(ask, served.tokenizer) for _ in outputs]
+            transcripts = [_transcript(ask, served) for _ in outputs]
             answer = api.answer(ask, await self._created(outputs[0], chosen))
             begun = partial(self._until_served, outputs) if ask.stream else partial(_all_finished, outputs)
             await self._bounded(outputs, begun)
@@ -184,9 +183,9 @@ def _read(
     return ask_of_body(read_body(data, api.body).generation())
 
 
-def _transcript(ask: Ask, tokenizer: Tokenizer) -> Transcript:
-    told = ToldTokens(tokenizer) if ask.has_logprobs else None
-    return Transcript(tokenizer.detokenizer(ask.shown), ask.plan, told)
+def _transcript(ask: Ask, served: Served) -> Transcript:
+    told = ToldTokens(served.tokenizer) if ask.has_logprobs else None
+    return Transcript(served.tokenizer.detokenizer(ask.shown), ask.plan, told, served.model.eos_token_ids)
 
 
 async def _accepted(output: FollowedOutput, prompt: str) -> None:
@@ -273,6 +272,8 @@ async def _narrate(
                     await tell.send(b"".join(told))
             await tell.send(b"".join(answer.last(index, transcript.end(output.ended), transcripts)))
         except HiSparseError as error:
+            if told := answer.delta(index, transcript.break_off(), transcripts):
+                await tell.send(b"".join(told))
             await tell.send(error)
 
 

@@ -459,6 +459,27 @@ async def check_http_case(tmp_path: Path, case: Case) -> None:
             assert await rig.submitted(1)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"])
+async def test_template_that_cannot_be_compiled_is_not_the_clients_fault(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says what is wrong. Workers of this version do not start with one."""
+    async with front_rig(tmp_path) as rig:
+        scheduler = rig.gateway.scheduler
+        assert scheduler.served is not None
+        scheduler.served = msgspec.structs.replace(scheduler.served, chat_template="x\n{% unknown %}")
+        await rig.link.client.welcome()
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        with caplog.at_level("INFO"):
+            peer = await rig.post(path, body if path.endswith("tokens") else body | {"max_tokens": 5})
+            await peer.answer()
+    error = json.loads(peer.body)["error"]
+    assert (peer.status, error["code"], error["param"]) == (500, "config", None)
+    assert error["message"] == "The server is set up wrongly, and its log says how."
+    assert peer.headers["x-should-retry"] == "false"
+    assert any("cannot be compiled: line 2" in str(record.__dict__) for record in caplog.records)
+
+
 @pytest.mark.parametrize(
     ("raised", "status", "code", "param", "text"),
     [

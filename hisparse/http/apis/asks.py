@@ -33,7 +33,7 @@ from hisparse.http.models.formats.replies import PLAIN, ReplyPlan
 from hisparse.http.models.grammars import GrammarPlan, plan_of
 from hisparse.http.server.identities import scoped_id
 from protocol.arrays import Int32Array
-from protocol.errors import BadInput, NotFound
+from protocol.errors import BadInput, ConfigError, NotFound
 from protocol.grammars import nameable_tokens
 from protocol.messages import (
     DRAFT_TOKENS_MAX,
@@ -305,7 +305,7 @@ def _seed(seed: int | None, sample: int, request_id: str) -> int:
 
 
 def chat_prompt(conversation: Conversation, served: Served, render: Render, field: str) -> ChatPrompt:
-    """`field` is where its turns are. The format writes the special tokens itself. Raises BadInput."""
+    """`field` is where its turns are. The format writes the special tokens itself. Raises BadInput or ConfigError."""
     model, tokenizer = served.model, served.tokenizer
     known = format_of(model.chat_template, tokenizer)
     count = f"{len(conversation.turns)} messages"
@@ -320,6 +320,8 @@ def chat_prompt(conversation: Conversation, served: Served, render: Render, fiel
         raise BadInput(text, field="tools", value=f"{len(conversation.tools)} tools", remedy="leave tools out")
     try:
         text = _encoded(known, conversation, served, render)
+    except ConfigError:
+        raise
     except BadInput as error:
         raise type(error)(error.message, field=field, value=error.value, remedy=error.remedy) from error
     ids = text_ids(text, tokenizer, model, special=False, field=field)
@@ -339,9 +341,10 @@ def _encoded(known: ChatFormat, conversation: Conversation, served: Served, rend
     """Raises BadInput."""
     if known.encode is not None:
         return known.encode(conversation)
-    turns, tools = template_messages(conversation.turns), template_tools(conversation.tools)
+    template = served.model.chat_template
+    turns, tools = template_messages(conversation.turns, template), template_tools(conversation.tools)
     bytes_max = text_bytes_max(served.tokenizer, served.model)
-    return render(served.model.chat_template, turns, conversation.all_variables, bytes_max, tools)
+    return render(template, turns, conversation.all_variables, bytes_max, tools)
 
 
 def echoes_of(prompts: Sequence[Int32Array], said: bytes, tokenizer: Tokenizer) -> list[str]:
