@@ -25,6 +25,7 @@ import trio
 import coordinator
 from protocol.config import ENVIRONMENT_PREFIX
 from protocol.errors import InternalError, Unavailable
+from protocol.start_step import step_of
 
 #: prctl(2): the signal for a process when the thread that started it ends.
 PR_SET_PDEATHSIG: Final = 1
@@ -96,6 +97,11 @@ class Child:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def step(self) -> str:
+        """How far its start has come, as the process itself tells (protocol.start_step)."""
+        return step_of(self.pid)
 
     @property
     def running(self) -> bool:
