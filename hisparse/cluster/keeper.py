@@ -258,7 +258,8 @@ class Keeper:
 
         Cancelled: children run on, without restarts.
         """
-        groups = self._cluster.groups
+        started = self._cluster.by_name.keys()  # ranks are started after the coordinator
+        groups = {group: ranks for group, ranks in self._cluster.groups.items() if started >= set(ranks)}
         in_groups = {name for ranks in groups.values() for name in ranks}
         with self._scope:
             async with trio.open_nursery() as nursery:

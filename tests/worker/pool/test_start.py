@@ -512,7 +512,9 @@ def test_damaged_pool_in_use_is_refused_soon_in_one_line(
     monkeypatch.setattr(file, "DAMAGED_AFTER_S", 0.2)
     used = start(config_for(tmp_path))
     damage(used.path)
-    with pytest.raises(ConfigError, match=rf"pool_dir={used.path}: .*damaged, and processes use it: {reason} \(end all"):
+    with pytest.raises(
+        ConfigError, match=rf"pool_dir={used.path}: .*damaged, and processes use it: {reason} \(end all"
+    ):
         start(config_for(tmp_path))
 
 
