@@ -345,7 +345,7 @@ async def watch_signals(
         is_asked = False
         async for number in signals:
             if is_asked:
-                log.warning("second signal: exit now", extra=fields(signal=signal.Signals(number).name))
+                log.warning("second signal, exiting at once", extra=fields(signal=signal.Signals(number).name))
                 os._exit(EXIT_INTERRUPTED)
             is_asked = True
             log.info("stopping", extra=fields(signal=signal.Signals(number).name))

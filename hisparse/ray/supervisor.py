@@ -34,7 +34,7 @@ import trio
 from coordinator.workers.processes import Process, process_of
 from hisparse.client.client import Client
 from hisparse.client.connection import WELCOME_LIMIT_S
-from hisparse.cluster.children import Child, die_with_parent, stop_children, wait_all
+from hisparse.cluster.children import Child, stop_children, stop_with_parent, wait_all
 from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
 from hisparse.cluster.sockets import remove_dead_sockets
 from hisparse.cluster.starting import started
@@ -268,7 +268,7 @@ class NodeSupervisor:
 def main(arguments: Sequence[str]) -> int:
     """Run the supervisor of the plan in `arguments[0]`, a runtime directory, for the parent `arguments[1]`."""
     runtime_dir = Path(arguments[0])
-    die_with_parent(int(arguments[1]))
+    stop_with_parent(int(arguments[1]))
     plan = msgspec.json.decode((runtime_dir / PLAN_FILE).read_bytes(), type=NodePlan)
     configure(plan.config.cluster.log_level, plan.config.cluster.log_format, node=plan.config.worker.node)
     with _only_one(runtime_dir / LOCK_FILE):

@@ -301,9 +301,14 @@ def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path:
 
 
 def test_children_do_not_outlive_a_killed_parent(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, start=subprocess.Popen) as up:
+    """They stop as they do when they are told to, each once, however many threads the parent had."""
+    with running(model, tmp_path, "--http", "127.0.0.1:0", start=subprocess.Popen) as up:
+        pids = [*up.pids, up.ready["http"]["pid"]]
         up.process.kill()
-        eventually(lambda: not any(psutil.pid_exists(pid) for pid in up.pids))
+        eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        said = up.process.communicate(timeout=LIMIT_S)[1]
+        assert said.count("stopping signal=SIGTERM") == 3
+        assert "second signal" not in said
         assert not [name for name in left_files(tmp_path) if name.endswith(".sock")], "they ended by themselves"
 
 
