@@ -23,7 +23,7 @@ SELF: Final = Path("/proc/self/comm")
 def tell_step(step: str, share: float | None = None) -> None:
     """Write the step that this process has come to, and which `share` of that is done. Called from any thread."""
     text = step if share is None else f"{step} {100 * min(share, 1.0):.1f}%"
-    with suppress(OSError):  # no /proc: nobody sees it
+    with suppress(OSError):  # no /proc: told to no process
         SELF.write_text(text[:NAME_BYTES_MAX])
 
 

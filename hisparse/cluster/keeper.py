@@ -66,7 +66,7 @@ RESTART_PAUSE_MIN_S: Final = 0.5
 RESTART_PAUSE_MAX_S: Final = 30.0
 #: A child is given up after more short lives in a row than these.
 RESTARTS_MAX: Final = 12
-#: From when on a process counts as serving whose service nobody sees, as that of an HTTP front.
+#: From when on a process counts as serving whose service is not seen, as that of an HTTP front.
 STABLE_S: Final = 60.0
 #: Heartbeat limits for which a worker may be missing, and a coordinator silent, before it is killed.
 HUNG_LIMITS: Final = 2
@@ -120,7 +120,7 @@ class Restarts:
 
 
 def unseen_service_s(ran_s: float) -> float:
-    """How long a process has served that ran for `ran_s`, where nobody sees when it begins to."""
+    """How long a process has served that ran for `ran_s`, where its begin is not seen."""
     return ran_s if ran_s >= STABLE_S else 0.0
 
 

@@ -65,7 +65,7 @@ def test_a_life_that_served_longer_than_the_pause_before_it_is_healthy() -> None
         assert restarts.after(45.0) == 0.5, "a child that serves for 45 s each time is never given up"
 
 
-def test_service_that_nobody_sees_begins_late() -> None:
+def test_service_that_is_not_seen_begins_late() -> None:
     assert unseen_service_s(STABLE_S - 1) == 0.0
     assert unseen_service_s(STABLE_S) == STABLE_S
 

@@ -490,7 +490,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES)
 @pytest.mark.parametrize("host_mem", ["1MiB", "auto"])
-def test_damaged_pool_that_nobody_uses_is_created_anew_with_a_new_id(
+def test_damaged_pool_that_is_not_used_is_created_anew_with_a_new_id(
     tmp_path: Path, damage: Callable[[Path], None], reason: str, host_mem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.pool.host_memory.AUTO_SHARE", 1e-4)
