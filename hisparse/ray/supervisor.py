@@ -31,7 +31,7 @@ from typing import Final
 import msgspec
 import trio
 
-from coordinator.workers.processes import Process, process_of
+from basics.processes import Process, process_of
 from hisparse.client.client import Client
 from hisparse.client.connection import WELCOME_LIMIT_S
 from hisparse.cluster.children import Child, stop_children, stop_with_parent, wait_all
