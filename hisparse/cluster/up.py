@@ -192,6 +192,13 @@ async def running_cluster(
         _resolved(config, settings)
         for settings in place(config.worker, workers, roles=roles, group_size=group_size, experts=experts, gpus=gpus)
     ]
+    if await answers(config):
+        raise WrongState(
+            "a coordinator is already running there",
+            field="cluster.runtime_dir",
+            value=config.cluster.runtime_dir,
+            remedy="stop it, or choose another --runtime-dir",
+        )
     if http:
         _check_front(config)
     with _with_port(config) if http else nullcontext(config) as resolved:
@@ -231,17 +238,6 @@ async def _running(
             cluster.pool_hold.let_go()
             remove_pool(cluster.pool, config.cluster.worker_endpoint)
             remove_dead_sockets(config, placed)
-
-
-async def refuse_second(config: Config) -> None:
-    """Raise WrongState when a coordinator answers in the runtime directory."""
-    if await answers(config):
-        raise WrongState(
-            "a coordinator is already running there",
-            field="cluster.runtime_dir",
-            value=config.cluster.runtime_dir,
-            remedy="stop it, or choose another --runtime-dir",
-        )
 
 
 def _resolved(config: Config, settings: WorkerSettings) -> WorkerSettings:
@@ -461,9 +457,8 @@ class _Interrupts:
 
 
 async def _serve(config: Config, options: UpOptions, interrupts: _Interrupts) -> int:
-    await refuse_second(config)
-    if options.ready_file is not None:
-        options.ready_file.unlink(missing_ok=True)  # of a start that was killed
+    if options.ready_file is not None and not await answers(config):
+        options.ready_file.unlink(missing_ok=True)  # of a cluster that was killed
     is_asked = config.worker.device == CUDA and options.workers > 1
     found = gpu_bytes() if is_asked else []
     async with running_cluster(

@@ -212,9 +212,11 @@ def _check_elsewhere(values: ManifestValues) -> None:
 
 def _check_labels(field: str, labels: Mapping[str, str]) -> None:
     for key, value in labels.items():
-        _require(bool(LABEL_KEY.fullmatch(key)), field, repr(key), "no key of a label", "write as in example.org/name")
+        _require(
+            bool(LABEL_KEY.fullmatch(key)), field, _shown(key), "no key of a label", "write as in example.org/name"
+        )
         remedy = "write letters, digits, -, _ and ., 63 at most"
-        _require(bool(LABEL_VALUE.fullmatch(value)), f"{field}.{key}", repr(value), "no value of a label", remedy)
+        _require(bool(LABEL_VALUE.fullmatch(value)), f"{field}.{key}", _shown(value), "no value of a label", remedy)
 
 
 def _check_workers(workers: WorkersValues, field: str) -> None:
@@ -252,18 +254,23 @@ def _check_workers(workers: WorkersValues, field: str) -> None:
 
 
 def _require_name(form: re.Pattern[str], field: str, name: str, remedy: str) -> None:
-    _require(bool(form.fullmatch(name)), field, repr(name), "no name of an object", f"write {remedy}")
+    _require(bool(form.fullmatch(name)), field, _shown(name), "no name of an object", f"write {remedy}")
 
 
 def _require_text(field: str, text: str, remedy: str) -> None:
     """Refuse an empty text, and one with a character, such as NUL, that neither a person nor a process could read."""
-    _require(bool(text) and text.isprintable(), field, repr(text), "empty, or not printable", remedy)
+    _require(bool(text) and text.isprintable(), field, _shown(text), "empty, or not printable", remedy)
 
 
 def _require_counts(numbers: Mapping[str, int]) -> None:
     for field, number in numbers.items():
         holds = 1 <= number <= COUNT_MAX
         _require(holds, field, number, f"not a number from 1 to {COUNT_MAX}", f"use 1 or more, at most {COUNT_MAX}")
+
+
+def _shown(text: str) -> str:
+    """`text` for a message, with quotes and escapes where it would be unseen."""
+    return text if text and text.isprintable() else repr(text)
 
 
 def _require(holds: bool, field: str, value: object, message: str, remedy: str) -> None:
