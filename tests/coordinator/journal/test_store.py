@@ -352,6 +352,7 @@ def test_a_disk_that_has_filled_counts_as_full_until_a_tenth_is_free(
         store.write_now([BEGUN, SummaryEnded()])
         for _ in range(20):
             store.write_now([])
+        assert store.short, "room for the reserve alone is no reason to take new requests"
         disk = shutil.disk_usage(small_disk)
         needed = journal_store.RESERVE_BYTES + journal_store.FREE_SHARE * disk.total
         os.truncate(small_disk / "other", int((7 << 20) + disk.free - needed + (256 << 10)))
