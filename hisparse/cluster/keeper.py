@@ -227,7 +227,7 @@ class Keeper:
     """One per cluster, or node of one. `report` is called with lines for the user, `changed` after each restart.
 
     `elsewhere`: workers that other nodes keep; `vouch` as in the head of this module. `starting`: the cluster is not
-    ready yet, and what it does with hung starts and the pool is another's affair.
+    ready yet. Then `over` has a wider sense (above), hisparse.cluster.starting limits the start, and no pool is held.
     """
 
     def __init__(

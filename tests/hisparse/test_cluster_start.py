@@ -232,6 +232,7 @@ async def test_processes_that_are_killed_while_they_start_are_restarted_and_the_
             config_with_front(tmp_path, 0), 2, http=True, group_size=group_size, log_dir=tmp_path
         ) as cluster:
             assert all(child.running for child in cluster.children)
+            assert {child.step for child in cluster.workers.values()} == {"hisparse worker"}, "the last step of a start"
             async with cluster.client("test") as client:
                 assert {row.state for row in await client.workers()} == {"connected"}
             url = f"{cluster.config.http.url}/health"
