@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +17,13 @@ from typing import NoReturn, cast
 
 import pytest
 
+from hisparse.http.errors import AnswerFailed, ending_error, param_of, status_of
 from protocol import grammars as library
 from protocol.children import Children
 from protocol.errors import BadInput, ConfigError, HiSparseError, InternalError
 from protocol.grammar_trials import Trials
 from protocol.grammars import Vocabulary
-from protocol.messages import Faulted, ModelInfo
+from protocol.messages import Ended, Faulted, ModelInfo
 from protocol.text import ByteTokenizer
 from tests import ROOT
 from tests.support.fakes.hash_runner import ALTERNATING, EOS, SHARED, VOCAB, FakeRunner
@@ -233,6 +235,32 @@ def test_grammar_that_cannot_be_built_ends_its_request_alone(grammar: str, words
     assert good.outcome == "length"
     if words:
         assert [words in event.message for event in rig.coordinator.events if isinstance(event, Faulted)] == [True]
+    rig.check_end()
+
+
+@pytest.mark.refuses("its grammar has grown beyond limits: {}")
+def test_grammar_that_grows_while_its_output_is_drawn_is_no_fault_of_the_body(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its trial passes: the rule repeats itself at its right end, and has a state more with each token."""
+    monkeypatch.setattr(library, "LIMITS", {**library.LIMITS, "max_items_in_row": 12})
+    rig = Rig()
+    grammar = 'start: line "\\n"\nline: /[ -~]/ line | /[ -~]/'
+    grows = rig.coordinator.create(1, 40, 60, grammar=grammar, ignore_eos=False)
+    good = rig.coordinator.create(2, 40, 80)
+    for life in (grows, good):
+        assert rig.coordinator.admit(life, 64)
+    rig.run()
+    (fault,) = [event.message for event in rig.coordinator.events if isinstance(event, Faulted)]
+    count = re.match(r"output=(\d+) tokens: its grammar has grown beyond limits: .*Current row has 13 items", fault)
+    assert count is not None
+    assert "\n" not in fault
+    assert int(count[1]) == len(grows.tokens) > 5
+    error = ending_error(Ended(1, "r", "FAILED", fault, 0, ""))
+    assert (type(error), status_of(error), param_of(error)) == (AnswerFailed, 500, "")
+    (record,) = [record for record in caplog.records if record.message == "request faulted"]
+    assert record.exc_info is None
+    assert good.outcome == "length"
     rig.check_end()
 
 
