@@ -107,7 +107,7 @@ class Vocabulary:
             ) from error
 
     def cheapest_byte(self, mask: Mask, costs: npt.NDArray[np.int64]) -> int | None:
-        """Of the bytes that `mask` allows, where tokens are bytes; None: the output can only end."""
+        """The cheapest of the bytes that `mask` allows, where tokens are bytes; None: the output can only end."""
         bits = np.unpackbits(mask[: BYTE_IDS // 8], bitorder="little")
         allowed = np.setdiff1d(np.flatnonzero(bits), self._ends)
         return int(allowed[costs[allowed].argmin()]) if allowed.size else None
@@ -154,8 +154,8 @@ def refusal(words: str) -> BadInput:
 
 
 def outgrown(error: HiSparseError, tokens: int) -> HiSparseError:
-    """What `error` of a matcher means once the output has `tokens`: the grammar was taken, and what it allows behind
-    them is more than LIMITS. Before the first token, or where it is no BadInput, it stays what it is."""
+    """Return `error` of a matcher in words of an output that has `tokens`: its grammar was taken, and behind them has
+    outgrown LIMITS. Before the first token, and where it is no BadInput, `error` is returned as it is."""
     if not tokens or not isinstance(error, BadInput):
         return error
     why = error.message.partition("\n")[0]

@@ -1,21 +1,22 @@
-"""Which cached page of a node goes next: of whom, and of whose pages the least recently used. Pure.
+"""The order in which cached pages of a node go: first by owner, then by last use. Pure.
 
     accounts   one for each owner with cached pages: how many they are, and a heap of those that may go, by last use
     ranking    a heap of the accounts: away before present, then the one with most pages
 
 Each owner's *share* is an equal part of what is cached. What an owner does not use of its share is lent: no place is
-kept empty. Where room is made, the owner with most pages gives it, so the one that is most above its share, and nobody
-who is below loses a page to another's flood. An owner who has used nothing for LENDS_AFTER_S is *away*, and lends all
-of its share: otherwise those who came once would keep most of a pool from those who come all day.
+kept empty. Where room is made, the owner with most pages gives it, so the one that is most above its share, and none
+that is below loses a page to another's flood. An owner that has used nothing for LENDS_AFTER_S is *away*, and lends all
+of its share: otherwise owners that came once would keep most of a pool from those that come all day.
 
-A page counts for the owner whose request cached it first, whoever uses it later. Pages below it may be another's, where
-any may reuse what any has computed (coordinator.prefix_reuse = all); then it may go once those have gone.
+A page counts for the owner whose request cached it first, also where others use it later. Where any owner may reuse
+what any has computed (coordinator.prefix_reuse = all), pages below it may be another's; then it may go once those have
+gone.
 
 Both heaps keep entries that no longer hold and skip them, and are made anew when these are most. So an eviction takes
 the time of a heap's step, however many owners and pages there are.
 
 Rejected: one order of use for all (one key's flood evicts what all others have cached); shares as settings for each
-owner (names of keys in the coordinator's settings; nobody knows the numbers); fixed parts of the pool (empty places).
+owner (names of keys in the coordinator's settings, and numbers to guess); fixed parts of the pool (empty places).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NO_OWNER: Final[Owner] = "", ""
 #: A page that no cached one follows, with its last use: when that grows, the entry holds no more.
 Leaf: TypeAlias = tuple[int, bytes]
 
-#: An owner who has used nothing for so long lends all of its share.
+#: An owner that has used nothing for so long lends all of its share.
 LENDS_AFTER_S: Final = 3_600.0
 #: A heap is made anew when it has more than this many entries for each that can hold, and HEAP_LEAST.
 HEAP_SLACK: Final = 4
@@ -44,7 +45,7 @@ _UNRANKED: Final = -1
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """Of one owner."""
+    """The pages of one owner, by count, and the leaves among them."""
 
     owner: Owner
     pages: int = 0
@@ -68,7 +69,7 @@ class EvictionOrder:
         self.pages_lent = 0  # evicted ones that were above their owner's share, since the start
 
     def account(self, owner: Owner) -> Account:
-        """That of `owner`, whose use this is: to count its pages in."""
+        """Return the account of `owner`, to which pages are about to be added."""
         account = self._accounts.get(owner)
         if account is None:
             account = self._accounts[owner] = Account(owner)
@@ -98,7 +99,7 @@ class EvictionOrder:
         """A page of it has no other behind it, or was used."""
         heappush(account.leaves, leaf)
         if len(account.leaves) > HEAP_SLACK * account.pages + HEAP_LEAST:
-            account.leaves = [*{it for it in account.leaves if self._holds(it)}]
+            account.leaves = [*{listed for listed in account.leaves if self._holds(listed)}]
             heapify(account.leaves)
         if account.entry == _UNRANKED:
             self._rank(account)
@@ -163,5 +164,5 @@ class EvictionOrder:
         account.entry = next(self._numbers)
         heappush(self._ranking, (not account.is_away, -account.pages, account.entry, account))
         if len(self._ranking) > HEAP_SLACK * len(self._accounts) + HEAP_LEAST:
-            self._ranking = [it for it in self._ranking if it[3].entry == it[2]]
+            self._ranking = [ranked for ranked in self._ranking if ranked[3].entry == ranked[2]]
             heapify(self._ranking)

@@ -129,8 +129,8 @@ class CachedPrefix(NamedTuple):
 
 
 class PrefixIndex:
-    """Of one node's pool. `on_forget` is called with each digest that leaves. `clock`, in seconds, tells owners who are
-    away."""
+    """Of one node's pool. `on_forget` is called with each digest that leaves. `clock`, in seconds, tells
+    which owners are away."""
 
     def __init__(
         self, on_forget: Callable[[Digest], None] | None = None, clock: Callable[[], float] = lambda: 0.0
@@ -187,7 +187,7 @@ class PrefixIndex:
         """`pages`, written by `source`, hold the rows of `chain`, which follows `parent`: the root of `scope`, or a
         digest that is here. Returns those that are new here, to be cached: they count for `owner`.
 
-        A digest that is known already keeps its page, and counts for whom it did.
+        A digest that is known already keeps its page and its owner.
         """
         fresh: list[int] = []
         before = self._nodes.get(parent)
@@ -236,18 +236,18 @@ class PrefixIndex:
 
     @property
     def evicted_lent(self) -> int:
-        """Of the pages evicted so far: those that were above their owner's share."""
+        """The number of pages evicted so far that were above their owner's share."""
         return self._order.pages_lent
 
     def owners(self) -> dict[Owner, int]:
-        """How many pages count for each owner."""
+        """The number of pages that count for each owner."""
         return self._order.counts()
 
     def _evict_above_held(self, count: int, is_idle: IsIdle, spared: frozenset[int]) -> list[int]:
-        """Those of the owners with most pages first. O(index): for what is rare."""
+        """Evict pages of the owners with most pages first. O(index): for what is rare."""
         evicted: list[int] = []
         pages = self._order.counts()
-        for _, _, digest in sorted((-pages[it.account.owner], it.used, key) for key, it in self._nodes.items()):
+        for _, _, digest in sorted((-pages[node.account.owner], node.used, key) for key, node in self._nodes.items()):
             node = self._nodes.get(digest)
             if node is not None and count > 0 and self._may_go(node, is_idle, spared):
                 gone = self._forget_below([digest])

@@ -61,7 +61,7 @@ def refuse_media(kind: str, field: str) -> BadInput:
 
 
 class Arguments:
-    """Arguments of the earlier calls of one body, and which calls there were."""
+    """The arguments and the ids of the earlier calls of one body."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -78,7 +78,7 @@ class Arguments:
         return PastCall(call_id, name, said)
 
     def result(self, call_id: str, field: str) -> str:
-        """`call_id`, of a result. Raises BadInput, naming its `field`, where no call before it has that id."""
+        """Return `call_id` of a result. Raises BadInput, naming its `field`, where no call before it has that id."""
         if call_id not in self._called:
             value, remedy = call_id[:VALUE_CHARS_MAX], "send the call before its result, or leave the result out"
             raise BadInput("makes this the result of no call", field=field, value=value, remedy=remedy)

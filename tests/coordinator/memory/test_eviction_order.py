@@ -66,7 +66,7 @@ def test_flood_of_one_owner_takes_nothing_from_another() -> None:
             pool.evict(3)
     assert pool.found(ANN, 1, 2, 3, 4) == 4
     assert pool.index.owners() == {ANN: 4, EVE: 24}
-    assert pool.index.evicted_lent == 3 * 990 - 24, "all that were evicted were above eve's share"
+    assert pool.index.evicted_lent == 3 * 990 - 24, "all that were evicted were above their owner's share"
 
 
 def test_what_one_owner_does_not_use_of_its_share_is_lent() -> None:
@@ -75,7 +75,7 @@ def test_what_one_owner_does_not_use_of_its_share_is_lent() -> None:
         pool.cache(EVE, number)
     pool.cache(ANN, 1)
     pool.evict(2)
-    assert pool.index.owners() == {EVE: 6, ANN: 1}, "most of the pool, while nobody asks for it"
+    assert pool.index.owners() == {EVE: 6, ANN: 1}, "most of the pool, while no other owner asks for it"
     for number in range(2, 8):
         pool.cache(ANN, number)
     pool.evict(3)
@@ -104,16 +104,16 @@ def test_owner_who_is_away_lends_all_and_has_its_share_again_once_back() -> None
     assert pool.index.owners() == {ANN: 1, EVE: 2}
 
 
-def test_shared_page_counts_for_whom_it_was_cached_and_goes_after_what_follows_it() -> None:
+def test_shared_page_counts_for_its_first_owner_and_goes_after_what_follows_it() -> None:
     pool = Pool()
     pool.cache(EVE, 1, 2, 3, root="all")
     pool.cache(ANN, 1, 2, 3, 4, root="all")
     assert pool.index.owners() == {EVE: 3, ANN: 1}
     pool.cache(EVE, 7, root="all")
     pool.evict(1)
-    assert pool.index.owners() == {EVE: 3, ANN: 1}, "of eve the page that may go"
+    assert pool.index.owners() == {EVE: 3, ANN: 1}, "of the owner with most pages the one that may go"
     pool.evict(2)
-    assert pool.index.owners() == {EVE: 2}, "then what is behind hers, and hers"
+    assert pool.index.owners() == {EVE: 2}, "then the page behind those, and the last of those"
 
 
 def test_held_pages_are_passed_over_at_the_cost_of_the_next_owner() -> None:
@@ -123,7 +123,7 @@ def test_held_pages_are_passed_over_at_the_cost_of_the_next_owner() -> None:
     is_idle = np.vectorize(lambda page: page == 3, otypes=[bool])
     assert pool.index.evict(2, is_idle).tolist() == [3]
     pool.index.check_invariants(np.arange(3, dtype=np.int32))
-    assert pool.index.evict(1, everything_idle).tolist() == [2], "eve's last one can go again"
+    assert pool.index.evict(1, everything_idle).tolist() == [2], "the last of those that were held can go"
 
 
 def test_heaps_stay_as_small_as_the_cache() -> None:
@@ -135,7 +135,7 @@ def test_heaps_stay_as_small_as_the_cache() -> None:
             pool.evict(1)
     order = pool.index._order
     assert len(order._ranking) <= 4 * 50 + 65
-    assert sum(len(it.leaves) for it in order._accounts.values()) <= 50 * (4 * 2 + 65)
+    assert sum(len(account.leaves) for account in order._accounts.values()) <= 50 * (4 * 2 + 65)
 
 
 @dataclass
@@ -201,47 +201,49 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def evict(self, count: int) -> None:
-        gone = self.index.evict(count, lambda pages: np.array([it not in self.held for it in pages.tolist()]))
+        gone = self.index.evict(count, lambda pages: np.array([page not in self.held for page in pages.tolist()]))
         for number, page in enumerate(gone.tolist()):
             best = self.best() if number < count else []
             if not best:
                 assert not self.candidates(), "no more than were asked for, but for pages with others behind them"
-                self.known = {it: cached for it, cached in self.known.items() if cached.page not in set(gone.tolist())}
+                self.known = {
+                    path: cached for path, cached in self.known.items() if cached.page not in set(gone.tolist())
+                }
                 break
             assert page in best
-            self.forget(next(path for path, it in self.known.items() if it.page == page))
-        assert len(gone) >= count or not any(it.page not in self.held for it in self.known.values())
+            self.forget(next(path for path, cached in self.known.items() if cached.page == page))
+        assert len(gone) >= count or not any(cached.page not in self.held for cached in self.known.values())
 
     def candidates(self) -> list[tuple[object, ...]]:
         inner = {path[:-1] for path in self.known}
-        return [path for path, it in self.known.items() if path not in inner and it.page not in self.held]
+        return [path for path, cached in self.known.items() if path not in inner and cached.page not in self.held]
 
     def best(self) -> list[int]:
         """Pages of which one goes next: of each owner that may come next its least recently used one."""
         found: dict[Owner, Cached] = {}
-        for it in sorted((self.known[path] for path in self.candidates()), key=lambda it: -it.used):
-            found[it.owner] = it
+        for cached in sorted((self.known[path] for path in self.candidates()), key=lambda cached: -cached.used):
+            found[cached.owner] = cached
         first = max(map(self.claim, found), default=None)
-        return [it.page for owner, it in found.items() if self.claim(owner) == first]
+        return [cached.page for owner, cached in found.items() if self.claim(owner) == first]
 
     def claim(self, owner: Owner) -> tuple[bool, int]:
         is_away = self.present[owner] < self.clock.now - LENDS_AFTER_S
-        return is_away, sum(it.owner == owner for it in self.known.values())
+        return is_away, sum(cached.owner == owner for cached in self.known.values())
 
     def forget(self, path: tuple[object, ...]) -> None:
         gone = self.known[path]
         is_away, pages = self.claim(gone.owner)
-        self.lent += is_away or pages * len({it.owner for it in self.known.values()}) > len(self.known)
+        self.lent += is_away or pages * len({cached.owner for cached in self.known.values()}) > len(self.known)
         del self.known[path]
         if (above := self.known.get(path[:-1])) is not None:
             above.used = max(above.used, gone.used)
 
     @invariant()
     def counts_what_each_owner_has(self) -> None:
-        self.index.check_invariants(np.array([it.page for it in self.known.values()], dtype=np.int32))
+        self.index.check_invariants(np.array([cached.page for cached in self.known.values()], dtype=np.int32))
         assert self.index.owners() == {
-            owner: sum(it.owner == owner for it in self.known.values())
-            for owner in {it.owner for it in self.known.values()}
+            owner: sum(cached.owner == owner for cached in self.known.values())
+            for owner in {cached.owner for cached in self.known.values()}
         }
         assert self.index.evicted_lent == self.lent
 
