@@ -34,6 +34,7 @@ NO_OWNER: Final[Owner] = "", ""
 
 #: A page that no cached one follows, with its last use: when that grows, the entry holds no more.
 Leaf: TypeAlias = tuple[int, bytes]
+NO_LEAF: Final[Leaf] = 0, b""
 
 #: An owner that has used nothing for so long lends all of its share.
 LENDS_AFTER_S: Final = 3_600.0
@@ -41,6 +42,7 @@ LENDS_AFTER_S: Final = 3_600.0
 HEAP_SLACK: Final = 4
 HEAP_LEAST: Final = 64
 _UNRANKED: Final = -1
+_IN_HAND: Final = -2  # ranked again once it has given pages
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +91,8 @@ class EvictionOrder:
         account.pages += pages
         self.pages += pages
         if account.pages:
-            self._rank(account)
+            if account.entry != _IN_HAND:
+                self._rank(account)
         else:
             account.entry = _UNRANKED
             self._present.pop(account, None)
@@ -110,16 +113,17 @@ class EvictionOrder:
         self._note_away()
         stayed: list[tuple[Account, Leaf]] = []
         while wanted > 0 and (account := self._first()) is not None:
-            leaf = self._take_leaf(account)
-            if leaf is None:
-                account.entry = _UNRANKED  # until it has one
-                continue
-            is_lent = account.is_away or account.pages * len(self._accounts) > self.pages
-            forgotten = forget(leaf[1])
-            wanted -= forgotten
-            self.pages_lent += forgotten * is_lent
-            if not forgotten:
-                stayed.append((account, leaf))
+            account.entry, leaf = _IN_HAND, NO_LEAF
+            while wanted > 0 and self._is_ahead(account) and (leaf := self._take_leaf(account)) is not None:
+                is_lent = account.is_away or account.pages * len(self._accounts) > self.pages
+                forgotten = forget(leaf[1])
+                wanted -= forgotten
+                self.pages_lent += forgotten * is_lent
+                if not forgotten:
+                    stayed.append((account, leaf))
+            account.entry = _UNRANKED  # until it has a leaf
+            if leaf is not None and account.pages:
+                self._rank(account)
         for account, leaf in stayed:
             self.list_leaf(account, leaf)
 
@@ -152,6 +156,11 @@ class EvictionOrder:
                 return account
             heappop(self._ranking)
         return None
+
+    def _is_ahead(self, account: Account) -> bool:
+        """Whether `account`, which is in hand, comes before all that are ranked."""
+        other = self._first()
+        return other is None or (account.is_away, account.pages) >= (other.is_away, other.pages)
 
     def _take_leaf(self, account: Account) -> Leaf | None:
         while account.leaves:
