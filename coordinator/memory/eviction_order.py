@@ -113,7 +113,8 @@ class EvictionOrder:
         self._note_away()
         stayed: list[tuple[Account, Leaf]] = []
         while wanted > 0 and (account := self._first()) is not None:
-            account.entry, leaf = _IN_HAND, NO_LEAF
+            account.entry = _IN_HAND
+            leaf: Leaf | None = NO_LEAF
             while wanted > 0 and self._is_ahead(account) and (leaf := self._take_leaf(account)) is not None:
                 is_lent = account.is_away or account.pages * len(self._accounts) > self.pages
                 forgotten = forget(leaf[1])
