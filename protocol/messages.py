@@ -555,7 +555,7 @@ class Ended(Message, frozen=True, tag="ended"):
 class RequestRow(Part, frozen=True):
     """State of one request. `worker` is empty while it has none.
 
-    `reason` is why it is in `state`. `waits_for` is the kind of what it waits for (coordinator/scheduling/pending.py),
+    `reason` is why it is in `state`. `waits_for` is the kind of what it waits for (basics/request_states.py),
     and `reason` says then what that is; empty: it waits for nothing.
     """
 

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import trio
 from msgspec.structs import replace
 
+from basics.request_checks import check_priority
 from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped
@@ -27,7 +28,6 @@ from coordinator.listener.peer_address import peer_address
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.api import SchedulerApi
-from coordinator.scheduling.validation import check_priority
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages

@@ -12,14 +12,14 @@ from typing import Final
 
 import trio
 
-from coordinator.scheduling.validation import check_name
+from basics.request_checks import check_name
 from hisparse.http.apis.asks import Ask, Served, ask_of
 from hisparse.http.apis.body import read_body
 from hisparse.http.apis.generation import Generation
 from hisparse.http.apis.known import Api
 from hisparse.http.apis.large_bodies import LargeBodies
 from hisparse.http.apis.logprobs import ToldTokens
-from hisparse.http.apis.openai.answers import Answer, Transcript
+from hisparse.http.apis.transcript import Answer, Transcript
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.models.formats.replies import Piece
@@ -29,7 +29,7 @@ from hisparse.http.outputs import FollowedOutput, FollowedOutputs
 from hisparse.http.server.api_keys import OWNER_CHARS, KeyOwner
 from hisparse.http.server.body_reader import BodyReader, in_thread
 from hisparse.http.server.exchange import HttpExchange
-from hisparse.http.server.turns import Turns
+from hisparse.http.server.fairness.turns import Turns
 from metrics.state import HttpCounters
 from protocol.errors import BadInput, CapacityError, HiSparseError, Unavailable
 from protocol.logs import fields, logger

@@ -49,7 +49,7 @@ from hisparse.http.server.api_keys import NO_OWNER, ApiKeys, KeyOwner
 from hisparse.http.server.body_reader import BodyReader, place_in
 from hisparse.http.server.cors import Cors
 from hisparse.http.server.exchange import BODIES_BYTES_MAX, Channel, HttpExchange
-from hisparse.http.server.shares import Shares
+from hisparse.http.server.fairness.shares import Shares
 from hisparse.http.server.tracing import ServerTracing
 from hisparse.http.server.wire import RequestHead
 from metrics.state import HttpCounters

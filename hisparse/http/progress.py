@@ -13,7 +13,7 @@ import trio
 from hisparse.http.apis.request_state import RequestProgress, progress_of
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.server.api_keys import KeyOwner
-from hisparse.http.server.turns import Turns
+from hisparse.http.server.fairness.turns import Turns
 from protocol.errors import NotFound
 from protocol.messages import NAME_CHARS_MAX
 

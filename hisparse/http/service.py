@@ -23,8 +23,8 @@ from typing import Final
 import msgspec
 import trio
 
-from coordinator import gc_policy
-from coordinator.tracing.sender import SpanSender, open_sender
+from basics import gc_policy
+from basics.tracing.sender import SpanSender, open_sender
 from hisparse.client.client import Client, open_client
 from hisparse.http.front import Front
 from hisparse.http.link import RECONNECT_LIMIT_S, CoordinatorLink

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.scheduling.validation import SEED_MAX
+from basics.request_checks import SEED_MAX
 from hisparse.cli import main, streaming
 from hisparse.cli.streaming import Follow, attach_and_follow
 from hisparse.console.meanings import meanings

@@ -21,12 +21,13 @@ import trio
 import trio.testing
 
 from hisparse.http import service as server
-from hisparse.http.server import arrears, connection, listener, turns
-from hisparse.http.server.arrears import Arrears
+from hisparse.http.server import connection, listener
 from hisparse.http.server.connection import Handler, HttpConnection
 from hisparse.http.server.exchange import BODY_BYTES_MAX, Channel, HttpExchange
+from hisparse.http.server.fairness import arrears, turns
+from hisparse.http.server.fairness.arrears import Arrears
+from hisparse.http.server.fairness.shares import Shares
 from hisparse.http.server.listener import CONNECTIONS_MIN, HttpListener
-from hisparse.http.server.shares import Shares
 from hisparse.http.server.tls import PacedTransport, Tls
 from hisparse.http.server.wire import HEADER_BYTES_MAX, RequestHead
 from metrics.state import HttpCounters

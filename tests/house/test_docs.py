@@ -16,12 +16,13 @@ from typing import Any
 import click
 import pytest
 
+from basics import token_bucket
+from basics.request_states import POISON_STRIKES, State
 from benchmarks.ratios import ratios
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
 from coordinator.listener import connection_tracker, rate_limiter, router, sweeper, unfinished, zap
-from coordinator.scheduling import dispatch, poison
-from coordinator.scheduling.lifecycle import State
+from coordinator.scheduling import dispatch
 from coordinator.service import CLIENT_UNREAD_MESSAGES
 from hisparse.cli import main
 from hisparse.cli.reference import pages
@@ -196,7 +197,7 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("security.md", f"{messages.CLIENT_MESSAGE_BYTES_MAX >> 20} MiB from clients"),
         ("security.md", f"{messages.WORKER_MESSAGE_BYTES_MAX >> 20} MiB from workers"),
         ("security.md", f"`coordinator.messages_per_s` ({CoordinatorSettings().messages_per_s:,.0f}, and"),
-        ("security.md", f"and {rate_limiter.BYTES_PER_TOKEN >> 10} KiB count as one more"),
+        ("security.md", f"and {token_bucket.BYTES_PER_TOKEN >> 10} KiB count as one more"),
         ("security.md", f"`messages_burst` ({CoordinatorSettings().messages_burst:,})"),
         ("security.md", f"after {rate_limiter.CUT_AFTER:,} more the connection is ended"),
         ("security.md", f"| {CLIENT_UNREAD_MESSAGES} per client connection |"),
@@ -219,7 +220,7 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("crash-safety.md", f"a reserve of {store.RESERVE_BYTES >> 20} MiB"),
         ("crash-safety.md", f"every {journal.RETRY_S:g} s the group"),
         ("README.md", f"closer than {compare.TIE_BOUND:.0e}".replace("e-0", "e-")),
-        ("architecture.md", f"{NUMBERS[poison.POISON_STRIKES]} deaths of its worker"),
+        ("architecture.md", f"{NUMBERS[POISON_STRIKES]} deaths of its worker"),
         ("architecture.md", f"until {NUMBERS[keeper.RESTARTS_MAX]} short lives in a row"),
         ("architecture.md", f"kills it after {NUMBERS[keeper.HUNG_LIMITS]} heartbeat limits"),
         ("prefill-decode.md", f"doubles from {dispatch.TRANSFER_PAUSE_S:g} s"),
@@ -298,13 +299,17 @@ def test_each_target_of_make_exists() -> None:
 
 def test_map_names_every_folder() -> None:
     named = set(re.findall(r"`([\w/]+)/`", ARCHITECTURE))
-    packages = [ROOT / name for name in ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")]
+    packages = [
+        ROOT / name for name in ("protocol", "basics", "metrics", "kernels", "coordinator", "worker", "hisparse")
+    ]
     folders = {str(path.parent.relative_to(ROOT)) for it in packages for path in it.rglob("__init__.py")}
     assert folders - named == set()
 
 
 def test_every_named_file_exists() -> None:
-    named = re.findall(r"`((?:protocol|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE)
+    named = re.findall(
+        r"`((?:protocol|basics|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE
+    )
     assert len(named) > 30
     assert [path for path in named if not (ROOT / path).exists()] == []
 

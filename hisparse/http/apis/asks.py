@@ -15,13 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from coordinator.scheduling.validation import (
-    check_draft_tokens,
-    check_orders,
-    check_priority,
-    check_salt,
-    check_token_ids,
-)
+from basics.request_checks import check_draft_tokens, check_orders, check_priority, check_salt, check_token_ids
 from hisparse.http.apis.body import CHOICES_MAX
 from hisparse.http.apis.generation import Generation
 from hisparse.http.apis.prompts import prompts_of, text_bytes_max, text_ids

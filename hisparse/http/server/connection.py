@@ -10,7 +10,7 @@ is in arrears: `evictable` says so, and `scope` is cancelled. Those of clients t
 (`is_known`).
 
 Each header that is looked at, and each part of a body, also one that is thrown away, is a piece of work in the event
-loop, and waits for its turn (turns.py): among strangers, by address, until a request shows a key; among
+loop, and waits for its turn (fairness/turns.py): among strangers, by address, until a request shows a key; among
 owners from then on.
 """
 
@@ -27,7 +27,7 @@ import trio
 
 from hisparse.http.errors import error_body, error_headers, status_of
 from hisparse.http.server.exchange import JSON, Channel, ClientGone
-from hisparse.http.server.turns import ClientTurns
+from hisparse.http.server.fairness.turns import ClientTurns
 from hisparse.http.server.wire import HEADER_BYTES_MAX, RequestHead, Wire
 from protocol.errors import BadInput
 
@@ -208,7 +208,7 @@ class HttpConnection:
         is_new = (self._turns, self._party) != (self._clients.owners, party)
         self._turns, self._party = self._clients.owners, party
         self._is_in_arrears = True
-        await self._wait_until(self._clients.next_request_at(party), self.left)
+        await self._wait_until(self._clients.arrears.next_at(party, trio.current_time()), self.left)
         self.evictable = self._is_in_arrears = False
         if is_new:
             await self._turns.turn(party)
@@ -240,10 +240,10 @@ class HttpConnection:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Goes out with what follows, in one piece."""
         if 400 <= status < 500:
-            if self._is_admitted:
-                self._clients.refused(self._party)
-            else:
-                await self._wait_until(self._clients.refusal_at(self._address), self._until_left)
+            refused = self._party if self._is_admitted else self._address
+            free_at = self._clients.arrears.refused(refused, trio.current_time())
+            if not self._is_admitted:
+                await self._wait_until(free_at, self._until_left)
         self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
 
     async def _wait_until(self, at: float, left: Callable[[], Awaitable[None]]) -> None:

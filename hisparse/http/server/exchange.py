@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import trio
 
 from hisparse.http.errors import TooLarge, TooSlow, error_body, error_headers, status_of
-from hisparse.http.server.shares import Shares
+from hisparse.http.server.fairness.shares import Shares
 from hisparse.http.server.wire import RequestHead
 from protocol.errors import CapacityError, HiSparseError
 from protocol.messages import TraceContext

@@ -18,8 +18,8 @@ from typing import Final
 import trio
 
 from hisparse.http.server.connection import IDLE_LIMIT_S, End, Handler, HttpConnection
+from hisparse.http.server.fairness.turns import ClientTurns
 from hisparse.http.server.tls import PacedTransport, Tls
-from hisparse.http.server.turns import ClientTurns
 from metrics.state import HttpCounters
 from protocol.logs import logger
 

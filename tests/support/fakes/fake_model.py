@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,12 +44,14 @@ Script: TypeAlias = Callable[[str], Said | Walk | str]
 
 
 class FakeModel:
-    """`prompts` are those that came, as texts. Outputs come in pieces of a few bytes, drawn from `seed`."""
+    """`prompts` are those that came, as texts. Outputs come in pieces of a few bytes, drawn from `seed`. `special` are
+    the texts of tokens from id 256 on; an output is written in bytes alone."""
 
-    def __init__(self, gateway: GatewayRig, script: Script, seed: int = 0) -> None:
+    def __init__(self, gateway: GatewayRig, script: Script, seed: int = 0, special: Sequence[str] = ()) -> None:
         self.prompts: list[str] = []
         self._gateway = gateway
         self._script = script
+        self._bytes = [*(bytes((byte,)) for byte in range(256)), *(text.encode() for text in special)]
         self._dice = random.Random(seed)
         self._ended: deque[str] = deque()
 
@@ -68,7 +70,7 @@ class FakeModel:
 
     async def _answer(self, submit: messages.Submit) -> None:
         ids = np.frombuffer(submit.prompt, np.int32)
-        prompt = bytes(int(token) for token in ids if token < 256).decode(errors="replace")
+        prompt = b"".join(self._bytes[token] for token in ids if token < len(self._bytes)).decode(errors="replace")
         self.prompts.append(prompt)
         said = self._script(prompt)
         if isinstance(said, Walk):
