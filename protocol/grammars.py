@@ -154,12 +154,12 @@ def refusal(words: str) -> BadInput:
 
 
 def outgrown(error: HiSparseError, tokens: int) -> HiSparseError:
-    """Return `error` of a matcher in words of an output that has `tokens`: its grammar was taken, and behind them has
-    outgrown LIMITS. Before the first token, and where it is no BadInput, `error` is returned as it is."""
+    """Return `error` of a matcher in words of an output that has `tokens`: its grammar was taken, and has
+    outgrown LIMITS since. Before the first token, and where it is no BadInput, `error` is returned as it is."""
     if not tokens or not isinstance(error, BadInput):
         return error
     why = error.message.partition("\n")[0]
-    return CapacityError(f"its grammar has grown beyond limits: {why}", field="output", value=f"{tokens} tokens")
+    return CapacityError(f"cannot be held to its grammar any further: {why}", field="output", value=f"{tokens} tokens")
 
 
 def check_grammar(vocabulary: Vocabulary, grammar: str) -> None:

@@ -91,7 +91,7 @@ class Grammar:
         self._matcher: Matcher | None = None
         self._mask: Mask | None = None
         self._failure: HiSparseError | None = None
-        self._behind = 0  # tokens that the matcher has
+        self._behind = 0  # tokens of the output
         self._has_left = False
         self._since_s: float | None = None  # when a thread began with the job, or with the build that it waits for
         self._done = threading.Event()
@@ -143,7 +143,6 @@ class Grammar:
                 if (matcher := self._build.matcher(self, vocabulary)) is None:
                     return  # the thread that builds it calls `build_again`, or has done so
                 self._matcher = matcher
-            self._behind += len(self._tokens)
             self._matcher.push(self._tokens)
             self._mask = self._matcher.mask()
         except BaseException as error:
@@ -161,6 +160,7 @@ class Grammar:
 
     def _begin(self, tokens: Sequence[int], jobs: _Jobs) -> None:
         self._tokens = tuple(tokens)
+        self._behind += len(self._tokens)
         self._since_s = None
         self._done.clear()
         jobs.put(self)
