@@ -163,9 +163,8 @@ class Front:
             await self._dispatch(exchange)
         except HiSparseError as error:
             level = logging.DEBUG if isinstance(error, Unauthorized) else logging.INFO  # strangers fill no log
-            log.log(
-                level, "refused", extra=fields(path=exchange.path[:PATH_CHARS_MAX], code=error.code, reason=str(error))
-            )
+            told = {"path": exchange.path[:PATH_CHARS_MAX], "code": error.code, "reason": str(error)}
+            log.log(level, "refused", extra=fields(**told, **exchange.logged_ids))
             if not exchange.status:
                 body = anthropic_error_body if exchange.path.startswith(ANTHROPIC) else error_body
                 await exchange.refuse(error, body)

@@ -514,9 +514,7 @@ def test_a_model_without_a_template_refuses_chats() -> None:
         chat("", messages=said(("user", "x")))
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ messages.__class__.__mro__ }}", "{% unknown %}", "{{ 1 / 0 }}", "{{ messages[0].role.x.y }}"]
-)
+@pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__ }}", "{{ 1 / 0 }}", "{{ messages[0].role.x.y }}"])
 def test_failing_template_is_refused_inside_its_sandbox(template: str) -> None:
     with pytest.raises(BadInput, match="cannot render them"):
         chat(template, messages=said(("user", "x")))
@@ -557,6 +555,17 @@ def test_growing_template_is_ended_and_the_next_is_rendered(template: str) -> No
     assert renderers.render("{{ messages[0].content }}é", spoken, {}, 10_000) == "xé"
     with pytest.raises(BadInput, match="become more than 3 characters"):
         renderers.render("{{ 'xxxx' }}", spoken, {}, 3)
+    renderers.close()
+
+
+@pytest.mark.refuses("ConfigError {} ({})")
+def test_template_that_cannot_be_compiled_is_the_servers_fault() -> None:
+    renderers = Renderers()
+    spoken = [{"role": "user", "content": "x"}]
+    with pytest.raises(ConfigError, match=r"cannot be compiled: line 2: .*'unknown'"):
+        renderers.render("\n{% unknown %}", spoken, {}, 10_000)
+    text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert renderers.render(text, spoken, {}, 10_000) == "x"
     renderers.close()
 
 

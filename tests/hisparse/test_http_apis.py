@@ -97,9 +97,9 @@ async def test_request_waits_for_a_worker_no_longer_than_it_may(tmp_path: Path, 
 async def test_id_of_the_client_names_the_answer_and_is_refused_another_body(tmp_path: Path, path: str) -> None:
     async with front_rig(tmp_path) as rig:
         await chats(rig)
-        first = await rig.post(path, BODIES[path], x_request_id="mine")
+        first = await rig.post(path, BODIES[path], idempotency_key="mine")
         await rig.submitted(1)
-        other = await rig.post(path, BODIES[path] | {"temperature": 0}, x_request_id="mine")
+        other = await rig.post(path, BODIES[path] | {"temperature": 0}, idempotency_key="mine")
         assert error_of(path, await other.answer())[0] == "wrong_state"
         rig.speak("mine", "a")
         rig.gateway.scheduler.finish("mine", reason="eos")
@@ -236,7 +236,7 @@ def test_result_names_a_call_before_it_and_a_call_may_have_none(
         return [turn.role for turn in conversation.turns]
 
     assert roles(X, call, result, X) == ["user", "assistant", "tool", "user"]
-    assert roles(X, call, X, result, result, X)[3:] == ["tool", "tool", "user"], "its turn may be an earlier one"
+    assert roles(X, call, X, result, X)[3:] == ["tool", "user"], "another turn may come before it"
     assert roles(X, call, X) == ["user", "assistant", "user"]
     for said in ((X, result), (result, call, X)):
         with pytest.raises(BadInput, match="result of no call"):

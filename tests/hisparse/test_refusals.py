@@ -219,6 +219,15 @@ CASES: Final[dict[str, Case]] = {
     "no whole number": Case("submit a --max-tokens 1.5", 2, "'--max-tokens': '1.5' is not a whole number. (see"),
     "no number of seconds": Case("stop --deadline soon", 2, "'--deadline': 'soon' is not a number. (see"),
     "no number": Case(f"{SHOW} worker.seats=many", 8, "worker.seats=many: expected a whole number"),
+    "no list": Case(
+        f"{SHOW} worker.hot_size_classes=[256]",
+        8,
+        "worker.hot_size_classes=[256]: expected a list of whole numbers (write it as 256,512 in the command line)",
+        [f"{SHOW} worker.hot_size_classes=256,512"],
+    ),
+    "common option before a command that takes none": Case(
+        "--runtime-dir {tmp} size --context 1k", 2, "size takes no --runtime-dir (see hisparse --help)"
+    ),
     "no assignment": Case("workers --set nonsense", 2, "is not SECTION.FIELD=VALUE"),
     "no settings file": Case("workers --config {tmp}/none.toml", 8, "No such file"),
     "no TOML": Case("workers --config {tmp}/x.toml", 8, "not TOML", given=written("x.toml", "[worker\n")),

@@ -33,7 +33,7 @@ from hisparse.http.apis import asks, tools
 from hisparse.http.apis import body as bodies
 from hisparse.http.models import renderers
 from hisparse.http.models.formats import scanning
-from hisparse.http.server import api_keys, body_reader, connection, cors, exchange, listener, wire
+from hisparse.http.server import api_keys, body_reader, connection, cors, exchange, identities, listener, wire
 from hisparse.top import draw, sample
 from metrics.names import BY_NAME
 from protocol import messages
@@ -185,8 +185,11 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("http.md", f"Limits: {tools.TOOLS_BYTES_MAX >> 20} MiB for `tools`, {tools.ARGUMENTS_BYTES_MAX >> 20} MiB"),
         ("http.md", f"names of {scanning.NAME_CHARS_MAX} letters, digits"),
         ("http.md", f"unread by a client | {connection.READ_LIMIT_S} s |"),
-        ("http.md", f"idle connections, headers | {connection.IDLE_LIMIT_S} s, {wire.HEADER_BYTES_MAX >> 10} KiB |"),
-        ("http.md", f"a TLS handshake | {connection.IDLE_LIMIT_S} s |"),
+        ("http.md", f"an idle connection | `http.idle_s`, {HttpSettings().idle_s:g} s |"),
+        ("http.md", f"`Keep-Alive: timeout={connection.told_idle_s(HttpSettings().idle_s)}`"),
+        ("http.md", f"headers | {connection.HEADER_LIMIT_S} s, {wire.HEADER_BYTES_MAX >> 10} KiB |"),
+        ("http.md", f"a TLS handshake | {connection.HEADER_LIMIT_S} s |"),
+        ("http.md", f"printable ASCII of {identities.TRACE_ID_CHARS_MAX} characters at most"),
         (
             "http.md",
             f"| {listener.CONNECTIONS_PER_PLACE} for each answer at the same time, "

@@ -19,6 +19,7 @@ from protocol.settings import HttpSettings
 from protocol.tokenizer_files import TokenizerFile
 from tests.support.fakes.fake_model import FakeModel, Script
 from tests.support.http_rig import DEEPSEEK_TOKENS, FrontRig, deepseek_tokenizer_json, front_rig
+from worker.runners.tiny import EOS, VOCAB
 from worker.runners.tiny_template import TEMPLATES
 
 #: Of one answer, on a machine whose cores are busy.
@@ -90,7 +91,8 @@ async def agents_rig(
             scheduler.served,
             chat_template=TEMPLATES.get(family, ""),
             context_max_tokens=CONTEXT,
-            vocab_size=scheduler.served.vocab_size + len(special),
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
             tokenizer_kind=file.kind,
             tokenizer_hash=file.hash,
         )

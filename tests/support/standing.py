@@ -253,8 +253,8 @@ class Guest:
         return {"response": [self._note]}
 
     def _note(self, response: Any) -> None:
-        if found := response.headers.get("x-request-id"):
-            self.ids.append(found)
+        names = "x-request-id", "hisparse-request-id"
+        self.ids += [found for name in names if (found := response.headers.get(name))]
 
     def is_own(self, request_id: str) -> bool:
         chosen = [owner_of(name_of(number)) for number in (self.number, self.number + 1)]

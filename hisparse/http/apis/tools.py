@@ -81,5 +81,5 @@ class Arguments:
         """Return `call_id` of a result. Raises BadInput, naming its `field`, where no call before it has that id."""
         if call_id not in self._called:
             value, remedy = call_id[:VALUE_CHARS_MAX], "send the call before its result, or leave the result out"
-            raise BadInput("makes this the result of no call", field=field, value=value, remedy=remedy)
+            raise BadInput("is the result of no call", field=field, value=value, remedy=remedy)
         return call_id

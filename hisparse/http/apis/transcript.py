@@ -7,7 +7,8 @@ request has them again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -25,19 +26,30 @@ from protocol.text import Detokenizer
 KEEPALIVE: Final = b": waiting\n\n"
 #: Of the request's last word; whatever else ended an output is "stop".
 LENGTH: Final = "length"
+#: Where a token ended an output: one of the model's, or of the request's.
+BY_TOKEN: Final = "eos"
 #: Of an id that is made.
 ID_CHARS: Final = 24
 
 
 class Transcript:
     """What one choice says, as its tokens come. `stopped`: by a stop string. `told` are its log-probabilities; None:
-    the ask has none."""
+    the ask has none. `end_ids` are the tokens by which the model itself ends an output."""
 
-    def __init__(self, detokenizer: Detokenizer, plan: ReplyPlan = PLAIN, told: ToldTokens | None = None) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        plan: ReplyPlan = PLAIN,
+        told: ToldTokens | None = None,
+        end_ids: Collection[int] = (),
+    ) -> None:
         self.told = told
         self._detokenizer = detokenizer
         self._chars = 0
         self._parser = ReplyParser(plan)
+        self._offsets: deque[int] = deque()  # of tokens that may be reasoning
+        self._end_ids = end_ids
+        self._ends = False  # with the last token, which is one of them
         self.tokens = 0
         self.reasoning_tokens = 0
         self.calls = 0
@@ -53,12 +65,15 @@ class Transcript:
         self.tokens += len(tokens)
         pieces: list[Piece] = []
         offsets: list[int] = []
+        may_reason = self._parser.may_reason
         for token in tokens:
             offsets.append(self._chars)
-            self.reasoning_tokens += self._parser.is_reasoning
             text = self._detokenizer.push((token,))
             self._chars += len(text)
             pieces += self._parser.push(text)
+            self._ends = token in self._end_ids
+        if may_reason:
+            self._offsets.extend(offsets)
         if self.told is not None:
             self.told.add(tokens, offsets, rows)
         return self._counted(pieces)
@@ -70,11 +85,26 @@ class Transcript:
         self.drafted_tokens, self.accepted_tokens = ended.drafted_tokens, ended.accepted_tokens
         self.stopped = ended.reason == "stop"
         self.finish_reason = LENGTH if ended.reason == LENGTH else "stop"
-        pieces = self._parser.push(self._detokenizer.finish() + ended.tail_text) + self._parser.finish()
-        return self._counted(pieces)
+        pieces = self._counted(self._parser.push(self._detokenizer.finish() + ended.tail_text))
+        return pieces + self._rest(ended_itself=ended.reason == BY_TOKEN and self._ends)
+
+    def break_off(self) -> list[Piece]:
+        """The rest of an output that fails, but for a character that is not whole."""
+        return self._rest(ended_itself=False)
+
+    def _rest(self, *, ended_itself: bool) -> list[Piece]:
+        pieces = self._counted(self._parser.finish(ended_itself=ended_itself))
+        if self._parser.may_reason:
+            self.reasoning_tokens += len(self._offsets)
+        return pieces
 
     def _counted(self, pieces: list[Piece]) -> list[Piece]:
         self.calls += sum(isinstance(piece, ToolCall) for piece in pieces)
+        parser, offsets = self._parser, self._offsets
+        while offsets and offsets[0] < parser.reasoning_end:
+            self.reasoning_tokens += offsets.popleft() >= parser.reasoning_begin
+        if not parser.may_reason:
+            offsets.clear()
         return pieces
 
 

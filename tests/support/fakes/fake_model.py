@@ -18,6 +18,7 @@ from protocol import messages
 from protocol.errors import BadInput
 from tests.support.gateway_rig import GatewayRig
 from tests.support.walks import walk
+from worker.runners.tiny import EOS
 
 #: Between two looks for prompts, and between two pieces of an output.
 POLL_S = 0.002
@@ -27,12 +28,14 @@ ENDED_MAX = 32
 
 @dataclass(frozen=True)
 class Said:
-    """An output: `reason` is eos, stop or length; `outcome` other than FINISHED fails it after its text."""
+    """An output: `reason` is eos, stop or length; `outcome` other than FINISHED fails it after its text. `end_token` is
+    its last token where the reason is eos."""
 
     text: str
     reason: str = "eos"
     outcome: str = "FINISHED"
     prefix_tokens: int = 0
+    end_token: int = EOS
 
 
 class Walk:
@@ -76,7 +79,7 @@ class FakeModel:
         if isinstance(said, Walk):
             said = _walked(submit.sampling)
         said = Said(said) if isinstance(said, str) else said
-        data = list(said.text.encode())[: submit.sampling.max_tokens]
+        data = [*said.text.encode(), *([said.end_token] if said.reason == "eos" else [])][: submit.sampling.max_tokens]
         while data:
             size = self._dice.choice((1, 2, 3, 7, 40))
             self._gateway.speak(submit.request_id, data[:size])
