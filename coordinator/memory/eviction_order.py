@@ -46,7 +46,7 @@ _IN_HAND: Final = -2  # ranked again once it has given pages
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class OwnerAccount:
     """The pages of one owner, by count, and the leaves among them."""
 
     owner: Owner
@@ -63,21 +63,21 @@ class EvictionOrder:
     def __init__(self, holds: Callable[[Leaf], bool], clock: Callable[[], float]) -> None:
         self._holds = holds
         self._clock = clock
-        self._accounts: dict[Owner, Account] = {}
-        self._present: OrderedDict[Account, None] = OrderedDict()  # the one whose last use is oldest comes first
-        self._ranking: list[tuple[bool, int, int, Account]] = []
+        self._accounts: dict[Owner, OwnerAccount] = {}
+        self._present: OrderedDict[OwnerAccount, None] = OrderedDict()  # the one whose last use is oldest comes first
+        self._ranking: list[tuple[bool, int, int, OwnerAccount]] = []
         self._numbers = count()
         self.pages = 0
         self.pages_lent = 0  # evicted ones that were above their owner's share, since the start
 
-    def account(self, owner: Owner) -> Account:
+    def account(self, owner: Owner) -> OwnerAccount:
         """Return the account of `owner`, to which pages are about to be added."""
         account = self._accounts.get(owner)
         if account is None:
-            account = self._accounts[owner] = Account(owner)
+            account = self._accounts[owner] = OwnerAccount(owner)
         return account
 
-    def use(self, account: Account) -> None:
+    def use(self, account: OwnerAccount) -> None:
         """A page of it is used now."""
         account.used_at = self._clock()
         self._present[account] = None
@@ -86,7 +86,7 @@ class EvictionOrder:
             account.is_away = False
             self._rank(account)
 
-    def add(self, account: Account, pages: int) -> None:
+    def add(self, account: OwnerAccount, pages: int) -> None:
         """So many pages came to it, or left it."""
         account.pages += pages
         self.pages += pages
@@ -98,7 +98,7 @@ class EvictionOrder:
             self._present.pop(account, None)
             self._accounts.pop(account.owner, None)
 
-    def list_leaf(self, account: Account, leaf: Leaf) -> None:
+    def list_leaf(self, account: OwnerAccount, leaf: Leaf) -> None:
         """A page of it has no other behind it, or was used."""
         heappush(account.leaves, leaf)
         if len(account.leaves) > HEAP_SLACK * account.pages + HEAP_LEAST:
@@ -111,7 +111,7 @@ class EvictionOrder:
         """Call `forget` for one leaf after the other until `wanted` pages are forgotten, or there is none left. It
         returns how many it forgot and counted off; a leaf of which it forgot none stays listed."""
         self._note_away()
-        stayed: list[tuple[Account, Leaf]] = []
+        stayed: list[tuple[OwnerAccount, Leaf]] = []
         while wanted > 0 and (account := self._first()) is not None:
             account.entry = _IN_HAND
             leaf: Leaf | None = NO_LEAF
@@ -150,7 +150,7 @@ class EvictionOrder:
             account.is_away = True
             self._rank(account)
 
-    def _first(self) -> Account | None:
+    def _first(self) -> OwnerAccount | None:
         while self._ranking:
             *_, entry, account = self._ranking[0]
             if account.entry == entry:
@@ -158,19 +158,19 @@ class EvictionOrder:
             heappop(self._ranking)
         return None
 
-    def _is_ahead(self, account: Account) -> bool:
+    def _is_ahead(self, account: OwnerAccount) -> bool:
         """Whether `account`, which is in hand, comes before all that are ranked."""
         other = self._first()
         return other is None or (account.is_away, account.pages) >= (other.is_away, other.pages)
 
-    def _take_leaf(self, account: Account) -> Leaf | None:
+    def _take_leaf(self, account: OwnerAccount) -> Leaf | None:
         while account.leaves:
             leaf = heappop(account.leaves)
             if self._holds(leaf):
                 return leaf
         return None
 
-    def _rank(self, account: Account) -> None:
+    def _rank(self, account: OwnerAccount) -> None:
         account.entry = next(self._numbers)
         heappush(self._ranking, (not account.is_away, -account.pages, account.entry, account))
         if len(self._ranking) > HEAP_SLACK * len(self._accounts) + HEAP_LEAST:

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.memory.eviction_order import NO_OWNER, Account, EvictionOrder, Leaf, Owner
+from coordinator.memory.eviction_order import NO_OWNER, OwnerAccount, EvictionOrder, Leaf, Owner
 from protocol.arrays import Int32Array
 from protocol.errors import InternalError
 from protocol.units import PAGE_TOKENS
@@ -103,7 +103,7 @@ class _Node:
     page: int
     parent: Digest
     source: Source
-    account: Account  # of the owner for whom it counts
+    account: OwnerAccount  # of the owner for whom it counts
     used: int
     root: Digest
     depth: int  # pages from the root to this one
