@@ -27,7 +27,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.memory.eviction_order import NO_OWNER, OwnerAccount, EvictionOrder, Leaf, Owner
+from coordinator.memory.eviction_order import NO_OWNER, EvictionOrder, Leaf, Owner, OwnerAccount
 from protocol.arrays import Int32Array
 from protocol.errors import InternalError
 from protocol.units import PAGE_TOKENS
