@@ -280,6 +280,20 @@ CASES: Final = {
         *(400, BAD, "messages[0].refusal", "role assistant. Leave it out."),
         spoken(X | {"refusal": "", "tool_calls": []}),
     ),
+    "result of a call that is not there": Case(
+        CHATS,
+        spoken(X, {"role": "tool", "tool_call_id": "c1", "content": "x"}),
+        *(400, BAD, "messages[1].tool_call_id", "is the result of no call (got c1). Send the call before its"),
+        spoken(X),
+    ),
+    "result before its call": Case(
+        CHATS,
+        spoken(
+            {"role": "tool", "tool_call_id": "c1", "content": "x"},
+            {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{}"}}]},
+        ),
+        *(400, BAD, "messages[0].tool_call_id", "is the result of no call (got c1)."),
+    ),
     "result of no call": Case(
         CHATS,
         spoken({"role": "tool", "content": "x"}),
@@ -403,6 +417,24 @@ CASES: Final = {
         RESPONSES,
         {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
         *(400, BAD, "input[0].call_id", "is missing. Add it."),
+    ),
+    "Anthropic result of no call": Case(
+        MESSAGES,
+        asked(X, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "x"}]}),
+        *(400, BAD, "messages[1].content[0].tool_use_id", "is the result of no call (got c1). Send the call"),
+        asked(X),
+    ),
+    "budget below nothing": Case(
+        MESSAGES,
+        {**asked(X), "thinking": {"type": "enabled", "budget_tokens": -1}},
+        *(400, BAD, "thinking.budget_tokens", "is below 0 (got -1). Send at least 0, or leave it out."),
+        {**asked(X), "thinking": {"type": "enabled", "budget_tokens": 0}},
+    ),
+    "output of no call": Case(
+        RESPONSES,
+        {"input": [X, {"type": "function_call_output", "call_id": "c1", "output": "x"}]},
+        *(400, BAD, "input[1].call_id", "is the result of no call (got c1). Send the call before its result"),
+        {"input": [X]},
     ),
     "no items": Case(RESPONSES, {"input": []}, 400, BAD, "input", "Give a text, or at least one item.", {"input": "x"}),
     "item without content": Case(

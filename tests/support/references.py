@@ -199,6 +199,9 @@ def mended(said: Mapping[str, Any], body: type[ApiBody]) -> dict[str, Any]:
         whole = {"input": "x"} | whole
     if "messages" in body.__struct_fields__ and whole["messages"][-1].get("role") != "user":
         whole["messages"] = [*whole["messages"], {"role": "user", "content": "x"}]
+    for place in ("messages", "input"):
+        if isinstance(whole.get(place), list):
+            whole[place] = [CALLS[body], *(_of_call(turn) for turn in whole[place])] if body in CALLS else whole[place]
     if "stream_options" in whole:
         whole["stream"] = True
     if "top_logprobs" in whole and body is ChatBody:
@@ -209,6 +212,21 @@ def mended(said: Mapping[str, Any], body: type[ApiBody]) -> dict[str, Any]:
     if isinstance(form := whole.get("response_format"), dict) and "json_schema" in form:
         whole["response_format"] = form | {"json_schema": {"schema": {}} | form["json_schema"]}
     return whole
+
+
+def _of_call(turn: Any) -> Any:
+    """A result of the call x, where the turn is one that does not say of which."""
+    is_result = isinstance(turn, dict) and turn.get("type") == "function_call_output"
+    return {"call_id": "x"} | turn if is_result else turn
+
+
+#: A call x, as each body has it.
+CALLS: Final[dict[type[ApiBody], Any]] = {
+    ChatBody: {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "x", "arguments": "{}"}}]},
+    ResponsesBody: {"type": "function_call", "call_id": "x", "name": "x", "arguments": "{}"},
+    MessagesBody: {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "x", "input": {}}]},
+    CountBody: {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "x", "input": {}}]},
+}
 
 
 def allowing(choice: Any, tool: Any) -> Any:

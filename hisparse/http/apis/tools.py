@@ -173,14 +173,15 @@ def refuse_media(kind: str, field: str) -> BadInput:
 
 
 class Arguments:
-    """Arguments of the earlier calls of one body."""
+    """The arguments and the ids of the earlier calls of one body."""
 
     def __init__(self) -> None:
         self._bytes = 0
+        self._called: set[str] = set()
 
     def call(self, call_id: str, name: str, arguments: bytes, field: str) -> PastCall:
         """A call whose `arguments`, at `field`, are a JSON object. Raises BadInput, also past ARGUMENTS_BYTES_MAX."""
-        self._count(len(arguments), field)
+        self._count(call_id, len(arguments), field)
         if not isinstance(said := _value_of(arguments), dict):
             raise BadInput("expected an object", field=field, remedy="send a JSON object")
         return PastCall(call_id, name, _shallow(said, arguments))
@@ -189,17 +190,25 @@ class Arguments:
         """A call whose `arguments` are any text, as the reference has them. A text that is no JSON object is shown to
         the model as an object with that text. Raises BadInput, likewise."""
         data = arguments.encode(errors="replace")
-        self._count(len(data), field)
+        self._count(call_id, len(data), field)
         said = _value_of(data) if data.strip() else None
         if said is not None and not isinstance(said, dict):
             return PastCall(call_id, name, {ARGUMENTS: arguments})
         return PastCall(call_id, name, _shallow(said or {}, data))
 
-    def _count(self, size: int, field: str) -> None:
+    def _count(self, call_id: str, size: int, field: str) -> None:
+        self._called.add(call_id)
         self._bytes += size
         if self._bytes > ARGUMENTS_BYTES_MAX:
             text = f"the arguments of all calls have more than {ARGUMENTS_BYTES_MAX} bytes"
             raise BadInput(text, field=field, remedy="shorten them, or leave earlier turns out")
+
+    def result(self, call_id: str, field: str) -> str:
+        """Return `call_id` of a result. Raises BadInput, naming its `field`, where no call before it has that id."""
+        if call_id not in self._called:
+            value, remedy = call_id[:VALUE_CHARS_MAX], "send the call before its result, or leave the result out"
+            raise BadInput("is the result of no call", field=field, value=value, remedy=remedy)
+        return call_id
 
 
 def _value_of(data: bytes) -> Any:

@@ -182,7 +182,7 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`max_tokens` is the only bound."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Hint = unread()
+    budget_tokens: int | None = None
     block_binding: Hint = unread()
     display: Hint = unread()
 
@@ -244,6 +244,10 @@ class CountBody(ApiBody, frozen=True, kw_only=True):
             field = f"messages[{len(self.messages) - 1}].role"
             text = "an assistant's turn cannot be continued"
             raise BadInput(text, field=field, value="assistant", remedy="end with a message of the user")
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget < 0:
+            remedy = "send at least 0, or leave it out"
+            raise BadInput("is below 0", field="thinking.budget_tokens", value=budget, remedy=remedy)
 
     @property
     def config(self) -> OutputConfig:
@@ -370,7 +374,7 @@ def _turns(body: CountBody, skipped: Skipped) -> Iterator[Turn]:
         elif message.role == "assistant":
             yield _assistant(message.content, where, arguments, skipped)
         else:
-            yield from _spoken(message.role, message.content, where, skipped)
+            yield from _spoken(message.role, message.content, where, arguments, skipped)
 
 
 def _assistant(blocks: Sequence[AnyBlock], where: str, arguments: Arguments, skipped: Skipped) -> Turn:
@@ -391,7 +395,7 @@ def _assistant(blocks: Sequence[AnyBlock], where: str, arguments: Arguments, ski
 
 
 def _spoken(
-    role: Literal["user", "system"], blocks: Sequence[AnyBlock], where: str, skipped: Skipped
+    role: Literal["user", "system"], blocks: Sequence[AnyBlock], where: str, arguments: Arguments, skipped: Skipped
 ) -> Iterator[Turn]:
     """Results come before the text of their message, as the calls came before them."""
     texts = []
@@ -400,7 +404,8 @@ def _spoken(
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ToolResultBlock):
-            yield Turn("tool", _result(block, f"{field}.content"), call_id=block.tool_use_id)
+            call_id = arguments.result(block.tool_use_id, f"{field}.tool_use_id")
+            yield Turn("tool", _result(block, f"{field}.content"), call_id=call_id)
         elif isinstance(block, ServerBlock):
             skipped.add(str(block.__struct_config__.tag), f"{field}.type")
         else:

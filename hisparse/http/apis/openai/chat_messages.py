@@ -101,7 +101,7 @@ def turns_of(messages: Sequence[ChatMessage]) -> Iterator[Turn]:
             _text(message, f"{where}.content") + (message.refusal or ""),
             message.reasoning_content or "",
             tuple(calls),
-            message.tool_call_id or "",
+            arguments.result(message.tool_call_id or "", f"{where}.tool_call_id") if message.role == "tool" else "",
         )
 
 
