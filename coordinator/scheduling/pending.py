@@ -15,6 +15,7 @@ and the HTTP front are ready.
     ROLE        no worker that takes requests does its part
     TOO_LARGE   no worker that takes requests could hold it at its longest
     SUSPECT     a worker died with it, or with those it would join
+    OUTPUT_ROOM the outputs of all requests leave no room for more of its own
     SEATS, HOST_PAGES, HOT_CHUNKS, INDEX_PAGES, SLAB_PAGES   the first of them that is short
     BEHIND      a better-ranked request waits for the same workers
     TURN        nothing keeps it: the Scheduler's next turn will admit it
@@ -60,6 +61,7 @@ class PendingKind(StrEnum):
     ROLE = "role"
     TOO_LARGE = "too_large"
     SUSPECT = "suspect"
+    OUTPUT_ROOM = "output_room"
     SEATS = "seats"
     HOST_PAGES = "host_pages"
     HOT_CHUNKS = "hot_chunks"
@@ -226,9 +228,11 @@ class PendingReasons:
     # ---------------------------------------------------------------- no worker to ask
 
     def _unasked(self, entry: RequestEntry, now: float) -> PendingReason:
-        """No worker was asked for memory: none is there, none can take it, others come first, or another request
-        computes the beginning of its prompt."""
+        """No worker was asked for memory: none is there, none can take it, others come first, another request computes
+        the beginning of its prompt, or the token log has no room."""
         refusal = self._policy.outcome.refused.get(entry.request_index)
+        if refusal is not None and refusal.lacks_output_room:
+            return PendingReason(PendingKind.OUTPUT_ROOM, "outputs take all room: waits until others end")
         if refusal is not None and (following := refusal.following) is not None:
             leader = self._request_id(following.leader.request_index)
             return PendingReason(PendingKind.PREFIX, f"{leader} {following.text}")

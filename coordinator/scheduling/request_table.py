@@ -15,13 +15,16 @@ from coordinator.scheduling.lifecycle import WAITING, State
 from coordinator.scheduling.pending import PendingReason, PendingReasons
 from coordinator.scheduling.prompt_waits import PromptWaits
 from coordinator.scheduling.request_state import RequestState
+from coordinator.scheduling.turns import Owner
+from coordinator.shares import SHARE, check_share
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
-from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
+from protocol.errors import NotFound, ProtocolError, WrongState
 from protocol.messages import GRAMMAR_CHARS_MAX, Counters, HistoryLine, RequestRow, Sampling, Submit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.dispatch import Dispatch
+    from coordinator.scheduling.placement_table import PlacementTable
     from coordinator.scheduling.request import Request
     from protocol.settings import CoordinatorSettings
 
@@ -85,6 +88,8 @@ class RequestTable:
         self.by_index: dict[int, LiveRequest] = {}
         self.by_placement: dict[int, LiveRequest] = {}
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        self._live_of: Counter[Owner] = Counter()
+        self._ended_of: dict[Owner, dict[str, None]] = {}  # ids, oldest first
         self.pending = PendingReasons(dispatch.placement_table, dispatch.policy, self._request_id)
         self._prompt_waits = partial(PromptWaits, dispatch.placement_table, token_log.durable)
         self._token_log = token_log
@@ -95,16 +100,16 @@ class RequestTable:
 
     def add(self, live: LiveRequest) -> None:
         self.live[live.facts.request_id] = self.by_index[live.facts.request_index] = live
+        self._live_of[live.facts.turn_owner] += 1
 
-    def check_room(self, waiting: int) -> None:
-        """Raise CapacityError when one more would be too many."""
-        bounds = (
-            (len(self.live), self._settings.live_requests_max, "live requests", "coordinator.live_requests_max"),
-            (waiting, self._settings.queue_max, "requests waiting", "coordinator.queue_max"),
-        )
-        for count, bound, what, field in bounds:
-            if count >= bound:
-                raise CapacityError(f"{count} {what} already", field=field, value=bound, remedy="retry later")
+    def check_room(self, owner: Owner, placement_table: PlacementTable) -> None:
+        """Raise CapacityError when one more of `owner` would be too many, or beyond its share."""
+        live, limit = len(self.live), self._settings.live_requests_max
+        held, field = self._live_of[owner], "coordinator.live_requests_max"
+        check_share("live requests", 1, held=held, used=live, limit=limit, field=field)
+        waiting, limit = len(placement_table.waiting), self._settings.queue_max
+        held = placement_table.count_waiting(owner) if waiting >= SHARE * (limit - waiting) else 0
+        check_share("requests waiting", 1, held=held, used=waiting, limit=limit, field="coordinator.queue_max")
 
     def begin_placement(self, live: LiveRequest, placement: int, epoch: int) -> None:
         live.epoch = epoch
@@ -119,19 +124,36 @@ class RequestTable:
     def end(self, live: LiveRequest, now: float) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
         live.prompt, live.grammar = b"", ""
-        self.ended[live.facts.request_id] = EndedRequest(live, now)
         del self.live[live.facts.request_id], self.by_index[live.facts.request_index]
+        self._live_of[live.facts.turn_owner] -= 1
+        if not self._live_of[live.facts.turn_owner]:
+            del self._live_of[live.facts.turn_owner]
+        self.add_ended(live, now)
+
+    def add_ended(self, live: LiveRequest, at: float) -> None:
+        """It is over since `at`; no other request has been for a shorter time."""
+        self.ended[live.facts.request_id] = EndedRequest(live, at)
+        self._ended_of.setdefault(live.facts.turn_owner, {})[live.facts.request_id] = None
 
     def forget_old(self, now: float) -> list[int]:
-        """Forget what ended long ago, and what is beyond the bound, oldest first; returns their request indices."""
+        """Forget what ended long ago, and what is beyond the bound: the oldest of the owner who has most. Returns their
+        request indices."""
         keep_max, keep_s = self._settings.ended_keep_max, self._settings.ended_keep_s
-        request_indices: list[int] = []
-        while self.ended:
-            first = next(iter(self.ended.values()))
-            if len(self.ended) <= keep_max and now - first.at < keep_s:
-                break
-            request_indices.append(self.ended.popitem(last=False)[1].live.facts.request_index)
-        return request_indices
+        forgotten: list[EndedRequest] = []
+        while self.ended and now - next(iter(self.ended.values())).at >= keep_s:
+            forgotten.append(self._take_ended(next(iter(self.ended))))
+        while len(self.ended) > keep_max:
+            most = max(self._ended_of.values(), key=len)
+            forgotten.append(self._take_ended(next(iter(most))))
+        return [it.live.facts.request_index for it in forgotten]
+
+    def _take_ended(self, request_id: str) -> EndedRequest:
+        ended = self.ended.pop(request_id)
+        owner = ended.live.facts.turn_owner
+        del self._ended_of[owner][request_id]
+        if not self._ended_of[owner]:
+            del self._ended_of[owner]
+        return ended
 
     def forget(self, request_ids: tuple[str, ...], user: str | None = None) -> list[int]:
         """Forget these ended requests, all or none; returns their request indices. Unknown ids were forgotten before.
@@ -145,8 +167,8 @@ class RequestTable:
                 raise WrongState(
                     "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
                 )
-        ended = [self.ended.pop(request_id, None) for request_id in dict.fromkeys(request_ids)]
-        return [it.live.facts.request_index for it in ended if it is not None]
+        known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self.ended]
+        return [self._take_ended(request_id).live.facts.request_index for request_id in known]
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
         """Take in swap-in counters; of placements not its own: dropped. Raises ProtocolError when arrays disagree."""

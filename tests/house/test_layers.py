@@ -34,7 +34,7 @@ PUBLIC: Final[dict[str, set[str]]] = {"examples": {"hisparse", "hisparse.kernels
 #: Rooms of a package, bottom first, likewise.
 ROOMS: Final[dict[str, list[set[str]]]] = {
     "coordinator": [
-        {"actor", "gc_policy", "incarnation", "listener"},
+        {"actor", "gc_policy", "incarnation", "listener", "rooms", "shares"},
         {"memory", "tokens"},
         {"journal"},
         {"scheduling"},
