@@ -17,6 +17,7 @@ class Extents:
             raise InternalError("arena and smallest extent must be powers of two", field="size", value=size)
         self.size = size
         self.smallest = smallest
+        self.free_units = size
         self._free: dict[int, set[int]] = {size: {0}}
 
     def rounded(self, units: int) -> int:
@@ -31,6 +32,7 @@ class Extents:
             if block > self.size:
                 return None
         base = self._free[block].pop()
+        self.free_units -= extent
         while block > extent:
             block //= 2
             self._free.setdefault(block, set()).add(base + block)
@@ -39,6 +41,7 @@ class Extents:
     def free(self, base: int, extent: int) -> None:
         """Return an extent, merging it with its free buddies."""
         block = extent
+        self.free_units += extent
         while block < self.size and (base ^ block) in self._free.get(block, ()):
             self._free[block].remove(base ^ block)
             base &= ~block
@@ -47,9 +50,7 @@ class Extents:
 
     def cut(self, base: int, extent: int, kept: int) -> None:
         """Return all of an extent but its first `kept` units, which are an extent."""
+        self.free_units += extent - kept
         while extent > kept:
             extent //= 2
             self._free.setdefault(extent, set()).add(base + extent)
-
-    def free_units(self) -> int:
-        return sum(block * len(bases) for block, bases in self._free.items())

@@ -37,7 +37,7 @@ loop); pages with a table per request (a second gather for every token).
 from __future__ import annotations
 
 import mmap
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from typing import Final, NamedTuple, TypeAlias
 
@@ -138,7 +138,8 @@ class TokenLog:
         self._units_max: Int64Array = np.zeros(request_indices, np.int64)  # of its extent with room for all
         self._units_largest = 0  # no `_units_max` is larger
         self._room: Int32Array = np.zeros(request_indices, np.int32)
-        self._owner: Int64Array = np.zeros(request_indices, np.int64)
+        self._owner: Int64Array = np.zeros(request_indices, np.int64)  # a hash of its name
+        self._held: Counter[int] = Counter()  # units, by owner
         self._capacity: Int32Array = np.full(request_indices, -1, np.int32)  # max_tokens, or what it ended with
         self._words: Int32Array = np.zeros(request_indices, np.int32)  # of a row of log-probabilities
         self._asking = 0  # open request indices that have rows
@@ -177,7 +178,7 @@ class TokenLog:
             self._leave(request_index)
             self._free.appendleft(request_index)
             raise CapacityError(
-                f"{used} {PLACES} already, and the rest of {self.arena_tokens} is for requests that run to come to an end",
+                f"{used} {PLACES} already, and others need the rest of {self.arena_tokens} to come to their end",
                 field="outputs",
                 value=self.arena_tokens,
                 remedy="retry when requests have ended",
@@ -194,7 +195,15 @@ class TokenLog:
     def _leave(self, request_index: int) -> None:
         self._asking -= bool(self._words[request_index])
         self._capacity[request_index], self._words[request_index], self._room[request_index] = -1, 0, 0
-        self._units[request_index] = self._units_max[request_index] = self._owner[request_index] = 0
+        self._set_units(request_index, 0)
+        self._units_max[request_index] = 0
+
+    def _set_units(self, request_index: int, units: int) -> None:
+        owner = int(self._owner[request_index])
+        self._held[owner] += units - int(self._units[request_index])
+        if not self._held[owner]:
+            del self._held[owner]
+        self._units[request_index] = units
 
     def close(self, request_index: int) -> None:
         """Forget the request; free its index and its extent."""
@@ -281,11 +290,11 @@ class TokenLog:
 
     def free_places(self) -> int:
         """Places of the arena that no request has."""
-        return self._extents.free_units()
+        return self._extents.free_units
 
     def held_by(self, owner: Hashable) -> int:
         """Places that requests of `owner` have, ended ones too."""
-        return int(self._units[self._owner == hash(owner)].sum())
+        return self._held[hash(owner)]
 
     def _fit(self, request_index: int, granted_tokens: int) -> None:
         """Make sure that what a grant lets its worker generate finds room. It was made before the grant was decided."""
@@ -349,7 +358,8 @@ class TokenLog:
 
     def _settle(self, request_index: int, base: int, units: int, tokens: Int32Array, rows: Int32Array) -> None:
         """The request has that extent from now on; write there what it has generated."""
-        self._base[request_index], self._units[request_index] = base, units
+        self._base[request_index] = base
+        self._set_units(request_index, units)
         fits = units // (1 + int(self._words[request_index]))
         self._room[request_index] = min(fits, int(self._capacity[request_index]))
         first = self._first_row(request_index)
@@ -663,13 +673,13 @@ class TokenLog:
         held, places = int(self._units.sum()), self._room.astype(np.int64) * (1 + self._words)
         checks = {
             "every request index is open or free": len(opened) + len(self._free) == self.request_indices,
-            "every token of the arena is free or in one extent": held + self._extents.free_units()
-            == self._extents.size,
+            "every token of the arena is free or in one extent": held + self._extents.free_units == self._extents.size,
             "requests with rows are counted": self._asking == np.count_nonzero(self._words),
             "committed tokens are known": bool((self.committed <= self.lengths).all()),
             "every output lies in its extent": bool(
                 (self.lengths <= self._room).all() and (places <= self._units).all()
             ),
+            "places are counted by owner": sum(self._held.values()) == held and min(self._held.values(), default=1) > 0,
             "extents do not overlap": self._extents_apart(opened),
             "no request has more room than it may use": bool((self._room[opened] <= self._capacity[opened]).all()),
             "durable rows exist": bool((self._durable <= self._prompt + self.lengths)[self._placement >= 0].all()),

@@ -230,9 +230,10 @@ def test_many_tiny_requests_of_large_max_tokens_leave_room_for_another_owner() -
 
 def test_an_owner_at_its_share_is_refused_with_arithmetic_and_another_is_not() -> None:
     log = TokenLog(request_indices=100, arena_tokens=1 << 13)
+    for _ in range(14):
+        log.open(400, tokens=400, owner="hostile")
     with pytest.raises(CapacityError, match="7168 output places are this owner's and 512 would be added") as caught:
-        for _ in range(100):
-            log.open(400, tokens=400, owner="hostile")
+        log.open(400, tokens=400, owner="hostile")
     assert (caught.value.field, caught.value.value) == ("outputs", "8192"), "no max_tokens is to blame"
     assert "of 8192, 1024 are free, and an owner may have 7 times as many" in caught.value.message
     log.open(400, tokens=400, owner="other")
@@ -321,7 +322,7 @@ def test_extents_are_disjoint_and_merge_back(steps: list[tuple[str, int]]) -> No
             held.append((base, extents.rounded(units)))
         taken = sorted((base, base + size) for base, size in held)
         assert all(end <= start for (_, end), (start, _) in pairwise(taken))
-        assert extents.free_units() == 4096 - sum(end - start for start, end in taken)
+        assert extents.free_units == 4096 - sum(end - start for start, end in taken)
     for base, size in held:
         extents.free(base, size)
     assert extents.allocate(4096) == 0, "everything merged into one block again"
