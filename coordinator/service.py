@@ -39,11 +39,13 @@ from coordinator.listener.received_bytes import map_large_buffers
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
+from coordinator.rooms import BY_NAME as ROOM_BY_NAME
+from coordinator.rooms import RoomUse
 from coordinator.scheduling.prefix_reuse import ALL, OFF, OWN
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
-from coordinator.tracing.sender import Put, RequestTracing, open_sender
+from coordinator.tracing.sender import QUEUE_SPANS_MAX, Put, RequestTracing, open_sender
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_link import WORKERS_MAX, WorkerLinks
 from metrics.coordinator import (
@@ -141,6 +143,8 @@ class Coordinator:
             flush_interval_s=settings.flush_interval_ms / 1e3,
         )
         self.started = trio.Event()
+        self._gateway: Gateway
+        self._journal: Journal
         self._stopping = False
         self._version = our_version()
 
@@ -240,6 +244,7 @@ class Coordinator:
             incarnation=self.incarnation,
             journal=journal,
         )
+        self._gateway, self._journal = gateway, journal
         scheduler.recover(expect_workers(journal.state, links.expect))
         if isinstance(journal, GroupCommit):
             supervisor.start(journal, Level.JOURNAL)
@@ -379,7 +384,18 @@ class Coordinator:
             journal_failing=scheduler.journal_failing,
             unready=scheduler.refusal() or scheduler.unserved(),
             model=model.name if model is not None else "",
+            rooms=self._room_use(scheduler),
         )
+
+    def _room_use(self, scheduler: Scheduler) -> dict[tuple[str, str], RoomUse]:
+        """What every room of coordinator.rooms holds, by its name and by what happens when it is full. Those that are
+        not there, since no events or traces are sent, are left out."""
+        parts = [scheduler.room_use(), self.deliveries.room_use(), self._gateway.room_use(), self._journal.room_use()]
+        if self._publisher is not None:
+            parts.append(self._publisher.room_use())
+        if self._put_spans is not None:
+            parts.append({"trace_spans": RoomUse(self.counters.spans.waiting, QUEUE_SPANS_MAX)})
+        return {(name, ROOM_BY_NAME[name].when_full.value): use for part in parts for name, use in part.items()}
 
 
 def _open_journal(path: str, counters: CoordinatorCounters) -> SqliteStore | None:

@@ -21,20 +21,32 @@ from protocol.errors import CapacityError
 SHARE: Final = 7
 
 
+def is_near(used: int, limit: int) -> bool:
+    """Whether so much of a room is used that an owner may be at its share: what it holds need not be counted before."""
+    return used >= SHARE * (limit - used)
+
+
+def may_take(asked: int, *, held: int, used: int, limit: int) -> bool:
+    """Whether an owner that holds `held` of a room may take `asked` more of it."""
+    free = limit - used
+    return asked <= free and held + asked <= SHARE * free
+
+
 def check_share(what: str, asked: int, *, held: int, used: int, limit: int, field: str) -> None:
     """Raise CapacityError, with the arithmetic, unless an owner that holds `held` of a room may take `asked` more of
     it; all owners use `used` of its `limit`. `what`: its units. `field`: the setting that bounds it, or its name."""
+    if may_take(asked, held=held, used=used, limit=limit):
+        return
     free = limit - used
     if asked > free:
         more = f", and {asked} more do not fit in {limit}" if asked > 1 else ""
         raise CapacityError(
             f"{used} {what} already{more}", field=field, value=limit, remedy="retry when requests have ended"
         )
-    if held + asked > SHARE * free:
-        raise CapacityError(
-            f"{held} {what} are this owner's and {asked} would be added; of {limit}, {free} are free, and an owner may "
-            f"have {SHARE} times as many",
-            field=field,
-            value=limit,
-            remedy="retry when requests of yours have ended; others are served",
-        )
+    raise CapacityError(
+        f"{held} {what} are this owner's and {asked} would be added; of {limit}, {free} are free, and an owner may "
+        f"have {SHARE} times as many",
+        field=field,
+        value=limit,
+        remedy="retry when requests of yours have ended; others are served",
+    )

@@ -67,7 +67,7 @@ class Submissions:
         check_fits(length, self.registry.capacities(), submit.prefill_mode)
         placement_table = self.dispatch.placement_table
         owner = ask.user, submit.tenant
-        self.requests.check_room(owner, placement_table)
+        self.requests.check_room(owner, len(submit.prompt) + len(sampling.grammar), placement_table)
         request_index = self.token_log.open(
             sampling.max_tokens, row_words(sampling.logprobs), tokens=self.first_tokens, owner=owner
         )
