@@ -33,7 +33,7 @@ class RoomUse(NamedTuple):
     limit: float
 
 
-class Room(NamedTuple):
+class BoundedRoom(NamedTuple):
     """`holds`, `bound`, `share`: in words. `containers`: what grows with it, as Class.attribute; those of a class that
     there is one of for each request, connection or page are bounded with these, and named once."""
 
@@ -49,7 +49,7 @@ _OWN_SHARE: Final = f"{SHARE} times what is free, by user and tenant"
 _KEY_SHARE: Final = f"{SHARE} times what is free, by user"
 
 ROOMS: Final = (
-    Room(
+    BoundedRoom(
         "output_places",
         "generated tokens of live and ended requests, and words of their log-probabilities",
         "2^28 places of 4 bytes; the room of a request follows what it generates",
@@ -57,7 +57,7 @@ ROOMS: Final = (
         WhenFull.REFUSES,
         ("TokenLog._held",),
     ),
-    Room(
+    BoundedRoom(
         "live_requests",
         "requests that have not ended",
         "coordinator.live_requests_max",
@@ -78,7 +78,7 @@ ROOMS: Final = (
             "Supervisor._running",
         ),
     ),
-    Room(
+    BoundedRoom(
         "waiting_requests",
         "live requests that wait for a worker",
         "coordinator.queue_max",
@@ -86,7 +86,7 @@ ROOMS: Final = (
         WhenFull.REFUSES,
         ("PlacementTable.waiting",),
     ),
-    Room(
+    BoundedRoom(
         "prompt_bytes",
         "prompts and grammars of live requests",
         "8 GiB",
@@ -94,7 +94,7 @@ ROOMS: Final = (
         WhenFull.REFUSES,
         ("RequestTable._prompt_bytes_of",),
     ),
-    Room(
+    BoundedRoom(
         "ended_requests",
         "states and outputs of ended requests, for clients that attach again",
         "coordinator.ended_keep_max, for coordinator.ended_keep_s",
@@ -102,7 +102,7 @@ ROOMS: Final = (
         WhenFull.FORGETS,
         ("RequestTable.ended", "RequestTable._ended_of", "JournalState.requests", "Deliveries._endings"),
     ),
-    Room(
+    BoundedRoom(
         "history_lines",
         "lines of the histories of all requests",
         "64 of each request",
@@ -110,7 +110,7 @@ ROOMS: Final = (
         WhenFull.FORGETS,
         ("RequestState.lines",),
     ),
-    Room(
+    BoundedRoom(
         "warm_start_bytes",
         "what requests off their workers will ask for first",
         "128 MiB",
@@ -118,7 +118,7 @@ ROOMS: Final = (
         WhenFull.FORGETS,
         ("WarmStarts._kept",),
     ),
-    Room(
+    BoundedRoom(
         "prefix_pages",
         "host pages that hold rows of prompts for reuse, and their index",
         "host pages of all nodes that requests do not need",
@@ -133,7 +133,7 @@ ROOMS: Final = (
             "PrefixIndex._scopes",
         ),
     ),
-    Room(
+    BoundedRoom(
         "prefix_roots",
         "roots of prefixes, one for each owner and salt",
         "1,024",
@@ -141,7 +141,7 @@ ROOMS: Final = (
         WhenFull.FORGETS,
         ("PrefixReuse.roots",),
     ),
-    Room(
+    BoundedRoom(
         "connections",
         "connections of clients and admins",
         "coordinator.connections_max",
@@ -156,7 +156,7 @@ ROOMS: Final = (
             "UnfinishedMessages._connections",
         ),
     ),
-    Room(
+    BoundedRoom(
         "subscriptions",
         "requests whose tokens connections are sent",
         "262,144",
@@ -164,7 +164,7 @@ ROOMS: Final = (
         WhenFull.REFUSES,
         ("Subscriptions._rows", "Subscriptions._free"),
     ),
-    Room(
+    BoundedRoom(
         "outbox_bytes",
         "answers that wait for clients that do not read",
         "1 GiB; 64 MiB and 4,096 answers of each connection, which is then ended",
@@ -172,7 +172,7 @@ ROOMS: Final = (
         WhenFull.DROPS,
         ("ClientConnection.outbox", "ClientConnections._outbox_bytes"),
     ),
-    Room(
+    BoundedRoom(
         "commands",
         "submissions and commands that wait for their answer",
         "4,096",
@@ -180,7 +180,7 @@ ROOMS: Final = (
         WhenFull.REFUSES,
         ("Gateway._asks", "Scheduler._messages"),
     ),
-    Room(
+    BoundedRoom(
         "journal_records",
         "records that wait for the next commit",
         "262,144",
@@ -188,7 +188,7 @@ ROOMS: Final = (
         WhenFull.REFUSES,
         ("_Group.records",),
     ),
-    Room(
+    BoundedRoom(
         "rate_buckets",
         "rates of messages, by user or connection",
         "8,192 of each listener",
@@ -196,7 +196,7 @@ ROOMS: Final = (
         WhenFull.FORGETS,
         ("RateLimiter._buckets", "RateLimiter._excess"),
     ),
-    Room(
+    BoundedRoom(
         "kv_event_batches",
         "events of the prefix cache that wait for their thread",
         "256 batches",
@@ -204,7 +204,7 @@ ROOMS: Final = (
         WhenFull.DROPS,
         ("KvPublisher._queue",),
     ),
-    Room(
+    BoundedRoom(
         "kv_replay_bytes",
         "events of the prefix cache that can be asked for again",
         "64 MiB, 10,000 batches",
@@ -212,7 +212,7 @@ ROOMS: Final = (
         WhenFull.FORGETS,
         ("KvPublisher._kept",),
     ),
-    Room(
+    BoundedRoom(
         "trace_spans",
         "finished spans that wait for the receiver of traces",
         "65,536",

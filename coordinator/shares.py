@@ -1,13 +1,13 @@
 """An owner's share of a room that clients fill. Pure.
 
 A *room* is anything bounded that requests take a part of (coordinator.rooms lists them). An owner may hold SHARE times
-what is left free, and no more. So the free part never runs out, whatever the owners do: one owner alone can hold 7/8 of
-a room, two 7/15 each, and whoever comes next finds at least 1 / (1 + 7 x owners) of it free. What an owner gives back
+what is left free, and no more. So the free part never runs out, whatever owners do: one owner alone can hold 7/8 of
+a room, two 7/15 each, and the next owner finds at least 1 / (1 + 7 x owners) of it free. What an owner gives back
 is the others' at once. A reservation for each owner is not needed, and neither is their number.
 
 An owner is a user with a tenant (RequestFacts.turn_owner).
 
-Rejected: equal shares of the whole (one owner could use half of a room that nobody else wants, or the room is overrun
+Rejected: equal shares of the whole (one owner could use half of a room that no other wants, or the room is overrun
 when a second one comes); taking from the largest owner what it holds (tokens cannot be taken back).
 """
 

@@ -35,7 +35,7 @@ there; those below it rise to it first, and where they cannot, the last in rank 
 that is nearly out of pages may still shrink others below it. What no worker could hold at the floor is exempt.
 
 Room for outputs. Pages are granted only where the token log has room for what they let a worker generate
-(`makes_output_room`). A running request without it is retracted (drop), and a waiting one blocks nobody: so those that
+(`makes_output_room`). A running request without it is retracted (drop), and a waiting one blocks none: so those that
 the token log lets go on never wait for memory of those that it does not.
 
 No livelock. Rank is a total order that never changes, and victims are ranked below whom they make room for. So the

@@ -34,7 +34,8 @@ PUBLIC: Final[dict[str, set[str]]] = {"examples": {"hisparse", "hisparse.kernels
 #: Rooms of a package, bottom first, likewise.
 ROOMS: Final[dict[str, list[set[str]]]] = {
     "coordinator": [
-        {"actor", "gc_policy", "incarnation", "listener", "rooms", "shares"},
+        {"shares"},
+        {"actor", "gc_policy", "incarnation", "listener", "rooms"},
         {"memory", "tokens"},
         {"journal"},
         {"scheduling"},

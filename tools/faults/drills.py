@@ -370,7 +370,7 @@ async def slow_disk(path: Path) -> list[Sighting]:
 
 
 async def full_room(path: Path) -> list[Sighting]:
-    settings = {"HISPARSE_COORDINATOR_LIVE_REQUESTS_MAX": "10"}
+    settings = {"HISPARSE_COORDINATOR_LIVE_REQUESTS_MAX": "10", "HISPARSE_COORDINATOR_QUEUE_MAX": "10"}
     async with scene(path, settings=settings) as it:
 
         async def submit() -> None:

@@ -43,7 +43,7 @@ async def refusal(rig: SchedulerRig, *, hold: bool = False) -> str:
     raise AssertionError("never refused")
 
 
-async def test_tiny_requests_of_large_max_tokens_shut_nobody_out() -> None:
+async def test_tiny_requests_of_large_max_tokens_shut_no_owner_out() -> None:
     """Of one owner, and aborted before their first token, they hold next to nothing."""
     settings = CoordinatorSettings(grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=128, prefix_reuse="off")
     async with open_rig(settings=settings, host_pages=400) as rig:

@@ -257,7 +257,7 @@ def test_moved_outputs_are_what_the_journal_and_readers_get(log: TokenLog) -> No
 
 
 def test_requests_never_wait_for_each_other_in_a_full_arena() -> None:
-    """Each of four could fill half of it. Growth is refused before nobody could come to the end any more."""
+    """Each of four could fill half of it. Growth is refused before none could come to its end any more."""
     log = TokenLog(request_indices=4, arena_tokens=1024)
     first, second, third, _ = (log.open(500, tokens=30, owner=owner) for owner in "abcd")
     assert log.make_room(first, 150)
@@ -334,7 +334,7 @@ OWNERS = "abc"
 
 
 @dataclass
-class Output:
+class ModelOutput:
     """What a request of the model has generated, and what it may."""
 
     max_tokens: int
@@ -352,7 +352,7 @@ class Output:
         return min(self.max_tokens, self.granted - PROMPT)
 
 
-def appended_of(outputs: dict[int, Output], indices: list[int], counts: list[int]) -> News:
+def appended_of(outputs: dict[int, ModelOutput], indices: list[int], counts: list[int]) -> News:
     """The first `counts` tokens of each request."""
     words = np.array([outputs[it].words for it in indices], np.int32)
     parts = [outputs[it].tokens[:count] for it, count in zip(indices, counts, strict=True)]
@@ -370,7 +370,7 @@ class LogAndModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.log = TokenLog(request_indices=6, arena_tokens=1024, journalled=True)
-        self.outputs: dict[int, Output] = {}
+        self.outputs: dict[int, ModelOutput] = {}
         self.placements = 0
 
     def live(self) -> list[int]:
@@ -383,7 +383,7 @@ class LogAndModel(RuleBasedStateMachine):
         except CapacityError:
             return
         assert request_index not in self.outputs
-        self.outputs[request_index] = Output(max_tokens, words, owner)
+        self.outputs[request_index] = ModelOutput(max_tokens, words, owner)
         self.begin(0, request_index)
 
     @precondition(lambda self: self.live())
