@@ -13,7 +13,7 @@ PARALLEL = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=load --maxsched
 APART := not compose and not guide and not upgrade and not cluster
 # Processes that tests start would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
-CHECKED := $(addprefix tests/,house protocol metrics coordinator worker/link worker/pool worker/transfer)
+CHECKED := $(addprefix tests/,house protocol basics metrics coordinator worker/link worker/pool worker/transfer)
 SEEDS ?= 10000
 START ?= 0
 REQUESTS ?= 1000000

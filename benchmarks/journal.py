@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 import trio
 
-from coordinator import gc_policy as garbage
+from basics import gc_policy as garbage
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import (
     LedgerChanged,

@@ -194,7 +194,7 @@ ROOMS: Final = (
         "8,192 of each listener",
         "needs none: the one unused for longest begins anew",
         WhenFull.FORGETS,
-        ("RateLimiter._buckets", "RateLimiter._excess"),
+        ("TokenBuckets._lacking", "RateLimiter._excess"),
     ),
     BoundedRoom(
         "kv_event_batches",

@@ -22,7 +22,10 @@ from typing import Final
 
 import trio
 
-from coordinator import gc_policy
+from basics import gc_policy
+from basics.process_memory import map_large_buffers
+from basics.tracing.sender import QUEUE_SPANS_MAX, open_sender
+from basics.tracing.spans import Put
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
@@ -35,7 +38,6 @@ from coordinator.listener.authentication import CurveGuard
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX
 from coordinator.listener.descriptors import make_room
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.received_bytes import map_large_buffers
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
@@ -45,7 +47,7 @@ from coordinator.scheduling.prefix_reuse import ALL, OFF, OWN
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
-from coordinator.tracing.sender import QUEUE_SPANS_MAX, Put, RequestTracing, open_sender
+from coordinator.tracing import RequestTracing
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_link import WORKERS_MAX, WorkerLinks
 from metrics.coordinator import (

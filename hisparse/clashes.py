@@ -20,7 +20,7 @@ import sys
 from typing import Final
 
 #: Top-level packages of this distribution beside `hisparse`.
-PACKAGES: Final = ("coordinator", "kernels", "metrics", "protocol", "worker")
+PACKAGES: Final = ("basics", "coordinator", "kernels", "metrics", "protocol", "worker")
 #: Stands in the docstring of each of their `__init__.py`, within HEAD_BYTES.
 MARK: Final = b"Internal to hisparse"
 HEAD_BYTES: Final = 4_096

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Final
 
-from kernels.cuda import block_plans
+from kernels.cuda import block_plans, prompt_index
 from kernels.cuda.attention import HOPPER, hopper_defines
 from kernels.cuda.index_topk import Indexer
 from kernels.cuda.jit import UNITS, Defines, Resources, compile_unit, row_defines
@@ -39,6 +39,7 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     yield "index_select", ()
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
         yield from (("attend_rows", hopper_defines(kind)) for kind in ("bfloat16", "fp8"))
+        yield from (("prompt_index", prompt_index.defines_of(heads)) for heads in prompt_index.HEADS)
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
     yield from (("index_scores", indexer.defines(int(arch.removeprefix("sm_")))) for indexer in INDEXERS)
     clusters = int(arch.removeprefix("sm_")) >= 10 * CLUSTERS_SINCE[0]

@@ -16,6 +16,7 @@ import trio
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from basics.request_states import WAITING
 from metrics.coordinator_totals import COORDINATOR_METRICS, JOURNAL_METRICS, WAIT_METRICS
 from metrics.exporter import Health
 from metrics.families import Metric, counter, families, gauge
@@ -125,17 +126,13 @@ def _tokens_of_floors(workers: Sequence[WorkerRow]) -> dict[tuple[str, str], flo
     return {(name, "chosen"): it for name, it in now.items()} | {(name, "best"): it for name, it in best.items()}
 
 
-#: States of a request that waits for a place on a worker: WAITING of coordinator.scheduling.lifecycle.
-WAITING_STATES: Final = ("QUEUED", "PREFILLED", "RETRACTED")
-
-
 def _waiting(view: CoordinatorView) -> int:
     """Held requests wait for an operator, not for capacity; they are RETRACTED or on their way to it."""
-    return max(0, sum(view.requests.get(state, 0) for state in WAITING_STATES) - view.held)
+    return max(0, sum(view.requests.get(state, 0) for state in WAITING) - view.held)
 
 
 def _running(view: CoordinatorView) -> int:
-    return sum(count for state, count in view.requests.items() if state not in WAITING_STATES)
+    return sum(count for state, count in view.requests.items() if state not in WAITING)
 
 
 def _kv_use(view: CoordinatorView) -> float:

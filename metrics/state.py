@@ -29,6 +29,8 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from basics.tracing.spans import SpanCounters
+
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -285,20 +287,6 @@ class LinkCounters:
     reports: int = 0
     replayed_reports: int = 0
     epochs: int = 0
-
-
-@dataclass(slots=True)
-class SpanCounters:
-    """Spans of traces. `dropped` is the loop's, found no room in the queue; the others are the sending thread's."""
-
-    exported: int = 0
-    failed: int = 0  # the receiver did not take them
-    dropped: int = 0
-    waiting: int = 0  # in the queue
-
-    @property
-    def by_outcome(self) -> dict[str, int]:
-        return {"exported": self.exported, "failed": self.failed, "dropped": self.dropped}
 
 
 @dataclass(slots=True)

@@ -321,9 +321,7 @@ def _convert(section: str, field: str, value: object, origin: str) -> object:
     try:
         return msgspec.convert(parsed, kind, strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"expected {_TYPE_NAMES.get(kind, 'a list of whole numbers')}",
-            field=f"{section}.{field}",
-            value=value,
-            remedy=f"correct it in {origin}",
-        ) from error
+        expected, remedy = _TYPE_NAMES.get(kind, "a list of whole numbers"), f"correct it in {origin}"
+        if kind not in _TYPE_NAMES:
+            remedy = f"write it as {'256,512' if isinstance(value, str) else '[256, 512]'} in {origin}"
+        raise ConfigError(f"expected {expected}", field=f"{section}.{field}", value=value, remedy=remedy) from error

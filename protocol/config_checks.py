@@ -422,6 +422,7 @@ def _http(config: Config) -> Iterator[SettingCheck]:
     yield from _cors(http)
     yield _between("http.port", http.port, 0, PORT_MAX)
     yield _at_least("http.requests_max", http.requests_max, 1)
+    yield _positive("http.idle_s", http.idle_s)
     yield _at_least("http.worker_wait_s", http.worker_wait_s, 0)
     yield _at_least("http.reattach_grace_s", http.reattach_grace_s, 0)
     yield _port("http.metrics_port", http.metrics_port)

@@ -116,8 +116,8 @@ class Sampling(Part, frozen=True):
     """How tokens are chosen and when a request ends.
 
     `temperature` 0 is greedy. A counter-based generator takes `seed` and the position, so a resumed or replayed request
-    draws the same numbers. `stop` strings end the output before their first occurrence. `max_tokens` counts generated
-    tokens.
+    draws the same numbers. `stop` strings end the output before their first occurrence that is completed behind
+    `min_tokens` generated tokens, and take none of these away. `max_tokens` counts generated tokens.
 
     Logits are adjusted in this order (that of vLLM): ends are barred below `min_tokens` generated tokens; `logit_bias`
     (token, bias) is added; `repetition_penalty` divides positive and multiplies negative logits of tokens of prompt and
@@ -555,7 +555,7 @@ class Ended(Message, frozen=True, tag="ended"):
 class RequestRow(Part, frozen=True):
     """State of one request. `worker` is empty while it has none.
 
-    `reason` is why it is in `state`. `waits_for` is the kind of what it waits for (coordinator/scheduling/pending.py),
+    `reason` is why it is in `state`. `waits_for` is the kind of what it waits for (basics/request_states.py),
     and `reason` says then what that is; empty: it waits for nothing.
     """
 

@@ -149,6 +149,7 @@ class HttpSettings(Settings, frozen=True):
     cors_origins: str = ""  # origins of web pages that may read answers, comma-separated, or *; empty: none
     page: bool = True  # a chat page for people at /; its requests take an API key as others do
     requests_max: int = 256  # requests served at the same time; further ones get 429
+    idle_s: float = 120.0  # a connection is closed after this long without a request; longer than proxies keep theirs
     worker_wait_s: float = 30.0  # while no worker can take it, a request waits this long; then it gets 503
     reattach_grace_s: float = 10.0  # a request of the client's own id outlives its connection this long
     metrics_host: str = "127.0.0.1"  # address of the metrics page

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from protocol.errors import ConfigError
+from protocol.git_lfs import LFS_POINTER, lfs_pointer
 
 #: Of a file, unless the caller sets another bound.
 FILE_BYTES_MAX: Final = 1024 * 1024
@@ -51,6 +52,8 @@ def read_small_file(
     with open_regular(path, field, follows_links=follows_links, remedy=remedy) as file:
         mode = os.fstat(file.fileno()).st_mode
         data = file.read(bytes_max + 1)
+    if data.startswith(LFS_POINTER):
+        raise lfs_pointer(field, path)
     if len(data) > bytes_max:
         raise _refusal(f"more than {bytes_max} bytes", field, path, "is it the file that was meant?")
     return data, mode

@@ -11,6 +11,10 @@ Published tokens cannot be taken back, so tokens that may be part of a stop stri
 of the decided text that begins a stop string; held is every token after the last border at or before the start of S.
 When a stop string starts inside a token, the text between the last published token and it travels as `tail_text`.
 
+With `min_tokens` an output has so many tokens before a stop string ends it, and goes on to the first border from there
+on. Up to that border nothing is held and no stop string counts. One that is completed behind it counts wherever it
+starts, and takes back nothing that was published before it.
+
 Without stop strings nothing is held.
 """
 
@@ -298,18 +302,19 @@ class StopState:
 class StopMatcher:
     """Finds stop strings in one output. Push every generated token, those of earlier placements included.
 
-    Keeps decided text back to the last publishable border.
+    Keeps decided text back to the last publishable border, and to where a stop string may have begun.
     """
 
-    def __init__(self, stops: Sequence[str], detokenizer: Detokenizer) -> None:
+    def __init__(self, stops: Sequence[str], detokenizer: Detokenizer, min_tokens: int = 0) -> None:
         """`detokenizer` must not decode another output. Raises ValueError for an empty stop string."""
         if not all(stops):
             raise ValueError("a stop string must have at least one character")
         self._stops = tuple(stops)
         self._detokenizer = detokenizer
         self._longest = max(map(len, stops), default=0)
+        self._min_tokens = min_tokens
         self._tokens = 0
-        self._window = ""  # decided text from character _window_start on, the last publishable border
+        self._window = ""  # decided text from character _window_start on
         self._window_start = 0
         self._borders = [(0, 0)]  # (characters, tokens), the first of them publishable
         self._state = StopState(0)
@@ -329,12 +334,14 @@ class StopMatcher:
         self._window += self._detokenizer.push((token,))
         if not self._detokenizer.pending or self._tokens - self._borders[-1][1] >= PENDING_TOKENS_MAX:
             self._borders.append((self._window_start + len(self._window), self._tokens))
-        start = self._first_stop(decided)
+        counts = self._borders[0][1] >= self._min_tokens
+        start = self._first_stop(decided) if counts else None
         if start is not None:
             border = self._border(start)
             return StopState(border[1], True, self._window[border[0] - self._window_start : start - self._window_start])
-        publishable = self._border(self._window_start + len(self._window) - self._held_characters())
-        self._forget(publishable)
+        held = self._window_start + len(self._window) - self._held_characters()
+        publishable = self._border(held) if counts else self._borders[-1]
+        self._forget(publishable, min(publishable[0], held))
         return StopState(publishable[1])
 
     def _first_stop(self, decided: int) -> int | None:
@@ -356,11 +363,11 @@ class StopMatcher:
         return 0
 
     def _border(self, characters: int) -> tuple[int, int]:
-        """The last border at or before `characters`."""
-        return self._borders[bisect_right(self._borders, (characters, self._tokens)) - 1]
+        """The last border at or before `characters`, or the publishable one where that is later."""
+        return self._borders[max(0, bisect_right(self._borders, (characters, self._tokens)) - 1)]
 
-    def _forget(self, publishable: tuple[int, int]) -> None:
-        """Drop the text before the publishable border: no stop string can start there."""
+    def _forget(self, publishable: tuple[int, int], start: int) -> None:
+        """Drop borders before the publishable one, and the text before `start`: no stop string can begin there."""
         self._borders = [border for border in self._borders if border >= publishable]
-        self._window = self._window[publishable[0] - self._window_start :]
-        self._window_start = publishable[0]
+        self._window = self._window[start - self._window_start :]
+        self._window_start = start

@@ -40,7 +40,7 @@ class TokenizerFile:
 def read_tokenizer(path: str | Path) -> TokenizerFile:
     """The tokenizer of a checkpoint directory, with its chat template; kind "bytes" when it has no tokenizer.json.
 
-    Raises ConfigError when a file cannot be read.
+    Raises ConfigError when a file cannot be read, or the template cannot be compiled.
     """
     file = Path(path) / "tokenizer.json"
     if not os.path.lexists(file):
@@ -54,15 +54,26 @@ def _chat_template(path: Path) -> str:
     config = read_json_object(settings, FIELD) if os.path.lexists(settings) else {}
     try:
         if os.path.lexists(file):
-            return _bindings(config) + read_small_file(file, FIELD)[0].decode()
+            return _bindings(config) + _compilable(read_small_file(file, FIELD)[0].decode(), file)
         template = config.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {it["name"]: it["template"] for it in template}.get("default")
-        return _bindings(config) + template if isinstance(template, str) else ""
+        return _bindings(config) + _compilable(template, settings) if isinstance(template, str) else ""
     except UnicodeDecodeError as error:
         raise _refusal("is not text", file) from error
     except (TypeError, KeyError) as error:
         raise _refusal("chat_template or a special token has a form that is not known", settings) from error
+
+
+def _compilable(template: str, file: Path) -> str:
+    """`template` itself. Raises ConfigError."""
+    from protocol.chat_templates import compiled  # Jinja, which clients of tokenizers need not have
+
+    try:
+        compiled(template)
+    except ConfigError as error:
+        raise _refusal(error.message, file) from error
+    return template
 
 
 def _refusal(message: str, file: Path) -> ConfigError:

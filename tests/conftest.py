@@ -137,3 +137,11 @@ def agents_cluster(run_dir: Path) -> Iterator[Standing]:
 
     with standing(run_dir, AGENTS) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def published_cluster(run_dir: Path) -> Iterator[Standing]:
+    from tests.support.standing import PUBLISHED, standing
+
+    with standing(run_dir, PUBLISHED) as cluster:
+        yield cluster

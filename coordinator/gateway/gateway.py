@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import trio
 from msgspec.structs import replace
 
+from basics.request_checks import check_priority
 from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped
@@ -29,7 +30,6 @@ from coordinator.listener.rate_limiter import SENDERS_MAX, RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.rooms import RoomUse
 from coordinator.scheduling.api import SchedulerApi
-from coordinator.scheduling.validation import check_priority
 from coordinator.shares import check_share
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters

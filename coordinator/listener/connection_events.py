@@ -21,8 +21,9 @@ import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from basics.process_memory import resident_bytes
 from coordinator.listener.connection_tracker import ConnectionTracker
-from coordinator.listener.received_bytes import ByteCounter, resident_bytes
+from coordinator.listener.received_bytes import ByteCounter
 from coordinator.listener.unfinished import UnfinishedMessages
 from protocol.transport.monitor import end_connection, monitor_of
 from protocol.transport.watched import Watched

@@ -11,8 +11,9 @@ from typing import Final
 
 import trio
 
+from basics.token_bucket import cost_of
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.rate_limiter import RateLimiter, RateVerdict, cost_of
+from coordinator.listener.rate_limiter import RateLimiter, RateVerdict
 from coordinator.listener.router import Received, RouterSocket
 from protocol.errors import CapacityError, HiSparseError
 

@@ -1,4 +1,4 @@
-"""What libzmq has read from a connection, as the kernel counts it, and the memory of the process.
+"""What libzmq has read from a connection, as the kernel counts it.
 
     tcp     TCP_INFO: bytes received since the connection began, less those that wait in the kernel
     ipc     SO_PEEK_OFF: the kernel lowers this offset, which serves MSG_PEEK alone, by each byte that is read
@@ -8,9 +8,7 @@ An ipc connection is counted from the moment that its accept is noticed; what li
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
-import functools
 import os
 import socket
 import struct
@@ -25,12 +23,6 @@ OFFSET_MAX: Final = (1 << 31) - 1
 OFFSET_MIN: Final = 1 << 30
 #: Place of tcpi_bytes_received in struct tcp_info.
 RECEIVED_AT: Final = 128
-
-MAPPED_BYTES_MIN: Final = 128 * 1024
-#: Of mallopt(3).
-M_MMAP_THRESHOLD: Final = -3
-
-PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class ByteCounter:
@@ -78,28 +70,3 @@ class ByteCounter:
             connection.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, OFFSET_MAX)
             self._offset = connection.getsockopt(socket.SOL_SOCKET, SO_PEEK_OFF)  # a read may have come between
         return max(arrived, 0)
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(os.pread(_statm(os.getpid()), 128, 0).split()[1]) * PAGE_BYTES
-
-
-@functools.cache
-def _statm(pid: int) -> int:
-    """A descriptor that is read again and again."""
-    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def map_large_buffers() -> None:
-    """Have glibc map buffers from MAPPED_BYTES_MIN on and unmap them when they are freed. By itself it learns from each
-    large buffer that is freed to keep the next ones, up to 32 MiB; `return_memory` then has to find them. At the start
-    of the process; other C libraries are left as they are."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN)
-
-
-def return_memory() -> None:
-    """Have glibc return its free memory to the system, so that `resident_bytes` shows what is in use."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

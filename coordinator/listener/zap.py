@@ -23,8 +23,9 @@ import trio
 import zmq
 from zmq.utils import z85
 
+from basics.token_bucket import TokenBuckets
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.rate_limiter import RateLimiter, RateVerdict
+from coordinator.listener.rate_limiter import SENDERS_MAX
 from coordinator.listener.router import ZAP_ENDPOINT
 from protocol.transport.keys import AllowedKey
 from protocol.transport.watched import Watched, context_of
@@ -51,15 +52,14 @@ class AllowList:
         allowed = tuple(allowed)
         self._users = {(key.role, key.public): key.user for key in allowed}
         self._newest = {key.user: key for key in allowed}
-        self._handshakes = RateLimiter(HANDSHAKES_PER_S, HANDSHAKES_BURST)
+        self._handshakes: TokenBuckets[tuple[str, str]] = TokenBuckets(HANDSHAKES_PER_S, HANDSHAKES_BURST, SENDERS_MAX)
 
     def judge(self, role: str, public: str, now: float) -> tuple[ZapAnswer, str]:
         """The answer to a peer with key `public` at the listener of `role`, and its user ("" unless WELCOME)."""
         user = self._users.get((role, public), "")
         if not user:
             return ZapAnswer.REFUSED, ""
-        sender = f"{role} {public}".encode()
-        within_rate = self._handshakes.judge(sender, sender, 1.0, now) is RateVerdict.TAKE
+        within_rate = self._handshakes.take((role, public), 1.0, now)
         return (ZapAnswer.WELCOME, user) if within_rate else (ZapAnswer.PUT_OFF, "")
 
     def replace(self, allowed: Iterable[AllowedKey]) -> frozenset[str]:

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from basics.request_states import POISON_STRIKES
 from coordinator.journal import records as journal
 from coordinator.memory.changes import AddWorker, Extend, Keep, LoseWorker, ProveExit, Release, Reserve, Shrink
 from coordinator.memory.ledger import EpochKey, Ledger
@@ -48,7 +49,7 @@ from coordinator.scheduling.events import (
 )
 from coordinator.scheduling.groups import life_of
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
+from coordinator.scheduling.poison import poison_reason
 from coordinator.scheduling.policy import Policy
 from coordinator.scheduling.prefix_reuse import OFF, PrefixReuse, own_unit
 from protocol.arrays import Int32Array

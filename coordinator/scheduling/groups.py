@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from basics.request_checks import check_name
 from coordinator.scheduling.entries import WorkerEntry
-from coordinator.scheduling.validation import check_name
 from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX, GroupMember, WorkerHello
 

@@ -32,38 +32,7 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Final, TypeAlias
 
-
-class State(StrEnum):
-    QUEUED = "QUEUED"
-    PREFILLING = "PREFILLING"
-    TRANSFERRING = "TRANSFERRING"
-    PREFILLED = "PREFILLED"
-    READY = "READY"
-    RUNNING = "RUNNING"
-    RETRACTING = "RETRACTING"
-    RETRACTED = "RETRACTED"
-    RELEASING = "RELEASING"
-    FINISHED = "FINISHED"
-    ABORTED = "ABORTED"
-    FAILED = "FAILED"
-
-
-WAITING: Final = frozenset({State.QUEUED, State.PREFILLED, State.RETRACTED})
-ACTIVE: Final = frozenset(
-    {State.PREFILLING, State.TRANSFERRING, State.READY, State.RUNNING, State.RETRACTING, State.RELEASING}
-)
-#: An operator can hold a request here, and resume it.
-RESUMABLE: Final = WAITING | {State.RETRACTING}
-TERMINAL: Final = frozenset({State.FINISHED, State.ABORTED, State.FAILED})
-
-
-#: The word for a request that is RETRACTED until an operator resumes it.
-HELD: Final = "HELD"
-
-
-def state_text(state: str, held: bool) -> str:
-    """The state as people read it, in listings and refusals."""
-    return HELD if held and state == State.RETRACTED else state
+from basics.request_states import State
 
 
 class EventKind(StrEnum):

@@ -5,21 +5,6 @@ nothing: it reads what the last plan left behind (`free_memory.PlanOutcome`), th
 it is asked. `unserved` says the same of a request that may be submitted now: it is the rule by which the coordinator
 and the HTTP front are ready.
 
-    HELD        an operator holds it
-    TRANSFER    its rows are on their way to where it will be decoded
-    PAUSED      a transfer failed; the next attempt comes later
-    NO_WORKER   no worker is connected, or none of the node where its kept rows are
-    RECONNECT   every such worker is awaited after a restart of the coordinator
-    DRAINING    every such worker drains
-    GROUP       every such worker is a rank of a group that waits for other ranks
-    ROLE        no worker that takes requests does its part
-    TOO_LARGE   no worker that takes requests could hold it at its longest
-    SUSPECT     a worker died with it, or with those it would join
-    OUTPUT_ROOM the outputs of all requests leave no room for more of its own
-    SEATS, HOST_PAGES, HOT_CHUNKS, INDEX_PAGES, SLAB_PAGES   the first of them that is short
-    BEHIND      a better-ranked request waits for the same workers
-    TURN        nothing keeps it: the Scheduler's next turn will admit it
-
 History. `due` gives the requests whose history gains a line: asked once a tick, at most NOTES_MAX of them, each kind
 once per wait. A wait that is over within a tick gains none, and thousands of waiting requests cost nothing per turn.
 """
@@ -28,12 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
+from basics.request_states import PendingKind
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.groups import ranks_text
@@ -50,28 +35,6 @@ NOTES_MAX: Final = 256
 NAMES_MAX: Final = 4
 
 
-class PendingKind(StrEnum):
-    HELD = "held"
-    TRANSFER = "transfer"
-    PAUSED = "paused"
-    NO_WORKER = "no_worker"
-    RECONNECT = "reconnect"
-    DRAINING = "draining"
-    GROUP = "group"
-    ROLE = "role"
-    TOO_LARGE = "too_large"
-    SUSPECT = "suspect"
-    OUTPUT_ROOM = "output_room"
-    SEATS = "seats"
-    HOST_PAGES = "host_pages"
-    HOT_CHUNKS = "hot_chunks"
-    INDEX_PAGES = "index_pages"
-    SLAB_PAGES = "slab_pages"
-    PREFIX = "prefix"
-    BEHIND = "behind"
-    TURN = "turn"
-
-
 #: Kinds of memory, in the order in which the first that is short is named: fields of sizing.Memory.
 _MEMORY: Final = tuple(
     (kind, kind.value)
@@ -82,19 +45,6 @@ _MEMORY: Final = tuple(
         PendingKind.INDEX_PAGES,
         PendingKind.SLAB_PAGES,
     )
-)
-
-
-#: Waits that no connected worker can end.
-UNSERVED: Final = frozenset(
-    {
-        PendingKind.NO_WORKER,
-        PendingKind.RECONNECT,
-        PendingKind.DRAINING,
-        PendingKind.GROUP,
-        PendingKind.ROLE,
-        PendingKind.TOO_LARGE,
-    }
 )
 
 

@@ -32,14 +32,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
+from basics.request_states import POISON_STRIKES
 from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.groups import GroupLife
 
 #: Strikes from which a request is kept apart from other suspects and from newcomers.
 SUSPECT_STRIKES: Final = 2
-#: Strikes at which it is failed.
-POISON_STRIKES: Final = 6
 #: Epochs that went down without proof whose passengers are remembered.
 LOSSES_MAX: Final = 1_024
 #: Lives of groups that have ended, and whose later deaths strike none.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from basics.request_states import POISON_STRIKES
 from coordinator.journal import records as journal
 from coordinator.journal.ledger_image import epochs_of
 from coordinator.journal.state import JournalState, RequestRecord
@@ -34,7 +35,7 @@ from coordinator.scheduling.entries import InboundTransfer, RequestEntry, Worker
 from coordinator.scheduling.events import AddressedOrder, Ending, WorkerLost, WorkerPort
 from coordinator.scheduling.groups import GroupLife
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.poison import POISON_STRIKES, poison_reason
+from coordinator.scheduling.poison import poison_reason
 from coordinator.scheduling.prefix_reuse import own_unit
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import LiveRequest, RequestTable

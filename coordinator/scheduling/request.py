@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 from msgspec import structs
 
+from basics.request_states import State
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import RequestEnded, RequestFacts
@@ -27,7 +28,6 @@ from coordinator.scheduling.events import (
     RequestOrder,
     WorkerPort,
 )
-from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.request_state import (
     Action,
     IllegalEventError,

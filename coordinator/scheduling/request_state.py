@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from basics.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State, state_text
 from coordinator.journal.records import RequestFacts, RequestOrdered
 from coordinator.journal.state import no_order
 from coordinator.scheduling.events import (
@@ -29,22 +30,16 @@ from coordinator.scheduling.events import (
     WorkerLost,
 )
 from coordinator.scheduling.lifecycle import (
-    ACTIVE,
     BY_WORKER,
     HAND_ON,
     OF_PLACEMENT,
     OUTCOME,
-    RESUMABLE,
     SAME,
-    TERMINAL,
     TRANSITIONS,
     WAIT,
-    WAITING,
     EventKind,
     Resolve,
-    State,
     Target,
-    state_text,
 )
 from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
+from basics.request_states import WAITING, State
 from coordinator.journal.records import RequestFacts, digest_of, with_named_grammar
 from coordinator.rooms import RoomUse
 from coordinator.scheduling.entries import RequestEntry
-from coordinator.scheduling.lifecycle import WAITING, State
 from coordinator.scheduling.pending import PendingReason, PendingReasons
 from coordinator.scheduling.prompt_waits import PromptWaits
 from coordinator.scheduling.request_state import HISTORY_LINES_MAX, RequestState

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from basics.request_states import TERMINAL
 from coordinator.actor import Level, Supervisor
 from coordinator.journal.journal import Commit, Journal
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestsForgotten, digest_of, kept_facts
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch
 from coordinator.scheduling.events import Handle, Listener, WorkerPort
-from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.request import BeginTrace, Request, ToScheduler
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import LiveRequest, RequestTable

@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-from coordinator.scheduling.lifecycle import ACTIVE, WAITING, State
+from basics.request_states import ACTIVE, WAITING, State
 
 
 class WaitFor(Enum):

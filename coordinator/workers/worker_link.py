@@ -31,6 +31,7 @@ from typing import Final
 import numpy as np
 import trio
 
+from basics.processes import Process, has_ended, process_of, wait_exit
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import WorkerJoined
 from coordinator.listener.dropped import Dropped
@@ -42,7 +43,6 @@ from coordinator.scheduling.events import WorkerPort
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.command_sender import CommandSender
 from coordinator.workers.epoch_link import WorkerLink
-from coordinator.workers.processes import Process, has_ended, process_of, wait_exit
 from coordinator.workers.report_acks import ReportAcks
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_epoch import Arrival

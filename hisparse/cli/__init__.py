@@ -28,7 +28,7 @@ from hisparse.cli import (
     top,
     workers,
 )
-from hisparse.console.options import RootGroup, exit_code_lines, show_version
+from hisparse.console.options import RootGroup, common_options, exit_code_lines, show_version
 
 
 def _root() -> RootGroup:
@@ -44,7 +44,8 @@ def _root() -> RootGroup:
                 expose_value=False,
                 callback=show_version,
                 help="Show the version.",
-            )
+            ),
+            *common_options(),
         ],
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )

@@ -40,7 +40,7 @@ def requests(
     since the submission, of an ended request until its end. REUSED counts prompt tokens that were not computed.
     HELD is RETRACTED until `hisparse resume`. A narrow terminal shows fewer columns; -o json has all.
     """
-    from coordinator.scheduling.lifecycle import HELD, TERMINAL, state_text
+    from basics.request_states import HELD, TERMINAL, state_text
     from hisparse.console.output import duration_text, hot_text, note, rate_text
     from hisparse.console.rows import hit_share
     from hisparse.console.table import Column
@@ -89,7 +89,7 @@ def _shown(rows: Sequence[RequestRow], limit: int, ended_max: int, *, truncated:
 
     `truncated`: the coordinator left out rows that would follow.
     """
-    from coordinator.scheduling.lifecycle import TERMINAL
+    from basics.request_states import TERMINAL
 
     live = [row for row in rows if row.state not in TERMINAL]
     ended = rows[len(live) :]
@@ -103,7 +103,7 @@ def _shown(rows: Sequence[RequestRow], limit: int, ended_max: int, *, truncated:
 
 
 def _states(words: Iterable[str]) -> set[str]:
-    from coordinator.scheduling.lifecycle import HELD, State
+    from basics.request_states import HELD, State
 
     wanted = {word.upper() for word in words}
     if unknown := sorted(wanted - {*State, HELD}):
@@ -128,7 +128,7 @@ def request(config: Config, request_id: str, output: str) -> None:
 def _history_lines(detail: RequestDetail) -> Iterator[str]:
     from datetime import datetime
 
-    from coordinator.scheduling.lifecycle import TERMINAL, state_text
+    from basics.request_states import TERMINAL, state_text
     from hisparse.console.output import duration_text, hot_text, rate_text, times_text
     from hisparse.console.rows import count_text, draft_share, swap_text
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import trio
 
-from coordinator.scheduling.lifecycle import TERMINAL
+from basics.request_states import TERMINAL
 from hisparse.client.client import Client, run_client
 from hisparse.client.token_stream import TokenStream
 from hisparse.client.tokenizer_cache import fetch_tokenizer

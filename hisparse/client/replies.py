@@ -10,7 +10,7 @@ import msgspec
 import outcome
 import trio
 
-from coordinator.scheduling.validation import SEED_MAX
+from basics.request_checks import SEED_MAX
 from protocol import messages
 from protocol.errors import BY_CODE, BadInput, HiSparseError, InternalError, NotAllowed, ProtocolError
 from protocol.messages import PRIORITY_MAX, GatewayMessage

@@ -22,7 +22,7 @@ from typing import Final
 
 import trio
 
-import coordinator
+import hisparse
 from protocol.config import ENVIRONMENT_PREFIX
 from protocol.errors import InternalError, Unavailable
 
@@ -50,7 +50,7 @@ def child_environ() -> dict[str, str]:
     The working directory is not on the child's path: a `kernels/` there would hide the package of that name.
     """
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
-    root = str(Path(coordinator.__file__).resolve().parents[1])
+    root = str(Path(hisparse.__file__).resolve().parents[1])
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH", ""))))
     environ["PYTHONSAFEPATH"] = "1"
     return environ

@@ -34,7 +34,7 @@ from typing import Final, Protocol
 
 import trio
 
-from coordinator.scheduling.poison import POISON_STRIKES
+from basics.request_states import POISON_STRIKES
 from hisparse.client.client import Client, open_client
 from hisparse.cluster.children import Child, exit_text
 from hisparse.cluster.group_end import RankEnd, blamed, end_text, follow_limit_s, is_wanted

@@ -8,7 +8,7 @@ from typing import Final
 
 import trio
 
-from coordinator.scheduling.lifecycle import TERMINAL
+from basics.request_states import TERMINAL
 from hisparse.client.client import Client
 from protocol.config import default_journal
 from protocol.errors import ConfigError, Unavailable

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 import traceback
@@ -82,14 +83,25 @@ class RootGroup(click.Group):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
-        with formatter.section("Options of every command, after its name"):
+        with formatter.section("Options of every command, before or after its name"):
             formatter.write_dl(common_option_lines())
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Resolve as click does. Raises UsageError for common options before a command that takes none."""
+        name, command, rest = super().resolve_command(ctx, args)
+        given = [option.opts[0] for option in self.params if option.name in COMMON and ctx.params.get(option.name)]
+        if given and command is not None and not _takes_common_options(command):
+            raise click.UsageError(f"{name} takes no {' or '.join(given)}", ctx)
+        return name, command, rest
 
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
     ) -> Any:
         """As click's. With `standalone_mode` off, errors are raised."""
         try:
+            _replace_unprintable()
             check_packages()
             result = super().main(args, standalone_mode=False, **extra)
             sys.stdout.flush()
@@ -100,6 +112,12 @@ class RootGroup(click.Group):
         if standalone_mode:
             sys.exit(result if isinstance(result, int) else 0)
         return result
+
+
+def _replace_unprintable() -> None:
+    """Let stdout take text of any language: what its encoding lacks becomes a question mark."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def fail(error: BaseException) -> NoReturn:
@@ -192,6 +210,8 @@ EVERYWHERE: Final = (
 CONFIG_HELP: Final = "TOML file; default $HISPARSE_CONFIG."
 ASSIGNMENT: Final = "SECTION.FIELD=VALUE"
 ASSIGNMENT_HELP: Final = "Any setting; repeatable. A setting's flag, where it has one, takes precedence."
+#: Names of the parameters of the options of every command.
+COMMON: Final = ("config_path", "assignments", *(setting.parameter for setting in EVERYWHERE))
 #: Stands below the help of each command that takes the common options.
 COMMON_HINT: Final = "Options of every command, such as --runtime-dir and --config: hisparse --help"
 
@@ -202,11 +222,38 @@ def common_option_lines() -> list[tuple[str, str]]:
     return lines + [(it.flag if it.is_flag else f"{it.flag} VALUE", meanings()[it.name]) for it in EVERYWHERE]
 
 
+def common_options() -> list[click.Parameter]:
+    """The options of every command, for `hisparse` itself: they may stand before the name of a command."""
+    return click.command()(_with_common_options(lambda: None)).params
+
+
+def _with_common_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for setting in reversed(EVERYWHERE):
+        command = _setting_option(setting, hidden=True)(command)
+    command = click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        callback=_assignments,
+        metavar=ASSIGNMENT,
+        help=ASSIGNMENT_HELP,
+        hidden=True,
+    )(command)
+    return click.option("--config", "config_path", metavar="FILE", help=CONFIG_HELP, hidden=True)(command)
+
+
+def _takes_common_options(command: click.Command) -> bool:
+    """Return whether `command`, or one below it, has a common option."""
+    if isinstance(command, click.Group):
+        return any(map(_takes_common_options, command.commands.values()))
+    return any(parameter.name in COMMON for parameter in command.params)
+
+
 def _point_to_common_options(command: click.Command) -> None:
     if isinstance(command, click.Group):
         for inner in command.commands.values():
             _point_to_common_options(inner)
-    elif any(parameter.name == "config_path" for parameter in command.params):
+    elif _takes_common_options(command):
         command.epilog = COMMON_HINT
 
 
@@ -223,28 +270,23 @@ def with_config(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(*args: Any, config_path: str | None, assignments: Sequence[tuple[str, str]], **kwargs: Any) -> Any:
+            before = click.get_current_context().find_root().params  # the command's name
             given = {setting.name: kwargs.pop(setting.parameter) for setting in chosen}
-            flags = dict(assignments) | {name: value for name, value in given.items() if value is not None}
+            in_front = {setting.name: before.get(setting.parameter) for setting in EVERYWHERE}
+            given |= {name: value for name, value in in_front.items() if given[name] is None}
+            flags = dict((*before.get("assignments", ()), *assignments))
+            flags |= {name: value for name, value in given.items() if value is not None}
             for option, values in (implied or {}).items():
                 flags |= values if kwargs[option] is not None else {}
             from protocol.config import load_with_origins
 
-            config, found = load_with_origins(config_path, flags=flags)
+            config, found = load_with_origins(config_path or before.get("config_path"), flags=flags)
             return function(*args, config=config, **({"origins": found} if origins else {}), **kwargs)
 
         command: Callable[..., Any] = wrapper
-        for setting in reversed(chosen):
-            command = _setting_option(setting, hidden=setting in EVERYWHERE)(command)
-        command = click.option(
-            "--set",
-            "assignments",
-            multiple=True,
-            callback=_assignments,
-            metavar=ASSIGNMENT,
-            help=ASSIGNMENT_HELP,
-            hidden=True,
-        )(command)
-        return click.option("--config", "config_path", metavar="FILE", help=CONFIG_HELP, hidden=True)(command)
+        for setting in reversed(settings):
+            command = _setting_option(setting, hidden=False)(command)
+        return _with_common_options(command)
 
     return decorate
 

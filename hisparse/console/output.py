@@ -52,7 +52,9 @@ def plain(value: object) -> Any:
 
 
 def write_json(value: object) -> None:
-    write_line(json.dumps(value, ensure_ascii=False))
+    """Print `value` on a line, with escapes where stdout cannot take all characters."""
+    takes_all = (sys.stdout.encoding or "").lower().startswith("utf")
+    write_line(json.dumps(value, ensure_ascii=not takes_all))
 
 
 def write_line(text: str) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import coordinator
+import hisparse
 from hisparse.cluster.children import Child, child_environ, exit_text, stop_children
 from hisparse.demo.plan import DemoOptions, PromptSource, memory_for
 from protocol.config import HostFacts, build
@@ -34,7 +34,7 @@ VALUE_BYTES: Final = 4  # float32, as in the model library's run
 
 def read_sources(paths: Sequence[Path]) -> list[PromptSource]:
     """Texts of `paths` (files, or directories with text files below); without paths, source files of hisparse."""
-    root = Path(coordinator.__file__).resolve().parents[1]
+    root = Path(hisparse.__file__).resolve().parents[1]
     files = [file for path in paths for file in _text_files(path)] if paths else _own_files(root)
     return [PromptSource(_name(file, root), _text(file)) for file in files]
 

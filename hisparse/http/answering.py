@@ -12,14 +12,14 @@ from typing import Final
 
 import trio
 
-from coordinator.scheduling.validation import check_name
+from basics.request_checks import check_name
 from hisparse.http.apis.asks import Ask, Served, ask_of
 from hisparse.http.apis.body import read_body
 from hisparse.http.apis.generation import Generation
 from hisparse.http.apis.known import Api
 from hisparse.http.apis.large_bodies import LargeBodies
 from hisparse.http.apis.logprobs import ToldTokens
-from hisparse.http.apis.openai.answers import Answer, Transcript
+from hisparse.http.apis.transcript import Answer, Transcript
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.models.formats.replies import Piece
@@ -29,13 +29,13 @@ from hisparse.http.outputs import FollowedOutput, FollowedOutputs
 from hisparse.http.server.api_keys import OWNER_CHARS, KeyOwner
 from hisparse.http.server.body_reader import BodyReader, in_thread
 from hisparse.http.server.exchange import HttpExchange
-from hisparse.http.server.turns import Turns
+from hisparse.http.server.fairness.turns import Turns
+from hisparse.http.server.identities import IDEMPOTENCY_KEY
 from metrics.state import HttpCounters
 from protocol.errors import BadInput, CapacityError, HiSparseError, Unavailable
 from protocol.logs import fields, logger
 from protocol.messages import NAME_CHARS_MAX
 from protocol.settings import HttpSettings
-from protocol.text import Tokenizer
 
 #: Longest id of a client's choice, so that its owner and the numbers of its samples still fit.
 ID_CHARS_MAX: Final = NAME_CHARS_MAX - len("-999") - len(".") - OWNER_CHARS
@@ -78,7 +78,7 @@ class Answering:
     async def answer(self, exchange: HttpExchange, key: KeyOwner, api: Api) -> None:
         """Raises HiSparseError for what is refused, or goes wrong before an answer has begun."""
         began, owner = trio.current_time(), key.name
-        chosen = exchange.header("x-request-id")
+        chosen = exchange.header(IDEMPOTENCY_KEY)
         _check_id(chosen)
         ask_id = chosen or api.prefix + uuid.uuid4().hex
         served = await self._link.served()
@@ -101,16 +101,17 @@ class Answering:
             ask = ask.without_prompts()
             for output in outputs:
                 await _accepted(output, api.prompt)
-            transcripts = [_transcript(ask, served.tokenizer) for _ in outputs]
+            exchange.identify(ask_id, outputs[0].choice.request_id)
+            transcripts = [_transcript(ask, served) for _ in outputs]
             answer = api.answer(ask, await self._created(outputs[0], chosen))
             begun = partial(self._until_served, outputs) if ask.stream else partial(_all_finished, outputs)
             await self._bounded(outputs, begun)
             how = _stream if ask.stream else _whole
-            await how(exchange, answer, outputs, transcripts, {"x-request-id": ask_id})
+            await how(exchange, answer, outputs, transcripts)
         self._counters.answer_s.observe(trio.current_time() - began)
         tokens = sum(transcript.tokens for transcript in transcripts)
-        told = fields(id=ask_id, path=exchange.path, prompt_tokens=ask.prompt_tokens, tokens=tokens)
-        log.info("answered", extra=told)
+        told = {"id": ask_id, "path": exchange.path, "prompt_tokens": ask.prompt_tokens, "tokens": tokens}
+        log.info("answered", extra=fields(**told, **exchange.logged_ids))
 
     async def _with_grammar(self, ask: Ask, served: Served, owner: str) -> Ask:
         """Raises BadInput for a form that no grammar can be built of. No body that is read waits for one."""
@@ -180,9 +181,9 @@ def _read(
     return ask_of_body(read_body(data, api.body).generation())
 
 
-def _transcript(ask: Ask, tokenizer: Tokenizer) -> Transcript:
-    told = ToldTokens(tokenizer) if ask.has_logprobs else None
-    return Transcript(tokenizer.detokenizer(ask.shown), ask.plan, told)
+def _transcript(ask: Ask, served: Served) -> Transcript:
+    told = ToldTokens(served.tokenizer) if ask.has_logprobs else None
+    return Transcript(served.tokenizer.detokenizer(ask.shown), ask.plan, told, served.model.eos_token_ids)
 
 
 async def _accepted(output: FollowedOutput, prompt: str) -> None:
@@ -196,10 +197,10 @@ async def _accepted(output: FollowedOutput, prompt: str) -> None:
 
 
 def _check_id(chosen: str) -> None:
-    check_name("x-request-id", chosen, empty=True)
+    check_name(IDEMPOTENCY_KEY, chosen, empty=True)
     if len(chosen) > ID_CHARS_MAX:
         text = f"longer than {ID_CHARS_MAX} characters"
-        raise BadInput(text, field="x-request-id", value=f"{len(chosen)} characters", remedy="choose a shorter one")
+        raise BadInput(text, field=IDEMPOTENCY_KEY, value=f"{len(chosen)} characters", remedy="choose a shorter one")
 
 
 async def _all_finished(outputs: Sequence[FollowedOutput]) -> None:
@@ -214,7 +215,6 @@ async def _whole(
     answer: Answer,
     outputs: Sequence[FollowedOutput],
     transcripts: Sequence[Transcript],
-    headers: dict[str, str],
 ) -> None:
     said = []
     for output, transcript in zip(outputs, transcripts, strict=True):
@@ -224,7 +224,7 @@ async def _whole(
         said.append([*pieces, *transcript.end(output.ended)])
     whole = partial(answer.whole, said, transcripts)  # log-probabilities may be megabytes
     body = await trio.to_thread.run_sync(whole) if any(it.told for it in transcripts) else whole()
-    await exchange.answer(200, body, headers)
+    await exchange.answer(200, body)
 
 
 async def _stream(
@@ -232,10 +232,9 @@ async def _stream(
     answer: Answer,
     outputs: Sequence[FollowedOutput],
     transcripts: Sequence[Transcript],
-    headers: dict[str, str],
 ) -> None:
     """The status is sent by the time an output goes wrong: a last event says so."""
-    await exchange.open_stream(headers)
+    await exchange.open_stream()
     for opening in answer.opening():
         await exchange.write(opening)
     tell, events = trio.open_memory_channel[bytes | HiSparseError](0)
@@ -271,6 +270,8 @@ async def _narrate(
                     await tell.send(b"".join(told))
             await tell.send(b"".join(answer.last(index, transcript.end(output.ended), transcripts)))
         except HiSparseError as error:
+            if told := answer.delta(index, transcript.break_off(), transcripts):
+                await tell.send(b"".join(told))
             await tell.send(error)
 
 

@@ -137,7 +137,7 @@ def ending_error(ended: Ended) -> HiSparseError:
 
 
 #: What clients call the fields of the coordinator.
-_PARAMS: Final = {"request_id": "x-request-id"}
+_PARAMS: Final = {"request_id": "idempotency-key"}
 #: What is said of an error that is neither the client's nor a matter of load: its own text is for the log.
 _OURS: Final = {
     "config": "the server is set up wrongly, and its log says how",

@@ -49,7 +49,7 @@ from hisparse.http.server.api_keys import NO_OWNER, ApiKeys, KeyOwner
 from hisparse.http.server.body_reader import BodyReader, place_in
 from hisparse.http.server.cors import Cors
 from hisparse.http.server.exchange import BODIES_BYTES_MAX, Channel, HttpExchange
-from hisparse.http.server.shares import Shares
+from hisparse.http.server.fairness.shares import Shares
 from hisparse.http.server.tracing import ServerTracing
 from hisparse.http.server.wire import RequestHead
 from metrics.state import HttpCounters
@@ -163,9 +163,8 @@ class Front:
             await self._dispatch(exchange)
         except HiSparseError as error:
             level = logging.DEBUG if isinstance(error, Unauthorized) else logging.INFO  # strangers fill no log
-            log.log(
-                level, "refused", extra=fields(path=exchange.path[:PATH_CHARS_MAX], code=error.code, reason=str(error))
-            )
+            told = {"path": exchange.path[:PATH_CHARS_MAX], "code": error.code, "reason": str(error)}
+            log.log(level, "refused", extra=fields(**told, **exchange.logged_ids))
             if not exchange.status:
                 body = anthropic_error_body if exchange.path.startswith(ANTHROPIC) else error_body
                 await exchange.refuse(error, body)

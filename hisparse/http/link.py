@@ -14,7 +14,7 @@ from typing import Final
 
 import trio
 
-from coordinator.scheduling.pending import UNSERVED
+from basics.request_states import UNSERVED
 from hisparse.client.client import Client
 from hisparse.client.tokenizer_cache import fetch_tokenizer
 from hisparse.http.apis.asks import Served

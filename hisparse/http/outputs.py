@@ -21,14 +21,14 @@ from typing import Final
 import numpy as np
 import trio
 
-from coordinator.listener.rate_limiter import cost_of
+from basics.token_bucket import TokenBuckets, cost_of
 from hisparse.client.client import Client
 from hisparse.client.connection import ConnectionLost
 from hisparse.client.token_stream import TokenStream
 from hisparse.http.apis.asks import SampleAsk
 from hisparse.http.errors import ending_error
 from hisparse.http.link import CoordinatorLink
-from hisparse.http.server.turns import SubmissionPace, Turns
+from hisparse.http.server.fairness.turns import Turns
 from metrics.state import HttpCounters
 from protocol.arrays import Int32Array
 from protocol.errors import CapacityError, HiSparseError, InternalError, NotFound, WrongState
@@ -162,7 +162,8 @@ class FollowedOutputs:
         rate: tuple[float, float] = (CoordinatorSettings().messages_per_s, CoordinatorSettings().messages_burst),
     ) -> None:
         """`rate` is what the coordinator hears of one peer, in a second and at once."""
-        self._pace = SubmissionPace(*(RATE_SHARE * part for part in rate))
+        per_s, burst = rate
+        self._pace: TokenBuckets[None] = TokenBuckets(RATE_SHARE * per_s, RATE_SHARE * burst, parties_max=1)
         self._nursery = nursery
         self._link = link
         self._counters = counters
@@ -223,7 +224,8 @@ class FollowedOutputs:
         that is every key."""
         async with self._submits.turn(output.owner):
             it = output.choice
-            await self._pace.spend(cost_of(it.prompt.nbytes + len(it.sampling.grammar)))
+            self._pace.spend(None, cost_of(it.prompt.nbytes + len(it.sampling.grammar)), trio.current_time())
+            await trio.sleep_until(self._pace.free_at(None, trio.current_time()))
             stream = await client.submit(
                 it.prompt,
                 it.sampling,

@@ -13,7 +13,8 @@ import trio
 from hisparse.http.apis.request_state import RequestProgress, progress_of
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.server.api_keys import KeyOwner
-from hisparse.http.server.turns import Turns
+from hisparse.http.server.fairness.turns import Turns
+from hisparse.http.server.identities import scoped_id
 from protocol.errors import NotFound
 from protocol.messages import NAME_CHARS_MAX
 
@@ -32,7 +33,7 @@ class ProgressWatch:
     async def of(self, request_id: str, key: KeyOwner) -> RequestProgress:
         """Of a request whose id its client chose: other ids of an owner are not known here. Raises NotFound or
         Unavailable."""
-        known = f"{request_id}.{key.scope}" if key.scope else request_id
+        known = scoped_id(request_id, key.scope)
         if len(known) > NAME_CHARS_MAX:
             raise NotFound("no such request", field="path", value=request_id[:NAME_CHARS_MAX], remedy="check the id")
         async with self._turns.turn(key.name):

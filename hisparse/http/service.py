@@ -23,8 +23,8 @@ from typing import Final
 import msgspec
 import trio
 
-from coordinator import gc_policy
-from coordinator.tracing.sender import SpanSender, open_sender
+from basics import gc_policy
+from basics.tracing.sender import SpanSender, open_sender
 from hisparse.client.client import Client, open_client
 from hisparse.http.front import Front
 from hisparse.http.link import RECONNECT_LIMIT_S, CoordinatorLink
@@ -117,7 +117,7 @@ async def _serve(
             nursery.start_soon(return_free_memory)
             gc_policy.settle()
             most = connections_max(config.http.requests_max)
-            await HttpListener(listener, front.serve, counters, tls, most).run(stopping)
+            await HttpListener(listener, front.serve, counters, tls, most, config.http.idle_s).run(stopping)
             with trio.move_on_after(LAST_ABORTS_S):
                 await outputs.settled()
             nursery.cancel_scope.cancel()

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 import trio
 
-from coordinator.workers.processes import Process, has_ended, wait_exit
+from basics.processes import Process, has_ended, wait_exit
 from hisparse.cluster.children import KILL_LIMIT_S
 from protocol.errors import InternalError
 

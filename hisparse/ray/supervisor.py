@@ -30,7 +30,7 @@ from typing import Final
 import msgspec
 import trio
 
-from coordinator.workers.processes import Process, process_of
+from basics.processes import Process, process_of
 from hisparse.client.client import Client
 from hisparse.client.connection import WELCOME_LIMIT_S
 from hisparse.cluster.children import Child, die_with_parent, stop_children, wait_all

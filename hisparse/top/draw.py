@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 from rich.cells import cell_len
 from rich.text import Text
 
-from coordinator.scheduling.lifecycle import HELD, state_text
+from basics.request_states import HELD, state_text
 from hisparse.console.output import duration_text, hot_text, size_text
 from hisparse.console.rows import draft_share, floor_text, hit_share, predicted_text
 from hisparse.console.table import Column, clean, fit_cell, lay_out

@@ -289,6 +289,32 @@ class IndexTopk(Structure):
     _fields_ = fields(members)
 
 
+class PromptPart(Structure):
+    """Neighbouring rows of a block, of one prompt."""
+
+    members = (
+        ("i32", "first_job", "number of its first job, of those of all parts"),
+        ("i32", "row, tokens", "first row of the block; how many"),
+        ("i32", "seat, start", "position of the first row"),
+    )
+    _fields_ = fields(members)
+
+
+class PromptIndex(Structure):
+    members = (
+        ("State", "state"),
+        ("const u8*", "queries", "[rows, heads, dim + 4]: e4m3 and a scale, as index keys"),
+        ("const float*", "weights", "[rows, heads]"),
+        ("const PromptPart*", "part", "[parts], in order of their jobs"),
+        ("i32*", "topk_out", "[rows, k]"),
+        ("u32*", "keys", "[blocks, 8, 4096]"),
+        ("i32*", "positions", "likewise"),
+        ("float", "scale"),
+        ("i32", "k, group, parts, jobs, unused"),
+    )
+    _fields_ = fields(members)
+
+
 class AttendRows(Structure):
     members = (
         ("const u8*", "rows", "of one layer"),

@@ -50,7 +50,7 @@ def lengths(*roots: object) -> Counter[str]:
     waiting: deque[Any] = deque(roots)
     while waiting:
         it = waiting.popleft()
-        if id(it) in seen or not type(it).__module__.startswith("coordinator."):
+        if id(it) in seen or not type(it).__module__.startswith(("coordinator.", "basics.")):
             continue
         seen.add(id(it))
         for name, value in attributes(it):

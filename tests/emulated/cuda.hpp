@@ -255,6 +255,11 @@ inline unsigned long long min(unsigned long long a, unsigned long long b) { retu
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 
+inline unsigned __float_as_uint(float v) {
+    unsigned bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    return bits;
+}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
@@ -309,6 +314,7 @@ template <class T, class Fold> T reduced(T value, Fold fold) {
 }
 template <class T> T __reduce_add_sync(unsigned, T v) { return reduced(v, [](T a, T b) { return static_cast<T>(a + b); }); }
 template <class T> T __reduce_min_sync(unsigned, T v) { return reduced(v, [](T a, T b) { return a < b ? a : b; }); }
+template <class T> T __reduce_max_sync(unsigned, T v) { return reduced(v, [](T a, T b) { return a > b ? a : b; }); }
 template <class T> T __reduce_or_sync(unsigned, T v) { return reduced(v, [](T a, T b) { return a | b; }); }
 template <class T> T __shfl_up_sync(unsigned, T value, unsigned by) {
     const uint64_t* said = emulated::exchange(value);

@@ -36,6 +36,7 @@ inline void sync_named(int barrier, int threads) { emulated::meet(barrier, stati
 inline void* settled(void* shared) { return shared; }
 inline void let_next_begin() { emulated::may_be_overtaken(); }
 inline void await_last() {}
+inline void count_shared(u32* word) { ++*word; }
 inline void set_bits_if(bool condition, u32* word, u32 bits) { if (condition) *word |= bits; }
 
 // A gate is calls that are wanted, and from 32 bits on bytes: open when it is 0, for good.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.scheduling.validation import SEED_MAX
+from basics.request_checks import SEED_MAX
 from hisparse.cli import main, streaming
 from hisparse.cli.streaming import Follow, attach_and_follow
 from hisparse.console.meanings import meanings
@@ -192,6 +193,27 @@ def test_dedicated_flag_overrides_set() -> None:
     for args in (["--set", "worker.seats=3"], ["--set", "worker.seats=3", "--seats", "4"], ["--seats", "4"]):
         assert CliRunner().invoke(command, args).exit_code == 0
     assert seen == [3, 4, 4]
+
+
+@pytest.mark.parametrize("args", [("requests",), ("prefix", "drop", "p1")])
+def test_common_options_stand_before_the_name_of_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+) -> None:
+    monkeypatch.delenv("HISPARSE_CLUSTER_RUNTIME_DIR", raising=False)
+    for common in (["--runtime-dir", str(tmp_path)], ["--set", f"cluster.runtime_dir={tmp_path}"]):
+        before, behind = run(*common, *args), run(*args, *common)
+        assert str(tmp_path) in before.stderr, "no coordinator is there"
+        assert (before.exit_code, before.stderr) == (behind.exit_code, behind.stderr)
+
+
+def test_common_option_behind_the_name_goes_before_one_in_front(tmp_path: Path) -> None:
+    file = tmp_path / "hisparse.toml"
+    file.write_text("[worker]\nseats = 3\nthreads = 3\n")
+    in_front = ["--config", str(file), "--insecure", "--set", "worker.seats=4", "--set", "http.port=1"]
+    shown = run(*in_front, "config", "show", "--set", "worker.seats=5", "-o", "json")
+    rows = {row["setting"]: row["value"] for row in json.loads(shown.stdout)}
+    assert (rows["worker.seats"], rows["worker.threads"], rows["http.port"]) == (5, 3, 1)
+    assert rows["cluster.insecure"] is True
 
 
 def test_checkpoint_is_overwritten_only_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,6 +569,18 @@ def test_raw_ids_are_sent_and_printed(gateway: FakeGateway) -> None:
     (submit,) = gateway.received
     assert isinstance(submit, messages.Submit)
     assert unpack_int32(submit.prompt, "prompt").tolist() == [1, 2, 300]
+
+
+def test_output_on_an_ascii_terminal_is_replaced(gateway: FakeGateway) -> None:
+    serve_output(gateway, messages.Submit, ["caf\xc3", "\xa9"], tail=" 京")
+    ascii_only = CliRunner(charset="ascii")
+    assert ascii_only.invoke(main, ["submit", "x"]).stdout == "caf? ?\n"
+    as_json = ascii_only.invoke(main, ["submit", "x", "-o", "json"]).stdout
+    assert json.loads(as_json)["text"] == "café 京", "nothing of it is lost"
+    command = [sys.executable, "-m", "hisparse.cli", "submit", "x"]
+    environ = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environ, check=True, timeout=HANG_LIMIT_S)
+    assert (done.stdout, done.stderr) == (b"caf? ?\n", b"")
 
 
 def test_an_output_as_json(gateway: FakeGateway) -> None:

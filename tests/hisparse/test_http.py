@@ -21,10 +21,11 @@ from hisparse.console.options import EXIT_CODES
 from hisparse.http.apis.asks import CHAT_TOKENS_DEFAULT, COMPLETION_TOKENS_DEFAULT, Ask, Served, ask_of
 from hisparse.http.apis.body import NEUTRAL, read_body
 from hisparse.http.apis.decoding import decoded
-from hisparse.http.apis.openai.answers import ChatAnswer, CompletionAnswer, Transcript, text_in
+from hisparse.http.apis.openai.answers import ChatAnswer, CompletionAnswer
 from hisparse.http.apis.openai.chat_bodies import ChatBody
 from hisparse.http.apis.openai.completion_bodies import CompletionBody
 from hisparse.http.apis.prompts import prompts_of, text_ids
+from hisparse.http.apis.transcript import Transcript, text_in
 from hisparse.http.errors import (
     PLACE_CHARS_MAX,
     STATUSES,
@@ -43,9 +44,9 @@ from hisparse.http.models.formats.replies import Text
 from hisparse.http.models.renderers import Renderers
 from hisparse.http.models.templates import render
 from hisparse.http.server.api_keys import KEY_CHARS_MIN, NO_OWNER, ApiKey, ApiKeys, owner_of, parse_keys, read_keys
-from hisparse.http.server.arrears import DEBT_MAX_S, PARTIES_MAX, Arrears
-from hisparse.http.server.shares import Shares
-from hisparse.http.server.turns import PIECE_S, PIECES_MAX, LoopTurns, SubmissionPace, Turns
+from hisparse.http.server.fairness.arrears import DEBT_MAX_S, PARTIES_MAX, Arrears
+from hisparse.http.server.fairness.shares import Shares
+from hisparse.http.server.fairness.turns import PIECE_S, PIECES_MAX, LoopTurns, Turns
 from protocol.errors import (
     BY_CODE,
     BadInput,
@@ -350,20 +351,6 @@ def test_owner_below_its_share_is_never_refused(steps: list[tuple[str, int]]) ->
         assert shares.total == sum(held.values()) <= 9 + 9 // 2 + 9 // 3
 
 
-async def test_a_pace_is_kept_after_its_burst(autojump_clock: trio.testing.MockClock) -> None:
-    pace, began = SubmissionPace(10.0, 20.0), trio.current_time()
-    for _ in range(4):
-        await pace.spend(5.0)
-    assert trio.current_time() == began
-    for _ in range(3):
-        await pace.spend(10.0)
-    assert trio.current_time() - began == pytest.approx(3.0)
-    await trio.sleep(100)
-    again = trio.current_time()
-    await pace.spend(20.0)
-    assert trio.current_time() == again
-
-
 async def test_turns_go_round_by_owner(autojump_clock: trio.testing.MockClock) -> None:
     turns, order = Turns(2, 1), []
 
@@ -443,7 +430,7 @@ async def test_cancelled_party_leaves_its_turn_of_the_loop(autojump_clock: trio.
     with trio.move_on_after(1) as gone:
         await turns.turn("b")
     assert gone.cancelled_caught
-    assert not turns._rota
+    assert not turns._turns._waiting
 
 
 def test_refusals_past_a_burst_slow_down_their_party() -> None:
@@ -527,9 +514,7 @@ def test_a_model_without_a_template_refuses_chats() -> None:
         chat("", messages=said(("user", "x")))
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ messages.__class__.__mro__ }}", "{% unknown %}", "{{ 1 / 0 }}", "{{ messages[0].role.x.y }}"]
-)
+@pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__ }}", "{{ 1 / 0 }}", "{{ messages[0].role.x.y }}"])
 def test_failing_template_is_refused_inside_its_sandbox(template: str) -> None:
     with pytest.raises(BadInput, match="cannot render them"):
         chat(template, messages=said(("user", "x")))
@@ -570,6 +555,17 @@ def test_growing_template_is_ended_and_the_next_is_rendered(template: str) -> No
     assert renderers.render("{{ messages[0].content }}é", spoken, {}, 10_000) == "xé"
     with pytest.raises(BadInput, match="become more than 3 characters"):
         renderers.render("{{ 'xxxx' }}", spoken, {}, 3)
+    renderers.close()
+
+
+@pytest.mark.refuses("ConfigError {} ({})")
+def test_template_that_cannot_be_compiled_is_the_servers_fault() -> None:
+    renderers = Renderers()
+    spoken = [{"role": "user", "content": "x"}]
+    with pytest.raises(ConfigError, match=r"cannot be compiled: line 2: .*'unknown'"):
+        renderers.render("\n{% unknown %}", spoken, {}, 10_000)
+    text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert renderers.render(text, spoken, {}, 10_000) == "x"
     renderers.close()
 
 

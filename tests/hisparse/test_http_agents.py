@@ -79,7 +79,7 @@ async def test_chat_turn_is_the_same_whole_and_streamed(tmp_path: Path, family: 
             tool_choice="auto",
             extra_body=THINKING[family],
         )
-        whole = await in_thread(lambda: ask(extra_headers={"x-request-id": "turn-1"}))
+        whole = await in_thread(lambda: ask(extra_headers={"idempotency-key": "turn-1"}))
         chunks = await in_thread(
             lambda: list(ask(stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
         )
@@ -606,10 +606,15 @@ async def test_progress_is_that_of_the_owners_request(tmp_path: Path) -> None:
     other = "another-key-of-32-characters-00"
     async with agents_rig(tmp_path, lambda _: "x", keys=(KEY, other)) as rig:
         client = rig.openai()
-        headers = {"x-request-id": "mine"}
+        headers = {"idempotency-key": "mine"}
         await in_thread(lambda: client.completions.create(model=MODEL, prompt="x", max_tokens=2, extra_headers=headers))
         row = await in_thread(lambda: client.get("/requests/mine", cast_to=object))
         assert (row["id"], row["hit_rate"]) == ("mine", None)
+        two: Any = {"max_tokens": 2, "n": 2, "extra_headers": {"idempotency-key": "two"}}
+        told = await in_thread(lambda: client.completions.create(model=MODEL, prompt="x", **two))
+        assert told._request_id == "two"
+        sample = await in_thread(lambda: client.get("/requests/two-1", cast_to=object))
+        assert sample["id"] == "two-1"
         assert {"state", "worker", "generated_tokens", "waits_for"} <= row.keys()
         for key, name in ((other, "mine"), (KEY, "other"), (KEY, "x" * 500)):
             with pytest.raises(openai.NotFoundError):

@@ -97,9 +97,9 @@ async def test_request_waits_for_a_worker_no_longer_than_it_may(tmp_path: Path, 
 async def test_id_of_the_client_names_the_answer_and_is_refused_another_body(tmp_path: Path, path: str) -> None:
     async with front_rig(tmp_path) as rig:
         await chats(rig)
-        first = await rig.post(path, BODIES[path], x_request_id="mine")
+        first = await rig.post(path, BODIES[path], idempotency_key="mine")
         await rig.submitted(1)
-        other = await rig.post(path, BODIES[path] | {"temperature": 0}, x_request_id="mine")
+        other = await rig.post(path, BODIES[path] | {"temperature": 0}, idempotency_key="mine")
         assert error_of(path, await other.answer())[0] == "wrong_state"
         rig.speak("mine", "a")
         rig.gateway.scheduler.finish("mine", reason="eos")

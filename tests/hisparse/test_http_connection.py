@@ -21,12 +21,13 @@ import trio
 import trio.testing
 
 from hisparse.http import service as server
-from hisparse.http.server import arrears, connection, listener, turns
-from hisparse.http.server.arrears import Arrears
+from hisparse.http.server import connection, listener
 from hisparse.http.server.connection import Handler, HttpConnection
 from hisparse.http.server.exchange import BODY_BYTES_MAX, Channel, HttpExchange
+from hisparse.http.server.fairness import arrears, turns
+from hisparse.http.server.fairness.arrears import Arrears
+from hisparse.http.server.fairness.shares import Shares
 from hisparse.http.server.listener import CONNECTIONS_MIN, HttpListener
-from hisparse.http.server.shares import Shares
 from hisparse.http.server.tls import PacedTransport, Tls
 from hisparse.http.server.wire import HEADER_BYTES_MAX, RequestHead
 from metrics.state import HttpCounters
@@ -53,12 +54,12 @@ async def echo(head: RequestHead, channel: Channel) -> None:
                 await exchange.admit("owner")
             if head.path == "/hold":
                 await exchange.admit("")
-                await exchange.open_stream({})
+                await exchange.open_stream()
                 await trio.sleep_forever()
             if head.path.endswith("/unread"):
                 await exchange.answer(403, b"{}")
             elif head.path == "/endless":
-                await exchange.open_stream({})
+                await exchange.open_stream()
                 while True:
                     await exchange.write(bytes(1 << 20))
             else:
@@ -134,13 +135,16 @@ def status_of(answer: bytes) -> int:
 
 @asynccontextmanager
 async def running(
-    handler: Handler = echo, tls: Tls | None = None, connections: int = CONNECTIONS_MIN
+    handler: Handler = echo,
+    tls: Tls | None = None,
+    connections: int = CONNECTIONS_MIN,
+    idle_s: float = HttpSettings().idle_s,
 ) -> AsyncIterator[Rig]:
     counters, stopping = HttpCounters(), trio.Event()
     with server._listening(HttpSettings(port=0)) as sock:
         address = sock.getsockname()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(HttpListener(sock, handler, counters, tls, connections).run, stopping)
+            nursery.start_soon(HttpListener(sock, handler, counters, tls, connections, idle_s).run, stopping)
             yield Rig(address, counters, stopping)
             nursery.cancel_scope.cancel()
 
@@ -301,20 +305,23 @@ async def test_requests_that_came_in_time_are_answered_after_a_stall(
     await still_until(lambda: rig.counters.connections == len(streams))
     for stream in streams:
         os.write(stream.socket.fileno(), CLOSE)
-    mock_clock.jump(1.5 * connection.IDLE_LIMIT_S)  # the process has no core
+    mock_clock.jump(1.5 * HttpSettings().idle_s)  # the process has no core
     assert [status_of(await exchanged(stream, b"")) for stream in streams] == [200] * len(streams)
 
 
 @asynccontextmanager
 async def turning(
-    turn: Callable[[], Awaitable[None]], end: connection.End = connection.End.CLOSED
+    turn: Callable[[], Awaitable[None]],
+    end: connection.End = connection.End.CLOSED,
+    idle_s: float = HttpSettings().idle_s,
+    has_bytes: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[tuple[trio.abc.Stream, HttpConnection]]:
     """A client and its connection, which waits for `turn` before each look at a header. It must come to `end`."""
     clients = turns.ClientTurns()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(clients.strangers, "turn", lambda _: turn())
         client, stream = trio.testing.memory_stream_pair()
-        served = HttpConnection(stream, echo, clients, "10.0.0.1")
+        served = HttpConnection(stream, echo, clients, "10.0.0.1", idle_s, has_bytes)
 
         async def serve() -> None:
             assert await served.run() is end
@@ -325,20 +332,113 @@ async def turning(
             yield client, served
 
 
-@pytest.mark.parametrize(("data", "status"), [(b"", 0), (GET[:20], 0), (GET, 200)])
+IDLE_S: Final = 40.0
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "limit_s"), [(b"", 0, IDLE_S), (GET[:20], 0, connection.HEADER_LIMIT_S), (GET, 200, IDLE_S)]
+)
 async def test_connection_without_a_header_in_time_is_closed(
-    autojump_clock: trio.testing.MockClock, data: bytes, status: int
+    autojump_clock: trio.testing.MockClock, data: bytes, status: int, limit_s: float
 ) -> None:
     began = trio.current_time()
-    async with turning(trio.lowlevel.checkpoint, connection.End.IDLE) as (client, _):
+    async with turning(trio.lowlevel.checkpoint, connection.End.IDLE, IDLE_S) as (client, _):
         assert status_of(await exchanged(client, data)) == status
-    assert trio.current_time() - began == pytest.approx(connection.IDLE_LIMIT_S)
+    assert trio.current_time() - began == pytest.approx(limit_s)
+
+
+@pytest.mark.parametrize("pause_s", [16.0, 75.0, 90.0])
+async def test_request_after_the_pause_of_a_proxy_is_served(
+    autojump_clock: trio.testing.MockClock, pause_s: float
+) -> None:
+    async with turning(trio.lowlevel.checkpoint) as (client, _):
+        await client.send_all(GET)
+        assert b"200" in await client.receive_some()
+        await trio.sleep(pause_s)
+        assert status_of(await exchanged(client, CLOSE)) == 200
+
+
+async def test_request_of_which_a_part_came_in_time_is_served(autojump_clock: trio.testing.MockClock) -> None:
+    """Of a record of TLS nothing can be read before all of it is there."""
+    has_bytes = iter([True])
+    async with turning(trio.lowlevel.checkpoint, idle_s=IDLE_S, has_bytes=lambda: next(has_bytes)) as (client, _):
+        await trio.sleep(IDLE_S + connection.HEADER_LIMIT_S / 2)
+        assert status_of(await exchanged(client, CLOSE)) == 200
+
+
+async def test_part_of_a_request_is_waited_for_as_long_as_for_a_header(autojump_clock: trio.testing.MockClock) -> None:
+    has_bytes, began = iter([True, False]), trio.current_time()
+    idle = turning(trio.lowlevel.checkpoint, connection.End.IDLE, IDLE_S, lambda: next(has_bytes))
+    async with idle as (client, _):
+        assert await exchanged(client, b"") == b""
+    assert trio.current_time() - began == pytest.approx(IDLE_S + connection.HEADER_LIMIT_S)
+
+
+@pytest.mark.parametrize("is_secure", [False, True])
+async def test_request_that_crosses_the_idle_limit_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_secure: bool
+) -> None:
+    """It comes between the limit and the last look; of a record of TLS its beginning does."""
+    crossing, looked = list[bytes](), listener._has_bytes
+
+    def look(connected: trio.socket.SocketType) -> bool:
+        if crossing:
+            os.write(client.socket.fileno(), crossing.pop())
+        return looked(connected)
+
+    monkeypatch.setattr(listener, "_has_bytes", look)
+    cert, key = write_pair(tmp_path)
+    async with running(tls=Tls(cert, key) if is_secure else None, idle_s=0.3) as rig:
+        client = await rig.open()
+        secure = TlsClient(client, ssl.create_default_context(cafile=cert))
+        if is_secure:
+            assert status_of(await secure.ask(GET)) == 200
+        request = secure.sealed(CLOSE) if is_secure else CLOSE
+        cut = 30 if is_secure else len(request)
+        crossing.append(request[:cut])
+        await rig.until(lambda: not crossing)
+        await client.send_all(request[cut:])
+        assert status_of(await secure.more() if is_secure else await exchanged(client, b"")) == 200
+        await rig.until(lambda: rig.ends() == {"closed": 1})
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "told"), [(120.0, b"timeout=115"), (12.5, b"timeout=7"), (10.0, b"timeout=5"), (2.0, b"timeout=1")]
+)
+async def test_answers_tell_for_how_long_a_connection_is_kept(idle_s: float, told: bytes) -> None:
+    async with running(idle_s=idle_s) as rig, await rig.open() as stream:
+        for _ in range(2):
+            await stream.send_all(GET)
+            answer = (await stream.receive_some()).lower()
+            assert b"connection: keep-alive\r\nkeep-alive: " + told + b"\r\n" in answer
+            assert b"connection: close" not in answer
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "data"),
+    [
+        (0.5, GET),
+        (120.0, CLOSE),
+        (120.0, GET.replace(b"1.1", b"1.0")),
+        (120.0, GET.replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: keep-alive\r\n")),
+        (120.0, GET.replace(b"/x", b"/p/unread").replace(b"\r\n\r\n", b"\r\nContent-Length: 3\r\n\r\n")),
+        (120.0, b"no HTTP\r\n\r\n"),
+    ],
+)
+async def test_answers_of_connections_that_end_tell_no_time(
+    monkeypatch: pytest.MonkeyPatch, idle_s: float, data: bytes
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_LIMIT_S", 0.1)
+    async with running(idle_s=idle_s) as rig:
+        answer = await rig.send(data)
+    assert status_of(answer)
+    assert b"keep-alive" not in answer.lower()
 
 
 async def test_header_in_two_segments_is_answered_however_late_its_turns(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "IDLE_LIMIT_S", 1.0)
+    monkeypatch.setattr(connection, "HEADER_LIMIT_S", 1.0)
     async with turning(partial(trio.sleep, 2.0)) as (client, _):
         await client.send_all(CLOSE[:20])
         await trio.testing.wait_all_tasks_blocked()
@@ -441,7 +541,7 @@ async def test_what_comes_behind_a_refusal_is_thrown_away_in_turns(monkeypatch: 
     client, stream = trio.testing.memory_stream_pair()
     with trio.fail_after(HANG_LIMIT_S):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(connection.HttpConnection(stream, serve, clients, "10.0.0.1").run)
+            nursery.start_soon(connection.HttpConnection(stream, serve, clients, "10.0.0.1", 60.0, lambda: False).run)
             await client.send_all(b"no HTTP\r\n\r\n")
             assert (await client.receive_some()).startswith(b"HTTP/1.1 400")
             before = len(taken)
@@ -643,6 +743,23 @@ async def test_idle_connection_of_a_known_client_is_closed_last() -> None:
         assert b"200" in await known.receive_some()
 
 
+async def test_flood_of_idle_strangers_does_not_delay_a_known_client() -> None:
+    """They keep their connections for as long as they may be idle, and the oldest make room."""
+    server._raise_descriptor_limit()
+    async with running() as rig:
+        known = await known_client(rig)
+        flood = [await rig.open() for _ in range(CONNECTIONS_MIN + 100)]
+        await rig.until(lambda: sum(rig.ends().values()) + rig.counters.connections == len(flood) + 1)
+        with trio.fail_after(HANG_LIMIT_S):
+            await known.send_all(GET.replace(b"/x", b"/known"))
+            assert b"200" in await known.receive_some()
+            another = await known_client(rig)
+        assert rig.ends().keys() == {"evicted"}
+        assert 100 <= rig.ends()["evicted"] < CONNECTIONS_MIN / 2
+        for stream in (*flood, another, known):
+            await stream.aclose()
+
+
 async def test_client_that_holds_all_connections_keeps_out_no_stranger() -> None:
     """A new client has shown no key before its header is read, and others come meanwhile."""
     async with running(connections=16) as rig:
@@ -751,6 +868,15 @@ class TlsClient:
         """What is answered to `data` behind the handshake."""
         await self._pumped(self._tls.do_handshake)
         self._tls.write(data)
+        return await self.more()
+
+    def sealed(self, data: bytes) -> bytes:
+        """`data` as the records that it is sent in."""
+        self._tls.write(data)
+        return self._said.read()
+
+    async def more(self) -> bytes:
+        """What comes next."""
         return bytes(await self._pumped(partial(self._tls.read, 65_536)))
 
     async def _pumped(self, step: Callable[[], Any]) -> Any:
@@ -775,7 +901,7 @@ async def test_tls_clients_that_came_in_time_are_answered_after_a_stall(
         await still_until(lambda: rig.counters.connections == len(clients))
         for client in clients:
             client.greet()
-        mock_clock.jump(1.5 * connection.IDLE_LIMIT_S)  # the process has no core
+        mock_clock.jump(1.5 * HttpSettings().idle_s)  # the process has no core
         assert [status_of(await client.ask(CLOSE)) for client in clients] == [200] * len(clients)
 
 
@@ -842,7 +968,7 @@ async def test_ended_tls_connections_leave_nothing_for_the_collector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each held 50 KB until a full collection, which is rare."""
-    monkeypatch.setattr(listener, "IDLE_LIMIT_S", 0.1)
+    monkeypatch.setattr(listener, "HEADER_LIMIT_S", 0.1)
 
     def streams() -> int:
         return sum(isinstance(it, trio.SSLStream) for it in gc.get_objects())

@@ -60,7 +60,8 @@ async def test_listed_origin_may_read_answers_errors_and_streams(tmp_path: Path,
     assert [it.status for it in (*peers, stream)] == [200, 404, 400, 200]
     assert [allowed(it) for it in (*peers, stream)] == [origin] * 4
     assert [it.headers["vary"] for it in (*peers, stream)] == ["origin"] * 4
-    assert "x-request-id" in stream.headers["access-control-expose-headers"]
+    exposed = set(stream.headers["access-control-expose-headers"].split(", "))
+    assert {"x-request-id", "hisparse-request-id"} <= exposed & stream.headers.keys()
 
 
 async def test_missing_key_can_be_read_by_a_listed_origin(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ async def test_preflight_of_a_listed_origin_needs_no_key(tmp_path: Path, path: s
     assert peer.headers["access-control-allow-methods"] == "GET, HEAD, POST"
     assert peer.headers["access-control-max-age"] == "600"
     names = peer.headers["access-control-allow-headers"].split(", ")
-    assert {"authorization", "content-type", "x-request-id", "*"} == set(names)
+    assert {"authorization", "content-type", "idempotency-key", "x-request-id", "*"} == set(names)
     assert "content-length" not in peer.headers
 
 

@@ -376,6 +376,27 @@ async def check_http_case(tmp_path: Path, case: Case) -> None:
             assert await rig.submitted(1)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"])
+async def test_template_that_cannot_be_compiled_is_not_the_clients_fault(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says what is wrong. Workers of this version do not start with one."""
+    async with front_rig(tmp_path) as rig:
+        scheduler = rig.gateway.scheduler
+        assert scheduler.served is not None
+        scheduler.served = msgspec.structs.replace(scheduler.served, chat_template="x\n{% unknown %}")
+        await rig.link.client.welcome()
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        with caplog.at_level("INFO"):
+            peer = await rig.post(path, body if path.endswith("tokens") else body | {"max_tokens": 5})
+            await peer.answer()
+    error = json.loads(peer.body)["error"]
+    assert (peer.status, error["code"], error["param"]) == (500, "config", None)
+    assert error["message"] == "The server is set up wrongly, and its log says how."
+    assert peer.headers["x-should-retry"] == "false"
+    assert any("cannot be compiled: line 2" in str(record.__dict__) for record in caplog.records)
+
+
 @pytest.mark.parametrize(
     ("raised", "status", "code", "param", "text"),
     [
@@ -387,7 +408,7 @@ async def check_http_case(tmp_path: Path, case: Case) -> None:
         (Unavailable("no worker has registered yet", remedy="start one with: hisparse worker --model PATH"),
          503, "unavailable", None, "no worker has registered yet. Retry later."),
         (WrongState("is in use by another request", field="request_id", value="a", remedy="attach to it"),
-         409, "wrong_state", "x-request-id", "x-request-id: is in use by another request. Choose another."),
+         409, "wrong_state", "idempotency-key", "idempotency-key: is in use by another request. Choose another."),
         (InternalError("KeyError: `x`"), 500, "internal", None, "The server has a defect"),
         (ProtocolError("msgspec said no"), 502, "protocol", None, "do not understand each other"),
     ],
@@ -454,17 +475,17 @@ async def test_load_names_no_setting(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 async def test_id_in_use_is_told_to_choose_another(tmp_path: Path) -> None:
     async with front_rig(tmp_path) as rig:
-        await rig.complete(said(), x_request_id="mine")
+        await rig.complete(said(), idempotency_key="mine")
         await rig.submitted(1)
-        text = "x-request-id: is in use by another request. Choose another."
+        text = "idempotency-key: is in use by another request. Choose another."
         other = {"prompt": "other"}
-        taken = await rig.complete(other, x_request_id="mine")
-        assert await refused(taken) == (409, "wrong_state", "x-request-id", text)
-        await rig.complete(other, x_request_id="another")
+        taken = await rig.complete(other, idempotency_key="mine")
+        assert await refused(taken) == (409, "wrong_state", "idempotency-key", text)
+        await rig.complete(other, idempotency_key="another")
         assert await rig.submitted(2)
 
 
-@pytest.mark.parametrize(("outcome", "status", "param"), [("ABORTED", 409, "x-request-id"), ("FAILED", 500, None)])
+@pytest.mark.parametrize(("outcome", "status", "param"), [("ABORTED", 409, "idempotency-key"), ("FAILED", 500, None)])
 async def test_output_that_did_not_finish_says_so(tmp_path: Path, outcome: str, status: int, param: str | None) -> None:
     async with front_rig(tmp_path) as rig:
         peer = await rig.complete(said())

@@ -21,7 +21,7 @@ from hisparse.http.models.formats.conversation import (
     PastCall,
     Tool,
     Turn,
-    in_call_order,
+    arranged,
     template_messages,
     template_tools,
 )
@@ -29,7 +29,6 @@ from hisparse.http.models.formats.deepseek import encode
 from hisparse.http.models.formats.known import DEEPSEEK, DEEPSEEK_CALLS, GLM, PLAIN, REASONING, format_of
 from hisparse.http.models.formats.replies import Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall, merged
 from hisparse.http.models.templates import render
-from protocol.errors import BadInput
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.hisparse.test_http import MODEL, here
 from tests.support.http_rig import byte_tokenizer_json
@@ -347,30 +346,11 @@ def test_deepseek_tools_without_a_system_turn_come_first() -> None:
     assert prompt.endswith("</functions>\n<｜User｜>a<｜Assistant｜></think>")
 
 
-@pytest.mark.parametrize(
-    ("turns", "text"),
-    [
-        ((Turn("tool", "x"),), "turn 1 is the result of no call"),
-        ((Turn("user", "x"), Turn("assistant", "y")), "turn 2 is nothing to answer"),
-        ((Turn("system", "x"),), "turn 1 is nothing to answer"),
-        ((Turn("assistant", calls=(PastCall("1", "f", {}),)), Turn("user", "x")), "before the results of 1 calls"),
-        (
-            (Turn("assistant", calls=(PastCall("1", "f", {}), PastCall("2", "f", {}))), Turn("tool")),
-            "nothing to answer",
-        ),
-    ],
-)
-@pytest.mark.refuses("BadInput messages=: turn {} {}")
-def test_turns_that_deepseek_cannot_read_are_refused(turns: tuple[Turn, ...], text: str) -> None:
-    with pytest.raises(BadInput, match=text):
-        encode(Conversation(turns))
-
-
 # ---------------------------------------------------------------- chat templates
 
 
 def rendered(template: str, conversation: Conversation) -> str:
-    turns, tools = template_messages(conversation.turns), template_tools(conversation.tools)
+    turns, tools = template_messages(conversation.turns, template), template_tools(conversation.tools)
     return render(template, turns, conversation.all_variables, 1 << 20, lambda form: form, tools)
 
 
@@ -393,7 +373,7 @@ def test_results_that_name_no_call_stay_in_their_order() -> None:
         Turn("tool", "a"),
         Turn("tool", "b"),
     )
-    assert in_call_order(turns) == turns
+    assert arranged(turns) == turns
 
 
 def test_tojson_takes_the_arguments_of_published_templates() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from hisparse.http.models.grammars import GrammarPlan
 from hisparse.http.server import exchange
 from hisparse.http.server.api_keys import owner_of
 from hisparse.http.server.exchange import BODY_BYTES_MAX
+from hisparse.http.server.identities import TRACE_ID_CHARS_MAX
 from hisparse.http.service import run_http
 from metrics.exporter import Health, serve
 from metrics.http import HttpCollector, http_health, http_readiness
@@ -72,7 +74,7 @@ async def test_completion_without_stream(rig: FrontRig) -> None:
     rig.speak(name, "hé")
     rig.gateway.scheduler.finish(name, tail_text="!")
     answer = await peer.answer()
-    assert (peer.status, peer.headers["x-request-id"]) == (200, name)
+    assert (peer.status, peer.headers["x-request-id"], peer.headers["hisparse-request-id"]) == (200, name, name)
     assert answer["choices"][0]["text"] == "hé!"
     assert answer["usage"] == {
         "prompt_tokens": 3,
@@ -191,7 +193,7 @@ async def test_an_output_that_does_not_finish_is_an_error(rig: FrontRig, outcome
     for name in await rig.submitted(2):
         rig.speak(name, "a")
         rig.gateway.scheduler.finish(name, outcome)
-    assert error_of(await whole.answer()) == (code, "x-request-id" if code == "aborted" else None)
+    assert error_of(await whole.answer()) == (code, "idempotency-key" if code == "aborted" else None)
     assert (whole.status, whole.headers["x-should-retry"]) == (status, "false")
     *_, last = await streamed.events()
     assert (error_of(last)[0], streamed.status) == (code, 200)
@@ -285,7 +287,7 @@ async def unserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
 async def test_request_that_no_worker_can_take_gets_503_and_is_aborted(
     unserved: FrontRig, body: dict[str, Any]
 ) -> None:
-    peer = await unserved.complete({"prompt": "abc", **body}, x_request_id="r")
+    peer = await unserved.complete({"prompt": "abc", **body}, idempotency_key="r")
     answer = await peer.answer()
     assert (peer.status, peer.headers["retry-after"], answer["error"]["code"]) == (503, "1", "unavailable")
     assert "no worker can take the request, for 0.1 s: no worker is connected" in answer["error"]["message"]
@@ -300,7 +302,7 @@ async def test_request_is_answered_when_a_worker_comes_in_time(
     unserved: FrontRig, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unserved.front.answering, "_settings", HttpSettings(worker_wait_s=30.0))
-    peer = await unserved.complete({"prompt": "abc", "stream": stream}, x_request_id="r")
+    peer = await unserved.complete({"prompt": "abc", "stream": stream}, idempotency_key="r")
     (name,) = await unserved.submitted(1)
     await trio.sleep(0.05)
     assert peer.status == 0, "a stream does not begin before it can be served"
@@ -319,7 +321,7 @@ async def test_request_on_a_draining_worker_is_not_given_up(
     """New requests are not served, and this one is."""
     monkeypatch.setattr(unserved.front.answering, "_settings", HttpSettings(worker_wait_s=wait_s))
     unserved.gateway.scheduler.all_wait = ("", "")
-    peer = await unserved.complete({"prompt": "abc"}, x_request_id="r")
+    peer = await unserved.complete({"prompt": "abc"}, idempotency_key="r")
     (name,) = await unserved.submitted(1)
     await trio.sleep(0.3)
     unserved.speak(name, "x")
@@ -377,13 +379,13 @@ async def test_client_id_allows_reconnect(
     grace_s = 2.0
     monkeypatch.setattr(rig.front.answering, "_settings", HttpSettings(reattach_grace_s=grace_s))
     body = {"prompt": "abc", "stream": True}
-    first = await rig.complete(body, x_request_id="mine")
+    first = await rig.complete(body, idempotency_key="mine")
     assert await rig.submitted(1) == ["mine"]
     rig.speak("mine", "a")
     await first.until('"a"')
     await first.leave()
     await until(lambda: rig.counters.disconnects == 1)
-    again = await rig.complete(body, x_request_id="mine")
+    again = await rig.complete(body, idempotency_key="mine")
     await again.until('"a"')
     slow_clock.jump(grace_s + 0.1)
     await trio.testing.wait_all_tasks_blocked()
@@ -397,7 +399,7 @@ async def test_client_id_allows_reconnect(
 
 
 async def test_request_with_a_client_id_is_aborted_after_grace(rig: FrontRig) -> None:
-    peer = await rig.complete({"prompt": "abc"}, x_request_id="mine")
+    peer = await rig.complete({"prompt": "abc"}, idempotency_key="mine")
     await rig.submitted(1)
     left_at = trio.current_time()
     await peer.leave()
@@ -407,7 +409,7 @@ async def test_request_with_a_client_id_is_aborted_after_grace(rig: FrontRig) ->
 
 async def test_clients_with_the_same_id_share_the_output(rig: FrontRig) -> None:
     body = {"prompt": "abc"}
-    peers = [await rig.complete(body, x_request_id="mine") for _ in range(2)]
+    peers = [await rig.complete(body, idempotency_key="mine") for _ in range(2)]
     await rig.submitted(1)
     await until(lambda: rig.counters.in_flight == 2)
     rig.speak("mine", "ab")
@@ -418,10 +420,10 @@ async def test_clients_with_the_same_id_share_the_output(rig: FrontRig) -> None:
 
 @pytest.mark.refuses("is in use by another request")
 async def test_id_in_use_refuses_another_body(rig: FrontRig) -> None:
-    first = await rig.complete({"prompt": "abc"}, x_request_id="mine")
+    first = await rig.complete({"prompt": "abc"}, idempotency_key="mine")
     await rig.submitted(1)
-    other = await rig.complete({"prompt": "abd"}, x_request_id="mine")
-    assert error_of(await other.answer()) == ("wrong_state", "x-request-id")
+    other = await rig.complete({"prompt": "abd"}, idempotency_key="mine")
+    assert error_of(await other.answer()) == ("wrong_state", "idempotency-key")
     rig.gateway.scheduler.finish("mine")
     assert (await first.answer())["id"] == "mine"
 
@@ -430,13 +432,86 @@ async def test_id_in_use_refuses_another_body(rig: FrontRig) -> None:
     "name",
     [
         pytest.param("a b", marks=pytest.mark.refuses("printable characters without spaces")),
-        pytest.param("x" * 125, marks=pytest.mark.refuses("BadInput x-request-id=")),
+        pytest.param("x" * 125, marks=pytest.mark.refuses("BadInput {}={} characters: {} (choose")),
         "a\n",
     ],
 )
 async def test_invalid_id_is_refused(rig: FrontRig, name: str) -> None:
-    peer = await rig.complete({"prompt": "abc"}, x_request_id=name)
-    assert error_of(await peer.answer()) == ("bad_input", "x-request-id")
+    peer = await rig.complete({"prompt": "abc"}, idempotency_key=name)
+    assert error_of(await peer.answer()) == ("bad_input", "idempotency-key")
+
+
+# ---------------------------------------------------------------- ids of traces
+
+
+async def test_trace_id_names_no_request(rig: FrontRig, caplog: pytest.LogCaptureFixture) -> None:
+    """Two bodies, and one of them twice: three requests with seeds of their own. All answers carry it."""
+    caplog.set_level(logging.INFO, "hisparse.http")
+    peers = [await rig.complete({"prompt": prompt}, x_request_id="t") for prompt in ("abc", "abd", "abc")]
+    names = await rig.submitted(3)
+    assert len({command[1].sampling.seed for command in rig.gateway.scheduler.commands}) == 3
+    for name in names:
+        rig.gateway.scheduler.finish(name)
+    assert {(await peer.answer())["id"] for peer in peers} == set(names)
+    assert [peer.headers["x-request-id"] for peer in peers] == ["t", "t", "t"]
+    assert {peer.headers["hisparse-request-id"] for peer in peers} == set(names)
+
+    def logged() -> list[str]:
+        return [line.fields["x_request_id"] for line in caplog.records if line.message == "answered"]  # type: ignore[attr-defined]
+
+    await until(lambda: logged() == ["t"] * 3)
+
+
+async def test_request_of_a_trace_has_no_grace(tmp_path: Path) -> None:
+    async with front_rig(tmp_path, HttpSettings(reattach_grace_s=1e6)) as rig:
+        peer = await rig.complete({"prompt": "abc"}, x_request_id="t")
+        (name,) = await rig.submitted(1)
+        await peer.leave()
+        await until(lambda: rig.aborted() == [name])
+
+
+async def test_trace_id_comes_beside_the_clients_own(rig: FrontRig) -> None:
+    body = {"prompt": "abc", "n": 2}
+    peers = [await rig.complete(body, x_request_id=trace, idempotency_key="mine") for trace in ("t", "u")]
+    assert sorted(await rig.submitted(2)) == ["mine-0", "mine-1"]
+    await until(lambda: rig.counters.in_flight == 2)
+    for name in ("mine-0", "mine-1"):
+        rig.gateway.scheduler.finish(name)
+    assert [(await peer.answer())["id"] for peer in peers] == ["mine", "mine"]
+    assert [peer.headers["x-request-id"] for peer in peers] == ["t", "u"]
+    assert [peer.headers["hisparse-request-id"] for peer in peers] == ["mine-0", "mine-0"]
+
+
+async def test_trace_id_is_sent_back_with_every_answer(rig: FrontRig) -> None:
+    headers = {"x-request-id": "t 1"}
+    peers = [rig.open("GET", path, headers) for path in ("/v1/models", "/health", "/nowhere")]
+    peers += [await rig.complete({"prompt": ""}, x_request_id="t 1")]
+    stream = await rig.complete({"prompt": "abc", "stream": True}, x_request_id="t 1")
+    (name,) = await rig.submitted(1)
+    rig.gateway.scheduler.finish(name, "FAILED")
+    for peer in (*peers, stream):
+        with trio.fail_after(HANG_LIMIT_S):
+            await peer.complete.wait()
+    assert [peer.status for peer in peers] == [200, 200, 404, 400]
+    assert {peer.headers["x-request-id"] for peer in (*peers, stream)} == {"t 1"}
+    assert [peer.headers.get("hisparse-request-id") for peer in (*peers, stream)] == [None] * 4 + [name]
+
+
+async def test_failed_answer_names_its_request(rig: FrontRig) -> None:
+    peer = await rig.complete({"prompt": "abc"})
+    (name,) = await rig.submitted(1)
+    rig.gateway.scheduler.finish(name, "FAILED")
+    await peer.answer()
+    assert (peer.status, peer.headers["hisparse-request-id"], peer.headers["x-request-id"]) == (500, name, name)
+
+
+@pytest.mark.parametrize("sent", ["", "é", "\x00", "\x7f", "t" * (TRACE_ID_CHARS_MAX + 1)])
+async def test_trace_id_that_cannot_be_sent_back_is_as_good_as_none(rig: FrontRig, sent: str) -> None:
+    peer = await rig.complete({"prompt": "abc"}, x_request_id=sent)
+    (name,) = await rig.submitted(1)
+    rig.gateway.scheduler.finish(name)
+    await peer.answer()
+    assert (peer.status, peer.headers["x-request-id"]) == (200, name)
 
 
 # ---------------------------------------------------------------- limits
@@ -535,7 +610,7 @@ async def test_same_id_under_two_keys_is_two_requests(tmp_path: Path) -> None:
     """No key can take, or join, an id of another key."""
     async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
         peers = [
-            await rig.complete({"prompt": prompt}, Authorization=f"Bearer {key}", x_request_id="mine")
+            await rig.complete({"prompt": prompt}, Authorization=f"Bearer {key}", idempotency_key="mine")
             for key, prompt in ((KEY, "abc"), (OTHER_KEY, "abd"))
         ]
         names = await rig.submitted(2)
@@ -544,6 +619,7 @@ async def test_same_id_under_two_keys_is_two_requests(tmp_path: Path) -> None:
             rig.gateway.scheduler.finish(name)
         assert [(await peer.answer())["id"] for peer in peers] == ["mine", "mine"]
         assert [peer.headers["x-request-id"] for peer in peers] == ["mine", "mine"]
+        assert {peer.headers["hisparse-request-id"] for peer in peers} == set(names)
 
 
 async def test_samples_are_submitted_gradually_and_the_prompt_freed(
@@ -560,7 +636,7 @@ async def test_samples_are_submitted_gradually_and_the_prompt_freed(
             return await plain(submit, *who, **more)
 
         monkeypatch.setattr(rig.gateway.scheduler, "submit", slowly)
-        many = await rig.complete({"prompt": "abc", "n": 16}, Authorization=f"Bearer {KEY}", x_request_id="many")
+        many = await rig.complete({"prompt": "abc", "n": 16}, Authorization=f"Bearer {KEY}", idempotency_key="many")
         await until(lambda: len(sent) == outputs.SUBMITS_PER_KEY)
         other = await rig.complete({"prompt": "abc"}, Authorization=f"Bearer {OTHER_KEY}")
         (name,) = await rig.submitted(1)

@@ -127,7 +127,7 @@ def test_reply_may_reason_before(ask: Asker) -> None:
 
 def parsed(made: Ask, text: str) -> list[Any]:
     parser = ReplyParser(made.plan)
-    return merged([*parser.push(text), *parser.finish()])
+    return merged([*parser.push(text), *parser.finish(ended_itself=True)])
 
 
 #: One of each kind of keyword that the library claims, after JSON Schema's own suite.

@@ -18,9 +18,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from hisparse.http.apis.asks import Ask
 from hisparse.http.apis.body import read_body
 from hisparse.http.apis.logprobs import ToldTokens, spelling_of
-from hisparse.http.apis.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer, Transcript, text_in
+from hisparse.http.apis.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
 from hisparse.http.apis.openai.chat_bodies import ChatBody
 from hisparse.http.apis.openai.completion_bodies import CompletionBody
+from hisparse.http.apis.transcript import Transcript, text_in
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput
 from protocol.logprobs import row_words

@@ -22,7 +22,7 @@ import trio
 from click.testing import CliRunner
 from trio.testing import MockClock
 
-from coordinator.workers.processes import Process, process_of
+from basics.processes import Process, process_of
 from hisparse.cli import main
 from hisparse.ray import host as hosting
 from hisparse.ray import ray_cluster as cluster

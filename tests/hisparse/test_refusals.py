@@ -22,10 +22,11 @@ import zmq
 from click.testing import CliRunner, Result
 
 import hisparse
+from basics.request_checks import check_salt
 from coordinator.gateway.gateway import ASKS_MAX, Gateway
 from coordinator.scheduling.api import _digest_of
 from coordinator.scheduling.commands import check_size, release_quarantine
-from coordinator.scheduling.validation import check_fits, check_salt, check_submit
+from coordinator.scheduling.validation import check_fits, check_submit
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from hisparse.cli import main
 from hisparse.cli.submit import _prompt_text
@@ -218,6 +219,15 @@ CASES: Final[dict[str, Case]] = {
     "no whole number": Case("submit a --max-tokens 1.5", 2, "'--max-tokens': '1.5' is not a whole number. (see"),
     "no number of seconds": Case("stop --deadline soon", 2, "'--deadline': 'soon' is not a number. (see"),
     "no number": Case(f"{SHOW} worker.seats=many", 8, "worker.seats=many: expected a whole number"),
+    "no list": Case(
+        f"{SHOW} worker.hot_size_classes=[256]",
+        8,
+        "worker.hot_size_classes=[256]: expected a list of whole numbers (write it as 256,512 in the command line)",
+        [f"{SHOW} worker.hot_size_classes=256,512"],
+    ),
+    "common option before a command that takes none": Case(
+        "--runtime-dir {tmp} size --context 1k", 2, "size takes no --runtime-dir (see hisparse --help)"
+    ),
     "no assignment": Case("workers --set nonsense", 2, "is not SECTION.FIELD=VALUE"),
     "no settings file": Case("workers --config {tmp}/none.toml", 8, "No such file"),
     "no TOML": Case("workers --config {tmp}/x.toml", 8, "not TOML", given=written("x.toml", "[worker\n")),

@@ -10,7 +10,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.lifecycle import TERMINAL, State
+from basics.request_states import TERMINAL, State
 from hisparse.top.draw import HEIGHT_MIN, WIDTH_MIN, clean, draw
 from hisparse.top.keys import SEQUENCE_BYTES_MAX, SEQUENCES, KeyDecoder
 from hisparse.top.run import Top

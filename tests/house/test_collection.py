@@ -8,7 +8,7 @@ from typing import Final
 
 from tests import ROOT
 
-ROOMS: Final = ("coordinator", "examples", "hisparse", "house", "manifests", "metrics", "protocol", "sim")
+ROOMS: Final = ("basics", "coordinator", "examples", "hisparse", "house", "manifests", "metrics", "protocol", "sim")
 #: They drive a real worker, or read the library's configuration of a published model.
 WITH_TORCH: Final = {
     "tests/coordinator/scheduling/test_direct_admission.py",

@@ -16,12 +16,13 @@ from typing import Any
 import click
 import pytest
 
+from basics import token_bucket
+from basics.request_states import POISON_STRIKES, State
 from benchmarks.ratios import ratios
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
 from coordinator.listener import connection_tracker, rate_limiter, router, sweeper, unfinished, zap
-from coordinator.scheduling import dispatch, poison
-from coordinator.scheduling.lifecycle import State
+from coordinator.scheduling import dispatch
 from coordinator.service import CLIENT_UNREAD_MESSAGES
 from hisparse.cli import main
 from hisparse.cli.reference import pages
@@ -32,7 +33,7 @@ from hisparse.http.apis import asks, tools
 from hisparse.http.apis import body as bodies
 from hisparse.http.models import renderers
 from hisparse.http.models.formats import scanning
-from hisparse.http.server import api_keys, body_reader, connection, cors, exchange, listener, wire
+from hisparse.http.server import api_keys, body_reader, connection, cors, exchange, identities, listener, wire
 from hisparse.top import draw, sample
 from metrics.names import BY_NAME
 from protocol import messages
@@ -184,8 +185,11 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("http.md", f"Limits: {tools.TOOLS_BYTES_MAX >> 20} MiB for `tools`, {tools.ARGUMENTS_BYTES_MAX >> 20} MiB"),
         ("http.md", f"names of {scanning.NAME_CHARS_MAX} letters, digits"),
         ("http.md", f"unread by a client | {connection.READ_LIMIT_S} s |"),
-        ("http.md", f"idle connections, headers | {connection.IDLE_LIMIT_S} s, {wire.HEADER_BYTES_MAX >> 10} KiB |"),
-        ("http.md", f"a TLS handshake | {connection.IDLE_LIMIT_S} s |"),
+        ("http.md", f"an idle connection | `http.idle_s`, {HttpSettings().idle_s:g} s |"),
+        ("http.md", f"`Keep-Alive: timeout={connection.told_idle_s(HttpSettings().idle_s)}`"),
+        ("http.md", f"headers | {connection.HEADER_LIMIT_S} s, {wire.HEADER_BYTES_MAX >> 10} KiB |"),
+        ("http.md", f"a TLS handshake | {connection.HEADER_LIMIT_S} s |"),
+        ("http.md", f"printable ASCII of {identities.TRACE_ID_CHARS_MAX} characters at most"),
         (
             "http.md",
             f"| {listener.CONNECTIONS_PER_PLACE} for each answer at the same time, "
@@ -196,7 +200,7 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("security.md", f"{messages.CLIENT_MESSAGE_BYTES_MAX >> 20} MiB from clients"),
         ("security.md", f"{messages.WORKER_MESSAGE_BYTES_MAX >> 20} MiB from workers"),
         ("security.md", f"`coordinator.messages_per_s` ({CoordinatorSettings().messages_per_s:,.0f}, and"),
-        ("security.md", f"and {rate_limiter.BYTES_PER_TOKEN >> 10} KiB count as one more"),
+        ("security.md", f"and {token_bucket.BYTES_PER_TOKEN >> 10} KiB count as one more"),
         ("security.md", f"`messages_burst` ({CoordinatorSettings().messages_burst:,})"),
         ("security.md", f"after {rate_limiter.CUT_AFTER:,} more the connection is ended"),
         ("security.md", f"| {CLIENT_UNREAD_MESSAGES} per client connection |"),
@@ -219,7 +223,7 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("crash-safety.md", f"a reserve of {store.RESERVE_BYTES >> 20} MiB"),
         ("crash-safety.md", f"every {journal.RETRY_S:g} s the group"),
         ("README.md", f"closer than {compare.TIE_BOUND:.0e}".replace("e-0", "e-")),
-        ("architecture.md", f"{NUMBERS[poison.POISON_STRIKES]} deaths of its worker"),
+        ("architecture.md", f"{NUMBERS[POISON_STRIKES]} deaths of its worker"),
         ("architecture.md", f"until {NUMBERS[keeper.RESTARTS_MAX]} short lives in a row"),
         ("architecture.md", f"kills it after {NUMBERS[keeper.HUNG_LIMITS]} heartbeat limits"),
         ("prefill-decode.md", f"doubles from {dispatch.TRANSFER_PAUSE_S:g} s"),
@@ -298,13 +302,17 @@ def test_each_target_of_make_exists() -> None:
 
 def test_map_names_every_folder() -> None:
     named = set(re.findall(r"`([\w/]+)/`", ARCHITECTURE))
-    packages = [ROOT / name for name in ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")]
+    packages = [
+        ROOT / name for name in ("protocol", "basics", "metrics", "kernels", "coordinator", "worker", "hisparse")
+    ]
     folders = {str(path.parent.relative_to(ROOT)) for it in packages for path in it.rglob("__init__.py")}
     assert folders - named == set()
 
 
 def test_every_named_file_exists() -> None:
-    named = re.findall(r"`((?:protocol|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE)
+    named = re.findall(
+        r"`((?:protocol|basics|hisparse|coordinator|worker|kernels|metrics|tests)/[\w/.]*)`", ARCHITECTURE
+    )
     assert len(named) > 30
     assert [path for path in named if not (ROOT / path).exists()] == []
 

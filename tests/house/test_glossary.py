@@ -17,7 +17,7 @@ from protocol.config import SECTIONS
 from tests import ROOT
 from tests.support.once import made_once
 
-PRODUCT = ("protocol", "metrics", "kernels", "coordinator", "worker", "hisparse")
+PRODUCT = ("protocol", "basics", "metrics", "kernels", "coordinator", "worker", "hisparse")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in (ROOT / "docs" / "glossary.md").read_text().splitlines()

@@ -20,7 +20,7 @@ ERRORS = [text for symptom, *_ in ROWS[1:] for text in re.findall(r"`([^`]+)`", 
 def texts() -> str:
     """All text that our modules say, docstrings aside, each piece of an f-string on a line of its own."""
     pieces = []
-    for room in ("protocol", "coordinator", "worker", "kernels", "hisparse"):
+    for room in ("protocol", "basics", "coordinator", "worker", "kernels", "hisparse"):
         for file in (ROOT / room).rglob("*.py"):
             nodes = list(ast.walk(ast.parse(file.read_text())))
             silent = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}

@@ -29,7 +29,7 @@ from tests.support.kept_kernels import digest, kept, kept_unit, unit_key
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
 
 DEFINES = jit.row_defines(Geometry(1, 656, (0,), 132, 2048))
-REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168, "block_linear": 168}
+REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168, "block_linear": 168, "prompt_index": 168}
 TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 
 
@@ -43,7 +43,7 @@ def test_every_variant_compiles_without_spills(
     assert kernels_compile.main(["--arch", arch, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     alone = {"null_kernel", "index_scores", "index_select"} | (
-        {"attend_rows", "block_linear"} if arch == "sm_90" else set()
+        {"attend_rows", "block_linear", "prompt_index"} if arch == "sm_90" else set()
     )
     assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
     for line in lines:

@@ -61,9 +61,14 @@ GRAMMARS = (
 )
 
 
+#: Each is one byte of about one in sixteen that are drawn.
+STOPS = tuple("abcdefghijklmnop")
+CHARACTER_BYTES_MAX = 4
+
+
 def samplings(seed: int) -> list[Sampling]:
-    """Of every kind, alone and together; every fourth adjusts nothing, every second has a grammar. Two of three ask for
-    log-probabilities."""
+    """Of every kind, alone and together; every fourth adjusts nothing, every fourth has stop texts, every second has a
+    grammar. Two of three ask for log-probabilities."""
     dice, found = random.Random(seed), []
     for number in range(REQUESTS):
         drawn = {
@@ -81,6 +86,8 @@ def samplings(seed: int) -> list[Sampling]:
         chosen = {} if number % 4 == 0 else drawn
         if number % 2:
             chosen |= {"grammar": GRAMMARS[number // 2 % len(GRAMMARS)], "min_tokens": 0}
+        if number % 4 == 2:
+            chosen |= {"min_tokens": 8, "stop": STOPS}
         temperature = dice.choice((0.0, 0.9))
         chosen["logprobs"] = (NO_LOGPROBS, 0, 5)[number % 3]
         found.append(Sampling(NEW_TOKENS, temperature=temperature, top_p=0.9, seed=number, **chosen))  # type: ignore[arg-type]
@@ -162,7 +169,10 @@ async def test_adjusted_draws_and_log_probabilities_survive_moves_and_deaths(mod
         at = wrong_from(logits, prompt, output, sampling, judge.eos)
         assert at < 0, f"request {number} differs at {at}: {sampling}, {bytes(it for it in output if it < 256)}"
         ends = {*sampling.stop_token_ids} if sampling.ignore_eos else {judge.eos, *sampling.stop_token_ids}
-        assert output[-1] in ends or len(output) == sampling.max_tokens
+        has_stopped = bool(sampling.stop) and len(output) >= sampling.min_tokens
+        assert output[-1] in ends or len(output) == sampling.max_tokens or has_stopped
+        looked_at = output[sampling.min_tokens + CHARACTER_BYTES_MAX :]
+        assert not {*map(ord, sampling.stop)} & {*looked_at}
         assert not ends & set(output[: max(sampling.min_tokens, len(output) - 1)])
     assert max(errors) < LOGPROB_BOUND_OF_TIES
     assert sum(error < LOGPROB_BOUND for error in errors) > 0.9 * len(errors)

@@ -215,7 +215,7 @@ def test_eight_concurrent_streams_get_their_own_text(lone_site: Site) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         results = list(pool.map(stream, prompts))
         endless = list(pool.map(partial(begin, tokens=ENDLESS_TOKENS), prompts))
-    ids = [it.response.headers["x-request-id"] for it in endless]
+    ids = [it.response.headers["hisparse-request-id"] for it in endless]
     eventually(lambda: all(lone_site.ran(it)[0] < math.inf for it in ids))
     for it in endless:
         it.close()
@@ -224,6 +224,17 @@ def test_eight_concurrent_streams_get_their_own_text(lone_site: Site) -> None:
     assert [text for text, _ in results] == [lone_site.tokens(prompt.encode(), 32).decode() for prompt in prompts]
     usages = [(usage.prompt_tokens, usage.completion_tokens) for _, usage in results]
     assert usages == [(len(prompt), 32) for prompt in prompts]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_text_ends_no_output_before_min_tokens(site: Site, stream: bool) -> None:
+    asked: Any = {"logit_bias": {"65": 100}, "extra_body": {"min_tokens": 20}, "stop": ["AAA"], "max_tokens": 40}
+    options: Any = {"stream_options": {"include_usage": True}} if stream else {}
+    told = site.client().completions.create(prompt="aim", stream=stream, **options, **GREEDY | asked)
+    chunks = list(told) if stream else [told]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == "A" * 20
+    assert (choices[-1].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", 20)
 
 
 def test_output_ends_before_the_stop_string(site: Site) -> None:
@@ -321,13 +332,13 @@ def test_batch_of_one_key_does_not_starve_another(lone_site: Site) -> None:
         for number in range(3 * SEATS)
     ]
     try:
-        batch_ids = [stream.response.headers["x-request-id"] for stream in streams]
+        batch_ids = [stream.response.headers["hisparse-request-id"] for stream in streams]
         eventually(lambda: sum(lone_site.row(it).state == "RUNNING" for it in batch_ids) == SEATS)
         for number in range(3):
             stream = lone_site.client().completions.create(
                 prompt=f"other {number}", max_tokens=4, stream=True, **GREEDY
             )
-            request_id = stream.response.headers["x-request-id"]
+            request_id = stream.response.headers["hisparse-request-id"]
             assert streamed(stream)
             came_s, began_s = lone_site.began(request_id)
             assert sum(came_s < lone_site.began(it)[1] < began_s for it in batch_ids) <= TURNS_AHEAD_MAX
@@ -366,7 +377,7 @@ def test_killed_coordinator_only_pauses_the_stream(own_site: Site) -> None:
 
 def test_client_id_is_answered_twice_and_generated_once(site: Site) -> None:
     def answer() -> str:
-        headers = {"X-Request-Id": "order-66"}
+        headers = {"Idempotency-Key": "order-66"}
         created = site.client().completions.create(prompt="once", max_tokens=20, extra_headers=headers, **GREEDY)
         assert created.id == created._request_id == "order-66"
         return created.choices[0].text
@@ -377,13 +388,26 @@ def test_client_id_is_answered_twice_and_generated_once(site: Site) -> None:
     assert site.rows() == known
     with pytest.raises(openai.ConflictError):
         site.client().completions.create(
-            prompt="another", max_tokens=20, extra_headers={"X-Request-Id": "order-66"}, **GREEDY
+            prompt="another", max_tokens=20, extra_headers={"Idempotency-Key": "order-66"}, **GREEDY
         )
+
+
+def test_trace_id_is_shared_by_requests(site: Site) -> None:
+    """Two bodies, and one of them again, which is another sample: each is found by its own id."""
+    ask = partial(site.client().completions.with_raw_response.create, model=MODEL, max_tokens=20, temperature=1)
+    raws = [ask(prompt=text, extra_headers={"X-Request-Id": "trace"}) for text in ("once", "twice", "twice")]
+    answers = [raw.parse() for raw in raws]
+    ids = [answer.id for answer in answers]
+    assert [answer._request_id for answer in answers] == ["trace"] * 3
+    assert len(set(ids)) == 3
+    assert answers[1].choices[0].text != answers[2].choices[0].text
+    assert [raw.headers["hisparse-request-id"] for raw in raws] == ids
+    assert {site.row(request_id).state for request_id in ids} == {"FINISHED"}
 
 
 def test_request_of_a_killed_front_continues_behind_another(site: Site, tmp_path: Path) -> None:
     """Under the client's own id."""
-    request: dict[str, Any] = {"prompt": "survive", "max_tokens": 800, "extra_headers": {"X-Request-Id": "mine"}}
+    request: dict[str, Any] = {"prompt": "survive", "max_tokens": 800, "extra_headers": {"Idempotency-Key": "mine"}}
     with site.another_front(tmp_path / "front.log") as (process, url):
         stream = site.client(url).completions.create(stream=True, **request, **GREEDY)
         next(stream)

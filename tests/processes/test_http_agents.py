@@ -246,7 +246,7 @@ def check_answers_under_their_ids(up: Up, http: Any) -> None:
     def answers() -> dict[str, bytes]:
         told = {}
         for path, body in BODIES.items():
-            headers = {"x-request-id": f"once{path.replace('/', '-')}"}
+            headers = {"idempotency-key": f"once{path.replace('/', '-')}"}
             answer = http.post(f"{url}{path}", json=body | {"model": MODEL} | OURS, headers=headers)
             assert answer.status_code == 200, answer.text
             told[path] = answer.content

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from coordinator.scheduling.poison import POISON_STRIKES
+from basics.request_states import POISON_STRIKES
 from hisparse.client.client import Client
 from protocol.messages import Sampling
 from tests.support.cluster_rig import (

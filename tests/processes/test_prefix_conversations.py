@@ -88,7 +88,7 @@ class Site:
             temperature=0.8,
             seed=seed,
             logit_bias=LETTERS,
-            extra_headers={"X-Request-Id": name},
+            extra_headers={"Idempotency-Key": name},
             extra_body={"ignore_eos": True},
         )
         assert answer.id == name

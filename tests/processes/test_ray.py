@@ -17,8 +17,8 @@ import msgspec
 import pytest
 import trio
 
-from coordinator.scheduling.poison import POISON_STRIKES
-from coordinator.workers.processes import process_of
+from basics.processes import process_of
+from basics.request_states import POISON_STRIKES
 from hisparse import Client, TokenStream, open_client
 from hisparse.cluster.keeper import open_admin
 from hisparse.ray.host import NodeReport

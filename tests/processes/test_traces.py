@@ -32,7 +32,7 @@ def ask(url: str, status: list[int]) -> None:
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
     headers = {
         "content-type": "application/json",
-        "x-request-id": "traced",
+        "idempotency-key": "traced",
         "traceparent": f"00-{TRACE}-{CALLER}-01",
         "tracestate": "vendor=1",
     }

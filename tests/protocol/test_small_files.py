@@ -36,6 +36,17 @@ def test_only_a_regular_file_within_its_bound_is_read(tmp_path: Path) -> None:
     assert refusal(tmp_path / "pipe") == "is no regular file"
 
 
+@pytest.mark.refuses("is a Git LFS pointer")
+def test_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
+    """Also as JSON, which it would be none of."""
+    file = tmp_path / "config.json"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 131\n")
+    assert refusal(file).startswith("is a Git LFS pointer")
+    with pytest.raises(ConfigError, match="is a Git LFS pointer") as caught:
+        read_json_object(file, "a.field")
+    assert caught.value.remedy == "fetch the file: git lfs pull"
+
+
 def nested(levels: int) -> str:
     return '{"a": ' * levels + "1" + "}" * levels
 

@@ -69,9 +69,10 @@ def longest_open(pieces: Sequence[bytes]) -> int:
     return longest
 
 
-def naive_cut(text: str, stops: Sequence[str]) -> int | None:
-    """Where the output ends: before the stop string completed first, the longest of those that end together."""
-    for end in range(len(text) + 1):
+def naive_cut(text: str, stops: Sequence[str], kept: int = 0) -> int | None:
+    """Where the output ends: before the stop string completed first behind `kept` characters, the longest of those that
+    end together."""
+    for end in range(kept + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return end - max(map(len, found))
@@ -136,6 +137,51 @@ def test_single_byte_tokens_stop_at_the_same_text(text: str, stops: list[str]) -
         assert bytes(ids[: state.publishable]).decode() + state.tail_text == text[:cut]
 
 
+@given(pieces_of, stops_of, st.integers(1, 12))
+@settings(max_examples=400)
+def test_stops_count_behind_the_first_tokens(pieces: list[bytes], stops: list[str], least: int) -> None:
+    """From the first border at or behind `least` tokens on. Its text is kept, and nothing before it is held."""
+    assume(longest_open(pieces) < PENDING_TOKENS_MAX)
+    detokenizer, text, borders = FakePieces(pieces), "", [(0, 0)]
+    for token in range(len(pieces)):
+        text += detokenizer.push([token])
+        if not detokenizer.pending:
+            borders.append((token + 1, len(text)))
+    tokens, kept = next((border for border in borders if border[0] >= least), (len(pieces) + 1, len(text)))
+    cut = naive_cut(text, stops, kept)
+    matcher, published = StopMatcher(stops, FakePieces(pieces), least), 0
+    for token in range(len(pieces)):
+        state = matcher.push([token])
+        assert published <= state.publishable
+        published = state.publishable
+        if not state.finished and token < tokens:
+            assert published == max(count for count, _ in borders if count <= token + 1)
+    state = matcher.push([])
+    assert state.finished == (cut is not None)
+    if cut is not None:
+        assert state.publishable >= least
+        assert decoded(pieces, state.publishable) + state.tail_text == text[: max(cut, kept)]
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "left"),
+    [
+        ("A" * 40, 20, "A" * 20),
+        ("A" * 40, 0, ""),
+        ("AAAbAAAb", 3, "AAAb"),  # completed by the last of them: it does not count
+        ("AAAbAAAb", 2, "AA"),  # begun among them: cut behind them
+        ("bbAAAb", 2, "bb"),
+        ("bbAAAb", 6, None),
+        ("€AAA", 1, "€"),  # a character of three tokens is whole
+    ],
+)
+def test_first_tokens_are_kept_before_a_stop_text(text: str, least: int, left: str | None) -> None:
+    ids = text.encode()
+    state = StopMatcher(["AAA"], ByteTokenizer().detokenizer(), least).push(ids)
+    assert state.finished == (left is not None)
+    assert ids[: state.publishable].decode() + state.tail_text == (text if left is None else left)
+
+
 def test_without_stop_strings_nothing_is_held() -> None:
     assert StopMatcher((), ByteTokenizer().detokenizer()).push(b"a\xe2") == StopState(2)
 
@@ -164,10 +210,12 @@ def test_tokens_without_text_are_held_for_bounded_time() -> None:
 
 
 def test_memory_is_bounded_by_the_stop_strings() -> None:
-    matcher = StopMatcher(["abcd"], ByteTokenizer().detokenizer())
-    matcher.push(b"xyzabc" * 2_000)
-    assert len(matcher._window) <= 4
-    assert len(matcher._borders) <= 5
+    for least in (0, 5_000):
+        matcher = StopMatcher(["abcd"], ByteTokenizer().detokenizer(), least)
+        for _ in range(2_000):
+            matcher.push(b"xyzabc")
+            assert len(matcher._window) <= 4
+            assert len(matcher._borders) <= 5
 
 
 # ---------------------------------------------------------------- tokenizers

@@ -44,6 +44,15 @@ def test_a_broken_tokenizer_config_is_refused(tmp_path: Path) -> None:
         assert caught.value.value == str(file)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pointer_of_git_lfs_as_a_tokenizer_file_is_called_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(TOKENIZER)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 131\n")
+    with pytest.raises(ConfigError, match="is a Git LFS pointer") as caught:
+        read_tokenizer(tmp_path)
+    assert caught.value.value == str(tmp_path / name)
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_pipe_as_a_tokenizer_file_is_refused_at_once(tmp_path: Path, name: str) -> None:

@@ -37,18 +37,18 @@ import coordinator.service
 import coordinator.workers.worker_link
 import hisparse.client.connection
 import protocol.sizing
+from basics.processes import Process
+from basics.request_states import POISON_STRIKES
 from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change, Reserve
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import RequestEntry, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.throughput import FloorRoom, HotFloor, Look
 from coordinator.service import Coordinator
 from coordinator.workers.epoch_link import WorkerLink
-from coordinator.workers.processes import Process
 from coordinator.workers.worker_epoch import WorkerEpoch
 from coordinator.workers.worker_link import WorkerLinks
 from metrics.state import LinkCounters

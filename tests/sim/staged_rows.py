@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from coordinator.scheduling.lifecycle import EventKind, State
+from basics.request_states import State
+from coordinator.scheduling.lifecycle import EventKind
 from coordinator.scheduling.request_state import Transition
 from protocol import messages, units
 from tests.sim.trace import Violation

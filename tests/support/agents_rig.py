@@ -16,13 +16,17 @@ import trio
 
 from hisparse.http.server.listener import HttpListener
 from protocol.settings import HttpSettings
+from protocol.tokenizer_files import TokenizerFile
 from tests.support.fakes.fake_model import FakeModel, Script
-from tests.support.http_rig import FrontRig, front_rig
+from tests.support.http_rig import DEEPSEEK_TOKENS, FrontRig, deepseek_tokenizer_json, front_rig
+from worker.runners.tiny import EOS, VOCAB
 from worker.runners.tiny_template import TEMPLATES
 
 #: Of one answer, on a machine whose cores are busy.
 LIMIT_S: Final = 240.0
 CONTEXT: Final = 64 * 1024
+#: The published repository of DeepSeek-V3.2 has no chat template.
+PUBLISHED: Final = "deepseek-v3.2, published"
 
 
 @dataclass
@@ -75,15 +79,25 @@ async def agents_rig(
     settings: HttpSettings | None = None,
     keys: tuple[str, ...] = (),
 ) -> AsyncIterator[AgentsRig]:
-    """`family`: whose tiny chat template is served."""
+    """`family`: whose tiny chat template is served; PUBLISHED: none, and a tokenizer with DeepSeek-V3.2's tokens."""
     async with front_rig(directory, settings, keys) as front, trio.open_nursery() as nursery:
         scheduler = front.gateway.scheduler
         assert scheduler.served is not None
+        special = DEEPSEEK_TOKENS if family == PUBLISHED else ()
+        if special:
+            front.gateway.tokenizers.data = deepseek_tokenizer_json()
+        file = TokenizerFile("json" if special else "bytes", front.gateway.tokenizers.data)
         scheduler.served = msgspec.structs.replace(
-            scheduler.served, chat_template=TEMPLATES[family], context_max_tokens=CONTEXT
+            scheduler.served,
+            chat_template=TEMPLATES.get(family, ""),
+            context_max_tokens=CONTEXT,
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            tokenizer_kind=file.kind,
+            tokenizer_hash=file.hash,
         )
         await front.link.client.welcome()
-        model = FakeModel(front.gateway, script)
+        model = FakeModel(front.gateway, script, special=special)
         nursery.start_soon(model.run)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setblocking(False)

@@ -22,11 +22,12 @@ import anthropic
 import openai
 from pydantic import BaseModel
 
+from tests.support.agents_rig import PUBLISHED
 from tests.support.fakes.fake_model import Said
 
 MODEL: Final = "fake"
 APIS: Final = ("chat", "messages", "beta", "responses")
-FAMILIES: Final = ("glm-5", "deepseek-v3.2")
+FAMILIES: Final = ("glm-5", PUBLISHED)
 OPENAI_APIS: Final = ("chat", "responses")
 ANTHROPIC_APIS: Final = ("messages", "beta")
 TURNS_MAX: Final = 5
@@ -449,7 +450,12 @@ class DrawnConversation:
             return message.model_dump()
         if form == "json":
             return message.model_dump(mode="json", exclude_none=True)
-        empty = {"reasoning": None, "reasoning_details": [], "thinking_blocks": [], "provider_specific_fields": {}}
+        empty: dict[str, Any] = {
+            "reasoning": None,
+            "reasoning_details": [],
+            "thinking_blocks": [],
+            "provider_specific_fields": {},
+        }
         told = message.model_dump(exclude={"parsed"}) | empty
         for call in told.get("tool_calls") or ():
             if self._dice.random() < 0.3:

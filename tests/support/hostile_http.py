@@ -37,7 +37,8 @@ VALUES: Final[tuple[bytes, ...]] = (
 NAMES: Final = (
     *(b"Host", b"Connection", b"Upgrade", b"HTTP2-Settings", b"Content-Length", b"Transfer-Encoding", b"Expect", b"TE"),
     *(b"Sec-WebSocket-Key", b"Sec-WebSocket-Version", b"Sec-WebSocket-Protocol", b"Sec-WebSocket-Extensions"),
-    *(b"X-Request-Id", b"Authorization", b"Trailer", b"Cookie", b"bad name", b"\xff", b":path", b""),
+    *(b"X-Request-Id", b"Idempotency-Key", b"Authorization", b"Trailer", b"Cookie", b"bad name", b"\xff", b":path"),
+    b"",
 )
 ODD: Final[tuple[Any, ...]] = (
     *(None, True, 0, 1, -1, 2**31, 2**63, 2**70, 1e308, "", "x", "x" * 300, "\ud800", "\0", [], {}, [[]], [""], [None]),
@@ -149,7 +150,8 @@ def _good(dice: random.Random, key: str) -> bytes:
         return _request(b"GET", path, [(b"Authorization", f"Bearer {key}".encode())], b"")
     headers = [(b"Authorization", f"Bearer {key}".encode())]
     if dice.random() < 0.3:
-        headers.append((b"X-Request-Id", b"id%d" % dice.randrange(50)))
+        name = dice.choice((b"Idempotency-Key", b"X-Request-Id"))
+        headers.append((name, b"id%d" % dice.randrange(50)))
     if dice.random() < 0.3:
         data = body(dice)
         cut = dice.randrange(len(data) + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,10 @@ import trio.testing
 from hisparse.client.client import open_client
 from hisparse.http.front import Front
 from hisparse.http.link import CoordinatorLink
+from hisparse.http.models.formats.deepseek import ASSISTANT, DSML, USER
+from hisparse.http.models.formats.deepseek import BOS as BEGIN
+from hisparse.http.models.formats.deepseek import EOS as END
+from hisparse.http.models.formats.replies import THINK, THINK_END
 from hisparse.http.outputs import FollowedOutputs
 from hisparse.http.server.api_keys import ApiKeys, parse_keys
 from hisparse.http.server.exchange import ClientGone
@@ -37,8 +41,18 @@ TEMPLATE: Final = (
 KEY: Final = "a-key-of-thirty-two-characters-0"
 
 
-def byte_tokenizer_json() -> bytes:
-    """A tokenizer.json in which id i is byte i, as the tiny checkpoint has it: any character may be cut."""
+#: Special tokens by which a checkpoint without a chat template is known as DeepSeek-V3.2, from id 256 on.
+DEEPSEEK_TOKENS: Final = (BEGIN, END, USER, ASSISTANT, THINK, THINK_END, DSML)
+
+
+def deepseek_tokenizer_json() -> bytes:
+    """A tokenizer.json of bytes with DeepSeek-V3.2's special tokens."""
+    return byte_tokenizer_json(DEEPSEEK_TOKENS)
+
+
+def byte_tokenizer_json(special: Sequence[str] = ("<bos>", "<eos>", "<pad>")) -> bytes:
+    """A tokenizer.json in which id i is byte i, as the tiny checkpoint has it: any character may be cut. Ids of
+    `special` tokens follow."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -47,8 +61,8 @@ def byte_tokenizer_json() -> bytes:
     library = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(["<bos>", "<eos>", "<pad>"])
-    assert (library.token_to_id("<bos>"), library.token_to_id("<eos>")) == (BOS, EOS)
+    library.add_special_tokens(list(special))
+    assert [library.token_to_id(text) for text in special[:2]] == [BOS, EOS]
     return library.to_str().encode()
 
 

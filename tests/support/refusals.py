@@ -26,6 +26,7 @@ from tests import ROOT
 FILES: Final = (
     *sorted((ROOT / "hisparse").rglob("*.py")),
     *sorted((ROOT / "protocol").glob("*.py")),
+    ROOT / "basics" / "request_checks.py",
     ROOT / "protocol" / "transport" / "keys.py",
     ROOT / "protocol" / "transport" / "private_dir.py",
     *(

@@ -16,9 +16,9 @@ import msgspec
 import trio
 import trio.testing
 
+from basics.request_states import TERMINAL
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.scheduling.events import Ending, LinkStats
-from coordinator.scheduling.lifecycle import TERMINAL
 from coordinator.scheduling.request import BeginTrace
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog

@@ -72,6 +72,15 @@ def _write_agents_model(path: Path) -> None:
     write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=8_192)
 
 
+def _write_published_model(path: Path) -> None:
+    from tests.support.http_rig import deepseek_tokenizer_json
+    from worker.runners.tiny import write_tiny_checkpoint
+
+    write_tiny_checkpoint(path, "deepseek-v3.2", index_topk=16, context_max_tokens=8_192)
+    (path / "tokenizer_config.json").write_text("{}")
+    (path / "tokenizer.json").write_bytes(deepseek_tokenizer_json())
+
+
 #: The id of the chat model, which is not the name of its directory.
 CHAT_MODEL: Final = "acme/tiny-1"
 SEATS: Final = 8
@@ -85,6 +94,8 @@ CHAT: Final = Plan(
 )
 #: With the checkpoint's own chat template, and room for twenty turns.
 AGENTS: Final = Plan("agents", _write_agents_model, FRONT)
+#: DeepSeek-V3.2 as published: special tokens of its own, and no chat template.
+PUBLISHED: Final = Plan("published", _write_published_model, FRONT)
 
 
 @dataclass
@@ -242,8 +253,8 @@ class Guest:
         return {"response": [self._note]}
 
     def _note(self, response: Any) -> None:
-        if found := response.headers.get("x-request-id"):
-            self.ids.append(found)
+        names = "x-request-id", "hisparse-request-id"
+        self.ids += [found for name in names if (found := response.headers.get(name))]
 
     def is_own(self, request_id: str) -> bool:
         chosen = [owner_of(name_of(number)) for number in (self.number, self.number + 1)]

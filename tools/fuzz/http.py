@@ -37,7 +37,7 @@ from typing import Final
 import msgspec
 import trio
 
-from coordinator import gc_policy
+from basics import gc_policy
 from coordinator.scheduling.events import Handle
 from hisparse.http.server.listener import CONNECTIONS_MIN
 from protocol import logs, messages

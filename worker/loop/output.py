@@ -2,8 +2,9 @@
 
 Tokens come from earlier placements (delivered then, forced now) and from steps. Those that may be part of a stop string
 are held back; a new placement draws them again, but for the first one, which only prefill can draw: it is handed on. A
-request ends with an end-of-sequence token (part of the output), with a stop string (not part of it) or with its last
-allowed token. Where a request asks for log-probabilities, each token comes and goes with its row.
+request ends with an end-of-sequence token (part of the output), with a stop string (not part of it, but for what is
+among the first `min_tokens` tokens) or with its last allowed token. Where a request asks for log-probabilities, each
+token comes and goes with its row.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Output:
         self.max_tokens = sampling.max_tokens
         self._publishable = 0
         self._eos = frozenset(end_token_ids(sampling, eos_token_ids))
-        self._matcher = StopMatcher(sampling.stop, detokenizer()) if sampling.stop else None
+        stops = sampling.stop
+        self._matcher = StopMatcher(stops, detokenizer(), sampling.min_tokens) if stops else None
         self._rows: list[bytes] = []  # of tokens that are not published
         for token in generated:
             self.push(token)

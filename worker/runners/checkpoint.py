@@ -18,7 +18,7 @@ from protocol.errors import ConfigError, HiSparseError
 from protocol.messages import EOS_IDS_MAX, ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.small_files import read_json_object
-from protocol.tokenizer_files import read_tokenizer
+from protocol.tokenizer_files import TokenizerFile
 from worker.weights.dimensions import VOCAB_MAX, check_dimensions
 from worker.weights.layout import require_draft_layer
 from worker.weights.quantization import read_quantization
@@ -105,9 +105,8 @@ def anonymous_info(config: Any, name: str) -> ModelInfo:
     )
 
 
-def describe_model(path: str | Path, config: Any) -> ModelInfo:
+def describe_model(path: str | Path, config: Any, tokenizer: TokenizerFile) -> ModelInfo:
     """The ModelInfo of a checkpoint; `config` is the library's config object."""
-    tokenizer = read_tokenizer(path)
     return ModelInfo(
         fingerprint=fingerprint(path),
         name=Path(path).resolve().name,

@@ -52,7 +52,7 @@ string="{{ 'true' if value is string else 'false' }}">{{ value if value is strin
 {% endfor %}</｜DSML｜invoke>
 {% endfor %}</｜DSML｜function_calls>{% endif %}
 {% elif m.role == 'tool' %}<result>{{ m.content }}</result>
-{% elif m.role == 'user' %}<｜User｜>{{ m.content }}<｜Assistant｜>
+{% elif m.role == 'user' or not loop.first %}<｜User｜>{{ m.content }}<｜Assistant｜>
 {% else %}{{ m.content }}
 {% endif %}
 {% endfor %}

@@ -40,6 +40,7 @@ from protocol.errors import BadInput, ConfigError, InternalError
 from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
+from protocol.tokenizer_files import read_tokenizer
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import StepRows, rows_max
@@ -171,6 +172,7 @@ class TransformersRunner:
         with the draft layer, a DraftRunner.
         """
         config, draft_layer = read_config(path), draft_tokens > 0
+        tokenizer = read_tokenizer(path)
         torch_dtype = _torch_dtype(dtype, config)
         keeps = torch.device(device).type == "cuda" if keeps_fp8 is None else keeps_fp8
         quantization = read_quantization(config, Path(path) / "config.json")
@@ -210,7 +212,7 @@ class TransformersRunner:
                 deterministic=deterministic_seats > 0,
             )
             log.info("exchange", extra=fields(ranks=collectives.size, bytes=exchange.bytes))
-        info = describe_model(path, model.config)
+        info = describe_model(path, model.config, tokenizer)
         runner = cls(
             model,
             info,

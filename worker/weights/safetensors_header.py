@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from protocol.errors import ConfigError
+from protocol.git_lfs import LFS_POINTER, lfs_pointer
 
 FIELD: Final = "worker.model"
 PREFIX_BYTES: Final = 8
@@ -58,6 +59,8 @@ class StoredTensor:
 
 def header_length(file: str, prefix: bytes, file_bytes: int) -> int:
     """Bytes of the header behind the prefix. Raises ConfigError when the file cannot have such a header."""
+    if prefix == LFS_POINTER[:PREFIX_BYTES]:
+        raise lfs_pointer(FIELD, file)
     if len(prefix) < PREFIX_BYTES:
         raise _refusal(file, f"has {len(prefix)} bytes, and the length of a safetensors header takes {PREFIX_BYTES}")
     length = int.from_bytes(prefix, "little")

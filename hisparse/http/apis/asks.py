@@ -1,6 +1,6 @@
 """From a body to requests of the coordinator: one for each sample of each prompt. Pure.
 
-Ids are the client's (header X-Request-Id) or made by the front. One sample has the id itself, several have `ID-0`,
+Ids are the client's (header Idempotency-Key) or made by the front. One sample has the id itself, several have `ID-0`,
 `ID-1`, ... A repeated body under the client's own id makes the same requests, to the last field, so that the
 coordinator knows them again; that is why a missing seed is drawn from the id and not from a generator.
 """
@@ -15,13 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from coordinator.scheduling.validation import (
-    check_draft_tokens,
-    check_orders,
-    check_priority,
-    check_salt,
-    check_token_ids,
-)
+from basics.request_checks import check_draft_tokens, check_orders, check_priority, check_salt, check_token_ids
 from hisparse.http.apis.body import CHOICES_MAX
 from hisparse.http.apis.generation import Generation
 from hisparse.http.apis.prompts import prompts_of, text_bytes_max, text_ids
@@ -30,8 +24,9 @@ from hisparse.http.models.formats.conversation import Conversation, template_mes
 from hisparse.http.models.formats.known import ChatFormat, format_of
 from hisparse.http.models.formats.replies import PLAIN, ReplyPlan
 from hisparse.http.models.grammars import GrammarPlan, plan_of
+from hisparse.http.server.identities import scoped_id
 from protocol.arrays import Int32Array
-from protocol.errors import BadInput, NotFound
+from protocol.errors import BadInput, ConfigError, NotFound
 from protocol.grammars import nameable_tokens
 from protocol.messages import (
     DRAFT_TOKENS_MAX,
@@ -171,9 +166,7 @@ def ask_of(
     return Ask(
         id=ask_id,
         model=served.model.name,
-        choices=tuple(
-            _choices(wanted, prompts, limit, f"{ask_id}.{scope}" if scope else ask_id, served.model, grammar)
-        ),
+        choices=tuple(_choices(wanted, prompts, limit, (ask_id, scope), served.model, grammar)),
         prompt_tokens=sum(prompt.size for prompt in prompts),
         stream=wanted.stream,
         include_usage=wanted.include_usage,
@@ -194,9 +187,15 @@ def check_model(name: str | None, model: ModelInfo) -> None:
 
 
 def _choices(
-    wanted: Generation, prompts: Sequence[Int32Array], limit: int, base_id: str, model: ModelInfo, grammar: str
+    wanted: Generation,
+    prompts: Sequence[Int32Array],
+    limit: int,
+    named: tuple[str, str],
+    model: ModelInfo,
+    grammar: str,
 ) -> Iterator[SampleAsk]:
-    """Checked as the coordinator does: what it would refuse is not sent to it."""
+    """Checked as the coordinator does: what it would refuse is not sent to it. `named`: id and scope."""
+    ask_id, scope = named
     samples = _first(wanted.n, 1)
     total = samples * len(prompts)
     if total > CHOICES_MAX:
@@ -204,7 +203,7 @@ def _choices(
         raise BadInput(text, field="n", value=samples, remedy=f"use {CHOICES_MAX // len(prompts)} or less")
     digests = [hashlib.sha256(prompt.tobytes()).digest() for prompt in prompts]
     for index in range(total):
-        request_id = base_id if total == 1 else f"{base_id}-{index}"
+        request_id = scoped_id(ask_id if total == 1 else f"{ask_id}-{index}", scope)
         which = index // samples
         sampling = Sampling(
             max_tokens=limit,
@@ -269,7 +268,7 @@ def _seed(seed: int | None, sample: int, request_id: str) -> int:
 
 
 def chat_prompt(conversation: Conversation, served: Served, render: Render, field: str) -> ChatPrompt:
-    """`field` is where its turns are. The format writes the special tokens itself. Raises BadInput."""
+    """`field` is where its turns are. The format writes the special tokens itself. Raises BadInput or ConfigError."""
     model, tokenizer = served.model, served.tokenizer
     known = format_of(model.chat_template, tokenizer)
     count = f"{len(conversation.turns)} messages"
@@ -284,6 +283,8 @@ def chat_prompt(conversation: Conversation, served: Served, render: Render, fiel
         raise BadInput(text, field="tools", value=f"{len(conversation.tools)} tools", remedy="leave tools out")
     try:
         text = _encoded(known, conversation, served, render)
+    except ConfigError:
+        raise
     except BadInput as error:
         raise type(error)(error.message, field=field, value=error.value, remedy=error.remedy) from error
     ids = text_ids(text, tokenizer, model, special=False, field=field)
@@ -303,9 +304,10 @@ def _encoded(known: ChatFormat, conversation: Conversation, served: Served, rend
     """Raises BadInput."""
     if known.encode is not None:
         return known.encode(conversation)
-    turns, tools = template_messages(conversation.turns), template_tools(conversation.tools)
+    template = served.model.chat_template
+    turns, tools = template_messages(conversation.turns, template), template_tools(conversation.tools)
     bytes_max = text_bytes_max(served.tokenizer, served.model)
-    return render(served.model.chat_template, turns, conversation.all_variables, bytes_max, tools)
+    return render(template, turns, conversation.all_variables, bytes_max, tools)
 
 
 def echoes_of(prompts: Sequence[Int32Array], said: bytes, tokenizer: Tokenizer) -> list[str]:

@@ -10,11 +10,12 @@ from hisparse.http.apis.anthropic.answers import MessagesAnswer
 from hisparse.http.apis.anthropic.bodies import MessagesBody
 from hisparse.http.apis.asks import Ask
 from hisparse.http.apis.body import prepare
-from hisparse.http.apis.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from hisparse.http.apis.openai.answers import ChatAnswer, CompletionAnswer
 from hisparse.http.apis.openai.chat_bodies import ChatBody
 from hisparse.http.apis.openai.completion_bodies import CompletionBody
 from hisparse.http.apis.responses.answers import ResponsesAnswer
 from hisparse.http.apis.responses.bodies import ResponsesBody
+from hisparse.http.apis.transcript import Answer
 
 GeneratingBody: TypeAlias = CompletionBody | ChatBody | MessagesBody | ResponsesBody
 

@@ -15,8 +15,9 @@ import msgspec
 
 from hisparse.http.errors import ContextExceeded
 from hisparse.http.models.templates import refused, render
+from protocol.chat_templates import REMEDY
 from protocol.children import Children, serve
-from protocol.errors import BadInput
+from protocol.errors import BadInput, ConfigError
 
 #: For one conversation: to render it, and address space for it.
 RENDER_LIMIT_S: Final = 10.0
@@ -34,11 +35,11 @@ class RenderRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RenderReply(msgspec.Struct, frozen=True, array_like=True):
-    """`refusal` is empty when `text` is the prompt."""
+    """`refusal` is empty when `text` is the prompt; `code` is that of its class."""
 
     text: str
     refusal: str = ""
-    is_too_long: bool = False
+    code: str = BadInput.code
 
 
 _decode_reply: Final = msgspec.msgpack.Decoder(RenderReply).decode  # before threads use it: bodies.prepare
@@ -58,7 +59,7 @@ class Renderers:
         bytes_max: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """As chat.render, within limits. Raises BadInput."""
+        """As templates.render, within limits. Raises BadInput or ConfigError."""
         shown = None if tools is None else [dict(tool) for tool in tools]
         request = RenderRequest(template, [dict(message) for message in messages], dict(variables), bytes_max, shown)
         reply = self._children.ask(msgspec.msgpack.encode(request))
@@ -66,7 +67,9 @@ class Renderers:
             text = f"the model's chat template takes more than {self._children.limits} for them"
             raise refused(text, len(messages))
         answer = _decode_reply(reply)
-        if answer.is_too_long:
+        if answer.code == ConfigError.code:
+            raise ConfigError(answer.refusal, remedy=REMEDY)
+        if answer.code == ContextExceeded.code:
             raise ContextExceeded(answer.refusal, field="messages", remedy="send fewer or shorter ones")
         if answer.refusal:
             raise refused(answer.refusal, len(messages))
@@ -88,7 +91,7 @@ def _rendered(data: bytes) -> bytes:
         )
         text.encode()
     except BadInput as error:
-        return msgspec.msgpack.encode(RenderReply("", error.message, isinstance(error, ContextExceeded)))
+        return msgspec.msgpack.encode(RenderReply("", error.message, error.code))
     except UnicodeEncodeError:
         return msgspec.msgpack.encode(RenderReply("", "hold half of a surrogate pair"))
     return msgspec.msgpack.encode(RenderReply(text))

@@ -2,7 +2,8 @@
 
 The template comes with the model (ModelInfo.chat_template); the reader of the checkpoint bound the names of its special
 tokens in its first line. Messages come from untrusted clients, so the template runs in Jinja's sandbox. Whatever it
-raises is the messages' fault: templates refuse what they cannot render by raising.
+raises is the messages' fault: templates refuse what they cannot render by raising. One that cannot be compiled is the
+server's: workers refuse it at start.
 
 The sandbox bounds what a template may touch, not how long it runs nor what it allocates: `tojson(indent=n)`, `x * n`
 and a loop over the messages in a loop over the messages take what a client says. So the front renders in processes that
@@ -11,24 +12,12 @@ have limits (hisparse.http.models.renderers).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Final, NoReturn
-
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from hisparse.http.errors import ContextExceeded
+from protocol.chat_templates import TemplateRefusal, compiled
 from protocol.errors import BadInput
-
-#: Compiled templates kept: one model is served at a time.
-TEMPLATES_MAX: Final = 2
-
-
-class TemplateRefusal(jinja2.TemplateError):
-    """A template says in its author's words why it takes no such messages."""
 
 
 def render(
@@ -40,12 +29,13 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """The prompt, up to where the assistant speaks. `messages` and `tools` are as formats.conversation makes them.
-    Raises BadInput, also for more than `bytes_max` characters."""
+    Raises BadInput, also for more than `bytes_max` characters; ConfigError for a template that cannot be compiled."""
+    program = compiled(template)
     own: dict[str, Any] = {"messages": messages, "add_generation_prompt": True, "tools": tools, "documents": None}
     pieces: list[str] = []
     left = bytes_max
     try:
-        for piece in _compiled(template).generate(**dict(variables) | own | {"strftime_now": strftime_now}):
+        for piece in program.generate(**dict(variables) | own | {"strftime_now": strftime_now}):
             pieces.append(piece)
             left -= len(piece)
             if left < 0:
@@ -67,26 +57,3 @@ def refused(why: str, messages: int) -> BadInput:
 
 def _count(messages: int) -> str:
     return f"{messages} message{'' if messages == 1 else 's'}"
-
-
-@lru_cache(TEMPLATES_MAX)
-def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(template)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As transformers has it, without the HTML escapes of Jinja's own, which models have not seen."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateRefusal(message)

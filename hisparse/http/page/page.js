@@ -53,7 +53,7 @@ const sentence = (body, status) => (body && body.error && body.error.message) ||
 async function answer(id, shown, signal) {
   const response = await fetch("/v1/chat/completions", {
     method: "POST",
-    headers: headers({ "content-type": "application/json", "x-request-id": id }),
+    headers: headers({ "content-type": "application/json", "idempotency-key": id }),
     body: JSON.stringify({
       messages: turns,
       stream: true,

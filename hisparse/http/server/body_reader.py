@@ -14,8 +14,8 @@ from typing import Final, TypeVar
 import trio
 
 from hisparse.http.server.exchange import HttpExchange
-from hisparse.http.server.shares import Shares
-from hisparse.http.server.turns import Turns
+from hisparse.http.server.fairness.shares import Shares
+from hisparse.http.server.fairness.turns import Turns
 from metrics.state import HttpCounters
 from protocol.errors import CapacityError, HiSparseError
 

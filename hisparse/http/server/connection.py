@@ -1,6 +1,7 @@
 """One client's connection: requests one after the other, each handed to the front, until either side ends it.
 
-    wait    for the next request: IDLE_LIMIT_S for its first byte, as long again for its header
+    wait    for the next request: `idle_s` for its first byte, HEADER_LIMIT_S for the rest of its header. A request that
+            has come when the connection would be closed as idle is served
     serve   the handler reads the body and answers; every write must be taken within READ_LIMIT_S
     linger  after an answer that the rest of a request was not read for: what comes is thrown away, so that the client
             reads the answer before its connection is reset
@@ -10,7 +11,7 @@ is in arrears: `evictable` says so, and `scope` is cancelled. Those of clients t
 (`is_known`).
 
 Each header that is looked at, and each part of a body, also one that is thrown away, is a piece of work in the event
-loop, and waits for its turn (turns.py): among strangers, by address, until a request shows a key; among
+loop, and waits for its turn (fairness/turns.py): among strangers, by address, until a request shows a key; among
 owners from then on.
 """
 
@@ -27,14 +28,16 @@ import trio
 
 from hisparse.http.errors import error_body, error_headers, status_of
 from hisparse.http.server.exchange import JSON, Channel, ClientGone
-from hisparse.http.server.turns import ClientTurns
+from hisparse.http.server.fairness.turns import ClientTurns
 from hisparse.http.server.wire import HEADER_BYTES_MAX, RequestHead, Wire
 from protocol.errors import BadInput
 
 #: How long a client may leave what it was sent unread.
 READ_LIMIT_S: Final = 60
-#: How long a connection may be idle; how long a header, and a TLS handshake, may take from its first byte on.
-IDLE_LIMIT_S: Final = 15
+#: How long a header, and a TLS handshake, may take from its first byte on.
+HEADER_LIMIT_S: Final = 15
+#: By so much clients are told a shorter time than `idle_s`, half of it at most: theirs begins later.
+IDLE_MARGIN_S: Final = 5.0
 #: How long the rest of a refused request is read.
 LINGER_LIMIT_S: Final = 5.0
 #: Read at once.
@@ -45,6 +48,11 @@ SEND_BYTES: Final = 64 * 1024
 PARTS_PER_TURN: Final = 32
 
 Handler = Callable[[RequestHead, Channel], Awaitable[None]]
+
+
+def told_idle_s(idle_s: float) -> int:
+    """Seconds that clients are told to keep an idle connection for at most."""
+    return int(idle_s - min(IDLE_MARGIN_S, idle_s / 2))
 
 
 class End(Enum):
@@ -61,9 +69,18 @@ class End(Enum):
 
 
 class HttpConnection:
-    """`run` it in a task of its own. It does not close its stream."""
+    """`run` it in a task of its own. It does not close its stream. `idle_s` is how long it waits for a request, and
+    `has_bytes` says whether any have come that were not received."""
 
-    def __init__(self, stream: trio.abc.Stream, handler: Handler, turns: ClientTurns, address: str) -> None:
+    def __init__(
+        self,
+        stream: trio.abc.Stream,
+        handler: Handler,
+        turns: ClientTurns,
+        address: str,
+        idle_s: float,
+        has_bytes: Callable[[], bool],
+    ) -> None:
         self.scope = trio.CancelScope()
         self.evictable = True
         self.evicted = False
@@ -75,7 +92,9 @@ class HttpConnection:
         self._is_in_arrears = False
         self._is_admitted = False  # whether the request that is served has shown whose it is
         self._parts = 0
-        self._wire = Wire()
+        self._idle_s = idle_s
+        self._has_bytes = has_bytes
+        self._wire = Wire(told_idle_s(idle_s))
         self._waiting: trio.CancelScope | None = None
         self._last = False
         self._unsent = b""
@@ -135,9 +154,10 @@ class HttpConnection:
         """The next request, or why there is none. Raises what Wire.next_head does.
 
         The deadline begins anew with the first byte, and is put off by the time that a header waits for its turns: a
-        request that has come in time is served, however long it waits for its turn or the process for a core.
+        request that has come in time is served, however long it waits for its turn or the process for a core. Nothing
+        waits between the last look for bytes and the end, so that few requests fall between them.
         """
-        deadline = trio.current_time() + IDLE_LIMIT_S
+        deadline = trio.current_time() + self._idle_s
         while True:
             begun = self._wire.has_begun
             if begun:
@@ -146,7 +166,7 @@ class HttpConnection:
                 deadline += trio.current_time() - before
                 if (head := self._wire.next_head()) is not None:
                     return head
-            if self._last:
+            if self._last and not self._has_bytes():
                 return End.CLOSED
             with self.waiting(deadline) as scope:
                 try:
@@ -154,10 +174,10 @@ class HttpConnection:
                         return End.CLOSED
                 except ClientGone:
                     return End.UNREAD
-            if scope.cancelled_caught:
+            if scope.cancelled_caught and (begun or not self._has_bytes()):
                 return End.CLOSED if self._last else End.IDLE
             if not begun:
-                deadline = trio.current_time() + IDLE_LIMIT_S
+                deadline = trio.current_time() + HEADER_LIMIT_S
 
     async def _receive(self) -> bool:
         """Feed what comes; False: the client has ended its side. Raises ClientGone."""
@@ -208,7 +228,7 @@ class HttpConnection:
         is_new = (self._turns, self._party) != (self._clients.owners, party)
         self._turns, self._party = self._clients.owners, party
         self._is_in_arrears = True
-        await self._wait_until(self._clients.next_request_at(party), self.left)
+        await self._wait_until(self._clients.arrears.next_at(party, trio.current_time()), self.left)
         self.evictable = self._is_in_arrears = False
         if is_new:
             await self._turns.turn(party)
@@ -240,10 +260,10 @@ class HttpConnection:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Goes out with what follows, in one piece."""
         if 400 <= status < 500:
-            if self._is_admitted:
-                self._clients.refused(self._party)
-            else:
-                await self._wait_until(self._clients.refusal_at(self._address), self._until_left)
+            refused = self._party if self._is_admitted else self._address
+            free_at = self._clients.arrears.refused(refused, trio.current_time())
+            if not self._is_admitted:
+                await self._wait_until(free_at, self._until_left)
         self._unsent = self._wire.start(status, headers, time.time(), last=self._last)
 
     async def _wait_until(self, at: float, left: Callable[[], Awaitable[None]]) -> None:

@@ -14,7 +14,8 @@ from typing import Final, Protocol
 import trio
 
 from hisparse.http.errors import TooLarge, TooSlow, error_body, error_headers, status_of
-from hisparse.http.server.shares import Shares
+from hisparse.http.server.fairness.shares import Shares
+from hisparse.http.server.identities import REQUEST_ID, TRACE_ID, trace_id_of
 from hisparse.http.server.wire import RequestHead
 from protocol.errors import CapacityError, HiSparseError
 from protocol.messages import TraceContext
@@ -70,22 +71,28 @@ class HttpExchange:
     def __init__(
         self, head: RequestHead, channel: Channel, budget: Shares, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
-        """`headers` are part of every answer."""
+        """`headers` are part of every answer, and so is the id of the client's trace."""
         self.method = head.method
         self.path = head.path
         self.header = head.header
         self.status = 0
         self.trace: TraceContext | None = None
+        self.trace_id = trace_id_of(head.header(TRACE_ID))
         self.disconnected = False
         self.leaving = trio.CancelScope()
         self._head = head
         self._channel = channel
         self._budget = budget
-        self._headers = headers
+        self._headers = {**headers, TRACE_ID: self.trace_id} if self.trace_id else dict(headers)
         self._received = trio.Event()
         self._answered = False
         if not head.has_body:
             self._received.set()
+
+    @property
+    def logged_ids(self) -> dict[str, str]:
+        """The id of the client's trace as a field of log lines, if there is one."""
+        return {"x_request_id": self.trace_id} if self.trace_id else {}
 
     async def admit(self, owner: str) -> None:
         """Its client was recognized: see Channel.admit."""
@@ -138,6 +145,11 @@ class HttpExchange:
 
     # ------------------------------------------------------------ what goes
 
+    def identify(self, front_id: str, request_id: str) -> None:
+        """Name the request in whatever is answered from now on: by its id at the coordinator, and by the front's where
+        the client sent no id of a trace."""
+        self._headers = {TRACE_ID: front_id, **self._headers, REQUEST_ID: request_id}
+
     async def answer(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """The whole answer, as JSON."""
         own = {"content-type": JSON, "content-length": str(len(body))}
@@ -153,10 +165,9 @@ class HttpExchange:
         """`body` makes the error object."""
         await self.answer(status_of(error), body(error), error_headers(error))
 
-    async def open_stream(self, headers: Mapping[str, str]) -> None:
+    async def open_stream(self) -> None:
         """Of server-sent events; `write` them, then `close`. Proxies are asked not to gather them."""
-        own = {"content-type": SSE, "cache-control": "no-store", "x-accel-buffering": "no"}
-        await self._start(200, own | dict(headers))
+        await self._start(200, {"content-type": SSE, "cache-control": "no-store", "x-accel-buffering": "no"})
         await self.write(b"")
 
     async def write(self, data: bytes) -> None:

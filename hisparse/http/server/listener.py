@@ -9,6 +9,7 @@ clients. A new one is closed when there is none.
 from __future__ import annotations
 
 import math
+import select
 import socket
 from collections import Counter
 from functools import partial
@@ -17,11 +18,12 @@ from typing import Final
 
 import trio
 
-from hisparse.http.server.connection import IDLE_LIMIT_S, End, Handler, HttpConnection
+from hisparse.http.server.connection import HEADER_LIMIT_S, End, Handler, HttpConnection
+from hisparse.http.server.fairness.turns import ClientTurns
 from hisparse.http.server.tls import PacedTransport, Tls
-from hisparse.http.server.turns import ClientTurns
 from metrics.state import HttpCounters
 from protocol.logs import logger
+from protocol.settings import HttpSettings
 
 #: Connections that the kernel holds until they are accepted.
 BACKLOG: Final = 256
@@ -57,9 +59,11 @@ class HttpListener:
         counters: HttpCounters,
         tls: Tls | None = None,
         connections_max: int = CONNECTIONS_MIN,
+        idle_s: float = HttpSettings().idle_s,
     ) -> None:
         """The socket is closed at the end of `run`."""
         self._connections_max = connections_max
+        self._idle_s = idle_s
         self._socket = listening
         self._handler = handler
         self._counters = counters
@@ -112,9 +116,10 @@ class HttpListener:
         except OSError:
             return End.UNREAD  # the client has left already
         if self._tls is not None:
-            transport = PacedTransport(socket_stream, partial(self._turns.strangers.turn, address), IDLE_LIMIT_S)
+            transport = PacedTransport(socket_stream, partial(self._turns.strangers.turn, address), HEADER_LIMIT_S)
             stream = trio.SSLStream(transport, self._tls.context, server_side=True, https_compatible=True)
-        connection = HttpConnection(stream, self._handler, self._turns, address)
+        has_bytes = partial(_has_bytes, socket_stream.socket)
+        connection = HttpConnection(stream, self._handler, self._turns, address, self._idle_s, has_bytes)
         self._open[connection] = None
         self._counters.connections = len(self._open)
         try:
@@ -155,6 +160,13 @@ def party_of(host: str) -> str:
         return host
     address = IPv6Address(host.partition("%")[0])
     return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
+
+
+def _has_bytes(connected: trio.socket.SocketType) -> bool:
+    """Tell whether there is something to read: bytes, the end of the other side, or an error."""
+    look = select.poll()
+    look.register(connected.fileno(), select.POLLIN)
+    return bool(look.poll(0))
 
 
 async def _shake_hands(stream: trio.SSLStream[PacedTransport]) -> bool:

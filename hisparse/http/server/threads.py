@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from coordinator.listener.received_bytes import map_large_buffers, return_memory
+from basics.process_memory import map_large_buffers, return_memory
 
 SWITCH_INTERVAL_S: Final = 0.0005
 ARENAS_MAX: Final = 2

@@ -10,8 +10,7 @@ import os
 import time
 from dataclasses import dataclass
 
-from coordinator.tracing.sender import Put
-from coordinator.tracing.spans import AttributeValue, TraceSpan
+from basics.tracing.spans import AttributeValue, Put, TraceSpan
 from hisparse.http.server.exchange import HttpExchange
 from protocol.messages import SPAN_ID_BYTES, TRACE_ID_BYTES, TraceContext
 from protocol.trace_context import is_sampled

@@ -67,9 +67,11 @@ class RequestHead:
 
 
 class Wire:
-    """`next_head`, the pieces of its body, an answer, and so on while `reusable`."""
+    """`next_head`, the pieces of its body, an answer, and so on while `reuse` says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, told_idle_s: int = 0) -> None:
+        """Answers tell clients for how long they may keep the connection idle, unless it is 0."""
+        self._told_idle_s = told_idle_s
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_BYTES_MAX)
         self._body_is_whole = False
         self._method = b""
@@ -152,6 +154,8 @@ class Wire:
         told = [*headers.items(), ("date", formatdate(now_s, usegmt=True))]
         if last or not self.body_is_whole:
             told.append(("connection", "close"))
+        elif self._told_idle_s and self._h11.their_state is h11.DONE:  # neither HTTP/1.0 nor Connection: close
+            told += [("connection", "keep-alive"), ("keep-alive", f"timeout={self._told_idle_s}")]
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in told]
         return self._sent(h11.Response(status_code=status, headers=encoded))
 

@@ -2,7 +2,7 @@
 // matrix products of a team.
 #pragma once
 
-#include "wgmma.cuh"
+#include "barriers.cuh"
 
 namespace hisparse {
 
@@ -17,40 +17,8 @@ static_assert(1024 + STAGES * (STAGE_BYTES + 16) <= (RESIDENT == 2 ? 115712 : 23
 static_assert(RESIDENT == 1 || TEAMS == 2 && RESIDENT == 2, "registers of two blocks");
 static_assert(CLUSTER == 1 || CLUSTER == 2, "halves of a stage's activations");
 
-// ---- registers, of a thread: all warps of its group of four call it
+// ---- barriers of a cluster
 
-template <int COUNT> __device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-template <int COUNT> __device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-
-// ---- barriers in shared memory
-
-__device__ __forceinline__ void open_barrier(u32 barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-// What was opened by now is seen by the cluster and by tensor copies.
-__device__ __forceinline__ void publish_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    publish_shared();
-}
-__device__ __forceinline__ void await_phase(u32 barrier, u32 parity) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@p bra done;\n"
-        "bra again;\n"
-        "done: }" ::"r"(barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Arrives, and has the barrier wait for `bytes` of copies too.
-__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 // At the same barrier of block `rank` of the cluster.
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
     asm volatile(

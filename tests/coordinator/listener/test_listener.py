@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
+from basics.token_bucket import BYTES_PER_TOKEN, cost_of
 from coordinator.listener import connection_tracker
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX, ConnectionTracker
 from coordinator.listener.descriptors import OTHER_DESCRIPTORS
-from coordinator.listener.rate_limiter import BYTES_PER_TOKEN, CUT_AFTER, RateLimiter, RateVerdict, cost_of
+from coordinator.listener.rate_limiter import CUT_AFTER, RateLimiter, RateVerdict
 from coordinator.listener.zap import AllowList, ZapAnswer, ZapHandler
 from protocol.errors import CapacityError
 from protocol.transport.keys import AllowedKey

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from basics.process_memory import resident_bytes
 from coordinator.listener import received_bytes
-from coordinator.listener.received_bytes import ByteCounter, resident_bytes
+from coordinator.listener.received_bytes import ByteCounter
 from coordinator.listener.unfinished import (
     GROWTH_BYTES_MAX,
     SLACK_BYTES,

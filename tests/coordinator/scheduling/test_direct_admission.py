@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from basics.request_states import State
 from coordinator.memory.changes import Keep
 from coordinator.scheduling import decisions
 from coordinator.scheduling.entries import EntryPhase, WorkerDrain
-from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.validation import check_fits
 from protocol.errors import CapacityError, Unavailable
 from protocol.messages import AUTO, BOTH, DECODE, DIRECT, NO_HOT_BUFFER, NO_TOKEN, PREFILL, STAGED

@@ -8,11 +8,11 @@ import pytest
 import trio
 import trio.testing
 
+from basics.request_states import POISON_STRIKES, PendingKind
 from coordinator.scheduling.decisions import AdmitDecision, Decision
 from coordinator.scheduling.entries import WorkerDrain, WorkerEntry
 from coordinator.scheduling.groups import check_member, missing_of, ranks_text
-from coordinator.scheduling.pending import PendingKind
-from coordinator.scheduling.poison import POISON_STRIKES, SUSPECT_STRIKES
+from coordinator.scheduling.poison import SUSPECT_STRIKES
 from protocol.errors import ConfigError, NotFound
 from protocol.messages import GROUP_SIZE_MAX, GroupMember, WorkerHello
 from tests.support.fakes.fake_cluster import MODEL, FakeCluster, FakePort, capacity

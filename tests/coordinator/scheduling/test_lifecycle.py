@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from basics.request_states import ACTIVE, TERMINAL, WAITING, State
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
@@ -24,7 +25,7 @@ from coordinator.scheduling.events import (
     Stage,
     WorkerLost,
 )
-from coordinator.scheduling.lifecycle import ACTIVE, TERMINAL, TRANSITIONS, WAITING, EventKind, Resolve, State
+from coordinator.scheduling.lifecycle import TRANSITIONS, EventKind, Resolve
 from coordinator.scheduling.request_state import HISTORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
 from protocol import messages
 from protocol.errors import InternalError, WrongState

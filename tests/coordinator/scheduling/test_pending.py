@@ -6,9 +6,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from basics.request_states import UNSERVED, PendingKind
 from coordinator.scheduling.dispatch import TRANSFER_PAUSE_S
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
-from coordinator.scheduling.pending import NOTES_MAX, UNSERVED, PendingKind, PendingReason, PendingReasons, unserved
+from coordinator.scheduling.pending import NOTES_MAX, PendingReason, PendingReasons, unserved
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL
 from tests.coordinator.scheduling.test_inbound_transfers import SLOT, Desk
 from tests.support.fakes.fake_cluster import FakeCluster

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.scheduling.lifecycle import TERMINAL
-from coordinator.scheduling.poison import POISON_STRIKES, SUSPECT_STRIKES
+from basics.request_states import POISON_STRIKES, TERMINAL
+from coordinator.scheduling.poison import SUSPECT_STRIKES
 from tests.support.fakes.fake_cluster import FakeCluster
 from tests.support.fakes.fake_worker import FakeWorker
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from basics.request_states import TERMINAL, State
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.entries import WorkerDrain
-from coordinator.scheduling.lifecycle import TERMINAL, State
 from coordinator.scheduling.policy import GROW_QUIET_S, STRANDED_LIMIT_S
 from protocol.messages import NO_HOT_BUFFER
 from protocol.sizing import RESIDENT, HotSize, Length, misfit

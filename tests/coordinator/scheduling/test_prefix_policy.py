@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from basics.request_states import POISON_STRIKES, PendingKind
 from coordinator.memory.changes import GIVING, Reserve, apply, pages_taken
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import Chain
@@ -18,8 +19,7 @@ from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import LinkStats, PlacementEnded, PlacementProgressed, Stage
 from coordinator.scheduling.following import FOLLOW_LIMIT_S
-from coordinator.scheduling.pending import PendingKind, PendingReasons
-from coordinator.scheduling.poison import POISON_STRIKES
+from coordinator.scheduling.pending import PendingReasons
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from protocol.messages import BOTH, DECODE, PREFILL, Command, ModelInfo
 from protocol.sizing import Memory

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from basics.request_states import State
 from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
 from coordinator.scheduling.events import PlacementAdopted, RetractOrder, WorkerLost
-from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.request_state import RequestState, Rows
 from protocol.errors import WrongState

@@ -14,12 +14,12 @@ import pytest
 import trio
 import trio.testing
 
+from basics.request_states import POISON_STRIKES
 from coordinator.actor import Level, open_supervisor
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import Record, RequestEnded, WorkerJoined
 from coordinator.journal.state import replay
 from coordinator.scheduling.events import Ending, WorkerPort
-from coordinator.scheduling.poison import POISON_STRIKES
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog

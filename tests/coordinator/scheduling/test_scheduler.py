@@ -11,8 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from coordinator.scheduling.lifecycle import TERMINAL
-from coordinator.scheduling.poison import POISON_STRIKES
+from basics.request_states import POISON_STRIKES, TERMINAL
 from coordinator.scheduling.scheduler import DEADLINE_MAX_S, GRANTED_ALL
 from protocol import messages
 from protocol.arrays import pack_int32, pack_int64

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from basics.request_states import State
 from coordinator.journal.records import RequestFacts
-from coordinator.scheduling.lifecycle import State
 from coordinator.scheduling.turns import Owner, OwnerTurns
 from protocol.messages import Rank
 from tests.coordinator.scheduling.test_policy import LONG, cluster, is_running, run_until

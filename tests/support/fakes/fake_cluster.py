@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from basics.request_states import TERMINAL, PendingKind
 from coordinator.memory import changes
 from coordinator.memory.changes import apply
 from coordinator.memory.ledger import NO_PAGES, Ledger
@@ -31,8 +32,7 @@ from coordinator.scheduling.events import (
     RequestOrder,
     StillWaits,
 )
-from coordinator.scheduling.lifecycle import TERMINAL
-from coordinator.scheduling.pending import PendingKind, PendingReasons
+from coordinator.scheduling.pending import PendingReasons
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
 from protocol import messages

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,6 +18,7 @@ from protocol import messages
 from protocol.errors import BadInput
 from tests.support.gateway_rig import GatewayRig
 from tests.support.walks import walk
+from worker.runners.tiny import EOS
 
 #: Between two looks for prompts, and between two pieces of an output.
 POLL_S = 0.002
@@ -27,12 +28,14 @@ ENDED_MAX = 32
 
 @dataclass(frozen=True)
 class Said:
-    """An output: `reason` is eos, stop or length; `outcome` other than FINISHED fails it after its text."""
+    """An output: `reason` is eos, stop or length; `outcome` other than FINISHED fails it after its text. `end_token` is
+    its last token where the reason is eos."""
 
     text: str
     reason: str = "eos"
     outcome: str = "FINISHED"
     prefix_tokens: int = 0
+    end_token: int = EOS
 
 
 class Walk:
@@ -44,12 +47,14 @@ Script: TypeAlias = Callable[[str], Said | Walk | str]
 
 
 class FakeModel:
-    """`prompts` are those that came, as texts. Outputs come in pieces of a few bytes, drawn from `seed`."""
+    """`prompts` are those that came, as texts. Outputs come in pieces of a few bytes, drawn from `seed`. `special` are
+    the texts of tokens from id 256 on; an output is written in bytes alone."""
 
-    def __init__(self, gateway: GatewayRig, script: Script, seed: int = 0) -> None:
+    def __init__(self, gateway: GatewayRig, script: Script, seed: int = 0, special: Sequence[str] = ()) -> None:
         self.prompts: list[str] = []
         self._gateway = gateway
         self._script = script
+        self._bytes = [*(bytes((byte,)) for byte in range(256)), *(text.encode() for text in special)]
         self._dice = random.Random(seed)
         self._ended: deque[str] = deque()
 
@@ -68,13 +73,13 @@ class FakeModel:
 
     async def _answer(self, submit: messages.Submit) -> None:
         ids = np.frombuffer(submit.prompt, np.int32)
-        prompt = bytes(int(token) for token in ids if token < 256).decode(errors="replace")
+        prompt = b"".join(self._bytes[token] for token in ids if token < len(self._bytes)).decode(errors="replace")
         self.prompts.append(prompt)
         said = self._script(prompt)
         if isinstance(said, Walk):
             said = _walked(submit.sampling)
         said = Said(said) if isinstance(said, str) else said
-        data = list(said.text.encode())[: submit.sampling.max_tokens]
+        data = [*said.text.encode(), *([said.end_token] if said.reason == "eos" else [])][: submit.sampling.max_tokens]
         while data:
             size = self._dice.choice((1, 2, 3, 7, 40))
             self._gateway.speak(submit.request_id, data[:size])

@@ -71,6 +71,20 @@ def test_earlier_tokens_count_for_stops_but_are_not_repeated() -> None:
     assert out.reason == "stop"
 
 
+@pytest.mark.parametrize("text", ["xyzxyzwxyz", "axyzxxyzab", "abcdexyzab"])
+def test_stop_string_behind_min_tokens_does_not_depend_on_placements(text: str) -> None:
+    """Whatever was delivered before the request was retracted, its output is the same."""
+
+    def ends(generated: str) -> tuple[str, int, str]:
+        out = output(generated, stop=("xyz",), min_tokens=4, max_tokens=len(text))
+        rest = text[len(generated) :]
+        return generated + push(out, rest) + out.tail_text, out.generated_tokens, out.reason
+
+    whole = ends("")
+    assert whole[1] >= 4
+    assert [ends(text[:count]) for count in range(whole[1] + 1)] == [whole] * (whole[1] + 1)
+
+
 @pytest.mark.parametrize("generated", ["abcdefghij", "ab"])
 def test_output_may_be_complete_from_the_start(generated: str) -> None:
     out = output(generated, max_tokens=len(generated))

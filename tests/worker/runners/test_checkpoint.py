@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ConfigError
+from worker.runners import transformers_dsa
 from worker.runners.checkpoint import read_config
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
@@ -82,6 +83,16 @@ def test_a_pipe_in_a_file_s_place_is_refused_at_once(model: Path, name: str) -> 
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
     assert refusal(model, name) == "is no regular file"
+
+
+def test_template_that_cannot_be_compiled_is_refused_before_weights_are_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "chat_template.jinja").write_text("a\n{% unknown %}")
+    monkeypatch.setattr(transformers_dsa, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match="cannot be compiled: line 2: ") as caught:
+        TransformersRunner.load(model)
+    assert (caught.value.field, caught.value.value) == ("worker.model", str(model / "chat_template.jinja"))
 
 
 def test_weights_are_checked_file_by_file(model: Path) -> None:

@@ -109,6 +109,14 @@ def test_malformed_file_is_refused(data: bytes, message: str) -> None:
     assert message in found.replace("n" * 117, "").replace("F" * 117, "")
 
 
+def test_pointer_of_git_lfs_is_called_one() -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4967252832\n"
+    with pytest.raises(ConfigError, match="is a Git LFS pointer") as caught:
+        parsed(pointer)
+    assert (caught.value.field, caught.value.value) == ("worker.model", FILE)
+    assert "git lfs pull" in caught.value.remedy
+
+
 @given(st.data())
 def test_a_changed_file_is_refused_or_described_within_its_bytes(draw: st.DataObject) -> None:
     """Truncated or with changed bytes: no other error, and no range that the library would not read as well."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from hisparse.http.apis.asks import Ask
-from hisparse.http.apis.openai.answers import LENGTH, Transcript, cached_tokens, event_of, made_id
+from hisparse.http.apis.transcript import LENGTH, Transcript, cached_tokens, event_of, made_id
 from hisparse.http.errors import anthropic_error
 from hisparse.http.models.formats.replies import Piece, Reasoning, Text, ToolCall, merged
 from protocol.errors import HiSparseError

@@ -4,120 +4,34 @@ An event of a stream is `data: JSON` and an empty line; the last is `data: [DONE
 decide and no chunk before it held: a character that is split over tokens comes whole, with its last token, and a call
 when it is whole. Log-probabilities come with the first chunk behind their tokens. What was pending at the end, and the
 text before a stop string that no token carries, come with `finish_reason`.
-
-Ids of calls are made from the request's id, the choice and the call's place in it, so that the same request has them
-again.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
 from hisparse.http.apis.asks import Ask
 from hisparse.http.apis.logprobs import ToldTokens
+from hisparse.http.apis.transcript import (
+    KEEPALIVE,
+    LENGTH,
+    Transcript,
+    cached_tokens,
+    event_of,
+    made_id,
+    reasoning_in,
+    text_in,
+)
 from hisparse.http.errors import error_body
-from hisparse.http.models.formats.replies import PLAIN, Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall
-from protocol.arrays import Int32Array
+from hisparse.http.models.formats.replies import Piece, Reasoning, Text, ToolCall
 from protocol.errors import HiSparseError
-from protocol.logprobs import NO_ROWS
-from protocol.messages import Ended, ModelInfo
-from protocol.text import Detokenizer
+from protocol.messages import ModelInfo
 
 DONE: Final = b"data: [DONE]\n\n"
-#: A comment line of the event stream: it tells proxies and sockets that the front is still there.
-KEEPALIVE: Final = b": waiting\n\n"
-#: Of the request's last word; whatever else ended an output is "stop".
-LENGTH: Final = "length"
-#: Of an id that is made.
-ID_CHARS: Final = 24
-
-
-class Transcript:
-    """What one choice says, as its tokens come. `stopped`: by a stop string. `told` are its log-probabilities; None:
-    the ask has none."""
-
-    def __init__(self, detokenizer: Detokenizer, plan: ReplyPlan = PLAIN, told: ToldTokens | None = None) -> None:
-        self.told = told
-        self._detokenizer = detokenizer
-        self._chars = 0
-        self._parser = ReplyParser(plan)
-        self.tokens = 0
-        self.reasoning_tokens = 0
-        self.calls = 0
-        self.finish_reason = ""
-        self.stopped = False
-        self.prefix_tokens = 0
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
-
-    def push(self, tokens: Sequence[int], rows: Int32Array = NO_ROWS) -> list[Piece]:
-        """What is decided now and was not before. Token by token, so that what it counts does not depend on cuts.
-        `rows`, int32[tokens, words], are their log-probabilities if they are asked for."""
-        self.tokens += len(tokens)
-        pieces: list[Piece] = []
-        offsets: list[int] = []
-        for token in tokens:
-            offsets.append(self._chars)
-            self.reasoning_tokens += self._parser.is_reasoning
-            text = self._detokenizer.push((token,))
-            self._chars += len(text)
-            pieces += self._parser.push(text)
-        if self.told is not None:
-            self.told.add(tokens, offsets, rows)
-        return self._counted(pieces)
-
-    def end(self, ended: Ended) -> list[Piece]:
-        """The rest; `finish_reason` and `tokens` are final after it."""
-        self.tokens = ended.generated_tokens
-        self.prefix_tokens = ended.prefix_tokens
-        self.drafted_tokens, self.accepted_tokens = ended.drafted_tokens, ended.accepted_tokens
-        self.stopped = ended.reason == "stop"
-        self.finish_reason = LENGTH if ended.reason == LENGTH else "stop"
-        pieces = self._parser.push(self._detokenizer.finish() + ended.tail_text) + self._parser.finish()
-        return self._counted(pieces)
-
-    def _counted(self, pieces: list[Piece]) -> list[Piece]:
-        self.calls += sum(isinstance(piece, ToolCall) for piece in pieces)
-        return pieces
-
-
-class Answer(Protocol):
-    """The objects that answer one ask, in the words of its API. Pieces are of one choice, as its Transcript has
-    them."""
-
-    @property
-    def keepalive(self) -> bytes:
-        """An event that says nothing."""
-        ...
-
-    def whole(self, pieces: Sequence[Sequence[Piece]], transcripts: Sequence[Transcript]) -> bytes:
-        """The body of an answer that is not streamed."""
-        ...
-
-    def opening(self) -> list[bytes]:
-        """The events before the first piece."""
-        ...
-
-    def delta(self, index: int, pieces: Sequence[Piece], transcripts: Sequence[Transcript]) -> list[bytes]:
-        """The events of new pieces of choice `index`."""
-        ...
-
-    def last(self, index: int, pieces: Sequence[Piece], transcripts: Sequence[Transcript]) -> list[bytes]:
-        """The last events of choice `index`, with the rest of its pieces."""
-        ...
-
-    def closing(self, transcripts: Sequence[Transcript]) -> list[bytes]:
-        """The events after all choices have ended."""
-        ...
-
-    def failure(self, error: HiSparseError) -> bytes:
-        """The last event of a stream that cannot go on; none of `closing` follows."""
-        ...
 
 
 class OpenAiAnswer:
@@ -284,26 +198,6 @@ def _chat_reason(transcript: Transcript) -> str:
     return "tool_calls" if transcript.calls and transcript.finish_reason != LENGTH else transcript.finish_reason
 
 
-def made_id(prefix: str, ask_id: str, choice: int, place: int) -> str:
-    """Of a part of an answer: the same for the same request."""
-    return prefix + hashlib.sha256(f"{ask_id}\0{choice}\0{place}".encode()).hexdigest()[:ID_CHARS]
-
-
-def text_in(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Text))
-
-
-def reasoning_in(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-
-
-def cached_tokens(ask: Ask, transcripts: Sequence[Transcript]) -> int:
-    """Of each prompt, which counts once, those that its first sample reused."""
-    digests = [choice.prompt_digest for choice in ask.choices]
-    firsts = (index for index, digest in enumerate(digests) if not index or digests[index - 1] != digest)
-    return sum(transcripts[index].prefix_tokens for index in firsts if index < len(transcripts))
-
-
 def model_card(model: ModelInfo, created: int) -> dict[str, Any]:
     """An entry of /v1/models; `max_model_len` is vLLM's name for the context."""
     return {
@@ -313,9 +207,3 @@ def model_card(model: ModelInfo, created: int) -> dict[str, Any]:
         "owned_by": "hisparse",
         "max_model_len": model.context_max_tokens,
     }
-
-
-def event_of(content: dict[str, Any], name: str = "") -> bytes:
-    """A server-sent event, of type `name` where the API has types."""
-    head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"

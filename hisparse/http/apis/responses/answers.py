@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from hisparse.http.apis.asks import Ask
-from hisparse.http.apis.openai.answers import KEEPALIVE, LENGTH, Transcript, cached_tokens, event_of, made_id
+from hisparse.http.apis.transcript import KEEPALIVE, LENGTH, Transcript, cached_tokens, event_of, made_id
 from hisparse.http.errors import message_of, param_of
 from hisparse.http.models.formats.replies import Piece, Reasoning, Text, ToolCall, merged
 from protocol.errors import HiSparseError

@@ -6,9 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+from protocol.errors import BadInput
+
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 
 NOTHING: Final[Mapping[str, Any]] = {}
+#: What the model reads in place of a result that the client did not send.
+NO_RESULT: Final = "This call has no result."
 
 
 @dataclass(frozen=True)
@@ -84,38 +88,68 @@ class Conversation:
         return said | dict(self.variables)
 
 
-def in_call_order(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Results of one turn's calls in the order of the calls: the formats have no ids. Where a result names no call of
-    that turn, they stay as they came."""
+def arranged(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Each turn that calls, then a result of each call in the order of the calls, then what else was said before the
+    assistant's next turn: the formats have no ids. NO_RESULT stands for a result that is missing where anything follows
+    the call. Raises BadInput for a result of no call."""
     ordered: list[Turn] = []
-    for came in _groups(turns):
-        group = came
-        asked = {call.id: number for number, call in enumerate(ordered[-1].calls)} if ordered else {}
-        if group[0].role == "tool" and all(turn.call_id in asked for turn in group):
-            group = sorted(group, key=lambda turn: asked[turn.call_id])
-        ordered += group
+    exchanges = list(_exchanges(turns))
+    for exchange in exchanges:
+        calls, came = exchange[0].calls, [turn for turn in exchange if turn.role == "tool"]
+        results = _results(calls, came)
+        if len(results) < len(came):
+            taken = {id(result) for result in results.values()}
+            place = [id(turn) for turn in turns].index(next(id(it) for it in came if id(it) not in taken))
+            raise refused_turn("is the result of no call", place, "put it behind the assistant's turn that calls")
+        ordered.append(exchange[0])
+        if len(exchange) > 1 or exchange is not exchanges[-1]:
+            missing = (Turn("tool", NO_RESULT, call_id=call.id) for call in calls)
+            ordered += [results.get(place, turn) for place, turn in enumerate(missing)]
+        ordered += [turn for turn in exchange[1:] if turn.role != "tool"]
     return tuple(ordered)
 
 
-def _groups(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Runs of tools' results together, every other turn alone."""
-    group: list[Turn] = []
+def refused_turn(why: str, at: int, remedy: str) -> BadInput:
+    return BadInput(f"turn {at + 1} {why}", field="messages", remedy=remedy)
+
+
+def _exchanges(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
+    """A turn of the assistant with what follows it; before the first of them, what stands there."""
+    exchange: list[Turn] = []
     for turn in turns:
-        if group and (turn.role != "tool" or group[0].role != "tool"):
-            yield group
-            group = []
-        group.append(turn)
-    if group:
-        yield group
+        if exchange and turn.role == "assistant":
+            yield exchange
+            exchange = []
+        exchange.append(turn)
+    if exchange:
+        yield exchange
 
 
-def template_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """As chat templates expect them: OpenAI's messages, but arguments are objects, and text is never null."""
-    return [_message(turn) for turn in in_call_order(turns)]
+def _results(calls: Sequence[PastCall], results: Sequence[Turn]) -> dict[int, Turn]:
+    """Results by the place of their call. A result that names no call which is open is that of the next open one."""
+    places: dict[str, list[int]] = {}
+    for place in reversed(range(len(calls))):
+        places.setdefault(calls[place].id, []).append(place)
+    found: dict[int, Turn] = {}
+    others: list[Turn] = []
+    for result in results:
+        if named := places.get(result.call_id):
+            found[named.pop()] = result
+        else:
+            others.append(result)
+    return found | dict(zip((place for place in range(len(calls)) if place not in found), others, strict=False))
 
 
-def _message(turn: Turn) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+def template_messages(turns: Sequence[Turn], template: str) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: OpenAI's, but arguments are objects, and text is never null. A turn of
+    `developer` is one of `system` for a `template` that does not name them: GLM's leaves them out. Raises BadInput."""
+    names_developers = "developer" in template
+    return [_message(turn, names_developers) for turn in arranged(turns)]
+
+
+def _message(turn: Turn, names_developers: bool) -> dict[str, Any]:
+    role = "system" if turn.role == "developer" and not names_developers else turn.role
+    message: dict[str, Any] = {"role": role, "content": turn.text}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:

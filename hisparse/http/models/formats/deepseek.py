@@ -13,6 +13,8 @@ Calls are written in DSML:
 
 `string="true"`: the value is text as it stands; otherwise it is JSON. Results follow the turn that called, in the order
 of its calls, and in one block. Reasoning is kept from the last user's turn on, and left out of earlier turns.
+
+The format has a place for instructions at the beginning alone. Later ones are text of the user, in their place.
 """
 
 from __future__ import annotations
@@ -23,11 +25,10 @@ from typing import Final
 
 from hisparse.http.models.formats.arguments import json_or_quoted, object_of, quoted
 from hisparse.http.models.formats.call_grammars import any_of, expressions, members_of, optional
-from hisparse.http.models.formats.conversation import Conversation, PastCall, Tool, Turn, in_call_order
+from hisparse.http.models.formats.conversation import Conversation, PastCall, Tool, Turn, arranged, refused_turn
 from hisparse.http.models.formats.lark import Rules
 from hisparse.http.models.formats.replies import THINK, THINK_END, CallSyntax, Schemas
 from hisparse.http.models.formats.scanning import Reading, Scan, UnreadableOutput
-from protocol.errors import BadInput
 
 DSML: Final = "｜DSML｜"
 BOS: Final = "<｜begin▁of▁sentence｜>"
@@ -130,24 +131,56 @@ def thinks(conversation: Conversation) -> bool:
 
 def encode(conversation: Conversation) -> str:
     """The prompt, up to where the assistant speaks. Raises BadInput for turns that the format cannot hold."""
-    turns = in_call_order(conversation.turns)
-    _check(turns)
+    turns = list(_on_sides(arranged(conversation.turns)))
+    if not turns or turns[-1].role not in _ANSWERED:
+        remedy = "end with a turn of the user, or with a result"
+        raise refused_turn("is nothing to answer", len(conversation.turns) - 1, remedy)
     thinking = thinks(conversation)
     last_user = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
-    pieces = [BOS]
-    if conversation.tools and turns[0].role not in ("system", "developer"):
-        pieces.append("\n\n" + _tools(conversation.tools))
+    tools = "\n\n" + _tools(conversation.tools) if conversation.tools else ""
+    pieces = [BOS, "" if turns[0].role in _INSTRUCTING else tools]
     for at, turn in enumerate(turns):
         opening = THINK if thinking and at >= last_user else THINK_END
         if turn.role == "user":
             pieces.append(f"{USER}{turn.text}{ASSISTANT}{opening}")
-        elif turn.role == "assistant":
-            pieces.append(_assistant(turn, thinking and at > last_user))
         elif turn.role == "tool":
             pieces += _result(turns, at, opening)
+        elif turn.role == "assistant":
+            if not at or turns[at - 1].role not in _ANSWERED:
+                pieces.append(ASSISTANT + opening)
+            pieces.append(_assistant(turn, thinking and at > last_user))
         else:
-            pieces.append(turn.text + ("\n\n" + _tools(conversation.tools) if conversation.tools and not at else ""))
+            pieces.append(turn.text + tools)
     return "".join(pieces)
+
+
+#: Roles of instructions, and of turns behind which the assistant speaks.
+_INSTRUCTING: Final = ("system", "developer")
+_ANSWERED: Final = ("user", "tool")
+
+
+def _on_sides(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """Instructions on the user's side, as part of a turn of the user beside them or as one of their own: the format has
+    a place for them before all other turns alone."""
+    head = 1 if len(turns) > 1 and turns[0].role in _INSTRUCTING else 0
+    yield from turns[:head]
+    group: list[Turn] = []
+    speaking = ""  # who speaks in the group: "user" once a user does
+    for turn in turns[head:]:
+        role = "system" if turn.role in _INSTRUCTING else turn.role
+        if group and {speaking, role} not in ({"system"}, {"system", "user"}):
+            yield _joined(group)
+            group, speaking = [], ""
+        group.append(turn)
+        speaking = "user" if "user" in (speaking, role) else role
+    if group:
+        yield _joined(group)
+
+
+def _joined(group: Sequence[Turn]) -> Turn:
+    if len(group) == 1 and group[0].role not in _INSTRUCTING:
+        return group[0]
+    return Turn("user", "\n\n".join(turn.text for turn in group))
 
 
 def _tools(tools: Sequence[Tool]) -> str:
@@ -182,28 +215,3 @@ def _result(turns: Sequence[Turn], at: int, opening: str) -> Iterator[str]:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-# ---------------------------------------------------------------- what it cannot hold
-
-
-def _check(turns: Sequence[Turn]) -> None:
-    """As many results after a turn as it has calls, and a last turn that the assistant answers."""
-    calls = results = 0
-    for at, turn in enumerate(turns):
-        if turn.role == "tool":
-            results += 1
-            if results > calls:
-                raise _refusal("is the result of no call", at, "put it behind the assistant's turn that calls")
-            continue
-        if results < calls:
-            raise _refusal(f"comes before the results of {calls - results} calls", at, "give a result of each call")
-        calls, results = len(turn.calls), 0
-    if results < calls or turns[-1].role not in ("user", "tool"):
-        raise _refusal(
-            "is nothing to answer", len(turns) - 1, "end with a turn of the user, or with a result of each call"
-        )
-
-
-def _refusal(why: str, at: int, remedy: str) -> BadInput:
-    return BadInput(f"turn {at + 1} {why}", field="messages", remedy=remedy)

@@ -1,9 +1,14 @@
 """An output as what it says: reasoning, text, calls. While it comes, and the same for any cut of it. Pure.
 
     [<think>] reasoning </think> text  call  call  text
+    [<think>] reasoning  call  call
 
 Where the prompt ends with <think> the output begins within the reasoning. Blanks beside a marker belong to the marker.
 Whatever is not what the format has there is text, to the last character, and so is a call that the output breaks off.
+
+Models forget </think> before a call. Calls end the reasoning where the model itself ended the output with them: only
+blanks and calls stand behind the first whole one. Else they are reasoning. So what may be such calls is told once
+</think> or the end has come.
 
 A call is told when it is whole. Rejected: its arguments piece by piece, as they come. A call that turns out to be none,
 or that breaks off, would have been announced by then, and could be text no more.
@@ -19,6 +24,8 @@ from hisparse.http.models.formats.scanning import Reading, Scan, Unfinished, Unr
 
 THINK: Final = "<think>"
 THINK_END: Final = "</think>"
+#: Of an output, from a call in its reasoning on, that waits to be told. What is longer is reasoning.
+HELD_CHARS_MAX: Final = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -78,14 +85,21 @@ PLAIN: Final = ReplyPlan()
 
 
 class ReplyParser:
-    """One output: `push` what comes, then `finish`."""
+    """One output: `push` what comes, then `finish`.
+
+    Characters `reasoning_begin` to `reasoning_end` of the output, markers between them included, are known to be
+    reasoning. `may_reason`: what follows may be, too.
+    """
 
     def __init__(self, plan: ReplyPlan = PLAIN) -> None:
         self._plan = plan
         self._scan = Scan()
         self._pieces: list[Piece] = []
         self._calls_told = 0
-        self.is_reasoning = plan.reasons and plan.is_within
+        self._ended_itself = False
+        self.reasoning_begin = 0
+        self.reasoning_end = 0
+        self.may_reason = plan.reasons
         self._steps = self._read()
         next(self._steps)
 
@@ -96,9 +110,9 @@ class ReplyParser:
             next(self._steps)
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """The rest; nothing may be pushed after it."""
-        self._scan.ended = True
+    def finish(self, *, ended_itself: bool = False) -> list[Piece]:
+        """The rest; nothing may be pushed after it. `ended_itself`: the model ended the output, and no limit did."""
+        self._scan.ended, self._ended_itself = True, ended_itself
         for _ in self._steps:
             pass
         return self._taken()
@@ -112,13 +126,57 @@ class ReplyParser:
     def _read(self) -> Reading[None]:
         yield
         if self._plan.reasons and (self._plan.is_within or (yield from self._scan.starts_with(THINK))):
-            self.is_reasoning = True
+            self.reasoning_begin = self.reasoning_end = self._scan.used
             yield from self._scan.skip_blanks()
-            yield from self._stream(Reasoning, THINK_END)
-            self.is_reasoning = False
-            yield from self._scan.skip_blanks()
+            yield from self._reasoning()
+        else:
+            self.may_reason = False
         while not self._scan.ended or self._scan.text:
             yield from self._text()
+
+    def _reasoning(self) -> Reading[None]:
+        """Reasoning, up to THINK_END, to calls in its place, or to the end."""
+        scan, syntax = self._scan, self._plan.syntax
+        while syntax is not None:
+            blanks = yield from self._stream(Reasoning, THINK_END, syntax.start)
+            if blanks is None or scan.text.startswith(THINK_END):
+                break
+            try:
+                if (yield from self._ends_with_calls(syntax)):
+                    self.may_reason = False
+                    return
+            except UnreadableOutput:
+                self._tell(Reasoning, blanks + scan.use(scan.at))
+            else:
+                self._tell(Reasoning, blanks)
+                syntax = None
+        yield from self._stream(Reasoning, THINK_END)
+        if scan.text:
+            scan.use(len(THINK_END))
+            self.reasoning_end, self.may_reason = scan.used, False
+            yield from scan.skip_blanks()
+
+    def _ends_with_calls(self, syntax: CallSyntax) -> Reading[bool]:
+        """Return whether the model ended the output with calls, of which the first stands here. Uses nothing up. Raises
+        UnreadableOutput where none stands here; `at` is how far the text was read then."""
+        scan, ahead, looked = self._scan, Scan(), 0
+        reader = _only_calls(ahead, syntax, self._plan.schemas)
+        while True:
+            if scan.text.find(THINK_END, looked) >= 0:
+                return False
+            looked = max(0, len(scan.text) - len(THINK_END) + 1)
+            ahead.feed(scan.text[len(ahead.text) : HELD_CHARS_MAX + 1])
+            ahead.ended = scan.ended and len(ahead.text) == len(scan.text)
+            try:
+                next(reader)
+            except StopIteration as read:
+                return bool(read.value) and self._ended_itself
+            except UnreadableOutput:
+                scan.at = ahead.at
+                raise
+            if len(ahead.text) > HELD_CHARS_MAX:
+                return False
+            yield
 
     def _text(self) -> Reading[None]:
         """Text, and the call or block of calls after it."""
@@ -131,36 +189,26 @@ class ReplyParser:
             return
         told = self._calls_told
         try:
-            yield from self._calls(syntax)
+            yield from _calls(self._scan, syntax, self._plan.schemas, self._plan.many, self._tell_call)
         except UnreadableOutput as error:
             read = len(self._scan.text) if isinstance(error, Unfinished) else self._scan.at
             self._tell(Text, (blanks if self._calls_told == told else "") + self._scan.use(read))
         else:
+            self._scan.use(self._scan.at)
             yield from self._scan.skip_blanks()
 
-    def _calls(self, syntax: CallSyntax) -> Reading[None]:
-        """Of one `start`, which stands first. What was told is used up. Raises UnreadableOutput."""
-        yield from self._scan.expect(syntax.start)
-        if syntax.next_call:
-            yield from self._scan.expect(syntax.next_call)
-        while True:
-            name, arguments = yield from syntax.read(self._scan, self._plan.schemas)
-            self._scan.use(self._scan.at)
-            self._pieces.append(ToolCall(name, arguments))
-            self._calls_told += 1
-            if not syntax.next_call:
-                return
-            options = (syntax.next_call, syntax.block_end) if self._plan.many else (syntax.block_end,)
-            if (yield from self._scan.expect(*options)) == syntax.block_end:
-                self._scan.use(self._scan.at)
-                return
+    def _tell_call(self, call: ToolCall) -> None:
+        """Tell `call`, and use up what has been read."""
+        self._scan.use(self._scan.at)
+        self._pieces.append(call)
+        self._calls_told += 1
 
-    def _stream(self, kind: type[Reasoning] | type[Text], marker: str) -> Reading[str | None]:
-        """Tell what stands before `marker`. Of reasoning the marker is used up, of text it is left to its reader. The
-        blanks before it; None: it did not come."""
+    def _stream(self, kind: type[Reasoning] | type[Text], *markers: str) -> Reading[str | None]:
+        """Tell what stands before the first of `markers`, which is left to its reader. The blanks before it; None: none
+        came."""
         scan = self._scan
-        while (found := scan.text.find(marker)) < 0:
-            self._tell(kind, scan.use(scan.decided(marker)))
+        while (found := min((at for at in map(scan.text.find, markers) if at >= 0), default=-1)) < 0:
+            self._tell(kind, scan.use(scan.decided(*markers)))
             if scan.ended:
                 self._tell(kind, scan.use(len(scan.text)))
                 return None
@@ -168,8 +216,6 @@ class ReplyParser:
         before = scan.use(found)
         said = before.rstrip()
         self._tell(kind, said)
-        if kind is Reasoning:
-            scan.use(len(marker))
         return before[len(said) :]
 
     def _all_text(self) -> Reading[None]:
@@ -180,6 +226,38 @@ class ReplyParser:
     def _tell(self, kind: type[Reasoning] | type[Text], text: str) -> None:
         if text:
             self._pieces.append(kind(text))
+        if kind is Reasoning:
+            self.reasoning_end = self._scan.used
+
+
+def _calls(
+    scan: Scan, syntax: CallSyntax, schemas: Schemas, many: bool, tell: Callable[[ToolCall], None]
+) -> Reading[None]:
+    """Read the calls of one `start`, which stands first. Raises UnreadableOutput."""
+    yield from scan.expect(syntax.start)
+    if syntax.next_call:
+        yield from scan.expect(syntax.next_call)
+    while True:
+        tell(ToolCall(*(yield from syntax.read(scan, schemas))))
+        if not syntax.next_call:
+            return
+        options = (syntax.next_call, syntax.block_end) if many else (syntax.block_end,)
+        if (yield from scan.expect(*options)) == syntax.block_end:
+            return
+
+
+def _only_calls(scan: Scan, syntax: CallSyntax, schemas: Schemas) -> Reading[bool]:
+    """Return whether calls and blanks are all that comes. Raises UnreadableOutput where no call comes first."""
+    read: list[ToolCall] = []
+    try:
+        while True:
+            yield from _calls(scan, syntax, schemas, True, read.append)
+            if (yield from scan.is_over()):
+                return True
+    except UnreadableOutput:
+        if read:
+            return False
+        raise
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:

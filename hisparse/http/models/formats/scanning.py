@@ -7,7 +7,7 @@ whole or can no longer come.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -29,11 +29,12 @@ class Unfinished(UnreadableOutput):
 
 
 class Scan:
-    """Text that has come and is not yet used up. `at`: what a reader has read of it."""
+    """Text that has come and is not yet used up. `at`: what a reader has read of it. `used`: characters before it."""
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
+        self.used = 0
         self.ended = False
 
     def feed(self, text: str) -> None:
@@ -42,6 +43,7 @@ class Scan:
     def use(self, chars: int) -> str:
         """The first `chars`, which are gone then; `at` is the start again."""
         used, self.text, self.at = self.text[:chars], self.text[chars:], 0
+        self.used += len(used)
         return used
 
     # ------------------------------------------------------------ for readers
@@ -106,12 +108,23 @@ class Scan:
                 return
             yield
 
+    def is_over(self) -> Reading[bool]:
+        """Return whether nothing but blanks comes; they are read."""
+        while (end := self._blanks_end()) == len(self.text) and not self.ended:
+            yield
+        self.at = end
+        return end == len(self.text)
+
     def _blanks_end(self) -> int:
         found = _BLANKS.match(self.text, self.at)
         assert found is not None
         return found.end()
 
-    def decided(self, marker: str) -> int:
-        """How much of the text is neither a part of `marker` nor blanks that may stand before it."""
-        size = next((n for n in range(min(len(marker), len(self.text)), 0, -1) if self.text.endswith(marker[:n])), 0)
+    def decided(self, *markers: str) -> int:
+        """How much of the text is neither a part of one of `markers` nor blanks that may stand before it."""
+        most = min(len(self.text), max(map(len, markers)))
+        size = next((n for n in range(most, 0, -1) if self._ends_within(n, markers)), 0)
         return len(self.text[: len(self.text) - size].rstrip())
+
+    def _ends_within(self, chars: int, markers: Sequence[str]) -> bool:
+        return any(chars <= len(marker) and self.text.endswith(marker[:chars]) for marker in markers)

@@ -15,13 +15,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from trio.testing import MockClock
 
+from basics.tracing import sender as sender_module
+from basics.tracing.readable import Readable
+from basics.tracing.sender import SpanSender, open_sender
+from basics.tracing.spans import SpanCounters, TraceSpan
 from coordinator.journal.records import RequestFacts
 from coordinator.scheduling.request_state import RequestState, Transition
-from coordinator.tracing import sender as sender_module
-from coordinator.tracing.readable import Readable
-from coordinator.tracing.sender import RequestTracing, SpanSender, open_sender
-from coordinator.tracing.spans import EVENTS_MAX, RequestTrace, TraceSpan, own_context
-from metrics.state import SpanCounters
+from coordinator.tracing import EVENTS_MAX, RequestTrace, RequestTracing, own_context
 from protocol import messages
 from protocol.arrays import pack_int32
 from protocol.errors import ConfigError

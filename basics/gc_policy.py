@@ -31,7 +31,7 @@ FULL_SHARE_MAX: Final = 0.001
 #: The generation of young survivors. Collecting it includes the young, and moves survivors to the oldest.
 MIDDLE: Final = 1
 
-log = logger("coordinator.gc_policy")
+log = logger("gc_policy")
 
 
 def settle() -> None:

@@ -12,44 +12,32 @@ from __future__ import annotations
 
 from typing import Final
 
+from basics.token_bucket import TokenBuckets
+
 REFUSALS_PER_S: Final = 100.0
 REFUSALS_BURST: Final = 200.0
 #: A party waits so long at most, however often it was refused.
 DEBT_MAX_S: Final = 2.0
-#: Parties that are remembered. Past it the one that was refused first is forgotten.
+#: Parties that are remembered.
 PARTIES_MAX: Final = 4_096
 
 
 class Arrears:
-    """By party, when all of its refusals will have been paid for. Times are in seconds of one clock."""
+    """A token bucket for each party that was refused."""
 
     def __init__(self, per_s: float = REFUSALS_PER_S, burst: float = REFUSALS_BURST) -> None:
-        self._cost_s: Final = 1 / per_s
-        self._burst_s: Final = burst / per_s
-        self._paid_at: dict[str, float] = {}
+        self._buckets: TokenBuckets[str] = TokenBuckets(per_s, burst, PARTIES_MAX, debt_max=DEBT_MAX_S * per_s)
 
     def __len__(self) -> int:
-        return len(self._paid_at)
+        return len(self._buckets)
 
     def refused(self, party: str, now: float) -> float:
-        """When the refusal may go out, if it is one of a party that has no next request to wait."""
-        if party not in self._paid_at and len(self._paid_at) >= PARTIES_MAX:
-            self._forget(now)
-        return self._charge(party, now)
+        """Charge a refusal. Returns when that of an address may go out; that of an owner goes out at once, and the next
+        request of the owner waits."""
+        free_at = self._buckets.free_at(party, now)
+        self._buckets.spend(party, 1.0, now)
+        return free_at
 
     def next_at(self, party: str, now: float) -> float:
         """When the party's next request may be read: `now`, or, in arrears, one after the other."""
-        if self._paid_at.get(party, now) - self._burst_s <= now:
-            return now
-        return self._charge(party, now)
-
-    def _charge(self, party: str, now: float) -> float:
-        paid_at = max(self._paid_at.get(party, now), now)
-        self._paid_at[party] = min(paid_at + self._cost_s, now + self._burst_s + DEBT_MAX_S)
-        return max(paid_at - self._burst_s, now)
-
-    def _forget(self, now: float) -> None:
-        """Those that have paid; when there are none, one."""
-        self._paid_at = {party: paid_at for party, paid_at in self._paid_at.items() if paid_at > now}
-        if len(self._paid_at) >= PARTIES_MAX:
-            del self._paid_at[next(iter(self._paid_at))]
+        return now if self._buckets.free_at(party, now) <= now else self.refused(party, now)

@@ -1,8 +1,7 @@
-"""Who works next, where few may work at once: owners of API keys take turns.
+"""Turns of owners of API keys, where few may work at once.
 
 An owner with a hundred tasks and one with a single task are served alternately, and `per_owner` keeps the first from
-having all turns when the second comes. `LoopTurns` divides the event loop in the same way. `SubmissionPace` keeps all
-of them together within a rate.
+having all turns when the second comes. `LoopTurns` divides the event loop in the same way.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Final
 
 import trio
 
-from hisparse.http.server.arrears import Arrears
-from hisparse.http.server.rota import Rota
+from basics.round_robin import RoundRobin
+from hisparse.http.server.fairness.arrears import Arrears
 
 #: Pieces of work in one turn of the event loop: reading a header, or a part of a body, and what follows at once.
 STRANGER_PIECES: Final = 1
@@ -31,43 +30,51 @@ class Turns:
     """At most `at_once` turns, `per_owner` of them of one owner; owners who wait come one after the other."""
 
     def __init__(self, at_once: int, per_owner: int) -> None:
-        self._at_once: Final = at_once
+        self._at_once = at_once
         self._per_owner: Final = per_owner
         self._taken: Counter[str] = Counter()
-        self._rota: Rota[trio.Event] = Rota()
+        self._waiting: RoundRobin[trio.Event] = RoundRobin()  # none of them may have a turn yet
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
-        await self._wait(owner)
+        await self.take(owner)
         try:
             yield
         finally:
             self._give(owner)
 
-    async def _wait(self, owner: str) -> None:
+    async def take(self, owner: str) -> None:
+        """Wait for a turn; no checkpoint where there is one at once. Cancelled: it has none."""
+        if self._taken.total() < self._at_once and self._may(owner):
+            self._taken[owner] += 1
+            return
         mine = trio.Event()
-        self._rota.add(owner, mine)
-        self._deal()
+        self._waiting.add(owner, mine)
         try:
             await mine.wait()
         except trio.Cancelled:
             if mine.is_set():
                 self._give(owner)
             else:
-                self._rota.remove(owner, mine)
+                self._waiting.remove(owner, mine)
             raise
 
+    def renew(self, at_once: int) -> bool:
+        """Take all turns back and deal `at_once`. Returns whether any is taken."""
+        self._taken.clear()
+        self._at_once = at_once
+        self._deal()
+        return bool(self._taken)
+
+    def _may(self, owner: str) -> bool:
+        return self._taken[owner] < self._per_owner
+
     def _give(self, owner: str) -> None:
-        self._taken[owner] -= 1
-        if not self._taken[owner]:
-            del self._taken[owner]
+        self._taken -= Counter((owner,))
         self._deal()
 
     def _deal(self) -> None:
-        while self._taken.total() < self._at_once:
-            found = self._rota.take(lambda owner: self._taken[owner] < self._per_owner)
-            if found is None:
-                return
+        while self._taken.total() < self._at_once and (found := self._waiting.take(self._may)) is not None:
             owner, turn = found
             self._taken[owner] += 1
             turn.set()
@@ -83,25 +90,13 @@ class LoopTurns:
 
     def __init__(self, pieces: int) -> None:
         self._pieces: Final = pieces
-        self._left = pieces
-        self._rota: Rota[trio.Event] = Rota()
+        self._turns = Turns(pieces, per_owner=PIECES_MAX)
         self._used = trio.Event()
 
     async def turn(self, party: str) -> None:
         """Wait until `party` may do a piece of work; no checkpoint where it may at once. Cancelled: it has none."""
-        if self._left > 0 and not self._rota:
-            self._left -= 1
-            self._used.set()
-            return
-        mine = trio.Event()
-        self._rota.add(party, mine)
         self._used.set()
-        try:
-            await mine.wait()
-        except trio.Cancelled:
-            if not mine.is_set():
-                self._rota.remove(party, mine)
-            raise
+        await self._turns.take(party)
 
     async def run(self) -> None:
         """Deal, until cancelled. Rests while no party works."""
@@ -111,57 +106,22 @@ class LoopTurns:
             began = trio.current_time()
             await trio.lowlevel.checkpoint()
             took = int((trio.current_time() - began) / PIECE_S)
-            self._left = max(self._pieces, min(took, PIECES_MAX))
-            self._deal()
-            if self._rota:
+            if self._turns.renew(max(self._pieces, min(took, PIECES_MAX))):
                 self._used.set()
-
-    def _deal(self) -> None:
-        while self._left > 0 and (found := self._rota.take()) is not None:
-            found[1].set()
-            self._left -= 1
-            self._used.set()
 
 
 class ClientTurns:
     """The event loop's turns among clients: `strangers`, who have shown no key, by address, and `owners` of keys. A
-    request of an owner waits for no stranger. A party that is refused too often is slowed down: arrears.py.
+    request of an owner waits for no stranger. A party that is refused too often is slowed down by its `arrears`.
     """
 
     def __init__(self) -> None:
         self.strangers = LoopTurns(STRANGER_PIECES)
         self.owners = LoopTurns(OWNER_PIECES)
-        self._arrears = Arrears()
-
-    def refused(self, owner: str) -> None:
-        """The owner's next request may wait for it."""
-        self._arrears.refused(owner, trio.current_time())
-
-    def refusal_at(self, address: str) -> float:
-        """When a client there, who has shown no key, may be refused: at once, unless this is later than now."""
-        return self._arrears.refused(address, trio.current_time())
-
-    def next_request_at(self, owner: str) -> float:
-        """When one of `owner` may be read: at once, unless this is later than now."""
-        return self._arrears.next_at(owner, trio.current_time())
+        self.arrears = Arrears()
 
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.strangers.run)
             nursery.start_soon(self.owners.run)
-
-
-class SubmissionPace:
-    """At most `per_s` in a second, and `burst` more at once after as long a silence."""
-
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s: Final = per_s
-        self._burst_s: Final = burst / per_s
-        self._spent_until = 0.0  # when all that was spent so far has been gained again
-
-    async def spend(self, cost: float) -> None:
-        """Wait until there is as much. Cancelled: it is spent."""
-        now = trio.current_time()
-        self._spent_until = max(self._spent_until, now) + cost / self._per_s
-        await trio.sleep_until(self._spent_until - self._burst_s)

@@ -17,13 +17,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-from coordinator.journal.records import RequestFacts
-from coordinator.scheduling.request import Follow
-from coordinator.scheduling.request_state import RequestState, Transition
-from coordinator.tracing.spans import RequestTrace, TraceSpan, own_context
-from metrics.state import SpanCounters
+from basics.tracing.spans import SpanCounters, TraceSpan
 from protocol.errors import ConfigError
 from protocol.logs import fields, logger
 from protocol.settings import ClusterSettings
@@ -43,9 +39,6 @@ SEND_INTERVAL_S: Final = 1.0
 CLOSE_LIMIT_S: Final = 2.0
 #: How long one message may take, attempts included.
 SEND_LIMIT_S: Final = 10.0
-
-#: Takes finished spans, and never waits.
-Put: TypeAlias = Callable[[Sequence[TraceSpan]], None]
 
 log = logger("tracing")
 
@@ -136,7 +129,7 @@ def _make_sender(cluster: ClusterSettings, process: str, counters: SpanCounters)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
 
-        from coordinator.tracing.readable import Readable
+        from basics.tracing.readable import Readable
     except ImportError as error:
         raise ConfigError(
             "OpenTelemetry is not installed",
@@ -155,24 +148,3 @@ def _make_sender(cluster: ClusterSettings, process: str, counters: SpanCounters)
     )
     exporter = OTLPSpanExporter(endpoint=cluster.traces_endpoint, timeout=SEND_LIMIT_S)
     return SpanSender(exporter, Readable(resource), counters)
-
-
-class RequestTracing:
-    """Begins the traces of a coordinator's requests."""
-
-    def __init__(self, put: Put, ratio: float, wall_offset_s: float) -> None:
-        self._put = put
-        self._ratio = ratio
-        self._wall_offset_s = wall_offset_s
-
-    def begin(self, facts: RequestFacts) -> Follow | None:
-        """What is to be told each line of the request's history; None: it is not sampled."""
-        context = own_context(facts, self._ratio)
-        if not context.is_sampled:
-            return None
-        trace = RequestTrace(facts, context, self._wall_offset_s)
-
-        def follow(lines: Sequence[Transition], state: RequestState, generated: int) -> None:
-            self._put(trace.follow(lines, state, generated))
-
-        return follow

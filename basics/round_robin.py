@@ -1,4 +1,4 @@
-"""Who waits, in the order in which they are served: one of each party, then the next of each. Pure."""
+"""Parties that wait, in the order in which they are served: one item of each, then the next of each. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Rota(Generic[T]):
+class RoundRobin(Generic[T]):
     """What waits, by party. A party is the owner of an API key, or a client's address."""
 
     def __init__(self) -> None:
@@ -19,17 +19,17 @@ class Rota(Generic[T]):
         return bool(self._waiting)
 
     def add(self, party: str, item: T) -> None:
-        """Behind what waits of the same party."""
+        """Put `item` behind what waits of the same party."""
         self._waiting.setdefault(party, deque()).append(item)
 
     def remove(self, party: str, item: T) -> None:
-        """Of what was added and not taken."""
+        """Forget `item`, which was added and not taken."""
         self._waiting[party].remove(item)
         if not self._waiting[party]:
             del self._waiting[party]
 
     def take(self, may: Callable[[str], bool] = lambda _: True) -> tuple[str, T] | None:
-        """The next of the first party that `may`, which goes behind the others then; None: there is none."""
+        """Take the next item of the first party that `may`, which goes behind the others then; None: there is none."""
         party = next((it for it in self._waiting if may(it)), None)
         if party is None:
             return None

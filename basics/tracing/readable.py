@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from coordinator.tracing.spans import TraceSpan
+from basics.tracing.spans import TraceSpan
 from protocol.version import our_version
 
 NS_PER_S: Final = 1_000_000_000

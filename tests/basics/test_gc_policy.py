@@ -1,4 +1,4 @@
-"""When coordinator.gc_policy collects, and that a front leaves no collection to Python."""
+"""When basics.gc_policy collects, and that a front leaves no collection to Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import trio
 import trio.testing
 
-from coordinator import gc_policy
-from coordinator.gc_policy import FULL_SHARE_MAX, MIDDLE, YOUNG_INTERVAL_S
+from basics import gc_policy
+from basics.gc_policy import FULL_SHARE_MAX, MIDDLE, YOUNG_INTERVAL_S
 from tests.support.limits import HANG_LIMIT_S
 
 FRONT = """

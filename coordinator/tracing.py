@@ -26,13 +26,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
+from basics.request_states import TERMINAL, State
+from basics.tracing.spans import AttributeValue, Put, SpanEvent, TraceSpan
 from coordinator.journal.records import RequestFacts
-from coordinator.scheduling.lifecycle import TERMINAL, EventKind, State
+from coordinator.scheduling.lifecycle import EventKind
 from coordinator.scheduling.request_state import RequestState, Transition
 from protocol.messages import SPAN_ID_BYTES, TRACE_ID_BYTES, TraceContext
 from protocol.trace_context import is_sampled
+
+if TYPE_CHECKING:
+    from coordinator.scheduling.request import Follow
 
 #: Events of one span: parking, new sizes, reasons to wait. Further ones are counted.
 EVENTS_MAX: Final = 64
@@ -53,34 +58,7 @@ RESUME: Final = "resume"
 #: The line of a history with which a new incarnation goes on.
 RECOVERED: Final = "recovered"
 
-AttributeValue: TypeAlias = str | int | float | bool | tuple[str, ...]
-
 assert STAGES.keys() | TERMINAL == {*State}
-
-
-@dataclass(frozen=True, slots=True)
-class SpanEvent:
-    at_s: float
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceSpan:
-    """Finished. Times are seconds since 1970. `parent_id` b"": the first of its trace. `has_remote_parent`: the parent
-    is of another process. `is_server`: it answers a request from outside."""
-
-    name: str
-    trace_id: bytes
-    span_id: bytes
-    parent_id: bytes
-    start_s: float
-    end_s: float
-    attributes: Mapping[str, AttributeValue]
-    events: Sequence[SpanEvent] = ()
-    state: str = ""
-    has_remote_parent: bool = False
-    is_server: bool = False
-    is_error: bool = False
 
 
 @dataclass(slots=True)
@@ -199,3 +177,24 @@ class RequestTrace:
             has_remote_parent=caller is not None,
             is_error=state.state == State.FAILED,
         )
+
+
+class RequestTracing:
+    """Begins the traces of a coordinator's requests."""
+
+    def __init__(self, put: Put, ratio: float, wall_offset_s: float) -> None:
+        self._put = put
+        self._ratio = ratio
+        self._wall_offset_s = wall_offset_s
+
+    def begin(self, facts: RequestFacts) -> Follow | None:
+        """What is to be told each line of the request's history; None: it is not sampled."""
+        context = own_context(facts, self._ratio)
+        if not context.is_sampled:
+            return None
+        trace = RequestTrace(facts, context, self._wall_offset_s)
+
+        def follow(lines: Sequence[Transition], state: RequestState, generated: int) -> None:
+            self._put(trace.follow(lines, state, generated))
+
+        return follow

@@ -1,0 +1,1 @@
+"""Spans of traces, and the thread that sends them to a receiver."""

@@ -1,0 +1,130 @@
+"""prompt_index against its goals: `python -m benchmarks.prompt_index [--out FILE]` on a Hopper card.
+
+One cell is (context, tokens) at DeepSeek-V3.2's indexer: 64 heads of 128, top-k 2048, fp8 keys in scattered pages,
+random values; the tokens are the last of the context. Launches follow one another on one stream, eagerly, each with
+keys of another group, together beyond L2. Medians of REPLAYS, per launch:
+
+    us         prompt_index, queries quantized before
+    encode_us  the quantization of queries
+    old_us     prompt_topk as the runner calls it, for as many tokens
+    fp8_us     2 * 64 * 128 operations per token and key at the rate of PEAK
+
+After each cell a few tokens' selections are compared with an exact one of scores in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.swap_in import machine
+from kernels.cuda.prompt_index import DIM, PromptJobs, PromptPiece, prompt_index
+from kernels.encode import encode
+from kernels.layout import Geometry
+from kernels.prompt_topk import prompt_topk
+from kernels.reference.index_topk import index_scores
+from kernels.row_format import index_key_format
+from kernels.state import DeviceState
+from protocol.units import PAGE_TOKENS
+
+HEADS, TOPK, SCALE = 64, 2048, 128**-0.5
+CELLS: Final = ((8_192, 4_096), (32_768, 1_024), (32_768, 2_048), (32_768, 4_096), (32_768, 8_192), (131_072, 2_048))
+#: Operations a second of dense fp8 products on an H200, as published.
+PEAK: Final = 1.979e15
+GROUPS, REPLAYS = 4, 13
+FORM: Final = index_key_format("fp8", DIM)
+
+
+def measure(context: int, tokens: int) -> dict[str, Any]:
+    torch.manual_seed(context + tokens)
+    state = _state(context)
+    queries = torch.randn(tokens, HEADS, DIM, device="cuda").bfloat16()
+    weights = torch.rand(tokens, HEADS, device="cuda") * HEADS**-0.5
+    jobs = PromptJobs.of([PromptPiece(0, tokens, 0, context - tokens)], queries.device)
+    encoded = encode(FORM, queries)
+    out = torch.empty(tokens, TOPK, dtype=torch.int32, device="cuda")
+    old = torch.empty_like(out)
+    pairs = tokens * context - tokens * (tokens - 1) / 2
+
+    def launch(group: int) -> None:
+        prompt_index(state, group, jobs, encoded, weights, SCALE, out)
+
+    def launch_old(group: int) -> None:
+        prompt_topk(state, group, 0, context - tokens, queries, weights, SCALE, old)
+
+    cell = {
+        "context": context,
+        "tokens": tokens,
+        "us": _time(launch),
+        "encode_us": _time(lambda _: encode(FORM, queries)),
+        "old_us": _time(launch_old),
+        "fp8_us": round(2 * HEADS * DIM * pairs / PEAK * 1e6, 1),
+    }
+    launch(0)
+    return cell | _checked(state, context, queries, weights, out)
+
+
+def _state(context: int) -> DeviceState:
+    pages = context // PAGE_TOKENS
+    geometry = Geometry(GROUPS, 8, tuple(range(GROUPS)), FORM.row_bytes, TOPK)
+    sizes = {"seats": 1, "chunks": 1, "index_pages": pages, "max_pages": pages, "max_chunks": 1}
+    host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8).pin_memory()
+    state = DeviceState.allocate(geometry, max_slab_pages=1, tail_slots=1, host=host, device="cuda", **sizes)
+    for group in range(GROUPS):
+        state.index_keys[group] = FORM.encode(torch.randn(context, DIM, device="cuda"))
+    state.index_table.copy_(torch.randperm(pages, device="cuda").view(1, pages))
+    return state
+
+
+def _time(launch: Callable[[int], object]) -> float:
+    """The median of a launch, in microseconds."""
+    for group in range(GROUPS):
+        launch(group)
+    took: list[float] = []
+    for replay in range(REPLAYS):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begun.record()
+        launch(replay % GROUPS)
+        ended.record()
+        ended.synchronize()
+        took.append(float(begun.elapsed_time(ended)) * 1e3)
+    return round(statistics.median(took), 1)
+
+
+def _checked(
+    state: DeviceState, context: int, queries: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> dict[str, float]:
+    """Overlap with the best set by unquantized queries, and the share of its sum of scores, least over a few tokens."""
+    pages = state.index_table[0].long()
+    keys = FORM.decode(state.index_keys[0].view(-1, PAGE_TOKENS, FORM.row_bytes)[pages].flatten(0, 1))
+    overlap, share, tokens = 1.0, 1.0, len(queries)
+    for token in range(0, tokens, max(1, tokens // 16)):
+        scores = index_scores(queries[token], weights[token], keys[: context - tokens + token + 1], SCALE)
+        best = scores.topk(TOPK).indices
+        mine = out[token].long()
+        overlap = min(overlap, torch.isin(mine, best).float().mean().item())
+        share = min(share, (scores[mine].sum() / scores[best].sum()).item())
+    return {"overlap": round(overlap, 4), "sum_share": round(share, 6)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    cells = []
+    for context, tokens in CELLS:
+        cells.append(measure(context, tokens))
+        print(json.dumps(cells[-1]), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps({"machine": machine(), "cells": cells}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+// The best k of a token's scores while they are formed: one warp, one token, positions in ascending order.
+//
+//     take     64 scores: those that may be among the best k are appended to a list in global memory (L2), in order
+//     shorten  a full list: a bar below which nothing is needed any more, found by histograms of 256 bins over the range
+//              of what is listed; entries below it go, the order stays
+//     finish   the exact k best, ties to the lowest position, ascending
+//
+// The list is in order of position, so shortening it keeps that order and neither sorting nor bitmaps are needed, and a
+// score equal to the bar's loses to those before it once k are listed. A list of LISTED entries is shortened to k and at
+// most SLACK more, so a context of n positions in random order takes about k ln(n / k) appends and a few shortenings;
+// one in ascending order of scores takes n / (LISTED - k) of them: slower, as exact.
+//
+// L2 is far: a list is read by vectors of four neighbours a lane, several ahead of their use. Memory does not grow with the
+// context.
+//
+// Rejected: all scores in memory and a launch that selects (a block of 4,096 tokens at 128k takes 2 GiB, or as many
+// launches as fit less), lists in shared memory (eight tokens of a block take 256 KiB), a bar guessed from the token
+// before (not exact where the guess is too high).
+#pragma once
+
+#include "ptx.cuh"
+
+namespace hisparse {
+
+constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256;
+constexpr i32 PROMPT_TOPK_MAX = LISTED - 2 * SLACK;  // so that a shortened list has room for more
+
+// Order key of a score: compares as the score does, 0 for NaN, equal for both zeros.
+__device__ __forceinline__ u32 prompt_order(float score) {
+    const u32 bits = __float_as_uint(score + 0.0f);
+    if (score != score) return 0;
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// Where a list lies.
+struct ListPlace {
+    u32* keys;       // [LISTED], in global memory
+    i32* positions;  // likewise
+    u32* bins;       // [RANGE_BINS], in shared memory
+};
+struct ListState {
+    u32 count, bar;  // keys below `bar` are not needed; the same in all lanes
+};
+
+// Calls f(vectors, place of their first entry of this lane) for READS neighbouring vectors of each lane at a time.
+template <u32 READS, class Vector, class Each>
+__device__ __forceinline__ void each_vectors(const void* list, u32 count, Each f) {
+    const Vector* const vectors = static_cast<const Vector*>(list) + threadIdx.x % 32;
+#pragma unroll 1
+    for (u32 from = 0; from < count; from += 128 * READS) {
+        Vector held[READS];
+#pragma unroll
+        for (u32 i = 0; i < READS; ++i) held[i] = vectors[from / 4 + 32 * i];
+        f(held, from + 4 * (threadIdx.x % 32));
+    }
+}
+
+// Find the bin that holds the `wanted`-th of the keys in [low, low + (1 << width)), in bins of 1 << shift: `low` becomes
+// its first key, `wanted` the rank in it. Returns how many keys it holds.
+__device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, u32 width, u32 shift, u32& wanted) {
+    constexpr u32 READS = 8;
+    const u32 lane = threadIdx.x % 32, base = low;
+    for (u32 i = lane; i < RANGE_BINS; i += 32) at.bins[i] = 0;
+    __syncwarp();
+    each_vectors<READS, uint4>(at.keys, count, [&](const uint4(&four)[READS], u32 place) {
+#pragma unroll
+        for (u32 i = 0; i < READS; ++i) {
+            const u32 keys[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) {
+                const u32 over = keys[j] - base;
+                const bool in = place + 128 * i + j < count && keys[j] >= base && (width == 32 || over >> width == 0);
+                if (in) count_shared(at.bins + (over >> shift));
+            }
+        }
+    });
+    __syncwarp();
+    u32 own[8], sum = 0;  // of eight bins, the highest lane 0's
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) own[i] = at.bins[RANGE_BINS - 1 - (8 * lane + i)], sum += own[i];
+    u32 inclusive = sum;
+#pragma unroll
+    for (u32 step = 1; step < 32; step *= 2) {
+        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        if (lane >= step) inclusive += left;
+    }
+    const u32 owner = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFF, inclusive >= wanted))) - 1;
+    u32 above = inclusive - sum, bin = 0, inside = 0;
+    bool found = false;
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+        if (!found && above + own[i] >= wanted) found = true, bin = RANGE_BINS - 1 - (8 * lane + i), inside = own[i];
+        if (!found) above += own[i];
+    }
+    bin = __shfl_sync(0xFFFFFFFF, bin, owner), inside = __shfl_sync(0xFFFFFFFF, inside, owner);
+    wanted -= __shfl_sync(0xFFFFFFFF, above, owner);
+    low += bin << shift;
+    return inside;
+}
+
+// Bits of four-bit masks in the lanes before this one; `all` over all lanes.
+__device__ __forceinline__ u32 ranks(u32 mask, u32& all) {
+    const u32 below = (1u << threadIdx.x % 32) - 1;
+    u32 before = 0;
+    all = 0;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        const u32 lanes = __ballot_sync(0xFFFFFFFF, mask >> i & 1);
+        before += __popc(lanes & below);
+        all += __popc(lanes);
+    }
+    return before;
+}
+
+// Keep keys from `low` on, in order, and of those equal to it only `ties`, unless that is 0: in the list, or with `out`
+// their positions there. Entries move down, never past what has been read.
+__device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 low, u32 ties, i32* out) {
+    constexpr u32 READS = 4;
+    const i32* const positions = at.positions;
+    u32 kept = 0, left = ties;
+    each_vectors<READS, uint4>(at.keys, count, [&](const uint4(&four)[READS], u32 place) {
+        int4 where[READS];
+#pragma unroll
+        for (u32 i = 0; i < READS; ++i) where[i] = *reinterpret_cast<const int4*>(positions + place + 128 * i);
+        __syncwarp();
+#pragma unroll
+        for (u32 i = 0; i < READS; ++i) {
+            const u32 keys[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
+            const i32 from[4] = {where[i].x, where[i].y, where[i].z, where[i].w};
+            u32 chosen = 0, equal = 0, all;
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) {
+                const bool is_entry = place + 128 * i + j < count;
+                chosen |= static_cast<u32>(is_entry && (keys[j] > low || keys[j] == low && ties == 0)) << j;
+                equal |= static_cast<u32>(is_entry && keys[j] == low && ties != 0) << j;
+            }
+            if (ties != 0) {
+                const u32 before = ranks(equal, all);
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j)
+                    if (equal >> j & 1 && before + __popc(equal & ((1u << j) - 1)) < left) chosen |= 1u << j;
+                left -= min(left, all);
+            }
+            u32 to = kept + ranks(chosen, all);
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j)
+                if (chosen >> j & 1) {
+                    (out == nullptr ? at.positions : out)[to] = from[j];
+                    if (out == nullptr) at.keys[to] = keys[j];
+                    ++to;
+                }
+            kept += all;
+        }
+        __syncwarp();
+    });
+    return kept;
+}
+
+// Without `out`: down to k entries and a few more. With it: exactly k, whose positions are written there alone. All keys
+// are in [least, most].
+__device__ __noinline__ ListState shorten(ListPlace at, u32 k, u32 count, u32 least, u32 most, i32* out) {
+    __syncwarp();
+    u32 low = least, width = 32 - __clz(static_cast<int>((most - least) | 1)), wanted = k, ties = 0;
+    while (true) {
+        const u32 shift = width > 8 ? width - 8 : 0;
+        const u32 inside = narrow(at, count, low, width, shift, wanted);
+        if (inside <= wanted + (out == nullptr ? SLACK : 0)) break;
+        if (shift == 0) {
+            ties = wanted;
+            break;
+        }
+        width = shift;
+    }
+    return {keep(at, count, low, ties, out), low + (ties != 0)};
+}
+
+struct PromptList {
+    ListPlace at;
+    u32 k;
+    ListState now;
+    u32 least, most;  // of the keys that this lane has listed, and those of all before the list was last shortened
+
+    // The scores of positions `first` + lane and 32 behind, as order keys, where a lane has them.
+    __device__ __forceinline__ void take(u32 near, u32 far, bool has_near, bool has_far, i32 first) {
+        const i32 lane = threadIdx.x % 32;
+        const u32 below = (1u << lane) - 1;
+        has_near = has_near && near >= now.bar, has_far = has_far && far >= now.bar;
+        const u32 nears = __ballot_sync(0xFFFFFFFF, has_near), fars = __ballot_sync(0xFFFFFFFF, has_far);
+        if ((nears | fars) == 0) return;
+        const u32 place = now.count + __popc(nears & below);
+        const u32 behind = now.count + __popc(nears) + __popc(fars & below);
+        if (has_near) {
+            at.keys[place] = near, at.positions[place] = first + lane;
+            least = min(least, near), most = max(most, near);
+        }
+        if (has_far) {
+            at.keys[behind] = far, at.positions[behind] = first + 32 + lane;
+            least = min(least, far), most = max(most, far);
+        }
+        now.count += __popc(nears) + __popc(fars);
+        if (now.count <= LISTED - 64) return;
+        now = shortened(nullptr);
+        least = now.bar - (now.bar > 0);  // what is equal to the least that was kept may be below the bar
+    }
+
+    // The k best into out[k], of a list that holds as many.
+    __device__ __forceinline__ void finish(i32* out) {
+        if (now.count > k) {
+            shortened(out);
+            return;
+        }
+        __syncwarp();
+        for (u32 i = threadIdx.x % 32; i < k; i += 32) out[i] = at.positions[i];
+    }
+
+   private:
+    __device__ __forceinline__ ListState shortened(i32* out) const {
+        return shorten(at, k, now.count, __reduce_min_sync(0xFFFFFFFF, least), __reduce_max_sync(0xFFFFFFFF, most), out);
+    }
+};
+
+}  // namespace hisparse

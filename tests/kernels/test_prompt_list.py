@@ -1,0 +1,114 @@
+"""The list by which prompt_index selects: the kernel's own source, emulated, against a stable sort."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from protocol.arrays import Int32Array
+from tests.emulated.device import FLAGS, build, sources_of
+
+Float32Array: TypeAlias = npt.NDArray[np.float32]
+
+#: Entries of a list, as the source has it.
+LISTED: Final = 4096
+K: Final = 2048
+UNIT: Final = """
+#include "cuda.hpp"
+#include "prompt_list.cuh"
+
+using namespace hisparse;
+struct Try {
+    const float* scores;
+    i32* out;
+    u32* keys;
+    i32* positions;
+    i32 length, k;
+};
+void try_list(const Try p) {
+    static u32 bins[RANGE_BINS];
+    PromptList list{{p.keys, p.positions, bins}, static_cast<u32>(p.k), {0, 0}, 0xFFFFFFFF, 0};
+    const i32 lane = threadIdx.x;
+    for (i32 base = 0; base < p.length; base += 64) {
+        const bool near = base + lane < p.length, far = base + 32 + lane < p.length;
+        const u32 one = near ? prompt_order(p.scores[base + lane]) : 0;
+        list.take(one, far ? prompt_order(p.scores[base + 32 + lane]) : 0, near, far, base);
+    }
+    list.finish(p.out);
+}
+extern "C" bool run_try(const float* scores, int length, int k, int* out, unsigned* keys, int* positions) {
+    Try p{scores, out, keys, positions, length, k};
+    return emulated::run(try_list, &p, {1, 1, 1}, 32, 1, 0, 1).empty();
+}
+"""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    sources = sources_of("prompt_list") | {"unit.cpp": UNIT}
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "unit.so"
+        path.write_bytes(build("prompt_list", sources, list(FLAGS)).cubin)
+        return ctypes.CDLL(str(path))
+
+
+def selected(scores: Float32Array, k: int) -> Int32Array:
+    """Positions that the list selects."""
+    out = np.full(k, -1, np.int32)
+    keys, positions = np.zeros(LISTED, np.uint32), np.zeros(LISTED, np.int32)
+    scores = np.ascontiguousarray(scores, np.float32)
+    arrays = [array.ctypes.data_as(ctypes.c_void_p) for array in (scores, out, keys, positions)]
+    assert library().run_try(arrays[0], len(scores), k, *arrays[1:])
+    return out
+
+
+def best(scores: Float32Array, k: int) -> Int32Array:
+    """Positions of the k highest, of equal ones the lowest, ascending; NaN is below all."""
+    order = np.argsort(-np.where(np.isnan(scores), -np.inf, scores), kind="stable")
+    order = np.concatenate((order[~np.isnan(scores[order])], order[np.isnan(scores[order])]))
+    return np.sort(order[:k]).astype(np.int32)
+
+
+def ramps(dice: np.random.Generator, length: int) -> Float32Array:
+    """A history of topics: stretches that rise and fall."""
+    return np.float32(np.sin(np.arange(length) / dice.integers(50, 3_000)) + 0.01 * dice.standard_normal(length))
+
+
+KINDS: Final[dict[str, Callable[[np.random.Generator, int], Float32Array]]] = {
+    "normal": lambda dice, length: np.float32(dice.standard_normal(length)),
+    "ascending": lambda _, length: np.arange(length, dtype=np.float32),
+    "descending": lambda _, length: -np.arange(length, dtype=np.float32),
+    "equal": lambda _, length: np.full(length, 0.25, np.float32),
+    "few values": lambda dice, length: np.float32(dice.integers(0, 3, length)),
+    "zeros of both signs": lambda dice, length: np.float32(dice.choice((0.0, -0.0), length)),
+    "neighbours": lambda dice, length: np.float32(dice.integers(1 << 23, (1 << 23) + 700, length)),
+    "ramps": ramps,
+    "all magnitudes": lambda dice, length: np.float32(
+        dice.choice((-1, 1), length) * 10.0 ** dice.uniform(-38, 38, length)
+    ),
+    "infinities and no numbers": lambda dice, length: np.float32(dice.choice((np.inf, -np.inf, np.nan, 1.0), length)),
+    "ties behind the bar": lambda dice, length: np.float32(
+        np.minimum(dice.integers(0, 40, length), 39 - 2 * (np.arange(length) % 3))
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [K + 1, LISTED - 63, LISTED, 9_001, 20_000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_list_selects_the_best_of_any_scores(kind: str, length: int) -> None:
+    scores = KINDS[kind](np.random.default_rng(length), length)
+    assert np.array_equal(selected(scores, K), best(scores, K))
+
+
+@pytest.mark.parametrize("k", [1, 63, 64, 1_000, 3_072])
+def test_list_selects_any_number(k: int) -> None:
+    scores = np.float32(np.random.default_rng(k).integers(0, 5_000, 12_345))
+    assert np.array_equal(selected(scores, k), best(scores, k))
