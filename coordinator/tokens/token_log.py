@@ -352,9 +352,11 @@ class TokenLog:
     def _content(self, request_index: int) -> tuple[Int32Array, Int32Array]:
         """Copies of its tokens and of their rows."""
         base, length = int(self._base[request_index]), int(self.lengths[request_index])
+        tokens, words = self._arena[base : base + length].copy(), int(self._words[request_index])
+        if not words:
+            return tokens, EMPTY
         first = self._first_row(request_index)
-        rows = self._arena[first : first + length * int(self._words[request_index])]
-        return self._arena[base : base + length].copy(), rows.copy()
+        return tokens, self._arena[first : first + length * words].copy()
 
     def _settle(self, request_index: int, base: int, units: int, tokens: Int32Array, rows: Int32Array) -> None:
         """The request has that extent from now on; write there what it has generated."""
@@ -362,9 +364,10 @@ class TokenLog:
         self._set_units(request_index, units)
         fits = units // (1 + int(self._words[request_index]))
         self._room[request_index] = min(fits, int(self._capacity[request_index]))
-        first = self._first_row(request_index)
         self._arena[base : base + len(tokens)] = tokens
-        self._arena[first : first + len(rows)] = rows
+        if len(rows):
+            first = self._first_row(request_index)
+            self._arena[first : first + len(rows)] = rows
 
     # ------------------------------------------------------------ tokens in
 
