@@ -77,6 +77,13 @@ COORDINATOR_METRICS: Final[tuple[Metric[CoordinatorCounters], ...]] = (
         lambda it: it.prefix_pages_evicted,
     ),
     counter(
+        "hisparse_prefix_pages_evicted_lent_total",
+        "pages",
+        "Of these: pages above the equal share of their owner.",
+        "Does one owner flood the cache, or is the pool too small for what each repeats?",
+        lambda it: it.prefix_pages_evicted_lent,
+    ),
+    counter(
         "hisparse_kv_event_batches_total",
         "batches",
         "Batches of KV events to be published.",

@@ -348,6 +348,7 @@ class CoordinatorCounters:
     prefix_asked_tokens: int = 0  # of prompts admitted to be prefilled, where prefixes are reused
     prefix_tokens: int = 0  # of these: reused, not computed
     prefix_pages_evicted: int = 0
+    prefix_pages_evicted_lent: int = 0
     kv_event_batches: int = 0
     kv_event_batches_dropped: int = 0
     retractions: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (mode keep or drop, reason)

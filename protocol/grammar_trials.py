@@ -5,7 +5,9 @@
 A grammar of some kilobytes may take gigabytes or minutes, and a build can be neither bounded nor stopped where it runs.
 What passes a trial takes about as much again where it is built for good, with the same tokens that a grammar may name
 (nameable_tokens) and within the same limits of the library. Vocabularies differ in nothing else that could
-refuse a grammar: here all other tokens are bytes. Grammars that passed lately are known again, by their digest.
+refuse a grammar at its start: here all other tokens are bytes. Behind a few bytes of output it is tried along one way
+alone (WALK_BYTES); what exceeds limits on another way ends its request (outgrown). Grammars that passed lately are
+known again, by their digest.
 
 Rejected: to build there alone (a matcher cannot be sent), and a word of the front that it has built a grammar (clients
 that speak to the coordinator would give it, too).

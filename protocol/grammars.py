@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import BadInput, ConfigError
+from protocol.errors import BadInput, CapacityError, ConfigError, HiSparseError
 from protocol.text import BYTE_IDS, ByteTokenizer, JsonTokenizer, Tokenizer
 
 #: One bit for each token, lowest first: 1 where an output may go on with it.
@@ -37,8 +37,18 @@ LIMITS: Final[Mapping[str, Any]] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
+#: Of an output along which a grammar is tried. What grows in every output, such as a rule that begins with what it
+#: repeats twice, grows beyond LIMITS much later; what opens wide behind a few bytes is found.
+WALK_BYTES: Final = 64
+#: Each of its bytes is the cheapest that is allowed, and costs as much more each time: so it leaves repetitions. Quotes
+#: end strings, blanks lead nowhere.
+WALK_COSTS: Final = np.arange(BYTE_IDS, dtype=np.int64) + 1_000
+WALK_COSTS[0x22] = 0
+WALK_COSTS[list(b"\t\n\r ")] = 1_000_000
 #: Of the library's words in an error.
 ERROR_CHARS_MAX: Final = 300
+#: What the library says in place of what LIMITS keep it from telling.
+_NOT_TOLD: Final = "<non-verbose/>"
 #: What a grammar of one rule holds its output to, by what the rule consists of; with any other it is "a grammar".
 _KINDS: Final = {
     "a JSON schema": re.compile(r"%json\s*\{.*\}"),
@@ -80,6 +90,7 @@ class Vocabulary:
 
         self.size = vocab_size
         ends = list(eos_token_ids) or [vocab_size - 1]  # a grammar wants an end; without one it is refused before
+        self._ends = [number for number in ends if number < BYTE_IDS]
         try:
             if isinstance(tokenizer, JsonTokenizer):
                 size = max(vocab_size, tokenizer.ids)
@@ -94,6 +105,12 @@ class Vocabulary:
                 value=f"{vocab_size} tokens",
                 remedy="replace the file",
             ) from error
+
+    def cheapest_byte(self, mask: Mask, costs: npt.NDArray[np.int64]) -> int | None:
+        """The cheapest of the bytes that `mask` allows, where tokens are bytes; None: the output can only end."""
+        bits = np.unpackbits(mask[: BYTE_IDS // 8], bitorder="little")
+        allowed = np.setdiff1d(np.flatnonzero(bits), self._ends)
+        return int(allowed[costs[allowed].argmin()]) if allowed.size else None
 
 
 class Matcher:
@@ -132,12 +149,30 @@ class Matcher:
 
 def refusal(words: str) -> BadInput:
     """Of a grammar, in the words of the library."""
-    return BadInput(words.strip()[:ERROR_CHARS_MAX], field="grammar", remedy="correct or simplify it")
+    said = words.replace(_NOT_TOLD, "").strip()
+    return BadInput(said[:ERROR_CHARS_MAX], field="grammar", remedy="correct or simplify it")
+
+
+def outgrown(error: HiSparseError, tokens: int) -> HiSparseError:
+    """Return `error` of a matcher in words of an output that has `tokens`: its grammar was taken, and has
+    outgrown LIMITS since. Before the first token, and where it is no BadInput, `error` is returned as it is."""
+    if not tokens or not isinstance(error, BadInput):
+        return error
+    why = error.message.partition("\n")[0]
+    return CapacityError(f"cannot be held to its grammar any further: {why}", field="output", value=f"{tokens} tokens")
 
 
 def check_grammar(vocabulary: Vocabulary, grammar: str) -> None:
-    """Raises BadInput for a grammar that a Matcher would refuse."""
-    Matcher(vocabulary, grammar).mask()
+    """Raises BadInput for a grammar that a Matcher would refuse, at its start or along one output of WALK_BYTES. The
+    tokens of `vocabulary` are bytes."""
+    matcher, costs = Matcher(vocabulary, grammar), WALK_COSTS.copy()
+    for _ in range(WALK_BYTES):
+        byte = vocabulary.cheapest_byte(matcher.mask(), costs)
+        if byte is None:
+            return
+        matcher.push((byte,))
+        costs[byte] += WALK_COSTS[byte]
+    matcher.mask()
 
 
 def _limits() -> Any:

@@ -5,8 +5,9 @@
     metrics threads  /metrics, /healthz, /readyz
 
 Start, in an order that refuses before it allocates: model, sizing, host memory, host pool, device memory. Then the
-executor turns, then the link says hello: a worker that is welcomed can work. A signal during start ends it at once: the
-pool's threads finish the pieces they are at, what was registered is let go, and the process exits.
+executor turns, then the link says hello: a worker that is welcomed can work. Its steps stand in the process's name
+(protocol.start_step). A signal during start ends it at once: the pool's threads finish the pieces they are at, what was
+registered is let go, and the process exits.
 
 End. SIGTERM, SIGINT and the coordinator's Stop withdraw what is held, wait for every stream to pass its fence, let the
 last reports go and leave with 0; each wait is bounded (worker.link). A second signal exits at once: the host pool is a
@@ -39,6 +40,7 @@ from protocol.config import pool_path
 from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
+from protocol.start_step import tell_step
 from protocol.text import make_tokenizer
 from protocol.tokenizer_files import TokenizerFile, read_tokenizer
 from protocol.transport.keys import access
@@ -99,6 +101,7 @@ class WorkerProcess:
         if config.worker.device != "cpu":
             cuda_device(config.worker.device)
         check_transfer(config.worker)
+        tell_step("group" if config.worker.group else "model")
         self._group = Group.join(config, fingerprint(config.worker.model)) if config.worker.group else None
         try:
             self._start(config, halted)
@@ -135,6 +138,7 @@ class WorkerProcess:
 
     def _wire_with(self, config: Config, runner: Runner, sizing: Sizing, streams: Streams) -> None:
         settings = config.worker
+        tell_step("device")
         tokenizer = read_tokenizer(settings.model)
         self._outbox = Outbox(epoch=time.time_ns() // 1_000_000)
         self._executor = Executor(
@@ -172,6 +176,7 @@ class WorkerProcess:
     def run(self) -> int:
         """Turn until told to stop; the exit code. Raises HiSparseError when the coordinator refuses this worker."""
         self._thread.start()
+        tell_step("hisparse worker")
         if self._group is not None:
             self._group.control.is_done = lambda: self._link.stopping and not self._outbox.held()
             self._group.control.progress.turns = True
@@ -340,7 +345,7 @@ async def watch_signals(
         is_asked = False
         async for number in signals:
             if is_asked:
-                log.warning("second signal: exit now", extra=fields(signal=signal.Signals(number).name))
+                log.warning("second signal, exiting at once", extra=fields(signal=signal.Signals(number).name))
                 os._exit(EXIT_INTERRUPTED)
             is_asked = True
             log.info("stopping", extra=fields(signal=signal.Signals(number).name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,8 @@ from benchmarks.serve.measures import RECORD, Records
 from benchmarks.serve.model import Spec, write_tokenizer
 from hisparse.client.client import Client
 from hisparse.cluster.children import Child, child_environ, exit_text, stop_children
-from hisparse.cluster.keeper import COORDINATOR, HTTP, open_admin
-from hisparse.cluster.up import CONNECTED, answers, start_child, started
+from hisparse.cluster.keeper import COORDINATOR, HTTP, REFUSALS, open_admin
+from hisparse.cluster.up import CONNECTED, POLL_INTERVAL_S, answers, start_child
 from protocol.config import HostFacts, build, pool_path, to_environ
 from protocol.errors import Unavailable
 from protocol.messages import PoolRow, WorkerRow
@@ -127,12 +127,12 @@ async def running(config: Config, spec: Spec, directory: Path) -> AsyncIterator[
         else start_child(COORDINATOR, config, directory)
     ]
     try:
-        await started(children, lambda: answers(config), START_LIMIT_S)
+        await _until(partial(answers, config), children)
         children.append(_start(WORKER, "benchmarks.serve.worker", [str(described), "worker"], config, directory))
         async with open_admin(config, "benchmark") as client:
-            await started(children, partial(_is_connected, client), START_LIMIT_S)
+            await _until(partial(_is_connected, client), children)
             children.append(start_child(HTTP, config, directory))
-            await started(children, partial(_is_healthy, config), START_LIMIT_S)
+            await _until(partial(_is_healthy, config), children)
             async with trio.open_nursery() as nursery:
                 for child in children:
                     nursery.start_soon(_require, child)
@@ -189,6 +189,20 @@ def _answers_health(host: str, port: int) -> bool:
         connection.close()
 
 
+async def _until(ready: Callable[[], Awaitable[bool]], children: Sequence[Child]) -> None:
+    """Return once `ready`. None of the `children` is started again: figures would not be those of one service."""
+    with trio.move_on_after(START_LIMIT_S):
+        while not await ready():
+            for child in children:
+                if not child.running:
+                    await _require(child)
+            await trio.sleep(POLL_INTERVAL_S)
+        return
+    names = " ".join(child.name for child in children)
+    raise Unavailable(f"not ready after {START_LIMIT_S:g} s", field="processes", value=names)
+
+
 async def _require(child: Child) -> None:
     status = await child.wait()
-    raise Unavailable(f"{exit_text(status)} while it was needed", field="process", value=child.name)
+    kind = REFUSALS.get(status, Unavailable)
+    raise kind(f"{exit_text(status)} while it was needed", field="process", value=child.name)

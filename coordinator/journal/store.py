@@ -18,7 +18,9 @@ journal opens on a disk without a free byte: before the first commit, which has 
 in place.
 
 The reserve. A file of RESERVE_BYTES beside the journal is removed when the disk is full. Running requests go on with
-that room, and `short` asks to refuse new requests until the reserve is back.
+that room, and `short` asks to refuse new requests until the reserve is back. The reserve comes back once FREE_SHARE of
+the disk would be free beside it: with less, the next commits would fill the disk again, and new requests would be
+refused and taken in turn. After another error than a full disk the reserve comes back as soon as it can be made.
 
 A group that fails is rolled back. After a failing fsync the kernel may report pages as clean that never reached the
 disk. So the retry writes the same records again, under the same numbers and at the same place of the log. A group that
@@ -31,6 +33,7 @@ its damage would delete other rows; the rows of each request are known in memory
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import time
@@ -67,6 +70,8 @@ SHORT_SUMMARY_BYTES: Final = 4 * 1024 * 1024
 RESERVE_BYTES: Final = 16 * 1024 * 1024
 #: How often to try to make the reserve again.
 RESERVE_RETRY_S: Final = 1.0
+#: Share of the disk that is free beside the reserve when the disk counts as full no longer.
+FREE_SHARE: Final = 0.1
 #: SQLite copies the log into the file when it has this many pages (of 4 KiB); an fsync of the file goes with it.
 CHECKPOINT_PAGES: Final = 1_024
 #: Free pages that stay in the file: twice what the records up to the next summary take.
@@ -105,6 +110,7 @@ class SqliteStore:
         self._unmarked: Sequence[Record] | None = None
         self._flow_bytes = 0
         self._reserve_at = 0.0
+        self._was_full = False
         self._keep_reserve()
 
     @property
@@ -162,7 +168,9 @@ class SqliteStore:
         if short and self.short == short and time.monotonic() - self._reserve_at > RESERVE_RETRY_S:
             with suppress(sqlite3.Error):
                 self._ask("PRAGMA wal_checkpoint(TRUNCATE)")  # only this frees the pages that were given back
-            self._keep_reserve()
+            self._reserve_at = time.monotonic()
+            if not self._was_full or has_room(self.path.parent):
+                self._keep_reserve()
 
     def _put_mark(self) -> None:
         """Mark the last commit, which may be acknowledged then. Raises JournalError."""
@@ -176,7 +184,7 @@ class SqliteStore:
         try:
             self._write_rows(change)
         except sqlite3.Error as error:
-            if not self._give_up_reserve(str(error)):
+            if not self._give_up_reserve(error):
                 raise JournalError(f"{self.path}: {error}") from error
             try:
                 self._write_rows(change)
@@ -229,25 +237,36 @@ class SqliteStore:
     def _keep_reserve(self) -> None:
         self._reserve_at = time.monotonic()
         try:
-            descriptor = os.open(self._reserve, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(self._reserve, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
             finally:
                 os.close(descriptor)
         except OSError as error:
             self._reserve.unlink(missing_ok=True)
+            self._was_full |= error.errno == errno.ENOSPC
             self.short = self.short or f"no room for its reserve: {error.strerror}"
         else:
-            self.short = ""
+            self._was_full, self.short = False, ""
 
-    def _give_up_reserve(self, reason: str) -> bool:
+    def _give_up_reserve(self, error: sqlite3.Error) -> bool:
         """Remove the reserve; whether there was one."""
+        self._was_full |= getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
         if not self._reserve.exists():
             return False
         self._reserve.unlink()
         self._reserve_at = time.monotonic()
-        self.short = f"{reason}; running requests use the reserve"
+        self.short = f"{error}; running requests use the reserve"
         return True
+
+
+def has_room(directory: Path) -> bool:
+    """Whether FREE_SHARE of the disk of `directory` would be free beside the reserve."""
+    try:
+        status = os.statvfs(directory)
+    except OSError:  # the next commit says what is wrong there
+        return False
+    return status.f_bavail * status.f_frsize >= FREE_SHARE * status.f_blocks * status.f_frsize + RESERVE_BYTES
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:

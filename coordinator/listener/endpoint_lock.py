@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from contextlib import suppress
 
 from protocol.config_checks import SOCKET_PATH_BYTES_MAX
@@ -19,7 +20,8 @@ class EndpointLock:
     """
 
     def __init__(self, endpoint: str) -> None:
-        """Raises ConfigError (path too long, directory open to others) or Unavailable (held by another process)."""
+        """Raises ConfigError (path too long, directory open to others, another thing than a file in place of the lock
+        file) or Unavailable (held by another process)."""
         self._file: int | None = None
         if not endpoint.startswith("ipc://"):
             return
@@ -32,7 +34,7 @@ class EndpointLock:
                 remedy="choose a shorter runtime_dir",
             )
         make_private_dir(os.path.dirname(path) or ".")
-        self._file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = _open_lock_file(f"{path}.lock")
         self._path = path
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,3 +57,21 @@ class EndpointLock:
                 os.unlink(self._path)
             os.close(self._file)
             self._file = None
+
+
+def _open_lock_file(path: str) -> int:
+    """Open the lock file, made if there is none. A link is not followed: the lock file is emptied and written to."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        reason = "it is a symlink" if os.path.islink(path) else error.strerror or "cannot be opened"
+        raise _unusable(path, reason) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _unusable(path, "it is not a regular file")
+    return file
+
+
+def _unusable(path: str, reason: str) -> ConfigError:
+    remedy = "remove it, or choose another runtime_dir that this user may write"
+    return ConfigError(f"cannot lock the endpoint: {reason}", field="lock file", value=path, remedy=remedy)

@@ -52,7 +52,8 @@ class Transact(msgspec.Struct, Generic[RecordT, CommitT], frozen=True):
 class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
     """`ledger` may be read by any actor between turns; only this one changes it. The Scheduler adds to `prefixes`, and
     this actor evicts from it. `append(node, changes, notes)` writes to the journal and returns the commit. `lifetimes`
-    observes how long pages were held, by `clock`; `evicted` is called with each number of pages evicted."""
+    observes how long pages were held, by `clock`; `evicted` is called with each number of pages evicted, and the number
+    of these that were above their owner's share."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
         *,
         lifetimes: Buckets,
         clock: Callable[[], float],
-        evicted: Callable[[int], None] = lambda _: None,
+        evicted: Callable[[int, int], None] = lambda pages, lent: None,
     ) -> None:
         super().__init__(f"host pool of {node}", mailbox_max=MAILBOX_MAX, batch_max=MAILBOX_MAX)
         self.node = node
@@ -99,8 +100,9 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
             return None
         shares = (it.shared.tolist() for it in changes if isinstance(it, Reserve))
         spared = frozenset(chain.from_iterable(shares))
+        lent_before = self._prefixes.evicted_lent
         evicted = self._prefixes.evict(missing, self.ledger.is_idle, spared)
-        self._evicted(evicted.size)
+        self._evicted(evicted.size, self._prefixes.evicted_lent - lent_before)
         return Evict(evicted.tobytes())
 
     def _apply(self, change: Change) -> Int32Array:

@@ -5,10 +5,11 @@ A page is known by a chained digest: a keyed BLAKE2b of its parent's digest and 
 start, so that no client can search for two prompts with one digest. Digests are neither written down nor sent.
 
 The nodes are a tree over digests. A node's use is the latest use of any chain through it: uses are noted at the end of
-the chain that was used, and pass to the parent when a leaf goes. So leaves go in the order of last use, a chain of any
-length is used in one step, and no node is left that cannot be reached. The pages in the index are exactly those that
-the ledger counts as cached; a page may be held by requests besides. Each has a *source*, the worker epoch that wrote
-it: when an epoch turns out to be not trustworthy, all that it wrote leaves the index.
+the chain that was used, and pass to the parent when a leaf goes. So an owner's leaves go in the order of last use
+(EvictionOrder says whose), a chain of any length is used in one step, and no node is left that cannot be reached. The
+pages in the index are exactly those that the ledger counts as cached; a page may be held by requests besides. Each has
+a *source*, the worker epoch that wrote it: when an epoch turns out to be not trustworthy, all that it wrote leaves the
+index.
 
 After vLLM's hashed blocks and SGLang's radix cache. Rejected: a radix tree over tokens (it keeps every token, and a
 lookup compares them); digests without a key (prompts with equal digests would read each other's rows).
@@ -21,12 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.memory.eviction_order import NO_OWNER, EvictionOrder, Leaf, Owner, OwnerAccount
 from protocol.arrays import Int32Array
 from protocol.errors import InternalError
 from protocol.units import PAGE_TOKENS
@@ -96,15 +97,13 @@ class Chain(NamedTuple):
 Source: TypeAlias = tuple[str, int]
 NO_SOURCE: Final[Source] = ("", 0)
 
-#: The heap of leaves is made anew when it has more than this many entries for each node.
-HEAP_SLACK: Final = 4
-
 
 @dataclass(slots=True)
 class _Node:
     page: int
     parent: Digest
     source: Source
+    account: OwnerAccount  # of the owner for whom it counts
     used: int
     root: Digest
     depth: int  # pages from the root to this one
@@ -130,13 +129,16 @@ class CachedPrefix(NamedTuple):
 
 
 class PrefixIndex:
-    """Of one node's pool. `on_forget` is called with each digest that leaves."""
+    """Of one node's pool. `on_forget` is called with each digest that leaves. `clock`, in seconds, tells
+    which owners are away."""
 
-    def __init__(self, on_forget: Callable[[Digest], None] | None = None) -> None:
+    def __init__(
+        self, on_forget: Callable[[Digest], None] | None = None, clock: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._nodes: dict[Digest, _Node] = {}
         self._pages: dict[Digest, int] = {}
         self._digests: dict[int, Digest] = {}  # by page
-        self._leaves: list[tuple[int, Digest]] = []  # a heap by last use; entries that no longer hold are skipped
+        self._order = EvictionOrder(self._is_leaf, clock)
         self._ends: dict[Digest, None] = {}  # nodes without children
         self._scopes: dict[Digest, tuple[Scope, int]] = {}  # by root: with the number of nodes behind it
         self._on_forget = on_forget
@@ -180,26 +182,29 @@ class PrefixIndex:
         pages: Int32Array,
         source: Source = NO_SOURCE,
         scope: Scope = NO_SCOPE,
+        owner: Owner = NO_OWNER,
     ) -> Int32Array:
         """`pages`, written by `source`, hold the rows of `chain`, which follows `parent`: the root of `scope`, or a
-        digest that is here. Returns those that are new here, to be cached.
+        digest that is here. Returns those that are new here, to be cached: they count for `owner`.
 
-        A digest that is known already keeps its page.
+        A digest that is known already keeps its page and its owner.
         """
         fresh: list[int] = []
         before = self._nodes.get(parent)
         root, first = (before.root, before.depth + 1) if before is not None else (parent, 1)
+        account = self._order.account(owner)
         for depth, (digest, page) in enumerate(zip(chain, pages.tolist(), strict=True), start=first):
             if digest not in self._nodes:
                 if page in self._digests:
                     raise InternalError(f"host page {page} is cached under two digests")
-                self._nodes[digest] = _Node(page, parent, source, 0, root, depth)
+                self._nodes[digest] = _Node(page, parent, source, account, 0, root, depth)
                 self._pages[digest], self._digests[page], self._ends[digest] = page, digest, None
                 if (above := self._nodes.get(parent)) is not None:
                     above.children += 1
                     self._ends.pop(parent, None)
                 fresh.append(page)
             parent = digest
+        self._order.add(account, len(fresh))
         if chain:
             self._use(chain[-1])
         if fresh:
@@ -210,36 +215,44 @@ class PrefixIndex:
     def evict(self, count: int, is_idle: IsIdle, spared: frozenset[int] = frozenset()) -> Int32Array:
         """Forget pages until `count` idle ones are forgotten, or all that are idle and not `spared`; returns them.
 
-        Leaves go first, the least recently used first. An idle page below which others are held goes last, and they
-        are forgotten with it, since no chain leads to them any more.
+        Leaves go first, in the order of EvictionOrder. An idle page below which others are held goes last, and they are
+        forgotten with it, since no chain leads to them any more.
         """
         evicted: list[int] = []
-        unfit: list[tuple[int, Digest]] = []
-        while len(evicted) < count and self._leaves:
-            leaf = heappop(self._leaves)
-            node = self._nodes.get(leaf[1])
-            if node is None or node.children or node.used != leaf[0]:
-                continue
-            if self._may_go(node, is_idle, spared):
-                evicted.append(node.page)
-                self._forget(leaf[1])
-            else:
-                unfit.append(leaf)
-        for leaf in unfit:
-            heappush(self._leaves, leaf)
+
+        def forget(digest: Digest) -> int:
+            node = self._nodes[digest]
+            if not self._may_go(node, is_idle, spared):
+                return 0
+            evicted.append(node.page)
+            self._forget(digest)
+            return 1
+
+        self._order.go_through(count, forget)
         if len(evicted) < count:
             evicted += self._evict_above_held(count - len(evicted), is_idle, spared)
         self._note_removed(len(evicted))
         return np.array(evicted, dtype=np.int32)
 
+    @property
+    def evicted_lent(self) -> int:
+        """The number of pages evicted so far that were above their owner's share."""
+        return self._order.pages_lent
+
+    def owners(self) -> dict[Owner, int]:
+        """The number of pages that count for each owner."""
+        return self._order.counts()
+
     def _evict_above_held(self, count: int, is_idle: IsIdle, spared: frozenset[int]) -> list[int]:
+        """Evict pages of the owners with most pages first. O(index): for what is rare."""
         evicted: list[int] = []
-        for digest in sorted(self._nodes, key=lambda it: self._nodes[it].used):
+        pages = self._order.counts()
+        for _, _, digest in sorted((-pages[node.account.owner], node.used, key) for key, node in self._nodes.items()):
             node = self._nodes.get(digest)
             if node is not None and count > 0 and self._may_go(node, is_idle, spared):
-                pages = self._forget_below([digest])
-                count -= int(is_idle(np.array(pages, dtype=np.int32)).sum())
-                evicted += pages
+                gone = self._forget_below([digest])
+                count -= int(is_idle(np.array(gone, dtype=np.int32)).sum())
+                evicted += gone
         return evicted
 
     def remove(self, pages: Iterable[int]) -> Int32Array:
@@ -279,7 +292,7 @@ class PrefixIndex:
         if self._on_forget is not None:
             for digest in self._nodes:
                 self._on_forget(digest)
-        for kept in (self._nodes, self._pages, self._digests, self._leaves, self._ends, self._scopes):
+        for kept in (self._nodes, self._pages, self._digests, self._order, self._ends, self._scopes):
             kept.clear()
         self._note_removed(1)
         return pages
@@ -324,18 +337,22 @@ class PrefixIndex:
     def check_invariants(self, cached: Int32Array) -> None:
         """Raises InternalError unless the tree is sound, and its pages are `cached`, those of the ledger."""
         children: dict[Digest, int] = dict.fromkeys(self._nodes, 0)
-        listed = {digest for used, digest in self._leaves if digest in self._nodes and self._nodes[digest].used == used}
+        listed = self._order.lists()
         for digest, node in self._nodes.items():
             if node.parent in children:
                 children[node.parent] += 1
             _demand(self._digests.get(node.page) == digest, f"page {node.page} has one digest")
             _demand(self._pages.get(digest) == node.page, f"page {node.page} is the one of its digest")
-            _demand(bool(node.children) or digest in listed, f"page {node.page} can be evicted")
+            can_go = bool(node.children) or (node.account.owner, (node.used, digest)) in listed
+            _demand(can_go, f"page {node.page} can be evicted")
         counts = {digest: node.children for digest, node in self._nodes.items()}
         _demand(counts == children, "nodes count their children")
         _demand(set(self._ends) == {it for it, count in children.items() if not count}, "leaves have no children")
         behind = {root: count for root, (_, count) in self._scopes.items()}
         _demand(behind == Counter(node.root for node in self._nodes.values()), "roots count their nodes")
+        counted = Counter(node.account.owner for node in self._nodes.values())
+        _demand(self._order.counts() == counted, "pages count for their owners")
+        _demand(self._order.pages == len(self._nodes), "owners' pages are all pages")
         for node in self._nodes.values():
             above = self._nodes.get(node.parent)
             place = (above.root, above.depth + 1) if above else (node.parent, 1)
@@ -351,14 +368,13 @@ class PrefixIndex:
         self._uses += 1
         node = self._nodes[digest]
         node.used = self._uses
+        self._order.use(node.account)
         if not node.children:
-            self._list_leaf(digest, node)
+            self._order.list_leaf(node.account, (node.used, digest))
 
-    def _list_leaf(self, digest: Digest, node: _Node) -> None:
-        heappush(self._leaves, (node.used, digest))
-        if len(self._leaves) > HEAP_SLACK * len(self._nodes) + HEAP_SLACK:
-            self._leaves = [(it.used, digest) for digest, it in self._nodes.items() if not it.children]
-            heapify(self._leaves)
+    def _is_leaf(self, leaf: Leaf) -> bool:
+        node = self._nodes.get(leaf[1])
+        return node is not None and not node.children and node.used == leaf[0]
 
     def _may_go(self, node: _Node, is_idle: IsIdle, spared: frozenset[int]) -> bool:
         return node.page not in spared and bool(is_idle(np.array([node.page], dtype=np.int32))[0])
@@ -371,6 +387,7 @@ class PrefixIndex:
     def _pop(self, digest: Digest) -> _Node:
         node = self._nodes.pop(digest)
         del self._pages[digest], self._digests[node.page]
+        self._order.add(node.account, -1)
         self._ends.pop(digest, None)
         scope, count = self._scopes.pop(node.root)
         if count > 1:
@@ -387,7 +404,7 @@ class PrefixIndex:
             parent.used = max(parent.used, child.used)
             if not parent.children:
                 self._ends[child.parent] = None
-                self._list_leaf(child.parent, parent)
+                self._order.list_leaf(parent.account, (parent.used, child.parent))
 
     def _forget_below(self, tops: Sequence[Digest]) -> list[int]:
         """Remove `tops` and all below them; returns the pages. O(index): for what is rare."""

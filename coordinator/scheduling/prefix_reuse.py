@@ -4,7 +4,8 @@
     own    a request reuses what requests of its owner have computed: the same user, and the same tenant of that user
     all    any request reuses what any has computed
 
-Within that, only requests of one `cache_salt` reuse each other's pages.
+Within that, only requests of one `cache_salt` reuse each other's pages. Whatever the mode, a page counts for the owner
+whose request cached it: the one who took that request's turn. Where room is made, owners give it who have most.
 
 In deterministic mode (ModelInfo.prefix_unit_tokens is the size of prompt blocks) only whole blocks of prompts are
 reused, and nothing that decode steps have written, so that outputs are the same bits with and without reuse.
@@ -74,11 +75,13 @@ class PrefixStats:
 @dataclass(slots=True)
 class PrefixReuse:
     """The indexes of all nodes, and the rule. `key` is drawn at each start. `unit_tokens` and
-    `with_generated` are those of the served model. `events`, if any, hears what is cached and forgotten."""
+    `with_generated` are those of the served model. `events`, if any, hears what is cached and forgotten. `clock`, in
+    seconds, tells which owners are away."""
 
     mode: str
     key: bytes = b""
     events: KvEvents | None = None
+    clock: Callable[[], float] = lambda: 0.0
     roots: dict[tuple[str, str, Scope], Digest] = field(default_factory=dict)  # of owners and salts seen lately
     stats: dict[str, PrefixStats] = field(default_factory=dict)
     by_node: dict[str, PrefixIndex] = field(default_factory=dict)
@@ -93,7 +96,7 @@ class PrefixReuse:
     def open(self, node: str) -> PrefixIndex:
         """The index of a pool with nothing cached in it."""
         before = self.by_node.get(node)
-        after = PrefixIndex(partial(self._forgotten, node) if self.events is not None else None)
+        after = PrefixIndex(partial(self._forgotten, node) if self.events is not None else None, self.clock)
         if before is not None:  # what was matched there is not there any more
             before.clear()
             after.version, after.removals = before.version + 1, before.removals + 1
@@ -231,7 +234,7 @@ class PrefixReuse:
             if sound <= first:
                 return ()
         parent = digests[first - 1] if first else chain.root
-        fresh = index.add(parent, digests[first:], held[first:], source, chain.scope)
+        fresh = index.add(parent, digests[first:], held[first:], source, chain.scope, entry.facts.turn_owner)
         entry.indexed = min(len(digests), len(chain.digests))
         if self.events is not None and fresh.size:
             is_news = np.isin(held, fresh)

@@ -141,7 +141,8 @@ class Scheduler(SchedulerApi):
         self._digesting = trio.Lock()
         self._publish = publish
         self._kv_events = KvEvents(self._some_tokens) if publish is not None else None
-        self._prefix_reuse = PrefixReuse(settings.prefix_reuse, secrets.token_bytes(KEY_BYTES), self._kv_events)
+        key = secrets.token_bytes(KEY_BYTES)
+        self._prefix_reuse = PrefixReuse(settings.prefix_reuse, key, self._kv_events, clock)
         self._lead_tokens = settings.grant_ahead_tokens + GRANT_TOKENS_BESIDES
         self._dispatch = Dispatch(
             self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse, self._makes_output_room
@@ -457,9 +458,10 @@ class Scheduler(SchedulerApi):
         )
         self._supervisor.start(self._pools[node], Level.HOST_POOL)
 
-    def _count_evicted(self, node: str, pages: int) -> None:
+    def _count_evicted(self, node: str, pages: int, lent: int) -> None:
         self._prefix_reuse.stats[node].evicted_pages += pages
         self._counters.prefix_pages_evicted += pages
+        self._counters.prefix_pages_evicted_lent += lent
 
     def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn, now: float) -> None:
         if isinstance(message, events.WorkerExited):

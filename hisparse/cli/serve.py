@@ -289,9 +289,9 @@ def _roles(value: str) -> tuple[str, ...]:
 
 def _die_with(parent_pid: int | None) -> None:
     if parent_pid is not None:
-        from hisparse.cluster.children import die_with_parent
+        from hisparse.cluster.children import stop_with_parent
 
-        die_with_parent(parent_pid)
+        stop_with_parent(parent_pid)
 
 
 def _worker_process() -> Callable[[Config], int]:

@@ -2,7 +2,7 @@
 
     parent           child
     Child.start  ->  runs in a new session: Ctrl-C in the terminal reaches only the parent, which decides the order of
-                     stopping; it asks the kernel for SIGTERM when the parent dies (`die_with_parent`)
+                     stopping; it gets one SIGTERM when the parent dies (`stop_with_parent`)
     Child.wait   <-  its exit, by a pidfd: no SIGCHLD handler, no polling, no thread per child
     stop_children    SIGTERM, a grace period, SIGKILL
 
@@ -25,9 +25,12 @@ import trio
 import hisparse
 from protocol.config import ENVIRONMENT_PREFIX
 from protocol.errors import InternalError, Unavailable
+from protocol.start_step import step_of
 
 #: prctl(2): the signal for a process when the thread that started it ends.
 PR_SET_PDEATHSIG: Final = 1
+#: What the kernel sends when the parent ends, in `stop_with_parent`.
+PARENT_ENDED: Final = signal.SIGUSR1
 #: Size of the end of a log that is shown when its child died.
 TAIL_BYTES: Final = 4_096
 TAIL_LINES: Final = 12
@@ -35,10 +38,28 @@ TAIL_LINES: Final = 12
 KILL_LIMIT_S: Final = 30.0
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGTERM when the parent ends. Raises Unavailable when it has ended already."""
+def stop_with_parent(parent_pid: int) -> None:
+    """Have this process sent one SIGTERM when the parent ends. Raises Unavailable when it has ended already.
+
+    The kernel tells the end of a parent that was killed once for each of its threads: a child passes from thread to
+    thread as they end. A second SIGTERM would be an order to end at once.
+    """
+    told = False
+
+    def tell_once(*_: object) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(PARENT_ENDED, tell_once)
+    die_with_parent(parent_pid, PARENT_ENDED)
+
+
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel for a signal when the parent ends. Raises Unavailable when it has ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise InternalError(f"prctl failed: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:
         raise Unavailable("the parent process has ended", field="die-with", value=parent_pid)
@@ -96,6 +117,11 @@ class Child:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def step(self) -> str:
+        """How far its start has come, as the process itself tells (protocol.start_step)."""
+        return step_of(self.pid)
 
     @property
     def running(self) -> bool:

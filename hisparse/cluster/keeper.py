@@ -1,18 +1,24 @@
 """Keeps the processes of a cluster running: restarts those that died, kills those that hang.
 
     died      a child with an exit status other than 0 is started again after a pause that doubles (`Restarts`). A child
-              with status 0 was asked to exit and is not restarted. After RESTARTS_MAX short process lifetimes in a row
-              it is given up: a child that dies at every start would die at the next one, too
+              with status 0 was asked to exit and is not restarted. After RESTARTS_MAX short lives in a row it is given
+              up: a child that dies at every start would die at the next one, too. A life is short unless the child
+              served for longer than the pause before it: loading and warming up are no service
     hangs     a worker process that was connected, and then missing for HUNG_LIMITS heartbeat limits while the
               coordinator answers, is killed (`ChildWatch`). The coordinator has declared it down one limit earlier, and
               its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). A
               coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise, and so
-              is a worker that has not connected START_LIMIT_S after its start
+              is a worker that has not connected when no worker that starts has come further for START_LIMIT_S
     group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
               killed when they do not; then all start together, after one pause. Restarts are counted per group, and
-              its life begins when all of its ranks are connected: they warm up for long before that
+              the group serves while all of its ranks are connected
+    pool      a host pool that was cut, overwritten or removed ends all workers of the node: their rows are gone. The
+              first that starts again makes a new pool, by whose id the coordinator knows that requests are to be
+              prefilled again
     forgotten a worker that is not restarted, or that an earlier start had, is listed no longer once its exit is proved
-    over      the coordinator has exited or was given up, or all workers have; with workers elsewhere, all that is here
+    over      the coordinator has exited or was given up, or all workers have; with workers elsewhere, all that is here.
+              While a cluster starts, each child is needed, and one that refuses to start would refuse again: it is over
+              when one is not restarted (hisparse.cluster.starting)
 
 Where a cluster spans nodes, each node has a Keeper for its processes, and a coordinator elsewhere cannot see them end:
 `vouch` is given the names of workers whose processes have ended, in that order, before they start again.
@@ -26,6 +32,7 @@ Rejected: restarting at a fixed interval (a crash at start would use a core for 
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -38,27 +45,42 @@ from basics.request_states import POISON_STRIKES
 from hisparse.client.client import Client, open_client
 from hisparse.cluster.children import Child, exit_text
 from hisparse.cluster.group_end import RankEnd, blamed, end_text, follow_limit_s, is_wanted
-from protocol.errors import HiSparseError, NotFound, WrongState
+from hisparse.console.options import EXIT_CODES
+from protocol.errors import (
+    BadInput,
+    CapacityError,
+    ConfigError,
+    HiSparseError,
+    NotAllowed,
+    NotFound,
+    ProtocolError,
+    WrongState,
+)
 from protocol.messages import WorkerRow
 from protocol.settings import Config
 from protocol.transport.keys import access
+from worker.pool.file import PoolHold
 
 #: The first and the longest pause before a restart.
 RESTART_PAUSE_MIN_S: Final = 0.5
 RESTART_PAUSE_MAX_S: Final = 30.0
-#: A child is given up after more process lifetimes in a row than RESTARTS_MAX that are shorter than STABLE_S.
+#: A child is given up after more short lives in a row than these.
 RESTARTS_MAX: Final = 12
+#: From when on a process counts as serving whose service is not seen, as that of an HTTP front.
 STABLE_S: Final = 60.0
 #: Heartbeat limits for which a worker may be missing, and a coordinator silent, before it is killed.
 HUNG_LIMITS: Final = 2
 COORDINATOR_HUNG_LIMITS: Final = 4
-#: Longest start of a process: reading weights and touching the host pool take minutes.
+#: For how long processes that start may come no further. Weights and the host pool, which may take an hour, show each
+#: thousandth; kernels are compiled and graphs captured without a word, within some minutes.
 START_LIMIT_S: Final = 600.0
 #: How often the coordinator is asked for its workers.
 WATCH_INTERVAL_S: Final = 0.5
 COORDINATOR: Final = "coordinator"
 HTTP: Final = "http"
 CONNECTED: Final = frozenset({"connected", "draining", "drained"})
+#: Exit codes with which a process refuses to start: it has said why, and would refuse again.
+REFUSALS: Final = {EXIT_CODES[it.code]: it for it in (BadInput, ConfigError, CapacityError, NotAllowed, ProtocolError)}
 
 assert RESTART_PAUSE_MIN_S * 2**RESTARTS_MAX > RESTART_PAUSE_MAX_S  # the longest pause is reached before giving up
 assert RESTARTS_MAX >= 2 * POISON_STRIKES  # two poisonous requests are found before their worker is given up
@@ -85,22 +107,29 @@ async def _tell_end(child: Child, sender: trio.MemorySendChannel[RankEnd]) -> No
 class Restarts:
     """Pauses before the restarts of one child. Pure."""
 
-    short_runs: int = 0
+    short_lives: int = 0
+    pause_s: float = RESTART_PAUSE_MIN_S
 
-    def after(self, ran_s: float) -> float | None:
-        """Seconds to wait after the child ran for `ran_s`; None: do not restart it."""
-        self.short_runs = 1 if ran_s >= STABLE_S else self.short_runs + 1
-        if self.short_runs > RESTARTS_MAX:
+    def after(self, served_s: float) -> float | None:
+        """Seconds to wait after a life in which the child served for `served_s`; None: do not restart it."""
+        self.short_lives = 1 if served_s > self.pause_s else self.short_lives + 1
+        if self.short_lives > RESTARTS_MAX:
             return None
-        pause_s: float = RESTART_PAUSE_MIN_S * 2 ** (self.short_runs - 1)
-        return min(pause_s, RESTART_PAUSE_MAX_S)
+        self.pause_s = min(RESTART_PAUSE_MIN_S * 2 ** (self.short_lives - 1), RESTART_PAUSE_MAX_S)
+        return self.pause_s
+
+
+def unseen_service_s(ran_s: float) -> float:
+    """How long a process has served that ran for `ran_s`, where its begin is not seen."""
+    return ran_s if ran_s >= STABLE_S else 0.0
 
 
 @dataclass
 class _WorkerProcess:
     """A worker process: the last epoch before its start, and when it was seen connected under a later one.
 
-    `starts_since`: when it was started, or when the coordinator was back after a silence.
+    `starts_since`: when it was started, when the coordinator was back after a silence, or when a process that starts
+    came further.
     """
 
     epoch_before: int
@@ -119,14 +148,17 @@ class ChildWatch:
     """Finds processes that hang, from the coordinator's rows of workers. Pure; times are seconds of one clock."""
 
     limit_s: float
+    start_limit_s: float = START_LIMIT_S
     _processes: dict[str, _WorkerProcess] = field(default_factory=dict)
     _epochs: dict[str, int] = field(default_factory=dict)
+    _steps: Mapping[str, str] = field(default_factory=dict)
     _answered_at: float | None = None
+    _answers_since: float | None = None
 
     def began(self, name: str, now: float) -> None:
         """A new process of this name was started."""
         if name == COORDINATOR:
-            self._answered_at = None
+            self._answered_at = self._answers_since = None
         elif name != HTTP:  # the coordinator lists workers alone
             self._processes[name] = _WorkerProcess(self._epochs.get(name, -1), now)
 
@@ -137,18 +169,31 @@ class ChildWatch:
                 process.connected_at = None if process.connected_at is None else now
                 process.starts_since = now
         self._answered_at = now
+        self._answers_since = now if self._answers_since is None else self._answers_since
         for row in rows:
             self._epochs[row.worker] = max(row.epoch, self._epochs.get(row.worker, -1))
             if row.worker in self._processes and row.state in CONNECTED:
                 self._processes[row.worker].connected(row.epoch, now)
 
-    def all_connected_at(self, names: Iterable[str]) -> float | None:
-        """When the last of the worker processes of these names was first seen connected; None: one never was."""
-        seen = [self._processes[name].first_connected_at for name in names]
+    def came_to(self, steps: Mapping[str, str], now: float) -> None:
+        """Worker processes have come to `steps` of their starts: a change is a sign of life of all, since they wait for
+        each other (for ranks of their group, and for the one that makes the host pool)."""
+        if steps != self._steps:
+            self._steps = dict(steps)
+            for process in self._processes.values():
+                process.starts_since = now
+
+    def serves_since(self, names: Iterable[str]) -> float | None:
+        """Since when all processes of these names serve: the coordinator was first seen to answer, workers connected.
+        None: one was never seen to serve."""
+        seen = [self._answers_since if it == COORDINATOR else self._processes[it].first_connected_at for it in names]
         return None if None in seen else max(it for it in seen if it is not None)
 
+    def is_starting(self, name: str) -> bool:
+        return name in self._processes and self._processes[name].connected_at is None
+
     def hung(self, now: float) -> list[str]:
-        """Names of processes to kill. One that was never connected is still starting, for START_LIMIT_S."""
+        """Names of processes to kill. One that was never connected is still starting, within `start_limit_s`."""
         if self._answered_at is None:
             return []
         silent_s = now - self._answered_at
@@ -160,7 +205,7 @@ class ChildWatch:
 
     def _hangs(self, process: _WorkerProcess, now: float) -> bool:
         if process.connected_at is None:
-            return now - process.starts_since > START_LIMIT_S
+            return now - process.starts_since > self.start_limit_s
         return now - process.connected_at > self.limit_s
 
 
@@ -173,13 +218,16 @@ class Kept(Protocol):
     def by_name(self) -> Mapping[str, Child]: ...
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]: ...
+    @property
+    def pool_hold(self) -> PoolHold: ...
     def restart(self, name: str) -> Child: ...
 
 
 class Keeper:
     """One per cluster, or node of one. `report` is called with lines for the user, `changed` after each restart.
 
-    `elsewhere`: workers that other nodes keep; `vouch` as in the head of this module.
+    `elsewhere`: workers that other nodes keep; `vouch` as in the head of this module. `starting`: the cluster is not
+    ready yet. Then `over` has a wider sense (above), hisparse.cluster.starting limits the start, and no pool is held.
     """
 
     def __init__(
@@ -190,13 +238,16 @@ class Keeper:
         *,
         elsewhere: Collection[str] = (),
         vouch: Callable[[Sequence[str]], Awaitable[None]] = _no_word,
+        starting: bool = False,
     ) -> None:
+        self._starting = starting
         self._cluster = cluster
         self._report = report
         self._changed = changed
         self._elsewhere = frozenset(elsewhere)
         self._vouch = vouch
-        self._watch = ChildWatch(HUNG_LIMITS * cluster.config.coordinator.heartbeat_limit_s)
+        limit_s = HUNG_LIMITS * cluster.config.coordinator.heartbeat_limit_s
+        self._watch = ChildWatch(limit_s, math.inf if starting else START_LIMIT_S)
         self._left = set(cluster.by_name)
         self._not_forgotten: set[str] = set()
         self._last = list(cluster.by_name.values())[-1]
@@ -207,7 +258,8 @@ class Keeper:
 
         Cancelled: children run on, without restarts.
         """
-        groups = self._cluster.groups
+        started = self._cluster.by_name.keys()  # ranks are started after the coordinator
+        groups = {group: ranks for group, ranks in self._cluster.groups.items() if started >= set(ranks)}
         in_groups = {name for ranks in groups.values() for name in ranks}
         with self._scope:
             async with trio.open_nursery() as nursery:
@@ -225,9 +277,11 @@ class Keeper:
         while True:
             child, began = self._cluster.by_name[name], trio.current_time()
             status = await child.wait()
-            pause_s = restarts.after(trio.current_time() - began) if status else None
+            is_final = self._is_final(status)
+            served_s = self._served_s([name], trio.current_time() - began)
+            pause_s = None if is_final else restarts.after(served_s)
             if pause_s is None:
-                what = "given up after too many restarts" if status else "not restarted"
+                what = "not restarted" if is_final else "given up after too many restarts"
                 self._report(f"{name} {exit_text(status)}; {what}")
                 await self._tell_gone([name])
                 self._let_go(name, child)
@@ -242,13 +296,14 @@ class Keeper:
     async def _keep_group(self, group: str, ranks: Sequence[str]) -> None:
         restarts = Restarts()
         while True:
-            ends, ran_s = await self._ended(group, ranks)
-            last = (blamed(ends) or ends[-1]).name
-            pause_s = None if is_wanted(ends) else restarts.after(ran_s)
+            ends, served_s = await self._ended(group, ranks)
+            last = blamed(ends) or ends[-1]
+            is_final = is_wanted(ends) or (last.status != 0 and self._is_final(last.status))
+            pause_s = None if is_final else restarts.after(served_s)
             if pause_s is None:
-                what = "not restarted" if is_wanted(ends) else "given up after too many restarts"
+                what = "not restarted" if is_final else "given up after too many restarts"
                 self._report(f"{end_text(group, ends)}; {what}")
-                child = self._cluster.by_name[last]
+                child = self._cluster.by_name[last.name]
                 await self._tell_gone([end.name for end in ends])
                 for name in ranks:
                     self._let_go(name, child)
@@ -262,7 +317,7 @@ class Keeper:
             self._changed()
 
     async def _ended(self, group: str, ranks: Sequence[str]) -> tuple[list[RankEnd], float]:
-        """Wait until all ranks have ended; returns their ends in order, and how long all of them were connected.
+        """Wait until all ranks have ended; returns their ends in order, and how long all of them have served.
 
         Those that do not follow the first in time are killed.
         """
@@ -273,8 +328,7 @@ class Keeper:
             for child in children.values():
                 nursery.start_soon(_tell_end, child, sender)
             ends.append(await receiver.receive())
-            since, now = self._watch.all_connected_at(ranks), trio.current_time()
-            ran_s = 0.0 if since is None else now - since
+            served_s, now = self._served_s(ranks), trio.current_time()
             kill_at = now + follow_limit_s(ends[0], self._watch.limit_s)
             while len(ends) < len(ranks):
                 with trio.move_on_at(kill_at) as scope:
@@ -284,7 +338,18 @@ class Keeper:
                 if scope.cancelled_caught:
                     self._kill_stragglers(group, children)
                     ends += [await receiver.receive() for _ in range(len(ranks) - len(ends))]
-        return ends, ran_s
+        return ends, served_s
+
+    def _is_final(self, status: int) -> bool:
+        """Whether a child with this exit status is not to be started again, however often it was."""
+        return status == 0 or (self._starting and status in REFUSALS)
+
+    def _served_s(self, names: Sequence[str], ran_s: float = 0.0) -> float:
+        """How long the children of these names, which ran for `ran_s`, have served."""
+        if HTTP in names:
+            return unseen_service_s(ran_s)
+        since = self._watch.serves_since(names)
+        return 0.0 if since is None else trio.current_time() - since
 
     def _kill_stragglers(self, group: str, children: Mapping[str, Child]) -> None:
         for name, child in children.items():
@@ -299,7 +364,7 @@ class Keeper:
     def _let_go(self, name: str, child: Child) -> None:
         self._left.discard(name)
         without = frozenset() if self._elsewhere else {COORDINATOR, HTTP}  # of no use without workers
-        if name == COORDINATOR or self._left <= without:
+        if self._starting or name == COORDINATOR or self._left <= without:
             self._last = child
             self._scope.cancel()
 
@@ -312,7 +377,7 @@ class Keeper:
                         await self._ask_on(client, scope)
             except HiSparseError:
                 pass
-            self._kill_hung()
+            self._look()
             await trio.sleep(WATCH_INTERVAL_S)
 
     async def _ask_on(self, client: Client, scope: trio.CancelScope) -> None:
@@ -320,8 +385,9 @@ class Keeper:
         while True:
             rows = await client.workers()
             self._watch.answered(rows, trio.current_time())
-            self._kill_hung()
-            await self._forget_gone(client, rows)
+            self._look()
+            if not self._starting:
+                await self._forget_gone(client, rows)
             await trio.sleep(WATCH_INTERVAL_S)
             scope.deadline = trio.current_time() + self._watch.limit_s
 
@@ -334,9 +400,29 @@ class Keeper:
                 except (NotFound, WrongState):  # back already, or pages of an earlier epoch are quarantined
                     self._not_forgotten.add(row.worker)
 
-    def _kill_hung(self) -> None:
+    def _look(self) -> None:
+        """Look at the processes and the host pool of this node."""
+        if not self._starting:
+            self._watch.came_to({name: child.step for name, child in self._workers.items()}, trio.current_time())
+            self._look_at_pool()
         for name in self._watch.hung(trio.current_time()):
             child = self._cluster.by_name.get(name)  # none: a coordinator elsewhere
             if child is not None and child.running:
-                self._report(f"{name} hangs; killed")
+                is_starting = self._watch.is_starting(name)
+                stuck = f"has come no further than {child.step!r} for {START_LIMIT_S:g} s"
+                self._report(f"{name} {stuck if is_starting else 'hangs'}; killed")
                 child.signal(signal.SIGKILL)
+
+    @property
+    def _workers(self) -> Mapping[str, Child]:
+        return {name: child for name, child in self._cluster.by_name.items() if name not in (COORDINATOR, HTTP)}
+
+    def _look_at_pool(self) -> None:
+        """Hold the pool that the workers have made. Once it is damaged, end them, and let it go for a new one."""
+        hold = self._cluster.pool_hold
+        if damage := hold.damage():
+            self._report(f"the host pool {hold.path} is damaged, {damage}: all workers start again with a new one")
+            for child in self._workers.values():
+                child.signal(signal.SIGKILL)
+            hold.let_go()
+        hold.take()

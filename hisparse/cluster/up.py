@@ -4,13 +4,16 @@ pool and one runtime directory.
 Order, and why:
 
     start   refused if a coordinator answers in the runtime directory: the workers would join it and share its pool.
-            Coordinator first, workers once it answers, the HTTP front once all workers have registered; ready when the
-            front says that it listens. This process has the front's port from the beginning
+            What an earlier start left that was killed, its ready file and sockets, is removed. Coordinator first,
+            workers once it answers, the HTTP front once all workers have registered; ready when the front says that it
+            listens. What dies is restarted (hisparse.cluster.starting). This process has the front's port from the
+            beginning
     run     until a signal, `hisparse stop`, or until the cluster is over; children that died are restarted, hung ones
             are killed (hisparse.cluster.keeper)
     stop    drain the coordinator (requests may run on until the deadline), then SIGTERM, then SIGKILL.
             The pool is removed last: it outlives workers by design, and only the parent knows that none will return.
-            Until then the parent holds it open, so that no start of another cluster takes it for an abandoned one
+            Until then the parent holds it open, so that no start of another cluster takes it for an abandoned one.
+            Sockets of processes that were killed are removed with it
 
 A second signal, or one during start, skips to SIGKILL.
 """
@@ -25,34 +28,36 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 import msgspec
 import trio
 
 from hisparse.client.client import Client
-from hisparse.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
+from hisparse.cluster.children import Child, child_environ, stop_children, wait_all
 from hisparse.cluster.gpus import gpu_bytes
-from hisparse.cluster.group_end import PEER_END_LIMIT_S
 from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
 from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
-from hisparse.console.options import EXIT_CODES
+from hisparse.cluster.sockets import remove_dead_sockets
+from hisparse.cluster.starting import started
 from hisparse.http.server.api_keys import read_keys
 from hisparse.http.server.tls import tls_of
 from protocol.byte_sizes import AUTO
 from protocol.config import HostFacts, listening_at, pool_path, resolve, to_environ
 from protocol.config_checks import check
-from protocol.errors import EXIT_PEER_LOST, ConfigError, HiSparseError, Unavailable, WrongState
+from protocol.errors import ConfigError, HiSparseError, Unavailable, WrongState
 from protocol.logs import configure, logger
+from protocol.messages import WorkerRow
 from protocol.settings import Config, HttpSettings, WorkerSettings
-from worker.pool.file import keep_pool, remove_pool
+from worker.pool.file import PoolHold, remove_pool
 from worker.runners.checkpoint import fingerprint, read_config, read_dimensions, stored_dtype
 from worker.weights.quantization import read_quantization
 
@@ -72,7 +77,7 @@ log = logger("up")
 class Cluster:
     """The children. A child that has ended stays listed, with its status, until it is restarted.
 
-    `workers` by name; `placed` are the settings of each, in order.
+    `workers` by name; `placed` are the settings of each, in order. A front writes to `ready_fd` once it listens.
     """
 
     config: Config
@@ -81,6 +86,10 @@ class Cluster:
     log_dir: Path | None = None
     workers: dict[str, Child] = field(default_factory=dict)
     http: Child | None = None
+    ready_fd: int | None = None
+
+    def __post_init__(self) -> None:
+        self.pool_hold = PoolHold(self.pool)
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -101,9 +110,8 @@ class Cluster:
         own = msgspec.structs.replace(self.config, worker=settings)
         self.workers[settings.name] = start_child("worker", own, self.log_dir)
 
-    def add_http(self, ready_fd: int | None = None) -> None:
-        """The front writes to `ready_fd` once it listens."""
-        self.http = start_child(HTTP, self.config, self.log_dir, ready_fd)
+    def add_http(self) -> None:
+        self.http = start_child(HTTP, self.config, self.log_dir, self.ready_fd)
 
     def restart(self, name: str) -> Child:
         """Start a child that has ended again, under its name and with its settings."""
@@ -210,18 +218,16 @@ async def _running(
     log_dir: Path | None,
     start_limit_s: float,
 ) -> AsyncIterator[Cluster]:
-    cluster, kept = Cluster(config, start_child(COORDINATOR, config, log_dir), placed, log_dir), None
+    remove_dead_sockets(config, placed)
+    cluster = Cluster(config, start_child(COORDINATOR, config, log_dir), placed, log_dir)
     try:
-        await started([cluster.coordinator], lambda: answers(config), start_limit_s)
-        async with cluster.client("hisparse up") as client:
-            if aborted := await check_leftovers(client, config, fingerprint(config.worker.model), abort=abort):
-                _report(aborted)
-            for settings in placed:
-                cluster.start_worker(settings)
-            await started(cluster.children, lambda: _registered(client, cluster), start_limit_s)
+        await started(cluster, [COORDINATOR], partial(_until_checked, cluster, abort=abort), start_limit_s, _report)
+        for settings in placed:
+            cluster.start_worker(settings)
+        await started(cluster, list(cluster.workers), partial(_until_registered, cluster), start_limit_s, _report)
         if http:
             await _start_front(cluster, start_limit_s)
-        kept = keep_pool(cluster.pool)
+        cluster.pool_hold.take()
         yield cluster
     finally:
         try:
@@ -229,9 +235,9 @@ async def _running(
         finally:
             for child in cluster.children:
                 child.close()
-            if kept is not None:
-                os.close(kept)
+            cluster.pool_hold.let_go()
             remove_pool(cluster.pool, config.cluster.worker_endpoint)
+            remove_dead_sockets(config, placed)
 
 
 def _resolved(config: Config, settings: WorkerSettings) -> WorkerSettings:
@@ -294,40 +300,6 @@ def start_child(subcommand: str, config: Config, log_dir: Path | None, ready_fd:
     return Child.start(name, command, environ, log_path, inherited=() if ready_fd is None else (ready_fd,))
 
 
-async def started(children: Sequence[Child], ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
-    """Poll `ready`; raise Unavailable when a child ends first (ConfigError: for a setting) or `limit_s` passes.
-
-    A rank ends when it has lost a peer (EXIT_PEER_LOST), and is not to blame: the peer may be seen to end later.
-    """
-    give_up_at = trio.current_time() + limit_s
-    peer_lost_at: float | None = None
-    while not await ready():
-        ended = [child for child in children if not child.running]
-        to_blame = [child for child in ended if await child.wait() != EXIT_PEER_LOST]
-        if ended and not to_blame:
-            peer_lost_at = trio.current_time() if peer_lost_at is None else peer_lost_at
-            to_blame = ended if trio.current_time() - peer_lost_at > PEER_END_LIMIT_S else []
-        if to_blame:
-            await _raise_ended(to_blame[0])
-        if trio.current_time() > give_up_at:
-            names = " ".join(child.name for child in children)
-            remedy = "see their output; a large checkpoint or a slow disk may need longer"
-            raise Unavailable(f"not ready after {limit_s:g} s", field="processes", value=names, remedy=remedy)
-        await trio.sleep(POLL_INTERVAL_S)
-
-
-async def _raise_ended(child: Child) -> NoReturn:
-    for line in child.tail().splitlines():
-        print(f"{child.name}: {line}", file=sys.stderr, flush=True)
-    status = await child.wait()
-    raise (ConfigError if status == EXIT_CODES[ConfigError.code] else Unavailable)(
-        f"{exit_text(status)} during start",
-        field="process",
-        value=child.name,
-        remedy="see its output above",
-    )
-
-
 async def answers(config: Config) -> bool:
     """Whether the coordinator of `config` answers an admin."""
     try:
@@ -337,25 +309,22 @@ async def answers(config: Config) -> bool:
         return False
 
 
+async def until_answering(config: Config) -> None:
+    while not await answers(config):  # noqa: ASYNC110 - nothing tells that a process listens
+        await trio.sleep(POLL_INTERVAL_S)
+
+
 async def _start_front(cluster: Cluster, limit_s: float) -> None:
     """Returns once the front itself says that it listens: what answers at its port may be another process. Raises as
     `started` does."""
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-    async def says_so() -> bool:
-        try:
-            return bool(os.read(reader, 1))  # empty: it has ended
-        except BlockingIOError:
-            return False
-
+    reader, cluster.ready_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        try:
-            cluster.add_http(writer)
-        finally:
-            os.close(writer)
-        await started(cluster.children, says_so, limit_s)
+        cluster.add_http()
+        await started(cluster, [HTTP], partial(trio.lowlevel.wait_readable, reader), limit_s, _report)
     finally:
         os.close(reader)
+        os.close(cluster.ready_fd)
+        cluster.ready_fd = None
     await _front_ready(cluster.config.http)
 
 
@@ -383,11 +352,38 @@ def _is_healthy(http: HttpSettings) -> bool:
         connection.close()
 
 
-async def _registered(client: Client, cluster: Cluster) -> bool:
-    rows = {row.worker: row for row in await client.workers()}
-    return all(name in rows and rows[name].state == CONNECTED for name in cluster.workers) and not any(
-        rows[name].ranks_missing for name in cluster.workers
-    )
+async def _until_checked(cluster: Cluster, *, abort: bool) -> None:
+    """Wait until the coordinator, which may be restarted meanwhile, answers, and has nothing that keeps workers out."""
+    while True:
+        await until_answering(cluster.config)
+        asked = cluster.coordinator
+        try:
+            async with cluster.client("hisparse up") as client:
+                model = fingerprint(cluster.config.worker.model)
+                if aborted := await check_leftovers(client, cluster.config, model, abort=abort):
+                    _report(aborted)
+                return
+        except Unavailable:
+            await trio.sleep(POLL_INTERVAL_S)  # its end may be seen after that of the connection
+            if asked is cluster.coordinator and asked.running:
+                raise
+
+
+async def _until_registered(cluster: Cluster) -> None:
+    """Wait until the coordinator, which may be restarted meanwhile, has all workers and groups."""
+    rows: Sequence[WorkerRow] = ()
+    while not _all_registered(rows, cluster.workers):
+        with suppress(Unavailable):
+            async with cluster.client("hisparse up") as client:
+                while not _all_registered(rows, cluster.workers):
+                    await trio.sleep(POLL_INTERVAL_S)
+                    rows = await client.workers()
+        await trio.sleep(POLL_INTERVAL_S)
+
+
+def _all_registered(rows: Sequence[WorkerRow], names: Collection[str]) -> bool:
+    known = {row.worker: row for row in rows}
+    return all(name in known and known[name].state == CONNECTED and not known[name].ranks_missing for name in names)
 
 
 # ---------------------------------------------------------------- hisparse up
@@ -413,10 +409,7 @@ def run_up(config: Config, options: UpOptions) -> int:
     """
     configure(config.cluster.log_level, config.cluster.log_format)
     log.setLevel(logging.INFO)
-    is_asked = config.worker.device == CUDA and options.workers > 1
-    found = gpu_bytes() if is_asked else []
-    size = options.group_size or (_group_size(config, options.workers, found) if found else 1)
-    return trio.run(_up, config, replace(options, group_size=size), len(found))
+    return trio.run(_up, config, options)
 
 
 def _group_size(config: Config, workers: int, gpus: Sequence[int]) -> int:
@@ -431,11 +424,11 @@ def _group_size(config: Config, workers: int, gpus: Sequence[int]) -> int:
     return size
 
 
-async def _up(config: Config, options: UpOptions, gpus: int) -> int:
+async def _up(config: Config, options: UpOptions) -> int:
     interrupts = _Interrupts()
     async with trio.open_nursery() as nursery:
         await nursery.start(interrupts.watch, nursery.cancel_scope)
-        code = await _serve(config, options, gpus, interrupts)
+        code = await _serve(config, options, interrupts)
         nursery.cancel_scope.cancel()
     if interrupts.forced and interrupts.is_up:
         _report(f"stopped at once; {left_text(config)}")
@@ -463,13 +456,17 @@ class _Interrupts:
                 everything.cancel()
 
 
-async def _serve(config: Config, options: UpOptions, gpus: int, interrupts: _Interrupts) -> int:
+async def _serve(config: Config, options: UpOptions, interrupts: _Interrupts) -> int:
+    if options.ready_file is not None and not await answers(config):
+        options.ready_file.unlink(missing_ok=True)  # of a cluster that was killed
+    is_asked = config.worker.device == CUDA and options.workers > 1
+    found = gpu_bytes() if is_asked else []
     async with running_cluster(
         config,
         options.workers,
         roles=options.roles,
-        group_size=options.group_size or 1,
-        gpus=gpus,
+        group_size=options.group_size or (_group_size(config, options.workers, found) if found else 1),
+        gpus=len(found),
         http=options.http,
         abort_unfinished=options.abort_unfinished,
     ) as cluster:

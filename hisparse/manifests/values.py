@@ -24,6 +24,14 @@ from protocol.settings import Settings
 NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,18}[a-z0-9])?")
 KIND: Final = re.compile(r"[a-z][a-z0-9]{0,19}")
 NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+#: Of any other object of Kubernetes, made by someone else.
+OBJECT: Final = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+LABEL_KEY: Final = re.compile(rf"({OBJECT.pattern}/)?[A-Za-z0-9]([-_.A-Za-z0-9]{{0,61}}[A-Za-z0-9])?")
+LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
+#: Largest count that an object of Kubernetes takes: int32.
+COUNT_MAX: Final = 2**31 - 1
+#: Larger than any memory or disk; sums of a few sizes stay below the int64 of Kubernetes.
+SIZE_BYTES_MAX: Final = 1 << 60
 HUGE_PAGE_BYTES: Final = 2 << 20
 REMEDY: Final = "docs/kubernetes.md lists the values"
 
@@ -129,6 +137,8 @@ def size_bytes(text: str, field: str) -> int:
     found = parse_size(text, field)
     if found <= 0:
         raise ConfigError("no memory at all", field=field, value=text, remedy="give it a size, as in 4GiB")
+    if found > SIZE_BYTES_MAX:
+        raise ConfigError("more than any machine has", field=field, value=text, remedy="give it a size, as in 4GiB")
     return found
 
 
@@ -167,8 +177,9 @@ def _check(values: ManifestValues) -> None:
         _require_name(KIND, field, workers.name, "a-z and 0-9, 20 at most")
         _require(workers.name not in (*earlier, "coordinator", "http"), field, workers.name, "taken", "choose another")
         _check_workers(workers, f"workers[{number}]")
-    _at_least_one({"http.replicas": values.http.replicas})
-    _at_least_one({"coordinator.cpus": values.coordinator.cpus, "http.cpus": values.http.cpus})
+    _require_counts({"http.replicas": values.http.replicas})
+    _require_counts({"coordinator.cpus": values.coordinator.cpus, "http.cpus": values.http.cpus})
+    _check_elsewhere(values)
     for field, size in {
         "coordinator.memory": values.coordinator.memory,
         "coordinator.journal_storage": values.coordinator.journal_storage,
@@ -177,9 +188,41 @@ def _check(values: ManifestValues) -> None:
         size_bytes(size, field)
 
 
+def _check_elsewhere(values: ManifestValues) -> None:
+    """Check names and paths of what the manifests do not make: Kubernetes would refuse them, some only in a pod."""
+    model, images = values.model, values.images
+    _require_text("model.name", model.name, "name the model for clients")
+    _require_name(OBJECT, "model.claim", model.claim, "the name of a PersistentVolumeClaim")
+    if model.path:
+        _require_text("model.path", model.path, "name a directory of the volume")
+        inside = not model.path.startswith("/") and ".." not in model.path.split("/")
+        _require(inside, "model.path", model.path, "not a path inside the volume", "leave out / in front, and ..")
+    for field, name in {
+        "images.pull_secret": images.pull_secret,
+        "coordinator.storage_class": values.coordinator.storage_class,
+    }.items():
+        if name:
+            _require_name(OBJECT, field, name, "the name of an object, or leave it out")
+    for field in ("coordinator", "http", "worker"):
+        image = getattr(images, field)
+        _require_text(f"images.{field}", image, "name an image, as in registry/name:tag")
+        _require(" " not in image, f"images.{field}", image, "has a space", "name an image, as in registry/name:tag")
+    _check_labels("monitoring.labels", values.monitoring.labels)
+
+
+def _check_labels(field: str, labels: Mapping[str, str]) -> None:
+    for key, value in labels.items():
+        _require(
+            bool(LABEL_KEY.fullmatch(key)), field, _shown(key), "no key of a label", "write as in example.org/name"
+        )
+        remedy = "write letters, digits, -, _ and ., 63 at most"
+        _require(bool(LABEL_VALUE.fullmatch(value)), f"{field}.{key}", _shown(value), "no value of a label", remedy)
+
+
 def _check_workers(workers: WorkersValues, field: str) -> None:
     numbers = ("groups", "pods", "gpus", "cpus", "drain_s", "stop_s", "start_s")
-    _at_least_one({f"{field}.{name}": getattr(workers, name) for name in numbers})
+    _require_counts({f"{field}.{name}": getattr(workers, name) for name in numbers})
+    _check_labels(f"{field}.node_selector", workers.node_selector)
     size_bytes(workers.memory, f"{field}.memory")
     size_bytes(workers.host_mem, f"{field}.host_mem")
     huge_bytes = size_bytes(workers.hugepages, f"{field}.hugepages") if workers.hugepages else 0
@@ -205,16 +248,29 @@ def _check_workers(workers: WorkersValues, field: str) -> None:
             f"below the {workers.groups} groups to begin with",
             "raise it, or lower groups",
         )
-        _at_least_one({f"{field}.scaling.waiting_per_group": workers.scaling.waiting_per_group})
+        _require_counts(
+            {f"{field}.scaling.{name}": getattr(workers.scaling, name) for name in ("groups_max", "waiting_per_group")}
+        )
 
 
 def _require_name(form: re.Pattern[str], field: str, name: str, remedy: str) -> None:
-    _require(bool(form.fullmatch(name)), field, name, "no name of an object", f"write {remedy}")
+    _require(bool(form.fullmatch(name)), field, _shown(name), "no name of an object", f"write {remedy}")
 
 
-def _at_least_one(numbers: Mapping[str, int]) -> None:
+def _require_text(field: str, text: str, remedy: str) -> None:
+    """Refuse an empty text, and one with a character, such as NUL, that neither a person nor a process could read."""
+    _require(bool(text) and text.isprintable(), field, _shown(text), "empty, or not printable", remedy)
+
+
+def _require_counts(numbers: Mapping[str, int]) -> None:
     for field, number in numbers.items():
-        _require(number >= 1, field, number, "not a number from 1 on", "use 1 or more")
+        holds = 1 <= number <= COUNT_MAX
+        _require(holds, field, number, f"not a number from 1 to {COUNT_MAX}", f"use 1 or more, at most {COUNT_MAX}")
+
+
+def _shown(text: str) -> str:
+    """`text` for a message, with quotes and escapes where it would be unseen."""
+    return text if text and text.isprintable() else repr(text)
 
 
 def _require(holds: bool, field: str, value: object, message: str, remedy: str) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from hisparse.cluster.children import Child, child_environ
-from hisparse.cluster.keeper import Restarts
+from hisparse.cluster.keeper import Restarts, unseen_service_s
 from hisparse.cluster.up import STOP_GRACE_S
 from hisparse.console.options import EXIT_CODES
 from hisparse.ray.plan import NodePlan
@@ -141,7 +141,7 @@ class NodeHost:
             began = time.monotonic()
             status = child.process.wait()
             child.close()
-            pause_s = restarts.after(time.monotonic() - began) if status < 0 else None
+            pause_s = restarts.after(unseen_service_s(time.monotonic() - began)) if status < 0 else None
             if pause_s is None or self._stopping.wait(pause_s):
                 break
         self._exit_code = status

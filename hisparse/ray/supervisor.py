@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -33,9 +34,11 @@ import trio
 from basics.processes import Process, process_of
 from hisparse.client.client import Client
 from hisparse.client.connection import WELCOME_LIMIT_S
-from hisparse.cluster.children import Child, die_with_parent, stop_children, wait_all
+from hisparse.cluster.children import Child, stop_children, stop_with_parent, wait_all
 from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
-from hisparse.cluster.up import EXIT_CHILD_LOST, POLL_INTERVAL_S, STOP_GRACE_S, answers, start_child, started
+from hisparse.cluster.sockets import remove_dead_sockets
+from hisparse.cluster.starting import started
+from hisparse.cluster.up import EXIT_CHILD_LOST, STOP_GRACE_S, start_child, until_answering
 from hisparse.console.options import EXIT_CODES
 from hisparse.ray.plan import NodePlan
 from hisparse.ray.remains import ask_to_stop, end_all, note, read, write_atomically
@@ -43,7 +46,7 @@ from protocol.config import pool_path
 from protocol.errors import HiSparseError, NotFound, Unavailable, WrongState
 from protocol.logs import configure, logger
 from protocol.settings import Config
-from worker.pool.file import pass_on_pool, remove_pool
+from worker.pool.file import PoolHold, pass_on_pool, remove_pool
 
 PLAN_FILE: Final = "plan.json"
 STATUS_FILE: Final = "status.json"
@@ -85,6 +88,9 @@ class NodeProcesses:
     children: dict[str, Child] = field(default_factory=dict)
     identities: dict[str, Process] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.pool_hold = PoolHold(pool_path(self.config.worker.pool_dir, self.config.worker.node))
+
     @property
     def config(self) -> Config:
         return self.plan.config
@@ -121,7 +127,6 @@ class NodeSupervisor:
         self._processes = NodeProcesses(plan, self._changed)
         self._state = "starting"
         self._said: list[str] = []
-        self._pool = pool_path(plan.config.worker.pool_dir, plan.config.worker.node)
 
     async def run(self) -> int:
         """Run until a signal, or until all that is here is over; returns the exit code. Raises HiSparseError.
@@ -168,19 +173,21 @@ class NodeSupervisor:
             return StopOrder()
 
     async def _serve(self) -> Child:
-        path = self._runtime_dir / REMAINS_FILE
-        before = read(path)
+        before, pool = read(self._runtime_dir / REMAINS_FILE), self._processes.pool_hold.path
         if before is not None:
             await end_all(before)
             if before.journal != self._plan.config.coordinator.journal:
-                remove_pool(self._pool)  # a journal that does not know of later writes must not find its pool again
-            pass_on_pool(self._pool, self._plan.config.cluster.worker_endpoint)
+                remove_pool(
+                    self._processes.pool_hold.path
+                )  # a journal that does not know of later writes must not find its pool again
+            pass_on_pool(pool, self._plan.config.cluster.worker_endpoint)
+        remove_dead_sockets(self._plan.config, self._plan.workers)
+        wait = partial(until_answering, self._plan.config)
         if self._plan.coordinator:
-            child = self._processes.start(COORDINATOR)
-            await started([child], self._answers, START_LIMIT_S)
+            self._processes.start(COORDINATOR)
+            await started(self._processes, [COORDINATOR], wait, START_LIMIT_S, self._report)
         else:
-            while not await self._answers():  # noqa: ASYNC110 - it is on another node, and may take any time
-                await trio.sleep(POLL_INTERVAL_S)
+            await wait()  # it is on another node, and may take any time
         workers = tuple(it.name for it in self._plan.workers)
         if before is not None:
             left = [name for name in before.processes if name not in (COORDINATOR, HTTP)]
@@ -192,9 +199,6 @@ class NodeSupervisor:
         return await Keeper(
             self._processes, self._report, self._changed, elsewhere=self._plan.elsewhere, vouch=self._vouch
         ).run()
-
-    async def _answers(self) -> bool:
-        return await answers(self._plan.config)
 
     async def _vouch(self, names: Sequence[str], *, died: bool = True) -> None:
         """Tell the coordinator that the processes of these workers have ended, in this order: each was seen to. `died`:
@@ -240,8 +244,10 @@ class NodeSupervisor:
             await stop_children(children, STOP_GRACE_S)
         for child in children:
             child.close()
+        self._processes.pool_hold.let_go()
+        remove_dead_sockets(self._plan.config, self._plan.workers)
         if not self._stop_order().keeps_pool:
-            remove_pool(self._pool, self._plan.config.cluster.worker_endpoint)
+            remove_pool(self._processes.pool_hold.path, self._plan.config.cluster.worker_endpoint)
         self._state = "stopped"
         self._changed()
 
@@ -262,7 +268,7 @@ class NodeSupervisor:
 def main(arguments: Sequence[str]) -> int:
     """Run the supervisor of the plan in `arguments[0]`, a runtime directory, for the parent `arguments[1]`."""
     runtime_dir = Path(arguments[0])
-    die_with_parent(int(arguments[1]))
+    stop_with_parent(int(arguments[1]))
     plan = msgspec.json.decode((runtime_dir / PLAN_FILE).read_bytes(), type=NodePlan)
     configure(plan.config.cluster.log_level, plan.config.cluster.log_format, node=plan.config.worker.node)
     with _only_one(runtime_dir / LOCK_FILE):

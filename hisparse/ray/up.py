@@ -244,6 +244,8 @@ def follow(
     `vouches`: all processes that ran before the cluster are gone, so that the coordinator forgets workers that it has
     from then and that are not started again. It is asked again each FOLLOW_INTERVAL_S until it has.
     """
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)  # of a command that was killed
     said: dict[str, list[str]] = {address: [] for address in hosts}
     ended: set[str] = set()
     is_up = False

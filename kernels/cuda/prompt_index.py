@@ -48,7 +48,7 @@ class PromptPiece(NamedTuple):
 class PromptJobs:
     """The pieces of a block on the device, for all layers that it goes through."""
 
-    parts: Tensor  # int32[parts, 5]: structures.PromptPart
+    parts: Tensor  # int32[parts, 5]: structures.IndexPart
     jobs: int
 
     @classmethod
@@ -139,4 +139,4 @@ def _require(fine: bool, field: str, value: object, remedy: str) -> None:
         raise BadInput("no kernel is written for it", field=field, value=value, remedy=remedy)
 
 
-assert ctypes.sizeof(structures.PromptPart) == 20
+assert ctypes.sizeof(structures.IndexPart) == 20

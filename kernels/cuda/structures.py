@@ -289,7 +289,7 @@ class IndexTopk(Structure):
     _fields_ = fields(members)
 
 
-class PromptPart(Structure):
+class IndexPart(Structure):
     """Neighbouring rows of a block, of one prompt."""
 
     members = (
@@ -305,7 +305,7 @@ class PromptIndex(Structure):
         ("State", "state"),
         ("const u8*", "queries", "[rows, heads, dim + 4]: e4m3 and a scale, as index keys"),
         ("const float*", "weights", "[rows, heads]"),
-        ("const PromptPart*", "part", "[parts], in order of their jobs"),
+        ("const IndexPart*", "part", "[parts], in order of their jobs"),
         ("i32*", "topk_out", "[rows, k]"),
         ("u32*", "keys", "[blocks, 8, 4096]"),
         ("i32*", "positions", "likewise"),

@@ -125,6 +125,34 @@ async def test_child_dies_with_a_killed_parent(children: list[Child], tmp_path: 
     await eventually(lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
 
 
+#: Counts its SIGTERMs. The kernel tells a parent's end once for each thread, at moments that a test does not choose:
+#: two more times are made here.
+COUNTING = """
+import os, signal, sys, time
+from hisparse.cluster.children import PARENT_ENDED, stop_with_parent
+got = []
+signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+stop_with_parent(os.getppid())
+print("ready", flush=True)
+while not got:
+    time.sleep(0.01)
+for _ in range(2):
+    signal.raise_signal(PARENT_ENDED)
+print("got", len(got), flush=True)
+"""
+
+
+async def test_the_end_of_the_parent_is_one_sigterm_however_often_it_is_told(
+    children: list[Child], tmp_path: Path
+) -> None:
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {COUNTING!r}])"
+    parent = start(children, outer, tmp_path / "log")
+    await logged(parent, "ready")
+    parent.signal(signal.SIGKILL)
+    await logged(parent, "got")
+    assert parent.tail().splitlines()[-1] == "got 1"
+
+
 def test_orphaned_child_does_not_start() -> None:
     if (pid := os.fork()) == 0:  # prctl cannot be undone: ask for it in a child process
         try:

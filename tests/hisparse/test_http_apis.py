@@ -190,13 +190,57 @@ def test_parts_of_one_turn_are_joined() -> None:
 
 
 def test_results_come_before_the_text_of_their_message() -> None:
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     blocks = [{"type": "text", "text": "and now?"}, {"type": "tool_result", "tool_use_id": "1", "content": "did"}]
-    body = read_body(
-        msgspec.json.encode({"max_tokens": 5, "messages": [{"role": "user", "content": blocks}]}), MessagesBody
-    )
+    messages = [{"role": "assistant", "content": [call]}, {"role": "user", "content": blocks}]
+    body = read_body(msgspec.json.encode({"max_tokens": 5, "messages": messages}), MessagesBody)
     conversation = body.generation().conversation
     assert conversation is not None
-    assert [(turn.role, turn.text) for turn in conversation.turns] == [("tool", "did"), ("user", "and now?")]
+    assert [(turn.role, turn.text) for turn in conversation.turns[1:]] == [("tool", "did"), ("user", "and now?")]
+
+
+X = {"role": "user", "content": "x"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS: list[tuple[type[ChatBody | MessagesBody | ResponsesBody], str, dict[str, Any], dict[str, Any]]] = [
+    (
+        ChatBody,
+        "messages",
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": ""},
+    ),
+    (
+        MessagesBody,
+        "messages",
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": ""}]},
+    ),
+    (
+        ResponsesBody,
+        "input",
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": ""},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "call", "result"), CALLS)
+def test_result_names_a_call_before_it_and_a_call_may_have_none(
+    kind: type[ChatBody | MessagesBody | ResponsesBody], field: str, call: dict[str, Any], result: dict[str, Any]
+) -> None:
+    def roles(*said: dict[str, Any]) -> list[str]:
+        body = read_body(
+            msgspec.json.encode({"max_output_tokens" if field == "input" else "max_tokens": 5, field: said}), kind
+        )
+        conversation = body.generation().conversation
+        assert conversation is not None
+        return [turn.role for turn in conversation.turns]
+
+    assert roles(X, call, result, X) == ["user", "assistant", "tool", "user"]
+    assert roles(X, call, X, result, X)[3:] == ["tool", "user"], "another turn may come before it"
+    assert roles(X, call, X) == ["user", "assistant", "user"]
+    for said in ((X, result), (result, call, X)):
+        with pytest.raises(BadInput, match="result of no call"):
+            roles(*said)
 
 
 @pytest.mark.parametrize("code", STATUSES)

@@ -249,6 +249,20 @@ CASES: Final = {
     "field of another role": Case(
         CHATS, spoken(X | {"tool_calls": []}), 400, BAD, "messages[0].tool_calls", "role assistant. Leave it out."
     ),
+    "result of a call that is not there": Case(
+        CHATS,
+        spoken(X, {"role": "tool", "tool_call_id": "c1", "content": "x"}),
+        *(400, BAD, "messages[1].tool_call_id", "is the result of no call (got c1). Send the call before its"),
+        spoken(X),
+    ),
+    "result before its call": Case(
+        CHATS,
+        spoken(
+            {"role": "tool", "tool_call_id": "c1", "content": "x"},
+            {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{}"}}]},
+        ),
+        *(400, BAD, "messages[0].tool_call_id", "is the result of no call (got c1)."),
+    ),
     "result of no call": Case(
         CHATS,
         spoken({"role": "tool", "content": "x"}),
@@ -320,6 +334,24 @@ CASES: Final = {
         MESSAGES,
         asked({"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}),
         *(400, BAD, "messages[0].content[0].type", "is no part of a user's message (got thinking). Leave it out."),
+    ),
+    "Anthropic result of no call": Case(
+        MESSAGES,
+        asked(X, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "x"}]}),
+        *(400, BAD, "messages[1].content[0].tool_use_id", "is the result of no call (got c1). Send the call"),
+        asked(X),
+    ),
+    "budget below nothing": Case(
+        MESSAGES,
+        {**asked(X), "thinking": {"type": "enabled", "budget_tokens": -1}},
+        *(400, BAD, "thinking.budget_tokens", "is below 0 (got -1). Send at least 0, or leave it out."),
+        {**asked(X), "thinking": {"type": "enabled", "budget_tokens": 0}},
+    ),
+    "output of no call": Case(
+        RESPONSES,
+        {"input": [X, {"type": "function_call_output", "call_id": "c1", "output": "x"}]},
+        *(400, BAD, "input[1].call_id", "is the result of no call (got c1). Send the call before its result"),
+        {"input": [X]},
     ),
     "no items": Case(RESPONSES, {"input": []}, 400, BAD, "input", "Give a text, or at least one item.", {"input": "x"}),
     "item without content": Case(

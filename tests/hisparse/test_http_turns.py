@@ -351,8 +351,8 @@ async def test_responses_take_an_instruction_behind_a_call(rig: FrontRig) -> Non
 async def test_result_of_no_call_names_its_field(rig: FrontRig) -> None:
     peer = await rig.post("/v1/messages", {"messages": [{"role": "user", "content": [RESULT]}], "max_tokens": 5})
     error = (await peer.answer())["error"]
-    assert (peer.status, error["param"]) == (400, "messages")
-    assert "turn 1 is the result of no call" in error["message"]
+    assert (peer.status, error["param"]) == (400, "messages[0].content[0].tool_use_id")
+    assert "is the result of no call" in error["message"]
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ from hisparse.cluster.keeper import (
     ChildWatch,
     Keeper,
     Restarts,
+    unseen_service_s,
 )
 from protocol.config import HostFacts, build
 from protocol.errors import WrongState
 from protocol.messages import WorkerRow
 from protocol.settings import Config
 from tests.support.fakes.worker import CAPACITY
+from worker.pool.file import PoolHold
 
 LIMIT_S = 10.0
 #: Ends a test of processes that hangs.
@@ -48,17 +50,24 @@ def row(epoch: int, state: str = "connected", worker: str = "w0", *, exit_proved
 
 def test_restart_pauses_double_up_to_a_bound() -> None:
     restarts = Restarts()
-    pauses = [restarts.after(1.0) for _ in range(RESTARTS_MAX + 1)]
+    pauses = [restarts.after(0.0) for _ in range(RESTARTS_MAX + 1)]
     assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
     assert pauses[-2:] == [RESTART_PAUSE_MAX_S, None]
 
 
-def test_long_uptime_resets_the_pauses() -> None:
+def test_a_life_that_served_longer_than_the_pause_before_it_is_healthy() -> None:
     restarts = Restarts()
-    for _ in range(RESTARTS_MAX):
-        assert restarts.after(1.0) is not None
-    assert restarts.after(STABLE_S) == 0.5
-    assert restarts.after(1.0) == 1.0
+    assert [restarts.after(served_s) for served_s in (0.0, 0.4, 0.9)] == [0.5, 1.0, 2.0]
+    assert restarts.after(2.0) == 4.0, "no longer than the pause"
+    assert restarts.after(4.1) == 0.5
+    assert restarts.after(0.6) == 0.5
+    for _ in range(3 * RESTARTS_MAX):
+        assert restarts.after(45.0) == 0.5, "a child that serves for 45 s each time is never given up"
+
+
+def test_service_that_is_not_seen_begins_late() -> None:
+    assert unseen_service_s(STABLE_S - 1) == 0.0
+    assert unseen_service_s(STABLE_S) == STABLE_S
 
 
 # ---------------------------------------------------------------- who hangs
@@ -98,6 +107,19 @@ def test_slow_start_is_not_a_hang_until_its_limit() -> None:
     assert watch.hung(600.0) == []
     watch.answered([], 601.0)
     assert watch.hung(601.0) == ["w0"]
+
+
+def test_a_start_that_comes_further_does_not_hang_and_one_that_does_not_is_named() -> None:
+    watch = watching()
+    watch.came_to({"w0": "weights 1.0%"}, 1.0)
+    answered_until(watch, 590)
+    watch.came_to({"w0": "weights 1.1%"}, 590.0)
+    answered_until(watch, 1_190, since_s=591)
+    watch.came_to({"w0": "weights 1.1%"}, 1_190.0)
+    assert watch.hung(1_190.0) == []
+    assert watch.is_starting("w0")
+    watch.answered([], 1_191.0)
+    assert watch.hung(1_191.0) == ["w0"]
 
 
 def test_a_start_is_given_its_time_again_after_the_coordinator_was_silent() -> None:
@@ -146,22 +168,33 @@ def test_silent_coordinator_hangs_in_the_end() -> None:
     assert watch.hung(1_000.0) == []
 
 
+def test_the_coordinator_serves_from_its_first_answer() -> None:
+    watch = ChildWatch(LIMIT_S)
+    watch.began(COORDINATOR, 0.0)
+    assert watch.serves_since([COORDINATOR]) is None
+    watch.answered([], 3.0)
+    watch.answered([], 4.0)
+    assert watch.serves_since([COORDINATOR]) == 3.0
+    watch.began(COORDINATOR, 5.0)
+    assert watch.serves_since([COORDINATOR]) is None
+
+
 def test_a_group_lives_from_when_all_of_its_ranks_are_connected() -> None:
     """Ranks warm up before they say hello; an earlier life, and one that is missing for a while, count for nothing."""
     watch = ChildWatch(LIMIT_S)
     for name in ("w0", "w1"):
         watch.began(name, 0.0)
     watch.answered([row(5)], 0.0)
-    assert watch.all_connected_at(["w0", "w1"]) is None
+    assert watch.serves_since(["w0", "w1"]) is None
     watch.answered([row(5), row(7, worker="w1")], 300.0)
     watch.answered([row(5, "disconnected"), row(7, worker="w1")], 301.0)
     watch.answered([row(5), row(7, worker="w1")], 302.0)
-    assert watch.all_connected_at(["w0", "w1"]) == 300.0
+    assert watch.serves_since(["w0", "w1"]) == 300.0
     watch.began("w1", 302.0)
     watch.answered([row(5), row(7, worker="w1")], 303.0)
-    assert watch.all_connected_at(["w0", "w1"]) is None
+    assert watch.serves_since(["w0", "w1"]) is None
     watch.answered([row(5), row(8, worker="w1")], 304.0)
-    assert watch.all_connected_at(["w0", "w1"]) == 304.0
+    assert watch.serves_since(["w0", "w1"]) == 304.0
 
 
 # ---------------------------------------------------------------- forgetting
@@ -186,6 +219,7 @@ class FakeKept:
     config: Config
     by_name: Mapping[str, Child]
     groups: Mapping[str, tuple[str, ...]]
+    pool_hold: PoolHold = field(default_factory=lambda: PoolHold(Path("/nowhere/n0.pool")))
 
     def restart(self, name: str) -> Child:
         raise AssertionError(f"{name} is not restarted here")
@@ -244,6 +278,7 @@ class FakeCluster:
         self.codes = {name: iter(lives) for name, lives in codes.items()}
         self.by_name: dict[str, Child] = {}
         self.groups = groups or {}
+        self.pool_hold = PoolHold(Path(str(runtime_dir)) / "n0.pool")
         self.lives = 0
         for name in codes:
             self.restart(name)
@@ -401,7 +436,6 @@ async def test_short_lives_of_a_group_are_counted_together(
 ) -> None:
     """Whichever rank ends it. A life in which a rank was never connected is short, however long its start took."""
     monkeypatch.setattr(keeping, "RESTARTS_MAX", 3)
-    monkeypatch.setattr(keeping, "STABLE_S", 0.1)
     monkeypatch.setattr(keeping, "RESTART_PAUSE_MIN_S", 0.01)
     lives = [tmp_path / f"life{number}" for number in range(4)]
     codes = {

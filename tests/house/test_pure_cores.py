@@ -35,7 +35,8 @@ SHELLS: Final[dict[str, str]] = {
     "hisparse/manifests": "environments groups processes",
     "hisparse/top": "draw run terminal",
     "protocol": (
-        "children config grammar_trials grammars logs rereading settings small_files text tokenizer_files version"
+        "children config grammar_trials grammars logs rereading settings small_files start_step text tokenizer_files "
+        "version"
     ),
 }
 

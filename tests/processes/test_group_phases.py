@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from hisparse.client.client import Client
-from hisparse.cluster import group_end, keeper
+from hisparse.cluster import group_end
 from hisparse.cluster.up import Cluster
 from protocol.settings import Config
 from protocol.units import PAGE_TOKENS
@@ -73,7 +73,6 @@ class Order:
 @pytest.fixture
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
     plant(monkeypatch, "signal-at", tmp_path / "signal")
-    monkeypatch.setattr(keeper, "STABLE_S", 0.0)  # so that each pause is the first
     monkeypatch.setattr(
         group_end, "PEER_END_LIMIT_S", PATIENCE_S
     )  # a rank that is slow to end has not lost its peer yet

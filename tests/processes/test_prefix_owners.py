@@ -86,7 +86,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HISPARSE_COORDINATOR_KV_EVENTS_ENDPOINT", f"ipc://{place}/events")
         patch.setenv("HISPARSE_COORDINATOR_KV_EVENTS_TOPIC", "kv-events")
-        with running(model, place, "--http", "127.0.0.1:0", "--api-keys", str(keys)) as up:
+        flags = ("--http", "127.0.0.1:0", "--api-keys", str(keys), "--host-mem", "8MiB")
+        with running(model, place, *flags) as up:
             subscriber = context.socket(zmq.SUB)
             subscriber.connect(f"ipc://{place}/events")
             subscriber.setsockopt_string(zmq.SUBSCRIBE, "")
@@ -180,3 +181,15 @@ def test_routers_hear_what_is_cached_and_dropped(site: Site) -> None:
         return [it for event in events if isinstance(event, BlockRemoved) for it in event.block_hashes]
 
     assert sorted(removed(site.heard(lambda events: len(removed(events)) >= len(hashes)))) == sorted(hashes)
+
+
+def test_flood_of_one_key_leaves_another_its_prefix(site: Site) -> None:
+    """Twice as many new pages as the pool has, by one request after the other."""
+    known = [(13 * place + 1) % 250 for place in range(200)]
+    site.ask(OLD, known)
+    (pool,) = site.command("pool")
+    for flood in range(pool["host_pages"] // 7):
+        assert site.ask(OTHER, [flood, 251 - flood] * 450) == 0
+    (after,) = site.command("pool")
+    assert after["prefix_pages_evicted"] > pool["prefix_pages_evicted"] + pool["host_pages"] // 2
+    assert site.ask(OLD, known) == FULL

@@ -78,8 +78,11 @@ class Up:
 
     def left_behind(self) -> list[str]:
         """Processes and files that should be gone."""
-        alive = [str(pid) for pid in self.pids if psutil.pid_exists(pid)]
-        return alive + [path.name for path in self.runtime_dir.iterdir() if path.suffix in (".pool", ".json")]
+        return [str(pid) for pid in self.pids if psutil.pid_exists(pid)] + left_files(self.runtime_dir)
+
+
+def left_files(runtime_dir: Path) -> list[str]:
+    return sorted(path.name for path in runtime_dir.iterdir() if path.suffix in (".pool", ".json", ".sock"))
 
 
 def eventually(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
@@ -139,9 +142,10 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         ]
         assert outputs[0]["tokens"] == outputs[1]["tokens"]
         assert outputs[0]["generated_tokens"] == 12
-        second = zygote.run(command_for(model, tmp_path), LIMIT_S)
+        second = zygote.run(command_for(model, tmp_path, "--ready-file", str(tmp_path / "ready.json")), LIMIT_S)
         assert second.returncode == 4
         assert "already running there" in second.stderr
+        assert json.loads((tmp_path / "ready.json").read_text()) == up.ready, "the ready file is that of the first"
         command = [*HISPARSE, "submit", "to be finished", "--max-tokens", "600", "--ignore-eos", "-o", "jsonl"]
         follower = subprocess.Popen(
             [*command, "--runtime-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -297,9 +301,36 @@ def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path:
 
 
 def test_children_do_not_outlive_a_killed_parent(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, start=subprocess.Popen) as up:
+    """They stop as they do when they are told to, each once, however many threads the parent had."""
+    with running(model, tmp_path, "--http", "127.0.0.1:0", start=subprocess.Popen) as up:
+        pids = [*up.pids, up.ready["http"]["pid"]]
         up.process.kill()
-        eventually(lambda: not any(psutil.pid_exists(pid) for pid in up.pids))
+        eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        said = up.process.communicate(timeout=LIMIT_S)[1]
+        assert said.count("stopping signal=SIGTERM") == 3
+        assert "second signal" not in said
+        assert not [name for name in left_files(tmp_path) if name.endswith(".sock")], "they ended by themselves"
+
+
+def test_what_a_killed_cluster_has_left_is_removed_by_the_next_start_even_one_that_fails(
+    model: Path, tmp_path: Path
+) -> None:
+    with running(model, tmp_path, "-n", "2", "--group-size", "2", "--http", "127.0.0.1:0") as up:
+        for pid in (up.process.pid, *up.pids, up.ready["http"]["pid"]):
+            psutil.Process(pid).kill()
+        up.process.wait(LIMIT_S)
+        eventually(lambda: not any(psutil.pid_exists(pid) for pid in (*up.pids, up.ready["http"]["pid"])))
+    left = {f"{name}.sock" for name in ("admin", "client", "worker", "group-g0", f"http-{up.ready['http']['pid']}")}
+    assert set(left_files(tmp_path)) >= left | {"ready.json"}
+    with socket.socket(socket.AF_UNIX) as other:  # of a worker of a group that was started by hand
+        other.bind(str(tmp_path / "group-hand.sock"))
+        other.listen()
+        (tmp_path / "group-file.sock").touch()
+        refused = zygote.run(
+            command_for(model, tmp_path, "--host-mem", "1KiB", "--ready-file", str(tmp_path / "ready.json")), LIMIT_S
+        )
+    assert refused.returncode == 8
+    assert left_files(tmp_path) == ["group-file.sock", "group-hand.sock"]
 
 
 def test_failed_start_names_the_process_and_cleans_up(model: Path, tmp_path: Path) -> None:
@@ -309,7 +340,8 @@ def test_failed_start_names_the_process_and_cleans_up(model: Path, tmp_path: Pat
     assert "worker.host_mem=1024: one host page needs" in done.stderr
     assert "process=w0: exited with 8 during start" in done.stderr
     assert "Loading weights" not in done.stderr
-    assert list(tmp_path.glob("*.pool")) == []
+    assert "restarted in" not in done.stderr
+    assert left_files(tmp_path) == []
 
 
 def test_front_serves_https_with_its_certificate(model: Path, tmp_path: Path) -> None:

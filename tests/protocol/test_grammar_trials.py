@@ -12,7 +12,7 @@ import pytest
 from protocol.children import Children
 from protocol.errors import BadInput
 from protocol.grammar_trials import KNOWN_MAX, MEMORY_BYTES_MAX, PassedGrammars, Trials
-from protocol.grammars import Vocabulary, check_grammar
+from protocol.grammars import Matcher, Vocabulary, check_grammar
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.support.hostile_schemas import CHAIN
 from tests.support.http_rig import byte_tokenizer_json
@@ -45,6 +45,22 @@ def test_trial_refuses_what_a_build_refuses_in_its_words(trials: Trials, grammar
         with pytest.raises(BadInput) as tried:
             trials.check(grammar)
         assert str(tried.value) == str(built.value)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["/[a-c]{4}/", "/[a-c]*[d-f]/", '("a" | "b") ("c" | "d")', '%json {"type": "object", "maxProperties": 0} /[a-z]/'],
+)
+def test_grammar_that_opens_wide_behind_some_output_is_refused(trials: Trials, way: str) -> None:
+    """Nothing of that shows in its first mask."""
+    rules = [f'r{number}: "x" r{number} "y" | "z"' for number in range(1_000)]
+    names = " | ".join(f"r{number}" for number in range(1_000))
+    grammar = "\n".join([f"start: {way} wide", f"wide: {names}", *rules])
+    Matcher(BYTES, grammar).mask()
+    with pytest.raises(
+        BadInput, match=r"Current row has 300\d items; max is 2000.*left-recursive if it's right-recursive \("
+    ):
+        trials.check(grammar)
 
 
 def test_special_tokens_of_the_tokenizer_are_known(trials: Trials) -> None:

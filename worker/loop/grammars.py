@@ -46,7 +46,7 @@ import numpy.typing as npt
 
 from protocol.errors import BadInput, HiSparseError, InternalError
 from protocol.grammar_trials import Trials
-from protocol.grammars import Mask, Matcher, Vocabulary
+from protocol.grammars import Mask, Matcher, Vocabulary, outgrown
 from protocol.messages import ModelInfo, Rank
 from protocol.text import Tokenizer
 from worker.device.pinned import host_tensor
@@ -91,6 +91,7 @@ class Grammar:
         self._matcher: Matcher | None = None
         self._mask: Mask | None = None
         self._failure: HiSparseError | None = None
+        self._behind = 0  # tokens of the output
         self._has_left = False
         self._since_s: float | None = None  # when a thread began with the job, or with the build that it waits for
         self._done = threading.Event()
@@ -113,7 +114,7 @@ class Grammar:
         self._builds.drop(self)
 
     def check(self) -> None:
-        """Raises what made it fail, and BadInput when it takes too long."""
+        """Raises what made it fail, and BadInput, or `outgrown`, when it takes too long."""
         since_s = self._since_s
         if self._done.is_set():
             if self._failure is not None:
@@ -121,8 +122,8 @@ class Grammar:
             return
         self._ask_help(0.0)
         if since_s is not None and time.monotonic() - since_s > GRAMMAR_LIMIT_S:
-            text = f"takes more than {GRAMMAR_LIMIT_S:g} s"
-            raise BadInput(text, field="grammar", value=f"{len(self._build.source)} characters", remedy="simplify it")
+            text, size = f"takes more than {GRAMMAR_LIMIT_S:g} s", f"{len(self._build.source)} characters"
+            raise outgrown(BadInput(text, field="grammar", value=size, remedy="simplify it"), self._behind)
 
     def wait(self, until_s: float) -> Mask | None:
         """The mask of the next token; None: it is not there by `until_s` of time.monotonic(). Raises as `check`."""
@@ -145,7 +146,7 @@ class Grammar:
             self._matcher.push(self._tokens)
             self._mask = self._matcher.mask()
         except BaseException as error:
-            self._failure = _failure(error)
+            self._failure = outgrown(_failure(error), self._behind)
         self._done.set()
 
     def awaits_build_since(self, since_s: float) -> None:
@@ -159,6 +160,7 @@ class Grammar:
 
     def _begin(self, tokens: Sequence[int], jobs: _Jobs) -> None:
         self._tokens = tuple(tokens)
+        self._behind += len(self._tokens)
         self._since_s = None
         self._done.clear()
         jobs.put(self)

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from metrics.state import WorkerCounters
+from protocol.errors import HiSparseError
 from protocol.logs import fields, logger
 from protocol.messages import (
     NO_DRAFTS,
@@ -111,10 +112,13 @@ class Reporter:
         self.released(admit.placement, admit.durable_tokens)
 
     def faulted(self, placement: int, error: Exception) -> None:
-        """`error` ended the placement; its traceback goes to the log, its text to the coordinator."""
+        """`error` ended the placement; its text goes to the coordinator and the log, there with its traceback where it
+        is none of ours, which say what was wrong."""
         self._counters.faulted += 1
-        log.warning("request faulted", extra=fields(placement=placement), exc_info=error)
-        self._reports.add_event(Faulted(placement, str(error) or type(error).__name__))
+        text, is_known = str(error) or type(error).__name__, isinstance(error, HiSparseError)
+        said = fields(placement=placement, error=text)
+        log.warning("request faulted", extra=said, exc_info=None if is_known else error)
+        self._reports.add_event(Faulted(placement, text))
 
     def released(
         self,

@@ -15,6 +15,10 @@ until it is done or dead; a process that creates it holds an exclusive one. So t
 The header is written last, so a creator that dies leaves a file that the next one creates anew. `pool_id` is drawn at
 creation: a coordinator knows by it whether the rows it remembers are still there.
 
+A file that was damaged (cut, or its header overwritten) is created anew while it is unused, under a new id, and
+requests are prefilled again. In use it is refused: those that use it would read rows that are gone. So the process that
+started the workers, which holds the pool for them (`PoolHold`), ends all of them and lets it go.
+
 A pool that outlived its cluster is reclaimed by the next start in the same directory (`reclaim_stale`): no process
 holds its lock, and the coordinator that its owner record names does not hold the lock of its endpoint. Files go in
 steps of TRUNCATE_BYTES: one call over a terabyte could not be interrupted for minutes.
@@ -43,6 +47,7 @@ from typing import Final
 from kernels.layout import Geometry
 from protocol.byte_sizes import AUTO
 from protocol.errors import ConfigError, Unavailable
+from protocol.start_step import tell_step
 from protocol.units import PAGE_TOKENS
 
 MAGIC: Final = b"HISPARSE"
@@ -53,6 +58,11 @@ FILE_MODE: Final = 0o600
 #: Longest wait for another process that creates the same pool: touching a terabyte takes minutes.
 CREATION_LIMIT_S: Final = 1_800.0
 CREATION_POLL_S: Final = 0.05
+#: A pool in use without a whole header is damaged when it stays so: a moment ago it may have been unused, and locked by
+#: another process that looked at it.
+DAMAGED_AFTER_S: Final = 3.0
+#: Unit of stat's st_blocks.
+BLOCK_BYTES: Final = 512
 #: An unused file is given back to the file system in steps of this size.
 TRUNCATE_BYTES: Final = 8 << 30
 #: Pools of one directory, and directories, that are looked at in search of stale ones.
@@ -121,6 +131,14 @@ class Header:
         return (self.page_bytes, self.digest) == (other.page_bytes, other.digest)
 
 
+def damage_in(descriptor: int) -> str:
+    """What a pool in use lacks to be whole; empty: nothing."""
+    header, size = Header.read(descriptor), os.fstat(descriptor).st_size
+    if header is None:
+        return "it has no header"
+    return "" if size >= header.file_bytes else f"it has {size} of its {header.file_bytes} bytes"
+
+
 @dataclass(frozen=True)
 class OpenPool:
     """An open, locked file. `found` is None when it is to be created: then the lock is exclusive."""
@@ -132,10 +150,11 @@ class OpenPool:
 def open_pool_file(path: Path, wanted: Header, halted: threading.Event) -> OpenPool:
     """Open and lock the pool at `path`, waiting for a process that is creating it.
 
-    Raises ConfigError when the path cannot be opened, locked or read, or a pool of another shape is in use there,
-    Unavailable past CREATION_LIMIT_S or once `halted`.
+    Raises ConfigError when the path cannot be opened, locked or read, or a pool of another shape or a damaged one is in
+    use there, Unavailable past CREATION_LIMIT_S or once `halted`.
     """
     give_up_at = time.monotonic() + CREATION_LIMIT_S
+    whole_at = time.monotonic()
     while True:
         descriptor = _open(path)
         try:
@@ -145,9 +164,14 @@ def open_pool_file(path: Path, wanted: Header, halted: threading.Event) -> OpenP
             if isinstance(error, OSError):
                 raise _unusable(path, str(error.strerror)) from error
             raise
-        if opened is not None:
+        if isinstance(opened, OpenPool):
             return opened
+        tell_step("pool wait", os.fstat(descriptor).st_blocks * BLOCK_BYTES / wanted.file_bytes)
         os.close(descriptor)
+        if not opened:
+            whole_at = time.monotonic()
+        elif time.monotonic() > whole_at + DAMAGED_AFTER_S:
+            raise _damaged(path, opened)
         if time.monotonic() > give_up_at:
             raise Unavailable(
                 f"another process has been creating it for {CREATION_LIMIT_S:g} s", field="worker.pool_dir", value=path
@@ -156,23 +180,24 @@ def open_pool_file(path: Path, wanted: Header, halted: threading.Event) -> OpenP
             raise Unavailable("stopped while it waited for its creator", field="worker.pool_dir", value=path)
 
 
-def _try(descriptor: int, path: Path, wanted: Header) -> OpenPool | None:
-    """One attempt; None: it is being created, or was removed meanwhile."""
+def _try(descriptor: int, path: Path, wanted: Header) -> OpenPool | str:
+    """One attempt; empty: the pool is being created, or was removed meanwhile; else how it is damaged."""
     if lock(descriptor, fcntl.LOCK_EX):
         if not _is_at(descriptor, path):
-            return None
+            return ""
         found = Header.read(descriptor)
         if found is not None and found.is_of_another_cluster(wanted) and _is_served(found.owner):
             raise _foreign(path, found)
-        if found is None or not found.is_same_shape(wanted) or found.is_of_another_cluster(wanted):
+        fits = found is not None and found.is_same_shape(wanted) and not found.is_of_another_cluster(wanted)
+        if not fits or damage_in(descriptor):
             return OpenPool(descriptor, None)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return OpenPool(descriptor, found)
     if not lock(descriptor, fcntl.LOCK_SH) or not _is_at(descriptor, path):
-        return None
-    found = Header.read(descriptor)
-    if found is None:
-        return None
+        return ""
+    found, damage = Header.read(descriptor), damage_in(descriptor)
+    if found is None or damage:
+        return damage
     if found.is_of_another_cluster(wanted):
         raise _foreign(path, found)
     _check(path, found, wanted)
@@ -180,16 +205,18 @@ def _try(descriptor: int, path: Path, wanted: Header) -> OpenPool | None:
 
 
 def find_pool(path: Path, like: Header) -> Header | None:
-    """The header of a pool at `path` with rows as of `like`, whatever its size; None when there is none yet, or none
-    that can be read: `open_pool_file` says why."""
+    """The header of a whole pool at `path` with rows as of `like`, whatever its size; None when there is none yet, or
+    none that can be read: `open_pool_file` says why."""
     descriptor = _open_existing(path, os.O_RDONLY)
     if descriptor is None:
         return None
     try:
         give_up_at = time.monotonic() + CREATION_LIMIT_S
         while not lock(descriptor, fcntl.LOCK_SH) and time.monotonic() < give_up_at:
+            status = os.fstat(descriptor)
+            tell_step("pool wait", status.st_blocks * BLOCK_BYTES / max(status.st_size, 1))
             time.sleep(CREATION_POLL_S)
-        found = Header.read(descriptor)
+        found = Header.read(descriptor) if not damage_in(descriptor) else None
     except OSError:
         return None
     finally:
@@ -210,15 +237,41 @@ def empty_unused(path: Path) -> None:
         os.close(descriptor)
 
 
-def keep_pool(path: Path) -> int | None:
-    """Hold the pool at `path` for processes to come; a descriptor to close, None when there is no pool.
+class PoolHold:
+    """Holds the pool at `path` for processes to come: no start of another cluster takes it for an abandoned one.
 
-    The lock goes with the descriptor, or with this process.
+    The lock goes with `let_go`, or with this process.
     """
-    descriptor = _open_existing(path, os.O_RDONLY)
-    if descriptor is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return descriptor
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> None:
+        """Hold a whole pool that is there, unless one is held. Never waits: one that is being created is not held."""
+        if self._descriptor is not None:
+            return
+        descriptor = _open_existing(self.path, os.O_RDONLY)
+        if descriptor is None:
+            return
+        if lock(descriptor, fcntl.LOCK_SH) and not damage_in(descriptor):
+            self._descriptor = descriptor
+        else:
+            os.close(descriptor)
+
+    def damage(self) -> str:
+        """What is wrong with the pool that is held; empty: nothing, or none is held."""
+        if self._descriptor is None:
+            return ""
+        if not _is_at(self._descriptor, self.path):
+            return "its file was removed or replaced"
+        return damage_in(self._descriptor)
+
+    def let_go(self) -> None:
+        """Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def pass_on_pool(path: Path, worker_endpoint: str) -> None:
@@ -319,7 +372,7 @@ def _is_served(owner: Mapping[str, object]) -> bool:
     if scheme != "ipc":
         return True
     try:
-        descriptor = os.open(f"{address}.lock", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"{address}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -388,6 +441,15 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def _damaged(path: Path, damage: str) -> ConfigError:
+    return ConfigError(
+        f"the host pool there is damaged, and processes use it: {damage}",
+        field="worker.pool_dir",
+        value=path,
+        remedy="end all workers of this node, then start them: a new pool is made, and rows are computed again",
+    )
 
 
 def _foreign(path: Path, found: Header) -> ConfigError:

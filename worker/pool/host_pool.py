@@ -91,7 +91,7 @@ class MappedPool:
         pages, page_bytes = self.pages.shape
         pieces = cut(pages, page_bytes, registration_bytes(pages * page_bytes, thread_count()))
         registration = Registration(registrar, self.pages.data_ptr())
-        with progress("host pool registered", pages * page_bytes, log) as advance:
+        with progress("host pool registered", pages * page_bytes, log, "pool pin") as advance:
             registration.make(pieces, halted, advance)
         self._registration = registration
 
@@ -138,5 +138,5 @@ def _create(opened: OpenPool, header: Header, halted: threading.Event) -> mmap.m
 def _touch(descriptor: int, mapping: mmap.mmap, header: Header, halted: threading.Event) -> None:
     address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
     touch = FirstTouch(descriptor, address + HEADER_BYTES, HEADER_BYTES)
-    with progress("host pool touched", header.file_bytes, log) as advance:
+    with progress("host pool touched", header.file_bytes, log, "pool touch") as advance:
         in_threads(cut(header.pages, header.page_bytes, TOUCH_BYTES), touch, halted, advance)

@@ -1,4 +1,5 @@
-"""How far a long start has come: a bar on stderr if that is a terminal, lines in the log otherwise."""
+"""How far a long start has come: a bar on stderr if that is a terminal, lines in the log otherwise; and its step for
+the process that waits for it (protocol.start_step)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from protocol.logs import fields
+from protocol.start_step import tell_step
 
 #: Lines about the same thing come at most this often.
 LINE_INTERVAL_S: Final = 5.0
@@ -18,14 +20,28 @@ GIB: Final = 1 << 30
 
 
 @contextmanager
-def progress(what: str, total_bytes: int, log: logging.Logger) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total_bytes: int, log: logging.Logger, step: str) -> Iterator[Callable[[int], None]]:
     """Gives `advance(bytes)`, to be called from any thread; a last line says how long all of it took."""
     began = time.monotonic()
     with _bar(what, total_bytes) if sys.stderr.isatty() else _lines(what, total_bytes, log) as advance:
-        yield advance
+        yield _telling(step, total_bytes, advance)
     took_s = time.monotonic() - began
     gb_per_s = total_bytes / 1e9 / took_s if took_s else 0.0
     log.info(what, extra=fields(bytes=total_bytes, seconds=round(took_s, 3), gb_per_s=round(gb_per_s, 2)))
+
+
+def _telling(step: str, total_bytes: int, advance: Callable[[int], None]) -> Callable[[int], None]:
+    lock, done = threading.Lock(), 0
+    tell_step(step, 0.0)
+
+    def advance_and_tell(more: int) -> None:
+        nonlocal done
+        with lock:
+            done += more
+            tell_step(step, done / max(total_bytes, 1))
+        advance(more)
+
+    return advance_and_tell
 
 
 @contextmanager

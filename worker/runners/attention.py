@@ -215,22 +215,52 @@ def expand_values(absorbed: Absorbed, latents: Tensor) -> Tensor:
 def select_mask(index: IndexProjected, keys: Tensor, start: int, topk: int, scale: float) -> Tensor:
     """bool[S, T]: the keys [T, D] that each query of one request, at positions start..start+S-1, attends to.
 
-    Causal, T = start + S, and limited to the `topk` highest scores; ties fall as torch.topk has them, which is how the
-    library breaks them. Raises nothing.
+    Causal, T = start + S, and limited to the `topk` highest scores, in the order of kernels/index_topk.py: ties to the
+    lowest position, NaN below everything. Raises nothing.
     """
     queries, weights = index.queries[0], index.weights[0]
     tokens, heads, _ = queries.shape
-    mask = torch.zeros(tokens, len(keys), dtype=torch.bool, device=keys.device)
-    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=keys.device).tril()
+    mask = torch.ones(tokens, len(keys), dtype=torch.bool, device=keys.device)
+    mask[:, start:].tril_()
     block = max(1, SCORE_FLOATS_MAX // (heads * len(keys)))
     for first in range(0, tokens, block):
-        part = slice(first, first + block)
+        part = slice(first, min(first + block, tokens))
+        if start + part.stop <= topk:
+            continue  # each has `topk` positions at most
         scores = _index_scores(queries[part], weights[part], keys, scale)
-        scores[:, start:].masked_fill_(~causal[part], -torch.inf)
-        chosen = scores.topk(min(topk, len(keys)), sorted=False).indices
-        mask[part].scatter_(1, chosen, value=True)
-    mask[:, start:].logical_and_(causal)
+        mask[part].logical_and_(_highest(scores.masked_fill_(~mask[part], -torch.inf), topk, mask[part]))
     return mask
+
+
+def _highest(scores: Tensor, k: int, allowed: Tensor) -> Tensor:
+    """bool[S, T], at most k in each row of scores float32[S, T], which are -inf where not `allowed`: the highest, ties
+    to the lowest position, NaN below everything.
+
+    torch.topk breaks ties arbitrarily, so that only the k-th score is taken of it; rows with more that are equal to
+    that one are rare, and counted through. It ranks NaN above all: then integers are ranked that compare as they
+    should.
+    """
+    k = min(k, scores.shape[1])
+    highest = scores.topk(k, sorted=False).values
+    if highest.isnan().any():
+        ranked = _order_keys(scores.masked_fill(~allowed, torch.nan))
+        highest = ranked.topk(k, sorted=False).values
+    else:
+        ranked = scores
+    last = highest.amin(1, keepdim=True)
+    chosen = ranked >= last
+    tied = (chosen.count_nonzero(1) > k).nonzero().flatten()
+    if tied.numel():
+        above, equal = ranked[tied] > last[tied], ranked[tied] == last[tied]
+        left = k - above.count_nonzero(1)
+        chosen[tied] = above | (equal & (equal.cumsum(1) <= left.unsqueeze(1)))
+    return chosen
+
+
+def _order_keys(scores: Tensor) -> Tensor:
+    """int32 that compare as the float32 scores do, both zeros equal, with NaN below everything."""
+    bits = (scores + 0.0).view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill(scores.isnan(), torch.iinfo(torch.int32).min)
 
 
 def _index_scores(queries: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from kernels.block_weight import BlockFp8
 from protocol.logs import fields, logger
+from protocol.start_step import tell_step
 from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
 from worker.weights.matching import TensorMatch, match
 from worker.weights.modules import JOINED, BlockExperts, BlockLinear, empty_blocks, make_linears, share_scratch
@@ -261,11 +262,13 @@ def _block_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _say_begun(path: str | Path, shards: Shards, total: int) -> None:
+    tell_step("weights", 0.0)
     log.info("loading weights", extra=fields(path=str(path), shards=len(shards.files), bytes=total))
 
 
 def _say_progress(total: int) -> Callable[[int, float], None]:
     def say(read_bytes: int, bytes_per_s: float) -> None:
+        tell_step("weights", read_bytes / max(1, total))
         left_s = (total - read_bytes) / max(1.0, bytes_per_s)
         log.info(
             "loading weights",

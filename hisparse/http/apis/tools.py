@@ -61,10 +61,11 @@ def refuse_media(kind: str, field: str) -> BadInput:
 
 
 class Arguments:
-    """Arguments of the earlier calls of one body."""
+    """The arguments and the ids of the earlier calls of one body."""
 
     def __init__(self) -> None:
         self._bytes = 0
+        self._called: set[str] = set()
 
     def call(self, call_id: str, name: str, arguments: bytes, field: str) -> PastCall:
         """`arguments` is a JSON object, `field` where it is. Raises BadInput, also past ARGUMENTS_BYTES_MAX."""
@@ -73,4 +74,12 @@ class Arguments:
             text = f"the arguments of all calls have more than {ARGUMENTS_BYTES_MAX} bytes"
             raise BadInput(text, field=field, remedy="shorten them, or leave earlier turns out")
         said: dict[str, Any] = decoded(arguments, dict[str, Any], field) if arguments.strip() else {}
+        self._called.add(call_id)
         return PastCall(call_id, name, said)
+
+    def result(self, call_id: str, field: str) -> str:
+        """Return `call_id` of a result. Raises BadInput, naming its `field`, where no call before it has that id."""
+        if call_id not in self._called:
+            value, remedy = call_id[:VALUE_CHARS_MAX], "send the call before its result, or leave the result out"
+            raise BadInput("is the result of no call", field=field, value=value, remedy=remedy)
+        return call_id

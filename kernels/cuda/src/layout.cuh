@@ -197,21 +197,21 @@ struct IndexTopk {
 static_assert(sizeof(IndexTopk) == 320, "as ctypes lays it out");
 
 // Neighbouring rows of a block, of one prompt.
-struct PromptPart {
+struct IndexPart {
     i32 first_job;    // number of its first job, of those of all parts
     i32 row, tokens;  // first row of the block; how many
     i32 seat, start;  // position of the first row
 };
-static_assert(sizeof(PromptPart) == 20, "as ctypes lays it out");
+static_assert(sizeof(IndexPart) == 20, "as ctypes lays it out");
 
 struct PromptIndex {
     State state;
-    const u8* queries;       // [rows, heads, dim + 4]: e4m3 and a scale, as index keys
-    const float* weights;    // [rows, heads]
-    const PromptPart* part;  // [parts], in order of their jobs
-    i32* topk_out;           // [rows, k]
-    u32* keys;               // [blocks, 8, 4096]
-    i32* positions;          // likewise
+    const u8* queries;      // [rows, heads, dim + 4]: e4m3 and a scale, as index keys
+    const float* weights;   // [rows, heads]
+    const IndexPart* part;  // [parts], in order of their jobs
+    i32* topk_out;          // [rows, k]
+    u32* keys;              // [blocks, 8, 4096]
+    i32* positions;         // likewise
     float scale;
     i32 k, group, parts, jobs, unused;
 };

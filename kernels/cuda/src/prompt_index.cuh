@@ -68,7 +68,7 @@ __device__ __forceinline__ Job job_at(const PromptIndex& p, i32 number) {
         else
             high = middle;
     }
-    const PromptPart at = p.part[low];
+    const IndexPart at = p.part[low];
     const i32 before = GROUP * (number - at.first_job);
     return {at.row + before, min(GROUP, at.tokens - before), at.seat, at.start + before};
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import resource
 import shutil
@@ -337,6 +338,34 @@ def test_a_full_disk_leaves_running_work_its_reserve(small_disk: Path, monkeypat
         for _ in range(20):
             store.write_now([])
         assert store.short == "", "found out without a group"
+
+
+def test_a_disk_that_has_filled_counts_as_full_until_a_tenth_is_free(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the reserve alone would be used up by the next commits, and new requests refused and taken in turn."""
+    monkeypatch.setattr(journal_store, "RESERVE_RETRY_S", 0.0)
+    with opened(small_disk / "j") as store:
+        (small_disk / "other").write_bytes(bytes(7 << 20))
+        while not store.short:
+            store.write_now([tokens(50_000)])
+        store.write_now([BEGUN, SummaryEnded()])
+        for _ in range(20):
+            store.write_now([])
+        assert store.short, "room for the reserve alone is no reason to take new requests"
+        disk = shutil.disk_usage(small_disk)
+        needed = journal_store.RESERVE_BYTES + journal_store.FREE_SHARE * disk.total
+        os.truncate(small_disk / "other", int((7 << 20) + disk.free - needed + (256 << 10)))
+        assert journal_store.RESERVE_BYTES < shutil.disk_usage(small_disk).free < needed
+        for _ in range(10):
+            store.write_now([order(0)])
+            assert "running requests use the reserve" in store.short
+        (small_disk / "other").unlink()
+        for _ in range(20):
+            store.write_now([])
+        for _ in range(10):
+            store.write_now([order(0)])
+            assert store.short == ""
 
 
 def test_journal_of_a_killed_process_opens_on_a_full_disk(small_disk: Path) -> None:

@@ -7,7 +7,7 @@ import socket as std_socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -329,6 +329,27 @@ async def test_a_second_bind_is_refused_and_names_the_holder(router: RouterSocke
     dealer = await connect(router)
     await introduce(router, dealer)
     dealer.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: path.symlink_to(path.with_name("target")), "it is a symlink"),
+        (lambda path: path.symlink_to(path.with_name("missing")), "it is a symlink"),
+        (Path.mkdir, "Is a directory"),
+        (os.mkfifo, "it is not a regular file"),
+    ],
+)
+def test_what_is_no_lock_file_is_refused_and_stays(endpoint: str, make: Callable[[Path], object], reason: str) -> None:
+    path = Path(endpoint.removeprefix("ipc://") + ".lock")
+    path.parent.mkdir(mode=0o700)
+    path.with_name("target").write_text("of another program")
+    make(path)
+    with pytest.raises(ConfigError, match=f"lock file={path}: cannot lock the endpoint: {reason} .remove it, or"):
+        RouterSocket(endpoint, message_bytes_max=BYTES_MAX)
+    assert path.with_name("target").read_text() == "of another program"
+    assert not path.with_name("missing").exists()
+    assert os.path.lexists(path)
 
 
 def test_socket_path_of_a_killed_process_is_reused(endpoint: str) -> None:

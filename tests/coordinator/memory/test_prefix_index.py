@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from coordinator.memory.eviction_order import NO_OWNER
 from coordinator.memory.prefix_index import PrefixIndex, Scope, extend_chain, root_of
 from protocol.errors import InternalError
 from protocol.units import PAGE_TOKENS
@@ -107,12 +108,13 @@ def test_a_chain_of_any_length_is_matched_and_used_in_few_steps() -> None:
     index, pages = PrefixIndex(), 16_384
     chain = tuple(place.to_bytes(16, "little") for place in range(pages))
     index.add(ROOT, chain, np.arange(pages, dtype=np.int32))
-    entries = len(index._leaves)
+    leaves = index._order.account(NO_OWNER).leaves
+    entries = len(leaves)
     assert index.match(chain).size == pages
     assert index.match((*chain[:100], b"other")).size == 100
     assert index.match(chain, known=index.match(chain[:5])).tolist() == index.match(chain).tolist()
     index.touch(chain[-1])
-    assert len(index._leaves) == entries + 1
+    assert len(leaves) == entries + 1
     index.check_invariants(np.arange(pages, dtype=np.int32))
 
 

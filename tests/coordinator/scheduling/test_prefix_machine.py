@@ -103,7 +103,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def _append(self, node: str, changes: Sequence[Change], notes: Sequence[Any]) -> None:
         self.journal += [msgspec.msgpack.encode(change) for change in changes]
 
-    def _count(self, pages: int) -> None:
+    def _count(self, pages: int, lent: int) -> None:
+        assert lent <= pages
         self.evicted += pages
 
     def transact(self, *changes: Change) -> list[np.ndarray]:

@@ -445,6 +445,29 @@ def test_shared_pages_that_are_distrusted_do_not_enter_again_behind_those_who_sh
     assert len(planner.reuse.by_node["n0"]) == 0
 
 
+@pytest.mark.parametrize("mode", ["own", "all"])
+def test_flood_of_one_key_takes_no_cached_page_of_another(mode: str) -> None:
+    planner = one_worker(mode)
+    planner.cached_by(0, "abcdefghij", user="ann")
+    for number in range(1, 20):
+        planner.cached_by(number, "".join(chr(1_000 * number + place) for place in range(12)), user="eve")
+    assert planner.reuse.by_node["n0"].owners()["ann", ""] == 10
+    planner.submit(20, "abcdefghijk", user="ann")
+    assert planner.admitted()[20].prefix_tokens == 10 * PAGE_TOKENS
+
+
+def test_a_user_without_the_right_to_name_tenants_has_one_share_for_all_it_names() -> None:
+    """They keep its prefixes apart, and take one turn."""
+    planner = one_worker()
+    entry = planner.submit(0, "abc", user="ann")
+    assert entry.chain is not None
+    scope = planner.reuse.scope("ann", "shop", "")
+    entry.chain = entry.chain._replace(scope=scope)
+    assert 0 in planner.admitted()
+    planner.compute(entry, 3)
+    assert planner.reuse.by_node["n0"].owners() == {("ann", ""): 3}
+
+
 def test_quarantined_pages_are_matched_and_neither_evicted_nor_counted_free() -> None:
     planner = one_worker()
     entry = planner.submit(0, "abc")

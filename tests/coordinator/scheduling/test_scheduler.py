@@ -891,3 +891,24 @@ async def test_random_schedules_end_every_request_without_leaks(
         rig.check()
         rig.check_nothing_leaked()
         assert len(rig.listener.endings) == chaos.submitted, "I5"
+
+
+async def test_flood_of_one_key_evicts_what_it_has_cached_itself(autojump_clock: MockClock) -> None:
+    """One request after the other, so that memory of requests is never short: only the cache is."""
+
+    async def serve(name: str, user: str, first: int) -> None:
+        ids = pack_int32([first, *range(300)])
+        await rig.scheduler.submit(messages.Submit(1, ids, messages.Sampling(max_tokens=2), name), user, user)
+        await rig.run_until(name, "FINISHED")
+
+    settings = msgspec.structs.replace(SETTINGS, prefix_reuse="own")
+    async with open_rig(host_pages=40, settings=settings) as rig:
+        await rig.add_worker("w0")
+        await serve("before", "ann", 0)
+        cached = rig.scheduler._prefix_reuse.by_node["n0"]
+        assert cached.owners() == {("ann", ""): 4}
+        for number in range(20):
+            await serve(f"flood{number}", "eve", number)
+        assert cached.owners()["ann", ""] == 4
+        assert rig.counters.prefix_pages_evicted_lent == rig.counters.prefix_pages_evicted > 0
+        rig.check()

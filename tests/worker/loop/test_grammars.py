@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +17,13 @@ from typing import NoReturn, cast
 
 import pytest
 
+from hisparse.http.errors import AnswerFailed, ending_error, param_of, status_of
 from protocol import grammars as library
 from protocol.children import Children
-from protocol.errors import BadInput, ConfigError, HiSparseError, InternalError
+from protocol.errors import BadInput, CapacityError, ConfigError, HiSparseError, InternalError
 from protocol.grammar_trials import Trials
 from protocol.grammars import Vocabulary
-from protocol.messages import Faulted, ModelInfo
+from protocol.messages import Ended, Faulted, ModelInfo
 from protocol.text import ByteTokenizer
 from tests import ROOT
 from tests.support.fakes.hash_runner import ALTERNATING, EOS, SHARED, VOCAB, FakeRunner
@@ -234,6 +236,47 @@ def test_grammar_that_cannot_be_built_ends_its_request_alone(grammar: str, words
     if words:
         assert [words in event.message for event in rig.coordinator.events if isinstance(event, Faulted)] == [True]
     rig.check_end()
+
+
+@pytest.mark.refuses("cannot be held to its grammar any further: {}")
+def test_grammar_that_grows_while_its_output_is_drawn_is_no_fault_of_the_body(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its trial passes: the rule repeats itself at its right end, and has a state more with each token."""
+    monkeypatch.setattr(library, "LIMITS", {**library.LIMITS, "max_items_in_row": 12})
+    rig = Rig()
+    grammar = 'start: line "\\n"\nline: /[ -~]/ line | /[ -~]/'
+    grows = rig.coordinator.create(1, 40, 60, grammar=grammar, ignore_eos=False)
+    good = rig.coordinator.create(2, 40, 80)
+    for life in (grows, good):
+        assert rig.coordinator.admit(life, 64)
+    rig.run()
+    (fault,) = [event.message for event in rig.coordinator.events if isinstance(event, Faulted)]
+    count = re.match(
+        r"output=(\d+) tokens: cannot be held to its grammar any further: .*Current row has 13 items", fault
+    )
+    assert count is not None
+    assert "\n" not in fault
+    assert int(count[1]) == len(grows.tokens) > 5
+    error = ending_error(Ended(1, "r", "FAILED", fault, 0, ""))
+    assert (type(error), status_of(error), param_of(error)) == (AnswerFailed, 500, "")
+    (record,) = [record for record in caplog.records if record.message == "request faulted"]
+    assert record.exc_info is None
+    assert good.outcome == "length"
+    rig.check_end()
+
+
+def test_refusal_of_a_grammar_that_another_worker_built_is_no_fault_of_the_body() -> None:
+    """A request comes back with tokens, to a worker that is busier."""
+    made = Rig().executor._grammars
+    resumed = made.open(0, "start: x", (ord("a"), ord("b")), (0, 0, 0))
+    fresh = made.open(1, "start: x", (), (0, 0, 0))
+    with pytest.raises(
+        CapacityError, match=r"output=2 tokens: cannot be held to its grammar any further: .*unknown name"
+    ):
+        resumed.wait(time.monotonic() + HANG_LIMIT_S)
+    with pytest.raises(BadInput, match=r"grammar=: .*unknown name"):
+        fresh.wait(time.monotonic() + HANG_LIMIT_S)
 
 
 def test_build_without_end_is_refused_and_delays_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:

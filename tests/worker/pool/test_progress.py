@@ -28,7 +28,7 @@ def test_progress_lines_are_rate_limited_and_end_with_the_rate(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(room.time, "monotonic", lambda: clock[0])
-    with progress("pool touched", 4 << 30, log) as advance:
+    with progress("pool touched", 4 << 30, log, "pool touch") as advance:
         for _ in range(64):
             clock[0] += 0.25
             advance(64 << 20)
@@ -43,7 +43,7 @@ def test_terminal_gets_a_bar_without_lines(
     terminal = FakeTerminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(room, "LINE_INTERVAL_S", 0.0)
-    with progress("pool touched", 1_000, log) as advance:
+    with progress("pool touched", 1_000, log, "pool touch") as advance:
         for _ in range(10):
             advance(100)
     assert "pool touched" in terminal.getvalue()

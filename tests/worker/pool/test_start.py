@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from protocol.errors import CapacityError, ConfigError, Unavailable
 from protocol.settings import Config
 from tests import ROOT
 from worker.pool import file, registration
-from worker.pool.file import Header, find_pool, keep_pool, open_pool_file, pass_on_pool, reclaim_stale, remove_pool
+from worker.pool.file import Header, PoolHold, find_pool, open_pool_file, pass_on_pool, reclaim_stale, remove_pool
 from worker.pool.host_pool import MappedPool
 from worker.pool.registration import (
     OS_PAGE_BYTES,
@@ -211,13 +212,13 @@ def test_pool_of_a_dead_cluster_is_removed_at_the_next_start(tmp_path: Path) -> 
 
 def test_a_pool_in_use_is_never_removed(tmp_path: Path) -> None:
     used, kept, served = (start(config_for(tmp_path, name, runtime=name)) for name in ("used", "kept", "served"))
-    descriptor = keep_pool(kept.path)
+    hold = PoolHold(kept.path)
+    hold.take()
     kept.close()
     served.close()
     lock = EndpointLock(f"ipc://{tmp_path}/served/worker.sock")  # its coordinator lives; its workers do not
     assert reclaim_stale(tmp_path, keep=tmp_path / "n0.pool") == []
-    assert descriptor is not None
-    os.close(descriptor)
+    hold.let_go()
     lock.release()
     used.close()
     assert {it.path.stem for it in reclaim_stale(tmp_path, keep=used.path)} == {"kept", "served"}
@@ -451,6 +452,103 @@ def test_torn_header_is_ignored(tmp_path: Path) -> None:
     with path.open("w+b") as pool:
         header.write(pool.fileno())
         assert Header.read(pool.fileno()) == header
+        assert find_pool(path, header) is None, "its pages are not there"
+        os.ftruncate(pool.fileno(), header.file_bytes)
         assert find_pool(path, header) == header
         os.pwrite(pool.fileno(), b"\xff", file.OWNER_AT)
         assert Header.read(pool.fileno()) is None
+
+
+# ---------------------------------------------------------------- damaged pools
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as pool:
+        pool.write(b"x" * file.HEADER_BYTES)
+
+
+def cut_to_nothing(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def overwrite_and_cut(path: Path) -> None:
+    overwrite(path)
+    os.truncate(path, 64)
+
+
+DAMAGES = [
+    (cut_off, r"it has \d+ of its \d+ bytes"),
+    (overwrite, "it has no header"),
+    (cut_to_nothing, "it has no header"),
+    (overwrite_and_cut, "it has no header"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+@pytest.mark.parametrize("host_mem", ["1MiB", "auto"])
+def test_damaged_pool_that_is_not_used_is_created_anew_with_a_new_id(
+    tmp_path: Path, damage: Callable[[Path], None], reason: str, host_mem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.pool.host_memory.AUTO_SHARE", 1e-4)
+    first = start(config_for(tmp_path))
+    first.close()
+    damage(first.path)
+    again = start(config_for(tmp_path, host_mem=host_mem))
+    assert again.created
+    assert again.pool_id != first.pool_id
+    assert not again.pages.any()
+    again.close()
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_damaged_pool_in_use_is_refused_soon_in_one_line(
+    tmp_path: Path, damage: Callable[[Path], None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that uses it maps it, as a worker does; the rows are those of a pool that was."""
+    monkeypatch.setattr(file, "DAMAGED_AFTER_S", 0.2)
+    used = start(config_for(tmp_path))
+    damage(used.path)
+    with pytest.raises(
+        ConfigError, match=rf"pool_dir={used.path}: .*damaged, and processes use it: {reason} \(end all"
+    ):
+        start(config_for(tmp_path))
+
+
+@pytest.mark.parametrize(("damage", "reason"), [*DAMAGES, (Path.unlink, "its file was removed or replaced")])
+def test_pool_that_is_held_is_let_go_once_it_is_damaged(
+    tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    first = start(config_for(tmp_path))
+    first.close()
+    hold = PoolHold(first.path)
+    hold.take()
+    assert hold.damage() == ""
+    damage(first.path)
+    assert re.fullmatch(reason, hold.damage())
+    hold.let_go()
+    hold.take()
+    assert hold.damage() == "", "one that is damaged is not taken"
+    second = start(config_for(tmp_path))
+    assert second.created
+    hold.take()
+    assert hold.damage() == ""
+    remove_pool(second.path)
+    assert hold.damage() == "its file was removed or replaced"
+    second.close()
+    hold.let_go()
+
+
+def test_pool_that_is_created_is_neither_held_nor_damaged(tmp_path: Path) -> None:
+    path, wanted = tmp_path / "n.pool", Header.of(GEOMETRY, PAGES, "m", {})
+    creator, hold = open_pool_file(path, wanted, threading.Event()), PoolHold(path)
+    hold.take()
+    assert hold.damage() == ""
+    os.ftruncate(creator.descriptor, wanted.file_bytes)
+    wanted.write(creator.descriptor)
+    hold.take()
+    os.close(creator.descriptor)
+    assert open_pool_file(path, wanted, threading.Event()).found == wanted, "nothing held the lock but its creator"

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from kernels.attention import attend_rows
 from kernels.cuda.attention import HOPPER_BLOCKS, Cut, blocks_of, hopper_cut_of, splits_of
 from kernels.cuda.triton_units import triton_unit
+from kernels.index_topk import index_topk
+from kernels.layout import Geometry
 from kernels.row_format import (
     FP8_ERROR,
     KINDS,
@@ -21,8 +23,12 @@ from kernels.row_format import (
     kv_row_format,
     kv_row_format_of,
 )
+from kernels.state import DeviceState, StepBatch
 from protocol.errors import BadInput, ConfigError
+from protocol.units import pages_for
 from tests.support.attention_rig import Case
+from worker.runners import attention
+from worker.runners.attention import IndexProjected, select_mask
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -201,3 +207,55 @@ def test_split_choices_match_the_fastest_on_an_h200() -> None:
     assert in_pairs == [Cut(4, 2), Cut(3, 2), Cut(2, 2), Cut(2, 1), Cut(1, 2), Cut(1, 2)]
     alone = [hopper_cut_of(kernel, 2 * batch, 32, False, 132) for batch in batches]
     assert alone == [Cut(6, 1), Cut(3, 1), Cut(2, 1), Cut(2, 1), Cut(1, 1), Cut(1, 1)]
+
+
+# ---------------------------------------------------------------- selection
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(0, 140),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(1, 24),
+    st.sampled_from([None, torch.nan, torch.inf, -torch.inf]),
+    st.sampled_from([1, 150, 100_000]),
+)
+@settings(max_examples=150, deadline=None)
+def test_prompt_tokens_select_as_decode_steps_do(
+    seed: int, start: int, tokens: int, heads: int, topk: int, odd: float | None, floats: int
+) -> None:
+    """Also where scores are equal, as those of small whole numbers often are: positions then decide, not torch.topk."""
+    draw, stop, dim = torch.Generator().manual_seed(seed), start + tokens, 4
+    keys, queries, weights = (
+        torch.randint(-1, 2, shape, generator=draw).float()
+        for shape in ((stop, dim), (1, tokens, heads, dim), (1, tokens, heads))
+    )
+    if odd is not None:
+        keys[torch.rand(stop, dim, generator=draw) < 0.1] = odd
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "SCORE_FLOATS_MAX", floats)
+        mask = select_mask(IndexProjected(queries, keys[None, start:], weights), keys, start, topk, 0.5)
+    geometry = Geometry(1, 8, (0,), 4 * dim, topk)
+    pages = pages_for(stop)
+    state = DeviceState.allocate(
+        geometry,
+        seats=1,
+        chunks=1,
+        index_pages=pages,
+        max_pages=pages,
+        max_chunks=1,
+        max_slab_pages=1,
+        tail_slots=1,
+        host=torch.zeros(1, geometry.page_bytes, dtype=torch.uint8),
+        device="cpu",
+    )
+    state.index_table[0] = torch.arange(pages)
+    state.index_keys[0][:stop] = keys.view(torch.uint8)
+    state.hot_slots[0] = 0
+    batch, chosen = StepBatch.allocate(1, 1), torch.empty(1, topk, dtype=torch.int32)
+    batch.seats[0], batch.num_real[0] = 0, 1
+    for token in range(tokens):
+        batch.lengths[0] = start + token + 1
+        index_topk(state, 0, queries[0, token : token + 1], weights[0, token : token + 1], batch, 0.5, chosen)
+        assert mask[token].nonzero().flatten().tolist() == chosen[chosen >= 0].tolist()

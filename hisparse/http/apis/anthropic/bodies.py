@@ -87,7 +87,7 @@ class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None  # ignored: max_tokens is the only bound
+    budget_tokens: int | None = None  # no bound: max_tokens is the only one
     display: str | None = None  # ignored
 
 
@@ -139,6 +139,10 @@ class CountBody(ApiBody, frozen=True, kw_only=True):
             field = f"messages[{len(self.messages) - 1}].role"
             text = "an assistant's turn cannot be continued"
             raise BadInput(text, field=field, value="assistant", remedy="end with a message of the user")
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget < 0:
+            remedy = "send at least 0, or leave it out"
+            raise BadInput("is below 0", field="thinking.budget_tokens", value=budget, remedy=remedy)
 
     @property
     def config(self) -> OutputConfig:
@@ -240,7 +244,7 @@ def _turns(body: CountBody) -> Iterator[Turn]:
         elif message.role == "assistant":
             yield _assistant(message.content, where, arguments)
         else:
-            yield from _spoken(message.role, message.content, where)
+            yield from _spoken(message.role, message.content, where, arguments)
 
 
 def _assistant(blocks: Sequence[AnyBlock], where: str, arguments: Arguments) -> Turn:
@@ -258,7 +262,9 @@ def _assistant(blocks: Sequence[AnyBlock], where: str, arguments: Arguments) -> 
     return Turn("assistant", "".join(texts), "".join(thoughts), tuple(calls))
 
 
-def _spoken(role: Literal["user", "system"], blocks: Sequence[AnyBlock], where: str) -> Iterator[Turn]:
+def _spoken(
+    role: Literal["user", "system"], blocks: Sequence[AnyBlock], where: str, arguments: Arguments
+) -> Iterator[Turn]:
     """Results come before the text of their message, as the calls came before them."""
     texts = []
     for number, block in enumerate(blocks):
@@ -266,7 +272,8 @@ def _spoken(role: Literal["user", "system"], blocks: Sequence[AnyBlock], where: 
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ToolResultBlock):
-            yield Turn("tool", _result(block, f"{field}.content"), call_id=block.tool_use_id)
+            call_id = arguments.result(block.tool_use_id, f"{field}.tool_use_id")
+            yield Turn("tool", _result(block, f"{field}.content"), call_id=call_id)
         else:
             raise _misplaced(block, field, "a user's")
     if texts:

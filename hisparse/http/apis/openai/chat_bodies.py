@@ -184,7 +184,7 @@ def turns_of(messages: list[ChatMessage]) -> Iterator[Turn]:
             _text(message, f"{where}.content"),
             message.reasoning_content or "",
             tuple(calls),
-            message.tool_call_id or "",
+            arguments.result(message.tool_call_id or "", f"{where}.tool_call_id") if message.role == "tool" else "",
         )
 
 

@@ -296,7 +296,8 @@ def _turn(item: Item, where: str, arguments: Arguments) -> Turn:
         return Turn("assistant", calls=(_past_call(item, where, arguments),))
     if item.type == "function_call_output":
         output = _required(item.output, f"{where}.output")
-        return Turn("tool", _text(output, f"{where}.output"), call_id=_required(item.call_id, f"{where}.call_id"))
+        call_id = arguments.result(_required(item.call_id, f"{where}.call_id"), f"{where}.call_id")
+        return Turn("tool", _text(output, f"{where}.output"), call_id=call_id)
     if item.type == "reasoning":
         return Turn("assistant", reasoning=_text(item.content or "", f"{where}.content"))
     role: Role = _required(item.role, f"{where}.role")
