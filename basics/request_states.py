@@ -13,6 +13,7 @@ The transitions between states are the coordinator's (coordinator.scheduling.lif
     ROLE        no worker that takes requests does its part
     TOO_LARGE   no worker that takes requests could hold it at its longest
     SUSPECT     a worker died with it, or with those it would join
+    OUTPUT_ROOM the outputs of all requests leave no room for more of its own
     SEATS, HOST_PAGES, HOT_CHUNKS, INDEX_PAGES, SLAB_PAGES   the first of them that is short
     BEHIND      a better-ranked request waits for the same workers
     TURN        nothing keeps it: the Scheduler's next turn will admit it
@@ -71,6 +72,7 @@ class PendingKind(StrEnum):
     ROLE = "role"
     TOO_LARGE = "too_large"
     SUSPECT = "suspect"
+    OUTPUT_ROOM = "output_room"
     SEATS = "seats"
     HOST_PAGES = "host_pages"
     HOT_CHUNKS = "hot_chunks"

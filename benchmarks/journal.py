@@ -118,7 +118,9 @@ class Load:
             self._journal.append([make_accepted(request_index, prompt, MAX_TOKENS, request_id=name, rank=rank)])
             placed = RequestPlaced(request_index, placement, NODE, worker, 1, 0)
             self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), placed)
-            self._token_log.begin_placement(request_index, placement, PROMPT_TOKENS, 1 << 30)
+            granted_tokens = PROMPT_TOKENS + GRANT_PAGES * PAGE_TOKENS
+            assert self._token_log.make_room(request_index, GRANT_PAGES * PAGE_TOKENS)
+            self._token_log.begin_placement(request_index, placement, PROMPT_TOKENS, granted_tokens)
             self._token_log.bind(request_index, number % WORKERS)
             self._granted[request_index] = GRANT_PAGES * PAGE_TOKENS
 
@@ -142,6 +144,8 @@ class Load:
             self._positions[request_indices] + PAGE_TOKENS > self._granted[request_indices]
         ].tolist():
             self._granted[request_index] += GRANT_PAGES * PAGE_TOKENS
+            assert self._token_log.make_room(request_index, int(self._granted[request_index]))
+            self._token_log.grant(request_index, PROMPT_TOKENS + int(self._granted[request_index]))
             self._change(Extend(request_index + 1, Memory(GRANT_PAGES, 0, GRANT_PAGES, 0)))
 
     async def run(self, rate: float) -> None:

@@ -24,7 +24,7 @@ import trio
 
 from basics import gc_policy
 from basics.process_memory import map_large_buffers
-from basics.tracing.sender import open_sender
+from basics.tracing.sender import QUEUE_SPANS_MAX, open_sender
 from basics.tracing.spans import Put
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.gateway.deliveries import Deliveries
@@ -41,6 +41,8 @@ from coordinator.listener.dropped import Dropped
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
+from coordinator.rooms import BY_NAME as ROOM_BY_NAME
+from coordinator.rooms import RoomUse
 from coordinator.scheduling.prefix_reuse import ALL, OFF, OWN
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
@@ -143,6 +145,8 @@ class Coordinator:
             flush_interval_s=settings.flush_interval_ms / 1e3,
         )
         self.started = trio.Event()
+        self._gateway: Gateway
+        self._journal: Journal
         self._stopping = False
         self._version = our_version()
 
@@ -242,6 +246,7 @@ class Coordinator:
             incarnation=self.incarnation,
             journal=journal,
         )
+        self._gateway, self._journal = gateway, journal
         scheduler.recover(expect_workers(journal.state, links.expect))
         if isinstance(journal, GroupCommit):
             supervisor.start(journal, Level.JOURNAL)
@@ -381,7 +386,18 @@ class Coordinator:
             journal_failing=scheduler.journal_failing,
             unready=scheduler.refusal() or scheduler.unserved(),
             model=model.name if model is not None else "",
+            rooms=self._room_use(scheduler),
         )
+
+    def _room_use(self, scheduler: Scheduler) -> dict[tuple[str, str], RoomUse]:
+        """What every room of coordinator.rooms holds, by its name and by what happens when it is full. Those that are
+        not there, since no events or traces are sent, are left out."""
+        parts = [scheduler.room_use(), self.deliveries.room_use(), self._gateway.room_use(), self._journal.room_use()]
+        if self._publisher is not None:
+            parts.append(self._publisher.room_use())
+        if self._put_spans is not None:
+            parts.append({"trace_spans": RoomUse(self.counters.spans.waiting, QUEUE_SPANS_MAX)})
+        return {(name, ROOM_BY_NAME[name].when_full.value): use for part in parts for name, use in part.items()}
 
 
 def _open_journal(path: str, counters: CoordinatorCounters) -> SqliteStore | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import trio
@@ -35,7 +35,8 @@ T = TypeVar("T")
 class CoordinatorView:
     """What is true now: taken in one piece, in the trio loop. `requests` counts live ones by state; `journal_failing`
     says why new work is refused; `unready`, why a request submitted now would not be served. `model` is the name of the
-    served model, empty until a worker has registered."""
+    served model, empty until a worker has registered. `rooms` has what is used of each room that clients fill, and its
+    limit, by its name and what happens when it is full."""
 
     requests: Mapping[str, int]
     held: int
@@ -46,6 +47,7 @@ class CoordinatorView:
     journal_failing: str = ""
     unready: str = ""
     model: str = ""
+    rooms: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
 
 def ask_loop(token: trio.lowlevel.TrioToken, look: Callable[[], T]) -> T:
@@ -268,6 +270,22 @@ CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
         "How many clients and admins are connected?",
         lambda it: it.connections,
         labels="role",
+    ),
+    gauge(
+        "hisparse_coordinator_room_used",
+        "",
+        "What is used of each room that clients fill, in its unit; full, it refuses, forgets or drops.",
+        "Which room runs full?",
+        lambda it: {name: used for name, (used, _) in it.rooms.items()},
+        labels="room when_full",
+    ),
+    gauge(
+        "hisparse_coordinator_room_limit",
+        "",
+        "What each of these rooms can hold.",
+        "How full is it?",
+        lambda it: {name: limit for name, (_, limit) in it.rooms.items()},
+        labels="room when_full",
     ),
     gauge(
         "hisparse_journal_failing",

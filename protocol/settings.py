@@ -51,10 +51,12 @@ class ClusterSettings(Settings, frozen=True):
 
 class CoordinatorSettings(Settings, frozen=True):
     journal: str = ""  # file of the journal; default: journal.sqlite in runtime_dir; none: a crash loses every request
-    live_requests_max: int = 16_384  # requests that have not ended; further ones are refused
-    queue_max: int = 8_192  # requests that wait; further ones are refused
+    live_requests_max: int = 16_384  # requests that have not ended; further ones are refused, of one owner beyond 7/8
+    queue_max: int = 8_192  # requests that wait; further ones are refused, of one owner beyond 7/8
     ended_keep_s: float = 600.0  # finished outputs stay attachable this long
-    ended_keep_max: int = 4_096  # finished outputs that stay attachable at most
+    ended_keep_max: int = (
+        4_096  # finished outputs that stay attachable at most; the oldest of the owner with most goes first
+    )
     connections_max: int = 1_024  # connections at the same time; further ones are refused
     connections_per_key_max: int = 256  # connections with one key; further ones are refused
     messages_per_s: float = (

@@ -64,6 +64,7 @@ class SpanSender:
         room = max(0, QUEUE_SPANS_MAX - len(self._queue))
         self._queue.extend(spans[:room])
         self._counters.dropped += len(spans[room:])
+        self._counters.waiting = len(self._queue)
         if len(self._queue) >= BATCH_SPANS_MAX:
             self._wake.set()
 
@@ -84,7 +85,9 @@ class SpanSender:
             self._wake.clear()
             is_last = self._closing
             while self._queue:
+                self._counters.waiting = len(self._queue)
                 self._send([self._queue.popleft() for _ in range(min(len(self._queue), BATCH_SPANS_MAX))])
+            self._counters.waiting = len(self._queue)
             if is_last:
                 return
 

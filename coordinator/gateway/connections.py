@@ -1,9 +1,9 @@
 """Connections of clients and admins: their users, their outboxes, and whether their sockets accept messages.
 
 A ROUTER reports neither new nor lost peers: a connection opens with its Hello, and is gone when a message to it has no
-route. A reply that a full socket refuses waits in the connection's outbox, bounded in messages and bytes; beyond either
-bound the connection is dropped. Deliveries never wait: `offer` returns whether one was sent; if not, the caller's
-cursor stays.
+route. A reply that a full socket refuses waits in the connection's outbox. Outboxes are bounded in messages and bytes,
+and so are those of all connections together, with a share for each user; beyond a bound the connection is dropped.
+Deliveries never wait: `offer` returns whether one was sent; if not, the caller's cursor stays.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.listener.router import RouterSocket, Sent
+from coordinator.rooms import RoomUse
+from coordinator.shares import may_take
 from protocol.errors import CapacityError
 from protocol.messages import PROTOCOL_VERSION
 
 #: Replies that wait for a client whose socket is full.
 OUTBOX_MESSAGES_MAX: Final = 4_096
 OUTBOX_BYTES_MAX: Final = 64 * 1024 * 1024
+#: Replies that wait for all clients together.
+OUTBOXES_BYTES_MAX: Final = 1024 * 1024 * 1024
 #: Roles, which decide what a connection may do.
 CLIENT: Final = "client"
 ADMIN: Final = "admin"
@@ -68,6 +72,7 @@ class ClientConnections:
         self.is_blocked: npt.NDArray[np.bool_] = np.zeros(limit, np.bool_)
         self._on_drop = on_drop
         self._free = list(range(limit))[::-1]
+        self._outbox_bytes: Counter[str] = Counter()  # by user
         self._by_peer: dict[tuple[str, bytes], ClientConnection] = {}
         self._by_index: dict[int, ClientConnection] = {}
 
@@ -116,6 +121,8 @@ class ClientConnections:
         del self._by_index[connection.index]
         del self._by_peer[connection.role, connection.peer]
         self.is_blocked[connection.index] = False
+        self._count(connection, -connection.outbox_bytes)
+        connection.outbox.clear()
         self._free.append(connection.index)
         self._on_drop(connection, reason)
 
@@ -124,9 +131,17 @@ class ClientConnections:
         if self.offer(connection, frame, now) or connection.is_gone:
             return
         connection.outbox.append(frame)
-        connection.outbox_bytes += len(frame)
-        if len(connection.outbox) > OUTBOX_MESSAGES_MAX or connection.outbox_bytes > OUTBOX_BYTES_MAX:
+        self._count(connection, len(frame))
+        held, used = self._outbox_bytes[connection.user], self._outbox_bytes.total()
+        has_room = may_take(0, held=held, used=used, limit=OUTBOXES_BYTES_MAX)
+        if not has_room or len(connection.outbox) > OUTBOX_MESSAGES_MAX or connection.outbox_bytes > OUTBOX_BYTES_MAX:
             self.drop(connection, "does not read")
+
+    def _count(self, connection: ClientConnection, more_bytes: int) -> None:
+        connection.outbox_bytes += more_bytes
+        self._outbox_bytes[connection.user] += more_bytes
+        if not self._outbox_bytes[connection.user]:
+            del self._outbox_bytes[connection.user]
 
     def offer(self, connection: ClientConnection, frame: bytes, now: float) -> bool:
         """Send `frame` now. False: it was not sent; the connection is gone, or blocked until `unblock`."""
@@ -148,13 +163,23 @@ class ClientConnections:
             connection = self._by_index[int(index)]
             self.is_blocked[index] = False
             while connection.outbox and self.offer(connection, connection.outbox[0], now):
-                connection.outbox_bytes -= len(connection.outbox.popleft())
+                self._count(connection, -len(connection.outbox.popleft()))
 
     def probe(self, frame: bytes, idle_since: float, now: float) -> None:
         """Send `frame` to connections sent nothing after `idle_since`: only a failed send shows that a peer is gone."""
         for connection in tuple(self._by_index.values()):
             if connection.sent_at <= idle_since:
                 self.offer(connection, frame, now)
+
+    def indices_of(self, user: str) -> list[int]:
+        """Of the connections of one user."""
+        return [index for index, connection in self._by_index.items() if connection.user == user]
+
+    def room_use(self) -> dict[str, RoomUse]:
+        return {
+            "connections": RoomUse(len(self), self.limit),
+            "outbox_bytes": RoomUse(self._outbox_bytes.total(), OUTBOXES_BYTES_MAX),
+        }
 
     def count_by_role(self) -> Counter[str]:
         return Counter(connection.role for connection in self._by_index.values())

@@ -19,7 +19,9 @@ import trio
 
 from coordinator.gateway.connections import ClientConnection, ClientConnections
 from coordinator.gateway.subscriptions import Subscriptions
+from coordinator.rooms import RoomUse
 from coordinator.scheduling.events import Ending
+from coordinator.shares import check_share, is_near
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
@@ -30,6 +32,8 @@ from protocol.skew import encode_for
 UNBLOCK_INTERVAL_S: Final = 0.05
 #: A connection that was sent nothing for this long gets an empty Delivery, which shows whether it is gone.
 KEEPALIVE_S: Final = 5.0
+#: Subscriptions of all connections: some 200 bytes each.
+SUBSCRIPTIONS_MAX: Final = 262_144
 #: When the coordinator stops: time for clients to read the rest of their deliveries.
 LAST_FLUSH_S: Final = 1.0
 
@@ -86,8 +90,20 @@ class Deliveries:
 
     # ------------------------------------------------------------ calls of the gateway
 
+    def check_room(self, connection: ClientConnection) -> None:
+        """Raise CapacityError when one subscription more is too many, or beyond the share of the connection's user."""
+        used = len(self._subscriptions)
+        near = is_near(used, SUBSCRIPTIONS_MAX)
+        held = self._subscriptions.count_of(self.connections.indices_of(connection.user)) if near else 0
+        check_share("subscriptions", 1, held=held, used=used, limit=SUBSCRIPTIONS_MAX, field="subscribe")
+
+    def room_use(self) -> dict[str, RoomUse]:
+        own = {"subscriptions": RoomUse(len(self._subscriptions), SUBSCRIPTIONS_MAX)}
+        return own | self.connections.room_use()
+
     def subscribe(self, connection: ClientConnection, request_index: int, cursor: int) -> int:
-        """The handle of the new subscription. Raises WrongState when this connection has one already."""
+        """The handle of the new subscription; `check_room` comes before. Raises WrongState when this connection has one
+        already."""
         handle = self._subscriptions.add(connection.index, request_index, cursor)
         self._news.set()
         return handle

@@ -12,6 +12,7 @@ the tokens.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
@@ -25,13 +26,15 @@ from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.peer_address import peer_address
-from coordinator.listener.rate_limiter import RateLimiter
+from coordinator.listener.rate_limiter import SENDERS_MAX, RateLimiter
 from coordinator.listener.router import Received, RouterSocket
+from coordinator.rooms import RoomUse
 from coordinator.scheduling.api import SchedulerApi
+from coordinator.shares import check_share
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
-from protocol.errors import BadInput, CapacityError, HiSparseError, ProtocolError
+from protocol.errors import BadInput, HiSparseError, ProtocolError
 from protocol.messages import KEY_PRIORITY_DEFAULT, NAME_CHARS_MAX, AdminMessage, GatewayMessage
 from protocol.skew import check_version
 from protocol.transport.frames import check_size, read_frame
@@ -105,7 +108,7 @@ class Gateway:
         self._command_handlers = _command_handlers(scheduler)
         self._incarnation = incarnation
         self._version = version
-        self._asks = 0
+        self._asks: Counter[str] = Counter()  # commands in progress, by user
         self._closing = trio.Event()
 
     def close(self) -> None:
@@ -113,7 +116,14 @@ class Gateway:
 
     def history(self) -> tuple[str, ...]:
         counts = self._deliveries.connections.count_by_role()
-        return (f"connections: {dict(counts)}", f"asks in flight: {self._asks}")
+        return (f"connections: {dict(counts)}", f"asks in flight: {self._asks.total()}")
+
+    def room_use(self) -> dict[str, RoomUse]:
+        senders = max(it.senders for it in self._flood_controls.values())
+        return {
+            "commands": RoomUse(self._asks.total(), ASKS_MAX),
+            "rate_buckets": RoomUse(senders, SENDERS_MAX),
+        }
 
     async def run(self) -> None:
         """Serve until `close`; commands in progress may still be answered for LAST_ANSWERS_S."""
@@ -218,9 +228,12 @@ class Gateway:
         self._deliveries.send(connection, reply)
 
     def _start(self, connection: ClientConnection, message: AdminMessage, tag: int, nursery: trio.Nursery) -> None:
-        if self._asks >= ASKS_MAX:
-            raise CapacityError(f"{ASKS_MAX} commands are in progress", remedy="retry in a moment")
-        self._asks += 1
+        user = connection.user
+        held, used = self._asks[user], self._asks.total()
+        check_share("commands in progress", 1, held=held, used=used, limit=ASKS_MAX, field="commands")
+        if isinstance(message, messages.Submit) and message.subscribe:
+            self._deliveries.check_room(connection)
+        self._asks[user] += 1
         nursery.start_soon(self._carry_out, connection, message, tag)
 
     def _attach(self, connection: ClientConnection, attach: messages.Attach) -> messages.Accepted:
@@ -233,6 +246,7 @@ class Gateway:
                 value=attach.offset,
                 remedy=f"choose 0 to {length}",
             )
+        self._deliveries.check_room(connection)
         return messages.Accepted(
             attach.tag, attach.request_id, self._deliveries.subscribe(connection, request_index, attach.offset)
         )
@@ -256,7 +270,9 @@ class Gateway:
         except HiSparseError as error:
             reply = self._failed(tag, error)
         finally:
-            self._asks -= 1
+            self._asks[connection.user] -= 1
+            if not self._asks[connection.user]:
+                del self._asks[connection.user]
         self._deliveries.send(connection, reply)
 
     def _within_rights(self, connection: ClientConnection, submit: messages.Submit) -> messages.Submit:

@@ -27,6 +27,7 @@ from coordinator.gateway.kv_format import encode_batch
 from coordinator.listener.authentication import CurveGuard, apply_guard
 from coordinator.listener.endpoint_lock import EndpointLock
 from coordinator.listener.router import HANDSHAKE_LIMIT_MS
+from coordinator.rooms import RoomUse
 from coordinator.scheduling.kv_events import KvEvent
 from metrics.state import CoordinatorCounters
 from protocol.errors import ConfigError, Unavailable
@@ -116,6 +117,12 @@ class KvPublisher:
                 continue
             self._queue.append(_Batch(number, now, events[start : start + BATCH_EVENTS_MAX]))
         os.eventfd_write(self._wake, 1)
+
+    def room_use(self) -> dict[str, RoomUse]:
+        return {
+            "kv_event_batches": RoomUse(len(self._queue), QUEUE_BATCHES_MAX),
+            "kv_replay_bytes": RoomUse(self._kept_bytes, REPLAY_BYTES_MAX),
+        }
 
     def close(self) -> None:
         """Send what waits, for CLOSE_LIMIT_S at most, and unbind."""

@@ -73,6 +73,10 @@ class Subscriptions:
 
     # ------------------------------------------------------------ subscriptions
 
+    def count_of(self, connections: list[int]) -> int:
+        """Subscriptions of these connections."""
+        return int(np.count_nonzero(np.isin(self._connections[: self._top], connections)))
+
     def add(self, connection: int, request_index: int, cursor: int) -> int:
         """Subscribe from position `cursor` on; returns the handle. Raises WrongState when it is subscribed already."""
         if (connection, request_index) in self._rows:

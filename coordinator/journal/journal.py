@@ -38,6 +38,7 @@ from coordinator.journal.state import JournalState
 from coordinator.journal.summary import Summarizing
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import Ledger
+from coordinator.rooms import RoomUse
 from coordinator.tokens.token_log import News, TokenLog
 from metrics.state import JournalCounters
 from protocol.errors import InternalError, Unavailable
@@ -161,6 +162,9 @@ class Journal(Protocol):
     def state(self) -> JournalState:
         """The state that the records so far lead to; its `ledgers` are the live ones."""
 
+    def room_use(self) -> dict[str, RoomUse]:
+        """How many records wait for the next commit."""
+
     def summarize_if_long(self) -> None:
         """Begin a summary, which replaces earlier records, if that saves enough.
 
@@ -192,6 +196,9 @@ class NoJournal:
 
     def summarize_if_long(self) -> None:
         return
+
+    def room_use(self) -> dict[str, RoomUse]:
+        return {"journal_records": RoomUse(0, PENDING_MAX)}
 
     def append(self, records: Sequence[Record]) -> Commit:
         return DONE
@@ -243,6 +250,9 @@ class GroupCommit:
     @property
     def failing(self) -> str:
         return self._error or self._store.short
+
+    def room_use(self) -> dict[str, RoomUse]:
+        return {"journal_records": RoomUse(len(self._pending.records), PENDING_MAX)}
 
     def append(self, records: Sequence[Record]) -> Commit:
         pending = self._pending

@@ -197,6 +197,9 @@ def replay(records: Iterable[Record], token_log: TokenLog) -> JournalState:
     replaying = _Replay(token_log)
     for record in records:
         replaying.take(record)
+    for request_index, request in replaying.state.requests.items():
+        if request.ended is not None:
+            token_log.cut(request_index)
     token_log.recovered()
     return replaying.state
 
@@ -218,7 +221,8 @@ class _Replay:
         state, token_log = self.state, self.token_log
         match record:
             case RequestAccepted(facts):
-                token_log.reopen(facts.request_index, facts.sampling.max_tokens, row_words(facts.sampling.logprobs))
+                words = row_words(facts.sampling.logprobs)
+                token_log.reopen(facts.request_index, facts.sampling.max_tokens, words, owner=facts.turn_owner)
             case RequestsForgotten(request_indices):
                 for request_index in unpack_int32(request_indices, "request_indices").tolist():
                     if request_index in state.requests:

@@ -39,6 +39,11 @@ class FloodControl:
         self._refuse = refuse
         self._refused = 0
 
+    @property
+    def senders(self) -> int:
+        """Whose rates are known."""
+        return len(self._rate_limiter)
+
     def admits(self, received: Received, now: float) -> bool:
         """Whether to read `received`. The rate is per user, over all of its connections; without keys, per connection.
 

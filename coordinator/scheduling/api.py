@@ -21,14 +21,17 @@ from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Match, Scope
+from coordinator.rooms import RoomUse
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort
 from coordinator.scheduling.pending import unserved
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.prefix_reuse import PrefixReuse, PrefixStats
+from coordinator.scheduling.prefix_reuse import ROOTS_MAX, PrefixReuse, PrefixStats
 from coordinator.scheduling.request_table import RequestTable
+from coordinator.scheduling.warm_start import KEPT_BYTES_MAX, WarmStarts
 from coordinator.scheduling.worker_registry import WorkerRegistry
+from coordinator.tokens.token_log import TokenLog
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.errors import BadInput, ProtocolError, Unavailable
@@ -80,6 +83,8 @@ class SchedulerApi(Actor[Message]):
     _clock: Callable[[], float]
     _journal: Journal
     _prefix_reuse: PrefixReuse
+    _warm_starts: WarmStarts
+    _token_log: TokenLog
     _digesting: trio.Lock
     _ledgers: Mapping[str, Ledger]
 
@@ -249,6 +254,17 @@ class SchedulerApi(Actor[Message]):
     def request_rows(self, limit: int, user: str | None = None) -> list[messages.RequestRow]:
         """Live requests in rank order, then ended ones, latest first; at most `limit`."""
         return self._requests.rows(limit, self._clock(), user)
+
+    def room_use(self) -> dict[str, RoomUse]:
+        """What is used of the rooms that the Scheduler and what it owns keep for requests."""
+        pools, reuse, warm_starts = self.pool_rows(), self._prefix_reuse, self._warm_starts
+        places = self._token_log.arena_tokens
+        return self._requests.room_use(len(self._placement_table.waiting)) | {
+            "output_places": RoomUse(places - self._token_log.free_places(), places),
+            "warm_start_bytes": RoomUse(warm_starts.kept_bytes, KEPT_BYTES_MAX),
+            "prefix_pages": RoomUse(sum(it.cached for it in pools), sum(it.host_pages for it in pools)),
+            "prefix_roots": RoomUse(len(reuse.roots), ROOTS_MAX),
+        }
 
     def describe(
         self, request_id: str, user: str | None = None

@@ -74,6 +74,7 @@ class Cause(StrEnum):
     HANDOVER = "handover"
     DRAIN = "drain"
     THROUGHPUT = "throughput"
+    OUTPUT_ROOM = "output_room"
 
 
 #: A request retracted to make room for another comes back only where that will not happen again.

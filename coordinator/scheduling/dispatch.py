@@ -80,11 +80,15 @@ class Dispatch:
     """`ledgers`, by node, are read for planning; they change only through the steps returned here."""
 
     def __init__(
-        self, ledgers: Mapping[str, Ledger], ahead_tokens: int, prefix_reuse: PrefixReuse | None = None
+        self,
+        ledgers: Mapping[str, Ledger],
+        ahead_tokens: int,
+        prefix_reuse: PrefixReuse | None = None,
+        makes_output_room: Callable[[RequestEntry], bool] = lambda _: True,
     ) -> None:
         self.placement_table = PlacementTable()
         self.prefix_reuse = prefix_reuse or PrefixReuse(OFF)
-        self.policy = Policy(self.placement_table, ledgers, ahead_tokens, self.prefix_reuse)
+        self.policy = Policy(self.placement_table, ledgers, ahead_tokens, self.prefix_reuse, makes_output_room)
         self.dirty = False
         self._now = 0.0  # of the last plan
 

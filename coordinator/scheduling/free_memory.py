@@ -48,12 +48,14 @@ class PlacementAsk(NamedTuple):
 class Refusal(NamedTuple):
     """A plan considered a waiting request and did not admit it. `asks`: how workers that it may join could take it on
     if they had room. `is_barred`: poison detection leaves none of them. `is_coming`: room is being made for it.
-    `following`: it asks for none, and waits for pages of another request."""
+    `following`: it asks for none, and waits for pages of another request. `lacks_output_room`: it asks for none, since
+    the token log has no room for more of its output."""
 
     asks: list[PlacementAsk]
     is_barred: bool = False
     is_coming: bool = False
     following: Following | None = None
+    lacks_output_room: bool = False
 
 
 class PlanOutcome(NamedTuple):

@@ -178,9 +178,11 @@ class PendingReasons:
     # ---------------------------------------------------------------- no worker to ask
 
     def _unasked(self, entry: RequestEntry, now: float) -> PendingReason:
-        """No worker was asked for memory: none is there, none can take it, others come first, or another request
-        computes the beginning of its prompt."""
+        """No worker was asked for memory: none is there, none can take it, others come first, another request computes
+        the beginning of its prompt, or the token log has no room."""
         refusal = self._policy.outcome.refused.get(entry.request_index)
+        if refusal is not None and refusal.lacks_output_room:
+            return PendingReason(PendingKind.OUTPUT_ROOM, "outputs take all room: waits until others end")
         if refusal is not None and (following := refusal.following) is not None:
             leader = self._request_id(following.leader.request_index)
             return PendingReason(PendingKind.PREFIX, f"{leader} {following.text}")

@@ -34,6 +34,10 @@ Hot floors. Below its hot floor (coordinator.scheduling.throughput) a worker giv
 there; those below it rise to it first, and where they cannot, the last in rank are retracted (keep). A running request
 that is nearly out of pages may still shrink others below it. What no worker could hold at the floor is exempt.
 
+Room for outputs. Pages are granted only where the token log has room for what they let a worker generate
+(`makes_output_room`). A running request without it is retracted (drop), and a waiting one blocks none: so those that
+the token log lets go on never wait for memory of those that it does not.
+
 No livelock. Rank is a total order that never changes, and victims are ranked below whom they make room for. So the
 highest-ranked request that is not held gets all it needs as soon as its inferiors have left, runs to its end, and
 then the next one does. Thrashing is bounded too: a request that policy has displaced comes back only where there is
@@ -113,7 +117,7 @@ assert GROW_QUIET_S < STRANDED_LIMIT_S
 
 class Policy:
     """Plans over one placement table. `ledgers`, by node, are read, never changed; `ahead_tokens` are granted ahead of
-    need."""
+    need. `makes_output_room` is asked before a request is admitted or granted pages."""
 
     def __init__(
         self,
@@ -121,11 +125,13 @@ class Policy:
         ledgers: Mapping[str, Ledger],
         ahead_tokens: int,
         prefix_reuse: PrefixReuse,
+        makes_output_room: Callable[[RequestEntry], bool] = lambda _: True,
     ) -> None:
         self.placement_table = placement_table
         self.ledgers = ledgers
         self.ahead_tokens = ahead_tokens
         self.prefix_reuse = prefix_reuse
+        self.makes_output_room = makes_output_room
         self.prefill_costs = PrefillCosts()
         self.outcome = NO_PLAN_OUTCOME  # of the last plan
 
@@ -153,6 +159,7 @@ class _Plan:
     def __init__(self, policy: Policy, now: float) -> None:
         self.placement_table = policy.placement_table
         self.ahead_tokens = policy.ahead_tokens
+        self.makes_output_room = policy.makes_output_room
         self.now = now
         self.decisions: list[Decision] = []
         self.blocked: dict[str, RequestEntry] = {}  # nodes, and who blocks them
@@ -204,8 +211,9 @@ class _Plan:
     def _consider(self, entry: RequestEntry) -> bool:
         """Admit a waiting request, or block the nodes it waits for. One that no worker can take on, or that is not to
         be tried again yet, blocks none."""
-        if self.now < entry.paused_until:
-            self.refused[entry.request_index] = Refusal([])
+        lacks_output_room = not self.makes_output_room(entry)
+        if lacks_output_room or self.now < entry.paused_until:
+            self.refused[entry.request_index] = Refusal([], lacks_output_room=lacks_output_room)
             return False
         if (plain := self.candidates.plain(entry)) is not None:
             self._admit(entry, plain)
@@ -301,6 +309,8 @@ class _Plan:
 
     def _feed(self, entry: RequestEntry, worker: WorkerEntry) -> None:
         """Grant pages to a running request that is short of them; when it is urgent, make room for it."""
+        if not self.makes_output_room(entry):
+            return self._retract(entry, False, Cause.OUTPUT_ROOM, "no room for more of its output")
         length = entry.length
         plenty, enough, least = (
             max(0, pages_wanted(length, ahead_tokens, worker.capacity) - entry.pages)

@@ -38,7 +38,7 @@ from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import poison_reason
 from coordinator.scheduling.prefix_reuse import own_unit
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestTable
+from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.tokens.token_log import TokenLog
 from protocol.messages import NO_TOKEN
 
@@ -172,7 +172,7 @@ def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Pl
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     entry = RequestEntry(facts, record.ordered, ended.generated_tokens)
     live = LiveRequest(facts, state, place.make_request(state, None), entry, b"")
-    place.requests.ended[facts.request_id] = EndedRequest(live, at)
+    place.requests.add_ended(live, at)
     if (
         record.placed is None
         or not _is_held(record.placed, journal_state)

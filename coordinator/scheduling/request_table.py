@@ -5,25 +5,33 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
 from basics.request_states import WAITING, State
 from coordinator.journal.records import RequestFacts, digest_of, with_named_grammar
+from coordinator.rooms import RoomUse
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.pending import PendingReason, PendingReasons
 from coordinator.scheduling.prompt_waits import PromptWaits
-from coordinator.scheduling.request_state import RequestState
+from coordinator.scheduling.request_state import HISTORY_LINES_MAX, RequestState
+from coordinator.scheduling.turns import Owner
+from coordinator.shares import check_share, is_near
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
-from protocol.errors import CapacityError, NotFound, ProtocolError, WrongState
+from protocol.errors import NotFound, ProtocolError, WrongState
 from protocol.messages import GRAMMAR_CHARS_MAX, Counters, HistoryLine, RequestRow, Sampling, Submit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.dispatch import Dispatch
+    from coordinator.scheduling.placement_table import PlacementTable
     from coordinator.scheduling.request import Request
     from protocol.settings import CoordinatorSettings
+
+
+#: Prompts and grammars of all live requests.
+PROMPT_BYTES_MAX: Final = 8 << 30
 
 
 class Swaps(NamedTuple):
@@ -62,6 +70,11 @@ class LiveRequest:
     grammar: str = ""
 
     @property
+    def prompt_bytes(self) -> int:
+        """Of its prompt and its grammar, while it lives."""
+        return len(self.prompt) + len(self.grammar)
+
+    @property
     def sampling(self) -> Sampling:
         """As it was submitted, until it ends."""
         known = self.facts.sampling
@@ -85,6 +98,9 @@ class RequestTable:
         self.by_index: dict[int, LiveRequest] = {}
         self.by_placement: dict[int, LiveRequest] = {}
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        self._live_of: Counter[Owner] = Counter()
+        self._prompt_bytes_of: Counter[Owner] = Counter()
+        self._ended_of: dict[Owner, dict[str, None]] = {}  # ids, oldest first
         self.pending = PendingReasons(dispatch.placement_table, dispatch.policy, self._request_id)
         self._prompt_waits = partial(PromptWaits, dispatch.placement_table, token_log.durable)
         self._token_log = token_log
@@ -95,16 +111,34 @@ class RequestTable:
 
     def add(self, live: LiveRequest) -> None:
         self.live[live.facts.request_id] = self.by_index[live.facts.request_index] = live
+        self._live_of[live.facts.turn_owner] += 1
+        self._prompt_bytes_of[live.facts.turn_owner] += live.prompt_bytes
 
-    def check_room(self, waiting: int) -> None:
-        """Raise CapacityError when one more would be too many."""
-        bounds = (
-            (len(self.live), self._settings.live_requests_max, "live requests", "coordinator.live_requests_max"),
-            (waiting, self._settings.queue_max, "requests waiting", "coordinator.queue_max"),
-        )
-        for count, bound, what, field in bounds:
-            if count >= bound:
-                raise CapacityError(f"{count} {what} already", field=field, value=bound, remedy="retry later")
+    def check_room(self, owner: Owner, prompt_bytes: int, placement_table: PlacementTable) -> None:
+        """Raise CapacityError when one more of `owner` would be too many, or beyond its share. `prompt_bytes`: of its
+        prompt and its grammar."""
+        live, limit = len(self.live), self._settings.live_requests_max
+        held, field = self._live_of[owner], "coordinator.live_requests_max"
+        check_share("live requests", 1, held=held, used=live, limit=limit, field=field)
+        waiting, limit = len(placement_table.waiting), self._settings.queue_max
+        held = placement_table.count_waiting(owner) if is_near(waiting, limit) else 0
+        check_share("requests waiting", 1, held=held, used=waiting, limit=limit, field="coordinator.queue_max")
+        held, used = self._prompt_bytes_of[owner], self._prompt_bytes_of.total()
+        check_share("bytes of prompts", prompt_bytes, held=held, used=used, limit=PROMPT_BYTES_MAX, field="prompt")
+
+    def room_use(self, waiting: int) -> dict[str, RoomUse]:
+        """What requests take of the rooms that bound their number; `waiting` of them wait."""
+        settings, requests = self._settings, [*self.live.values(), *(it.live for it in self.ended.values())]
+        indices = settings.live_requests_max + settings.ended_keep_max
+        return {
+            "live_requests": RoomUse(len(self.live), settings.live_requests_max),
+            "waiting_requests": RoomUse(waiting, settings.queue_max),
+            "prompt_bytes": RoomUse(self._prompt_bytes_of.total(), PROMPT_BYTES_MAX),
+            "ended_requests": RoomUse(len(self.ended), settings.ended_keep_max),
+            "history_lines": RoomUse(
+                sum(it.state.lines_count - it.state.lines_dropped for it in requests), HISTORY_LINES_MAX * indices
+            ),
+        }
 
     def begin_placement(self, live: LiveRequest, placement: int, epoch: int) -> None:
         live.epoch = epoch
@@ -118,20 +152,38 @@ class RequestTable:
 
     def end(self, live: LiveRequest, now: float) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
+        self._prompt_bytes_of[live.facts.turn_owner] -= live.prompt_bytes
         live.prompt, live.grammar = b"", ""
-        self.ended[live.facts.request_id] = EndedRequest(live, now)
         del self.live[live.facts.request_id], self.by_index[live.facts.request_index]
+        self._live_of[live.facts.turn_owner] -= 1
+        if not self._live_of[live.facts.turn_owner]:
+            del self._live_of[live.facts.turn_owner], self._prompt_bytes_of[live.facts.turn_owner]
+        self.add_ended(live, now)
+
+    def add_ended(self, live: LiveRequest, at: float) -> None:
+        """It is over since `at`; no other request has been for a shorter time."""
+        self.ended[live.facts.request_id] = EndedRequest(live, at)
+        self._ended_of.setdefault(live.facts.turn_owner, {})[live.facts.request_id] = None
 
     def forget_old(self, now: float) -> list[int]:
-        """Forget what ended long ago, and what is beyond the bound, oldest first; returns their request indices."""
+        """Forget what ended long ago, and what is beyond the bound: the oldest of the owner who has most. Returns their
+        request indices."""
         keep_max, keep_s = self._settings.ended_keep_max, self._settings.ended_keep_s
-        request_indices: list[int] = []
-        while self.ended:
-            first = next(iter(self.ended.values()))
-            if len(self.ended) <= keep_max and now - first.at < keep_s:
-                break
-            request_indices.append(self.ended.popitem(last=False)[1].live.facts.request_index)
-        return request_indices
+        forgotten: list[EndedRequest] = []
+        while self.ended and now - next(iter(self.ended.values())).at >= keep_s:
+            forgotten.append(self._take_ended(next(iter(self.ended))))
+        while len(self.ended) > keep_max:
+            most = max(self._ended_of.values(), key=len)
+            forgotten.append(self._take_ended(next(iter(most))))
+        return [it.live.facts.request_index for it in forgotten]
+
+    def _take_ended(self, request_id: str) -> EndedRequest:
+        ended = self.ended.pop(request_id)
+        owner = ended.live.facts.turn_owner
+        del self._ended_of[owner][request_id]
+        if not self._ended_of[owner]:
+            del self._ended_of[owner]
+        return ended
 
     def forget(self, request_ids: tuple[str, ...], user: str | None = None) -> list[int]:
         """Forget these ended requests, all or none; returns their request indices. Unknown ids were forgotten before.
@@ -145,8 +197,8 @@ class RequestTable:
                 raise WrongState(
                     "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
                 )
-        ended = [self.ended.pop(request_id, None) for request_id in dict.fromkeys(request_ids)]
-        return [it.live.facts.request_index for it in ended if it is not None]
+        known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self.ended]
+        return [self._take_ended(request_id).live.facts.request_index for request_id in known]
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
         """Take in swap-in counters; of placements not its own: dropped. Raises ProtocolError when arrays disagree."""

@@ -37,6 +37,7 @@ from coordinator.scheduling.entries import RequestEntry, WorkerDrain
 from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
 from coordinator.scheduling.hot_sizing import HotSizing
 from coordinator.scheduling.kv_events import KvEvent, KvEvents
+from coordinator.scheduling.policy import GRANT_STEP_PAGES
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, endings_of, restore
@@ -71,6 +72,9 @@ TICK_S: Final = 0.25
 DEADLINE_MAX_S: Final = 86_400.0
 #: At a stop's deadline, workers have this long to release what was failed; then their word is not waited for.
 RELEASE_LIMIT_S: Final = 5.0
+#: Tokens that a grant may come to beyond `grant_ahead_tokens`: the step of a grant, the overshoot of a step, and what
+#: rounding to pages adds.
+GRANT_TOKENS_BESIDES: Final = (GRANT_STEP_PAGES + 2) * PAGE_TOKENS
 #: Granted tokens of a request that has all it can ever use: it is never short.
 GRANTED_ALL: Final = 2**31 - 1
 
@@ -139,7 +143,10 @@ class Scheduler(SchedulerApi):
         self._kv_events = KvEvents(self._some_tokens) if publish is not None else None
         key = secrets.token_bytes(KEY_BYTES)
         self._prefix_reuse = PrefixReuse(settings.prefix_reuse, key, self._kv_events, clock)
-        self._dispatch = Dispatch(self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse)
+        self._lead_tokens = settings.grant_ahead_tokens + GRANT_TOKENS_BESIDES
+        self._dispatch = Dispatch(
+            self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse, self._makes_output_room
+        )
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
         self._requests = RequestTable(token_log, settings, wall_offset_s, self._dispatch)
@@ -168,6 +175,7 @@ class Scheduler(SchedulerApi):
             counters=self._counters,
             clock=clock,
             wall_offset_s=wall_offset_s,
+            first_tokens=self._lead_tokens,
             begin_trace=begin_trace,
         )
         self._stop: _Stop | None = None
@@ -284,6 +292,7 @@ class Scheduler(SchedulerApi):
                 self._warm_starts.take(message.request_index)
                 self._dispatch.closed(message.request_index)
                 self._requests.end(self._requests.by_index[message.request_index], now)
+                self._token_log.cut(message.request_index)
             case events.TransferClosed():
                 turn.take(self._transfer_closed(message))
             case events.Starving() | events.PromptRows():
@@ -507,6 +516,10 @@ class Scheduler(SchedulerApi):
         if tick:
             for entry, reason in self._requests.pending.due(now):
                 self._tell(AddressedOrder(entry.request_index, events.StillWaits(reason.text)))
+
+    def _makes_output_room(self, entry: RequestEntry) -> bool:
+        """Whether the token log has room for the next grant."""
+        return self._token_log.make_room(entry.request_index, entry.generated + self._lead_tokens)
 
     async def _transact(self, steps: Sequence[LedgerStep]) -> list[Int32Array]:
         """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something

@@ -31,8 +31,8 @@ from protocol.sizing import Length
 
 @dataclass(slots=True)
 class Submissions:
-    """Times are seconds of the Scheduler's clock. `ids_made` counts names given to requests that came without one.
-    `begin_trace` None: there are no traces."""
+    """Times are seconds of the Scheduler's clock. A request has room for `first_tokens` of output at first. `ids_made`
+    counts names given to requests that came without one. `begin_trace` None: there are no traces."""
 
     requests: RequestTable
     dispatch: Dispatch
@@ -45,6 +45,7 @@ class Submissions:
     counters: CoordinatorCounters
     clock: Callable[[], float]
     wall_offset_s: float
+    first_tokens: int
     begin_trace: BeginTrace | None = None
     ids_made: int = 0
 
@@ -65,14 +66,17 @@ class Submissions:
         length = Length(prompt.size, 0, sampling.max_tokens)
         check_fits(length, self.registry.capacities(), submit.prefill_mode)
         placement_table = self.dispatch.placement_table
-        self.requests.check_room(len(placement_table.waiting))
+        owner = ask.user, submit.tenant
+        self.requests.check_room(owner, len(submit.prompt) + len(sampling.grammar), placement_table)
+        request_index = self.token_log.open(
+            sampling.max_tokens, row_words(sampling.logprobs), tokens=self.first_tokens, owner=owner
+        )
         request_id = submit.request_id or self._new_id()
-        request_index = self.token_log.open(sampling.max_tokens, row_words(sampling.logprobs))
         self.token_log.times.submitted(request_index, now)
         submitted = RequestFacts(
             request_index,
             request_id,
-            placement_table.next_rank(submit.priority, (ask.user, submit.tenant)),
+            placement_table.next_rank(submit.priority, owner),
             ask.owner,
             ask.user,
             length.prompt,

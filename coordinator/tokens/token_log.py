@@ -11,25 +11,41 @@ cursor per request (coordinator.gateway.subscriptions). The log does not know st
     committed generated tokens in the journal; only these are delivered. Without a journal, equal to length
     durable   rows known to be in host memory (prompt included), at most prompt + length
     granted   tokens (prompt included) that fit the host pages granted so far
+    room      tokens that its extent holds: at least what its grant lets its worker generate, at most max_tokens
 
-Tokens lie in one arena, allocated once and touched lazily, in extents of a power of two; each request has room for
-its max_tokens from the start. A binary buddy system (Knowlton 1965) allocates the extents. Rejected: an array per
-request (appending is a Python loop), pages with a table per request (a second gather for every token, and it saves only
-virtual memory).
+Tokens lie in one arena, touched lazily, in extents of a power of two (coordinator.tokens.extents). Behind the tokens of
+a request that asks for log-probabilities, its extent has a row of words for each of them (protocol/logprobs.py). Such
+requests are few, and their rows are appended one request at a time. No array that leaves this class is a view into the
+arena, so an extent may move at any time.
 
-Behind the tokens of a request that asks for log-probabilities, its extent has a row of words for each of them
-(protocol/logprobs.py). Such requests are few, and their rows are appended one request at a time.
+Room follows what is generated. A request begins with room for its first grant. The Scheduler asks for more before it
+grants more pages (`make_room`); `cut`, at the end, leaves what was generated. `append` only writes where there is room:
+a token never comes that cannot be kept. An extent that grows doubles, so a token is copied once on average.
+
+A full arena. `make_room` refuses, and the request waits without a grant, off its worker. It refuses before the arena is
+full, too, by the banker's algorithm (Dijkstra 1965): all live requests must be able to come to their max_tokens, one
+after the other, in the order of what they still need, when those that ended give their places back as they are
+forgotten. So there is always one that may grow, and no two wait for each other. Requests that operators hold are
+counted on to be resumed. A submission that finds no room, or finds its owner at its share (coordinator.shares), is
+refused.
+
+Rejected: room for max_tokens from the start (most outputs end long before, and a few hundred requests of one owner took
+all places), or only a promise of so much (the same, in a larger number); an array per request (appending is a Python
+loop); pages with a table per request (a second gather for every token).
 """
 
 from __future__ import annotations
 
 import mmap
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Hashable
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.shares import check_share
+from coordinator.tokens.extents import Extents
 from coordinator.tokens.logprob_rows import LogprobRows, unpack_logprobs
 from coordinator.tokens.token_times import TokenTimes
 from protocol.arrays import Int32Array, Int64Array, unpack_int32, unpack_int64
@@ -42,6 +58,10 @@ from protocol.units import PAGE_TOKENS
 ARENA_TOKENS: Final = 1 << 28
 #: Smallest extent.
 EXTENT_TOKENS_MIN: Final = 64
+#: Tokens that a worker may report beyond the rows granted: the last one has no row, and a step may bring several.
+BEYOND_GRANT_TOKENS: Final = PAGE_TOKENS
+#: What refusals call the room of all outputs.
+PLACES: Final = "output places"
 
 NO_PLACEMENT: Final = -1
 NO_SOURCE: Final = -1
@@ -98,46 +118,6 @@ class OutputPart(NamedTuple):
     is_cut: bool = False
 
 
-class Extents:
-    """A buddy system over `size` units; an extent is a power of two, at least `smallest`, aligned to its size."""
-
-    def __init__(self, size: int, smallest: int) -> None:
-        if size & (size - 1) or smallest & (smallest - 1) or not 0 < smallest <= size:
-            raise InternalError("arena and smallest extent must be powers of two", field="size", value=size)
-        self.size = size
-        self._smallest = smallest
-        self._free: dict[int, set[int]] = {size: {0}}
-
-    def rounded(self, units: int) -> int:
-        """Size of the extent for `units`."""
-        return max(self._smallest, 1 << max(units - 1, 0).bit_length())
-
-    def allocate(self, units: int) -> int | None:
-        """Base of a free extent of `rounded(units)`; None when no block is large enough."""
-        extent = block = self.rounded(units)
-        while not self._free.get(block):
-            block *= 2
-            if block > self.size:
-                return None
-        base = self._free[block].pop()
-        while block > extent:
-            block //= 2
-            self._free.setdefault(block, set()).add(base + block)
-        return base
-
-    def free(self, base: int, units: int) -> None:
-        """Return an extent, merging it with its free buddies."""
-        block = self.rounded(units)
-        while block < self.size and (base ^ block) in self._free.get(block, ()):
-            self._free[block].remove(base ^ block)
-            base &= ~block
-            block *= 2
-        self._free.setdefault(block, set()).add(base)
-
-    def free_units(self) -> int:
-        return sum(block * len(bases) for block, bases in self._free.items())
-
-
 class TokenLog:
     """Owned by the coordinator's trio thread; every call is synchronous and completes or changes nothing."""
 
@@ -154,7 +134,13 @@ class TokenLog:
         self._extents = Extents(arena_tokens, EXTENT_TOKENS_MIN)
         self._free = deque(range(request_indices))
         self._base: Int64Array = np.zeros(request_indices, np.int64)
-        self._capacity: Int32Array = np.full(request_indices, -1, np.int32)
+        self._units: Int64Array = np.zeros(request_indices, np.int64)  # of its extent
+        self._units_max: Int64Array = np.zeros(request_indices, np.int64)  # of its extent with room for all
+        self._units_largest = 0  # no `_units_max` is larger
+        self._room: Int32Array = np.zeros(request_indices, np.int32)
+        self._owner: Int64Array = np.zeros(request_indices, np.int64)  # a hash of its name
+        self._held: Counter[int] = Counter()  # units, by owner
+        self._capacity: Int32Array = np.full(request_indices, -1, np.int32)  # max_tokens, or what it ended with
         self._words: Int32Array = np.zeros(request_indices, np.int32)  # of a row of log-probabilities
         self._asking = 0  # open request indices that have rows
         self._placement: Int64Array = np.full(request_indices, NO_PLACEMENT, np.int64)
@@ -167,9 +153,11 @@ class TokenLog:
 
     # ------------------------------------------------------------ request indices and placements
 
-    def open(self, max_tokens: int, words: int = 0) -> int:
-        """A request index with room for `max_tokens`, each with a row of `words`. Raises CapacityError when indices or
-        arena are used up."""
+    def open(self, max_tokens: int, words: int = 0, *, tokens: int = 0, owner: Hashable = None) -> int:
+        """A request index for an output of `max_tokens`, each with a row of `words`, with room for a grant of `tokens`.
+
+        Raises CapacityError when indices or places are used up, or `owner` is at its share of the places.
+        """
         if not self._free:
             raise CapacityError(
                 f"all {self.request_indices} request indices are in use",
@@ -177,28 +165,52 @@ class TokenLog:
                 value=self.request_indices,
                 remedy="retry when requests have ended",
             )
-        base = self._extents.allocate(max_tokens * (1 + words))
-        if base is None:
+        units_max, used = self._extents.rounded(max_tokens * (1 + words)), self.arena_tokens - self.free_places()
+        if units_max > self.arena_tokens:
             each = f" with log-probabilities, {1 + words} places each" if words else ""
-            raise CapacityError(
-                f"no room for {max_tokens} tokens of output{each}, {self._extents.free_units()} of "
-                f"{self._extents.size} free",
-                field="max_tokens",
-                value=max_tokens,
-                remedy="ask for fewer tokens, or retry when requests have ended",
-            )
+            text = f"no room for {max_tokens} tokens of output{each}: there are {self.arena_tokens} places in all"
+            raise CapacityError(text, field="max_tokens", value=max_tokens, remedy="ask for fewer tokens")
+        asked = self._extents.rounded(min(tokens + BEYOND_GRANT_TOKENS, max_tokens) * (1 + words))
+        check_share(PLACES, asked, held=self.held_by(owner), used=used, limit=self.arena_tokens, field="outputs")
         request_index = self._free.popleft()
-        self._base[request_index] = base
-        self._capacity[request_index], self._words[request_index] = max_tokens, words
-        self._asking += words > 0
+        self._enter(request_index, max_tokens, words, owner)
+        if not self.make_room(request_index, tokens):
+            self._leave(request_index)
+            self._free.appendleft(request_index)
+            raise CapacityError(
+                f"{used} {PLACES} already, and others need the rest of {self.arena_tokens} to come to their end",
+                field="outputs",
+                value=self.arena_tokens,
+                remedy="retry when requests have ended",
+            )
         return request_index
+
+    def _enter(self, request_index: int, max_tokens: int, words: int, owner: Hashable) -> None:
+        self._capacity[request_index], self._words[request_index] = max_tokens, words
+        self._units_max[request_index] = units_max = self._extents.rounded(max_tokens * (1 + words))
+        self._units_largest = max(self._units_largest, units_max)
+        self._owner[request_index] = hash(owner)
+        self._asking += words > 0
+
+    def _leave(self, request_index: int) -> None:
+        self._asking -= bool(self._words[request_index])
+        self._capacity[request_index], self._words[request_index], self._room[request_index] = -1, 0, 0
+        self._set_units(request_index, 0)
+        self._units_max[request_index] = 0
+
+    def _set_units(self, request_index: int, units: int) -> None:
+        owner = int(self._owner[request_index])
+        self._held[owner] += units - int(self._units[request_index])
+        if not self._held[owner]:
+            del self._held[owner]
+        self._units[request_index] = units
 
     def close(self, request_index: int) -> None:
         """Forget the request; free its index and its extent."""
-        self._extents.free(int(self._base[request_index]), self._units_of(request_index))
+        self._capacity_of(request_index)
+        self._extents.free(int(self._base[request_index]), int(self._units[request_index]))
         self.end_placement(request_index)
-        self._asking -= bool(self._words[request_index])
-        self._capacity[request_index], self._words[request_index] = -1, 0
+        self._leave(request_index)
         for cursor in (self.lengths, self.committed, self._taken, self._summed, self._durable, self._durable_taken):
             cursor[request_index] = 0
         self._free.append(request_index)
@@ -207,7 +219,7 @@ class TokenLog:
         self, request_index: int, placement: int, prompt_tokens: int, granted_tokens: int, durable_tokens: int = 0
     ) -> None:
         """From now on only `placement` may append, once `bind` has set its link."""
-        self._capacity_of(request_index)
+        self._fit(request_index, granted_tokens - prompt_tokens)
         self._placement[request_index] = placement
         self._prompt[request_index] = prompt_tokens
         self._granted[request_index] = granted_tokens
@@ -232,6 +244,7 @@ class TokenLog:
 
     def grant(self, request_index: int, granted_tokens: int) -> None:
         """The request may now hold `granted_tokens` in all; `report_short` may return it again."""
+        self._fit(request_index, granted_tokens - int(self._prompt[request_index]))
         self._granted[request_index] = granted_tokens
         self._asked[request_index] = False
 
@@ -254,14 +267,116 @@ class TokenLog:
         self._asked[short] = True
         return short.astype(np.int32)
 
+    # ------------------------------------------------------------ room
+
+    def make_room(self, request_index: int, tokens: int) -> bool:
+        """Give the request room for a grant of `tokens` of output, at most for max_tokens. False: not now."""
+        tokens = self._needed(request_index, tokens)
+        if tokens <= self._room[request_index] and self._units[request_index]:
+            return True
+        return self._is_safe(request_index, self._extent_for(request_index, tokens)) and self._grow(
+            request_index, tokens
+        )
+
+    def cut(self, request_index: int) -> None:
+        """The request has ended and generates no more: leave it room for what it has generated."""
+        length = self.length(request_index)
+        self._capacity_of(request_index)
+        self._capacity[request_index] = length
+        base, output = int(self._base[request_index]), self._content(request_index)
+        self._units_max[request_index] = kept = self._extent_for(request_index, length)
+        self._extents.cut(base, int(self._units[request_index]), kept)
+        self._settle(request_index, base, kept, *output)
+
+    def free_places(self) -> int:
+        """Places of the arena that no request has."""
+        return self._extents.free_units
+
+    def held_by(self, owner: Hashable) -> int:
+        """Places that requests of `owner` have, ended ones too."""
+        return self._held[hash(owner)]
+
+    def _fit(self, request_index: int, granted_tokens: int) -> None:
+        """Make sure that what a grant lets its worker generate finds room. It was made before the grant was decided."""
+        tokens = self._needed(request_index, granted_tokens)
+        if tokens > self._room[request_index] and not self._grow(request_index, tokens):
+            raise InternalError("more was granted than there is room for", field="granted_tokens", value=granted_tokens)
+
+    def _needed(self, request_index: int, granted_tokens: int) -> int:
+        """Tokens that a grant of so many tokens of output lets its worker generate."""
+        return min(granted_tokens + BEYOND_GRANT_TOKENS, self._capacity_of(request_index))
+
+    def _extent_for(self, request_index: int, tokens: int) -> int:
+        return self._extents.rounded(tokens * (1 + int(self._words[request_index])))
+
+    def _is_safe(self, request_index: int, units: int) -> bool:
+        """Whether all requests can still come to their end, one after the other, if this one has `units`."""
+        more = units - int(self._units[request_index])
+        free = self.free_places() - more
+        if free >= self._units_largest:
+            return True
+        held = self._units.copy()
+        held[request_index] = units
+        owed = self._units_max - held
+        order = np.argsort(owed, kind="stable")
+        given_back = np.cumsum(held[order]) - held[order]
+        return free >= 0 and bool((owed[order] <= free + given_back).all())
+
+    def _grow(self, request_index: int, tokens: int) -> bool:
+        """Move the request to an extent for `tokens`. False, and nothing changed: there are too few places."""
+        before, after = int(self._units[request_index]), self._extent_for(request_index, tokens)
+        base = self._extents.allocate(after)
+        if base is None:
+            return self._pack(request_index, after)
+        output = self._content(request_index)
+        if before:
+            self._extents.free(int(self._base[request_index]), before)
+        self._settle(request_index, base, after, *output)
+        return True
+
+    def _pack(self, request_index: int, units: int) -> bool:
+        """Lay all extents down anew, without gaps, that of this request with `units`. Takes as long as copying all
+        outputs; it is only needed when the arena is nearly full."""
+        if self.free_places() < units - int(self._units[request_index]):
+            return False
+        outputs = {it: self._content(it) for it in np.flatnonzero(self._units).tolist()}
+        outputs[request_index] = self._content(request_index)
+        sizes = {it: int(self._units[it]) for it in outputs} | {request_index: units}
+        self._extents = Extents(self.arena_tokens, self._extents.smallest)
+        for it in sorted(sizes, key=lambda it: -sizes[it]):
+            base = self._extents.allocate(sizes[it])
+            assert base is not None
+            self._settle(it, base, sizes[it], *outputs[it])
+        return True
+
+    def _content(self, request_index: int) -> tuple[Int32Array, Int32Array]:
+        """Copies of its tokens and of their rows."""
+        base, length = int(self._base[request_index]), int(self.lengths[request_index])
+        tokens, words = self._arena[base : base + length].copy(), int(self._words[request_index])
+        if not words:
+            return tokens, EMPTY
+        first = self._first_row(request_index)
+        return tokens, self._arena[first : first + length * words].copy()
+
+    def _settle(self, request_index: int, base: int, units: int, tokens: Int32Array, rows: Int32Array) -> None:
+        """The request has that extent from now on; write there what it has generated."""
+        self._base[request_index] = base
+        self._set_units(request_index, units)
+        fits = units // (1 + int(self._words[request_index]))
+        self._room[request_index] = min(fits, int(self._capacity[request_index]))
+        self._arena[base : base + len(tokens)] = tokens
+        if len(rows):
+            first = self._first_row(request_index)
+            self._arena[first : first + len(rows)] = rows
+
     # ------------------------------------------------------------ tokens in
 
     def append(self, progress: Progress, source: int) -> Appended:
         """Append the tokens that link `source` reports. Drops known positions (I5) and entries of ended placements.
 
         Raises ProtocolError, with nothing changed, when arrays disagree, a request index appears twice, tokens exceed
-        max_tokens, rows of log-probabilities are not what a request asks for, or a position is missing: reports apply
-        in order, so the worker has skipped one.
+        max_tokens or the grant, rows of log-probabilities are not what a request asks for, or a position is missing:
+        reports apply in order, so the worker has skipped one.
         """
         request_indices, placements, starts, counts, tokens, durables = self._unpack(progress)
         logprobs = unpack_logprobs(progress.logprobs, counts)
@@ -329,7 +444,7 @@ class TokenLog:
 
     def _first_row(self, request_index: int) -> int:
         """Where the rows of a request begin."""
-        return int(self._base[request_index]) + int(self._capacity[request_index])
+        return int(self._base[request_index]) + int(self._room[request_index])
 
     def _check_rows(
         self, request_indices: RequestIndices, has_tokens: npt.NDArray[np.bool_], logprobs: LogprobRows | None
@@ -390,8 +505,8 @@ class TokenLog:
                 value=int(starts[worst]),
                 remedy="start a new epoch",
             )
-        if np.count_nonzero(starts.astype(np.int64) + counts > self._capacity[request_indices]):
-            raise ProtocolError("more tokens than the request asked for", field="counts")
+        if np.count_nonzero(starts.astype(np.int64) + counts > self._room[request_indices]):
+            raise ProtocolError("more tokens than the request asked for, or was granted", field="counts")
 
     # ------------------------------------------------------------ to and from the journal
 
@@ -440,19 +555,28 @@ class TokenLog:
             is_cut=stop < taken,
         )
 
-    def reopen(self, request_index: int, max_tokens: int, words: int = 0) -> None:
-        """Open `request_index` again, with its room. Raises CapacityError when indices or arena are fewer now."""
-        base = self._extents.allocate(max_tokens * (1 + words)) if request_index < self.request_indices else None
-        if base is None:
+    def reopen(self, request_index: int, max_tokens: int, words: int = 0, *, owner: Hashable = None) -> None:
+        """Open `request_index` again; room for what it has comes with `recover`. Raises CapacityError when indices are
+        fewer now."""
+        if request_index >= self.request_indices:
             raise CapacityError(
                 f"{self.request_indices} request indices are too few for the requests in the journal",
                 field="coordinator.live_requests_max",
                 value=request_index,
                 remedy="raise live_requests_max or ended_keep_max to their earlier values",
             )
-        self._base[request_index] = base
-        self._capacity[request_index], self._words[request_index] = max_tokens, words
-        self._asking += words > 0
+        self._enter(request_index, max_tokens, words, owner)
+        self._regrow(request_index, 0)
+
+    def _regrow(self, request_index: int, tokens: int) -> None:
+        """Room for what the journal has: the incarnation that wrote it had as much."""
+        if tokens > self._capacity[request_index] or not self._grow(request_index, tokens):
+            raise CapacityError(
+                f"{self.free_places()} of {self.arena_tokens} {PLACES} are free, and the journal has more outputs",
+                field="coordinator.journal",
+                value=request_index,
+                remedy="start the version that wrote it, and let requests end",
+            )
 
     def recover(self, news: News) -> None:
         """Restore tokens from the journal; those of forgotten requests are ignored."""
@@ -466,6 +590,8 @@ class TokenLog:
             if logprobs is not None:
                 logprobs = logprobs.only(is_open)
         places = request_indices.astype(np.intp)
+        for entry in np.flatnonzero(starts + counts > self._room[places]).tolist():
+            self._regrow(int(places[entry]), int(starts[entry] + counts[entry]))
         self._write(places, starts, counts, np.cumsum(counts) - counts, tokens, len(tokens))
         if logprobs is not None:
             self._write_rows(places, starts, counts, logprobs)
@@ -477,7 +603,10 @@ class TokenLog:
         request_index, tokens = output.request_index, output.tokens
         if self._capacity[request_index] < 0:
             return
-        base, stop = int(self._base[request_index]), output.start + len(tokens)
+        stop = output.start + len(tokens)
+        if stop > self._room[request_index]:
+            self._regrow(request_index, stop)
+        base = int(self._base[request_index])
         self._arena[base + output.start : base + stop] = tokens
         row = self._first_row(request_index) + output.start * int(self._words[request_index])
         self._arena[row : row + len(output.rows)] = output.rows
@@ -544,14 +673,18 @@ class TokenLog:
     def check_invariants(self) -> None:
         """Raise InternalError unless request indices, extents and lengths are consistent."""
         opened = np.flatnonzero(self._capacity >= 0)
-        held = sum(self._extents.rounded(self._units_of(int(request_index))) for request_index in opened)
+        held, places = int(self._units.sum()), self._room.astype(np.int64) * (1 + self._words)
         checks = {
             "every request index is open or free": len(opened) + len(self._free) == self.request_indices,
-            "every token of the arena is free or in one extent": held + self._extents.free_units()
-            == self._extents.size,
+            "every token of the arena is free or in one extent": held + self._extents.free_units == self._extents.size,
             "requests with rows are counted": self._asking == np.count_nonzero(self._words),
             "committed tokens are known": bool((self.committed <= self.lengths).all()),
-            "no request is longer than its max_tokens": bool((self.lengths[opened] <= self._capacity[opened]).all()),
+            "every output lies in its extent": bool(
+                (self.lengths <= self._room).all() and (places <= self._units).all()
+            ),
+            "places are counted by owner": sum(self._held.values()) == held and min(self._held.values(), default=1) > 0,
+            "extents do not overlap": self._extents_apart(opened),
+            "no request has more room than it may use": bool((self._room[opened] <= self._capacity[opened]).all()),
             "durable rows exist": bool((self._durable <= self._prompt + self.lengths)[self._placement >= 0].all()),
         }
         for claim, holds in checks.items():
@@ -564,9 +697,9 @@ class TokenLog:
             raise InternalError("the request index is not open", field="request_index", value=request_index)
         return capacity
 
-    def _units_of(self, request_index: int) -> int:
-        """Of its extent: a token and its row, `max_tokens` times."""
-        return self._capacity_of(request_index) * (1 + int(self._words[request_index]))
+    def _extents_apart(self, opened: RequestIndices) -> bool:
+        order = opened[np.argsort(self._base[opened])]
+        return bool((self._base[order][1:] >= (self._base[order] + self._units[order])[:-1]).all())
 
 
 def _lazy_array(items: int) -> Int32Array:

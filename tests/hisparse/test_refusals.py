@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -610,7 +611,8 @@ def gone_worker(_: Path, __: pytest.MonkeyPatch) -> None:
 
 
 def busy_gateway(_: Path, __: pytest.MonkeyPatch) -> None:
-    Gateway._start(cast(Any, SimpleNamespace(_asks=ASKS_MAX)), *cast(Any, (None,) * 4))
+    busy, peer = SimpleNamespace(_asks=Counter(other=ASKS_MAX)), SimpleNamespace(user="a")
+    Gateway._start(cast(Any, busy), *cast(Any, (peer, None, 1, None)))
 
 
 def submission(prompt: bytes = b"\1\0\0\0", prefill_mode: str = "auto", **sampling: Any) -> messages.Submit:
@@ -739,7 +741,7 @@ CALLS: Final[dict[str, Call]] = {
         NotFound, "(see: hisparse pool)", lambda *_: release_quarantine(("w9",), {}, cast(Any, None))
     ),
     "worker that is gone": Call(WrongState, "is disconnected (wait until it is back)", gone_worker),
-    "too many commands": Call(CapacityError, "(retry in a moment)", busy_gateway),
+    "too many commands": Call(CapacityError, f"{ASKS_MAX} commands in progress already (retry when", busy_gateway),
     "long salt": Call(BadInput, "(shorten it, or send a digest of it)", lambda *_: check_salt("x" * 999)),
     "prefill mode": Call(
         BadInput,

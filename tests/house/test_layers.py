@@ -38,7 +38,8 @@ OF_THE_COORDINATOR: Final = {"hisparse.cli.serve", "hisparse.cli.journal"}
 #: Rooms of a package, bottom first, likewise.
 ROOMS: Final[dict[str, list[set[str]]]] = {
     "coordinator": [
-        {"actor", "incarnation", "listener"},
+        {"shares"},
+        {"actor", "incarnation", "listener", "rooms"},
         {"memory", "tokens"},
         {"journal"},
         {"scheduling"},

@@ -121,10 +121,11 @@ class SchedulerRig:
         host_pages: int,
         settings: CoordinatorSettings,
         begin_trace: BeginTrace | None = None,
+        arena_tokens: int = 1 << 18,
     ) -> None:
         self.rng = random.Random(seed)
         self.host_pages = host_pages
-        self.token_log = TokenLog(settings.live_requests_max + settings.ended_keep_max, 1 << 18)
+        self.token_log = TokenLog(settings.live_requests_max + settings.ended_keep_max, arena_tokens)
         self.listener = FakeListener(self.token_log)
         self.counters = CoordinatorCounters()
         self.scheduler = Scheduler(
@@ -168,10 +169,12 @@ class SchedulerRig:
 
     # ---------------------------------------------------------------- requests
 
-    async def submit(self, request_id: str, prompt: int = 100, max_tokens: int = 100, priority: int = 0) -> None:
+    async def submit(
+        self, request_id: str, prompt: int = 100, max_tokens: int = 100, priority: int = 0, *, tenant: str = ""
+    ) -> None:
         ids = pack_int32([position % 1000 for position in range(prompt)])
         sampling = messages.Sampling(max_tokens=max_tokens)
-        await self.scheduler.submit(messages.Submit(1, ids, sampling, request_id, priority), "test")
+        await self.scheduler.submit(messages.Submit(1, ids, sampling, request_id, priority, tenant=tenant), "test")
 
     def state(self, request_id: str) -> str:
         return self.scheduler.describe(request_id)[0].state
@@ -251,6 +254,7 @@ async def open_rig(
     host_pages: int = 64,
     settings: CoordinatorSettings = SETTINGS,
     begin_trace: BeginTrace | None = None,
+    arena_tokens: int = 1 << 18,
 ) -> AsyncIterator[SchedulerRig]:
     async with open_supervisor() as supervisor:
-        yield SchedulerRig(supervisor, seed, host_pages, settings, begin_trace)
+        yield SchedulerRig(supervisor, seed, host_pages, settings, begin_trace, arena_tokens)

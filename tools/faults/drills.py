@@ -240,6 +240,11 @@ SLOW_DISK: Final = Trouble(
     f"a disk that takes {SLOW_S} s for a write",
     "histogram_quantile(0.99, sum by (le) (rate(hisparse_journal_commit_seconds_bucket[10s])))",
 )
+ROOM_FULL: Final = Trouble(
+    "HiSparseRoomNearlyFull",
+    "nine requests, where ten may live",
+    'max(hisparse_coordinator_room_used{when_full="refuses"} / hisparse_coordinator_room_limit)',
+)
 FULL_DISK: Final = Trouble("HiSparseJournalFailing", "a disk that is full", "max(hisparse_journal_failing)")
 WAITS: Final = Trouble(
     "HiSparseFenceWaitGrowth",
@@ -364,6 +369,18 @@ async def slow_disk(path: Path) -> list[Sighting]:
     return it.sightings
 
 
+async def full_room(path: Path) -> list[Sighting]:
+    settings = {"HISPARSE_COORDINATOR_LIVE_REQUESTS_MAX": "10", "HISPARSE_COORDINATOR_QUEUE_MAX": "10"}
+    async with scene(path, settings=settings) as it:
+
+        async def submit() -> None:
+            for seed in range(9):
+                await it.client.submit_detached(prompt(seed, 64), Sampling(4_000, ignore_eos=True))
+
+        await it.cause(submit, ROOM_FULL)
+    return it.sightings
+
+
 async def full_disk(path: Path) -> list[Sighting]:
     async with scene(path, defects={"coordinator": "full-disk"}) as it, trio.open_nursery() as nursery:
         nursery.start_soon(keep_asking, it.client, prompt(1, 100), 60, 0)
@@ -397,6 +414,7 @@ SCENES: Final[tuple[tuple[Play, tuple[Trouble, ...]], ...]] = (
     (lone_rank, (LONE_RANK,)),
     (hang, (HANG,)),
     (slow_disk, (SLOW_DISK,)),
+    (full_room, (ROOM_FULL,)),
     (full_disk, (FULL_DISK,)),
     (waits, (WAITS,)),
     (slow_prompts, (GAPS, PROMPTS)),
