@@ -410,8 +410,8 @@ async def test_request_with_a_client_id_is_aborted_after_grace(rig: FrontRig) ->
 async def test_clients_with_the_same_id_share_the_output(rig: FrontRig) -> None:
     body = {"prompt": "abc"}
     peers = [await rig.complete(body, idempotency_key="mine") for _ in range(2)]
+    await until(lambda: [it.followers for it in rig.outputs._by_id.values()] == [2])
     await rig.submitted(1)
-    await until(lambda: rig.counters.in_flight == 2)
     rig.speak("mine", "ab")
     rig.gateway.scheduler.finish("mine")
     assert [(await peer.answer())["choices"][0]["text"] for peer in peers] == ["ab", "ab"]

@@ -151,7 +151,7 @@ class Rig:
         """Numbers of the requests whose tokens are not the oracle's, as far as they went, or are none of their
         grammar; none may have faulted otherwise."""
         faults = [event.message for event in self.coordinator.events if isinstance(event, Faulted)]
-        assert all(message.startswith("grammar=: Parser Error: token") for message in faults), faults
+        assert all("its grammar any further: Parser Error: token" in message for message in faults), faults
         groups, bad = self.runner.geometry.group_of_layer, []
         for life in self.coordinator.lives:
             expected = life.expected(groups)
