@@ -473,8 +473,8 @@ async def test_request_of_a_trace_has_no_grace(tmp_path: Path) -> None:
 async def test_trace_id_comes_beside_the_clients_own(rig: FrontRig) -> None:
     body = {"prompt": "abc", "n": 2}
     peers = [await rig.complete(body, x_request_id=trace, idempotency_key="mine") for trace in ("t", "u")]
+    await until(lambda: [it.followers for it in rig.outputs._by_id.values()] == [2, 2])
     assert sorted(await rig.submitted(2)) == ["mine-0", "mine-1"]
-    await until(lambda: rig.counters.in_flight == 2)
     for name in ("mine-0", "mine-1"):
         rig.gateway.scheduler.finish(name)
     assert [(await peer.answer())["id"] for peer in peers] == ["mine", "mine"]
