@@ -51,7 +51,7 @@ class TokenBuckets(Generic[K]):
         self._keep(party, min(self._lacks(party, now) + cost, self._lacking_max), now)
 
     def free_at(self, party: K, now: float) -> float:
-        """When the bucket is not overdrawn: now, or later."""
+        """Return when the bucket of `party` is no longer overdrawn: `now`, or later."""
         return now + max(0.0, -self.level(party, now)) / self._per_s
 
     def _lacks(self, party: K, now: float) -> float:

@@ -27,7 +27,7 @@ class WhenFull(StrEnum):
 
 
 class RoomUse(NamedTuple):
-    """What a room holds, and what it can hold."""
+    """The amount that a room holds, and the most that it can hold."""
 
     used: float
     limit: float

@@ -293,9 +293,6 @@ class Coordinator:
     def _router_sockets(self) -> dict[str, RouterSocket]:
         return {"client": self._client_socket, "admin": self._admin_socket, "worker": self._worker_socket}
 
-    def _note_cut(self, role: str, reason: str) -> None:
-        self.counters.dropped_messages[role, reason] += 1
-
     def _reload_keys(self) -> str:
         """Read the allowed keys again, and say what was found. Raises ConfigError, and the old list holds."""
         if self._allowed_file is None:
@@ -390,8 +387,8 @@ class Coordinator:
         )
 
     def _room_use(self, scheduler: Scheduler) -> dict[tuple[str, str], RoomUse]:
-        """What every room of coordinator.rooms holds, by its name and by what happens when it is full. Those that are
-        not there, since no events or traces are sent, are left out."""
+        """Measure every room of coordinator.rooms, by its name and by what happens when it is full. Rooms of events and
+        traces are left out where none are sent."""
         parts = [scheduler.room_use(), self.deliveries.room_use(), self._gateway.room_use(), self._journal.room_use()]
         if self._publisher is not None:
             parts.append(self._publisher.room_use())

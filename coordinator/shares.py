@@ -22,12 +22,12 @@ SHARE: Final = 7
 
 
 def is_near(used: int, limit: int) -> bool:
-    """Whether so much of a room is used that an owner may be at its share: what it holds need not be counted before."""
+    """Return whether an owner may be at its share of a room. Until then its holdings need not be counted."""
     return used >= SHARE * (limit - used)
 
 
 def may_take(asked: int, *, held: int, used: int, limit: int) -> bool:
-    """Whether an owner that holds `held` of a room may take `asked` more of it."""
+    """Return whether an owner that holds `held` of a room may take `asked` more of it."""
     free = limit - used
     return asked <= free and held + asked <= SHARE * free
 

@@ -188,7 +188,7 @@ class RequestTracing:
         self._wall_offset_s = wall_offset_s
 
     def begin(self, facts: RequestFacts) -> Follow | None:
-        """What is to be told each line of the request's history; None: it is not sampled."""
+        """Return the function that takes each line of the request's history; None: the request is not sampled."""
         context = own_context(facts, self._ratio)
         if not context.is_sampled:
             return None

@@ -65,7 +65,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it, without the HTML escapes of Jinja's own, which models have not seen."""
+    """Write JSON as transformers does, without the HTML escapes of Jinja's own, which models have not seen."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""How far a process has come that starts: one word and a share, in the name that the kernel keeps for it.
+"""The step of a process that starts: one word and a share, in the name that the kernel keeps for it.
 
     process                                     `hisparse up`
     tell_step("weights", 0.374)  ─► /proc/PID/comm "weights 37.4%" ─►  step_of(PID)

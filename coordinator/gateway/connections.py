@@ -172,7 +172,7 @@ class ClientConnections:
                 self.offer(connection, frame, now)
 
     def indices_of(self, user: str) -> list[int]:
-        """Of the connections of one user."""
+        """List the indices of the connections of `user`."""
         return [index for index, connection in self._by_index.items() if connection.user == user]
 
     def room_use(self) -> dict[str, RoomUse]:

@@ -163,7 +163,7 @@ class Journal(Protocol):
         """The state that the records so far lead to; its `ledgers` are the live ones."""
 
     def room_use(self) -> dict[str, RoomUse]:
-        """How many records wait for the next commit."""
+        """Count the records that wait for the next commit."""
 
     def summarize_if_long(self) -> None:
         """Begin a summary, which replaces earlier records, if that saves enough.

@@ -261,7 +261,7 @@ class SqliteStore:
 
 
 def has_room(directory: Path) -> bool:
-    """Whether FREE_SHARE of the disk of `directory` would be free beside the reserve."""
+    """Return whether FREE_SHARE of the disk of `directory` would be free beside the reserve."""
     try:
         status = os.statvfs(directory)
     except OSError:  # the next commit says what is wrong there

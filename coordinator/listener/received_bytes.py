@@ -1,4 +1,4 @@
-"""What libzmq has read from a connection, as the kernel counts it.
+"""Bytes that libzmq has read from a connection, as the kernel counts them.
 
     tcp     TCP_INFO: bytes received since the connection began, less those that wait in the kernel
     ipc     SO_PEEK_OFF: the kernel lowers this offset, which serves MSG_PEEK alone, by each byte that is read

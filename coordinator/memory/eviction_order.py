@@ -159,7 +159,7 @@ class EvictionOrder:
         return None
 
     def _is_ahead(self, account: OwnerAccount) -> bool:
-        """Whether `account`, which is in hand, comes before all that are ranked."""
+        """Return whether `account`, which is not ranked now, comes before all that are."""
         other = self._first()
         return other is None or (account.is_away, account.pages) >= (other.is_away, other.pages)
 

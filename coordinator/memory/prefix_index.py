@@ -129,8 +129,8 @@ class CachedPrefix(NamedTuple):
 
 
 class PrefixIndex:
-    """Of one node's pool. `on_forget` is called with each digest that leaves. `clock`, in seconds, tells
-    which owners are away."""
+    """The prefixes whose pages one node's pool holds. `on_forget` is called with each digest that leaves. `clock`, in
+    seconds, tells which owners are away."""
 
     def __init__(
         self, on_forget: Callable[[Digest], None] | None = None, clock: Callable[[], float] = lambda: 0.0

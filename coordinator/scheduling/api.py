@@ -256,7 +256,7 @@ class SchedulerApi(Actor[Message]):
         return self._requests.rows(limit, self._clock(), user)
 
     def room_use(self) -> dict[str, RoomUse]:
-        """What is used of the rooms that the Scheduler and what it owns keep for requests."""
+        """Measure the rooms that the Scheduler, and the parts it owns, keep for requests."""
         pools, reuse, warm_starts = self.pool_rows(), self._prefix_reuse, self._warm_starts
         places = self._token_log.arena_tokens
         return self._requests.room_use(len(self._placement_table.waiting)) | {

@@ -71,7 +71,7 @@ class LiveRequest:
 
     @property
     def prompt_bytes(self) -> int:
-        """Of its prompt and its grammar, while it lives."""
+        """Bytes of its prompt and its grammar, while it lives."""
         return len(self.prompt) + len(self.grammar)
 
     @property
@@ -127,7 +127,7 @@ class RequestTable:
         check_share("bytes of prompts", prompt_bytes, held=held, used=used, limit=PROMPT_BYTES_MAX, field="prompt")
 
     def room_use(self, waiting: int) -> dict[str, RoomUse]:
-        """What requests take of the rooms that bound their number; `waiting` of them wait."""
+        """Measure the rooms that bound the number of requests, `waiting` of which wait."""
         settings, requests = self._settings, [*self.live.values(), *(it.live for it in self.ended.values())]
         indices = settings.live_requests_max + settings.ended_keep_max
         return {

@@ -518,7 +518,7 @@ class Scheduler(SchedulerApi):
                 self._tell(AddressedOrder(entry.request_index, events.StillWaits(reason.text)))
 
     def _makes_output_room(self, entry: RequestEntry) -> bool:
-        """Whether the token log has room for the next grant."""
+        """Make room in the token log for the next grant; return whether there is enough."""
         return self._token_log.make_room(entry.request_index, entry.generated + self._lead_tokens)
 
     async def _transact(self, steps: Sequence[LedgerStep]) -> list[Int32Array]:

@@ -310,7 +310,7 @@ class TokenLog:
         return self._extents.rounded(tokens * (1 + int(self._words[request_index])))
 
     def _is_safe(self, request_index: int, units: int) -> bool:
-        """Whether all requests can still come to their end, one after the other, if this one has `units`."""
+        """Return whether all requests can still come to their end, one after the other, if this one has `units`."""
         more = units - int(self._units[request_index])
         free = self.free_places() - more
         if free >= self._units_largest:

@@ -120,7 +120,7 @@ class Child:
 
     @property
     def step(self) -> str:
-        """How far its start has come, as the process itself tells (protocol.start_step)."""
+        """The step of its start, as the process itself tells it (protocol.start_step)."""
         return step_of(self.pid)
 
     @property

@@ -120,7 +120,7 @@ class Restarts:
 
 
 def unseen_service_s(ran_s: float) -> float:
-    """How long a process has served that ran for `ran_s`, where its begin is not seen."""
+    """Estimate how long a process has served that ran for `ran_s`, where the begin of its service is not seen."""
     return ran_s if ran_s >= STABLE_S else 0.0
 
 
@@ -341,11 +341,11 @@ class Keeper:
         return ends, served_s
 
     def _is_final(self, status: int) -> bool:
-        """Whether a child with this exit status is not to be started again, however often it was."""
+        """Return whether a child with this exit status is never to be started again."""
         return status == 0 or (self._starting and status in REFUSALS)
 
     def _served_s(self, names: Sequence[str], ran_s: float = 0.0) -> float:
-        """How long the children of these names, which ran for `ran_s`, have served."""
+        """Return how long the children of these names, which ran for `ran_s`, have served."""
         if HTTP in names:
             return unseen_service_s(ran_s)
         since = self._watch.serves_since(names)

@@ -34,7 +34,7 @@ def _sockets_of(config: Config, placed: Iterable[WorkerSettings]) -> Iterator[Pa
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether no process listens there. One that has no place for a connection now does listen."""
+    """Return whether no process listens there. One that has no place for a connection now does listen."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:

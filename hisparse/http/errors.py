@@ -126,7 +126,7 @@ _OF_GRAMMAR: Final = re.compile(r"grammar=[^:\n]*: ")
 
 
 def ending_error(ended: Ended) -> HiSparseError:
-    """What an output that is not FINISHED means to its client. A worker may refuse a grammar that was built here: its
+    """Make the error of an output that is not FINISHED. A worker may refuse a grammar that was built here: its
     reason begins with that field. One that grows beyond limits later, behind tokens, is no fault of the body."""
     if ended.outcome == "FAILED" and (found := _OF_GRAMMAR.match(ended.reason)):
         line = ended.reason[found.end() :].partition("\n")[0]

@@ -44,7 +44,7 @@ OF_WORKERS = {
 
 
 def lengths(*roots: object) -> Counter[str]:
-    """How much all containers reached from `roots` hold, by the class and the attribute that they belong to."""
+    """Count what all containers reached from `roots` hold, by the class and the attribute that they belong to."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     waiting: deque[Any] = deque(roots)

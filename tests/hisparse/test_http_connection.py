@@ -359,7 +359,7 @@ async def test_request_after_the_pause_of_a_proxy_is_served(
 
 
 async def test_request_of_which_a_part_came_in_time_is_served(autojump_clock: trio.testing.MockClock) -> None:
-    """Of a record of TLS nothing can be read before all of it is there."""
+    """Nothing of a TLS record can be read before all of it is there."""
     has_bytes = iter([True])
     async with turning(trio.lowlevel.checkpoint, idle_s=IDLE_S, has_bytes=lambda: next(has_bytes)) as (client, _):
         await trio.sleep(IDLE_S + connection.HEADER_LIMIT_S / 2)
@@ -876,7 +876,7 @@ class TlsClient:
         return self._said.read()
 
     async def more(self) -> bytes:
-        """What comes next."""
+        """Read the next bytes."""
         return bytes(await self._pumped(partial(self._tls.read, 65_536)))
 
     async def _pumped(self, step: Callable[[], Any]) -> Any:

@@ -185,7 +185,7 @@ THOUGHT: Final[Any] = [
     ],
 )
 async def test_earlier_thinking_is_cleared_or_kept(tmp_path: Path, keep: Any, kept: list[str], cleared: Any) -> None:
-    """As many turns as the client wants, and the answer says what was done."""
+    """The client says how many turns keep their thinking; the answer says what was done."""
     edit: Any = {"type": "clear_thinking_20251015"} | ({} if keep is None else {"keep": keep})
     ask: dict[str, Any] = {
         "model": MODEL,

@@ -169,7 +169,7 @@ def conversations(draw: st.DrawFn) -> tuple[Turn, ...]:
 
 @dataclass(frozen=True)
 class Sides:
-    """How a prompt is read: what each marker begins."""
+    """The reading of a prompt: what each marker begins."""
 
     first: str
     begins: dict[str, str]

@@ -67,8 +67,8 @@ CHARACTER_BYTES_MAX = 4
 
 
 def samplings(seed: int) -> list[Sampling]:
-    """Of every kind, alone and together; every fourth adjusts nothing, every fourth has stop texts, every second has a
-    grammar. Two of three ask for log-probabilities."""
+    """Draw adjustments of every kind, alone and together; every fourth adjusts nothing, every fourth has stop texts,
+    every second has a grammar. Two of three ask for log-probabilities."""
     dice, found = random.Random(seed), []
     for number in range(REQUESTS):
         drawn = {

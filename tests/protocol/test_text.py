@@ -70,8 +70,8 @@ def longest_open(pieces: Sequence[bytes]) -> int:
 
 
 def naive_cut(text: str, stops: Sequence[str], kept: int = 0) -> int | None:
-    """Where the output ends: before the stop string completed first behind `kept` characters, the longest of those that
-    end together."""
+    """Return where the output ends: before the stop string completed first behind `kept` characters, the longest of
+    those that end together."""
     for end in range(kept + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -28,7 +28,6 @@ from tests.support.fakes.fake_model import Said
 MODEL: Final = "fake"
 APIS: Final = ("chat", "messages", "beta", "responses")
 FAMILIES: Final = ("glm-5", PUBLISHED)
-OPENAI_APIS: Final = ("chat", "responses")
 ANTHROPIC_APIS: Final = ("messages", "beta")
 TURNS_MAX: Final = 5
 #: Chance of one fault in the last turn.
@@ -71,7 +70,7 @@ class WrittenTurn:
 
     @property
     def calls_count(self) -> bool:
-        """Whether its calls are calls: those within reasoning are where the output ended by itself."""
+        """True where its calls are calls: those within reasoning are, if the output ended by itself."""
         return bool(self.calls) and (self.closed or self.reason == "eos")
 
 
@@ -205,7 +204,7 @@ REFUSALS: Final = (
 
 @dataclass
 class Findings:
-    """What was tried, and what went wrong. Threads share it: `list.append` and single updates are whole."""
+    """Counts of what was tried, and findings. Threads share both: `list.append` and single updates are whole."""
 
     wrong: list[str] = field(default_factory=list)
     tried: Counter[str] = field(default_factory=Counter)

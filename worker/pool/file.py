@@ -132,7 +132,7 @@ class Header:
 
 
 def damage_in(descriptor: int) -> str:
-    """What a pool in use lacks to be whole; empty: nothing."""
+    """Describe the damage of a pool in use; empty: it is whole."""
     header, size = Header.read(descriptor), os.fstat(descriptor).st_size
     if header is None:
         return "it has no header"
@@ -260,7 +260,7 @@ class PoolHold:
             os.close(descriptor)
 
     def damage(self) -> str:
-        """What is wrong with the pool that is held; empty: nothing, or none is held."""
+        """Describe the damage of the pool that is held; empty: it is whole, or none is held."""
         if self._descriptor is None:
             return ""
         if not _is_at(self._descriptor, self.path):

@@ -1,4 +1,4 @@
-"""How far a long start has come: a bar on stderr if that is a terminal, lines in the log otherwise; and its step for
+"""Progress of a long start: a bar on stderr if that is a terminal, lines in the log otherwise; and its step for
 the process that waits for it (protocol.start_step)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What bodies may say: types, and what is refused. Pure.
+"""Bodies in common to all APIs: types, and what is refused. Pure.
 
 Three kinds of fields, so that nothing is dropped in silence:
 

@@ -26,7 +26,7 @@ Hint: TypeAlias = Annotated[msgspec.Raw, msgspec.Meta(description=HINT)]
 
 @dataclass(frozen=True)
 class Rule:
-    """Why a field of the reference is not supported, and what to do."""
+    """The reason why a field of the reference is not supported, and the remedy."""
 
     why: str
     remedy: str = "leave it out"

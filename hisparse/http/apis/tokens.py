@@ -64,7 +64,7 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
 
 
 class OriginalCount(msgspec.Struct, frozen=True):
-    """With the thinking that context_management leaves out."""
+    """Tokens of the prompt before context_management leaves thinking out."""
 
     original_input_tokens: int
 

@@ -1,4 +1,4 @@
-"""What bodies of all APIs say of tools, of earlier calls and of media: limits and refusals. Pure."""
+"""Tools, earlier calls and media in bodies of all APIs: limits and refusals. Pure."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _besides(skipped: Skipped) -> str:
 
 
 def refuse_media(kind: str, field: str) -> BadInput:
-    """Of a content part that is no text."""
+    """Make the refusal of a content part that is no text."""
     text = f"{MEDIA.get(kind, f'{kind} is')} not supported: the model reads text"
     return BadInput(text, field=field, value=kind[:VALUE_CHARS_MAX], remedy="send text")
 

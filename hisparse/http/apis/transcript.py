@@ -33,8 +33,8 @@ ID_CHARS: Final = 24
 
 
 class Transcript:
-    """What one choice says, as its tokens come. `stopped`: by a stop string. `told` are its log-probabilities; None:
-    the ask has none. `end_ids` are the tokens by which the model itself ends an output."""
+    """The pieces of one choice, as its tokens come. `stopped`: by a stop string. `told` are its log-probabilities;
+    None: the ask has none. `end_ids` are the tokens by which the model itself ends an output."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Transcript:
         self.accepted_tokens = 0
 
     def push(self, tokens: Sequence[int], rows: Int32Array = NO_ROWS) -> list[Piece]:
-        """What is decided now and was not before. Token by token, so that what it counts does not depend on cuts.
+        """Return the pieces that these tokens decide. They are read one by one, so that counts do not depend on cuts.
         `rows`, int32[tokens, words], are their log-probabilities if they are asked for."""
         self.tokens += len(tokens)
         pieces: list[Piece] = []
@@ -143,7 +143,7 @@ class Answer(Protocol):
 
 
 def made_id(prefix: str, ask_id: str, choice: int, place: int) -> str:
-    """Of a part of an answer: the same for the same request."""
+    """Make the id of a part of an answer: the same for the same request."""
     return prefix + hashlib.sha256(f"{ask_id}\0{choice}\0{place}".encode()).hexdigest()[:ID_CHARS]
 
 
@@ -156,7 +156,7 @@ def reasoning_in(pieces: Sequence[Piece]) -> str:
 
 
 def cached_tokens(ask: Ask, transcripts: Sequence[Transcript]) -> int:
-    """Of each prompt, which counts once, those that its first sample reused."""
+    """Count the tokens that prompts reused; the first sample of a prompt counts for all of its samples."""
     digests = [choice.prompt_digest for choice in ask.choices]
     firsts = (index for index, digest in enumerate(digests) if not index or digests[index - 1] != digest)
     return sum(transcripts[index].prefix_tokens for index in firsts if index < len(transcripts))

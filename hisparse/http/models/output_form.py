@@ -10,8 +10,8 @@ Kind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True)
 class OutputForm:
-    """What an output is held to: JSON by the schema `value`, a text by a regular expression, one of a list of texts, or
-    a grammar in Lark's or GBNF's syntax. `field` is where the body says so."""
+    """The form that an output is held to: JSON by the schema `value`, a text by a regular expression, one of a list of
+    texts, or a grammar in Lark's or GBNF's syntax. `field` is where the body says so."""
 
     kind: Kind
     value: Any

@@ -59,7 +59,7 @@ class Renderers:
         bytes_max: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """As templates.render, within limits. Raises BadInput or ConfigError."""
+        """Render as templates.render does, within limits. Raises BadInput or ConfigError."""
         shown = None if tools is None else [dict(tool) for tool in tools]
         request = RenderRequest(template, [dict(message) for message in messages], dict(variables), bytes_max, shown)
         reply = self._children.ask(msgspec.json.encode(request))  # integers may have more than 64 bits

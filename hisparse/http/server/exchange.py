@@ -40,7 +40,7 @@ class ClientGone(Exception):
 
 
 class Channel(Protocol):
-    """What carries an exchange: hisparse.http.server.connection. All may raise ClientGone."""
+    """The carrier of an exchange: hisparse.http.server.connection. All calls may raise ClientGone."""
 
     async def admit(self, owner: str) -> None:
         """Its client has a right to be here: the connection is not closed to make room for another. Waits for the

@@ -140,7 +140,7 @@ def test_heaps_stay_as_small_as_the_cache() -> None:
 
 @dataclass
 class Cached:
-    """What the model knows of one page."""
+    """One page as the model knows it."""
 
     page: int
     owner: Owner

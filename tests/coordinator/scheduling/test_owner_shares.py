@@ -31,7 +31,7 @@ async def abort_all(rig: SchedulerRig, request_ids: list[str]) -> None:
 
 
 async def refusal(rig: SchedulerRig, *, hold: bool = False) -> str:
-    """What is said to an owner that submits until it is refused."""
+    """The refusal of an owner that submits until it is refused."""
     for number in range(100):
         request_id = f"h{number}-{hold}!"
         try:
@@ -44,7 +44,7 @@ async def refusal(rig: SchedulerRig, *, hold: bool = False) -> str:
 
 
 async def test_tiny_requests_of_large_max_tokens_shut_no_owner_out() -> None:
-    """Of one owner, and aborted before their first token, they hold next to nothing."""
+    """Requests of one owner that are aborted before their first token hold next to nothing."""
     settings = CoordinatorSettings(grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=128, prefix_reuse="off")
     async with open_rig(settings=settings, host_pages=400) as rig:
         await rig.add_worker("w0", index_pages=400, hot_chunks=400)

@@ -335,7 +335,7 @@ OWNERS = "abc"
 
 @dataclass
 class ModelOutput:
-    """What a request of the model has generated, and what it may."""
+    """A request of the model: the tokens that it has generated, and those that it may."""
 
     max_tokens: int
     words: int

@@ -1,4 +1,4 @@
-"""What POST /v1/completions may say, as OpenAI has it. Pure."""
+"""Bodies of POST /v1/completions, as OpenAI has them. Pure."""
 
 from __future__ import annotations
 

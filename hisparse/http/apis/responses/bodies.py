@@ -1,4 +1,4 @@
-"""What POST /v1/responses may say, as OpenAI has it. Nothing is stored: what came before is in `input`. Pure."""
+"""Bodies of POST /v1/responses, as OpenAI has them. Nothing is stored: earlier turns are in `input`. Pure."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
 
 
 def _settings(body: ResponsesBody, conversation: Conversation, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Fields of its request that a response repeats."""
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

@@ -46,7 +46,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As OpenAI writes a function, which both models were trained on."""
+        """The tool as OpenAI writes a function, which both models were trained on."""
         said = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
         return {"name": self.name} | {name: value for name, value in said.items() if value is not None}
 
@@ -76,12 +76,12 @@ class Conversation:
 
     @property
     def many(self) -> bool:
-        """Whether calls after the first are calls."""
+        """True where calls after the first are calls, too."""
         return self.parallel and not self.called
 
     @property
     def answers_at_once(self) -> bool:
-        """Whether the client wants no reasoning."""
+        """True where the client wants no reasoning."""
         said = self.all_variables
         return said.get("enable_thinking", said.get("thinking")) is False
 

@@ -121,7 +121,7 @@ class Scan:
         return found.end()
 
     def decided(self, *markers: str) -> int:
-        """How much of the text is neither a part of one of `markers` nor blanks that may stand before it."""
+        """Return how many characters are neither a part of one of `markers` nor blanks that may stand before it."""
         most = min(len(self.text), max(map(len, markers)))
         size = next((n for n in range(most, 0, -1) if self._ends_within(n, markers)), 0)
         return len(self.text[: len(self.text) - size].rstrip())
