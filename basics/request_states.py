@@ -15,6 +15,7 @@ The transitions between states are the coordinator's (coordinator.scheduling.lif
     SUSPECT     a worker died with it, or with those it would join
     OUTPUT_ROOM the outputs of all requests leave no room for more of its own
     SEATS, HOST_PAGES, HOT_CHUNKS, INDEX_PAGES, SLAB_PAGES   the first of them that is short
+    PREFIX      another request computes the beginning of its prompt
     BEHIND      a better-ranked request waits for the same workers
     TURN        nothing keeps it: the Scheduler's next turn will admit it
 """

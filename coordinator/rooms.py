@@ -53,7 +53,7 @@ ROOMS: Final = (
         "output_places",
         "generated tokens of live and ended requests, and words of their log-probabilities",
         "2^28 places of 4 bytes; the room of a request follows what it generates",
-        _OWN_SHARE,
+        f"{_OWN_SHARE}, when a request is submitted",
         WhenFull.REFUSES,
         ("TokenLog._held",),
     ),

@@ -1,9 +1,12 @@
 """An owner's share of a room that clients fill. Pure.
 
-A *room* is anything bounded that requests take a part of (coordinator.rooms lists them). An owner may hold SHARE times
-what is left free, and no more. So the free part never runs out, whatever owners do: one owner alone can hold 7/8 of
-a room, two 7/15 each, and the next owner finds at least 1 / (1 + 7 x owners) of it free. What an owner gives back
-is the others' at once. A reservation for each owner is not needed, and neither is their number.
+A *room* is anything bounded that requests take a part of (coordinator.rooms lists them). An owner may hold SHARE
+times what is left free, and no more. So the free part never runs out while owners take little at a time: one owner
+alone can hold 7/8 of a room, two 7/15 each, and the next owner finds at least 1 / (1 + 7 x owners) of it free. What
+an owner gives back is the others' at once. A reservation for each owner is not needed, and neither is their number.
+
+Room for outputs is asked for when a request is submitted. What a request generates later counts for its owner, and
+waits for no share (coordinator.tokens.token_log).
 
 An owner is a user with a tenant (RequestFacts.turn_owner).
 
@@ -32,21 +35,24 @@ def may_take(asked: int, *, held: int, used: int, limit: int) -> bool:
     return asked <= free and held + asked <= SHARE * free
 
 
-def check_share(what: str, asked: int, *, held: int, used: int, limit: int, field: str) -> None:
+def check_share(
+    what: str, asked: int, *, held: int, used: int, limit: int, field: str, until: str = "have ended"
+) -> None:
     """Raise CapacityError, with the arithmetic, unless an owner that holds `held` of a room may take `asked` more of
-    it; all owners use `used` of its `limit`. `what`: its units. `field`: the setting that bounds it, or its name."""
+    it; all owners use `used` of its `limit`. `what`: its units. `field`: the setting that bounds it, or its name.
+    `until`: what becomes of requests that give it back."""
     if may_take(asked, held=held, used=used, limit=limit):
         return
     free = limit - used
     if asked > free:
         more = f", and {asked} more do not fit in {limit}" if asked > 1 else ""
         raise CapacityError(
-            f"{used} {what} already{more}", field=field, value=limit, remedy="retry when requests have ended"
+            f"{used} {what} already{more}", field=field, value=limit, remedy=f"retry when requests {until}"
         )
     raise CapacityError(
         f"{held} {what} are this owner's and {asked} would be added; of {limit}, {free} are free, and an owner may "
         f"have {SHARE} times as many",
         field=field,
         value=limit,
-        remedy="retry when requests of yours have ended; others are served",
+        remedy=f"retry when requests of yours {until}; others are served",
     )

@@ -262,7 +262,7 @@ class SchedulerApi(Actor[Message]):
         return self._requests.room_use(len(self._placement_table.waiting)) | {
             "output_places": RoomUse(places - self._token_log.free_places(), places),
             "warm_start_bytes": RoomUse(warm_starts.kept_bytes, KEPT_BYTES_MAX),
-            "prefix_pages": RoomUse(sum(it.cached for it in pools), sum(it.host_pages for it in pools)),
+            "prefix_pages": RoomUse(cached := sum(it.cached for it in pools), cached + sum(it.free for it in pools)),
             "prefix_roots": RoomUse(len(reuse.roots), ROOTS_MAX),
         }
 

@@ -182,7 +182,10 @@ class PendingReasons:
         the beginning of its prompt, or the token log has no room."""
         refusal = self._policy.outcome.refused.get(entry.request_index)
         if refusal is not None and refusal.lacks_output_room:
-            return PendingReason(PendingKind.OUTPUT_ROOM, "outputs take all room: waits until others end")
+            return PendingReason(
+                PendingKind.OUTPUT_ROOM,
+                "outputs take all room: waits until requests that ended are forgotten",
+            )
         if refusal is not None and (following := refusal.following) is not None:
             leader = self._request_id(following.leader.request_index)
             return PendingReason(PendingKind.PREFIX, f"{leader} {following.text}")

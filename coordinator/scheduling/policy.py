@@ -211,9 +211,9 @@ class _Plan:
     def _consider(self, entry: RequestEntry) -> bool:
         """Admit a waiting request, or block the nodes it waits for. One that no worker can take on, or that is not to
         be tried again yet, blocks none."""
-        lacks_output_room = not self.makes_output_room(entry)
-        if lacks_output_room or self.now < entry.paused_until:
-            self.refused[entry.request_index] = Refusal([], lacks_output_room=lacks_output_room)
+        is_paused = self.now < entry.paused_until
+        if is_paused or not self.makes_output_room(entry):
+            self.refused[entry.request_index] = Refusal([], lacks_output_room=not is_paused)
             return False
         if (plain := self.candidates.plain(entry)) is not None:
             self._admit(entry, plain)

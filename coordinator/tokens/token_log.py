@@ -62,6 +62,8 @@ EXTENT_TOKENS_MIN: Final = 64
 BEYOND_GRANT_TOKENS: Final = PAGE_TOKENS
 #: What refusals call the room of all outputs.
 PLACES: Final = "output places"
+#: Outputs stay until requests are forgotten.
+FORGOTTEN: Final = "have been forgotten, some time after their end (coordinator.ended_keep_s)"
 
 NO_PLACEMENT: Final = -1
 NO_SOURCE: Final = -1
@@ -171,7 +173,15 @@ class TokenLog:
             text = f"no room for {max_tokens} tokens of output{each}: there are {self.arena_tokens} places in all"
             raise CapacityError(text, field="max_tokens", value=max_tokens, remedy="ask for fewer tokens")
         asked = self._extents.rounded(min(tokens + BEYOND_GRANT_TOKENS, max_tokens) * (1 + words))
-        check_share(PLACES, asked, held=self.held_by(owner), used=used, limit=self.arena_tokens, field="outputs")
+        check_share(
+            PLACES,
+            asked,
+            held=self.held_by(owner),
+            used=used,
+            limit=self.arena_tokens,
+            field="outputs",
+            until=FORGOTTEN,
+        )
         request_index = self._free.popleft()
         self._enter(request_index, max_tokens, words, owner)
         if not self.make_room(request_index, tokens):
@@ -181,7 +191,7 @@ class TokenLog:
                 f"{used} {PLACES} already, and others need the rest of {self.arena_tokens} to come to their end",
                 field="outputs",
                 value=self.arena_tokens,
-                remedy="retry when requests have ended",
+                remedy=f"retry when requests {FORGOTTEN}",
             )
         return request_index
 

@@ -8,8 +8,8 @@
     GET  /v1/models[/ID]               the served model
     GET  /v1/parameters                the fields of bodies
     GET  /v1/requests/ID               a request's life at the coordinator
-    POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages       apis.py
-    POST /tokenize, /detokenize, /v1/messages/count_tokens                        tokens.py
+    POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages       apis/known.py
+    POST /tokenize, /detokenize, /v1/messages/count_tokens                        apis/tokens.py
     OPTIONS                            preflights of browsers, where `http.cors_origins` allows their origin; no key
 
 Whatever is refused is answered with the error object of the path's API and counted. A client that disconnects gets no

@@ -177,9 +177,7 @@ class NodeSupervisor:
         if before is not None:
             await end_all(before)
             if before.journal != self._plan.config.coordinator.journal:
-                remove_pool(
-                    self._processes.pool_hold.path
-                )  # a journal that does not know of later writes must not find its pool again
+                remove_pool(pool)  # a journal that does not know of later writes must not find its pool again
             pass_on_pool(pool, self._plan.config.cluster.worker_endpoint)
         remove_dead_sockets(self._plan.config, self._plan.workers)
         wait = partial(until_answering, self._plan.config)

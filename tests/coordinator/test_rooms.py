@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ async def test_containers_that_grow_with_requests_are_in_the_table(autojump_cloc
 
 async def test_containers_that_grow_with_connections_are_in_the_table(tmp_path: Path) -> None:
     looks = []
-    async with running(GatewayRig(tmp_path)) as rig, AsyncExitStack():
+    async with running(GatewayRig(tmp_path)) as rig:
         dealers = []
         for number in range(MANY + 1):
             dealers.append(dealer := await rig.dealer())

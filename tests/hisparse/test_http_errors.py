@@ -430,6 +430,29 @@ CASES: Final = {
         *(400, BAD, "thinking.budget_tokens", "is below 0 (got -1). Send at least 0, or leave it out."),
         {**asked(X), "thinking": {"type": "enabled", "budget_tokens": 0}},
     ),
+    "two edits of thinking": Case(
+        MESSAGES,
+        {**asked(X), "context_management": {"edits": [{"type": "clear_thinking_20251015"}] * 2}},
+        *(
+            400,
+            BAD,
+            "context_management.edits",
+            "holds more than one edit (got 2 edits). Send one",
+        ),
+        {**asked(X), "context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
+    ),
+    "items of blanks": Case(
+        RESPONSES,
+        b'{"input": [ ]}',
+        *(400, BAD, "input", "is empty. Give a text, or at least one item."),
+        {"input": [X]},
+    ),
+    "name of two lines": Case(
+        MESSAGES,
+        {**asked(X), "a\nb": 1},
+        *(400, BAD, "a\nb", "is no known parameter"),
+        asked(X),
+    ),
     "output of no call": Case(
         RESPONSES,
         {"input": [X, {"type": "function_call_output", "call_id": "c1", "output": "x"}]},

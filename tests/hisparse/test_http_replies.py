@@ -19,6 +19,7 @@ from hisparse.http import answering
 from hisparse.http.apis.transcript import Transcript
 from hisparse.http.models.formats.replies import (
     HELD_CHARS_MAX,
+    LOOKS_MAX,
     Piece,
     Reasoning,
     ReplyParser,
@@ -391,3 +392,13 @@ async def test_second_block_of_calls_counts(tmp_path: Path) -> None:
             )
         )
     assert len(chat.choices[0].message.tool_calls or ()) == 2
+
+
+def test_looks_behind_markers_in_reasoning_are_few() -> None:
+    """Each look may go through all that is held. Behind the last one all is reasoning, a call at the end too."""
+    for looks, calls in ((LOOKS_MAX - 1, True), (LOOKS_MAX, False)):
+        begun = "<tool_call>? " * looks
+        for parts in ((begun + GLM_CALL,), begun + GLM_CALL):
+            pieces = read(within(PLANS["glm-5"]), *parts)
+            assert any(isinstance(piece, ToolCall) for piece in pieces) is calls
+            assert calls or pieces == [Reasoning(begun + GLM_CALL)]

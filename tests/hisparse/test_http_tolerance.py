@@ -29,6 +29,8 @@ class Plum(msgspec.Struct, forbid_unknown_fields=True, tag="plum", tag_field="ty
 
 class Basket(msgspec.Struct, forbid_unknown_fields=True):
     fruits: list[Pear | Plum] | None = None
+    counts: list[int] | None = None
+    share: int | bool | None = None
     size: int | Literal["all"] = 0
     weight: float = 0
 
@@ -37,6 +39,8 @@ class Basket(msgspec.Struct, forbid_unknown_fields=True):
     ("said", "taken"),
     [
         ('{"size": 8.0}', '{"size":8}'),
+        ('{"counts": [1, 2.0]}', '{"counts":[1,2]}'),
+        ('{"share": 5.0}', '{"share":5}'),
         ('{"size": -8.00, "weight": 8.0}', '{"size":-8,"weight":8.0}'),
         ('{"a": null, "b": [ ], "c": {\n}, "d": "", "size": 1}', '{"size":1}'),
         (' {"fruits": [{"type": "pear", "async": true, "x": null}]} ', '{"fruits":[{"type":"pear","async":true}]}'),

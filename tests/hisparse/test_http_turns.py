@@ -122,8 +122,9 @@ def test_results_are_those_of_the_calls_that_they_name() -> None:
     assert told("c", "a", "b") == ["a", "b", "c"]
     assert told("b") == [NO_RESULT, "b", NO_RESULT]
     assert told("", "b", "") == ["", "b", ""]
-    assert told("x", "a") == ["a", "x", NO_RESULT], "one that names no call is of the first that is open"
-    assert told("a", "a") == ["a", "a", NO_RESULT]
+    for named in (("x", "a"), ("a", "a")):
+        with pytest.raises(BadInput, match="is the result of no call"):
+            told(*named)
     assert arranged([said]) == (said,), "what the client may be about to answer"
 
 
@@ -204,12 +205,20 @@ GLM_SIDES: Final = Sides(
 
 
 def results_of_no_call(turns: Sequence[Turn]) -> bool:
-    """Return whether between two turns of the assistant more results come than the first of the two has calls."""
-    left = 0
+    """Return whether a result names no open call of the assistant's turn before it, or has no call left to be of."""
+    names, unnamed = list[str](), 0
     for turn in turns:
-        left = len(turn.calls) if turn.role == "assistant" else left - (turn.role == "tool")
-        if left < 0:
-            return True
+        if turn.role == "assistant":
+            names, unnamed = [call.id for call in turn.calls], 0
+        elif turn.role == "tool":
+            if turn.call_id and turn.call_id not in names:
+                return True
+            if turn.call_id:
+                names.remove(turn.call_id)
+            else:
+                unnamed += 1
+            if unnamed > len(names):
+                return True
     return False
 
 

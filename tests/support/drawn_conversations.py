@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -204,10 +205,15 @@ REFUSALS: Final = (
 
 @dataclass
 class Findings:
-    """Counts of what was tried, and findings. Threads share both: `list.append` and single updates are whole."""
+    """Counts of what was tried, and findings. Threads share both."""
 
     wrong: list[str] = field(default_factory=list)
     tried: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self.tried[what] += 1
 
 
 class DrawnModel:
@@ -296,7 +302,7 @@ class DrawnConversation:
         if fault is not None:
             fault.spoil(ask)
         self._site.model.expect(place, written, self._needed)
-        self._found.tried[f"{self._api} turns"] += 1
+        self._found.count(f"{self._api} turns")
         try:
             read = getattr(self, f"_{self._api}")(ask)
         except (openai.APIStatusError, anthropic.APIStatusError) as error:
@@ -316,7 +322,7 @@ class DrawnConversation:
         if fault is None or error.status_code != 400 or fault.words not in str(error):
             self._wrong(place, f"{error.status_code} {error} (fault: {fault.rule if fault else 'none'})")
         else:
-            self._found.tried[f"refused: {fault.rule}"] += 1
+            self._found.count(f"refused: {fault.rule}")
 
     def _judge(self, place: tuple[int, int], written: WrittenTurn, read: Read) -> None:
         reasons = thinks(self._site.family, self._site.model.prompts[place])
@@ -442,7 +448,7 @@ class DrawnConversation:
 
     def _chat_again(self, message: Any) -> Any:
         form = self._dice.choice(("object", "dump", "json", "router"))
-        self._found.tried[f"chat sent back: {form}"] += 1
+        self._found.count(f"chat sent back: {form}")
         if form == "object":
             return message
         if form == "dump":
@@ -476,7 +482,7 @@ class DrawnConversation:
         calls = [block for block in answer.content if block.type == "tool_use"]
         ended = {"tool_use": "calls", "end_turn": "stop", "max_tokens": "length"}[answer.stop_reason]
         form = self._dice.choice(("objects", "dumps"))
-        self._found.tried[f"{self._api} sent back: {form}"] += 1
+        self._found.count(f"{self._api} sent back: {form}")
         content = answer.content if form == "objects" else [block.model_dump() for block in answer.content]
         return Read(
             "".join(block.thinking for block in answer.content if block.type == "thinking"),
@@ -496,7 +502,7 @@ class DrawnConversation:
             answer = responses.create(**ask)
         calls = [item for item in answer.output if item.type == "function_call"]
         form = self._dice.choice(("objects", "dumps", "json"))
-        self._found.tried[f"responses sent back: {form}"] += 1
+        self._found.count(f"responses sent back: {form}")
         forms: dict[str, Callable[[Any], Any]] = {
             "objects": lambda item: item,
             "dumps": lambda item: item.model_dump(),

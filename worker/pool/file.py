@@ -254,18 +254,22 @@ class PoolHold:
         descriptor = _open_existing(self.path, os.O_RDONLY)
         if descriptor is None:
             return
-        if lock(descriptor, fcntl.LOCK_SH) and not damage_in(descriptor):
-            self._descriptor = descriptor
-        else:
-            os.close(descriptor)
+        with suppress(OSError):  # as good as none: workers say what is wrong with it
+            if lock(descriptor, fcntl.LOCK_SH) and not damage_in(descriptor):
+                self._descriptor = descriptor
+                return
+        os.close(descriptor)
 
     def damage(self) -> str:
         """Describe the damage of the pool that is held; empty: it is whole, or none is held."""
         if self._descriptor is None:
             return ""
-        if not _is_at(self._descriptor, self.path):
-            return "its file was removed or replaced"
-        return damage_in(self._descriptor)
+        try:
+            if not _is_at(self._descriptor, self.path):
+                return "its file was removed or replaced"
+            return damage_in(self._descriptor)
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
 
     def let_go(self) -> None:
         """Idempotent."""
@@ -436,10 +440,10 @@ def _unusable(path: Path, reason: str) -> ConfigError:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one that lies at `path`."""
+    """Return whether the open file is still the one that lies at `path`. Raises OSError."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -34,7 +34,7 @@ NO_RULES: Final[Rules] = {}
 _LONG_NUMBER: Final = re.compile(rb"\d{19}")
 _AT: Final = re.compile(r"at `\$([^`]*)`$")
 #: Refusals of which hisparse.http.apis.tolerance may think otherwise.
-_TOLERABLE: Final = re.compile(r"Object contains unknown field |Expected `int\b[^`]*`, got `float`")
+_TOLERABLE: Final = re.compile(r"Object contains unknown field |Expected `[^`]*\bint\b[^`]*`, got `float`")
 _EXPECTED: Final = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
 _WORDS: Final = {
     "int": "an integer",
@@ -198,7 +198,7 @@ def undecodable(
         return BadInput(_malformed(error), field=root or "body", remedy="send one JSON object in UTF-8")
     text = str(error)
     at = path_of(error, root)
-    if named := re.match(r"Object contains unknown field `(.*?)`(?: - at|$)", text):
+    if named := re.match(r"Object contains unknown field `(.*?)`(?: - at|$)", text, re.DOTALL):
         return _unknown(named[1], _join(at, named[1]), known, rules)
     if named := re.match(r"Object missing required field `(.*?)`", text):
         return BadInput("is missing", field=_join(at, named[1]), remedy="add it")

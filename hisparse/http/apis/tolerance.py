@@ -112,6 +112,6 @@ def _form(kind: Any) -> Form:
     return Form(
         objects={"" if only else str(part.__struct_config__.tag): part for part in structs},
         tag_field=str(structs[0].__struct_config__.tag_field or "") if structs else "",
-        elements=elements if elements is not None and elements.objects else None,
+        elements=None if elements is None or elements.is_plain else elements,
         has_integer=int in options,
     )

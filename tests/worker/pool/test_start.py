@@ -518,6 +518,20 @@ def test_damaged_pool_in_use_is_refused_soon_in_one_line(
         start(config_for(tmp_path))
 
 
+def test_look_at_a_held_pool_ends_nothing_where_its_directory_is_a_file(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    path = place / "host.pool"
+    path.write_bytes(b"x")
+    hold = PoolHold(path)
+    hold._descriptor = os.open(path, os.O_RDONLY)
+    path.unlink()
+    place.rmdir()
+    place.write_bytes(b"")
+    assert hold.damage() == "its file was removed or replaced"
+    hold.let_go()
+
+
 @pytest.mark.parametrize(("damage", "reason"), [*DAMAGES, (Path.unlink, "its file was removed or replaced")])
 def test_pool_that_is_held_is_let_go_once_it_is_damaged(
     tmp_path: Path, damage: Callable[[Path], None], reason: str

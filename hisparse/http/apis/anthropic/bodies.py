@@ -278,12 +278,11 @@ class CountBody(ApiBody, frozen=True, kw_only=True):
         said: ContextManagement | None = self.read("context_management")
         if said is None or not said.edits:
             return turns, None
-        cleared: tuple[str, ...] = ()
-        for edit in said.edits:
-            if edit.turns is not None:
-                turns, more = cleared_of_thinking(turns, edit.turns)
-                cleared += more
-        return turns, cleared
+        if len(said.edits) > 1:  # each would go through all turns again
+            field, remedy = "context_management.edits", "send one clear_thinking edit"
+            raise BadInput("holds more than one edit", field=field, value=f"{len(said.edits)} edits", remedy=remedy)
+        keep = said.edits[0].turns
+        return (turns, ()) if keep is None else cleared_of_thinking(turns, keep)
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):

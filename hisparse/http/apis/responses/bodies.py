@@ -174,14 +174,14 @@ class ResponsesBody(ApiBody, frozen=True, kw_only=True):
 
     def check(self) -> None:
         self.read("include")
-        if bytes(memoryview(self.input)[:3]) in (b'""', b"[]"):
-            raise BadInput("is empty", field="input", remedy="give a text, or at least one item")
 
     def turns(self, skipped: Skipped) -> Iterator[Turn]:
         """Raises BadInput."""
         if self.instructions:
             yield Turn("system", self.instructions)
         said = decoded(self.input, str | list[msgspec.Raw], "input", is_free=False)
+        if not said:
+            raise BadInput("is empty", field="input", remedy="give a text, or at least one item")
         if isinstance(said, str):
             yield Turn("user", said)
         else:

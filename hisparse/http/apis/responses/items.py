@@ -40,10 +40,6 @@ class ReasoningText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     text: str
 
 
-class SummaryText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="summary_text", tag_field="type"):
-    text: str
-
-
 class InputImage(msgspec.Struct, frozen=True, tag="input_image", tag_field="type"):
     """Refused, as the next two."""
 

@@ -140,7 +140,8 @@ def _exchanges(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
 
 
 def _results(calls: Sequence[PastCall], results: Sequence[Turn]) -> dict[int, Turn]:
-    """Results by the place of their call. A result that names no call which is open is that of the next open one."""
+    """Results by the place of their call. One without an id is that of the next open call; one that names another call,
+    or a call that has its result, is of none."""
     places: dict[str, list[int]] = {}
     for place in reversed(range(len(calls))):
         places.setdefault(calls[place].id, []).append(place)
@@ -149,7 +150,7 @@ def _results(calls: Sequence[PastCall], results: Sequence[Turn]) -> dict[int, Tu
     for result in results:
         if named := places.get(result.call_id):
             found[named.pop()] = result
-        else:
+        elif not result.call_id:
             others.append(result)
     return found | dict(zip((place for place in range(len(calls)) if place not in found), others, strict=False))
 

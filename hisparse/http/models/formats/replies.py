@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Final, TypeAlias
 
 from hisparse.http.models.formats.scanning import Reading, Scan, Unfinished, UnreadableOutput
@@ -26,6 +27,9 @@ THINK: Final = "<think>"
 THINK_END: Final = "</think>"
 #: Of an output, from a call in its reasoning on, that waits to be told. What is longer is reasoning.
 HELD_CHARS_MAX: Final = 256 * 1024
+#: Looks behind a marker of a call in the reasoning of one output: each may go through all that is held. Further calls
+#: in it are reasoning.
+LOOKS_MAX: Final = 256
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,10 @@ class ReplyParser:
     def _reasoning(self) -> Reading[None]:
         """Reasoning, up to THINK_END, to calls in its place, or to the end."""
         scan, syntax = self._scan, self._plan.syntax
+        looks = 0
         while syntax is not None:
             blanks = yield from self._stream(Reasoning, THINK_END, syntax.start)
+            looks += 1
             if blanks is None or scan.text.startswith(THINK_END):
                 break
             try:
@@ -147,6 +153,7 @@ class ReplyParser:
                     return
             except UnreadableOutput:
                 self._tell(Reasoning, blanks + scan.use(scan.at))
+                syntax = syntax if looks < LOOKS_MAX else None
             else:
                 self._tell(Reasoning, blanks)
                 syntax = None
@@ -263,12 +270,9 @@ def _only_calls(scan: Scan, syntax: CallSyntax, schemas: Schemas) -> Reading[boo
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
     """Neighbours of one kind as one: a whole output, however it came."""
     whole: list[Piece] = []
-    for piece in pieces:
-        last = whole[-1] if whole else None
-        if isinstance(piece, Text) and isinstance(last, Text):
-            whole[-1] = Text(last.text + piece.text)
-        elif isinstance(piece, Reasoning) and isinstance(last, Reasoning):
-            whole[-1] = Reasoning(last.text + piece.text)
+    for kind, neighbours in groupby(pieces, type):
+        if kind is ToolCall:
+            whole += neighbours
         else:
-            whole.append(piece)
+            whole.append(kind("".join(piece.text for piece in neighbours if not isinstance(piece, ToolCall))))
     return whole
