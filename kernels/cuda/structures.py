@@ -25,6 +25,11 @@ COPY_ROWS_THREADS: Final = 256
 ROWS_THREADS: Final = 256
 SEAT_THREADS: Final = 256
 SWAP_IN_SHARED_BYTES: Final = 99_568
+QUANTIZE_THREADS: Final = 256
+SUM_THREADS: Final = 128
+PLACE_THREADS: Final = 1024
+#: Of one rank, at most: place_rows counts them in shared memory.
+EXPERTS_MAX: Final = 1024
 # index_topk
 UNIT: Final = 16
 BATCH_MAX: Final = 1024
@@ -58,6 +63,10 @@ CONSTANTS: Final = {  # value and comment
     "ROWS_THREADS": (ROWS_THREADS, "of a block of store_rows, fetch_rows, store_keys, fetch_keys"),
     "SEAT_THREADS": (SEAT_THREADS, "of a block of change_slots, close_change"),
     "SWAP_IN_SHARED_BYTES": (SWAP_IN_SHARED_BYTES, "of a block of swap_in"),
+    "QUANTIZE_THREADS": (QUANTIZE_THREADS, "of a block of quantize_rows, quantize_gated"),
+    "SUM_THREADS": (SUM_THREADS, "of a block of sum_rows"),
+    "PLACE_THREADS": (PLACE_THREADS, "of the block of place_rows"),
+    "EXPERTS_MAX": (EXPERTS_MAX, "of one rank: place_rows counts them in shared memory"),
     "UNIT": (UNIT, "index keys that a warp scores together"),
     "BATCH_MAX": (BATCH_MAX, "rows of index_topk"),
     "BINS": (BINS, "of a row's histogram of scores: a power of two"),
@@ -357,6 +366,52 @@ class BlockLinear(Structure):
         ("i32", "token_tiles", "dense"),
         ("i32", "row_tiles, jobs_max", "by experts"),
         ("i32", "unused[11]"),
+    )
+    _fields_ = fields(members)
+
+
+class PlaceRows(Structure):
+    members = (
+        ("const void*", "chosen", "[assignments] experts: int32, or int64"),
+        ("i32*", "rows", "[assignments]; -1: no expert of this rank"),
+        ("i32*", "ends", "[experts] behind the last row of each; of `span`: its count of rows"),
+        ("i32", "assignments, first, experts"),
+        ("i32", "multiple", "an expert's rows begin at a multiple"),
+        ("i32", "span", "rows that each expert has room for; 0: as many as it needs"),
+        ("i32", "wide", "1: `chosen` is int64"),
+    )
+    _fields_ = fields(members)
+
+
+class QuantizeRows(Structure):
+    members = (
+        ("const u16*", "hidden", "[rows, k] bfloat16, `stride` values apart"),
+        ("const u16*", "factors", "of quantize_gated: likewise"),
+        (
+            "const i32*",
+            "rows",
+            "[count, choices] places of a row; of quantize_gated [count] rows; -1: none",
+        ),
+        ("u8*", "values", "[rows, k] e4m3"),
+        ("float*", "scales", "[groups of span rows, blocks, span]"),
+        ("i64", "stride"),
+        ("i32", "count, choices"),
+        ("i32", "k, blocks", "128 * blocks values of a row"),
+        ("i32", "span"),
+        ("i32", "powers", "1: scales are powers of two"),
+    )
+    _fields_ = fields(members)
+
+
+class SumRows(Structure):
+    members = (
+        ("const u16*", "products", "[rows, width] bfloat16"),
+        ("const i32*", "rows", "[tokens, choices]; -1: none"),
+        ("const void*", "shares", "[tokens, choices] float32, or bfloat16"),
+        ("u16*", "out", "[tokens, width] bfloat16"),
+        ("i32", "choices, width"),
+        ("i32", "wide_shares", "1: float32"),
+        ("i32", "unused"),
     )
     _fields_ = fields(members)
 

@@ -11,6 +11,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
@@ -259,6 +260,11 @@ inline unsigned __float_as_uint(float v) {
     unsigned bits;
     std::memcpy(&bits, &v, sizeof bits);
     return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float v;
+    std::memcpy(&v, &bits, sizeof v);
+    return v;
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }

@@ -47,7 +47,11 @@ extern "C" bool emulate_{kernel}(const void* p, unsigned x, unsigned y, unsigned
     return wrong.empty();
 }}
 """
-UNITS: Final = (*launch.KERNELS, ("swap_in", "swap_in"))
+UNITS: Final = (
+    *launch.KERNELS,
+    ("swap_in", "swap_in"),
+    *(("quantize", kernel) for kernel in ("place_rows", "quantize_rows", "quantize_gated", "sum_rows")),
+)
 
 
 @lru_cache

@@ -26,6 +26,17 @@ inline void await_words() {
     for (const auto& copy : emulated::self->copies) std::memcpy(copy.to, copy.from, copy.bytes);
     emulated::self->copies.clear();
 }
+inline u32 e4m3_of(float value) {
+    const u32 bits = __float_as_uint(value), sign = bits >> 24 & 0x80;
+    if (value != value) return sign | 0x7F;
+    const float size = std::min(std::fabs(value), 448.0f);
+    if (size < 0.015625f) return sign | static_cast<u32>(std::nearbyint(size * 512));  // 2**-6: below, steps of 2**-9
+    const int exponent = std::ilogb(size);
+    return sign | (static_cast<u32>(exponent + 6) * 8 + static_cast<u32>(std::nearbyint(std::ldexp(size, 3 - exponent))));
+}
+inline u32 pack_e4m3(float a, float b, float c, float d) {
+    return e4m3_of(a) | e4m3_of(b) << 8 | e4m3_of(c) << 16 | e4m3_of(d) << 24;
+}
 inline u32 used_page_of(i32 token) { return static_cast<u32>(token) / PAGE_TOKENS; }
 inline u32 shift_left(u32 value, u32 by) { return by < 32 ? value << by : 0; }
 inline u32 take(u32* counter) {

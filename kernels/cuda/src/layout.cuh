@@ -28,6 +28,10 @@ constexpr int COPY_ROWS_THREADS = 256;  // of a block of copy_rows
 constexpr int ROWS_THREADS = 256;  // of a block of store_rows, fetch_rows, store_keys, fetch_keys
 constexpr int SEAT_THREADS = 256;  // of a block of change_slots, close_change
 constexpr int SWAP_IN_SHARED_BYTES = 99568;  // of a block of swap_in
+constexpr int QUANTIZE_THREADS = 256;  // of a block of quantize_rows, quantize_gated
+constexpr int SUM_THREADS = 128;  // of a block of sum_rows
+constexpr int PLACE_THREADS = 1024;  // of the block of place_rows
+constexpr int EXPERTS_MAX = 1024;  // of one rank: place_rows counts them in shared memory
 constexpr int UNIT = 16;  // index keys that a warp scores together
 constexpr int BATCH_MAX = 1024;  // rows of index_topk
 constexpr int BINS = 8192;  // of a row's histogram of scores: a power of two
@@ -255,5 +259,41 @@ struct BlockLinear {
     i32 unused[11];
 };
 static_assert(sizeof(BlockLinear) == 512, "as ctypes lays it out");
+
+struct PlaceRows {
+    const void* chosen;  // [assignments] experts: int32, or int64
+    i32* rows;           // [assignments]; -1: no expert of this rank
+    i32* ends;           // [experts] behind the last row of each; of `span`: its count of rows
+    i32 assignments, first, experts;
+    i32 multiple;        // an expert's rows begin at a multiple
+    i32 span;            // rows that each expert has room for; 0: as many as it needs
+    i32 wide;            // 1: `chosen` is int64
+};
+static_assert(sizeof(PlaceRows) == 48, "as ctypes lays it out");
+
+struct QuantizeRows {
+    const u16* hidden;   // [rows, k] bfloat16, `stride` values apart
+    const u16* factors;  // of quantize_gated: likewise
+    const i32* rows;     // [count, choices] places of a row; of quantize_gated [count] rows; -1: none
+    u8* values;          // [rows, k] e4m3
+    float* scales;       // [groups of span rows, blocks, span]
+    i64 stride;
+    i32 count, choices;
+    i32 k, blocks;       // 128 * blocks values of a row
+    i32 span;
+    i32 powers;          // 1: scales are powers of two
+};
+static_assert(sizeof(QuantizeRows) == 72, "as ctypes lays it out");
+
+struct SumRows {
+    const u16* products;  // [rows, width] bfloat16
+    const i32* rows;      // [tokens, choices]; -1: none
+    const void* shares;   // [tokens, choices] float32, or bfloat16
+    u16* out;             // [tokens, width] bfloat16
+    i32 choices, width;
+    i32 wide_shares;      // 1: float32
+    i32 unused;
+};
+static_assert(sizeof(SumRows) == 48, "as ctypes lays it out");
 
 }  // namespace hisparse

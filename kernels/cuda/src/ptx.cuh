@@ -64,6 +64,16 @@ template <int WORDS> __device__ __forceinline__ void fetch_words(i32* to, const 
 }
 __device__ __forceinline__ void await_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Four nearest e4m3, the first in the lowest byte; beyond 448 they are 448.
+__device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
+    u32 codes = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high}; }" : "=r"(codes) : "f"(a), "f"(b), "f"(c), "f"(d));
+#endif
+    return codes;
+}
+
 // Page of a token, computed where it is written: a use of the token there.
 __device__ __forceinline__ u32 used_page_of(i32 token) {
     static_assert(PAGE_TOKENS == 64, "6 bits");

@@ -1,0 +1,186 @@
+"""Rows on their way to and from a library's products of FP8 by FP8: launches src/quantize.cuh.
+
+    place       a row of a buffer for each assignment to an expert of this rank
+    quantize    bfloat16 rows to e4m3 and scales, each to its own place or to those of its choices
+    quantize_gated   silu(gate) * up of rows where they are, likewise
+    add_rows    for each token, the weighted sum of its choices' rows
+
+An *assignment* is one choice of one token, number token * choices + choice. Scales float32[groups, blocks, span] lie as
+the library's copy engine reads them: `span` rows of one block of 128 values side by side, a multiple of SCALE_ROWS.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.block_weight import BLOCK, E4M3
+from kernels.cuda.jit import Kernel, load
+from kernels.cuda.structures import (
+    EXPERTS_MAX,
+    PLACE_THREADS,
+    QUANTIZE_THREADS,
+    SUM_THREADS,
+    PlaceRows,
+    QuantizeRows,
+    SumRows,
+)
+from protocol.errors import BadInput
+
+UNIT: Final = "quantize"
+#: Rows of scales, in whole parts: 16 bytes.
+SCALE_ROWS: Final = 4
+UNITS_PER_BLOCK: Final = QUANTIZE_THREADS * 8 // BLOCK
+VALUES_PER_BLOCK: Final = SUM_THREADS * 8
+
+
+class Placed(NamedTuple):
+    """Rows of a buffer by experts. `rows` int32[assignments]: -1 for another rank's. `ends` int32[experts]: behind the
+    last row of each expert; where each has `span` rows, its count of rows. `total`: rows of the buffer."""
+
+    rows: Tensor
+    ends: Tensor
+    total: int
+    span: int
+
+
+class Quantized(NamedTuple):
+    """`values` e4m3[..., rows, k] and `scales` float32[..., rows, blocks], whose rows are adjacent in memory."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def place(chosen: Tensor, first: int, experts: int, *, multiple: int = 1, span: int = 0) -> Placed:
+    """Rows for `chosen` int32 or int64[tokens, choices], of the experts first .. first + experts - 1.
+
+    Each expert has `span` rows, which must suffice for all tokens, or the rows it needs from a multiple of `multiple`
+    on. Raises BadInput for more than EXPERTS_MAX experts.
+    """
+    if experts > EXPERTS_MAX:
+        raise BadInput("too many", field="experts", value=experts, remedy=f"at most {EXPERTS_MAX} on one rank")
+    assignments, device = chosen.numel(), chosen.device
+    rows = torch.empty(assignments, dtype=torch.int32, device=device)
+    ends = torch.empty(experts, dtype=torch.int32, device=device)
+    parameters = PlaceRows(
+        chosen=chosen.data_ptr(),
+        rows=rows.data_ptr(),
+        ends=ends.data_ptr(),
+        assignments=assignments,
+        first=first,
+        experts=experts,
+        multiple=multiple,
+        span=span,
+        wide=int(chosen.dtype == torch.int64),
+    )
+    _kernel("place_rows", device).launch((1, 1), parameters, stream_of(device), threads=PLACE_THREADS)
+    return Placed(rows, ends, experts * span or rows_most(assignments, experts, multiple), span)
+
+
+def rows_most(assignments: int, experts: int, multiple: int) -> int:
+    """Rows that `assignments` take where each of `experts` begins at a multiple of `multiple`, however they fall."""
+    busy = min(assignments, experts)
+    return (busy + (assignments - busy) // multiple) * multiple
+
+
+def quantize(hidden: Tensor, *, powers: bool, placed: Placed | None = None) -> Quantized:
+    """`hidden` bfloat16[rows, k], k a multiple of 128; by `placed`, rows where their choices are, and no others.
+
+    A scale is the largest magnitude of 128 values / 448, with `powers` the next power of two; of zeros it is 1.
+    """
+    rows, k = hidden.shape
+    target = _target(rows, k, hidden.device, placed)
+    if rows:
+        choices = 1 if placed is None else len(placed.rows) // rows
+        _launch("quantize_rows", hidden, None, placed, target, rows, choices, powers=powers)
+    return _seen(target, rows, placed)
+
+
+def quantize_gated(gate: Tensor, up: Tensor, *, powers: bool, placed: Placed | None = None) -> Quantized:
+    """silu(gate) * up, rounded to bfloat16 after each of both, as `quantize`. Rows bfloat16[rows, k] lie equally far
+    apart in both; by `placed`, those of its assignments are read and written."""
+    rows, k = gate.shape
+    target = _target(rows, k, gate.device, placed)
+    count = rows if placed is None else len(placed.rows)
+    if count:
+        _launch("quantize_gated", gate, up, placed, target, count, 1, powers=powers)
+    return _seen(target, rows, placed)
+
+
+def add_rows(products: Tensor, placed: Placed, shares: Tensor, out: Tensor) -> None:
+    """Write to `out` bfloat16[tokens, width] the sum of share * row over each token's choices on this rank, in order.
+
+    `products` bfloat16[rows, width], width a multiple of 8; `shares` float32 or bfloat16[tokens, choices]. Parts are
+    rounded to the wider of both dtypes and summed in float32.
+    """
+    (tokens, width), choices = out.shape, shares.shape[1]
+    parameters = SumRows(
+        products=products.data_ptr(),
+        rows=placed.rows.data_ptr(),
+        shares=shares.data_ptr(),
+        out=out.data_ptr(),
+        choices=choices,
+        width=width,
+        wide_shares=int(shares.dtype == torch.float32),
+    )
+    grid = tokens, -(-width // VALUES_PER_BLOCK)
+    if tokens:
+        _kernel("sum_rows", out.device).launch(grid, parameters, stream_of(out.device), threads=SUM_THREADS)
+
+
+def _target(rows: int, k: int, device: torch.device, placed: Placed | None) -> Quantized:
+    """Memory: values [total, k], scales [groups, blocks, span]."""
+    total = rows if placed is None else placed.total
+    span = -(-total // SCALE_ROWS) * SCALE_ROWS if placed is None or not placed.span else placed.span
+    groups = total // placed.span if placed is not None and placed.span else 1
+    values = torch.empty(total, k, dtype=E4M3, device=device)
+    return Quantized(values, torch.empty(groups, k // BLOCK, span, dtype=torch.float32, device=device))
+
+
+def _seen(target: Quantized, rows: int, placed: Placed | None) -> Quantized:
+    """As the library takes them: of `span` rows to an expert three-dimensional."""
+    values, scales = target
+    if placed is not None and placed.span:
+        return Quantized(values.view(-1, placed.span, values.shape[1]), scales.transpose(1, 2))
+    return Quantized(values, scales[0].t()[: len(values)])
+
+
+def _launch(
+    kernel: str,
+    hidden: Tensor,
+    factors: Tensor | None,
+    placed: Placed | None,
+    target: Quantized,
+    count: int,
+    choices: int,
+    *,
+    powers: bool,
+) -> None:
+    _, blocks, span = target.scales.shape
+    parameters = QuantizeRows(
+        hidden=hidden.data_ptr(),
+        factors=None if factors is None else factors.data_ptr(),
+        rows=None if placed is None else placed.rows.data_ptr(),
+        values=target.values.data_ptr(),
+        scales=target.scales.data_ptr(),
+        stride=hidden.stride(0),
+        count=count,
+        choices=choices,
+        k=blocks * BLOCK,
+        blocks=blocks,
+        span=span,
+        powers=int(powers),
+    )
+    grid = -(-count * blocks // UNITS_PER_BLOCK), 1
+    _kernel(kernel, hidden.device).launch(grid, parameters, stream_of(hidden.device), threads=QUANTIZE_THREADS)
+
+
+def _kernel(name: str, device: torch.device) -> Kernel:
+    return load(UNIT, name, (), device.index or 0)
+
+
+def stream_of(device: torch.device) -> int:
+    """Address of the current stream on `device`."""
+    return torch.cuda.current_stream(device).cuda_stream

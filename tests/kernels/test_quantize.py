@@ -1,0 +1,169 @@
+"""Rows to and from a library's products: the kernels' own source, emulated, against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.block_weight import BLOCK
+from kernels.cuda import quantize
+from kernels.cuda.structures import EXPERTS_MAX
+from protocol.errors import BadInput
+from tests.emulated.device import COMPILER, Device
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[Device]:
+    with Device().installed() as here:
+        yield here
+
+
+def plain_quantized(rows: Tensor, *, powers: bool) -> tuple[Tensor, Tensor]:
+    """e4m3[M, K] and scales float32[M, K / 128] of `rows` [M, K]."""
+    parts = rows.float().view(len(rows), -1, BLOCK)
+    most = parts.abs().amax(-1)
+    scales = most / 448
+    if powers:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    scales = torch.where(most == 0, 1.0, scales)
+    return (parts / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).view(rows.shape), scales
+
+
+def alike(got: Tensor, wanted: Tensor) -> None:
+    assert torch.equal(got.float(), wanted.float())
+
+
+def drawn(rows: int, k: int, seed: int = 0) -> Tensor:
+    """Magnitudes of many orders, so that e4m3 has small and rounded values; a block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, k, generator=generator) * torch.exp2(4 * torch.randn(rows, k, generator=generator))
+    values[rows // 2, :BLOCK] = 0
+    return values.bfloat16()
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize(("rows", "k"), [(1, 128), (3, 384), (7, 256), (33, 128)])
+def test_rows_are_quantized_as_torch_does(rows: int, k: int, powers: bool) -> None:
+    hidden = drawn(rows, k)
+    got = quantize.quantize(hidden, powers=powers)
+    values, scales = plain_quantized(hidden, powers=powers)
+    alike(got.values, values)
+    assert torch.equal(got.scales, scales)
+    assert got.scales.stride() == (1, -(-rows // quantize.SCALE_ROWS) * quantize.SCALE_ROWS)
+
+
+def test_power_of_two_is_its_own_scale_and_the_next_value_is_not() -> None:
+    hidden = torch.zeros(2, BLOCK)
+    hidden[0, 3], hidden[1, 3] = 448 * 2.0**-5, 450 * 2.0**-5
+    got = quantize.quantize(hidden.bfloat16(), powers=True)
+    assert got.scales.flatten().tolist() == [2.0**-5, 2.0**-4]
+
+
+def test_row_with_no_number_stays_one() -> None:
+    hidden = torch.ones(2, BLOCK).bfloat16()
+    hidden[0, 5] = torch.nan
+    got = quantize.quantize(hidden, powers=True)
+    assert torch.isnan(got.values[0].float() * got.scales[0]).any()
+    alike(got.values[1].float() * got.scales[1], torch.ones(BLOCK))
+
+
+def test_no_rows_launch_nothing(device: Device) -> None:
+    got = quantize.quantize(torch.empty(0, 256).bfloat16(), powers=True)
+    assert got.values.shape == (0, 256)
+    assert got.scales.shape == (0, 2)
+    assert device.launches == 0
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("experts", "first"), [(1, 0), (5, 2), (40, 0)])
+@pytest.mark.parametrize(("span", "multiple"), [(0, 1), (0, 8), (64, 1)])
+def test_each_assignment_of_this_rank_has_a_row_of_its_expert(
+    experts: int, first: int, span: int, multiple: int, wide: bool
+) -> None:
+    order = torch.rand(50, 48, generator=torch.Generator().manual_seed(experts)).argsort(1)
+    chosen = order[:, :4].contiguous() - 1  # -1 is no expert
+    chosen = chosen if wide else chosen.int()
+    placed = quantize.place(chosen, first, experts, span=span, multiple=multiple)
+    own = chosen.flatten().long() - first
+    begin = 0
+    for expert in range(experts):
+        rows = placed.rows[own == expert].sort().values
+        begin = expert * span if span else begin
+        assert rows.tolist() == list(range(begin, begin + len(rows)))
+        assert int(placed.ends[expert]) == (len(rows) if span else begin + len(rows))
+        begin += -(-len(rows) // multiple) * multiple
+    assert placed.rows[(own < 0) | (own >= experts)].eq(-1).all()
+    assert int(placed.rows.max()) < placed.total
+
+
+@pytest.mark.parametrize(("assignments", "experts", "multiple"), [(1, 4, 64), (9, 3, 4), (100, 7, 8), (5, 5, 2)])
+def test_buffer_has_room_for_the_worst_routing(assignments: int, experts: int, multiple: int) -> None:
+    busy = min(assignments, experts)
+    most = 0
+    for spare in range(assignments - busy + 1):  # `spare` more to the first expert, the others as even as can be
+        counts = [1] * busy
+        counts[0] += spare
+        counts[-1] += assignments - busy - spare
+        most = max(most, sum(-(-count // multiple) * multiple for count in counts))
+    assert most <= quantize.rows_most(assignments, experts, multiple) <= most + multiple
+
+
+def test_too_many_experts_are_refused() -> None:
+    with pytest.raises(BadInput, match="experts=1025: too many"):
+        quantize.place(torch.zeros(1, 1, dtype=torch.int32), 0, EXPERTS_MAX + 1)
+
+
+@pytest.mark.parametrize("span", [0, 64])
+def test_rows_of_choices_go_to_every_place_of_their_token(span: int) -> None:
+    hidden = drawn(9, 256)
+    chosen = torch.rand(9, 6, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :3].int().contiguous()
+    placed = quantize.place(chosen, 1, 4, span=span, multiple=8)
+    got = quantize.quantize(hidden, powers=True, placed=placed)
+    values, scales = plain_quantized(hidden, powers=True)
+    flat = got.values.reshape(-1, 256)
+    flat_scales = got.scales.reshape(-1, 2)
+    for assignment, row in enumerate(placed.rows.tolist()):
+        if row >= 0:
+            alike(flat[row], values[assignment // 3])
+            assert torch.equal(flat_scales[row], scales[assignment // 3])
+    if span:
+        assert got.values.shape == (4, span, 256)
+        assert got.scales.stride() == (2 * span, 1, span)
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("by_experts", [False, True])
+def test_gated_rows_are_quantized_where_they_are(by_experts: bool, powers: bool) -> None:
+    placed, rows = None, 6
+    if by_experts:
+        chosen = torch.tensor([[0, 2], [1, -1], [2, 0]], dtype=torch.int32)
+        placed = quantize.place(chosen, 0, 3, multiple=4)
+        rows = placed.total
+    both = drawn(rows, 512, seed=3)
+    got = quantize.quantize_gated(both[:, :256], both[:, 256:], powers=powers, placed=placed)
+    middle = torch.nn.functional.silu(both[:, :256].float()).bfloat16() * both[:, 256:]
+    values, scales = plain_quantized(middle, powers=powers)
+    real = range(rows) if placed is None else [row for row in placed.rows.tolist() if row >= 0]
+    for row in real:
+        alike(got.values[row], values[row])
+        assert torch.equal(got.scales[row], scales[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_token_gets_the_weighted_sum_of_its_choices(dtype: torch.dtype) -> None:
+    chosen = torch.tensor([[0, 2, 7], [1, -1, 0], [7, 8, -1]], dtype=torch.int32)
+    placed = quantize.place(chosen, 0, 3, multiple=4)
+    products = drawn(placed.total, 1032, seed=4)
+    shares = torch.rand(3, 3, generator=torch.Generator().manual_seed(2)).to(dtype)
+    out = torch.full((3, 1032), torch.nan, dtype=torch.bfloat16)
+    quantize.add_rows(products, placed, shares, out)
+    wanted = torch.zeros(3, 1032)
+    for assignment, row in enumerate(placed.rows.tolist()):
+        if row >= 0:
+            wanted[assignment // 3] += (products[row] * shares.flatten()[assignment, None]).float()
+    assert torch.equal(out, wanted.bfloat16())
