@@ -29,7 +29,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -44,6 +43,7 @@ from kernels.block_fp8 import (
     block_linear,
     block_linear_w8a8,
     decode_blocks,
+    halves,
 )
 from kernels.block_weight import BLOCK, E4M3, BlockFp8
 from kernels.cuda.block_fp8 import crossover, decoded_linear
@@ -135,7 +135,7 @@ def measure_linear(weights: list[BlockFp8], tokens: int, copy_rate: float, opera
             "kernel_us": lambda number: block_linear(hidden, weights[number]),
             "scratch_us": lambda number: decoded_linear(hidden, weights[number], scratch),
             "plain_us": lambda _: hidden @ plain.T,
-            "w8a8_us": lambda number: block_linear_w8a8(hidden, weights[number]),
+            "w8a8_us": lambda number: block_linear_w8a8(hidden, weights[number], powers=True),
         }
         taken = "scratch_us" if tokens >= crossover(weights[0]) else "kernel_us"
         row[taken] = row["us"]
@@ -152,7 +152,7 @@ def compare_linear(weight: BlockFp8, tokens: int) -> dict[str, Any]:
     decoded = decode_blocks(weight, torch.bfloat16)
     row = {"error": checked(off(got, hidden[:64].double() @ decoded.double().T), LINEAR_ERROR_MOST)}
     if tokens >= BLOCK_TOKENS:
-        row["distance"] = off(block_linear_w8a8(hidden, weight)[:64], got)
+        row["distance"] = off(block_linear_w8a8(hidden, weight, powers=True)[:64], got)
     return row
 
 
@@ -170,13 +170,29 @@ def linears(copy_rate: float, operation_rate: float) -> list[dict[str, Any]]:
     return rows
 
 
-Layer = tuple[BlockFp8, BlockFp8, BlockFp8]
+class Layer(NamedTuple):
+    """Weights of one layer's experts, for both kinds of products."""
+
+    gate: BlockFp8
+    up: BlockFp8
+    down: BlockFp8
+    gate_up: BlockFp8
+
+    @staticmethod
+    def draw() -> Layer:
+        gate_up = draw(EXPERTS, 2 * MIDDLE, WIDTH)
+        return Layer(*halves(gate_up), draw(EXPERTS, WIDTH, MIDDLE), gate_up)
+
+    def decoded(self, load: Load) -> Tensor:
+        return block_experts(*load, self.gate, self.up, self.down, experts_total=EXPERTS_TOTAL)
+
+    def quantized(self, load: Load) -> Tensor:
+        return block_experts_w8a8(*load, self.gate_up, self.down, experts_total=EXPERTS_TOTAL, powers=True)
 
 
 def experts(copy_rate: float, operation_rate: float) -> list[dict[str, Any]]:
     rows = []
-    matrices = (EXPERTS, MIDDLE, WIDTH), (EXPERTS, MIDDLE, WIDTH), (EXPERTS, WIDTH, MIDDLE)
-    layers: list[Layer] = [(draw(*matrices[0]), draw(*matrices[1]), draw(*matrices[2])) for _ in range(2)]
+    layers = [Layer.draw() for _ in range(2)]
     loads = [Load.draw(tokens) for tokens in EXPERT_TOKENS]
     times = [measure_experts(layers, load, copy_rate, operation_rate) for load in loads]
     for load, cell in zip(loads, times, strict=True):
@@ -203,26 +219,23 @@ class Load(NamedTuple):
 def measure_experts(layers: list[Layer], load: Load, copy_rate: float, operation_rate: float) -> dict[str, Any]:
     chosen, tokens = load.chosen, len(load.hidden)
     held, busy = int((chosen < EXPERTS).sum()), len(chosen[chosen < EXPERTS].unique())
-    weight_bytes = busy * sum(one.nbytes for one in layers[0]) // EXPERTS
+    weight_bytes = busy * sum(one.nbytes for one in layers[0][:3]) // EXPERTS
     memory = (weight_bytes + 2 * held * 2 * MIDDLE + 2 * (tokens + held) * WIDTH) / copy_rate
     mma = 2 * 3 * held * MIDDLE * WIDTH / operation_rate
-
-    def mixed(mixture: Callable[..., Tensor], number: int) -> Tensor:
-        return mixture(*load, *layers[number], experts_total=EXPERTS_TOTAL)
 
     return {
         "assignments": held,
         "experts": busy,
-        **row_of(replayed(partial(mixed, block_experts), len(layers)), memory, mma),
-        "w8a8_us": statistics.median(replayed(partial(mixed, block_experts_w8a8), len(layers))),
+        **row_of(replayed(lambda number: layers[number].decoded(load), len(layers)), memory, mma),
+        "w8a8_us": statistics.median(replayed(lambda number: layers[number].quantized(load), len(layers))),
     }
 
 
 def compare_experts(layer: Layer, load: Load) -> dict[str, Any]:
     """As compare_linear."""
-    got, quantized = (one(*load, *layer, experts_total=EXPERTS_TOTAL) for one in (block_experts, block_experts_w8a8))
-    error = checked(off(got, wanted(*load, *layer)), EXPERTS_ERROR_MOST)
-    return {"error": error, "distance": off(quantized, got)}
+    got = layer.decoded(load)
+    error = checked(off(got, wanted(*load, *layer[:3])), EXPERTS_ERROR_MOST)
+    return {"error": error, "distance": off(layer.quantized(load), got)}
 
 
 def wanted(hidden: Tensor, chosen: Tensor, shares: Tensor, gate: BlockFp8, up: BlockFp8, down: BlockFp8) -> Tensor:

@@ -7,8 +7,8 @@ replays, µs per product:
     library    kernels/cuda/deep_gemm.py: quantization and product; of experts all launches from rows to their sums
     quantize   quantization alone
     named      the library's product compiled for N and K (`compiled_dims`), without quantization
-    weight     block_linear with scratch, block_experts
-    w8a8       block_linear_w8a8, block_experts_w8a8
+    weight     block_linear with scratch, block_experts: weights decoded
+    w8a8       FP8 by FP8 without the library: torch's scaled_mm, Triton's kernels for experts
 
 `masked`: experts with room for every token each; 64 and 128: tiles of tokens otherwise. Before times, each result is
 compared with a plain product of the quantized values in float32, eager and from the graph. Kernels of all forms are
@@ -36,9 +36,9 @@ from torch import Tensor
 from benchmarks.block_fp8 import CHOICES, EXPERTS, EXPERTS_TOTAL, MIDDLE, WIDTH, Load, draw, off, replayed
 from benchmarks.index_topk import copy_bytes_per_us
 from benchmarks.swap_in import machine
-from kernels.block_fp8 import block_experts, block_experts_w8a8, block_linear, block_linear_w8a8
+from kernels.block_fp8 import block_linear, halves
 from kernels.block_weight import BLOCK, BlockFp8
-from kernels.cuda import deep_gemm, quantize
+from kernels.cuda import block_fp8, deep_gemm, quantize
 
 SHAPES: Final = {
     "o": (7168, 16384),
@@ -60,21 +60,14 @@ class Layer:
 
     def __init__(self) -> None:
         self.both, self.down = draw(EXPERTS, 2 * MIDDLE, WIDTH), draw(EXPERTS, WIDTH, MIDDLE)
-        half = MIDDLE // BLOCK
-        parts = (
-            (self.both.values[:, :MIDDLE], self.both.scales[:, :half]),
-            (
-                self.both.values[:, MIDDLE:],
-                self.both.scales[:, half:],
-            ),
-        )
-        self.gate, self.up = (BlockFp8(values.contiguous(), scales.contiguous()) for values, scales in parts)
+        self.gate, self.up = halves(self.both)
 
     def library(self, load: Load, **form: Any) -> Tensor:
         return deep_gemm.experts(*load, self.both, self.down, 0, EXPERTS_TOTAL, powers=True, **form)
 
-    def ours(self, product: Callable[..., Tensor], load: Load) -> Tensor:
-        return product(*load, self.gate, self.up, self.down, experts_total=EXPERTS_TOTAL)
+    def ours(self, load: Load, *, quantized: bool) -> Tensor:
+        weights = self.gate, self.up, self.down
+        return block_fp8.experts(*load, *weights, 0, EXPERTS_TOTAL, quantized=quantized)
 
 
 FORMS: Final[dict[str, dict[str, Any]]] = {"masked": {"masked": True}, "64": {"multiple": 64}, "128": {"multiple": 128}}
@@ -133,7 +126,7 @@ def linear_ways(weights: list[BlockFp8], tokens: int) -> dict[str, Way]:
         "quantize": lambda _: quantize.quantize(hidden, powers=True),
         "named": lambda number: deep_gemm.product(rows, weights[number], "nk"),
         "weight": lambda number: block_linear(hidden, weights[number], scratch),
-        "w8a8": lambda number: block_linear_w8a8(hidden, weights[number]),
+        "w8a8": lambda number: block_fp8.linear_w8a8(hidden, weights[number]),
     }
 
 
@@ -144,8 +137,8 @@ def libraries(layers: list[Layer], load: Load, form: dict[str, Any], number: int
 def expert_ways(layers: list[Layer], tokens: int) -> dict[str, Way]:
     load = Load.draw(tokens)
     ways: dict[str, Way] = {name: partial(libraries, layers, load, form) for name, form in FORMS.items()}
-    ways["weight"] = lambda number: layers[number].ours(block_experts, load)
-    ways["w8a8"] = lambda number: layers[number].ours(block_experts_w8a8, load)
+    ways["weight"] = lambda number: layers[number].ours(load, quantized=False)
+    ways["w8a8"] = lambda number: layers[number].ours(load, quantized=True)
     return ways
 
 
@@ -219,7 +212,7 @@ def compare() -> Iterator[str]:
                 yield f"experts {tokens} {form}: off by {error:.5f}, graph alike {again}"
             except Exception as problem:
                 yield f"experts {tokens} {form}: {type(problem).__name__}: {str(problem)[:300]}"
-        yield f"experts {tokens} w8a8 of ours: off by {off(layer.ours(block_experts_w8a8, load), wanted):.5f}"
+        yield f"experts {tokens} w8a8 of ours: off by {off(layer.ours(load, quantized=True), wanted):.5f}"
 
 
 def pieces(tokens: int) -> dict[str, float | str]:

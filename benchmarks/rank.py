@@ -39,6 +39,7 @@ from benchmarks.decode import Cell, bytes_of, make_pool, run
 from benchmarks.index_topk import copy_bytes_per_us, operations_per_us
 from benchmarks.rank_floor import Links, floor_ms, parts_of
 from benchmarks.swap_in import machine
+from protocol.config_checks import MATMULS, WEIGHT_ONLY
 from worker.runners import transformers_dsa
 from worker.runners.synthetic import synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rank.json"))
     parser.add_argument("--layers", type=int, default=0, help="0: as published")
     parser.add_argument("--hot-slots", type=int, default=4096)
+    parser.add_argument("--matmul", choices=MATMULS, default=WEIGHT_ONLY, help="worker.matmul")
     parser.add_argument("--pool-gib", type=int, default=64, help="host pool; a power of two")
     parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
     parser.add_argument("--overlaps", type=float, nargs="*", default=list(OVERLAPS))
@@ -192,7 +194,9 @@ def main() -> None:
     rates = {"copy_bytes_per_us": copy_bytes_per_us(), "operations_per_us": operations_per_us()}
     config = published_config(FAMILY, layers=options.layers)
     ranks = SynthesisedRanks.draw(config, options.of, ROWS_MOST, "cuda")
-    runner = synthetic_runner(config, kv_dtype="fp8", fp8=True, collectives=ranks, rows_max=ROWS_MOST)
+    runner = synthetic_runner(
+        config, kv_dtype="fp8", fp8=True, matmul=options.matmul, collectives=ranks, rows_max=ROWS_MOST
+    )
     weights = sum(runner.weights_bytes().values())
     print(f"weights {weights / 1e9:.1f} GB after {time.monotonic() - began:.1f} s", flush=True)
     pool = make_pool(runner.geometry, config, options.pool_gib)

@@ -4,19 +4,23 @@ A weight is e4m3 with one float32 scale for each block of 128 x 128 values; the 
 smaller. Its *decoded* value is e4m3 times scale in float32, rounded once to the dtype of the product. Weight-only
 products decode inside the kernel, multiply in that dtype and sum in float32: a model equals its dequantized form up to
 the order of sums. *w8a8* products quantize the activations too, 1 x 128 values with a scale, and multiply FP8 by FP8:
-an approximation, the one that the checkpoints' authors serve.
+an approximation, the one that the checkpoints' authors serve. Scales of activations are powers of two where a
+checkpoint says so (`powers`).
 
     decode_blocks         weights to float32 or bfloat16
     block_linear          hidden @ weight.T
     block_experts         the experts of one rank: gate, up, silu, down, weighted sum
     quantize_rows         activations to e4m3 and scales
     block_linear_w8a8     block_linear, block_experts with quantized activations
+    block_gated_w8a8      likewise, of silu(gate) * up
     block_experts_w8a8
     prepare_block_fp8     compiles what a model's products launch, before any capture
+    prepare_w8a8
 
-On a GPU with bfloat16 activations these launch kernels/cuda/block_fp8.py: no value is read on the host, shapes do not
-depend on values, sums run in an order that shapes alone decide. Elsewhere, and for float32 activations, torch forms the
-products of decoded weights; on a CPU a worker decodes at load and never comes here.
+On a GPU with bfloat16 activations these launch kernels/cuda/block_fp8.py, and w8a8 DeepGEMM's kernels, for weights that
+it takes (kernels/cuda/deep_gemm.py): no value is read on the host, shapes do not depend on values, sums run in an order
+that shapes alone decide. Elsewhere, and for float32 activations, torch forms the products of decoded weights; on a CPU
+a worker decodes at load and never comes here.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.block_weight import BLOCK, E4M3, BlockFp8, check_tensor
-from kernels.cuda import block_fp8
+from kernels.cuda import block_fp8, deep_gemm, quantize
 from kernels.row_format import E4M3_MAX
 from protocol.errors import BadInput
 
@@ -105,48 +109,85 @@ def block_experts(
     """
     _check_experts(hidden, chosen, weights, gate, up, down)
     if _launches(hidden):
-        return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total, quantized=False)
-    return _experts(hidden, chosen, weights, gate, up, down, first_expert, quantized=False)
+        return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total)
+    return _experts(hidden, chosen, weights, gate, up, down, first_expert)
 
 
-def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
+def takes_w8a8(weight: BlockFp8) -> bool:
+    """Whether the w8a8 products take weights [..., N, K]: K in whole blocks, N in whole parts of 8."""
+    return deep_gemm.takes(weight)
+
+
+def quantize_rows(hidden: Tensor, *, powers: bool = False) -> tuple[Tensor, Tensor]:
     """`hidden` [M, K] as e4m3[M, K] and scales float32[M, ceil(K / 128)]: largest magnitude of 128 values / 448.
 
-    The scales of a GPU lie column by column, as torch's scaled_mm reads them."""
-    if hidden.is_cuda:
-        return block_fp8.quantize_rows(hidden)
+    With `powers` the next power of two from there on; of zeros 1. On a GPU K has whole blocks, and scales lie column by
+    column."""
+    if _launches(hidden):
+        return quantize.quantize(hidden, powers=powers)
     rows, columns = hidden.shape
     blocks = -(-columns // BLOCK)
     padded = F.pad(hidden.float(), (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
     scales = padded.abs().amax(-1) / E4M3_MAX
-    scales = torch.where(scales == 0, 1.0, scales)
+    if powers:
+        mantissa, exponent = torch.frexp(scales)  # scales = mantissa * 2**exponent, mantissa from 1/2 on
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    scales = torch.where(padded.abs().amax(-1) == 0, 1.0, scales)
     values = (padded / scales.unsqueeze(-1)).to(E4M3).view(rows, blocks * BLOCK)[:, :columns]
     return values.contiguous(), scales
 
 
-def block_linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
+def block_linear_w8a8(hidden: Tensor, weight: BlockFp8, *, powers: bool = False) -> Tensor:
     """As block_linear, of the activations that quantize_rows gives."""
     _check_hidden(hidden, weight, 2)
     if _launches(hidden):
-        return block_fp8.linear_w8a8(hidden, weight)
-    return _linear_w8a8(hidden, decode_blocks(weight, torch.float32))
+        return deep_gemm.linear(hidden, weight, powers=powers)
+    return _linear_w8a8(hidden, decode_blocks(weight, torch.float32), powers=powers)
+
+
+def block_gated_w8a8(gate: Tensor, up: Tensor, weight: BlockFp8, *, powers: bool = False) -> Tensor:
+    """block_linear_w8a8 of silu(gate) * up, rounded after each of both. On a GPU one launch before the product.
+
+    `gate` and `up` [M, K]: values of a row adjacent, rows equally far apart in both.
+    """
+    if _launches(gate):
+        return deep_gemm.gated(gate, up, weight, powers=powers)
+    return block_linear_w8a8(F.silu(gate) * up, weight, powers=powers)
 
 
 def block_experts_w8a8(
     hidden: Tensor,
     chosen: Tensor,
     weights: Tensor,
-    gate: BlockFp8,
-    up: BlockFp8,
+    gate_up: BlockFp8,
     down: BlockFp8,
     first_expert: int = 0,
     experts_total: int | None = None,
+    *,
+    powers: bool = False,
 ) -> Tensor:
-    """As block_experts, with the rows of both products quantized."""
-    _check_experts(hidden, chosen, weights, gate, up, down)
+    """As block_experts, with the rows of both products quantized; `gate_up` [E, 2 I, K] has gate above up, I in whole
+    blocks. A token chooses an expert once."""
     if _launches(hidden):
-        return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total, quantized=True)
-    return _experts(hidden, chosen, weights, gate, up, down, first_expert, quantized=True)
+        total = experts_total or len(down.values)
+        return deep_gemm.experts(hidden, chosen, weights, gate_up, down, first_expert, total, powers=powers)
+    gate, up = halves(gate_up)
+    _check_experts(hidden, chosen, weights, gate, up, down)
+    return _experts(hidden, chosen, weights, gate, up, down, first_expert, w8a8=True, powers=powers)
+
+
+def halves(gate_up: BlockFp8) -> tuple[BlockFp8, BlockFp8]:
+    """Copies of gate and up [E, I, K] from one weight [E, 2 I, K], I in whole blocks."""
+    middle = gate_up.values.shape[-2] // 2
+    parts = [
+        (gate_up.values[:, rows], gate_up.scales[:, blocks])
+        for rows, blocks in (
+            (slice(middle), slice(middle // BLOCK)),
+            (slice(middle, None), slice(middle // BLOCK, None)),
+        )
+    ]
+    gate, up = (BlockFp8(values.contiguous(), scales.contiguous()) for values, scales in parts)
+    return gate, up
 
 
 def prepare_block_fp8(
@@ -157,7 +198,6 @@ def prepare_block_fp8(
     choices: int = 1,
     weights: torch.dtype = torch.float32,
     experts_total: int | None = None,
-    w8a8: bool = False,
 ) -> None:
     """Compile and load what products of bfloat16 activations launch, for each count of `tokens`: before any capture.
 
@@ -165,16 +205,42 @@ def prepare_block_fp8(
     zeros. `choices` and `weights` are k and the dtype of the routing weights. On a CPU nothing happens.
     """
     counts = sorted(set(tokens))
-    linear = block_linear_w8a8 if w8a8 else block_linear
-    mixture = block_experts_w8a8 if w8a8 else block_experts
     for weight in {tuple(one.values.shape): one for one in linears if one.values.is_cuda}.values():
         for count in counts:
-            linear(_zeros(count, weight), weight)
+            block_linear(_zeros(count, weight), weight)
     for gate, up, down in {tuple(one[0].values.shape): one for one in experts if one[0].values.is_cuda}.values():
         for count in counts:
             hidden = _zeros(count, gate)
             chosen = torch.full((count, choices), -1, dtype=torch.int32, device=hidden.device)
-            mixture(hidden, chosen, chosen.to(weights), gate, up, down, 0, experts_total)
+            block_experts(hidden, chosen, chosen.to(weights), gate, up, down, 0, experts_total)
+
+
+def prepare_w8a8(
+    linears: Iterable[BlockFp8],
+    experts: Iterable[tuple[BlockFp8, BlockFp8]] = (),
+    *,
+    rows_max: int,
+    choices: int = 1,
+    weights: torch.dtype = torch.float32,
+    experts_total: int | None = None,
+) -> int:
+    """As prepare_block_fp8, of w8a8 products of up to `rows_max` rows. `experts`: gate above up, and down.
+
+    Returns how many products were run: one of each shape and padded count. On a CPU nothing happens.
+    """
+    runs = 0
+    for weight in {tuple(one.values.shape): one for one in linears if one.values.is_cuda}.values():
+        for count in deep_gemm.padded_counts(rows_max):
+            block_linear_w8a8(_zeros(count, weight), weight)
+            runs += 1
+    for gate_up, down in {tuple(one[0].values.shape): one for one in experts if one[0].values.is_cuda}.values():
+        total = experts_total or len(down.values)
+        for count in deep_gemm.expert_counts(choices, total):
+            hidden = _zeros(count, gate_up)
+            chosen = torch.full((count, choices), -1, dtype=torch.int32, device=hidden.device)
+            block_experts_w8a8(hidden, chosen, chosen.to(weights), gate_up, down, 0, total)
+            runs += 1
+    return runs
 
 
 def _zeros(rows: int, weight: BlockFp8) -> Tensor:
@@ -185,8 +251,8 @@ def _launches(hidden: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype == torch.bfloat16
 
 
-def _linear_w8a8(hidden: Tensor, decoded: Tensor) -> Tensor:
-    values, scales = quantize_rows(hidden)
+def _linear_w8a8(hidden: Tensor, decoded: Tensor, *, powers: bool) -> Tensor:
+    values, scales = quantize_rows(hidden, powers=powers)
     rows = values.float() * scales.repeat_interleave(BLOCK, 1)[:, : hidden.shape[1]]
     return (rows @ decoded.T).to(hidden.dtype)
 
@@ -200,14 +266,15 @@ def _experts(
     down: BlockFp8,
     first_expert: int,
     *,
-    quantized: bool,
+    w8a8: bool = False,
+    powers: bool = False,
 ) -> Tensor:
     """Every expert for every token, and of those what was chosen: no shape depends on `chosen`."""
 
     def product(rows: Tensor, weight: BlockFp8, expert: int) -> Tensor:
         one = BlockFp8(weight.values[expert], weight.scales[expert])
-        if quantized:
-            return _linear_w8a8(rows, decode_blocks(one, torch.float32))
+        if w8a8:
+            return _linear_w8a8(rows, decode_blocks(one, torch.float32), powers=powers)
         return rows @ decode_blocks(one, rows.dtype).T
 
     products = hidden.new_zeros(*chosen.shape, hidden.shape[1])

@@ -98,7 +98,7 @@ class WorkerSettings(Settings, frozen=True):
     dtype: str = "auto"  # type of the model: auto (the checkpoint's), float32 or bfloat16
     kv_dtype: str = "auto"  # type of KV rows and index keys: auto (as dtype), float32, bfloat16 or fp8
     matmul: str = (
-        "weight_only"  # products with FP8 weights on a GPU: weight_only (exact), or w8a8 (activations in FP8 too)
+        "auto"  # FP8 products on a GPU: weight_only (exact), w8a8 (activations in FP8 too), auto (w8a8 if it can)
     )
     stream_backend: str = ""  # streams: inline or simulated on the CPU, cuda on a GPU; default: inline, cuda
     stream_seed: int = 0  # seed of the simulated backend

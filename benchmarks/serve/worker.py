@@ -177,6 +177,7 @@ def runner_of(spec: Spec, settings: WorkerSettings) -> TransformersRunner:
         device=settings.device,
         kv_dtype=settings.kv_dtype,
         fp8=spec.fp8,
+        matmul=settings.matmul,
         collectives=SynthesisedRanks.draw(config, spec.ranks, most, settings.device),
         rows_max=most,
         after_index_topk=Overlapping(config.index_topk, spec.overlap, settings.device),
@@ -188,7 +189,7 @@ def runner_of(spec: Spec, settings: WorkerSettings) -> TransformersRunner:
         tokenizer_hash=tokenizer.hash,
         prefix_unit_tokens=prefix_unit_tokens(settings),
         reuses_generated=not settings.deterministic,
-        arithmetic=arithmetic(settings),
+        arithmetic=arithmetic(settings, runner.matmul),
     )
     return runner
 

@@ -219,7 +219,7 @@ def experts(
     first_expert: int,
     experts_total: int | None,
     *,
-    quantized: bool,
+    quantized: bool = False,
     tiles: tuple[Tiles, Tiles] | ExpertPlans | None = None,
 ) -> Tensor:
     """As kernels.block_fp8.block_experts and block_experts_w8a8; `tiles` other than the table's, for measurements.

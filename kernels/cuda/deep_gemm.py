@@ -1,12 +1,16 @@
 """Products of FP8 activations by block-FP8 weights from DeepGEMM (`sgl-deep-gemm`): w8a8 on Hopper.
 
-    library     the package, imported once, with its cache of kernels beside ours
-    takes       whether it takes a weight
-    linear      one weight
-    experts     the experts of one rank
+    library         the package, imported once, with its cache of kernels beside ours
+    require         name and version of a package that multiplies on this card
+    takes           whether it takes a weight
+    linear, gated   one weight
+    experts         the experts of one rank
+    padded_counts, expert_counts   counts of rows for which the library may compile another kernel
 
-The library compiles a kernel with nvcc when a form of product is first asked for, and keeps it in a folder; launches
-are on torch's current stream, read nothing on the host, and can be captured.
+The library compiles a kernel with nvcc when a form of product is first asked for, and keeps it in a folder. Which form
+it takes follows from the count of rows: so rows are padded to one of few counts, and each of these is run once before
+work begins. What is added has no numbers, and is read back by nobody who asked for it. Launches are on torch's current
+stream, read nothing on the host, and can be captured.
 
 Rows of experts lie one expert behind another, each from a multiple of ROWS_FEW or ROWS_MANY rows on, the tile of
 tokens; the library reads on the device where each expert's rows end. `masked`: each expert has room for every token.
@@ -16,22 +20,29 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from kernels.block_weight import BLOCK, BlockFp8
+from kernels.block_weight import BLOCK, E4M3, BlockFp8
 from kernels.cuda import quantize
 from kernels.cuda.jit import cache_dir
+from kernels.cuda.triton_units import power_of_two
 from protocol.errors import ConfigError
 
 PACKAGE: Final = "deep_gemm"
-#: Major compute capability.
+#: Its major compute capability.
 CAPABILITY: Final = 9
+#: Extras of this project, by the release of torch that their package was built for.
+EXTRAS: Final = {"2.11": "deepgemm-torch211", "2.13": "deepgemm-torch213"}
 #: Rows of weights, in whole parts: 16 bytes of a result.
 WEIGHT_ROWS: Final = 8
+#: Counts of rows of a dense product: these, multiples of FEW up to MANY, multiples of MANY_STEP beyond.
+SMALL_COUNTS: Final = (16, 32)
+FEW, MANY, MANY_STEP = 64, 512, 128
 #: Tiles of tokens of experts: of few tokens each, of many.
 ROWS_FEW, ROWS_MANY = 64, 128
 #: Rows that each expert has room for with `masked`, in whole parts: a tile that reached into the next expert's rows
@@ -39,6 +50,8 @@ ROWS_FEW, ROWS_MANY = 64, 128
 MASKED_ROWS: Final = 128
 #: Tokens of one piece of a prompt: bounds what its experts' rows take.
 PIECE_TOKENS: Final = 2048
+#: Share of its norm by which the probe's product may differ from torch's: results are rounded to bfloat16.
+PROBE_ERROR_MOST: Final = 1e-2
 
 
 @lru_cache(maxsize=1)
@@ -51,9 +64,61 @@ def library() -> Any:
         raise ConfigError(
             f"cannot be imported: {problem or type(problem).__name__}",
             field=PACKAGE,
-            value=torch.__version__,
-            remedy="install the extra for this torch: hisparse[deepgemm-torch211] or hisparse[deepgemm-torch213]",
+            value=f"torch {torch.__version__}",
+            remedy=_remedy(torch.__version__),
         ) from problem
+
+
+def require(device: torch.device) -> str:
+    """Name and version of the package, after one product on `device`, compared with torch's.
+
+    Raises ConfigError for a card without its kernels, and for a package that cannot be imported, does not compile, or
+    gives another result.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != CAPABILITY:
+        raise ConfigError(
+            "has no kernels for this card",
+            field=PACKAGE,
+            value=f"compute capability {major}.{minor}",
+            remedy=f"use a card of capability {CAPABILITY}, or worker.matmul = weight_only",
+        )
+    found = library()
+    try:
+        error = probe_error(device)
+    except Exception as problem:  # whatever a compiler, a driver or an interface of another release says
+        raise ConfigError(
+            f"forms no product: {problem or type(problem).__name__}",
+            field=PACKAGE,
+            value=found.__version__,
+            remedy="put the nvcc of CUDA on PATH or its folder into CUDA_HOME, or use worker.matmul = weight_only",
+        ) from problem
+    if not error <= PROBE_ERROR_MOST:
+        raise ConfigError(
+            f"gives another product than torch, by {error:.1%} of its norm",
+            field=PACKAGE,
+            value=found.__version__,
+            remedy=_remedy(torch.__version__),
+        )
+    return f"{PACKAGE} {found.__version__}"
+
+
+def probe_error(device: torch.device) -> float:
+    """Distance of one small product from torch's, a share of its norm."""
+    numbers = torch.arange(2 * BLOCK * BLOCK, device=device)
+    codes = ((numbers * 37) % 0x70).to(torch.uint8).view(E4M3).view(2 * BLOCK, BLOCK)
+    weight = BlockFp8(codes, torch.tensor([[0.5], [2.0]], device=device))
+    hidden = ((numbers[: 3 * BLOCK] * 29) % 16 - 8).view(3, BLOCK).bfloat16()
+    wanted = hidden.float() @ (codes.float() * weight.scales.repeat_interleave(BLOCK, 0)).T
+    got = linear(hidden, weight, powers=True).float()
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def _remedy(torch_version: str) -> str:
+    release = ".".join(torch_version.split(".")[:2])
+    if release in EXTRAS:
+        return f"pip install 'hisparse[{EXTRAS[release]}]'"
+    return f"install torch {' or '.join(EXTRAS)} and its extra, {' or '.join(EXTRAS.values())}"
 
 
 def takes(weight: BlockFp8) -> bool:
@@ -62,16 +127,53 @@ def takes(weight: BlockFp8) -> bool:
     return k % BLOCK == 0 and n % WEIGHT_ROWS == 0
 
 
+def padded(rows: int) -> int:
+    """The count of rows that a dense product of `rows`, 1 or more, is formed with."""
+    for count in SMALL_COUNTS:
+        if rows <= count:
+            return count
+    step = FEW if rows <= MANY else MANY_STEP
+    return -(-rows // step) * step
+
+
+def padded_counts(rows_max: int) -> Sequence[int]:
+    """All of them, for up to `rows_max` rows."""
+    last = padded(rows_max)
+    counts = (*SMALL_COUNTS, *range(FEW, MANY, FEW), *range(MANY, last + 1, MANY_STEP))
+    return [count for count in counts if count <= last]
+
+
+def expected_rows(assignments: int, experts_total: int) -> int:
+    """Rows that the library is told to expect of each expert: a power of two."""
+    return power_of_two(max(1, -(-assignments // experts_total)))
+
+
+def expert_counts(choices: int, experts_total: int) -> Sequence[int]:
+    """One count of tokens for each form that experts' products may take."""
+    forms: dict[int, int] = {}
+    for rows in range(1, PIECE_TOKENS + 1):
+        forms.setdefault(expected_rows(rows * choices, experts_total), rows)
+    return list(forms.values())
+
+
 def linear(hidden: Tensor, weight: BlockFp8, *, powers: bool) -> Tensor:
     """hidden bfloat16[M, K], quantized, @ weight [N, K].T: bfloat16[M, N]. `powers`: see quantize."""
-    return product(quantize.quantize(hidden, powers=powers), weight)
+    if not len(hidden):
+        return hidden.new_empty(0, len(weight.values))
+    return product(quantize.quantize(hidden, powers=powers, total=padded(len(hidden))), weight)[: len(hidden)]
+
+
+def gated(gate: Tensor, up: Tensor, weight: BlockFp8, *, powers: bool) -> Tensor:
+    """As linear, of silu(gate) * up."""
+    if not len(gate):
+        return gate.new_empty(0, len(weight.values))
+    return product(quantize.quantize_gated(gate, up, powers=powers, total=padded(len(gate))), weight)[: len(gate)]
 
 
 def product(rows: quantize.Quantized, weight: BlockFp8, compiled_dims: str = "") -> Tensor:
-    """rows @ weight.T: bfloat16[M, N]."""
+    """rows @ weight.T: bfloat16[M, N]. `compiled_dims`: sizes that a kernel is compiled for."""
     out = torch.empty(len(rows.values), len(weight.values), dtype=torch.bfloat16, device=rows.values.device)
-    if len(out):
-        library().fp8_gemm_nt(tuple(rows), (weight.values, weight.scales), out, compiled_dims=compiled_dims)
+    library().fp8_gemm_nt(tuple(rows), (weight.values, weight.scales), out, compiled_dims=compiled_dims)
     return out
 
 
@@ -103,7 +205,7 @@ def experts(
             few = part[1].numel() <= ROWS_FEW * experts_total
             tile = multiple or (ROWS_FEW if few else ROWS_MANY)
             placed = quantize.place(part[1], first, len(down.values), multiple=tile)
-        expected = max(1, -(-part[1].numel() // experts_total))
+        expected = expected_rows(part[1].numel(), experts_total)
         products = _experts(part[0], placed, gate_up, down, expected, multiple=0 if masked else tile, powers=powers)
         quantize.add_rows(products, placed, part[2], out[piece])
     return out
@@ -138,6 +240,12 @@ def _grouped(
     else:
         found.utils.layout.set_mk_alignment_for_contiguous_layout(multiple)
         found.m_grouped_fp8_fp4_gemm_nt_contiguous(
-            tuple(rows), stored, out, placed.ends, use_psum_layout=True, expected_m_for_psum_layout=expected
+            tuple(rows),
+            stored,
+            out,
+            placed.ends,
+            compiled_dims="",
+            use_psum_layout=True,
+            expected_m_for_psum_layout=expected,
         )
     return out

@@ -85,28 +85,31 @@ def rows_most(assignments: int, experts: int, multiple: int) -> int:
     return (busy + (assignments - busy) // multiple) * multiple
 
 
-def quantize(hidden: Tensor, *, powers: bool, placed: Placed | None = None) -> Quantized:
+def quantize(hidden: Tensor, *, powers: bool, placed: Placed | None = None, total: int = 0) -> Quantized:
     """`hidden` bfloat16[rows, k], k a multiple of 128; by `placed`, rows where their choices are, and no others.
 
     A scale is the largest magnitude of 128 values / 448, with `powers` the next power of two; of zeros it is 1.
+    `total`: rows of the result, where there are to be more; those have no numbers.
     """
     rows, k = hidden.shape
-    target = _target(rows, k, hidden.device, placed)
+    target = _target(max(rows, total), k, hidden.device, placed)
     if rows:
         choices = 1 if placed is None else len(placed.rows) // rows
         _launch("quantize_rows", hidden, None, placed, target, rows, choices, powers=powers)
-    return _seen(target, rows, placed)
+    return _seen(target, placed)
 
 
-def quantize_gated(gate: Tensor, up: Tensor, *, powers: bool, placed: Placed | None = None) -> Quantized:
+def quantize_gated(
+    gate: Tensor, up: Tensor, *, powers: bool, placed: Placed | None = None, total: int = 0
+) -> Quantized:
     """silu(gate) * up, rounded to bfloat16 after each of both, as `quantize`. Rows bfloat16[rows, k] lie equally far
     apart in both; by `placed`, those of its assignments are read and written."""
     rows, k = gate.shape
-    target = _target(rows, k, gate.device, placed)
+    target = _target(max(rows, total), k, gate.device, placed)
     count = rows if placed is None else len(placed.rows)
     if count:
         _launch("quantize_gated", gate, up, placed, target, count, 1, powers=powers)
-    return _seen(target, rows, placed)
+    return _seen(target, placed)
 
 
 def add_rows(products: Tensor, placed: Placed, shares: Tensor, out: Tensor) -> None:
@@ -139,7 +142,7 @@ def _target(rows: int, k: int, device: torch.device, placed: Placed | None) -> Q
     return Quantized(values, torch.empty(groups, k // BLOCK, span, dtype=torch.float32, device=device))
 
 
-def _seen(target: Quantized, rows: int, placed: Placed | None) -> Quantized:
+def _seen(target: Quantized, placed: Placed | None) -> Quantized:
     """As the library takes them: of `span` rows to an expert three-dimensional."""
     values, scales = target
     if placed is not None and placed.span:

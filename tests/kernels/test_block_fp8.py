@@ -16,7 +16,9 @@ from kernels.block_fp8 import (
     block_linear,
     block_linear_w8a8,
     decode_blocks,
+    halves,
     prepare_block_fp8,
+    prepare_w8a8,
     quantize_rows,
 )
 from kernels.block_weight import BLOCK, BlockFp8
@@ -196,12 +198,12 @@ def test_w8a8_is_the_product_of_quantized_rows(tokens: int, rows: int, columns: 
 
 
 def test_w8a8_experts_stay_near_weight_only_ones() -> None:
-    gate, up, down = draw(4, 256, 200), draw(4, 256, 200, seed=1), draw(4, 200, 256, seed=2)
+    gate_up, down = draw(4, 512, 200), draw(4, 200, 256, seed=2)
     hidden = torch.randn(16, 200)
     chosen = torch.rand(16, 4).argsort(1)[:, :2].contiguous()
     shares = torch.rand(16, 2)
-    exact = block_experts(hidden, chosen, shares, gate, up, down)
-    quantized = block_experts_w8a8(hidden, chosen, shares, gate, up, down)
+    exact = block_experts(hidden, chosen, shares, *halves(gate_up), down)
+    quantized = block_experts_w8a8(hidden, chosen, shares, gate_up, down)
     assert not torch.equal(quantized, exact)
     assert close(quantized, exact, 0.1)
 
@@ -209,6 +211,7 @@ def test_w8a8_experts_stay_near_weight_only_ones() -> None:
 def test_a_cpu_has_nothing_to_prepare() -> None:
     weight = draw(2, 64, 64)
     prepare_block_fp8([draw(64, 64)], [(weight, weight, weight)], tokens=[1, 512])
+    assert prepare_w8a8([draw(64, 128)], [(weight, weight)], rows_max=512) == 0
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def device() -> Iterator[Device]:
 
 def plain_quantized(rows: Tensor, *, powers: bool) -> tuple[Tensor, Tensor]:
     """e4m3[M, K] and scales float32[M, K / 128] of `rows` [M, K]."""
-    parts = rows.float().view(len(rows), -1, BLOCK)
+    parts = rows.float().view(len(rows), rows.shape[1] // BLOCK, BLOCK)
     most = parts.abs().amax(-1)
     scales = most / 448
     if powers:

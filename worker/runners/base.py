@@ -37,6 +37,7 @@ from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS
 from worker.device.step_rows import DETERMINISTIC_BLOCK_TOKENS
 from worker.runners.adjust import Adjust
 from worker.runners.logits import AdjustTables
+from worker.weights.matmul import Matmul
 
 if TYPE_CHECKING:
     from kernels.state import DeviceState, StepBatch
@@ -62,13 +63,16 @@ def form_block_tokens(*, gathered: bool, deterministic: bool) -> int:
     return BLOCK_TOKENS_MAX if gathered and not deterministic else DETERMINISTIC_BLOCK_TOKENS
 
 
-def arithmetic(settings: WorkerSettings) -> str:
-    """ModelInfo.arithmetic: all that two workers must have alike for rows of the same bits, beside the model."""
+def arithmetic(settings: WorkerSettings, matmul: Matmul) -> str:
+    """ModelInfo.arithmetic: what two workers must have alike, beside the model, for one to reuse the other's rows.
+
+    In deterministic mode all that their bits depend on. Otherwise how products quantize activations, if they do.
+    """
     if not settings.deterministic:
-        return ""
+        return matmul.name if matmul.quantizes_rows else ""
     kind = torch.cuda.get_device_name(settings.device) if settings.device.startswith("cuda") else settings.device
     # the word is that of the protocol version before, whose rows have the same bits: both serve one node meanwhile
-    return f"chunks of {prompt_block_tokens(settings)} tokens, {settings.matmul}, {kind}"
+    return f"chunks of {prompt_block_tokens(settings)} tokens, {matmul.name}, {kind}"
 
 
 def no_listener() -> None:

@@ -29,7 +29,7 @@ from kernels.pointwise import gate
 from kernels.routing import choose_experts, router_logits
 from worker.group.exchange import Exchange
 from worker.weights.layout import ExpertShare
-from worker.weights.modules import BlockExperts, products
+from worker.weights.modules import BlockExperts, BlockLinear, products
 
 BATCHED: Final = "batched_mm"
 GROUPED: Final = "grouped_mm"
@@ -71,8 +71,11 @@ def mixture(moe: Any, hidden: Tensor, experts: str, over: Over | None = None) ->
 
 def gated_mlp(mlp: Any, hidden: Tensor) -> Tensor:
     """Output [N, S, hidden] of the library's MLP, that of a layer without experts or of shared ones."""
-    if hidden.is_cuda and mlp.config.hidden_act == "silu":
-        output: Tensor = mlp.down_proj(gate(*products(hidden, mlp.gate_proj, mlp.up_proj)))
+    is_silu, down = mlp.config.hidden_act == "silu", mlp.down_proj
+    if is_silu and isinstance(down, BlockLinear) and down.quantizes_rows:
+        output: Tensor = down.gated(*products(hidden, mlp.gate_proj, mlp.up_proj))
+    elif is_silu and hidden.is_cuda:
+        output = down(gate(*products(hidden, mlp.gate_proj, mlp.up_proj)))
     else:
         output = mlp(hidden)
     return output

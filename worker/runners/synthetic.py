@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
+
+from protocol.config_checks import WEIGHT_ONLY
 from protocol.errors import ConfigError
 from worker.group.exchange import Collectives, Exchange
 from worker.runners.checkpoint import anonymous_info, geometry_of
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import DTYPES, AfterIndexTopk, TransformersRunner
 from worker.weights.layout import ExpertShare
+from worker.weights.matmul import resolve_matmul
+from worker.weights.quantization import Quantization
 from worker.weights.random_model import random_model
 
 #: Of glm-5: layers that select for themselves are this many apart; those between share.
@@ -45,6 +50,7 @@ def synthetic_runner(
     dtype: str = "bfloat16",
     kv_dtype: str = "auto",
     fp8: bool = False,
+    matmul: str = WEIGHT_ONLY,
     seed: int = 0,
     after_index_topk: AfterIndexTopk | None = None,
     collectives: Collectives | None = None,
@@ -53,6 +59,7 @@ def synthetic_runner(
 ) -> TransformersRunner:
     """A runner over random weights on `device`, those that FP8 repositories convert in block-FP8 if `fp8`.
 
+    `matmul` is worker.matmul, for a checkpoint whose scales are powers of two.
     `collectives` make it one rank of a group, with that rank's share of the experts and rounds of at most `rows_max`
     rows. `draft_tokens` above 0: with the draft layer, a DraftRunner. Raises ConfigError for dtypes that do not fit the
     model.
@@ -71,8 +78,22 @@ def synthetic_runner(
             device=device,
             deterministic=False,
         )
+    products = resolve_matmul(
+        matmul,
+        device=torch.device(device),
+        dtype=DTYPES[dtype],
+        quantization=Quantization(powers_of_two=True) if fp8 else None,
+        deterministic=False,
+    )
     model = random_model(
-        config, dtype=DTYPES[dtype], device=device, fp8=fp8, experts=share, draft_layer=draft_layer, seed=seed
+        config,
+        dtype=DTYPES[dtype],
+        device=device,
+        fp8=fp8,
+        matmul=products,
+        experts=share,
+        draft_layer=draft_layer,
+        seed=seed,
     )
     runner = TransformersRunner(
         model,
@@ -81,6 +102,7 @@ def synthetic_runner(
         after_index_topk=after_index_topk,
         share=share,
         exchange=exchange,
+        matmul=products,
     )
     runner.release_unused()
     return runner

@@ -17,6 +17,7 @@ With a draft layer (drafting.py) the runner is a DraftRunner: that layer's opera
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from kernels.layout import Geometry
 from kernels.prompt_topk import prepare_prompt
 from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
+from protocol.config_checks import WEIGHT_ONLY
 from protocol.errors import BadInput, ConfigError, InternalError
 from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
@@ -67,6 +69,7 @@ from worker.runners.prompt import Expanded, Gathered, ModelPass, PromptAttention
 from worker.runners.sampling import draw
 from worker.runners.swapping import launch_swap_in
 from worker.weights.layout import ExpertShare, exchange_bytes, prompt_scratch_bytes, weights_bytes
+from worker.weights.matmul import DECODED, Matmul, resolve_matmul
 from worker.weights.model import load_model
 from worker.weights.modules import prepare_products
 from worker.weights.quantization import read_quantization
@@ -82,7 +85,6 @@ log = logger("worker.runners")
 
 #: Rows for which products with FP8 weights are compiled: decode batches and prompt blocks fall between these.
 PREPARED_ROWS: Final = [1 << power for power in range(13)]
-W8A8: Final = "w8a8"
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -120,18 +122,20 @@ class TransformersRunner:
         after_index_topk: AfterIndexTopk | None = None,
         share: ExpertShare | None = None,
         exchange: Exchange | None = None,
+        matmul: Matmul = DECODED,
     ) -> None:
         """`deterministic_seats` > 0: every step has that many seats, of 1 + `draft_tokens` rows each, and rows are kept
         apart. Raises ConfigError.
 
         `gathered_prefill` chooses the form of prefill, by default the device's; `after_index_topk` sees, and may
         replace, what the indexer selected in decode steps. A `model` with the routed experts of `share` alone needs the
-        `exchange` with the ranks that hold the others.
+        `exchange` with the ranks that hold the others. `matmul`: how the FP8 products of `model` are formed.
         """
         self.info = info
         self.geometry = geometry
         self.dtype: torch.dtype = model.dtype
         self.after_index_topk = after_index_topk
+        self.matmul = matmul
         self._layers = layers = Layers(
             model, geometry, deterministic=deterministic_seats > 0, exchange=exchange, share=share
         )
@@ -159,7 +163,7 @@ class TransformersRunner:
         kv_dtype: str = "auto",
         deterministic_seats: int = 0,
         keeps_fp8: bool | None = None,
-        quantizes_rows: bool = False,
+        matmul: str = WEIGHT_ONLY,
         collectives: Collectives | None = None,
         rows_max: int = 0,
         draft_tokens: int = 0,
@@ -167,15 +171,22 @@ class TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served.
 
         `keeps_fp8`: weights stored in FP8 stay so in device memory, by default on a GPU; else they are decoded.
-        `quantizes_rows`: FP8 products quantize their activations too (worker.matmul = "w8a8"). `collectives` of a
-        group, of which this rank holds a share of the experts; `rows_max` is its largest round. `draft_tokens` above 0:
-        with the draft layer, a DraftRunner.
+        `matmul`: worker.matmul, how FP8 products are formed; the runner's own says what that comes to. `collectives` of
+        a group, of which this rank holds a share of the experts; `rows_max` is its largest round. `draft_tokens` above
+        0: with the draft layer, a DraftRunner.
         """
         config, draft_layer = read_config(path), draft_tokens > 0
         tokenizer = read_tokenizer(path)
         torch_dtype = _torch_dtype(dtype, config)
         keeps = torch.device(device).type == "cuda" if keeps_fp8 is None else keeps_fp8
         quantization = read_quantization(config, Path(path) / "config.json")
+        products = resolve_matmul(
+            matmul,
+            device=torch.device(device),
+            dtype=torch_dtype,
+            quantization=quantization if keeps else None,
+            deterministic=deterministic_seats > 0,
+        )
         with library_refusals(path, FIELD):
             share = _share_of(path, collectives)
             if torch.device(device).type == "cuda":
@@ -194,7 +205,7 @@ class TransformersRunner:
                 dtype=torch_dtype,
                 device=device,
                 keeps_fp8=keeps,
-                quantizes_rows=quantizes_rows,
+                matmul=products,
                 experts=share,
                 draft_layer=draft_layer,
             )
@@ -221,6 +232,7 @@ class TransformersRunner:
             draft_tokens=draft_tokens,
             share=share,
             exchange=exchange,
+            matmul=products,
         )
         runner.release_unused()
         log.info(
@@ -576,7 +588,11 @@ class TransformersRunner:
             prepare_encode(form, self.dtype, self._layers.device)
         prepare_index(state, config.index_n_heads, config.index_head_dim, dtype)
         prepare_prompt(state, config.index_n_heads, config.index_head_dim, dtype)
-        prepare_products(self._layers.model, PREPARED_ROWS, config.num_experts_per_tok)
+        began = time.monotonic()
+        formed = prepare_products(self._layers.model, PREPARED_ROWS, self._block_tokens_max, config.num_experts_per_tok)
+        if formed:
+            took_s = round(time.monotonic() - began, 1)
+            log.info("products compiled", extra=fields(library=self.matmul.library, products=formed, seconds=took_s))
         self._prepared = ref(state)
 
     def _scratch_for(self, rows: int) -> _RunnerScratch:
@@ -613,7 +629,7 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         deterministic_seats=settings.seats if settings.deterministic else 0,
-        quantizes_rows=settings.matmul == W8A8,
+        matmul=settings.matmul,
         collectives=collectives,
         rows_max=rows_max(settings),
         draft_tokens=settings.draft_tokens_max,
@@ -623,7 +639,7 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         runner.info,
         prefix_unit_tokens=unit,
         reuses_generated=not settings.deterministic,
-        arithmetic=arithmetic(settings),
+        arithmetic=arithmetic(settings, runner.matmul),
     )
     return runner
 

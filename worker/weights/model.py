@@ -27,7 +27,8 @@ from protocol.logs import fields, logger
 from protocol.start_step import tell_step
 from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
 from worker.weights.matching import TensorMatch, match
-from worker.weights.modules import JOINED, BlockExperts, BlockLinear, empty_blocks, make_linears, share_scratch
+from worker.weights.matmul import DECODED, Matmul
+from worker.weights.modules import JOINED, BlockExperts, BlockLinear, make_linears, share_scratch
 from worker.weights.quantization import Quantization
 from worker.weights.reading import DTYPES, LoadProgress, Read, read_all, read_scales
 from worker.weights.shards import Shards
@@ -45,15 +46,15 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     keeps_fp8: bool = False,
-    quantizes_rows: bool = False,
+    matmul: Matmul = DECODED,
     experts: ExpertShare | None = None,
     draft_layer: bool = False,
 ) -> Any:
     """The library's causal language model of a checkpoint directory, in `dtype`, without gradients.
 
-    `keeps_fp8`: weights stored in FP8 stay so; else they are decoded. `quantizes_rows`: see modules.py. `experts`:
-    those to read and hold, by default all. Of a share the library's modules of experts have stacks and `num_experts`
-    of that many, BlockExperts `first` and `total`; which rank has a token's expert is the caller's affair.
+    `keeps_fp8`: weights stored in FP8 stay so; else they are decoded. `matmul`: how their products are formed.
+    `experts`: those to read and hold, by default all. Of a share the library's modules of experts have stacks and
+    `num_experts` of that many, BlockExperts `first` and `total`; which rank has a token's expert the caller decides.
     `draft_layer`: with the draft layer, as `append_draft_layer` has it. Raises ConfigError for files that do
     not make this model, before memory is taken. Host memory beyond the tensors is bounded (reading.py).
     """
@@ -72,7 +73,7 @@ def load_model(
             torch.device(device),
             dtype,
             fp8={it.spec.name for it in matches if keeps_fp8 and it.scale and is_held_in_fp8(it.spec)},
-            quantizes_rows=quantizes_rows,
+            matmul=matmul,
             experts=experts,
         )
         total = sum(shards.tensors[name].bytes for it in matches for name in (it.spec.name, it.scale) if name)
@@ -123,11 +124,11 @@ class ModelTensors:
         dtype: torch.dtype,
         *,
         fp8: Collection[str],
-        quantizes_rows: bool,
+        matmul: Matmul,
         experts: ExpertShare | None,
     ) -> None:
         self._model, self._device, self._dtype = model, device, dtype
-        self._fp8, self._quantizes_rows = fp8, quantizes_rows
+        self._fp8, self._matmul = fp8, matmul
         config: Any = model.config
         self._share = experts or ExpertShare(0, config.n_routed_experts)
         self._linears: dict[str, BlockLinear] = {}
@@ -170,7 +171,7 @@ class ModelTensors:
         if name not in self._linears:
             names = self._joined(name)
             shapes = [self._library(one).weight.shape for one in names]
-            made = make_linears(shapes, self._device, quantizes_rows=self._quantizes_rows)
+            made = make_linears(shapes, self._device, self._matmul)
             for one, linear in zip(names, made, strict=True):
                 parent, _, leaf = one.rpartition(".")
                 setattr(self._model.get_submodule(parent), leaf, linear)
@@ -209,17 +210,12 @@ class ModelTensors:
     def _expert_blocks(self, prefix: str, number: str, projection: str) -> BlockFp8:
         if prefix not in self._blocks:
             config: Any = self._model.config
-            count, hidden, inner = self._share.count, config.hidden_size, config.moe_intermediate_size
-            shapes = ((count, inner, hidden), (count, inner, hidden), (count, hidden, inner))
-            gate, up, down = (empty_blocks(shape, self._device) for shape in shapes)
-            total = config.n_routed_experts
-            blocks = BlockExperts(gate, up, down, self._share.first, total, quantizes_rows=self._quantizes_rows)
+            sizes = self._share.count, config.moe_intermediate_size, config.hidden_size
+            blocks = BlockExperts(*sizes, self._device, self._matmul).place(self._share.first, config.n_routed_experts)
             parent, _, name = prefix.rpartition(".")
             setattr(self._model.get_submodule(parent), name, blocks)
             self._blocks[prefix] = blocks
-        blocks, index = self._blocks[prefix], int(number) - self._share.first
-        stack: BlockFp8 = getattr(blocks, projection.removesuffix("_proj"))
-        return BlockFp8(stack.values[index], stack.scales[index])
+        return self._blocks[prefix].weight(projection.removesuffix("_proj"), int(number) - self._share.first)
 
     def _module_of(self, name: str) -> tuple[nn.Module, str]:
         parent, _, leaf = name.rpartition(".")
@@ -254,7 +250,7 @@ def held_bytes(model: nn.Module) -> dict[str, int]:
 def _block_tensors(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         if isinstance(module, BlockExperts):
-            weights = [module.gate, module.up, module.down]
+            weights = module.weights
         else:  # a joined product is a module of its own
             weights = [module.block_weight] if isinstance(module, BlockLinear) and module.joined is None else []
         for weight in weights:

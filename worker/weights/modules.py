@@ -1,7 +1,7 @@
 """Modules that keep their weights in block-FP8, in place of the model library's.
 
-Products are those of the decoded weights; with `quantizes_rows` (worker.matmul = "w8a8") activations are quantized too,
-128 values to a scale, as the authors serve the models.
+Products are those of the decoded weights; where the `Matmul` quantizes rows (worker.matmul), activations are quantized
+too, 128 values to a scale, as the authors serve the models. Weights that w8a8 products do not take are decoded.
 
 On a GPU all `BlockLinear` of a model share one scratch memory, into which a long prompt block decodes a
 weight. They run one after another on one stream.
@@ -22,12 +22,16 @@ from torch import Tensor, nn
 from kernels.block_fp8 import (
     block_experts,
     block_experts_w8a8,
+    block_gated_w8a8,
     block_linear,
     block_linear_w8a8,
     prepare_block_fp8,
+    prepare_w8a8,
+    takes_w8a8,
 )
 from kernels.block_weight import BLOCK, BlockFp8
 from worker.weights.layout import scale_shape
+from worker.weights.matmul import DECODED, Matmul
 
 #: Names of the weights that are joined, within one module. Rows of the last one alone may end inside of a block.
 JOINED: Final = (("q_a_proj", "indexer.wk", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
@@ -47,9 +51,10 @@ class BlockLinear(nn.Module):
     """`nn.Linear` over a weight in block-FP8. `joined`: the product that holds this weight among others, from its row
     `first_row` on."""
 
-    def __init__(self, weight: BlockFp8, *, quantizes_rows: bool = False) -> None:
+    def __init__(self, weight: BlockFp8, matmul: Matmul = DECODED) -> None:
         super().__init__()
-        self.block_weight, self.quantizes_rows = weight, quantizes_rows
+        self.block_weight = weight
+        self.quantizes_rows, self.powers = matmul.quantizes_rows and takes_w8a8(weight), matmul.powers
         self.scratch: Tensor | None = None  # bfloat16[N * K or more]
         self.bias: Tensor | None = None  # [N]
         self.joined: BlockLinear | None = None
@@ -60,23 +65,31 @@ class BlockLinear(nn.Module):
         """[..., K] -> [..., N]."""
         rows = hidden.reshape(-1, self.in_features)
         if self.quantizes_rows:
-            product = block_linear_w8a8(rows, self.block_weight)
+            product = block_linear_w8a8(rows, self.block_weight, powers=self.powers)
         else:
             product = block_linear(rows, self.block_weight, self.scratch)
+        return self._finished(product, hidden)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The product with silu(gate) * up, both [..., K], of a weight that quantizes rows: [..., N]."""
+        product = block_gated_w8a8(gate.flatten(0, -2), up.flatten(0, -2), self.block_weight, powers=self.powers)
+        return self._finished(product, gate)
+
+    def _finished(self, product: Tensor, hidden: Tensor) -> Tensor:
         if self.bias is not None:
             product = product + self.bias
         return product.view(*hidden.shape[:-1], self.out_features)
 
 
-def make_linears(shapes: Sequence[tuple[int, int]], device: torch.device, *, quantizes_rows: bool) -> list[BlockLinear]:
+def make_linears(shapes: Sequence[tuple[int, int]], device: torch.device, matmul: Matmul) -> list[BlockLinear]:
     """Products with weights of `shapes` [N, K] that are to be filled: joined, where they can be."""
     if not can_be_joined(shapes):
-        return [BlockLinear(empty_blocks(shape, device), quantizes_rows=quantizes_rows) for shape in shapes]
+        return [BlockLinear(empty_blocks(shape, device), matmul) for shape in shapes]
     whole = empty_blocks((sum(rows for rows, _ in shapes), shapes[0][1]), device)
-    joined, found, first = BlockLinear(whole, quantizes_rows=quantizes_rows), [], 0
+    joined, found, first = BlockLinear(whole, matmul), [], 0
     for rows, _ in shapes:
         part = BlockFp8(whole.values[first : first + rows], whole.scales[first // BLOCK : -(-(first + rows) // BLOCK)])
-        found.append(BlockLinear(part, quantizes_rows=quantizes_rows))
+        found.append(BlockLinear(part, matmul))
         found[-1].joined, found[-1].first_row = joined, first
         first += rows
     return found
@@ -106,24 +119,49 @@ def joined_of(members: Sequence[nn.Module]) -> BlockLinear | None:
 
 
 class BlockExperts(nn.Module):
-    """The routed experts `first` to `first + E - 1` of `total` of a layer: gate and up [E, I, K], down [E, K, I]."""
+    """The routed experts `first` to `first + E - 1` of `total` of a layer: gate and up [E, I, K], down [E, K, I].
 
-    def __init__(
-        self, gate: BlockFp8, up: BlockFp8, down: BlockFp8, first: int, total: int, *, quantizes_rows: bool = False
-    ) -> None:
+    Where rows are quantized gate lies above up in one weight [E, 2 I, K], since one launch forms both products.
+    """
+
+    def __init__(self, count: int, middle: int, width: int, device: torch.device, matmul: Matmul = DECODED) -> None:
+        """Memory for `count` experts, that is to be filled; `place` the module among all."""
         super().__init__()
-        self.gate, self.up, self.down = gate, up, down
-        self.first, self.total, self.quantizes_rows = first, total, quantizes_rows
+        self.first, self.total = 0, count
+        self.powers = matmul.powers
+        self.quantizes_rows = matmul.quantizes_rows and middle % BLOCK == 0 and width % BLOCK == 0
+        shapes = [(count, 2 * middle, width)] if self.quantizes_rows else [(count, middle, width)] * 2
+        self.weights = [empty_blocks(shape, device) for shape in (*shapes, (count, width, middle))]
+        self._middle = middle
 
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def place(self, first: int, total: int) -> BlockExperts:
+        """This module, as the experts from `first` on of `total`."""
+        self.first, self.total = first, total
+        return self
+
+    def weight(self, projection: str, index: int) -> BlockFp8:
+        """One expert's weight of "gate", "up" or "down": a view."""
+        if projection == "down" or not self.quantizes_rows:
+            stack = self.weights[-1 if projection == "down" else ("gate", "up").index(projection)]
+            return BlockFp8(stack.values[index], stack.scales[index])
+        begin = 0 if projection == "gate" else self._middle
+        values = self.weights[0].values[index, begin : begin + self._middle]
+        return BlockFp8(values, self.weights[0].scales[index, begin // BLOCK : (begin + self._middle) // BLOCK])
+
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Weighted sum [T, K] over the choices int[T, k] that are among these experts."""
-        product = block_experts_w8a8 if self.quantizes_rows else block_experts
-        return product(hidden, chosen, weights, self.gate, self.up, self.down, self.first, self.total)
+        if self.quantizes_rows:
+            gate_up, down = self.weights
+            about = self.first, self.total
+            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, *about, powers=self.powers)
+        gate, up, down = self.weights
+        return block_experts(hidden, chosen, shares, gate, up, down, self.first, self.total)
 
 
 def share_scratch(model: nn.Module) -> None:
-    """Give every `BlockLinear` of `model` on a GPU the scratch memory that the largest of them needs."""
+    """Give every `BlockLinear` of `model` on a GPU that decodes its weight the scratch that the largest one needs."""
     linears = [it for it in model.modules() if isinstance(it, BlockLinear) and it.block_weight.values.is_cuda]
+    linears = [it for it in linears if not it.quantizes_rows]
     if linears:
         largest = max(it.block_weight.values.numel() for it in linears)
         scratch = torch.empty(largest, dtype=torch.bfloat16, device=linears[0].block_weight.values.device)
@@ -131,16 +169,23 @@ def share_scratch(model: nn.Module) -> None:
             it.scratch = scratch
 
 
-def prepare_products(model: nn.Module, tokens: list[int], choices: int) -> None:
-    """Compile what the FP8 products of `model` launch for these counts of rows. Before any capture."""
+def prepare_products(model: nn.Module, tokens: Sequence[int], rows_max: int, choices: int) -> int:
+    """Compile what the FP8 products of `model` launch, before any capture: decoded ones for these counts of rows, w8a8
+    for all up to `rows_max`. Returns how many w8a8 products were formed."""
     linears = [it for it in model.modules() if isinstance(it, BlockLinear)]
     experts = [it for it in model.modules() if isinstance(it, BlockExperts)]
-    if linears:
-        prepare_block_fp8(
-            [it.block_weight for it in linears],
-            [(it.gate, it.up, it.down) for it in experts],
-            tokens=tokens,
-            choices=choices,
-            experts_total=experts[0].total if experts else None,
-            w8a8=linears[0].quantizes_rows,
-        )
+    total = experts[0].total if experts else None
+    prepare_block_fp8(
+        [it.block_weight for it in linears if not it.quantizes_rows],
+        [(it.weights[0], it.weights[1], it.weights[2]) for it in experts if not it.quantizes_rows],
+        tokens=tokens,
+        choices=choices,
+        experts_total=total,
+    )
+    return prepare_w8a8(
+        [it.block_weight for it in linears if it.quantizes_rows],
+        [(it.weights[0], it.weights[1]) for it in experts if it.quantizes_rows],
+        rows_max=rows_max,
+        choices=choices,
+        experts_total=total,
+    )

@@ -14,7 +14,8 @@ from typing import Any, Final
 from protocol.errors import ConfigError
 
 BLOCK: Final = (128, 128)
-SCALE_FORMATS: Final = ("", "float", "ue8m0")
+POWERS_OF_TWO: Final = "ue8m0"
+SCALE_FORMATS: Final = ("", "float", POWERS_OF_TWO)
 #: Dtypes, as safetensors names them, of values and of scales.
 VALUES_DTYPE: Final = "F8_E4M3"
 SCALE_DTYPES: Final = ("F32", "F8_E8M0")
@@ -22,10 +23,12 @@ SCALE_DTYPES: Final = ("F32", "F8_E8M0")
 
 @dataclass(frozen=True)
 class Quantization:
-    """Block-FP8 weights. `not_converted`: names, or ends of names, of modules that are in the model's dtype."""
+    """Block-FP8 weights. `not_converted`: names, or ends of names, of modules that are in the model's dtype.
+    `powers_of_two`: scales are, those of activations too."""
 
     block: tuple[int, int] = BLOCK
     not_converted: tuple[str, ...] = ()
+    powers_of_two: bool = False
 
     def excludes(self, name: str) -> bool:
         """Whether the module of tensor `name` is listed as not converted."""
@@ -58,7 +61,7 @@ def read_quantization(config: Mapping[str, Any], where: object) -> Quantization 
     names = found.get("modules_to_not_convert") or found.get("ignored_layers") or ()
     if not isinstance(names, (list, tuple)) or not all(isinstance(it, str) for it in names):
         raise _refusal("is no list of names", "modules_to_not_convert", names, where)
-    return Quantization(not_converted=tuple(names))
+    return Quantization(not_converted=tuple(names), powers_of_two=scale_format == POWERS_OF_TWO)
 
 
 def _refusal(message: str, name: str, value: object, where: object) -> ConfigError:

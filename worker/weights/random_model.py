@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.block_weight import BlockFp8
 from worker.weights.layout import ExpertShare, TensorSpec, tensors_of
+from worker.weights.matmul import DECODED, Matmul
 from worker.weights.model import ModelTensors, append_draft_layer, completed, empty_model, is_held_in_fp8
 from worker.weights.synth import QUANTILE_GAIN, normal_quantiles
 
@@ -26,13 +27,14 @@ def random_model(
     dtype: torch.dtype,
     device: torch.device | str,
     fp8: bool,
+    matmul: Matmul = DECODED,
     experts: ExpertShare | None = None,
     draft_layer: bool = False,
     seed: int = 0,
 ) -> Any:
     """The library's causal language model of `config` in `dtype`, without gradients. `fp8`: weights that FP8
-    repositories convert are block-FP8, kv_b_proj apart. `experts`: the share to hold, by default all.
-    `draft_layer`: with the draft layer.
+    repositories convert are block-FP8, kv_b_proj apart, with products by `matmul`. `experts`: the share to hold, by
+    default all. `draft_layer`: with the draft layer.
 
     Raises ConfigError for a config that lacks dimensions.
     """
@@ -41,7 +43,7 @@ def random_model(
         append_draft_layer(model)
     specs = list(tensors_of(config, experts, draft_layer=draft_layer))
     held = {spec.name for spec in specs if fp8 and is_held_in_fp8(spec)}
-    tensors = ModelTensors(model, torch.device(device), dtype, fp8=held, quantizes_rows=False, experts=experts)
+    tensors = ModelTensors(model, torch.device(device), dtype, fp8=held, matmul=matmul, experts=experts)
     draw = _Draw(torch.device(device), seed)
     for spec in specs:
         if spec.name in held:

@@ -83,7 +83,7 @@ def test_random_rank_holds_its_share_in_fp8_decodes_and_drafts(family: str) -> N
     model = runner._layers.model
     blocks = [it for it in model.modules() if isinstance(it, BlockExperts)]
     assert len(blocks) - 1 == config.mlp_layer_types.count("sparse") > 0
-    assert all((it.first, it.total, len(it.up.values)) == (8, 16, 8) for it in blocks)
+    assert all((it.first, it.total, len(it.weights[1].values)) == (8, 16, 8) for it in blocks)
     assert any(isinstance(it, BlockLinear) for it in model.modules())
     held = runner.weights_bytes()
     share = weights_bytes(

@@ -129,7 +129,7 @@ def test_kept_fp8_holds_the_stored_values(quantized: Path) -> None:
             assert torch.equal(weight.scales, stored[f"{name}.weight_scale_inv"])
         if isinstance(module, BlockExperts):
             down = stored[f"{name}.7.down_proj.weight"]
-            assert torch.equal(module.down.values[7].view(torch.uint8), down.view(torch.uint8))
+            assert torch.equal(module.weight("down", 7).values.view(torch.uint8), down.view(torch.uint8))
     assert any(isinstance(it, BlockExperts) for it in model.modules())
 
 
@@ -195,7 +195,7 @@ def test_a_rank_reads_and_holds_the_bytes_of_its_share(
     assert modules
     for module in modules:
         if isinstance(module, BlockExperts):
-            assert (module.first, module.total, len(module.down.values)) == (share.first, total, share.count)
+            assert (module.first, module.total, len(module.weights[-1].values)) == (share.first, total, share.count)
         else:
             assert {len(it) for it in module.parameters()} == {module.num_experts} == {share.count}
 
@@ -322,7 +322,7 @@ def test_a_share_of_the_draft_layer_is_read_alone(quantized: Path, keeps_fp8: bo
     ours, theirs = (it.model.layers[4].mlp.experts for it in (model, whole))
     if keeps_fp8:
         assert isinstance(ours, BlockExperts)
-        codes = [it.down.values.view(torch.uint8) for it in (ours, theirs)]
+        codes = [it.weights[-1].values.view(torch.uint8) for it in (ours, theirs)]
         assert torch.equal(codes[0], codes[1][8:12])
     else:
         assert torch.equal(ours.down_proj, theirs.down_proj[8:12])

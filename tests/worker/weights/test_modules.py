@@ -14,12 +14,14 @@ from kernels.block_weight import BLOCK
 from tests.kernels.test_block_fp8 import draw
 from tests.support.runner_rig import Rig
 from tests.worker.runners.test_synthetic import MIXED, SMALL
+from worker.runners import synthetic
 from worker.runners.synthetic import synthetic_runner
 from worker.runners.tiny import FAMILIES
 from worker.weights import modules
 from worker.weights.layout import TensorSpec, scale_shape, tensors_of
+from worker.weights.matmul import DECODED, Matmul
 from worker.weights.model import held_bytes, load_model
-from worker.weights.modules import BlockLinear, can_be_joined, joined_of, make_linears, products
+from worker.weights.modules import BlockExperts, BlockLinear, can_be_joined, joined_of, make_linears, products
 from worker.weights.quantization import read_quantization
 from worker.weights.synth import published_config
 from worker.weights.writing import write_repository
@@ -30,7 +32,7 @@ WHOLE = SMALL | MIXED | {"q_lora_rank": 128, "index_head_dim": 128, "moe_interme
 
 def filled(*shapes: tuple[int, int]) -> tuple[list[BlockLinear], list[Tensor]]:
     """Products with weights of `shapes`, and those weights in float64."""
-    made, decoded = make_linears(shapes, torch.device("cpu"), quantizes_rows=False), []
+    made, decoded = make_linears(shapes, torch.device("cpu"), DECODED), []
     for seed, (linear, shape) in enumerate(zip(made, shapes, strict=True)):
         weight = draw(*shape, seed=seed)
         linear.block_weight.values.copy_(weight.values)
@@ -71,7 +73,7 @@ def test_joined_products_are_those_of_each_weight(rows: int, ragged: int) -> Non
 )
 def test_weights_that_do_not_fit_together_stay_apart(shapes: list[tuple[int, int]]) -> None:
     assert not can_be_joined(shapes)
-    made = make_linears(shapes, torch.device("meta"), quantizes_rows=False)
+    made = make_linears(shapes, torch.device("meta"), DECODED)
     assert [tuple(one.block_weight.values.shape) for one in made] == shapes
     assert joined_of(made) is None
 
@@ -106,6 +108,62 @@ def test_a_model_of_joined_weights_is_the_same_model(family: str, monkeypatch: p
     assert held[0] == held[1]
     apart, joined_logits = found
     assert float((apart - joined_logits).norm() / apart.norm()) < 1e-4
+
+
+W8A8 = Matmul("fake 0.0", powers=True)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 256), (130, 256), (256, 200)])
+def test_w8a8_products_are_near_and_not_those_of_decoded_weights(rows: int, columns: int) -> None:
+    weight, hidden = draw(rows, columns), torch.randn(3, 2, columns)
+    exact, quantized = BlockLinear(weight)(hidden), BlockLinear(weight, W8A8)
+    assert quantized.quantizes_rows == (rows % 8 == 0 and columns % 128 == 0)
+    assert torch.equal(quantized(hidden), exact) != quantized.quantizes_rows
+    assert float((quantized(hidden) - exact).norm() / exact.norm()) < 0.1
+
+
+def test_w8a8_product_of_a_gated_middle_adds_its_bias() -> None:
+    linear = BlockLinear(draw(64, 256), W8A8)
+    linear.bias = torch.randn(64)
+    gate, up = torch.randn(2, 5, 256)
+    assert torch.equal(linear.gated(gate, up), linear(torch.nn.functional.silu(gate) * up))
+
+
+@pytest.mark.parametrize("middle", [256, 192])
+def test_experts_hold_the_same_weights_in_both_forms(middle: int) -> None:
+    """In whole blocks gate and up lie in one weight; others are decoded."""
+    device, hidden = torch.device("cpu"), torch.randn(7, 256)
+    exact, quantized = (BlockExperts(3, middle, 256, device, matmul).place(2, 9) for matmul in (DECODED, W8A8))
+    assert quantized.quantizes_rows == (middle % 128 == 0)
+    shapes = {"gate": (middle, 256), "up": (middle, 256), "down": (256, middle)}
+    for seed, (projection, shape) in enumerate(shapes.items()):
+        for expert in range(3):
+            for experts in (exact, quantized):
+                part, weight = experts.weight(projection, expert), draw(*shape, seed=10 * seed + expert)
+                part.values.copy_(weight.values)
+                part.scales.copy_(weight.scales)
+    chosen = torch.rand(7, 9).argsort(1)[:, :4].contiguous()
+    shares = torch.rand(7, 4)
+    one, other = exact(hidden, chosen, shares), quantized(hidden, chosen, shares)
+    assert torch.equal(one, other) != quantized.quantizes_rows
+    assert float((one - other).norm() / one.norm()) < 0.15
+    assert sum(it.nbytes for it in exact.weights) == sum(it.nbytes for it in quantized.weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_with_w8a8_products_is_near_the_exact_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = type(published_config(family))(**WHOLE)
+    found, held = [], []
+    for made in (DECODED, W8A8):
+        monkeypatch.setattr(synthetic, "resolve_matmul", lambda *_, made=made, **__: made)
+        runner = synthetic_runner(config, device="cpu", dtype="float32", fp8=True)
+        quantizing = [getattr(one, "quantizes_rows", False) for one in runner._layers.model.modules()]
+        assert any(quantizing) == made.quantizes_rows
+        held.append(held_bytes(runner._layers.model))
+        found.append(Rig(runner, seats=1, context_tokens=200).open(0, list(range(90)), hot_slots=32)[1])
+    exact, quantized = found
+    assert held[0] == held[1]
+    assert 0 < float((exact - quantized).norm() / exact.norm()) < 0.5
 
 
 class Biased:

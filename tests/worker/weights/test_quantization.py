@@ -26,7 +26,7 @@ def test_no_quantization_is_none() -> None:
 @pytest.mark.parametrize("scale_format", [None, "ue8m0", "float"])
 def test_published_forms_are_served(scale_format: str | None) -> None:
     config = {"quantization_config": PUBLISHED | {"scale_fmt": scale_format}}
-    assert read_quantization(config, "config.json") == Quantization((128, 128))
+    assert read_quantization(config, "config.json") == Quantization(powers_of_two=scale_format == "ue8m0")
 
 
 @pytest.mark.parametrize(
