@@ -9,6 +9,8 @@ stdin    one JSON object:
            ignore_eos      go on after an end-of-sequence token (default false)
            threads         torch threads (default 1)
            dtype, device   default "float32", "cpu"
+           matmul          "w8a8": linear layers and experts with FP8 weights first round their inputs to e4m3, 128
+                           values to a scale, where a worker does (default "weight_only")
            prefill_chunk   generate()'s own prefill_chunk_size (default 512; 0: the whole prompt at once). The indexer's
                            scores of a whole prompt take 4 * heads * P**2 bytes: 1 GB at 4,000 tokens and 16 heads
 stdout   one JSON line per prompt, in order, as soon as it is done:
@@ -29,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
+
+#: Values of a row that share a scale.
+BLOCK = 128
 
 
 def main() -> int:
@@ -54,6 +60,8 @@ def main() -> int:
     with decoded(Path(model_path), dtype) as readable:
         model = AutoModelForCausalLM.from_pretrained(readable, dtype=dtype)
     model = model.to(job.get("device", "cpu")).eval()
+    if job.get("matmul", "weight_only") == "w8a8":
+        round_inputs(model, Path(model_path))
     if job.get("ignore_eos", False):
         model.generation_config.eos_token_id = None
     for index, (tokens, max_new_tokens) in enumerate(prompts):
@@ -89,6 +97,51 @@ def decoded(model_path: Path, dtype: torch.dtype) -> Iterator[Path]:
         if generation.exists():
             (Path(copy) / generation.name).write_bytes(generation.read_bytes())
         yield Path(copy)
+
+
+def round_inputs(model: Any, model_path: Path) -> None:
+    """Round the inputs of products with FP8 weights, but for kv_b_proj's, and for sizes that a worker decodes.
+
+    A worker rounds where rows of weights are whole blocks and their count is a multiple of 8; of experts where the
+    inner size has whole blocks too.
+    """
+    powers = json.loads((model_path / "config.json").read_text())["quantization_config"].get("scale_fmt") == "ue8m0"
+    stored = {name for file in model_path.glob("*.safetensors") for name in load_file(file)}
+    kept = {name.removesuffix(".weight_scale_inv") for name in stored if name.endswith(".weight_scale_inv")}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name in kept and not name.endswith("kv_b_proj"):
+            if module.in_features % BLOCK == 0 and module.out_features % 8 == 0:
+                module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0], powers), *inputs[1:]))
+        elif hasattr(module, "gate_up_proj") and f"{name}.0.down_proj" in kept:
+            _, width, middle = module.down_proj.shape
+            if width % BLOCK == 0 and middle % BLOCK == 0:
+                module.forward = partial(mixed, module, powers)
+
+
+def rounded(rows: torch.Tensor, powers: bool) -> torch.Tensor:
+    """`rows` [..., K] as e4m3 and a scale for each 128 values represent them: largest magnitude / 448, of `powers` the
+    next power of two."""
+    parts = rows.float().unflatten(-1, (-1, BLOCK))
+    most = parts.abs().amax(-1, keepdim=True)
+    scales = most / 448
+    if powers:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    scales = torch.where(most == 0, 1.0, scales)
+    back: torch.Tensor = (parts / scales).to(torch.float8_e4m3fn).float() * scales
+    return back.flatten(-2).to(rows.dtype)
+
+
+def mixed(module: Any, powers: bool, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """For `hidden` [T, K] the sum over experts `chosen` [T, k] of share * down(silu(gate x) * up x), inputs rounded."""
+    total = torch.zeros(hidden.shape, device=hidden.device)
+    rows = rounded(hidden, powers)
+    for expert in chosen.unique().tolist():
+        tokens, choices = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = (rows[tokens] @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
+        middle = rounded(torch.nn.functional.silu(gate) * up, powers)
+        part = (middle @ module.down_proj[expert].T) * shares[tokens, choices, None]
+        total.index_add_(0, tokens, part.float())
+    return total.to(hidden.dtype)
 
 
 @torch.inference_mode()

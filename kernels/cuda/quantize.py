@@ -32,6 +32,7 @@ from protocol.errors import BadInput
 UNIT: Final = "quantize"
 #: Rows of scales, in whole parts: 16 bytes.
 SCALE_ROWS: Final = 4
+VECTOR_BYTES: Final = 16
 UNITS_PER_BLOCK: Final = QUANTIZE_THREADS * 8 // BLOCK
 VALUES_PER_BLOCK: Final = SUM_THREADS * 8
 
@@ -91,7 +92,7 @@ def quantize(hidden: Tensor, *, powers: bool, placed: Placed | None = None, tota
     A scale is the largest magnitude of 128 values / 448, with `powers` the next power of two; of zeros it is 1.
     `total`: rows of the result, where there are to be more; those have no numbers.
     """
-    rows, k = hidden.shape
+    rows, k = _checked("hidden", hidden)
     target = _target(max(rows, total), k, hidden.device, placed)
     if rows:
         choices = 1 if placed is None else len(placed.rows) // rows
@@ -104,7 +105,7 @@ def quantize_gated(
 ) -> Quantized:
     """silu(gate) * up, rounded to bfloat16 after each of both, as `quantize`. Rows bfloat16[rows, k] lie equally far
     apart in both; by `placed`, those of its assignments are read and written."""
-    rows, k = gate.shape
+    rows, k = _checked("gate", gate)
     target = _target(max(rows, total), k, gate.device, placed)
     count = rows if placed is None else len(placed.rows)
     if count:
@@ -131,6 +132,19 @@ def add_rows(products: Tensor, placed: Placed, shares: Tensor, out: Tensor) -> N
     grid = tokens, -(-width // VALUES_PER_BLOCK)
     if tokens:
         _kernel("sum_rows", out.device).launch(grid, parameters, stream_of(out.device), threads=SUM_THREADS)
+
+
+def _checked(field: str, rows: Tensor) -> tuple[int, int]:
+    """Rows and columns of `rows`. Raises BadInput for what the kernels cannot read."""
+    count, columns = rows.shape
+    if columns % BLOCK or rows.dtype != torch.bfloat16 or rows.stride(1) != 1 or rows.data_ptr() % VECTOR_BYTES:
+        raise BadInput(
+            f"expected bfloat16 in whole blocks of {BLOCK}, from a multiple of {VECTOR_BYTES} bytes on",
+            field=field,
+            value=f"{str(rows.dtype).removeprefix('torch.')}{list(rows.shape)}",
+            remedy="decode the weight, or copy the rows",
+        )
+    return count, columns
 
 
 def _target(rows: int, k: int, device: torch.device, placed: Placed | None) -> Quantized:

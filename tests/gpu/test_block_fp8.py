@@ -12,15 +12,13 @@ if not torch.cuda.is_available():
 
 from kernels.block_fp8 import (  # noqa: E402
     block_experts,
-    block_experts_w8a8,
     block_linear,
     block_linear_w8a8,
     decode_blocks,
     prepare_block_fp8,
-    quantize_rows,
 )
 from kernels.block_weight import BlockFp8  # noqa: E402
-from kernels.cuda.block_fp8 import PIECE_TOKENS, own_linear_w8a8  # noqa: E402
+from kernels.cuda.block_fp8 import PIECE_TOKENS, linear_w8a8, own_linear_w8a8  # noqa: E402
 from kernels.cuda.block_plans import CROSSOVER_TOKENS  # noqa: E402
 from tests.kernels.test_block_fp8 import draw  # noqa: E402
 
@@ -119,34 +117,15 @@ def test_one_choice_of_one_sparse_row_is_exact() -> None:
     assert off(block_experts(hidden, chosen, ones, gate, up, down), wanted) < 5e-3
 
 
-def test_quantized_rows_are_the_cpus() -> None:
-    for shape in ((1, 128), (37, 300), (16, 7168), (3, 5)):
-        hidden = activations(*shape)
-        hidden[:1] = 0
-        values, scales = quantize_rows(hidden)
-        plain, plain_scales = quantize_rows(hidden.cpu())
-        assert torch.equal(scales.cpu(), plain_scales)
-        assert torch.equal(values.view(torch.uint8).cpu(), plain.view(torch.uint8))
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_w8a8_is_the_product_of_quantized_rows(shape: tuple[int, int]) -> None:
+def test_own_w8a8_is_the_product_of_quantized_rows(shape: tuple[int, int]) -> None:
     weight = draw(*shape)
     for tokens in (1, 40, 600):
         hidden = activations(tokens, shape[1])
         wanted = block_linear_w8a8(hidden.cpu(), weight)
-        for got in (block_linear_w8a8(hidden, on_gpu(weight)), own_linear_w8a8(hidden, on_gpu(weight))):
+        for got in (linear_w8a8(hidden, on_gpu(weight)), own_linear_w8a8(hidden, on_gpu(weight))):
             assert got.shape == wanted.shape
             assert off(got.cpu(), wanted) < 5e-3
-
-
-def test_w8a8_experts_are_the_cpus() -> None:
-    weights = [draw(4, 256, 384), draw(4, 256, 384, seed=1), draw(4, 384, 256, seed=2)]
-    hidden, shares = activations(50, 384), torch.rand(50, 3)
-    chosen = torch.rand(50, 6).argsort(1)[:, :3].contiguous() - 1
-    wanted = block_experts_w8a8(hidden.cpu(), chosen, shares, *weights)
-    got = block_experts_w8a8(hidden, chosen.cuda(), shares.cuda(), *map(on_gpu, weights))
-    assert off(got.cpu(), wanted) < 3e-2
 
 
 def test_products_can_be_captured_once_prepared() -> None:

@@ -25,6 +25,11 @@ RAGGED: Final = {
     **{"hidden_size": 160, "intermediate_size": 320, "moe_intermediate_size": 160},
     **{"q_lora_rank": 160, "kv_lora_rank": 160},
 }
+#: Widths in whole blocks, of which products may quantize their activations.
+WHOLE: Final = {
+    **{"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128},
+    **{"q_lora_rank": 128, "kv_lora_rank": 128},
+}
 
 
 def write_tiny_checkpoint(
@@ -36,14 +41,16 @@ def write_tiny_checkpoint(
     context_max_tokens: int = 16_384,
     fp8: bool = False,
     powers_of_two: bool = False,
+    whole_blocks: bool = False,
     experts: int = EXPERTS,
     predictable: bool = False,
 ) -> None:
     """Write config.json, generation_config.json, tokenizer_config.json with a chat template, and model.safetensors, 13
     MB in float32, the draft layer among it. Raises ConfigError.
 
-    `fp8`: in the layout of published FP8 repositories, and with widths that make several blocks, ragged ones too;
-    `powers_of_two`: with scales as `scale_fmt` ue8m0 has them. `predictable`: of a model whose drafts are mostly right.
+    `fp8`: in the layout of published FP8 repositories, and with widths that make several blocks, ragged ones too unless
+    `whole_blocks`; `powers_of_two`: with scales as `scale_fmt` ue8m0 has them. `predictable`: of a model whose drafts
+    are mostly right.
     """
     if family not in FAMILIES:
         raise ConfigError("unknown family", field="family", value=family, remedy=f"use one of {', '.join(FAMILIES)}")
@@ -51,7 +58,8 @@ def write_tiny_checkpoint(
 
     from worker.runners.tiny_weights import random_model, write_fp8
 
-    config = tiny_config(family, index_topk, context_max_tokens, n_routed_experts=experts, **(RAGGED if fp8 else {}))
+    widths = (WHOLE if whole_blocks else RAGGED) if fp8 else {}
+    config = tiny_config(family, index_topk, context_max_tokens, n_routed_experts=experts, **widths)
     model = random_model(config, seed, predictable=predictable)
     _write_template(Path(path), family)
     if fp8:
