@@ -10,6 +10,8 @@ import torch
 
 from kernels.cuda import deep_gemm
 from protocol.errors import ConfigError
+from protocol.settings import WorkerSettings
+from worker.runners.base import arithmetic
 from worker.weights.matmul import DECODED, Matmul, resolve_matmul
 from worker.weights.quantization import Quantization
 
@@ -77,3 +79,12 @@ def test_missing_library_is_named_and_auto_falls_back(
     assert "pip install y" in str(vars(record))
     with pytest.raises(ConfigError, match=r"worker.matmul=w8a8: deep_gemm \(torch 2.11\) cannot be imported: x \(pip"):
         resolve_matmul("w8a8", **CASE)
+
+
+def test_arithmetic_names_what_rows_depend_on() -> None:
+    """Rows of quantized activations are not reused by workers that decode weights, nor by another release's."""
+    plain, sure = WorkerSettings(), WorkerSettings(deterministic=True)
+    assert arithmetic(plain, DECODED) == ""
+    assert arithmetic(plain, FOUND) == "w8a8 by deep_gemm 1.2"
+    assert arithmetic(sure, DECODED) == "chunks of 512 tokens, weight_only, cpu"
+    assert arithmetic(sure, FOUND) == "chunks of 512 tokens, w8a8 by deep_gemm 1.2, cpu"
