@@ -6,11 +6,11 @@ replays, µs per product:
 
     library    kernels/cuda/deep_gemm.py: quantization and product; of experts all launches from rows to their sums
     quantize   quantization alone
-    named      the library's product compiled for N and K (`compiled_dims`), without quantization
+    product    the library's product alone
     weight     block_linear with scratch, block_experts: weights decoded
     w8a8       FP8 by FP8 without the library: torch's scaled_mm, Triton's kernels for experts
 
-`masked`: experts with room for every token each; 64 and 128: tiles of tokens otherwise. Before times, each result is
+64 and 128: tiles of tokens of experts other than deep_gemm's choice. Before times, each result is
 compared with a plain product of the quantized values in float32, eager and from the graph. Kernels of all forms are
 compiled first, by PROCESSES processes at once, which takes most of the time of a first run. After --seconds no further
 cell begins.
@@ -70,7 +70,7 @@ class Layer:
         return block_fp8.experts(*load, *weights, 0, EXPERTS_TOTAL, quantized=quantized)
 
 
-FORMS: Final[dict[str, dict[str, Any]]] = {"masked": {"masked": True}, "64": {"multiple": 64}, "128": {"multiple": 128}}
+FORMS: Final[dict[str, dict[str, Any]]] = {"library": {}, "64": {"multiple": 64}, "128": {"multiple": 128}}
 
 
 def plain(rows: Tensor, scales: Tensor, weight: BlockFp8) -> Tensor:
@@ -124,7 +124,7 @@ def linear_ways(weights: list[BlockFp8], tokens: int) -> dict[str, Way]:
     return {
         "library": lambda number: deep_gemm.linear(hidden, weights[number], powers=True),
         "quantize": lambda _: quantize.quantize(hidden, powers=True),
-        "named": lambda number: deep_gemm.product(rows, weights[number], "nk"),
+        "product": lambda number: deep_gemm.product(rows, weights[number]),
         "weight": lambda number: block_linear(hidden, weights[number], scratch),
         "w8a8": lambda number: block_fp8.linear_w8a8(hidden, weights[number]),
     }
@@ -220,19 +220,19 @@ def pieces(tokens: int) -> dict[str, float | str]:
     layer, load = Layer(), Load.draw(tokens)
     placed = quantize.place(load.chosen, 0, EXPERTS, multiple=64)
     rows = quantize.quantize(load.hidden, powers=True, placed=placed)
-    both = deep_gemm._grouped(rows, layer.both, placed, max(1, tokens * CHOICES // EXPERTS_TOTAL), 64)
+    both = deep_gemm.grouped(rows, layer.both, placed, max(1, tokens * CHOICES // EXPERTS_TOTAL), 64)
     halves = both[:, :MIDDLE], both[:, MIDDLE:]
     gated = quantize.quantize_gated(*halves, powers=True, placed=placed)
     expected = max(1, tokens * CHOICES // EXPERTS_TOTAL)
-    products = deep_gemm._grouped(gated, layer.down, placed, expected, 64)
+    products = deep_gemm.grouped(gated, layer.down, placed, expected, 64)
     out = torch.empty_like(load.hidden)
     return measured(
         {
             "place": lambda _: quantize.place(load.chosen, 0, EXPERTS, multiple=64),
             "quantize": lambda _: quantize.quantize(load.hidden, powers=True, placed=placed),
-            "gate_up": lambda _: deep_gemm._grouped(rows, layer.both, placed, expected, 64),
+            "gate_up": lambda _: deep_gemm.grouped(rows, layer.both, placed, expected, 64),
             "gated": lambda _: quantize.quantize_gated(*halves, powers=True, placed=placed),
-            "down": lambda _: deep_gemm._grouped(gated, layer.down, placed, expected, 64),
+            "down": lambda _: deep_gemm.grouped(gated, layer.down, placed, expected, 64),
             "add": lambda _: quantize.add_rows(products, placed, load.shares, out),
         },
         1,
@@ -254,15 +254,6 @@ def measure(until: float) -> Iterator[dict[str, Any]]:
         for tokens in TOKENS:
             if time.monotonic() < until:
                 yield {"part": name, "tokens": tokens, **measured(linear_ways(weights, tokens), len(weights))}
-    library = deep_gemm.library()
-    library.set_pdl(True)
-    for name in ("gate_up", "down"):
-        weights = [draw(*SHAPES[name]) for _ in range(20)]
-        for tokens in (1, 64):
-            if time.monotonic() < until:
-                ways = {"library": linear_ways(weights, tokens)["library"]}
-                yield {"part": f"{name}, pdl", "tokens": tokens, **measured(ways, len(weights))}
-    library.set_pdl(False)
 
 
 def main() -> None:

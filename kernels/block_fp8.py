@@ -33,7 +33,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.block_weight import BLOCK, E4M3, BlockFp8, check_tensor
-from kernels.cuda import block_fp8, deep_gemm, quantize
+from kernels.cuda import block_fp8, deep_gemm, deep_gemm_cache, quantize
+from kernels.cuda.deep_gemm_cache import Form
 from kernels.row_format import E4M3_MAX
 from protocol.errors import BadInput
 
@@ -226,21 +227,26 @@ def prepare_w8a8(
 ) -> int:
     """As prepare_block_fp8, of w8a8 products of up to `rows_max` rows. `experts`: gate above up, and down.
 
-    Returns how many products were run: one of each shape and padded count. On a CPU nothing happens.
+    Kernels that are not in the cache are compiled by several processes first, in seconds to minutes. Returns how many
+    products were formed: one of each shape and padded count. On a CPU nothing happens.
     """
-    runs = 0
-    for weight in {tuple(one.values.shape): one for one in linears if one.values.is_cuda}.values():
-        for count in deep_gemm.padded_counts(rows_max):
-            block_linear_w8a8(_zeros(count, weight), weight)
-            runs += 1
-    for gate_up, down in {tuple(one[0].values.shape): one for one in experts if one[0].values.is_cuda}.values():
-        total = experts_total or len(down.values)
-        for count in deep_gemm.expert_counts(choices, total):
-            hidden = _zeros(count, gate_up)
-            chosen = torch.full((count, choices), -1, dtype=torch.int32, device=hidden.device)
-            block_experts_w8a8(hidden, chosen, chosen.to(weights), gate_up, down, 0, total)
-            runs += 1
-    return runs
+    dense = {tuple(one.values.shape): one for one in linears if one.values.is_cuda}
+    grouped = {tuple(one[0].values.shape): one for one in experts if one[0].values.is_cuda}
+    forms = [Form(n, k, rows) for n, k in dense for rows in deep_gemm.padded_counts(rows_max)]
+    for held, n, k in grouped:
+        total = experts_total or held
+        forms += [Form(n, k, rows, held, choices, total) for rows in deep_gemm.expert_counts(choices, total)]
+    if forms:
+        deep_gemm_cache.fill(forms, next(iter((*dense.values(), *(one[0] for one in grouped.values())))).values.device)
+    for form in forms:
+        if form.experts:
+            gate_up, down = grouped[form.experts, form.n, form.k]
+            hidden = _zeros(form.rows, gate_up)
+            chosen = torch.full((form.rows, choices), -1, dtype=torch.int32, device=hidden.device)
+            block_experts_w8a8(hidden, chosen, chosen.to(weights), gate_up, down, 0, form.total)
+        else:
+            block_linear_w8a8(_zeros(form.rows, dense[form.n, form.k]), dense[form.n, form.k])
+    return len(forms)
 
 
 def _zeros(rows: int, weight: BlockFp8) -> Tensor:

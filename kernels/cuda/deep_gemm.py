@@ -13,7 +13,8 @@ work begins. What is added has no numbers, and is read back by nobody who asked 
 stream, read nothing on the host, and can be captured.
 
 Rows of experts lie one expert behind another, each from a multiple of ROWS_FEW or ROWS_MANY rows on, the tile of
-tokens; the library reads on the device where each expert's rows end. `masked`: each expert has room for every token.
+tokens; the library reads on the device where each expert's rows end. Rejected: room for every token in each expert
+("masked"), which takes as long for the rows of a step and several times the memory.
 """
 
 from __future__ import annotations
@@ -43,11 +44,9 @@ WEIGHT_ROWS: Final = 8
 #: Counts of rows of a dense product: these, multiples of FEW up to MANY, multiples of MANY_STEP beyond.
 SMALL_COUNTS: Final = (16, 32)
 FEW, MANY, MANY_STEP = 64, 512, 128
-#: Tiles of tokens of experts: of few tokens each, of many.
+#: Tiles of tokens of experts: where an expert may expect EXPECTED_FEW rows at most, and beyond.
 ROWS_FEW, ROWS_MANY = 64, 128
-#: Rows that each expert has room for with `masked`, in whole parts: a tile that reached into the next expert's rows
-#: would overwrite them.
-MASKED_ROWS: Final = 128
+EXPECTED_FEW: Final = 32
 #: Tokens of one piece of a prompt: bounds what its experts' rows take.
 PIECE_TOKENS: Final = 2048
 #: Share of its norm by which the probe's product may differ from torch's: results are rounded to bfloat16.
@@ -59,7 +58,8 @@ def library() -> Any:
     """The package. Raises ConfigError with the cause where it cannot be imported."""
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(cache_dir() / PACKAGE))
     try:
-        return importlib.import_module(PACKAGE)
+        found = importlib.import_module(PACKAGE)
+        found.set_pdl(True)  # its kernels wait for the kernel ahead themselves
     except Exception as problem:  # what a native library of another torch raises is no ImportError alone
         raise ConfigError(
             f"cannot be imported: {problem or type(problem).__name__}",
@@ -67,6 +67,7 @@ def library() -> Any:
             value=f"torch {torch.__version__}",
             remedy=_remedy(torch.__version__),
         ) from problem
+    return found
 
 
 def require(device: torch.device) -> str:
@@ -170,10 +171,10 @@ def gated(gate: Tensor, up: Tensor, weight: BlockFp8, *, powers: bool) -> Tensor
     return product(quantize.quantize_gated(gate, up, powers=powers, total=padded(len(gate))), weight)[: len(gate)]
 
 
-def product(rows: quantize.Quantized, weight: BlockFp8, compiled_dims: str = "") -> Tensor:
-    """rows @ weight.T: bfloat16[M, N]. `compiled_dims`: sizes that a kernel is compiled for."""
+def product(rows: quantize.Quantized, weight: BlockFp8) -> Tensor:
+    """rows @ weight.T: bfloat16[M, N], by a kernel for these N and K. One for all sizes takes up to twice the time."""
     out = torch.empty(len(rows.values), len(weight.values), dtype=torch.bfloat16, device=rows.values.device)
-    library().fp8_gemm_nt(tuple(rows), (weight.values, weight.scales), out, compiled_dims=compiled_dims)
+    library().fp8_gemm_nt(tuple(rows), (weight.values, weight.scales), out, compiled_dims="nk")
     return out
 
 
@@ -187,65 +188,37 @@ def experts(
     experts_total: int,
     *,
     powers: bool,
-    masked: bool = False,
     multiple: int = 0,
 ) -> Tensor:
     """Output bfloat16[T, K]: as kernels.block_fp8.block_experts_w8a8, with gate above up in one weight [E, 2 I, K].
 
-    `masked`, `multiple`: other than the choice of this module, for measurements.
+    `multiple`: tile of tokens other than this module's choice, for measurements.
     """
-    out = torch.empty_like(hidden)
+    out, middle = torch.empty_like(hidden), gate_up.values.shape[1] // 2
     for start in range(0, len(hidden), PIECE_TOKENS):
         piece = slice(start, start + PIECE_TOKENS)
-        part = hidden[piece], chosen[piece], shares[piece]
-        if masked:
-            span = -(-len(part[0]) // MASKED_ROWS) * MASKED_ROWS
-            placed = quantize.place(part[1], first, len(down.values), span=span)
-        else:
-            few = part[1].numel() <= ROWS_FEW * experts_total
-            tile = multiple or (ROWS_FEW if few else ROWS_MANY)
-            placed = quantize.place(part[1], first, len(down.values), multiple=tile)
-        expected = expected_rows(part[1].numel(), experts_total)
-        products = _experts(part[0], placed, gate_up, down, expected, multiple=0 if masked else tile, powers=powers)
-        quantize.add_rows(products, placed, part[2], out[piece])
+        expected = expected_rows(chosen[piece].numel(), experts_total)
+        tile = multiple or (ROWS_FEW if expected <= EXPECTED_FEW else ROWS_MANY)
+        placed = quantize.place(chosen[piece], first, len(down.values), multiple=tile)
+        rows = quantize.quantize(hidden[piece], powers=powers, placed=placed)
+        both = grouped(rows, gate_up, placed, expected, tile)
+        gated_rows = quantize.quantize_gated(both[:, :middle], both[:, middle:], powers=powers, placed=placed)
+        products = grouped(gated_rows, down, placed, expected, tile)
+        quantize.add_rows(products, placed, shares[piece], out[piece])
     return out
 
 
-def _experts(
-    hidden: Tensor,
-    placed: quantize.Placed,
-    gate_up: BlockFp8,
-    down: BlockFp8,
-    expected: int,
-    *,
-    multiple: int,
-    powers: bool,
-) -> Tensor:
-    middle = gate_up.values.shape[1] // 2
-    rows = quantize.quantize(hidden, powers=powers, placed=placed)
-    both = _grouped(rows, gate_up, placed, expected, multiple).view(-1, 2 * middle)
-    gated = quantize.quantize_gated(both[:, :middle], both[:, middle:], powers=powers, placed=placed)
-    return _grouped(gated, down, placed, expected, multiple).view(-1, hidden.shape[1])
-
-
-def _grouped(
-    rows: quantize.Quantized, weight: BlockFp8, placed: quantize.Placed, expected: int, multiple: int
-) -> Tensor:
-    """Rows of each expert @ its weight.T, bfloat16; tiles without rows are not written."""
-    values, n, found = rows.values, weight.values.shape[1], library()
-    out = torch.empty(*values.shape[:-1], n, dtype=torch.bfloat16, device=values.device)
-    stored = weight.values, weight.scales
-    if placed.span:
-        found.m_grouped_fp8_fp4_gemm_nt_masked(tuple(rows), stored, out, placed.ends, expected)
-    else:
-        found.utils.layout.set_mk_alignment_for_contiguous_layout(multiple)
-        found.m_grouped_fp8_fp4_gemm_nt_contiguous(
-            tuple(rows),
-            stored,
-            out,
-            placed.ends,
-            compiled_dims="",
-            use_psum_layout=True,
-            expected_m_for_psum_layout=expected,
-        )
+def grouped(rows: quantize.Quantized, weight: BlockFp8, placed: quantize.Placed, expected: int, tile: int) -> Tensor:
+    """Rows of each expert @ its weight.T: bfloat16[placed.total, N]. Tiles without rows are not written."""
+    found = library()
+    out = torch.empty(placed.total, weight.values.shape[1], dtype=torch.bfloat16, device=weight.values.device)
+    found.utils.layout.set_mk_alignment_for_contiguous_layout(tile)
+    found.m_grouped_fp8_fp4_gemm_nt_contiguous(
+        tuple(rows),
+        (weight.values, weight.scales),
+        out,
+        placed.ends,
+        use_psum_layout=True,
+        expected_m_for_psum_layout=expected,
+    )
     return out

@@ -5,19 +5,22 @@
     quantize_gated   silu(gate) * up of rows where they are, likewise
     add_rows    for each token, the weighted sum of its choices' rows
 
-An *assignment* is one choice of one token, number token * choices + choice. Scales float32[groups, blocks, span] lie as
-the library's copy engine reads them: `span` rows of one block of 128 values side by side, a multiple of SCALE_ROWS.
+An *assignment* is one choice of one token, number token * choices + choice. Scales float32[blocks, rows] lie as the
+library's copy engine reads them: those of one block of 128 values side by side, rows in whole parts of SCALE_ROWS.
+
+Every launch begins early and waits for the kernel ahead before it reads.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.block_weight import BLOCK, E4M3
-from kernels.cuda.jit import Kernel, load
+from kernels.cuda.jit import load
 from kernels.cuda.structures import (
     EXPERTS_MAX,
     PLACE_THREADS,
@@ -34,31 +37,32 @@ UNIT: Final = "quantize"
 SCALE_ROWS: Final = 4
 VECTOR_BYTES: Final = 16
 UNITS_PER_BLOCK: Final = QUANTIZE_THREADS * 8 // BLOCK
+#: Units that half a warp may take, as the source has it; one, up to so many blocks of threads.
+UNITS: Final = 4
+BLOCKS_APART_MOST: Final = 1024
 VALUES_PER_BLOCK: Final = SUM_THREADS * 8
 
 
 class Placed(NamedTuple):
     """Rows of a buffer by experts. `rows` int32[assignments]: -1 for another rank's. `ends` int32[experts]: behind the
-    last row of each expert; where each has `span` rows, its count of rows. `total`: rows of the buffer."""
+    last row of each expert. `total`: rows of the buffer."""
 
     rows: Tensor
     ends: Tensor
     total: int
-    span: int
 
 
 class Quantized(NamedTuple):
-    """`values` e4m3[..., rows, k] and `scales` float32[..., rows, blocks], whose rows are adjacent in memory."""
+    """`values` e4m3[rows, k] and `scales` float32[rows, blocks], whose rows are adjacent in memory."""
 
     values: Tensor
     scales: Tensor
 
 
-def place(chosen: Tensor, first: int, experts: int, *, multiple: int = 1, span: int = 0) -> Placed:
+def place(chosen: Tensor, first: int, experts: int, *, multiple: int) -> Placed:
     """Rows for `chosen` int32 or int64[tokens, choices], of the experts first .. first + experts - 1.
 
-    Each expert has `span` rows, which must suffice for all tokens, or the rows it needs from a multiple of `multiple`
-    on. Raises BadInput for more than EXPERTS_MAX experts.
+    Those of each begin at a multiple of `multiple`. Raises BadInput for more than EXPERTS_MAX experts.
     """
     if experts > EXPERTS_MAX:
         raise BadInput("too many", field="experts", value=experts, remedy=f"at most {EXPERTS_MAX} on one rank")
@@ -73,11 +77,10 @@ def place(chosen: Tensor, first: int, experts: int, *, multiple: int = 1, span: 
         first=first,
         experts=experts,
         multiple=multiple,
-        span=span,
         wide=int(chosen.dtype == torch.int64),
     )
-    _kernel("place_rows", device).launch((1, 1), parameters, stream_of(device), threads=PLACE_THREADS)
-    return Placed(rows, ends, experts * span or rows_most(assignments, experts, multiple), span)
+    _run("place_rows", device, (1, 1), parameters, PLACE_THREADS)
+    return Placed(rows, ends, rows_most(assignments, experts, multiple))
 
 
 def rows_most(assignments: int, experts: int, multiple: int) -> int:
@@ -97,7 +100,7 @@ def quantize(hidden: Tensor, *, powers: bool, placed: Placed | None = None, tota
     if rows:
         choices = 1 if placed is None else len(placed.rows) // rows
         _launch("quantize_rows", hidden, None, placed, target, rows, choices, powers=powers)
-    return _seen(target, placed)
+    return target
 
 
 def quantize_gated(
@@ -110,7 +113,7 @@ def quantize_gated(
     count = rows if placed is None else len(placed.rows)
     if count:
         _launch("quantize_gated", gate, up, placed, target, count, 1, powers=powers)
-    return _seen(target, placed)
+    return target
 
 
 def add_rows(products: Tensor, placed: Placed, shares: Tensor, out: Tensor) -> None:
@@ -129,9 +132,8 @@ def add_rows(products: Tensor, placed: Placed, shares: Tensor, out: Tensor) -> N
         width=width,
         wide_shares=int(shares.dtype == torch.float32),
     )
-    grid = tokens, -(-width // VALUES_PER_BLOCK)
     if tokens:
-        _kernel("sum_rows", out.device).launch(grid, parameters, stream_of(out.device), threads=SUM_THREADS)
+        _run("sum_rows", out.device, (tokens, -(-width // VALUES_PER_BLOCK)), parameters, SUM_THREADS)
 
 
 def _checked(field: str, rows: Tensor) -> tuple[int, int]:
@@ -148,20 +150,11 @@ def _checked(field: str, rows: Tensor) -> tuple[int, int]:
 
 
 def _target(rows: int, k: int, device: torch.device, placed: Placed | None) -> Quantized:
-    """Memory: values [total, k], scales [groups, blocks, span]."""
+    """Memory for values and scales."""
     total = rows if placed is None else placed.total
-    span = -(-total // SCALE_ROWS) * SCALE_ROWS if placed is None or not placed.span else placed.span
-    groups = total // placed.span if placed is not None and placed.span else 1
-    values = torch.empty(total, k, dtype=E4M3, device=device)
-    return Quantized(values, torch.empty(groups, k // BLOCK, span, dtype=torch.float32, device=device))
-
-
-def _seen(target: Quantized, placed: Placed | None) -> Quantized:
-    """As the library takes them: of `span` rows to an expert three-dimensional."""
-    values, scales = target
-    if placed is not None and placed.span:
-        return Quantized(values.view(-1, placed.span, values.shape[1]), scales.transpose(1, 2))
-    return Quantized(values, scales[0].t()[: len(values)])
+    span = -(-total // SCALE_ROWS) * SCALE_ROWS
+    scales = torch.empty(k // BLOCK, span, dtype=torch.float32, device=device)
+    return Quantized(torch.empty(total, k, dtype=E4M3, device=device), scales.t()[:total])
 
 
 def _launch(
@@ -175,7 +168,7 @@ def _launch(
     *,
     powers: bool,
 ) -> None:
-    _, blocks, span = target.scales.shape
+    k = hidden.shape[1]
     parameters = QuantizeRows(
         hidden=hidden.data_ptr(),
         factors=None if factors is None else factors.data_ptr(),
@@ -185,17 +178,20 @@ def _launch(
         stride=hidden.stride(0),
         count=count,
         choices=choices,
-        k=blocks * BLOCK,
-        blocks=blocks,
-        span=span,
+        k=k,
+        blocks=k // BLOCK,
+        span=target.scales.stride(1),
         powers=int(powers),
     )
-    grid = -(-count * blocks // UNITS_PER_BLOCK), 1
-    _kernel(kernel, hidden.device).launch(grid, parameters, stream_of(hidden.device), threads=QUANTIZE_THREADS)
+    blocks = -(-count * (k // BLOCK) // UNITS_PER_BLOCK)
+    if blocks > BLOCKS_APART_MOST:
+        blocks = -(-blocks // UNITS)
+    _run(kernel, hidden.device, (blocks, 1), parameters, QUANTIZE_THREADS)
 
 
-def _kernel(name: str, device: torch.device) -> Kernel:
-    return load(UNIT, name, (), device.index or 0)
+def _run(name: str, device: torch.device, grid: tuple[int, int], parameters: ctypes.Structure, threads: int) -> None:
+    kernel = load(UNIT, name, (), device.index or 0)
+    kernel.launch(grid, parameters, stream_of(device), threads=threads, early=True)
 
 
 def stream_of(device: torch.device) -> int:

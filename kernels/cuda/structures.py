@@ -374,11 +374,11 @@ class PlaceRows(Structure):
     members = (
         ("const void*", "chosen", "[assignments] experts: int32, or int64"),
         ("i32*", "rows", "[assignments]; -1: no expert of this rank"),
-        ("i32*", "ends", "[experts] behind the last row of each; of `span`: its count of rows"),
+        ("i32*", "ends", "[experts] behind the last row of each"),
         ("i32", "assignments, first, experts"),
         ("i32", "multiple", "an expert's rows begin at a multiple"),
-        ("i32", "span", "rows that each expert has room for; 0: as many as it needs"),
         ("i32", "wide", "1: `chosen` is int64"),
+        ("i32", "unused"),
     )
     _fields_ = fields(members)
 
@@ -393,11 +393,11 @@ class QuantizeRows(Structure):
             "[count, choices] places of a row; of quantize_gated [count] rows; -1: none",
         ),
         ("u8*", "values", "[rows, k] e4m3"),
-        ("float*", "scales", "[groups of span rows, blocks, span]"),
+        ("float*", "scales", "[blocks, span]"),
         ("i64", "stride"),
         ("i32", "count, choices"),
         ("i32", "k, blocks", "128 * blocks values of a row"),
-        ("i32", "span"),
+        ("i32", "span", "at least as many as there are rows"),
         ("i32", "powers", "1: scales are powers of two"),
     )
     _fields_ = fields(members)

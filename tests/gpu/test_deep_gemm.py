@@ -23,6 +23,7 @@ from kernels.block_fp8 import (  # noqa: E402
     quantize_rows,
 )
 from kernels.cuda import deep_gemm, quantize  # noqa: E402
+from kernels.cuda.deep_gemm_cache import Form, fill  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.gpu.test_block_fp8 import activations, off, on_gpu  # noqa: E402
 from tests.gpu.test_fp8_model import FORCED, TEXT, forced_logits, rig_of  # noqa: E402
@@ -31,10 +32,19 @@ from tests.support.oracle_rig import run_oracle  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
 
-SHAPES = [(576, 7168), (2240, 1024), (1536, 512), (128, 7168), (72, 128)]
-TOKENS = [1, 3, 16, 17, 40, 65, 130, 600, 2100]
+SHAPES = [(2240, 7168), (576, 1024), (72, 128)]
+TOKENS = [1, 16, 17, 40, 130, 600]
+EXPERT_TOKENS = [1, 50, 700, 2100]
 #: A token may differ from the oracle's where its two best logits are closer: bfloat16, and e4m3 activations.
 TIE_BOUND = 0.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """By several processes: one after another takes minutes."""
+    forms = [Form(n, k, deep_gemm.padded(tokens)) for n, k in SHAPES for tokens in TOKENS]
+    forms += [Form(512, 384, tokens, 4, 3, 6) for tokens in EXPERT_TOKENS]
+    print(f"{len(forms)} forms compiled in {fill(forms, torch.device('cuda')):.1f} s")
 
 
 def test_the_library_is_found_and_multiplies() -> None:
@@ -56,7 +66,7 @@ def test_quantized_rows_are_the_cpus(powers: bool) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_product_is_that_of_quantized_rows(shape: tuple[int, int], powers: bool) -> None:
     weight = draw(*shape)
-    for tokens in TOKENS[:-1] if shape[1] > 2048 else TOKENS:
+    for tokens in TOKENS:
         hidden = activations(tokens, shape[1])
         wanted = block_linear_w8a8(hidden.cpu(), weight, powers=powers)
         got = block_linear_w8a8(hidden, on_gpu(weight), powers=powers)
@@ -71,23 +81,22 @@ def test_gated_product_is_the_cpus() -> None:
     assert off(block_gated_w8a8(gate, up, on_gpu(weight), powers=True).cpu(), wanted) < 1e-2
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("tokens", [1, 50, 700, 2100])
-def test_experts_are_the_cpus(tokens: int, masked: bool) -> None:
+@pytest.mark.parametrize("tokens", EXPERT_TOKENS)
+def test_experts_are_the_cpus(tokens: int) -> None:
     gate_up, down = draw(4, 512, 384), draw(4, 384, 256, seed=2)
     hidden, shares = activations(tokens, 384), torch.rand(tokens, 3)
     chosen = torch.rand(tokens, 6).argsort(1)[:, :3].contiguous() - 1
     wanted = block_experts_w8a8(hidden.cpu(), chosen, shares, gate_up, down, powers=True)
     on_card = hidden, chosen.int().cuda(), shares.cuda(), on_gpu(gate_up), on_gpu(down)
-    got = deep_gemm.experts(*on_card, 0, 6, powers=True, masked=masked)
+    got = deep_gemm.experts(*on_card, 0, 6, powers=True)
     assert off(got.cpu(), wanted) < 1e-2
-    assert torch.equal(got, deep_gemm.experts(*on_card, 0, 6, powers=True, masked=masked)), "rows fall elsewhere"
+    assert torch.equal(got, deep_gemm.experts(*on_card, 0, 6, powers=True)), "rows fall elsewhere"
 
 
 def test_bits_of_a_row_do_not_depend_on_its_neighbours() -> None:
     weight, hidden = on_gpu(draw(2240, 7168)), activations(600, 7168)
     whole = block_linear_w8a8(hidden, weight, powers=True)
-    for count in (1, 16, 64, 130):
+    for count in (1, 16, 40, 130):
         assert torch.equal(block_linear_w8a8(hidden[:count].clone(), weight, powers=True), whole[:count])
 
 

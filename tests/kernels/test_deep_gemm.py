@@ -79,22 +79,21 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, gate_up: BlockFp8, d
     return out.bfloat16()
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "choices", "experts", "first"), [(1, 1, 1, 0), (9, 3, 4, 2), (40, 2, 3, 0)])
 def test_experts_add_what_their_rank_holds(
-    fake: FakeDeepGemm, tokens: int, choices: int, experts: int, first: int, dtype: torch.dtype, masked: bool
+    fake: FakeDeepGemm, tokens: int, choices: int, experts: int, first: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(tokens)
     gate_up, down = draw(experts, 256, 128, seed=1), draw(experts, 128, 128, seed=2)
     hidden = torch.randn(tokens, 128, generator=generator).bfloat16()
     chosen = (torch.rand(tokens, 8, generator=generator).argsort(1)[:, :choices] - 1).contiguous()
     shares = torch.rand(tokens, choices, generator=generator).to(dtype)
-    got = deep_gemm.experts(hidden, chosen, shares, gate_up, down, first, 8, powers=True, masked=masked)
+    got = deep_gemm.experts(hidden, chosen, shares, gate_up, down, first, 8, powers=True)
     truth = mixture(hidden, chosen, shares, gate_up, down, first)
     assert close(got, truth, 5e-3)
     assert close(block_experts_w8a8(hidden, chosen, shares, gate_up, down, first, 8, powers=True), truth, 5e-3)
-    assert fake.calls == ["masked" if masked else "contiguous"] * 2
+    assert fake.calls == ["contiguous"] * 2
 
 
 def test_experts_of_a_long_block_come_in_pieces(fake: FakeDeepGemm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +105,19 @@ def test_experts_of_a_long_block_come_in_pieces(fake: FakeDeepGemm, monkeypatch:
     got = deep_gemm.experts(hidden, chosen, shares, gate_up, down, 0, 3, powers=True)
     assert close(got, mixture(hidden, chosen, shares, gate_up, down, 0), 5e-3)
     assert len(fake.calls) == 6
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(2, 64), (40, 128)])
+def test_tile_follows_the_rows_that_an_expert_may_expect(
+    fake: FakeDeepGemm, tokens: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deep_gemm, "EXPECTED_FEW", 2)
+    gate_up, down = draw(2, 256, 128, seed=1), draw(2, 128, 128, seed=2)
+    chosen = torch.zeros(tokens, 1, dtype=torch.int32)
+    deep_gemm.experts(
+        torch.ones(tokens, 128).bfloat16(), chosen, torch.ones(tokens, 1), gate_up, down, 0, 2, powers=True
+    )
+    assert fake.tile == tile
 
 
 def test_no_tokens_form_no_products(fake: FakeDeepGemm) -> None:
@@ -173,7 +185,7 @@ class TestRequire:
             deep_gemm.require(self.CPU)
 
     def test_product_that_is_another(self, fake: FakeDeepGemm, monkeypatch: pytest.MonkeyPatch) -> None:
-        def wrong(a: object, b: object, d: Tensor, *, compiled_dims: str = "") -> None:
+        def wrong(a: object, b: object, d: Tensor, *, compiled_dims: str) -> None:
             d.fill_(1)
 
         monkeypatch.setattr(fake, "fp8_gemm_nt", wrong)

@@ -96,22 +96,21 @@ def test_no_rows_launch_nothing(device: Device) -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("experts", "first"), [(1, 0), (5, 2), (40, 0)])
-@pytest.mark.parametrize(("span", "multiple"), [(0, 1), (0, 8), (64, 1)])
+@pytest.mark.parametrize("multiple", [1, 8])
 def test_each_assignment_of_this_rank_has_a_row_of_its_expert(
-    experts: int, first: int, span: int, multiple: int, wide: bool
+    experts: int, first: int, multiple: int, wide: bool
 ) -> None:
     order = torch.rand(50, 48, generator=torch.Generator().manual_seed(experts)).argsort(1)
     chosen = order[:, :4].contiguous() - 1  # -1 is no expert
     chosen = chosen if wide else chosen.int()
-    placed = quantize.place(chosen, first, experts, span=span, multiple=multiple)
+    placed = quantize.place(chosen, first, experts, multiple=multiple)
     own = chosen.flatten().long() - first
     begin = 0
     for expert in range(experts):
         rows = placed.rows[own == expert].sort().values
-        begin = expert * span if span else begin
         assert rows.tolist() == list(range(begin, begin + len(rows)))
-        assert int(placed.ends[expert]) == (len(rows) if span else begin + len(rows))
-        begin += -(-len(rows) // multiple) * multiple
+        assert int(placed.ends[expert]) == begin + len(rows)
+        begin = -(-(begin + len(rows)) // multiple) * multiple
     assert placed.rows[(own < 0) | (own >= experts)].eq(-1).all()
     assert int(placed.rows.max()) < placed.total
 
@@ -130,25 +129,52 @@ def test_buffer_has_room_for_the_worst_routing(assignments: int, experts: int, m
 
 def test_too_many_experts_are_refused() -> None:
     with pytest.raises(BadInput, match="experts=1025: too many"):
-        quantize.place(torch.zeros(1, 1, dtype=torch.int32), 0, EXPERTS_MAX + 1)
+        quantize.place(torch.zeros(1, 1, dtype=torch.int32), 0, EXPERTS_MAX + 1, multiple=1)
 
 
-@pytest.mark.parametrize("span", [0, 64])
-def test_rows_of_choices_go_to_every_place_of_their_token(span: int) -> None:
+@pytest.mark.parametrize("choices", [3, 20])
+def test_rows_of_choices_go_to_every_place_of_their_token(choices: int) -> None:
     hidden = drawn(9, 256)
-    chosen = torch.rand(9, 6, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :3].int().contiguous()
-    placed = quantize.place(chosen, 1, 4, span=span, multiple=8)
+    chosen = torch.rand(9, 24, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :choices].int().contiguous()
+    placed = quantize.place(chosen, 1, 4, multiple=8)
     got = quantize.quantize(hidden, powers=True, placed=placed)
     values, scales = plain_quantized(hidden, powers=True)
-    flat = got.values.reshape(-1, 256)
-    flat_scales = got.scales.reshape(-1, 2)
+    assert len(got.values) == len(got.scales) == placed.total
     for assignment, row in enumerate(placed.rows.tolist()):
         if row >= 0:
-            alike(flat[row], values[assignment // 3])
-            assert torch.equal(flat_scales[row], scales[assignment // 3])
-    if span:
-        assert got.values.shape == (4, span, 256)
-        assert got.scales.stride() == (2 * span, 1, span)
+            alike(got.values[row], values[assignment // choices])
+            assert torch.equal(got.scales[row], scales[assignment // choices])
+
+
+@pytest.mark.parametrize("by_experts", [False, True])
+def test_threads_that_take_several_units_leave_none_out(by_experts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "BLOCKS_APART_MOST", 0)
+    hidden = drawn(75, 256, seed=6)
+    chosen = torch.arange(75).remainder(5).int()[:, None]
+    placed = quantize.place(chosen, 0, 4, multiple=8) if by_experts else None
+    values, scales = plain_quantized(hidden, powers=True)
+    got = quantize.quantize(hidden, powers=True, placed=placed)
+    for token in range(75):
+        row = token if placed is None else int(placed.rows[token])
+        if row >= 0:
+            alike(got.values[row], values[token])
+            assert torch.equal(got.scales[row], scales[token])
+    both = drawn(80 if placed is None else placed.total, 512, seed=7)
+    middle = torch.nn.functional.silu(both[:, :256].float()).bfloat16() * both[:, 256:]
+    values, scales = plain_quantized(middle, powers=True)
+    got = quantize.quantize_gated(both[:, :256], both[:, 256:], powers=True, placed=placed)
+    for row in range(80) if placed is None else placed.rows[placed.rows >= 0].tolist():
+        alike(got.values[row], values[row])
+        assert torch.equal(got.scales[row], scales[row])
+
+
+@pytest.mark.parametrize("exponent", [-110, -20, 0, 118])
+def test_powers_of_two_of_any_size_divide_exactly(exponent: int) -> None:
+    hidden = (torch.arange(BLOCK).float() - 64).mul(2.0**exponent).bfloat16()[None]
+    got = quantize.quantize(hidden, powers=True)
+    values, scales = plain_quantized(hidden, powers=True)
+    assert torch.equal(got.scales, scales)
+    alike(got.values, values)
 
 
 @pytest.mark.parametrize("powers", [False, True])

@@ -23,29 +23,14 @@ class FakeDeepGemm:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails: Exception | None = None
-        self._tile = BLOCK
+        self.tile = BLOCK
         self.utils = SimpleNamespace(
-            layout=SimpleNamespace(set_mk_alignment_for_contiguous_layout=lambda rows: setattr(self, "_tile", rows))
+            layout=SimpleNamespace(set_mk_alignment_for_contiguous_layout=lambda rows: setattr(self, "tile", rows))
         )
 
     def fp8_gemm_nt(self, a: Pair, b: Pair, d: Tensor, *, compiled_dims: str = "nk") -> None:
         self._begin("dense")
         d.copy_(dequantized(*a) @ decoded(*b).T)
-
-    def m_grouped_fp8_fp4_gemm_nt_masked(
-        self, a: Pair, b: Pair, d: Tensor, masked_m: Tensor, expected_m: int, *, compiled_dims: str = "nk"
-    ) -> None:
-        self._begin("masked")
-        assert expected_m > 0
-        groups, span, _ = a[0].shape
-        assert span % 128 == 0, "tiles would reach into the next group"
-        d.fill_(torch.nan)
-        for group in range(groups):
-            count = int(masked_m[group])
-            assert count <= span
-            one = a[0][group], a[1][group]
-            check_scales(a[1][group], span)
-            d[group, :count] = (dequantized(*one) @ decoded(b[0][group], b[1][group]).T)[:count]
 
     def m_grouped_fp8_fp4_gemm_nt_contiguous(
         self,
@@ -64,7 +49,7 @@ class FakeDeepGemm:
         rows, begin = dequantized(*a), 0
         d.fill_(torch.nan)
         for group, end in enumerate(grouped_layout.tolist()):
-            begin = -(-begin // self._tile) * self._tile
+            begin = -(-begin // self.tile) * self.tile
             assert begin <= end <= len(rows)
             d[begin:end] = rows[begin:end] @ decoded(b[0][group], b[1][group]).T
             begin = end

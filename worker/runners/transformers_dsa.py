@@ -71,7 +71,7 @@ from worker.runners.swapping import launch_swap_in
 from worker.weights.layout import ExpertShare, exchange_bytes, prompt_scratch_bytes, weights_bytes
 from worker.weights.matmul import DECODED, Matmul, resolve_matmul
 from worker.weights.model import load_model
-from worker.weights.modules import prepare_products
+from worker.weights.modules import prepare_products, prepare_quantized_products
 from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 
@@ -150,6 +150,7 @@ class TransformersRunner:
             self._block_tokens_max = min(self._block_tokens_max, exchange.rows_max)
         self._scratch: dict[int, _RunnerScratch] = {}
         self._prepared: ref[DeviceState] | None = None  # weakly: gigabytes, and their owner's
+        self._prepare_quantized()
         if deterministic_seats:
             layers.require_rows_apart(deterministic_seats, StepRows(draft_tokens))
 
@@ -578,6 +579,17 @@ class TransformersRunner:
 
     # ---------------------------------------------------------------- set-up
 
+    def _prepare_quantized(self) -> None:
+        """Compile w8a8 products while the device has room: before memory of requests is taken."""
+        if not self.matmul.quantizes_rows or self._layers.device.type != "cuda":
+            return
+        began, model = time.monotonic(), self._layers.model
+        formed = prepare_quantized_products(model, self._block_tokens_max, model.config.num_experts_per_tok)
+        torch.cuda.synchronize(self._layers.device)
+        torch.cuda.empty_cache()
+        took_s = round(time.monotonic() - began, 1)
+        log.info("products compiled", extra=fields(matmul=self.matmul.name, products=formed, seconds=took_s))
+
     def _prepare(self, state: DeviceState) -> None:
         if self._prepared is not None and self._prepared() is state:
             return
@@ -588,11 +600,7 @@ class TransformersRunner:
             prepare_encode(form, self.dtype, self._layers.device)
         prepare_index(state, config.index_n_heads, config.index_head_dim, dtype)
         prepare_prompt(state, config.index_n_heads, config.index_head_dim, dtype)
-        began = time.monotonic()
-        formed = prepare_products(self._layers.model, PREPARED_ROWS, self._block_tokens_max, config.num_experts_per_tok)
-        if formed:
-            took_s = round(time.monotonic() - began, 1)
-            log.info("products compiled", extra=fields(library=self.matmul.library, products=formed, seconds=took_s))
+        prepare_products(self._layers.model, PREPARED_ROWS, config.num_experts_per_tok)
         self._prepared = ref(state)
 
     def _scratch_for(self, rows: int) -> _RunnerScratch:

@@ -169,23 +169,34 @@ def share_scratch(model: nn.Module) -> None:
             it.scratch = scratch
 
 
-def prepare_products(model: nn.Module, tokens: Sequence[int], rows_max: int, choices: int) -> int:
-    """Compile what the FP8 products of `model` launch, before any capture: decoded ones for these counts of rows, w8a8
-    for all up to `rows_max`. Returns how many w8a8 products were formed."""
-    linears = [it for it in model.modules() if isinstance(it, BlockLinear)]
-    experts = [it for it in model.modules() if isinstance(it, BlockExperts)]
-    total = experts[0].total if experts else None
+def prepare_products(model: nn.Module, tokens: Sequence[int], choices: int) -> None:
+    """Compile what products with decoded weights of `model` launch for these counts of rows. Before any capture."""
+    linears, experts = _members(model, quantizes_rows=False)
     prepare_block_fp8(
-        [it.block_weight for it in linears if not it.quantizes_rows],
-        [(it.weights[0], it.weights[1], it.weights[2]) for it in experts if not it.quantizes_rows],
+        [it.block_weight for it in linears],
+        [(it.weights[0], it.weights[1], it.weights[2]) for it in experts],
         tokens=tokens,
         choices=choices,
-        experts_total=total,
+        experts_total=experts[0].total if experts else None,
     )
+
+
+def prepare_quantized_products(model: nn.Module, rows_max: int, choices: int) -> int:
+    """Likewise of w8a8 products for up to `rows_max` rows. Returns how many were formed.
+
+    It takes minutes where the cache has none of their kernels, and gigabytes of device memory for as long.
+    """
+    linears, experts = _members(model, quantizes_rows=True)
     return prepare_w8a8(
-        [it.block_weight for it in linears if it.quantizes_rows],
-        [(it.weights[0], it.weights[1]) for it in experts if it.quantizes_rows],
+        [it.block_weight for it in linears],
+        [(it.weights[0], it.weights[1]) for it in experts],
         rows_max=rows_max,
         choices=choices,
-        experts_total=total,
+        experts_total=experts[0].total if experts else None,
     )
+
+
+def _members(model: nn.Module, *, quantizes_rows: bool) -> tuple[list[BlockLinear], list[BlockExperts]]:
+    kinds = (BlockLinear, BlockExperts)
+    found = [it for it in model.modules() if isinstance(it, kinds) and it.quantizes_rows == quantizes_rows]
+    return [it for it in found if isinstance(it, BlockLinear)], [it for it in found if isinstance(it, BlockExperts)]

@@ -1,17 +1,21 @@
 // Rows on their way to and from a library's products of FP8 by FP8 (kernels/cuda/deep_gemm.py): bfloat16 to e4m3 with a
 // scale for each 128 values of a row, silu(gate) * up likewise, rows of experts, and their weighted sum.
 //
-// A *unit* is 128 values of a row: half a warp, eight values to a lane. Scales lie block by block, SPAN rows of one block
-// side by side, as the library's copy engine reads them.
+// A *unit* is 128 values of a row: half a warp, eight values to a lane. A half warp takes UNITS of them, whose loads are in
+// flight together. Scales lie block by block, those of all rows of one block side by side, as the library's copy engine
+// reads them.
 //
-// A row of an expert is named by place_rows: experts have `span` rows each, or as many as were chosen, from the next
-// multiple of `multiple` on. The order of an expert's rows differs from launch to launch. A row's product does not.
+// place_rows names a row for each choice of an expert: experts have as many rows as were chosen, from the next multiple of
+// `multiple` on. The order of an expert's rows differs from launch to launch. A row's product does not.
+//
+// All may begin before the kernel ahead has ended, and wait for it before they read.
 #pragma once
 
 #include "ptx.cuh"
 
 namespace hisparse {
 
+constexpr int UNITS = 4;
 constexpr int UNIT_LANES = 16;
 constexpr int LANE_VALUES = 8;
 constexpr int UNIT_VALUES = UNIT_LANES * LANE_VALUES;
@@ -25,8 +29,7 @@ __device__ __forceinline__ u32 rounded(float value) {
     if (value != value) return 0x7FC0;
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
-__device__ __forceinline__ void load_values(float (&x)[LANE_VALUES], const u16* at) {
-    const uint4 words = *reinterpret_cast<const uint4*>(at);
+__device__ __forceinline__ void widen(float (&x)[LANE_VALUES], uint4 words) {
     const u32 pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[2 * i] = widened(pairs[i] & 0xFFFF), x[2 * i + 1] = widened(pairs[i] >> 16);
@@ -52,25 +55,36 @@ __device__ __forceinline__ float scale_of(const float (&x)[LANE_VALUES], bool po
     return powers ? __uint_as_float(min(max(exponent, 1u), 254u) << 23) : scale;
 }
 
-__device__ __forceinline__ uint2 codes_of(const float (&x)[LANE_VALUES], float scale) {
-    return {pack_e4m3(x[0] / scale, x[1] / scale, x[2] / scale, x[3] / scale),
-            pack_e4m3(x[4] / scale, x[5] / scale, x[6] / scale, x[7] / scale)};
-}
-
-__device__ __forceinline__ void store_unit(const QuantizeRows& p, i64 row, int block, int lane, uint2 codes, float scale) {
-    *reinterpret_cast<uint2*>(p.values + row * p.k + block * UNIT_VALUES + lane * LANE_VALUES) = codes;
-    const i64 group = row / p.span;
-    if (lane == 0) p.scales[(group * p.blocks + block) * p.span + row % p.span] = scale;
+// By a power of two: times its reciprocal, which is exact but for the two largest.
+__device__ __forceinline__ uint2 codes_of(float (&x)[LANE_VALUES], float scale, bool powers) {
+    const u32 exponent = __float_as_uint(scale) >> 23;
+    if (powers && exponent < 253) {
+        const float inverse = __uint_as_float((254 - exponent) << 23);
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; ++i) x[i] *= inverse;
+    } else {
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; ++i) x[i] /= scale;
+    }
+    return {pack_e4m3(x[0], x[1], x[2], x[3]), pack_e4m3(x[4], x[5], x[6], x[7])};
 }
 
 struct Unit {
-    int row, block, lane;
+    u32 row, block;
+    int lane;
     bool real;
 };
-__device__ __forceinline__ Unit own_unit(const QuantizeRows& p) {
-    const i64 number = (blockIdx.x * static_cast<i64>(QUANTIZE_THREADS) + threadIdx.x) / UNIT_LANES;
-    const int row = static_cast<int>(number / p.blocks);
-    return {row, static_cast<int>(number % p.blocks), static_cast<int>(threadIdx.x) % UNIT_LANES, row < p.count};
+__device__ __forceinline__ Unit own_unit(const QuantizeRows& p, int turn) {
+    const u32 number = ((turn * gridDim.x + blockIdx.x) * QUANTIZE_THREADS + threadIdx.x) / UNIT_LANES;
+    const u32 row = number / static_cast<u32>(p.blocks);
+    const int lane = static_cast<int>(threadIdx.x) % UNIT_LANES;
+    return {row, number - row * static_cast<u32>(p.blocks), lane, row < static_cast<u32>(p.count)};
+}
+__device__ __forceinline__ i64 column_of(const Unit& unit) { return unit.block * UNIT_VALUES + unit.lane * LANE_VALUES; }
+
+__device__ __forceinline__ void store_unit(const QuantizeRows& p, i64 row, const Unit& unit, uint2 codes, float scale) {
+    *reinterpret_cast<uint2*>(p.values + row * p.k + column_of(unit)) = codes;
+    if (unit.lane == 0) p.scales[unit.block * static_cast<i64>(p.span) + row] = scale;
 }
 
 __device__ __forceinline__ int expert_of(const PlaceRows& p, int assignment) {
@@ -86,6 +100,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows
     using namespace hisparse;
     __shared__ i32 counts[EXPERTS_MAX], starts[EXPERTS_MAX];
     const int thread = threadIdx.x;
+    await_last();
+    let_next_begin();
     for (int expert = thread; expert < p.experts; expert += PLACE_THREADS) counts[expert] = 0;
     __syncthreads();
     for (int i = thread; i < p.assignments; i += PLACE_THREADS) {
@@ -98,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows
         for (int base = 0; base < p.experts; base += 32) {
             const int expert = base + thread;
             const i32 held = expert < p.experts ? counts[expert] : 0;
-            const i32 taken = p.span ? p.span : (held + p.multiple - 1) / p.multiple * p.multiple;
+            const i32 taken = (held + p.multiple - 1) / p.multiple * p.multiple;
             i32 sum = taken;
             for (int by = 1; by < 32; by *= 2) {
                 const i32 lower = __shfl_up_sync(ALL_LANES, sum, by);
@@ -110,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows
     }
     __syncthreads();
     for (int expert = thread; expert < p.experts; expert += PLACE_THREADS)
-        p.ends[expert] = counts[expert] + (p.span ? 0 : starts[expert]);
+        p.ends[expert] = starts[expert] + counts[expert];
     for (int i = thread; i < p.assignments; i += PLACE_THREADS) {
         const int expert = expert_of(p, i);
         if (expert >= 0) p.rows[i] += starts[expert];
@@ -121,16 +137,36 @@ extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows
 extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
     quantize_rows(const __grid_constant__ hisparse::QuantizeRows p) {
     using namespace hisparse;
-    const Unit unit = own_unit(p);
-    float x[LANE_VALUES] = {};
-    if (unit.real) load_values(x, p.hidden + unit.row * p.stride + unit.block * UNIT_VALUES + unit.lane * LANE_VALUES);
-    const float scale = scale_of(x, p.powers);
-    if (!unit.real) return;
-    const uint2 codes = codes_of(x, scale);
-    if (p.rows == nullptr) return store_unit(p, unit.row, unit.block, unit.lane, codes, scale);
-    for (int choice = 0; choice < p.choices; ++choice) {
-        const i32 row = p.rows[static_cast<i64>(unit.row) * p.choices + choice];
-        if (row >= 0) store_unit(p, row, unit.block, unit.lane, codes, scale);
+    await_last();
+    let_next_begin();
+    uint4 words[UNITS];
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
+        const Unit unit = own_unit(p, turn);
+        words[turn] = {0, 0, 0, 0};
+        if (unit.real) words[turn] = *reinterpret_cast<const uint4*>(p.hidden + unit.row * p.stride + column_of(unit));
+    }
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
+        const Unit unit = own_unit(p, turn);
+        if (!__any_sync(ALL_LANES, unit.real)) return;
+        float x[LANE_VALUES];
+        widen(x, words[turn]);
+        const float scale = scale_of(x, p.powers);
+        const uint2 codes = codes_of(x, scale, p.powers);
+        if (p.rows == nullptr) {
+            if (unit.real) store_unit(p, unit.row, unit, codes, scale);
+            continue;
+        }
+        for (int base = 0; base < p.choices; base += UNIT_LANES) {
+            const int own = base + unit.lane;
+            const bool chosen = unit.real && own < p.choices;
+            const i32 place = chosen ? p.rows[static_cast<i64>(unit.row) * p.choices + own] : -1;
+            for (int choice = 0; choice < min(UNIT_LANES, p.choices - base); ++choice) {
+                const i32 row = __shfl_sync(ALL_LANES, place, threadIdx.x / UNIT_LANES % 2 * UNIT_LANES + choice);
+                if (row >= 0) store_unit(p, row, unit, codes, scale);
+            }
+        }
     }
 }
 
@@ -138,43 +174,68 @@ extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
 extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
     quantize_gated(const __grid_constant__ hisparse::QuantizeRows p) {
     using namespace hisparse;
-    const Unit unit = own_unit(p);
-    const i32 row = !unit.real ? -1 : p.rows == nullptr ? unit.row : p.rows[unit.row];
-    float x[LANE_VALUES] = {}, factors[LANE_VALUES];
-    if (row >= 0) {
-        const i64 at = row * p.stride + unit.block * UNIT_VALUES + unit.lane * LANE_VALUES;
-        load_values(x, p.hidden + at);
-        load_values(factors, p.factors + at);
+    await_last();
+    let_next_begin();
+    i32 rows[UNITS];
+    uint4 words[UNITS], factors[UNITS];
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
+        const Unit unit = own_unit(p, turn);
+        rows[turn] = !unit.real ? -1 : p.rows == nullptr ? static_cast<i32>(unit.row) : p.rows[unit.row];
+    }
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
+        words[turn] = factors[turn] = {0, 0, 0, 0};
+        if (rows[turn] < 0) continue;
+        const i64 at = rows[turn] * p.stride + column_of(own_unit(p, turn));
+        words[turn] = *reinterpret_cast<const uint4*>(p.hidden + at);
+        factors[turn] = *reinterpret_cast<const uint4*>(p.factors + at);
+    }
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
+        if (!__any_sync(ALL_LANES, rows[turn] >= 0)) continue;
+        float x[LANE_VALUES], factor[LANE_VALUES];
+        widen(x, words[turn]);
+        widen(factor, factors[turn]);
 #pragma unroll
         for (int i = 0; i < LANE_VALUES; ++i) {
             const float opened = widened(rounded(x[i] / (1 + expf(-x[i]))));
-            x[i] = widened(rounded(opened * factors[i]));
+            x[i] = widened(rounded(opened * factor[i]));
         }
+        const float scale = scale_of(x, p.powers);
+        const uint2 codes = codes_of(x, scale, p.powers);
+        if (rows[turn] >= 0) store_unit(p, rows[turn], own_unit(p, turn), codes, scale);
     }
-    const float scale = scale_of(x, p.powers);
-    if (row >= 0) store_unit(p, row, unit.block, unit.lane, codes_of(x, scale), scale);
 }
 
 // out[token] = sum over its choices on this rank, in their order, of share * products[row].
 extern "C" __global__ void __launch_bounds__(hisparse::SUM_THREADS) sum_rows(const __grid_constant__ hisparse::SumRows p) {
     using namespace hisparse;
     const i64 token = blockIdx.x;
-    const int column = (blockIdx.y * SUM_THREADS + threadIdx.x) * LANE_VALUES;
-    if (column >= p.width) return;
+    const int column = (blockIdx.y * SUM_THREADS + threadIdx.x) * LANE_VALUES, lane = threadIdx.x % 32;
+    await_last();
+    let_next_begin();
     float sums[LANE_VALUES] = {};
-    for (int choice = 0; choice < p.choices; ++choice) {
-        const i64 assignment = token * p.choices + choice;
-        const i32 row = p.rows[assignment];
-        if (row < 0) continue;
-        float x[LANE_VALUES];
-        load_values(x, p.products + static_cast<i64>(row) * p.width + column);
-        const float share = p.wide_shares ? static_cast<const float*>(p.shares)[assignment]
-                                          : widened(static_cast<const u16*>(p.shares)[assignment]);
+    for (int base = 0; base < p.choices; base += 32) {
+        const i64 own = token * p.choices + base + lane;
+        const bool real = base + lane < p.choices;
+        const i32 places = real ? p.rows[own] : -1;
+        const u32 shares = !real ? 0
+                           : p.wide_shares ? static_cast<const u32*>(p.shares)[own]
+                                           : static_cast<u32>(static_cast<const u16*>(p.shares)[own]) << 16;
+        for (u32 left = __ballot_sync(ALL_LANES, places >= 0); left; left &= left - 1) {
+            const int choice = __ffs(left) - 1;
+            const i64 row = __shfl_sync(ALL_LANES, places, choice);
+            const float share = __uint_as_float(__shfl_sync(ALL_LANES, shares, choice));
+            if (column >= p.width) continue;
+            float x[LANE_VALUES];
+            widen(x, *reinterpret_cast<const uint4*>(p.products + row * p.width + column));
 #pragma unroll
-        for (int i = 0; i < LANE_VALUES; ++i) {
-            const float part = x[i] * share;
-            sums[i] += p.wide_shares ? part : widened(rounded(part));
+            for (int i = 0; i < LANE_VALUES; ++i) {
+                const float part = x[i] * share;
+                sums[i] += p.wide_shares ? part : widened(rounded(part));
+            }
         }
     }
-    store_values(p.out + token * p.width + column, sums);
+    if (column < p.width) store_values(p.out + token * p.width + column, sums);
 }
