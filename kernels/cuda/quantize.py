@@ -33,6 +33,7 @@ from kernels.cuda.structures import (
 from protocol.errors import BadInput
 
 UNIT: Final = "quantize"
+KERNELS: Final = ("place_rows", "quantize_rows", "quantize_gated", "sum_rows")
 #: Rows of scales, in whole parts: 16 bytes.
 SCALE_ROWS: Final = 4
 VECTOR_BYTES: Final = 16

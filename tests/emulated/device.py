@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from kernels.cuda import launch
+from kernels.cuda import launch, quantize
 from kernels.cuda.jit import SOURCE_DIR, Compiled, Defines
 from kernels.state import DeviceState
 from protocol.errors import InternalError
@@ -50,7 +50,7 @@ extern "C" bool emulate_{kernel}(const void* p, unsigned x, unsigned y, unsigned
 UNITS: Final = (
     *launch.KERNELS,
     ("swap_in", "swap_in"),
-    *(("quantize", kernel) for kernel in ("place_rows", "quantize_rows", "quantize_gated", "sum_rows")),
+    *((quantize.UNIT, kernel) for kernel in quantize.KERNELS),
 )
 
 

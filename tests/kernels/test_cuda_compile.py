@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kernels import compile as kernels_compile
-from kernels.cuda import header, jit, parameters, structures
+from kernels.cuda import header, jit, parameters, quantize, structures
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.block_plans import LinearPlan, forms
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
@@ -43,7 +43,7 @@ def test_every_variant_compiles_without_spills(
     assert kernels_compile.main(["--arch", arch, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     alone = {"null_kernel", "index_scores", "index_select"} | (
-        {"attend_rows", "block_linear", "prompt_index"} if arch == "sm_90" else set()
+        {"attend_rows", "block_linear", "prompt_index", *quantize.KERNELS} if arch == "sm_90" else set()
     )
     assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
     for line in lines:
