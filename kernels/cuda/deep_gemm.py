@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -35,6 +37,8 @@ from kernels.cuda.triton_units import power_of_two
 from protocol.errors import ConfigError
 
 PACKAGE: Final = "deep_gemm"
+#: Where packages of CUDA 13's toolkit have their files.
+TOOLKIT: Final = "nvidia.cu13"
 #: Its major compute capability.
 CAPABILITY: Final = 9
 #: Extras of this project, by the release of torch that their package was built for.
@@ -57,6 +61,9 @@ PROBE_ERROR_MOST: Final = 1e-2
 def library() -> Any:
     """The package. Raises ConfigError with the cause where it cannot be imported."""
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(cache_dir() / PACKAGE))
+    toolkit = packaged_toolkit()
+    if toolkit and not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc")):
+        os.environ["CUDA_HOME"] = toolkit
     try:
         found = importlib.import_module(PACKAGE)
         found.set_pdl(True)  # its kernels wait for the kernel ahead themselves
@@ -68,6 +75,15 @@ def library() -> Any:
             remedy=_remedy(torch.__version__),
         ) from problem
     return found
+
+
+def packaged_toolkit() -> str:
+    """Folder of the nvcc that pip installed with the extra; empty without one."""
+    try:
+        places = importlib.import_module(TOOLKIT).__path__
+    except ImportError:
+        return ""
+    return next((place for place in places if Path(place, "bin", "nvcc").exists()), "")
 
 
 def require(device: torch.device) -> str:
@@ -92,7 +108,7 @@ def require(device: torch.device) -> str:
             f"forms no product: {problem or type(problem).__name__}",
             field=PACKAGE,
             value=found.__version__,
-            remedy="put the nvcc of CUDA on PATH or its folder into CUDA_HOME, or use worker.matmul = weight_only",
+            remedy="install g++, put the nvcc of CUDA 13 on PATH or its folder into CUDA_HOME, or use weight_only",
         ) from problem
     if not error <= PROBE_ERROR_MOST:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -199,12 +200,29 @@ class TestRequire:
 
     def test_package_of_another_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(name: str) -> object:
-            raise RuntimeError("undefined symbol: _ZN3c10")
+            raise RuntimeError("undefined symbol: _ZN3c10") if name == deep_gemm.PACKAGE else ImportError(name)
 
         monkeypatch.setattr(deep_gemm, "importlib", SimpleNamespace(import_module=broken))
         deep_gemm.library.cache_clear()
         with pytest.raises(ConfigError, match="cannot be imported: undefined symbol"):
             deep_gemm.require(self.CPU)
+
+    @pytest.mark.parametrize(("has_nvcc", "chosen"), [(True, "toolkit"), (False, "unset")])
+    def test_nvcc_of_pip_is_used_where_there_is_no_other(
+        self, has_nvcc: bool, chosen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "bin").mkdir()
+        if has_nvcc:
+            (tmp_path / "bin" / "nvcc").touch()
+        packages = {deep_gemm.TOOLKIT: SimpleNamespace(__path__=[str(tmp_path)]), deep_gemm.PACKAGE: FakeDeepGemm()}
+        monkeypatch.setattr(deep_gemm, "importlib", SimpleNamespace(import_module=packages.__getitem__))
+        for others, expected in (({}, chosen), ({"CUDA_PATH": "/opt/cuda"}, "unset")):
+            environment = {"PATH": str(tmp_path)} | others
+            monkeypatch.setattr(deep_gemm.os, "environ", environment)
+            deep_gemm.library.cache_clear()
+            deep_gemm.library()
+            assert environment.get("CUDA_HOME", "unset") == {"toolkit": str(tmp_path)}.get(expected, "unset")
+        deep_gemm.library.cache_clear()
 
     @pytest.mark.parametrize(
         ("version", "said"),

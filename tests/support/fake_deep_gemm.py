@@ -28,6 +28,9 @@ class FakeDeepGemm:
             layout=SimpleNamespace(set_mk_alignment_for_contiguous_layout=lambda rows: setattr(self, "tile", rows))
         )
 
+    def set_pdl(self, enabled: bool) -> None:
+        """Change nothing: a product has ended when it returns."""
+
     def fp8_gemm_nt(self, a: Pair, b: Pair, d: Tensor, *, compiled_dims: str = "nk") -> None:
         self._begin("dense")
         d.copy_(dequantized(*a) @ decoded(*b).T)
