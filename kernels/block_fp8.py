@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kernels.block_weight import BLOCK, E4M3, BlockFp8, check_tensor
 from kernels.cuda import block_fp8, deep_gemm, deep_gemm_cache, quantize
-from kernels.cuda.deep_gemm_cache import Form
+from kernels.cuda.deep_gemm_cache import ProductForm
 from kernels.row_format import E4M3_MAX
 from protocol.errors import BadInput
 
@@ -232,10 +232,10 @@ def prepare_w8a8(
     """
     dense = {tuple(one.values.shape): one for one in linears if one.values.is_cuda}
     grouped = {tuple(one[0].values.shape): one for one in experts if one[0].values.is_cuda}
-    forms = [Form(n, k, rows) for n, k in dense for rows in deep_gemm.padded_counts(rows_max)]
+    forms = [ProductForm(n, k, rows) for n, k in dense for rows in deep_gemm.padded_counts(rows_max)]
     for held, n, k in grouped:
         total = experts_total or held
-        forms += [Form(n, k, rows, held, choices, total) for rows in deep_gemm.expert_counts(choices, total)]
+        forms += [ProductForm(n, k, rows, held, choices, total) for rows in deep_gemm.expert_counts(choices, total)]
     if forms:
         deep_gemm_cache.fill(forms, next(iter((*dense.values(), *(one[0] for one in grouped.values())))).values.device)
     for form in forms:

@@ -32,7 +32,7 @@ POLL_S: Final = 0.05
 COMMAND: Final = (sys.executable, "-m", "kernels.cuda.deep_gemm_cache")
 
 
-class Form(NamedTuple):
+class ProductForm(NamedTuple):
     """A product of `rows` rows with a weight [n, k]; of `experts` > 0 by one each, gate and up [2 * n / 2, k] with down
     [k, n / 2], each row with `choices` of `total` experts."""
 
@@ -44,7 +44,7 @@ class Form(NamedTuple):
     total: int = 0
 
 
-def fill(forms: Sequence[Form], device: torch.device) -> float:
+def fill(forms: Sequence[ProductForm], device: torch.device) -> float:
     """Compile what `forms` need. Returns the seconds that it took; 0 where a file says that it was done."""
     if not forms:
         return 0.0
@@ -65,20 +65,20 @@ def fill(forms: Sequence[Form], device: torch.device) -> float:
     return time.monotonic() - began
 
 
-def divided(forms: Sequence[Form], parts: int) -> list[list[Form]]:
+def divided(forms: Sequence[ProductForm], parts: int) -> list[list[ProductForm]]:
     """At most `parts` runs of neighbours: forms of one weight and neighbouring counts of rows often share a kernel."""
     ordered = sorted(set(forms), key=lambda form: (form.experts, form.n, form.k, form.rows))
     each = -(-len(ordered) // parts)
     return [ordered[at : at + each] for at in range(0, len(ordered), each)]
 
 
-def stamp_of(forms: Sequence[Form], device: torch.device) -> Path:
+def stamp_of(forms: Sequence[ProductForm], device: torch.device) -> Path:
     """Place of the file that says that `forms` were compiled, by this release for this card."""
     about = deep_gemm.library().__version__, torch.cuda.get_device_name(device), sorted(set(forms))
     return cache_dir() / deep_gemm.PACKAGE / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:32]}.filled"
 
 
-def run(forms: Sequence[Form], device: torch.device) -> None:
+def run(forms: Sequence[ProductForm], device: torch.device) -> None:
     """Form each of `forms` once."""
     weights: dict[tuple[int, ...], BlockFp8] = {}
 
@@ -99,7 +99,7 @@ def run(forms: Sequence[Form], device: torch.device) -> None:
             deep_gemm.linear(hidden, zeros(form.n, form.k), powers=True)
 
 
-def _start(forms: Sequence[Form], device: torch.device) -> subprocess.Popen[bytes]:
+def _start(forms: Sequence[ProductForm], device: torch.device) -> subprocess.Popen[bytes]:
     job = json.dumps({"device": str(device), "forms": forms})
     here = str(Path(__file__).parents[2])
     paths = os.pathsep.join(path for path in (here, os.environ.get("PYTHONPATH", "")) if path)
@@ -114,7 +114,7 @@ def _await(running: Sequence[subprocess.Popen[bytes]], until: float) -> None:
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    run([Form(*form) for form in job["forms"]], torch.device(job["device"]))
+    run([ProductForm(*form) for form in job["forms"]], torch.device(job["device"]))
     torch.cuda.synchronize()
 
 

@@ -23,7 +23,7 @@ from kernels.block_fp8 import (  # noqa: E402
     quantize_rows,
 )
 from kernels.cuda import deep_gemm, quantize  # noqa: E402
-from kernels.cuda.deep_gemm_cache import Form, fill  # noqa: E402
+from kernels.cuda.deep_gemm_cache import ProductForm, fill  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.gpu.test_block_fp8 import activations, off, on_gpu  # noqa: E402
 from tests.gpu.test_fp8_model import FORCED, TEXT, forced_logits, rig_of  # noqa: E402
@@ -42,8 +42,8 @@ TIE_BOUND = 0.5
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """By several processes: one after another takes minutes."""
-    forms = [Form(n, k, deep_gemm.padded(tokens)) for n, k in SHAPES for tokens in TOKENS]
-    forms += [Form(512, 384, tokens, 4, 3, 6) for tokens in EXPERT_TOKENS]
+    forms = [ProductForm(n, k, deep_gemm.padded(tokens)) for n, k in SHAPES for tokens in TOKENS]
+    forms += [ProductForm(512, 384, tokens, 4, 3, 6) for tokens in EXPERT_TOKENS]
     print(f"{len(forms)} forms compiled in {fill(forms, torch.device('cuda')):.1f} s")
 
 

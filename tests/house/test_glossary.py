@@ -40,7 +40,8 @@ LEFT: dict[str, tuple[set[str], str]] = {
         | {"benchmarks/block_fp8.py"}
         | {"tests/gpu/test_pointwise.py", "tests/gpu/test_block_fp8.py", "tests/kernels/test_block_fp8.py"}
         | {"kernels/block_fp8.py", "kernels/cuda/block_fp8.py", "kernels/cuda/block_fp8_triton.py"}
-        | {"kernels/cuda/deep_gemm.py", "kernels/cuda/quantize.py", "worker/oracle.py"}
+        | {"kernels/cuda/deep_gemm.py", "kernels/cuda/deep_gemm_cache.py", "kernels/cuda/quantize.py"}
+        | {"worker/oracle.py", "tests/gpu/test_deep_gemm.py", "tests/kernels/test_quantize.py"}
         | {"tests/kernels/test_deep_gemm.py", "tests/worker/weights/test_modules.py"}
         | {"worker/weights/layout.py", "worker/weights/model.py", "worker/weights/modules.py"},
         "the gate projection of an MLP and its experts, as the model library spells it",

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kernels.cuda import deep_gemm, deep_gemm_cache
-from kernels.cuda.deep_gemm_cache import Form, divided, fill, run
+from kernels.cuda.deep_gemm_cache import ProductForm, divided, fill, run
 from tests.emulated.device import COMPILER, Device
 from tests.support.fake_deep_gemm import FakeDeepGemm
 
 CPU = torch.device("cpu")
-FORMS = [Form(256, 128, rows) for rows in (16, 32, 64)] + [Form(256, 128, 5, 2, 1, 4)]
+FORMS = [ProductForm(256, 128, rows) for rows in (16, 32, 64)] + [ProductForm(256, 128, 5, 2, 1, 4)]
 #: Stands in for the module: leaves its job in a file of its own.
 WRITES = "import os, pathlib, sys; pathlib.Path(sys.argv[1], str(os.getpid())).write_text(sys.argv[2])"
 
@@ -31,7 +31,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDeepGemm:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_neighbouring_counts_of_a_weight_go_to_one_process(parts: int) -> None:
-    forms = [Form(n, 128, rows) for rows in (16, 32, 64) for n in (256, 512)]
+    forms = [ProductForm(n, 128, rows) for rows in (16, 32, 64) for n in (256, 512)]
     found = divided([*forms, forms[0]], parts)
     assert len(found) <= parts
     assert sorted(form for part in found for form in part) == sorted(forms)
@@ -55,7 +55,7 @@ def test_processes_get_all_forms_and_are_not_started_again(
     assert fill(FORMS, CPU) > 0
     jobs = [json.loads(path.read_text()) for path in tmp_path.iterdir() if path.is_file()]
     assert len(jobs) == 2
-    assert sorted(Form(*form) for job in jobs for form in job["forms"]) == sorted(FORMS)
+    assert sorted(ProductForm(*form) for job in jobs for form in job["forms"]) == sorted(FORMS)
     assert {job["device"] for job in jobs} == {"cpu"}
     assert fill(FORMS, CPU) == 0
     assert fill(FORMS[:1], CPU) > 0, "other products"
