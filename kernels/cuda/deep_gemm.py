@@ -9,8 +9,8 @@
 
 The library compiles a kernel with nvcc when a form of product is first asked for, and keeps it in a folder. Which form
 it takes follows from the count of rows: so rows are padded to one of few counts, and each of these is run once before
-work begins. What is added has no numbers, and is read back by nobody who asked for it. Launches are on torch's current
-stream, read nothing on the host, and can be captured.
+work begins. Rows that pad have no numbers, and their results are cut off. Launches are on torch's current stream, read
+nothing on the host, and can be captured.
 
 Rows of experts lie one expert behind another, each from a multiple of ROWS_FEW or ROWS_MANY rows on, the tile of
 tokens; the library reads on the device where each expert's rows end. Rejected: room for every token in each expert
@@ -39,7 +39,7 @@ from protocol.errors import ConfigError
 PACKAGE: Final = "deep_gemm"
 #: Where packages of CUDA 13's toolkit have their files.
 TOOLKIT: Final = "nvidia.cu13"
-#: Its major compute capability.
+#: Major compute capability of the cards that it is used on.
 CAPABILITY: Final = 9
 #: Extras of this project, by the release of torch that their package was built for.
 EXTRAS: Final = {"2.11": "deepgemm-torch211", "2.13": "deepgemm-torch213"}
