@@ -4,11 +4,13 @@ The library compiles when a product is asked for, one kernel after another, each
 Each process forms its part of the products over zeros, once, and so leaves their kernels in the cache. What a process
 leaves out, because it failed or ran out of time or memory, is compiled by whoever asks for it next.
 
-A file in the cache says that this was done for the same library, card and products.
+A file in the cache says that this was done for the same library, card and products. Of workers that start together one
+fills it, and the others wait.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -49,20 +51,26 @@ def fill(forms: Sequence[ProductForm], device: torch.device) -> float:
     if not forms:
         return 0.0
     began, stamp = time.monotonic(), stamp_of(forms, device)
-    if stamp.exists():
-        return 0.0
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    with stamp.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of one node start together
+        if stamp.exists():
+            return 0.0
+        _fill(forms, device, began + LIMIT_S, stamp)
+    return time.monotonic() - began
+
+
+def _fill(forms: Sequence[ProductForm], device: torch.device, until: float, stamp: Path) -> None:
     parts = divided(forms, min(PROCESSES_MAX, os.cpu_count() or 1))
     running = [_start(part, device) for part in parts]
     try:
-        _await(running, began + LIMIT_S)
+        _await(running, until)
     finally:
         for process in running:
             process.kill()
             process.wait()
     if all(process.returncode == 0 for process in running):
-        stamp.parent.mkdir(parents=True, exist_ok=True)
         stamp.touch()
-    return time.monotonic() - began
 
 
 def divided(forms: Sequence[ProductForm], parts: int) -> list[list[ProductForm]]:
@@ -114,6 +122,7 @@ def _await(running: Sequence[subprocess.Popen[bytes]], until: float) -> None:
 
 def main() -> None:
     job = json.loads(sys.argv[1])
+    torch.cuda.set_device(job["device"])
     run([ProductForm(*form) for form in job["forms"]], torch.device(job["device"]))
     torch.cuda.synchronize()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,18 @@ def test_processes_get_all_forms_and_are_not_started_again(
     assert fill(FORMS[:1], CPU) > 0, "other products"
     fake.__version__ = "1.0"
     assert fill(FORMS, CPU) > 0, "another release"
+
+
+@pytest.mark.process
+def test_ranks_that_start_together_compile_once(
+    fake: FakeDeepGemm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(deep_gemm_cache, "COMMAND", (sys.executable, "-c", WRITES, str(tmp_path)))
+    monkeypatch.setattr(deep_gemm_cache.os, "cpu_count", lambda: 1)
+    with ThreadPoolExecutor(3) as ranks:
+        took = list(ranks.map(lambda _: fill(FORMS, CPU), range(3)))
+    assert sorted(seconds > 0 for seconds in took) == [False, False, True]
+    assert len([path for path in tmp_path.iterdir() if path.is_file()]) == 1
 
 
 @pytest.mark.process
