@@ -10,7 +10,7 @@
 The library compiles a kernel with nvcc when a form of product is first asked for, and keeps it in a folder. Which form
 it takes follows from the count of rows: so rows are padded to one of few counts, and each of these is run once before
 work begins. Rows that pad have no numbers, and their results are cut off. Launches are on torch's current stream, read
-nothing on the host, and can be captured.
+nothing on the host, and can be captured. The device of the tensors must be the current one.
 
 Rows of experts lie one expert behind another, each from a multiple of ROWS_FEW or ROWS_MANY rows on, the tile of
 tokens; the library reads on the device where each expert's rows end. Rejected: room for every token in each expert
@@ -23,6 +23,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -102,7 +103,8 @@ def require(device: torch.device) -> str:
         )
     found = library()
     try:
-        error = probe_error(device)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            error = probe_error(device)
     except Exception as problem:  # whatever a compiler, a driver or an interface of another release says
         raise ConfigError(
             f"forms no product: {problem or type(problem).__name__}",

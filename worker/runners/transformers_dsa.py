@@ -584,8 +584,9 @@ class TransformersRunner:
         if not self.matmul.quantizes_rows or self._layers.device.type != "cuda":
             return
         began, model = time.monotonic(), self._layers.model
-        formed = prepare_quantized_products(model, self._block_tokens_max, model.config.num_experts_per_tok)
-        torch.cuda.synchronize(self._layers.device)
+        with torch.cuda.device(self._layers.device):
+            formed = prepare_quantized_products(model, self._block_tokens_max, model.config.num_experts_per_tok)
+            torch.cuda.synchronize()
         torch.cuda.empty_cache()
         took_s = round(time.monotonic() - began, 1)
         log.info("products compiled", extra=fields(matmul=self.matmul.name, products=formed, seconds=took_s))
