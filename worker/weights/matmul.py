@@ -57,7 +57,8 @@ def resolve_matmul(
 
     Raises ConfigError for w8a8 that `device`, its library, the dtype of the model or the checkpoint cannot do.
     """
-    if asked == WEIGHT_ONLY or (asked == AUTO_MATMUL and (quantization is None or deterministic)):
+    follows = quantization is not None and device.type == "cuda" and not deterministic
+    if asked == WEIGHT_ONLY or (asked == AUTO_MATMUL and not follows):
         return DECODED
     try:
         found = _quantizing(asked, device, dtype, quantization)
@@ -79,6 +80,8 @@ def _quantizing(asked: str, device: torch.device, dtype: torch.dtype, quantizati
             value=asked,
             remedy=f"use {WEIGHT_ONLY} or {AUTO_MATMUL}",
         )
+    if device.type != "cuda":
+        raise ConfigError("no CPU multiplies FP8", field=FIELD, value=asked, remedy=f"use a GPU, or {WEIGHT_ONLY}")
     if dtype != torch.bfloat16:
         raise ConfigError(
             f"quantizes activations in bfloat16, not in {str(dtype).removeprefix('torch.')}",

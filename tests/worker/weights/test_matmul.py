@@ -55,11 +55,12 @@ def test_auto_is_weight_only_in_deterministic_mode() -> None:
 
 CAUSES: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.float32}, r"w8a8: quantizes activations in bfloat16, not in float32 .*worker\.dtype = bfloat16"),
+    ({"device": torch.device("cpu")}, r"w8a8: no CPU multiplies FP8 \(use a GPU"),
     ({"quantization": None}, r"w8a8: the checkpoint has no weights in FP8 \(use weight_only or auto"),
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), CAUSES, ids=["dtype", "checkpoint"])
+@pytest.mark.parametrize(("change", "said"), CAUSES, ids=["dtype", "device", "checkpoint"])
 def test_w8a8_that_cannot_be_is_refused_and_auto_is_not(change: dict[str, Any], said: str) -> None:
     assert resolve_matmul("auto", **CASE | change) == DECODED
     with pytest.raises(ConfigError, match=f"worker.matmul={said}"):
