@@ -53,7 +53,7 @@ ROOMS: Final = (
         "output_places",
         "generated tokens of live and ended requests, and words of their log-probabilities",
         "2^28 places of 4 bytes; the room of a request follows what it generates",
-        f"{_OWN_SHARE}, when a request is submitted",
+        f"{_OWN_SHARE}; beyond, one of its requests at a time grows",
         WhenFull.REFUSES,
         ("TokenLog._held",),
     ),
