@@ -28,7 +28,7 @@ after the other, in the order of what they still need, when those that ended giv
 forgotten. So there is always one that may grow, and no two wait for each other. Requests that operators hold are
 counted on to be resumed. A submission that finds no room is refused.
 
-An owner at its share (coordinator.shares). Its submissions are refused, and its requests do not grow, but for one: the
+An owner at its share (basics.shares). Its submissions are refused, and its requests do not grow, but for one: the
 one that still needs least. So an owner's running requests leave others room, however long their outputs are, and each
 owner always has a request that may come to its end: the first in the order of the banker's algorithm is the first of
 its owner, too. One that has room for all that it may generate stays the first until it has ended, so beyond its share
@@ -51,7 +51,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.shares import check_share, may_take
+from basics.shares import check_share, may_take
 from coordinator.tokens.extents import Extents
 from coordinator.tokens.logprob_rows import LogprobRows, unpack_logprobs
 from coordinator.tokens.token_times import TokenTimes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from coordinator.shares import SHARE, check_share
+from basics.shares import SHARE, check_share
 from protocol.errors import CapacityError
 from protocol.settings import CoordinatorSettings
 from protocol.units import PAGE_TOKENS

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coordinator.shares import SHARE
+from basics.shares import SHARE
 from coordinator.tokens.extents import Extents
 from coordinator.tokens.logprob_rows import LogprobRows
 from coordinator.tokens.token_log import BEYOND_GRANT_TOKENS, EXTENT_TOKENS_MIN, News, OutputPart, TokenLog
