@@ -138,7 +138,7 @@ def each_new(body: Callable[[int], object], headers: Callable[[int], dict[str, s
     return keep_on
 
 
-def stay(port: int, stop: threading.Event) -> None:
+def hold_open(port: int, stop: threading.Event) -> None:
     """CONNECTIONS connections that had one answer each; one that is closed is opened again."""
 
     async def keep_on() -> None:
@@ -177,7 +177,7 @@ ROOM_ATTACKS: Final[dict[str, tuple[Act, int]]] = {
         each_new(lambda it: {"prompt": "a", "max_tokens": 4, "structured_outputs": {"json": _schema(it)}}),
         SENDERS,
     ),
-    "connections": (stay, 1),
+    "connections": (hold_open, 1),
 }
 #: Of the coordinator and the front: a hostile key fills them within a phase.
 SMALL_ROOMS: Final = {
