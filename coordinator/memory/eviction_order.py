@@ -21,9 +21,9 @@ Both heaps keep entries that no longer hold and skip them, and are made anew whe
 the time of a heap's step, however many owners and pages there are.
 
 Rejected: one order of use for all (one key's flood evicts what all others have cached); shares as settings for each
-owner (names of keys in the coordinator's settings, and numbers to guess); fixed parts of the pool (empty places); a part
-of the cache that running requests of others may not take (their requests wait beside idle memory, for a page that may
-never be used again).
+owner (names of keys in the coordinator's settings, and numbers to guess); fixed parts of the pool (empty places); a
+part of the cache that running requests of others may not take (their requests wait beside idle memory, for a page that
+may never be used again).
 """
 
 from __future__ import annotations
