@@ -29,7 +29,6 @@ SWAP_IN_SHARED_BYTES: Final = 99_568
 UNIT: Final = 16
 BATCH_MAX: Final = 1024
 BINS: Final = 8192
-EDGES_MAX: Final = 8192
 COUNTERS: Final = 4
 
 
@@ -61,8 +60,7 @@ CONSTANTS: Final = {  # value and comment
     "UNIT": (UNIT, "index keys that a warp scores together"),
     "BATCH_MAX": (BATCH_MAX, "rows of index_topk"),
     "BINS": (BINS, "of a row's histogram of scores: a power of two"),
-    "EDGES_MAX": (EDGES_MAX, "positions listed of the k-th score's bin; beyond, scores are read again"),
-    "COUNTERS": (COUNTERS, "of a row, in words: LISTED, DONE, UNGRANTED_ROW"),
+    "COUNTERS": (COUNTERS, "of a row, in words: UNGRANTED_ROW"),
 }
 UNSIGNED: Final = ("SLOT_ABSENT",)  # of CONSTANTS: u32 on the device; the others are int
 ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (Tripwire, SeatChangeKind)
@@ -279,8 +277,6 @@ class IndexTopk(Structure):
         ("i32*", "topk_out", "[batch, k]"),
         ("float*", "scores", "[capacity]"),
         ("u32*", "histogram", "[rows, BINS]"),
-        ("u64*", "edges", "[rows, EDGES_MAX]"),
-        ("i32*", "sure", "[rows, TOPK_MAX]"),
         ("i32*", "counters", "[rows, COUNTERS]"),
         ("i64", "capacity"),
         ("float", "scale"),

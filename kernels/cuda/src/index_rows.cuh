@@ -3,28 +3,26 @@
 //     index_scores   scores of every row longer than k, and a histogram of their order keys by the top 13 bits
 //     index_select   the bin of the k-th score, the few positions at or above it, exact selection among those
 //
-// Both are grids of one block per multiprocessor. Work is measured in units of keys, summed over rows from the lengths
-// on the device, and cut into equal shares of whole units: the time follows the tokens held, not the captured maximum,
-// and one long row is shared by all blocks. Scores lie row after row, padded to whole units: rows hold pages of their
-// own, so all scores of a step fit in one float per index-key row.
+// Scoring is a grid of one block per multiprocessor. Its work is measured in units of keys, summed over rows from the
+// lengths on the device, and cut into equal shares of whole units: the time follows the tokens held, not the captured
+// maximum, and one long row is shared by all blocks. Scores lie row after row, padded to whole units: rows hold pages of
+// their own, so all scores of a step fit in one float per index-key row. Selection is a cluster of blocks a row.
 //
 // Order key of a score: a u32 that compares as the score does, 0 for NaN, equal for both zeros.
 //
-// Rejected: a block per row (one block reads 1M scores at an SM's own pace), a grid-wide barrier between scoring and
-// selection (every block resident at once, and no gain over a second launch inside a graph), scores per head in memory
-// (64 times the traffic), an approximate threshold.
+// Rejected: a grid-wide barrier between scoring and selection (every block resident at once, and no gain over a second
+// launch inside a graph), scores per head in memory (64 times the traffic), an approximate threshold.
 #pragma once
 
 #include "memory.cuh"
 
 namespace hisparse {
 
-constexpr int SPAN = 8192;  // positions in a unit of selection: most rows need one block alone
 constexpr int BIN_SHIFT = 19;
 static_assert(BINS == 1 << (32 - BIN_SHIFT), "a bin is the top bits of an order key");
 static_assert(PAGE_TOKENS % UNIT == 0, "a unit lies in one page");
 
-enum Counter { LISTED = 0, DONE = 2, UNGRANTED_ROW = 3 };  // LISTED: u64, edges << 32 | sure
+enum Counter { UNGRANTED_ROW };
 enum Kind { PADDING, REFUSED, IDENTITY, SCORED };
 
 struct IndexRow {
@@ -46,9 +44,6 @@ __device__ __forceinline__ IndexRow index_row(const IndexTopk& p, int row) {
 
 __device__ __forceinline__ u32 units_of(const IndexRow& r) {
     return r.kind == SCORED ? static_cast<u32>(r.length + UNIT - 1) / UNIT : 0;
-}
-__device__ __forceinline__ u32 spans_of(const IndexRow& r) {
-    return r.kind == SCORED ? static_cast<u32>(r.length + SPAN - 1) / SPAN : 1;
 }
 
 // Sum of `value` over the threads before this one; `total` over all. `sums` holds a word per warp.
