@@ -43,6 +43,9 @@ HOPPER_WARPS: int = 12
 HOPPER_STAGES: int = 12
 HOPPER_PARTS: int = 1
 HOPPER_EARLY: bool = True
+PROBE: int = 0
+SELECT_PROBE: int = 0
+HINT: int = 1
 # index_select.cuh
 SELECT_WARPS: int = 16
 SOLO_POSITIONS: int = 8192
@@ -87,7 +90,7 @@ class Indexer:
     def defines(self, arch: int) -> Defines:
         """Warps and ring stages beside the indexer itself: as deep as shared memory allows, two units at least."""
         if self.on_hopper(arch):
-            return (*self._own, ("WARPS", HOPPER_WARPS), ("STAGES", HOPPER_STAGES), ("PARTS", HOPPER_PARTS), ("WGMMA", 1))
+            return (*self._own, ("WARPS", HOPPER_WARPS), ("STAGES", HOPPER_STAGES), ("PARTS", HOPPER_PARTS), ("WGMMA", 1), ("PROBE", PROBE), ("HINT", HINT))
         shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
         ring = shared - STATIC_SHARED_BYTES - 4 * BINS - self.queries_bytes
         wgmma = arch == HOPPER and self.query_bytes == 2 and self.wide
@@ -223,7 +226,7 @@ def _kernels(indexer: Indexer, device: torch.device) -> tuple[Kernel, Kernel]:
 
 
 def select_defines() -> Defines:
-    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS))
+    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS), ("PROBE", SELECT_PROBE))
 
 
 def indexer_of(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:

@@ -19,6 +19,10 @@
 
 #include "index_rows.cuh"
 
+#ifndef PROBE
+#define PROBE 0
+#endif
+
 namespace hisparse {
 
 constexpr int SELECT_THREADS = 32 * SELECT_WARPS;
@@ -291,11 +295,16 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     }
     const bool granted = __ldcg(counters + UNGRANTED_ROW) == 0;
     const Cut cut = find_cut(counts, BINS, k, s);
+    if (PROBE == 2) {
+        if (threadIdx.x == 0) out[part.rank] = cut.bin + tile.keys[0];
+        return;
+    }
     mark_and_list(part, cut, tile, first, s);
     sync_row(part);
     for (u32 i = part.rank * SELECT_THREADS + threadIdx.x; i < BINS / 4; i += part.ranks * SELECT_THREADS)
         reinterpret_cast<uint4*>(histogram)[i] = make_uint4(0, 0, 0, 0);
     if (part.rank == 0 && threadIdx.x < COUNTERS) counters[threadIdx.x] = 0;
+    if (PROBE == 3) return;
     if (!granted) {
         for (u32 i = part.rank * SELECT_THREADS + threadIdx.x; i < k; i += part.ranks * SELECT_THREADS) out[i] = -1;
         if (part.rank == 0 && threadIdx.x == 0) trip(p.state, UNGRANTED, 1);
@@ -316,6 +325,10 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     const u64 bar = find_bar(part, edges, k - cut.above, false, s, [&](auto f) {
         for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) f(list[i]);
     });
+    if (PROBE == 4) {
+        if (threadIdx.x == 0) out[part.rank] = bar;
+        return;
+    }
     if (part.length > part.ranks * WINDOW) {
         write_again(part, cut, bar, k, out, s);
         return;
@@ -371,6 +384,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
     const u32 ranks = at.kind == SCORED && length > SOLO ? gridDim.x : 1, rank = blockIdx.x;
     if (rank >= ranks) return;
     await_last();
+    if (PROBE == 1) return;
     if (at.kind != SCORED || !fits) {
         if (rank == 0) write_plain(p, row, fits ? at : IndexRow{at.seat, at.length, REFUSED});
         return;
