@@ -8,8 +8,8 @@
 //        of the ranks, and so on until few are left, which are compared one by one.
 //     4  Counting bits gives each position its place, so the output is ascending without a sort.
 //
-// Rank of an edge: the bits of its order key below the bin's, then its position, the lowest highest. Ranks differ, so that
-// a bar divides the chosen from all others.
+// Rank of a position: its order key, then the position, the lowest highest. Ranks differ, so that a bar divides the chosen
+// from all others.
 //
 // Where scores crowd into one bin (all equal, say) there are more edges than the lists hold: then the bar is found from the
 // row's scores, read again for each histogram. Slower, as exact.
@@ -31,7 +31,7 @@ constexpr u32 TILE = 32 * READS;           // neighbouring positions, read by a 
 constexpr u32 WINDOW = 131072;             // positions of a bitmap
 constexpr u32 EDGES = 4096;                // listed of a row
 constexpr u32 FEW = 64;                    // compared one by one
-constexpr int POSITION_BITS = 20, RANK_BITS = BIN_SHIFT + POSITION_BITS, FINE_BITS = 11;
+constexpr int POSITION_BITS = 20, FINE_BITS = 11;
 constexpr int BINS_EACH = BINS / SELECT_THREADS, FINE_EACH = (1 << FINE_BITS) / SELECT_THREADS;
 static_assert(CONTEXT_MAX_TOKENS <= 1 << POSITION_BITS && BINS_EACH % 4 == 0 && FINE_EACH % 2 == 0, "sizes fit");
 static_assert(SELECT_WARPS >= 16, "as many as blocks of a cluster");
@@ -118,10 +118,10 @@ struct Tile {
 };
 
 __device__ __forceinline__ u64 rank_of(u32 key, u32 position) {
-    return static_cast<u64>(key & ((1u << BIN_SHIFT) - 1)) << POSITION_BITS | ((1u << POSITION_BITS) - 1 - position);
+    return static_cast<u64>(key) << 32 | ~position << (32 - POSITION_BITS);
 }
 __device__ __forceinline__ u32 position_of(u64 rank) {
-    return (1u << POSITION_BITS) - 1 - (static_cast<u32>(rank) & ((1u << POSITION_BITS) - 1));
+    return (1u << POSITION_BITS) - 1 - (static_cast<u32>(rank) >> (32 - POSITION_BITS));
 }
 
 // Calls f(order key, position) for all positions of [begin, end).
@@ -162,7 +162,7 @@ __device__ __forceinline__ void mark_and_list(const Part& part, const Cut& cut, 
 #pragma unroll
         for (u32 i = 0; i < READS; ++i)
             if (edges >> i & 1) {
-                if (first < EDGES) s.edges[first] = rank_of(now.keys[i], at + 32 * i + lane);
+                if (first < EDGES) s.edges[first] = rank_of(now.keys[i], at + lane + 32 * i);
                 ++first;
             }
     }
@@ -170,34 +170,34 @@ __device__ __forceinline__ void mark_and_list(const Part& part, const Cut& cut, 
     if (lane == 0 && sure > 0) atomicAdd(&s.sure, sure);
 }
 
-// The rank from which on exactly `wanted` of `count` are chosen. `each(f)` calls f(rank) for this thread's part of them,
-// with `everywhere` of the block's, else of all.
-template <class Ranks>
-__device__ __forceinline__ u64 find_bar(const Part& part, u32 count, u32 wanted, bool everywhere, SelectShared& s,
-                                        Ranks each) {
-    u64 prefix = 0;
-    u32 shift = RANK_BITS, inside = count;
-    while (inside > wanted && (everywhere || inside > FEW)) {
+// The rank from which on exactly `wanted` of the `count` in the cut's bin are chosen. `each(f)` calls f(rank) for this
+// thread's part of them: EVERYWHERE of those in the block's part of the row, else of all.
+template <bool EVERYWHERE, class Ranks>
+__device__ __forceinline__ u64 find_bar(const Part& part, u32 bin, u32 count, u32 wanted, SelectShared& s, Ranks each) {
+    u64 prefix = bin;
+    u32 shift = 32 + BIN_SHIFT, inside = count;
+#pragma unroll 1
+    while (inside > wanted && (EVERYWHERE || inside > FEW)) {
         const u32 bits = min(shift, static_cast<u32>(FINE_BITS)), mask = (1u << bits) - 1;
+#pragma unroll
         for (u32 i = threadIdx.x; i < 1 << FINE_BITS; i += SELECT_THREADS) s.bins[i] = 0;
         __syncthreads();
         each([&](u64 rank) {
-            if (rank >> shift == prefix) atomicAdd(s.bins + (static_cast<u32>(rank >> (shift - bits)) & mask), 1u);
+            if (rank >> shift == prefix) count_shared(s.bins + (static_cast<u32>(rank >> (shift - bits)) & mask));
         });
-        if (everywhere)
+        if (EVERYWHERE)
             sync_row(part);
         else
             __syncthreads();
         u32 counts[FINE_EACH];
 #pragma unroll
         for (int i = 0; i < FINE_EACH; ++i) {
-            const u32 bin = mask - (threadIdx.x * FINE_EACH + i);
-            counts[i] = 0;
-            if (bin <= mask)
-                for (u32 r = 0; r < (everywhere ? part.ranks : 1); ++r)
-                    counts[i] += *(everywhere && part.ranks > 1 ? at_peer(s.bins + bin, r) : s.bins + bin);
+            const u32 place = mask - (threadIdx.x * FINE_EACH + i);
+            counts[i] = place <= mask ? s.bins[place] : 0;
+            if (EVERYWHERE && place <= mask)
+                for (u32 r = 1; r < part.ranks; ++r) counts[i] += *at_peer(s.bins + place, (part.rank + r) % part.ranks);
         }
-        if (everywhere) sync_row(part);
+        if (EVERYWHERE) sync_row(part);
         const Cut cut = find_cut(counts, mask + 1, wanted, s);
         prefix = prefix << bits | cut.bin;
         wanted -= cut.above;
@@ -212,6 +212,7 @@ __device__ __forceinline__ u64 find_bar(const Part& part, u32 count, u32 wanted,
     if (threadIdx.x < inside) {
         const u64 own = s.few[threadIdx.x];
         u32 higher = 0;
+#pragma unroll 4
         for (u32 i = 0; i < inside; ++i) higher += s.few[i] > own;
         if (higher + 1 == wanted) s.bar = own;
     }
@@ -232,16 +233,22 @@ __device__ __forceinline__ u32 write_window(u32 from, u32 positions, u32 written
     return total;
 }
 
-// The output of a row whose edges the lists do not hold, or whose parts a bitmap does not.
-__device__ __forceinline__ void write_again(const Part& part, const Cut& cut, u64 bar, u32 k, i32* out, SelectShared& s) {
-    const auto is_chosen = [&](u32 key, u32 position) {
-        const u32 bin = key >> BIN_SHIFT;
-        return bin > cut.bin || bin == cut.bin && rank_of(key, position) >= bar;
-    };
+// The output of a row whose edges the lists do not hold, or whose parts a bitmap does not: its scores are read again.
+// `bar` as far as it is known.
+__device__ __noinline__ void write_again(const Part& part, u32 bin, u32 edges, u32 wanted, u64 bar, u32 k, i32* out,
+                                         SelectShared& s) {
+    if (part.ranks > 1) cluster_wait();
+    if (edges > EDGES)
+        bar = find_bar<true>(part, bin, edges, wanted, s, [&](auto f) {
+            each_score(part.scores, part.begin, part.end, [&](u32 key, u32 position) {
+                if (key >> BIN_SHIFT == bin) f(rank_of(key, position));
+            });
+        });
     if (threadIdx.x == 0) s.sure = 0;
     __syncthreads();
     u32 count = 0;
-    each_score(part.scores, part.begin, part.end, [&](u32 key, u32 position) { count += is_chosen(key, position); });
+    each_score(part.scores, part.begin, part.end,
+               [&](u32 key, u32 position) { count += rank_of(key, position) >= bar; });
     count = __reduce_add_sync(0xFFFFFFFF, count);
     if (threadIdx.x % 32 == 0) atomicAdd(&s.sure, count);
     sync_row(part);
@@ -253,7 +260,7 @@ __device__ __forceinline__ void write_again(const Part& part, const Cut& cut, u6
         for (u32 i = threadIdx.x; i < WINDOW / 32; i += SELECT_THREADS) s.chosen[i] = 0;
         __syncthreads();
         each_score(part.scores, from, from + positions, [&](u32 key, u32 position) {
-            if (is_chosen(key, position)) atomicOr(s.chosen + (position - from) / 32, 1u << (position - from) % 32);
+            if (rank_of(key, position) >= bar) atomicOr(s.chosen + (position - from) / 32, 1u << (position - from) % 32);
         });
         __syncthreads();
         written += write_window(from, positions, written, k, out, s);
@@ -274,7 +281,8 @@ __device__ __forceinline__ u32 gather_edges(const Part& part, u32& sure_before, 
         const u32 stride = SELECT_THREADS / part.ranks;
         for (u32 i = warp / part.ranks * 32 + lane; i < count; i += stride) s.listed[first + i] = from[i];
     }
-    sync_row(part);
+    cluster_arrive();  // none reads from another any more
+    __syncthreads();
     return total;
 }
 
@@ -313,26 +321,17 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     const u64* const list = part.ranks > 1 ? s.listed : s.edges;
     u32 sure_before = 0, edges = s.found;
     if (part.ranks > 1) edges = gather_edges(part, sure_before, s);
-    if (edges > EDGES) {
-        const u64 bar = find_bar(part, edges, k - cut.above, true, s, [&](auto f) {
-            each_score(part.scores, part.begin, part.end, [&](u32 key, u32 position) {
-                if (key >> BIN_SHIFT == cut.bin) f(rank_of(key, position));
-            });
+    const u32 wanted = k - cut.above;
+    u64 bar = 0;
+    if (edges <= EDGES)
+        bar = find_bar<false>(part, cut.bin, edges, wanted, s, [&](auto f) {
+            for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) f(list[i]);
         });
-        write_again(part, cut, bar, k, out, s);
-        return;
-    }
-    const u64 bar = find_bar(part, edges, k - cut.above, false, s, [&](auto f) {
-        for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) f(list[i]);
-    });
     if (PROBE == 4) {
         if (threadIdx.x == 0) out[part.rank] = bar;
         return;
     }
-    if (part.length > part.ranks * WINDOW) {
-        write_again(part, cut, bar, k, out, s);
-        return;
-    }
+    if (edges > EDGES || part.length > part.ranks * WINDOW) return write_again(part, cut.bin, edges, wanted, bar, k, out, s);
     u32 before = 0;
     for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) {
         const u64 rank = list[i];
@@ -349,6 +348,7 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     }
     __syncthreads();
     if (part.begin < part.end) write_window(part.begin, part.end - part.begin, sure_before + s.before, k, out, s);
+    if (part.ranks > 1) cluster_wait();
 }
 
 // A row that needs no scores, by one block.
