@@ -266,6 +266,11 @@ inline unsigned __float_as_uint(float v) {
     std::memcpy(&bits, &v, sizeof bits);
     return bits;
 }
+inline float __uint_as_float(unsigned v) {
+    float bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    return bits;
+}
 template <class T> T __ldcg(const T* at) { return *at; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }

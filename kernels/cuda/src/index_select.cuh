@@ -30,6 +30,7 @@ constexpr int READS = 16;                  // positions of a lane in a tile, 32 
 constexpr u32 TILE = 32 * READS;           // neighbouring positions, read by a warp together
 constexpr u32 WINDOW = 131072;             // positions of a bitmap
 constexpr u32 EDGES = 4096;                // listed of a row
+constexpr u32 REAL_BINS = 16;              // in those below lie -inf and NaN
 constexpr u32 FEW = 64;                    // compared one by one
 constexpr int POSITION_BITS = 20, FINE_BITS = 11;
 constexpr int BINS_EACH = BINS / SELECT_THREADS, FINE_EACH = (1 << FINE_BITS) / SELECT_THREADS;
@@ -103,19 +104,20 @@ __device__ __forceinline__ Cut find_cut(const u32 (&counts)[EACH], u32 bins, u32
     return s.cut;
 }
 
-// Order keys of TILE positions, 32 apart in each lane.
+// Scores of TILE positions, 32 apart in each lane; NaN behind the end.
 struct Tile {
-    u32 keys[READS];
+    float scores[READS];
 
-    __device__ __forceinline__ void load(const float* scores, u32 from, u32 end) {
-        const u32 first = from + threadIdx.x % 32;
-        float read[READS];
+    __device__ __forceinline__ void load(const float* from, u32 place, u32 end) {
+        const u32 first = place + threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < READS; ++i) read[i] = first + 32 * i < end ? __ldcg(scores + first + 32 * i) : 0.0f;
-#pragma unroll
-        for (int i = 0; i < READS; ++i) keys[i] = order_key(read[i]);
+        for (int i = 0; i < READS; ++i)
+            scores[i] = first + 32 * i < end ? __ldcg(from + first + 32 * i) : __uint_as_float(0x7FFFFFFF);
     }
 };
+
+// The score of an order key that is no NaN's.
+__device__ __forceinline__ float score_of(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7FFFFFFF : ~key); }
 
 __device__ __forceinline__ u64 rank_of(u32 key, u32 position) {
     return static_cast<u64>(key) << 32 | ~position << (32 - POSITION_BITS);
@@ -131,23 +133,22 @@ template <class Each> __device__ __forceinline__ void each_score(const float* sc
 }
 
 // Sets positions above the bin in the bitmap and lists the edges, of tiles from `from` on, the first of them `tile`.
-__device__ __forceinline__ void mark_and_list(const Part& part, const Cut& cut, Tile& tile, u32 from, SelectShared& s) {
-    const u32 lane = threadIdx.x % 32;
+__device__ __forceinline__ void mark_and_list(const Part& part, u32 bin, Tile& tile, u32 from, SelectShared& s) {
+    const u32 lane = threadIdx.x % 32, flip = score_of(bin << BIN_SHIFT) < 0 ? 0xFFFFFFFF : 0x80000000;
+    const float low = score_of(bin << BIN_SHIFT), high = score_of((bin + 1) << BIN_SHIFT);
     u32 sure = 0;
+#pragma unroll 1
     for (u32 at = from; at < part.end; at += SELECT_WARPS * TILE) {
         const Tile now = tile;
         if (at + SELECT_WARPS * TILE < part.end) tile.load(part.scores, at + SELECT_WARPS * TILE, part.end);
         u32 word = 0, edges = 0;
 #pragma unroll
         for (u32 i = 0; i < READS; ++i) {
-            const bool is_there = at + 32 * i + lane < part.end;
-            const u32 bin = now.keys[i] >> BIN_SHIFT;
-            const u32 above = __ballot_sync(0xFFFFFFFF, is_there && bin > cut.bin);
+            const u32 above = __ballot_sync(0xFFFFFFFF, now.scores[i] >= high);
             if (lane == i) word = above;
-            edges |= static_cast<u32>(is_there && bin == cut.bin) << i;
+            if (now.scores[i] >= low && !(now.scores[i] >= high)) edges |= 1u << i;
         }
-        const u32 place = (at - part.begin) / 32 + lane;
-        if (lane < READS && place < WINDOW / 32) s.chosen[place] = word;
+        if (lane < READS) s.chosen[(at - part.begin) / 32 + lane] = word;
         sure += __popc(word);
         const u32 count = __popc(edges);
         u32 inclusive = count;
@@ -158,13 +159,10 @@ __device__ __forceinline__ void mark_and_list(const Part& part, const Cut& cut, 
         }
         u32 first = 0;
         if (lane == 31 && inclusive > 0) first = atomicAdd(&s.found, inclusive);
-        first = __shfl_sync(0xFFFFFFFF, first, 31) + inclusive - count;
+        u64* to = s.edges + (__shfl_sync(0xFFFFFFFF, first, 31) + inclusive - count);
 #pragma unroll
         for (u32 i = 0; i < READS; ++i)
-            if (edges >> i & 1) {
-                if (first < EDGES) s.edges[first] = rank_of(now.keys[i], at + lane + 32 * i);
-                ++first;
-            }
+            if (edges >> i & 1) *to++ = rank_of(__float_as_uint(now.scores[i]) ^ flip, at + lane + 32 * i);
     }
     sure = __reduce_add_sync(0xFFFFFFFF, sure);
     if (lane == 0 && sure > 0) atomicAdd(&s.sure, sure);
@@ -234,16 +232,12 @@ __device__ __forceinline__ u32 write_window(u32 from, u32 positions, u32 written
 }
 
 // The output of a row whose edges the lists do not hold, or whose parts a bitmap does not: its scores are read again.
-// `bar` as far as it is known.
-__device__ __noinline__ void write_again(const Part& part, u32 bin, u32 edges, u32 wanted, u64 bar, u32 k, i32* out,
-                                         SelectShared& s) {
-    if (part.ranks > 1) cluster_wait();
-    if (edges > EDGES)
-        bar = find_bar<true>(part, bin, edges, wanted, s, [&](auto f) {
-            each_score(part.scores, part.begin, part.end, [&](u32 key, u32 position) {
-                if (key >> BIN_SHIFT == bin) f(rank_of(key, position));
-            });
+__device__ __noinline__ void write_again(const Part& part, const Cut& cut, u32 k, i32* out, SelectShared& s) {
+    const u64 bar = find_bar<true>(part, cut.bin, cut.inside, k - cut.above, s, [&](auto f) {
+        each_score(part.scores, part.begin, part.end, [&](u32 key, u32 position) {
+            if (key >> BIN_SHIFT == cut.bin) f(rank_of(key, position));
         });
+    });
     if (threadIdx.x == 0) s.sure = 0;
     __syncthreads();
     u32 count = 0;
@@ -268,22 +262,19 @@ __device__ __noinline__ void write_again(const Part& part, u32 bin, u32 edges, u
     }
 }
 
-// The edges of all blocks of the row, where they are listed, in list; returns how many there are.
-__device__ __forceinline__ u32 gather_edges(const Part& part, u32& sure_before, SelectShared& s) {
+// Copies the edges of all blocks of the row to `listed`; returns how many positions above the bin lie ahead of this block's.
+__device__ __forceinline__ u32 gather_edges(const Part& part, SelectShared& s) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 found = lane < part.ranks ? *at_peer(&s.found, lane) : 0;
     const u32 sure = lane < part.rank ? *at_peer(&s.sure, lane) : 0;
-    const u32 total = __reduce_add_sync(0xFFFFFFFF, found), of = warp % part.ranks;
-    sure_before = __reduce_add_sync(0xFFFFFFFF, sure);
+    const u32 of = warp % part.ranks;
     const u32 first = __reduce_add_sync(0xFFFFFFFF, lane < of ? found : 0), count = __shfl_sync(0xFFFFFFFF, found, of);
-    if (total <= EDGES) {
-        const u64* const from = at_peer(s.edges, of);
-        const u32 stride = SELECT_THREADS / part.ranks;
-        for (u32 i = warp / part.ranks * 32 + lane; i < count; i += stride) s.listed[first + i] = from[i];
-    }
+    const u64* const from = at_peer(s.edges, of);
+    const u32 stride = SELECT_THREADS / part.ranks;
+    for (u32 i = warp / part.ranks * 32 + lane; i < count; i += stride) s.listed[first + i] = from[i];
     cluster_arrive();  // none reads from another any more
     __syncthreads();
-    return total;
+    return __reduce_add_sync(0xFFFFFFFF, sure);
 }
 
 // A row that has scores.
@@ -304,10 +295,11 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     const bool granted = __ldcg(counters + UNGRANTED_ROW) == 0;
     const Cut cut = find_cut(counts, BINS, k, s);
     if (PROBE == 2) {
-        if (threadIdx.x == 0) out[part.rank] = cut.bin + tile.keys[0];
+        if (threadIdx.x == 0) out[part.rank] = cut.bin + tile.scores[0];
         return;
     }
-    mark_and_list(part, cut, tile, first, s);
+    const bool again = cut.inside > EDGES || cut.bin < REAL_BINS || part.length > part.ranks * WINDOW;
+    if (granted && !again) mark_and_list(part, cut.bin, tile, first, s);
     sync_row(part);
     for (u32 i = part.rank * SELECT_THREADS + threadIdx.x; i < BINS / 4; i += part.ranks * SELECT_THREADS)
         reinterpret_cast<uint4*>(histogram)[i] = make_uint4(0, 0, 0, 0);
@@ -318,20 +310,16 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
         if (part.rank == 0 && threadIdx.x == 0) trip(p.state, UNGRANTED, 1);
         return;
     }
+    if (again) return write_again(part, cut, k, out, s);
+    const u32 edges = cut.inside, sure_before = part.ranks > 1 ? gather_edges(part, s) : 0;
     const u64* const list = part.ranks > 1 ? s.listed : s.edges;
-    u32 sure_before = 0, edges = s.found;
-    if (part.ranks > 1) edges = gather_edges(part, sure_before, s);
-    const u32 wanted = k - cut.above;
-    u64 bar = 0;
-    if (edges <= EDGES)
-        bar = find_bar<false>(part, cut.bin, edges, wanted, s, [&](auto f) {
-            for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) f(list[i]);
-        });
+    const u64 bar = find_bar<false>(part, cut.bin, edges, k - cut.above, s, [&](auto f) {
+        for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) f(list[i]);
+    });
     if (PROBE == 4) {
         if (threadIdx.x == 0) out[part.rank] = bar;
         return;
     }
-    if (edges > EDGES || part.length > part.ranks * WINDOW) return write_again(part, cut.bin, edges, wanted, bar, k, out, s);
     u32 before = 0;
     for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) {
         const u64 rank = list[i];
