@@ -100,7 +100,7 @@ __device__ __forceinline__ int row_at(const u32* first, int rows, u32 place) {
 
 // Where block b's share of `total` units begins.
 __device__ __forceinline__ u32 share(u32 total, u32 block) {
-    return static_cast<u32>(static_cast<u64>(total) * block / gridDim.x);
+    return block * (total / gridDim.x) + min(block, total % gridDim.x);
 }
 
 __device__ __forceinline__ u32 order_key(float score) {
