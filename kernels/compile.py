@@ -26,7 +26,7 @@ ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 # parts: 512 values and 72 bytes of scales; K and V of eight bf16 heads.
 LAYOUTS: Final = ((656, 132, 0), (584, 132, 0), (1152, 256, 0), (13, 7, 0), (584, 132, 512), (4096, 256, 2048))
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
-# DeepSeek-V3.2's and GLM-5's indexers in each pair of formats, and a small one whose heads fill no tile.
+# Indexers of 64 heads, DeepSeek-V3.2's, and of 32 in each pair of formats, and a small one whose heads fill no tile.
 INDEXERS: Final = (
     *(Indexer(heads, 128, 2, key_bytes) for heads in (32, 64) for key_bytes in (1, 2)),
     Indexer(64, 128, 4, 4),

@@ -45,6 +45,7 @@ HOPPER_PARTS: int = 1
 HOPPER_EARLY: bool = True
 PROBE: int = 0
 SELECT_PROBE: int = 0
+SELECT_BLOCKS: int = 1
 HINT: int = 1
 # index_select.cuh
 SELECT_WARPS: int = 16
@@ -226,7 +227,7 @@ def _kernels(indexer: Indexer, device: torch.device) -> tuple[Kernel, Kernel]:
 
 
 def select_defines() -> Defines:
-    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS), ("PROBE", SELECT_PROBE))
+    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS), ("PROBE", SELECT_PROBE), ("SELECT_BLOCKS", SELECT_BLOCKS))
 
 
 def indexer_of(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:
