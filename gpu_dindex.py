@@ -51,44 +51,45 @@ def quality():
 
 def select():
     from tests.gpu.index_bench import IndexBench
-    for changes in ({}, dict(RANKS_MAX=1), dict(RANKS_MAX=4, SOLO_POSITIONS=1), dict(SELECT_WARPS=32), dict(HOPPER_PARTS=2)):
+    for changes in ({}, dict(RANKS_MAX=1), dict(RANKS_MAX=4, SOLO_POSITIONS=1), A, dict(B, HOPPER_PARTS=2), dict(HOPPER_WARPS=16, HOPPER_PARTS=2)):
         fresh(**{**DEFAULT, **changes})
         for lengths in ([9000, 100, 33_001, 2049, 5000], [300_001], [1_048_576], [131_072] * 16, [8192] * 64, list(range(2040, 2070))):
             IndexBench(lengths, kind="fp8", heads=64, dim=128, k=2048, seed=4).check()
+        IndexBench([2100, 8192, 8191, 8193, 2049, 4097], heads=8, dim=32, k=2048, exact=True, seed=5).check()
         b = IndexBench([5000, 300_000], k=2048, seed=1)
         b.state.index_keys[1].zero_(); b.check()
         print("exact", changes, flush=True)
 
-DEFAULT = dict(HOPPER_PARTS=1, HOPPER_WARPS=12, HOPPER_STAGES=12, HOPPER_EARLY=True, SELECT_WARPS=16, SOLO_POSITIONS=8192, RANKS_MAX=16, PROBE=0, SELECT_PROBE=0, HINT=1, SELECT_BLOCKS=1)
+DEFAULT = dict(HOPPER_PARTS=1, HOPPER_WARPS=12, HOPPER_STAGES=12, HOPPER_EARLY=True, SELECT_WARPS=16, SOLO_POSITIONS=8192, RANKS_MAX=16, PROBE=0, SELECT_PROBE=0, HINT=1, SELECT_BLOCKS=1, SCORE_BLOCKS=1, SNAP=1)
+A = dict(SELECT_BLOCKS=2, SCORE_BLOCKS=2, HOPPER_STAGES=8, HOPPER_WARPS=8)
+B = dict(SELECT_BLOCKS=2, SCORE_BLOCKS=2, HOPPER_STAGES=9, HOPPER_WARPS=12)
 VARIANTS = [
     {},
-    dict(HOPPER_EARLY=False),
-    dict(HOPPER_WARPS=8),
     dict(HOPPER_WARPS=16),
+    dict(HOPPER_WARPS=16, HOPPER_PARTS=2),
     dict(HOPPER_PARTS=2),
-    dict(HOPPER_PARTS=2, HOPPER_WARPS=16),
-    dict(HOPPER_STAGES=8),
-    dict(HOPPER_STAGES=16),
-    dict(SELECT_WARPS=32),
+    dict(SNAP=0),
     dict(RANKS_MAX=8),
     dict(RANKS_MAX=4),
+    dict(RANKS_MAX=2),
     dict(RANKS_MAX=1),
-    dict(SOLO_POSITIONS=2048),
-    dict(SOLO_POSITIONS=2048, RANKS_MAX=8),
-    dict(HINT=0),
+    dict(HOPPER_STAGES=15),
+    dict(HOPPER_STAGES=16, HOPPER_WARPS=16),
     dict(SELECT_BLOCKS=2),
-    dict(SELECT_BLOCKS=2, HOPPER_STAGES=8, HOPPER_WARPS=8),
-    dict(SELECT_BLOCKS=2, HOPPER_STAGES=8, HOPPER_WARPS=8, SOLO_POSITIONS=2048),
-    dict(SELECT_BLOCKS=2, HOPPER_STAGES=8, HOPPER_WARPS=8, SOLO_POSITIONS=2048, RANKS_MAX=8),
-    dict(SELECT_BLOCKS=2, HOPPER_STAGES=8, HOPPER_WARPS=4),
+    A,
+    dict(A, RANKS_MAX=8),
+    dict(A, RANKS_MAX=4),
+    dict(A, RANKS_MAX=1),
+    dict(A, HOPPER_PARTS=2),
+    B,
+    dict(B, RANKS_MAX=8),
+    dict(B, RANKS_MAX=4),
+    dict(B, RANKS_MAX=1),
     dict(PROBE=1, SELECT_PROBE=1),
     dict(PROBE=2, SELECT_PROBE=2),
     dict(PROBE=3),
     dict(SELECT_PROBE=1),
-    dict(SELECT_PROBE=2),
     dict(SELECT_PROBE=3),
-    dict(SELECT_PROBE=4),
-    dict(SELECT_PROBE=4, SELECT_WARPS=32),
 ]
 
 def times():

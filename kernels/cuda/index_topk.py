@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.cuda import parameters, structures
 from kernels.cuda.jit import Defines, Kernel, load
 from kernels.cuda.launch import CLUSTERS_SINCE, processors, stream_of
-from kernels.cuda.structures import BATCH_MAX, BINS, COUNTERS, UNIT
+from kernels.cuda.structures import BATCH_MAX, BINS, COARSE_BINS, COUNTERS, UNIT
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
 from protocol.errors import BadInput
@@ -42,11 +42,14 @@ WGMMA_HEADS: Final = (32, 64)
 HOPPER_WARPS: int = 12
 HOPPER_STAGES: int = 12
 HOPPER_PARTS: int = 1
+HOT_MAX: Final = 1024
 HOPPER_EARLY: bool = True
 PROBE: int = 0
 SELECT_PROBE: int = 0
 SELECT_BLOCKS: int = 1
 HINT: int = 1
+SNAP: int = 1
+SCORE_BLOCKS: int = 1
 # index_select.cuh
 SELECT_WARPS: int = 16
 SOLO_POSITIONS: int = 8192
@@ -91,7 +94,7 @@ class Indexer:
     def defines(self, arch: int) -> Defines:
         """Warps and ring stages beside the indexer itself: as deep as shared memory allows, two units at least."""
         if self.on_hopper(arch):
-            return (*self._own, ("WARPS", HOPPER_WARPS), ("STAGES", HOPPER_STAGES), ("PARTS", HOPPER_PARTS), ("WGMMA", 1), ("PROBE", PROBE), ("HINT", HINT))
+            return (*self._own, ("WARPS", HOPPER_WARPS), ("STAGES", HOPPER_STAGES), ("PARTS", HOPPER_PARTS), ("WGMMA", 1), ("PROBE", PROBE), ("HINT", HINT), ("SNAP", SNAP), ("SCORE_BLOCKS", SCORE_BLOCKS))
         shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
         ring = shared - STATIC_SHARED_BYTES - 4 * BINS - self.queries_bytes
         wgmma = arch == HOPPER and self.query_bytes == 2 and self.wide
@@ -116,7 +119,7 @@ class Indexer:
         if self.on_hopper(arch):
             page = PAGE_TOKENS * self.key_row_bytes
             queries = sizes["PARTS"] * self.heads * self.dim + 4 * self.heads
-            return sizes["STAGES"] * (page + 16) + queries + 4 * BINS + 8 * (BATCH_MAX + 1) + 256
+            return sizes["STAGES"] * (page + 16) + queries + 4 * BINS + 16 * (BATCH_MAX + 1) + 4 * HOT_MAX + 272
         return 4 * BINS + self.queries_bytes + sizes["WARPS"] * sizes["STAGES"] * UNIT * self.key_row_bytes
 
 
@@ -125,7 +128,7 @@ class Scratch:
     """N index pages, S seats, R rows a seat. Histogram and counters are zero between launches."""
 
     scores: Tensor  # float32[R*N*64]: of the last step, row after row, each padded to a multiple of UNIT
-    histogram: Tensor  # int32[R*S, BINS]
+    histogram: Tensor  # int32[R*S, BINS + COARSE_BINS]
     counters: Tensor  # int32[R*S, COUNTERS]
 
 
@@ -135,7 +138,7 @@ _scratch: WeakKeyDictionary[DeviceState, Scratch] = WeakKeyDictionary()
 def scratch_bytes(index_rows: int, seats: int, seat_rows: int = 1) -> int:
     """Device memory that index_topk takes for a state of `index_rows` index-key rows (64 a page) and `seats`, of which
     each brings `seat_rows` rows to a step."""
-    return seat_rows * (4 * index_rows + seats * (4 * BINS + 4 * COUNTERS))
+    return seat_rows * (4 * index_rows + seats * 4 * (BINS + COARSE_BINS + COUNTERS))
 
 
 def scratch_of(state: DeviceState, scores: int = 0) -> Scratch:
@@ -147,7 +150,7 @@ def scratch_of(state: DeviceState, scores: int = 0) -> Scratch:
         scores = scores or state.index_keys.shape[1] * state.seat_rows
         held = _scratch[state] = Scratch(
             scores=torch.zeros(scores, dtype=torch.float32, device=device),
-            histogram=torch.zeros(rows, BINS, dtype=torch.int32, device=device),
+            histogram=torch.zeros(rows, BINS + COARSE_BINS, dtype=torch.int32, device=device),
             counters=torch.zeros(rows, COUNTERS, dtype=torch.int32, device=device),
         )
     return held

@@ -29,6 +29,7 @@ SWAP_IN_SHARED_BYTES: Final = 99_568
 UNIT: Final = 16
 BATCH_MAX: Final = 1024
 BINS: Final = 8192
+COARSE_BINS: Final = 256
 COUNTERS: Final = 4
 
 
@@ -60,6 +61,7 @@ CONSTANTS: Final = {  # value and comment
     "UNIT": (UNIT, "index keys that a warp scores together"),
     "BATCH_MAX": (BATCH_MAX, "rows of index_topk"),
     "BINS": (BINS, "of a row's histogram of scores: a power of two"),
+    "COARSE_BINS": (COARSE_BINS, "behind them: sums of neighbours"),
     "COUNTERS": (COUNTERS, "of a row, in words: UNGRANTED_ROW"),
 }
 UNSIGNED: Final = ("SLOT_ABSENT",)  # of CONSTANTS: u32 on the device; the others are int
@@ -276,7 +278,7 @@ class IndexTopk(Structure):
         ("const float*", "weights", "[batch, heads]"),
         ("i32*", "topk_out", "[batch, k]"),
         ("float*", "scores", "[capacity]"),
-        ("u32*", "histogram", "[rows, BINS]"),
+        ("u32*", "histogram", "[rows, BINS + COARSE_BINS]"),
         ("i32*", "counters", "[rows, COUNTERS]"),
         ("i64", "capacity"),
         ("float", "scale"),

@@ -63,7 +63,7 @@ def test_rows_get_as_many_blocks_as_fit() -> None:
 
 
 def test_scratch_is_four_bytes_a_key_plus_some_per_seat() -> None:
-    assert scratch_bytes(64 * 10_000, 64) == 4 * 640_000 + 64 * (32 * 1024 + 16)
+    assert scratch_bytes(64 * 10_000, 64) == 4 * 640_000 + 64 * (33 * 1024 + 16)
     assert scratch_bytes(64 * 10_000, 64, 5) == 5 * scratch_bytes(64 * 10_000, 64)
 
 

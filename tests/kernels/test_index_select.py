@@ -49,11 +49,12 @@ class Step:
         scored = [scores for scores in self.rows if len(scores) > self.k]
         flat = np.concatenate([np.pad(scores, (0, -len(scores) % unit), constant_values=np.nan) for scores in scored])
         flat = (flat + np.float32(0)).astype(np.float32)
-        histogram = np.zeros((count, structures.BINS), np.uint32)
+        histogram = np.zeros((count, structures.BINS + structures.COARSE_BINS), np.uint32)
         counters = np.zeros((count, structures.COUNTERS), np.int32)
         for row, scores in enumerate(self.rows):
             if len(scores) > self.k:
                 np.add.at(histogram[row], order_keys(scores) >> 19, 1)
+                np.add.at(histogram[row], structures.BINS + (order_keys(scores) >> 24), 1)
             counters[row, 0] = row in self.ungranted
         pages = max(-(-len(scores) // PAGE_TOKENS) for scores in self.rows)
         seats = np.arange(count, dtype=np.int32)

@@ -22,6 +22,8 @@
 #ifndef PROBE
 #define PROBE 0
 #define HINT 1
+#define SNAP 1
+#define SCORE_BLOCKS 1
 #endif
 
 namespace hisparse {
@@ -29,6 +31,8 @@ namespace hisparse {
 constexpr int TEAM_THREADS = 128, TEAMS = WARPS / 4, SCORE_THREADS = 32 * WARPS + 32;
 constexpr int KEY_ROW = DIM + 4, PAGE_BYTES = PAGE_TOKENS * KEY_ROW;
 constexpr int STEPS = DIM / 32, TILES = HEADS / 8;
+constexpr int HOT_MAX = 1024;
+static_assert(STAGES % TEAMS == 0, "a stage is one team's: parity tells it one round from the next alone");
 static_assert(DIM == 128 && KEY_BYTES == 1 && QUERY_BYTES == 2 && (HEADS == 64 || HEADS == 32), "as written here");
 static_assert(PAGE_TOKENS == 64 && PAGE_BYTES % 16 == 0, "a page is the rows of a product, and one copy");
 static_assert(WARPS % 4 == 0 && WARPS >= TILES / 2, "whole teams");
@@ -41,6 +45,9 @@ struct ScoreShared {
     u64 sums[SCORE_THREADS / 32];
     u64 full[STAGES], empty[STAGES];
     u64 first[BATCH_MAX + 1];  // pages << 32 | units of the rows before
+    int2 rows[BATCH_MAX];      // seat and length
+    i32 hot_slots[HOT_MAX];    // of the first seats
+    u32 blocks;                // that have a share
 };
 
 __device__ __forceinline__ float key_relu(float v) {
@@ -145,7 +152,8 @@ __device__ __forceinline__ u32 units_before(const ScoreShared& s, int row) { ret
 // Calls f(row, first page, page behind the last, pages of the share before) for each row of the block's share, in order.
 template <class Each> __device__ __forceinline__ void each_part(const IndexTopk& p, const ScoreShared& s, Each f) {
     const u32 total = pages_before(s, p.batch.size);
-    const u32 begin = share(total, blockIdx.x), end = share(total, blockIdx.x + 1);
+    if (blockIdx.x >= s.blocks) return;
+    const u32 begin = share(total, blockIdx.x, s.blocks), end = share(total, blockIdx.x + 1, s.blocks);
     int low = 0, high = p.batch.size;  // the last row that begins at or before the share
     while (low + 1 < high) {
         const int middle = (low + high) / 2;
@@ -167,8 +175,7 @@ __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) 
     const u32 held = static_cast<u32>(p.state.key_rows / PAGE_TOKENS);
     const int lane = threadIdx.x % 32;
     each_part(p, s, [&](int row, u32 from, u32 stop, u32 before) {
-        const IndexRow at = index_row(p, row);
-        const i32* const table = p.state.index_table + static_cast<i64>(at.seat) * p.state.max_pages;
+        const i32* const table = p.state.index_table + static_cast<i64>(s.rows[row].x) * p.state.max_pages;
         i32 next = from + lane < stop ? table[from + lane] : -1;
         for (u32 base = from; base < stop; base += 32) {
             const i32 pages = next;
@@ -191,27 +198,12 @@ __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) 
     });
 }
 
-// Add what `bins` holds to the row's histogram, and empty them.
-__device__ __forceinline__ void flush_bins(u32* bins, u32* histogram) {
-#pragma unroll 2
-    for (int i = 4 * threadIdx.x; i < BINS; i += 4 * 32 * WARPS) {
-        const uint4 held = *reinterpret_cast<const uint4*>(bins + i);
-        if ((held.x | held.y | held.z | held.w) == 0) continue;
-        *reinterpret_cast<uint4*>(bins + i) = make_uint4(0, 0, 0, 0);
-        if (held.x) atomicAdd(histogram + i, held.x);
-        if (held.y) atomicAdd(histogram + i + 1, held.y);
-        if (held.z) atomicAdd(histogram + i + 2, held.z);
-        if (held.w) atomicAdd(histogram + i + 3, held.w);
-    }
-}
-
 __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) {
     const u32 warp = threadIdx.x % TEAM_THREADS / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u32 team = threadIdx.x / TEAM_THREADS;
     each_part(p, s, [&](int row, u32 from, u32 stop, u32 before) {
-        const IndexRow at = index_row(p, row);
         const i64 place = static_cast<i64>(units_before(s, row)) * UNIT;
-        const u32 length = place + units_of(at) * UNIT <= p.capacity ? at.length : 0;
+        const u32 length = static_cast<i64>(units_before(s, row + 1)) * UNIT <= p.capacity ? s.rows[row].y : 0;
         float* const scores = p.scores + place;
         stage_row(p, row, s);
         sync_named(1, 32 * WARPS);
@@ -250,10 +242,11 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
             float near = 0, far = 0;
 #pragma unroll
             for (int n = 0; n < TILES; ++n) {
-                near = fmaf(key_relu(c[n][0]), weights[n].x, near);
-                near = fmaf(key_relu(c[n][1]), weights[n].y, near);
-                far = fmaf(key_relu(c[n][2]), weights[n].x, far);
-                far = fmaf(key_relu(c[n][3]), weights[n].y, far);
+                const float2 weight = SCORE_BLOCKS == 1 ? weights[n] : s.weights[n][t];
+                near = fmaf(key_relu(c[n][0]), weight.x, near);
+                near = fmaf(key_relu(c[n][1]), weight.y, near);
+                far = fmaf(key_relu(c[n][2]), weight.x, far);
+                far = fmaf(key_relu(c[n][3]), weight.y, far);
             }
             // An even lane ends with key g, an odd one with key g + 8.
             const bool odd = t & 1;
@@ -267,14 +260,14 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
             }
         }
         sync_named(1, 32 * WARPS);
-        flush_bins(s.bins, p.histogram + static_cast<i64>(row) * BINS);
+        flush_bins<32 * WARPS>(s.bins, row_histogram(p, row));
         sync_named(1, 32 * WARPS);
     });
 }
 
 }  // namespace hisparse
 
-extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, SCORE_BLOCKS)
     index_scores(const __grid_constant__ hisparse::IndexTopk p) {
     using namespace hisparse;
     extern __shared__ __align__(128) u8 dynamic[];
@@ -291,14 +284,37 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     await_last();
     let_next_begin();
     if (PROBE == 1) return;
-    divide<SCORE_THREADS>(
-        p, s.sums,
-        [](const IndexRow& r) {
-            return r.kind == SCORED
-                       ? static_cast<u64>((r.length + PAGE_TOKENS - 1) / PAGE_TOKENS) << 32 | units_of(r)
-                       : 0ull;
-        },
-        [&](int row, u64 sum) { s.first[row] = sum; });
+    // Hot slots of all seats are asked for beside the rows', not behind them.
+    const int seats = min(p.state.seats, HOT_MAX);
+    NamedRow named = {};
+    if (threadIdx.x < p.batch.size) named = named_row(p, threadIdx.x);
+    for (int i = threadIdx.x; i < seats; i += SCORE_THREADS) s.hot_slots[i] = p.state.hot_slots[i];
+    __syncthreads();
+    u64 carry = 0;
+    u32 scored = 0;
+    for (int base = 0; base < p.batch.size; base += SCORE_THREADS) {
+        const int row = base + static_cast<int>(threadIdx.x);
+        u64 held = 0, total;
+        if (row < p.batch.size) {
+            if (base > 0) named = named_row(p, row);
+            const IndexRow at = index_row(
+                p, named, [&](i64 seat) { return seat < HOT_MAX ? s.hot_slots[seat] : p.state.hot_slots[seat]; });
+            s.rows[row] = make_int2(at.seat, at.length);
+            if (at.kind == SCORED)
+                held = static_cast<u64>((at.length + PAGE_TOKENS - 1) / PAGE_TOKENS) << 32 | units_of(at);
+        }
+        scored += __syncthreads_count(held != 0);
+        const u64 before = sum_before<SCORE_THREADS, u64>(held, s.sums, total);
+        if (row < p.batch.size) s.first[row] = carry + before;
+        carry += total;
+    }
+    if (threadIdx.x == 0) {
+        s.first[p.batch.size] = carry;
+        // Rows of one length are then cut at their ends, so that few blocks have parts of two.
+        const u32 over = SNAP && scored > 0 && scored <= gridDim.x ? gridDim.x % scored : 0;
+        s.blocks = gridDim.x - (over <= gridDim.x / 16 ? over : 0);
+    }
+    __syncthreads();
     if (PROBE == 2) return;
     if (threadIdx.x < 32 * WARPS)
         score_pages(p, s);

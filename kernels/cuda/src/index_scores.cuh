@@ -128,19 +128,6 @@ __device__ __forceinline__ void score_units(const IndexTopk& p, int row, u32 beg
     await_stage<0>();
 }
 
-// Add what `bins` holds to the row's histogram, and empty them.
-__device__ __forceinline__ void flush_bins(u32* bins, u32* histogram) {
-    for (int i = 4 * threadIdx.x; i < BINS; i += 4 * SCORE_THREADS) {
-        const uint4 held = *reinterpret_cast<const uint4*>(bins + i);
-        if ((held.x | held.y | held.z | held.w) == 0) continue;
-        *reinterpret_cast<uint4*>(bins + i) = make_uint4(0, 0, 0, 0);
-        if (held.x) atomicAdd(histogram + i, held.x);
-        if (held.y) atomicAdd(histogram + i + 1, held.y);
-        if (held.z) atomicAdd(histogram + i + 2, held.z);
-        if (held.w) atomicAdd(histogram + i + 3, held.w);
-    }
-}
-
 }  // namespace hisparse
 
 extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
@@ -157,15 +144,15 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
         *reinterpret_cast<uint4*>(bins + i) = make_uint4(0, 0, 0, 0);
     divide<SCORE_THREADS>(p, sums, units_of, [&](int row, u32 units) { first[row] = units; });
     const u32 total = static_cast<u32>(min(static_cast<i64>(first[p.batch.size]), p.capacity / UNIT));
-    u32 begin = share(total, blockIdx.x);
-    const u32 end = share(total, blockIdx.x + 1);
+    u32 begin = share(total, blockIdx.x, gridDim.x);
+    const u32 end = share(total, blockIdx.x + 1, gridDim.x);
     for (int row = row_at(first, p.batch.size, begin); begin < end; ++row) {
         const u32 stop = min(end, first[row + 1]);
         if (begin >= stop) continue;
         float* const scores = p.scores + static_cast<i64>(first[row]) * UNIT;
         score_units(p, row, begin - first[row], stop - first[row], scores, ring, queries, bins);
         __syncthreads();
-        flush_bins(bins, p.histogram + static_cast<i64>(row) * BINS);
+        flush_bins<SCORE_THREADS>(bins, row_histogram(p, row));
         __syncthreads();
         begin = stop;
     }

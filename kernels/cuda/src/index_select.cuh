@@ -1,9 +1,16 @@
 // index_select: an exact top-k of each row's scores, ties to the lowest position, ascending by position.
 //
-// A cluster of blocks has a row, and each of its blocks a range of positions. Short rows are the first block's alone.
+// A row of up to SPAN positions is one block's, whose threads hold 16 neighbours each:
 //
-//     1  The row's histogram gives the bin of the k-th score, and how many scores lie above it.
-//     2  Positions above the bin are set in a bitmap, those in it are listed: *edges*, as ranks (below).
+//     1  The row's histogram gives the bin of the k-th score, how many scores lie above it, and how many in it: *edges*.
+//     2  A histogram of 11 more bits of the edges gives a bin of few, mostly of one.
+//     3  What lies above that bin is chosen, and in it what ranks (below) as high as is wanted.
+//     4  Counting the chosen gives each its place, so the output is ascending without a sort.
+//
+// A cluster of blocks has a longer row, and each of its blocks a range of positions:
+//
+//     1  As above.
+//     2  Positions above the bin are set in a bitmap, edges are listed as ranks.
 //     3  Blocks read each other's edges from shared memory, and each finds the same bar among them: a histogram of 11 bits
 //        of the ranks, and so on until few are left, which are compared one by one.
 //     4  Counting bits gives each position its place, so the output is ascending without a sort.
@@ -33,8 +40,10 @@ constexpr u32 EDGES = 4096;                // listed of a row
 constexpr u32 REAL_BINS = 16;              // in those below lie -inf and NaN
 constexpr u32 FEW = 64;                    // compared one by one
 constexpr int POSITION_BITS = 20, FINE_BITS = 11;
-constexpr int BINS_EACH = BINS / SELECT_THREADS, FINE_EACH = (1 << FINE_BITS) / SELECT_THREADS;
-static_assert(CONTEXT_MAX_TOKENS <= 1 << POSITION_BITS && BINS_EACH % 4 == 0 && FINE_EACH % 2 == 0, "sizes fit");
+constexpr int FINE_EACH = (1 << FINE_BITS) / SELECT_THREADS;
+constexpr int EACH = 16;                   // neighbours of a thread
+constexpr u32 SPAN = EACH * SELECT_THREADS;
+static_assert(CONTEXT_MAX_TOKENS <= 1 << POSITION_BITS && FINE_EACH % 2 == 0 && UNIT == EACH && EACH <= READS, "sizes fit");
 static_assert(SELECT_WARPS >= 16, "as many as blocks of a cluster");
 
 // Where the wanted one lies: in `bin`, with `above` in higher bins and `inside` in it.
@@ -102,6 +111,41 @@ __device__ __forceinline__ Cut find_cut(const u32 (&counts)[EACH], u32 bins, u32
     if (threadIdx.x == 0 && total < wanted) s.cut = {0, total - counts[0], counts[0]};  // of a row that is not wholly granted
     __syncthreads();
     return s.cut;
+}
+
+// Likewise among the bins of a warp's lanes, highest first, by each warp alone. `bin` is counted from the highest.
+template <int EACH> __device__ __forceinline__ Cut find_cut(const u32 (&counts)[EACH], u32 wanted) {
+    const u32 lane = threadIdx.x % 32;
+    u32 sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) sum += counts[i];
+    u32 inclusive = sum;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        if (lane >= step) inclusive += left;
+    }
+    const u32 reached = __ballot_sync(0xFFFFFFFF, inclusive >= wanted);
+    const u32 owner = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
+    u32 above = inclusive - sum, bin = EACH * lane, inside = counts[0];
+#pragma unroll
+    for (int i = 1; i < EACH; ++i)
+        if (above + inside < wanted) above += inside, inside = counts[i], ++bin;
+    return {__shfl_sync(0xFFFFFFFF, bin, owner), __shfl_sync(0xFFFFFFFF, above, owner),
+            __shfl_sync(0xFFFFFFFF, inside, owner)};
+}
+
+// Where the row's k-th score lies, found by each warp: among the coarse bins, then among the 32 of one.
+__device__ __forceinline__ Cut row_cut(const u32* histogram, u32 k) {
+    const u32 lane = threadIdx.x % 32;
+    const uint4* const last = reinterpret_cast<const uint4*>(histogram + BINS + COARSE_BINS - 8 * lane);
+    const uint4 high = __ldcg(last - 1), low = __ldcg(last - 2);
+    const u32 counts[8] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
+    const Cut coarse = find_cut(counts, k);
+    const u32 highest = BINS - 1 - 32 * coarse.bin;
+    const u32 count[1] = {__ldcg(histogram + highest - lane)};
+    const Cut fine = find_cut(count, k - coarse.above);
+    return {highest - fine.bin, coarse.above + fine.above, fine.inside};
 }
 
 // Scores of TILE positions, 32 apart in each lane; NaN behind the end.
@@ -277,23 +321,93 @@ __device__ __forceinline__ u32 gather_edges(const Part& part, SelectShared& s) {
     return __reduce_add_sync(0xFFFFFFFF, sure);
 }
 
+// For the next launch, once no block of the row reads it.
+__device__ __forceinline__ void empty_histogram(const IndexTopk& p, int row, const Part& part) {
+    uint4* const histogram = reinterpret_cast<uint4*>(row_histogram(p, row));
+    for (u32 i = part.rank * SELECT_THREADS + threadIdx.x; i < (BINS + COARSE_BINS) / 4; i += part.ranks * SELECT_THREADS)
+        histogram[i] = make_uint4(0, 0, 0, 0);
+    if (part.rank == 0 && threadIdx.x < COUNTERS) p.counters[row * COUNTERS + threadIdx.x] = 0;
+}
+
+// A row of up to SPAN positions, by one block, with s.bins empty. False where too many scores are alike: nothing is done.
+__device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const Part& part, SelectShared& s) {
+    const u32 k = static_cast<u32>(p.k), first = EACH * threadIdx.x, lane = threadIdx.x % 32;
+    float scores[EACH];
+#pragma unroll
+    for (u32 i = 0; i < EACH; i += 4) {
+        const float none = __uint_as_float(0x7FFFFFFF);
+        float4 four = make_float4(none, none, none, none);
+        if (first < part.length) four = __ldcg(reinterpret_cast<const float4*>(part.scores + first + i));
+        scores[i] = four.x, scores[i + 1] = four.y, scores[i + 2] = four.z, scores[i + 3] = four.w;
+    }
+    if (first < part.length && first + EACH > part.length) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i)
+            if (first + i >= part.length) scores[i] = __uint_as_float(0x7FFFFFFF);
+    }
+    const Cut cut = row_cut(row_histogram(p, row), k);
+    if (cut.bin < REAL_BINS) return false;
+    u32 wanted = k - cut.above, inside = cut.inside;
+    float low = score_of(cut.bin << BIN_SHIFT), high = score_of((cut.bin + 1) << BIN_SHIFT);
+    const u32 flip = low < 0 ? 0xFFFFFFFF : 0x80000000;
+    if (inside > wanted) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i)
+            if (scores[i] >= low && !(scores[i] >= high))
+                count_shared(s.bins + ((__float_as_uint(scores[i]) ^ flip) >> (BIN_SHIFT - FINE_BITS) &
+                                       ((1u << FINE_BITS) - 1)));
+        __syncthreads();
+        u32 counts[FINE_EACH];
+#pragma unroll
+        for (int i = 0; i < FINE_EACH; ++i) counts[i] = s.bins[(1 << FINE_BITS) - 1 - (threadIdx.x * FINE_EACH + i)];
+        const Cut fine = find_cut(counts, 1 << FINE_BITS, wanted, s);
+        const u32 prefix = cut.bin << FINE_BITS | fine.bin;
+        low = score_of(prefix << (BIN_SHIFT - FINE_BITS)), high = score_of((prefix + 1) << (BIN_SHIFT - FINE_BITS));
+        wanted -= fine.above, inside = fine.inside;
+    }
+    if (inside > wanted && inside > 32) return false;
+    u32 chosen = 0, level = 0;
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        if (scores[i] >= low) level |= 1u << i;
+        if (scores[i] >= high) chosen |= 1u << i;
+    }
+    if (inside > wanted) {
+        u32 left = level & ~chosen;
+        level = chosen;
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i)
+            if (left >> i & 1)
+                s.few[atomicAdd(&s.compared, 1u)] = rank_of(__float_as_uint(scores[i]) ^ flip, first + i);
+        __syncthreads();
+        const u64 own = lane < inside ? s.few[lane] : 0;
+        u32 higher = 0;
+        for (u32 i = 0; i < inside; ++i) higher += s.few[i] > own;
+        const u32 best = __ballot_sync(0xFFFFFFFF, lane < inside && higher < wanted);
+        for (u32 i = 0; i < inside; ++i) {
+            const u32 place = position_of(s.few[i]) - first;
+            if (best >> i & 1 && place < EACH) level |= 1u << place;
+        }
+    }
+    i32* const out = p.topk_out + static_cast<i64>(row) * k;
+    u32 total, place = sum_ahead(__popc(level), s.sums, total);
+#pragma unroll 1
+    for (u32 bits = level; bits; bits &= bits - 1, ++place)
+        if (place < k) out[place] = static_cast<i32>(first + __ffs(static_cast<int>(bits)) - 1);
+    empty_histogram(p, row, part);
+    return true;
+}
+
 // A row that has scores.
 __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& part, SelectShared& s) {
-    u32* const histogram = p.histogram + static_cast<i64>(row) * BINS;
+    u32* const histogram = row_histogram(p, row);
     i32* const counters = p.counters + row * COUNTERS;
     i32* const out = p.topk_out + static_cast<i64>(row) * p.k;
     const u32 k = static_cast<u32>(p.k), first = part.begin + threadIdx.x / 32 * TILE;
     Tile tile;
     if (first < part.end) tile.load(part.scores, first, part.end);
-    u32 counts[BINS_EACH];
-    const uint4* const last = reinterpret_cast<const uint4*>(histogram + BINS - BINS_EACH * threadIdx.x) - 1;
-#pragma unroll
-    for (int i = 0; i < BINS_EACH / 4; ++i) {
-        const uint4 four = __ldcg(last - i);
-        counts[4 * i] = four.w, counts[4 * i + 1] = four.z, counts[4 * i + 2] = four.y, counts[4 * i + 3] = four.x;
-    }
     const bool granted = __ldcg(counters + UNGRANTED_ROW) == 0;
-    const Cut cut = find_cut(counts, BINS, k, s);
+    const Cut cut = row_cut(histogram, k);
     if (PROBE == 2) {
         if (threadIdx.x == 0) out[part.rank] = cut.bin + tile.scores[0];
         return;
@@ -301,9 +415,7 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     const bool again = cut.inside > EDGES || cut.bin < REAL_BINS || part.length > part.ranks * WINDOW;
     if (granted && !again) mark_and_list(part, cut.bin, tile, first, s);
     sync_row(part);
-    for (u32 i = part.rank * SELECT_THREADS + threadIdx.x; i < BINS / 4; i += part.ranks * SELECT_THREADS)
-        reinterpret_cast<uint4*>(histogram)[i] = make_uint4(0, 0, 0, 0);
-    if (part.rank == 0 && threadIdx.x < COUNTERS) counters[threadIdx.x] = 0;
+    empty_histogram(p, row, part);
     if (PROBE == 3) return;
     if (!granted) {
         for (u32 i = part.rank * SELECT_THREADS + threadIdx.x; i < k; i += part.ranks * SELECT_THREADS) out[i] = -1;
@@ -363,6 +475,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, SELECT_BL
     const int row = static_cast<int>(blockIdx.y);
     let_next_begin();
     if (threadIdx.x == 0) s.found = s.sure = s.before = s.compared = 0;
+    for (u32 i = threadIdx.x; i < 1 << FINE_BITS; i += SELECT_THREADS) s.bins[i] = 0;
     u32 ahead = 0, units;
     for (int i = threadIdx.x; i < row; i += SELECT_THREADS) ahead += units_of(index_row(p, i));
     sum_ahead(ahead, s.sums, units);
@@ -378,7 +491,13 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, SELECT_BL
         return;
     }
     const u32 each = ((length + ranks - 1) / ranks + 31) / 32 * 32;
+    const Part part{p.scores + static_cast<i64>(units) * UNIT, length, min(rank * each, length),
+                    min(rank * each + each, length), rank, ranks};
     __syncthreads();
-    choose(p, row, {p.scores + static_cast<i64>(units) * UNIT, length, min(rank * each, length),
-                    min(rank * each + each, length), rank, ranks}, s);
+    if (PROBE == 0 && ranks == 1 && length <= SPAN && __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0) {
+        if (choose_short(p, row, part, s)) return;
+        __syncthreads();
+        if (threadIdx.x == 0) s.compared = 0;
+    }
+    choose(p, row, part, s);
 }

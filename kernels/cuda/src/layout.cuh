@@ -31,6 +31,7 @@ constexpr int SWAP_IN_SHARED_BYTES = 99568;  // of a block of swap_in
 constexpr int UNIT = 16;  // index keys that a warp scores together
 constexpr int BATCH_MAX = 1024;  // rows of index_topk
 constexpr int BINS = 8192;  // of a row's histogram of scores: a power of two
+constexpr int COARSE_BINS = 256;  // behind them: sums of neighbours
 constexpr int COUNTERS = 4;  // of a row, in words: UNGRANTED_ROW
 
 enum Tripwire { POSITION = 0, UNGRANTED = 1, VICTIMS = 2, SEAT = 3 };
@@ -185,7 +186,7 @@ struct IndexTopk {
     const float* weights;  // [batch, heads]
     i32* topk_out;         // [batch, k]
     float* scores;         // [capacity]
-    u32* histogram;        // [rows, BINS]
+    u32* histogram;        // [rows, BINS + COARSE_BINS]
     i32* counters;         // [rows, COUNTERS]
     i64 capacity;
     float scale;
