@@ -55,7 +55,7 @@ struct SelectShared {
     u64 edges[EDGES];   // this block's
     u64 listed[EDGES];  // the row's
     u32 chosen[WINDOW / 32];
-    u32 bins[1 << FINE_BITS];
+    u32 bins[(1 << FINE_BITS) + 4];  // the last for what is not counted
     u64 few[FEW];
     u64 bar;
     Cut cut;
@@ -329,7 +329,8 @@ __device__ __forceinline__ void empty_histogram(const IndexTopk& p, int row, con
     if (part.rank == 0 && threadIdx.x < COUNTERS) p.counters[row * COUNTERS + threadIdx.x] = 0;
 }
 
-// A row of up to SPAN positions, by one block, with s.bins empty. False where too many scores are alike: nothing is done.
+// A row of up to SPAN positions, by one block, with s.bins empty. False where it is not wholly granted or too many scores
+// are alike: nothing is done.
 __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const Part& part, SelectShared& s) {
     const u32 k = static_cast<u32>(p.k), first = EACH * threadIdx.x, lane = threadIdx.x % 32;
     float scores[EACH];
@@ -345,17 +346,19 @@ __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const 
         for (u32 i = 0; i < EACH; ++i)
             if (first + i >= part.length) scores[i] = __uint_as_float(0x7FFFFFFF);
     }
+    const bool granted = __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0;
     const Cut cut = row_cut(row_histogram(p, row), k);
-    if (cut.bin < REAL_BINS) return false;
+    if (!granted || cut.bin < REAL_BINS) return false;
     u32 wanted = k - cut.above, inside = cut.inside;
     float low = score_of(cut.bin << BIN_SHIFT), high = score_of((cut.bin + 1) << BIN_SHIFT);
     const u32 flip = low < 0 ? 0xFFFFFFFF : 0x80000000;
     if (inside > wanted) {
 #pragma unroll
-        for (u32 i = 0; i < EACH; ++i)
-            if (scores[i] >= low && !(scores[i] >= high))
-                count_shared(s.bins + ((__float_as_uint(scores[i]) ^ flip) >> (BIN_SHIFT - FINE_BITS) &
-                                       ((1u << FINE_BITS) - 1)));
+        for (u32 i = 0; i < EACH; ++i) {
+            const u32 bin = (__float_as_uint(scores[i]) ^ flip) >> (BIN_SHIFT - FINE_BITS) & ((1u << FINE_BITS) - 1);
+            const bool is_edge = scores[i] >= low && !(scores[i] >= high);
+            count_shared(s.bins + (is_edge ? bin : 1u << FINE_BITS));  // a branch would take longer
+        }
         __syncthreads();
         u32 counts[FINE_EACH];
 #pragma unroll
@@ -373,17 +376,20 @@ __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const 
         if (scores[i] >= high) chosen |= 1u << i;
     }
     if (inside > wanted) {
-        u32 left = level & ~chosen;
+#pragma unroll 1
+        for (u32 left = level & ~chosen; left; left &= left - 1) {
+            const u32 position = first + __ffs(static_cast<int>(left)) - 1;
+            const u32 bits = __float_as_uint(__ldcg(part.scores + position));
+            s.few[atomicAdd(&s.compared, 1u)] = rank_of(bits ^ flip, position);
+        }
         level = chosen;
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i)
-            if (left >> i & 1)
-                s.few[atomicAdd(&s.compared, 1u)] = rank_of(__float_as_uint(scores[i]) ^ flip, first + i);
         __syncthreads();
         const u64 own = lane < inside ? s.few[lane] : 0;
         u32 higher = 0;
+#pragma unroll 1
         for (u32 i = 0; i < inside; ++i) higher += s.few[i] > own;
         const u32 best = __ballot_sync(0xFFFFFFFF, lane < inside && higher < wanted);
+#pragma unroll 1
         for (u32 i = 0; i < inside; ++i) {
             const u32 place = position_of(s.few[i]) - first;
             if (best >> i & 1 && place < EACH) level |= 1u << place;
@@ -494,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, SELECT_BL
     const Part part{p.scores + static_cast<i64>(units) * UNIT, length, min(rank * each, length),
                     min(rank * each + each, length), rank, ranks};
     __syncthreads();
-    if (PROBE == 0 && ranks == 1 && length <= SPAN && __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0) {
+    if (PROBE == 0 && ranks == 1 && length <= SPAN) {
         if (choose_short(p, row, part, s)) return;
         __syncthreads();
         if (threadIdx.x == 0) s.compared = 0;
