@@ -124,6 +124,12 @@ def test_scores_crowded_into_a_bin(ranks: int, spread: float) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_more_positions_than_threads_hold(ranks: int) -> None:
+    """A bitmap stands for them; few values, whose ties are cut."""
+    Step([normal(20_000), np.round(normal(17_000) * 40).astype(np.float32)], k=2048).check(ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_position_beyond_a_bitmap(ranks: int) -> None:
     Step([normal(140_000), normal(300_000)], k=2048).check(ranks)
 

@@ -10,10 +10,10 @@
 // A cluster of blocks has a longer row, and each of its blocks a range of positions:
 //
 //     1  As above.
-//     2  Positions above the bin are set in a bitmap, edges are listed as ranks.
+//     2  Positions above the bin are chosen, edges are listed as ranks.
 //     3  Blocks read each other's edges from shared memory, and each finds the same bar among them: a histogram of 11 bits
 //        of the ranks, and so on until few are left, which are compared one by one.
-//     4  Counting bits gives each position its place, so the output is ascending without a sort.
+//     4  As above. Where ranges are longer than SPAN, bits of a map stand for what threads held.
 //
 // Rank of a position: its order key, then the position, the lowest highest. Ranks differ, so that a bar divides the chosen
 // from all others.
@@ -329,23 +329,86 @@ __device__ __forceinline__ void empty_histogram(const IndexTopk& p, int row, con
     if (part.rank == 0 && threadIdx.x < COUNTERS) p.counters[row * COUNTERS + threadIdx.x] = 0;
 }
 
-// A row of up to SPAN positions, by one block, with s.bins empty. False where it is not wholly granted or too many scores
-// are alike: nothing is done.
+// Scores of EACH neighbours from `first` on; NaN behind the part's end.
+__device__ __forceinline__ void load_neighbours(float (&scores)[EACH], const Part& part, u32 first) {
+    const float none = __uint_as_float(0x7FFFFFFF);
+#pragma unroll
+    for (u32 i = 0; i < EACH; i += 4) {
+        float4 four = make_float4(none, none, none, none);
+        if (first < part.end) four = __ldcg(reinterpret_cast<const float4*>(part.scores + first + i));
+        scores[i] = four.x, scores[i + 1] = four.y, scores[i + 2] = four.z, scores[i + 3] = four.w;
+    }
+    if (first < part.end && first + EACH > part.end) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i)
+            if (first + i >= part.end) scores[i] = none;
+    }
+}
+
+// The chosen of EACH neighbours, bits of `chosen`, in order behind `before` others.
+__device__ __forceinline__ void write_neighbours(u32 chosen, u32 first, u32 before, u32 k, i32* out) {
+    u32 place = before;
+#pragma unroll 1
+    for (u32 bits = chosen; bits; bits &= bits - 1, ++place)
+        if (place < k) out[place] = static_cast<i32>(first + __ffs(static_cast<int>(bits)) - 1);
+}
+
+// A row of up to SPAN positions a block. False where it is not wholly granted or too many scores are alike: nothing is done.
+__device__ __forceinline__ bool choose_apart(const IndexTopk& p, int row, const Part& part, SelectShared& s) {
+    const u32 k = static_cast<u32>(p.k), first = part.begin + EACH * threadIdx.x, lane = threadIdx.x % 32;
+    float scores[EACH];
+    load_neighbours(scores, part, first);
+    const bool granted = __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0;
+    const Cut cut = row_cut(row_histogram(p, row), k);
+    if (!granted || cut.bin < REAL_BINS || cut.inside > EDGES) return false;
+    const float low = score_of(cut.bin << BIN_SHIFT), high = score_of((cut.bin + 1) << BIN_SHIFT);
+    const u32 flip = low < 0 ? 0xFFFFFFFF : 0x80000000;
+    u32 level = 0, chosen = 0;
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        if (scores[i] >= low) level |= 1u << i;
+        if (scores[i] >= high) chosen |= 1u << i;
+    }
+    const u32 edge = level & ~chosen, count = __popc(edge);
+    u32 inclusive = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        if (lane >= step) inclusive += left;
+    }
+    const u32 sure = __reduce_add_sync(0xFFFFFFFF, __popc(chosen));
+    u32 place = 0;
+    if (lane == 31 && inclusive > 0) place = atomicAdd(&s.found, inclusive);
+    if (lane == 0 && sure > 0) atomicAdd(&s.sure, sure);
+    u64* to = s.edges + (__shfl_sync(0xFFFFFFFF, place, 31) + inclusive - count);
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i)
+        if (edge >> i & 1) *to++ = rank_of(__float_as_uint(scores[i]) ^ flip, first + i);
+    sync_cluster();
+    empty_histogram(p, row, part);
+    const u32 sure_before = gather_edges(part, s);
+    const u64 bar = find_bar<false>(part, cut.bin, cut.inside, k - cut.above, s, [&](auto f) {
+        for (u32 i = threadIdx.x; i < cut.inside; i += SELECT_THREADS) f(s.listed[i]);
+    });
+    u32 before = 0, total;
+    for (u32 i = threadIdx.x; i < cut.inside; i += SELECT_THREADS)
+        before += s.listed[i] >= bar && position_of(s.listed[i]) < part.begin;
+    before = __reduce_add_sync(0xFFFFFFFF, before);
+    if (lane == 0 && before > 0) atomicAdd(&s.before, before);
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i)
+        if (edge >> i & 1 && rank_of(__float_as_uint(scores[i]) ^ flip, first + i) >= bar) chosen |= 1u << i;
+    const u32 ahead = sum_ahead(__popc(chosen), s.sums, total);
+    write_neighbours(chosen, first, sure_before + s.before + ahead, k, p.topk_out + static_cast<i64>(row) * k);
+    cluster_wait();
+    return true;
+}
+
+// Likewise, by one block, with s.bins empty.
 __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const Part& part, SelectShared& s) {
     const u32 k = static_cast<u32>(p.k), first = EACH * threadIdx.x, lane = threadIdx.x % 32;
     float scores[EACH];
-#pragma unroll
-    for (u32 i = 0; i < EACH; i += 4) {
-        const float none = __uint_as_float(0x7FFFFFFF);
-        float4 four = make_float4(none, none, none, none);
-        if (first < part.length) four = __ldcg(reinterpret_cast<const float4*>(part.scores + first + i));
-        scores[i] = four.x, scores[i + 1] = four.y, scores[i + 2] = four.z, scores[i + 3] = four.w;
-    }
-    if (first < part.length && first + EACH > part.length) {
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i)
-            if (first + i >= part.length) scores[i] = __uint_as_float(0x7FFFFFFF);
-    }
+    load_neighbours(scores, part, first);
     const bool granted = __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0;
     const Cut cut = row_cut(row_histogram(p, row), k);
     if (!granted || cut.bin < REAL_BINS) return false;
@@ -395,11 +458,9 @@ __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const 
             if (best >> i & 1 && place < EACH) level |= 1u << place;
         }
     }
-    i32* const out = p.topk_out + static_cast<i64>(row) * k;
-    u32 total, place = sum_ahead(__popc(level), s.sums, total);
-#pragma unroll 1
-    for (u32 bits = level; bits; bits &= bits - 1, ++place)
-        if (place < k) out[place] = static_cast<i32>(first + __ffs(static_cast<int>(bits)) - 1);
+    u32 total;
+    const u32 ahead = sum_ahead(__popc(level), s.sums, total);
+    write_neighbours(level, first, ahead, k, p.topk_out + static_cast<i64>(row) * k);
     empty_histogram(p, row, part);
     return true;
 }
@@ -500,8 +561,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, SELECT_BL
     const Part part{p.scores + static_cast<i64>(units) * UNIT, length, min(rank * each, length),
                     min(rank * each + each, length), rank, ranks};
     __syncthreads();
-    if (PROBE == 0 && ranks == 1 && length <= SPAN) {
-        if (choose_short(p, row, part, s)) return;
+    if (PROBE == 0 && length <= ranks * SPAN) {
+        if (ranks > 1 ? choose_apart(p, row, part, s) : choose_short(p, row, part, s)) return;
         __syncthreads();
         if (threadIdx.x == 0) s.compared = 0;
     }
