@@ -39,21 +39,16 @@ HOPPER: Final = 90
 WGMMA_HEADS: Final = (32, 64)
 
 # index_hopper.cuh
-HOPPER_WARPS: int = 12
-HOPPER_STAGES: int = 12
-HOPPER_PARTS: int = 1
+HOPPER_WARPS: int = 12  # that multiply
+HOPPER_STAGES: int = 12  # pages of keys on their way, a multiple of the teams of four warps
+HOPPER_PARTS: int = 1  # e4m3 values that a query's value becomes
 HOT_MAX: Final = 1024
-HOPPER_EARLY: bool = True
-PROBE: int = 0
-SELECT_PROBE: int = 0
-SELECT_BLOCKS: int = 1
-HINT: int = 1
-SNAP: int = 1
-SCORE_BLOCKS: int = 1
+SCORE_BLOCKS: int = 1  # for whose registers a multiprocessor has room
 # index_select.cuh
 SELECT_WARPS: int = 16
-SOLO_POSITIONS: int = 8192
-RANKS_MAX: int = 16
+SELECT_BLOCKS: int = 1
+SOLO_POSITIONS: int = 8192  # of a row that one block takes alone
+RANKS_MAX: int = 16  # blocks of a row
 SELECT_SHARED_BYTES: Final = 91 << 10
 STATIC_SHARED_BYTES: Final = 8 << 10  # of index_scores, with room to spare
 STAGES_MAX: Final = 8
@@ -94,7 +89,7 @@ class Indexer:
     def defines(self, arch: int) -> Defines:
         """Warps and ring stages beside the indexer itself: as deep as shared memory allows, two units at least."""
         if self.on_hopper(arch):
-            return (*self._own, ("WARPS", HOPPER_WARPS), ("STAGES", HOPPER_STAGES), ("PARTS", HOPPER_PARTS), ("WGMMA", 1), ("PROBE", PROBE), ("HINT", HINT), ("SNAP", SNAP), ("SCORE_BLOCKS", SCORE_BLOCKS))
+            return (*self._own, ("WARPS", HOPPER_WARPS), ("STAGES", HOPPER_STAGES), ("PARTS", HOPPER_PARTS), ("WGMMA", 1), ("SCORE_BLOCKS", SCORE_BLOCKS))
         shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
         ring = shared - STATIC_SHARED_BYTES - 4 * BINS - self.queries_bytes
         wgmma = arch == HOPPER and self.query_bytes == 2 and self.wide
@@ -200,7 +195,7 @@ def index_topk(
     )
     score, select = _kernels(indexer, device)
     arch, stream = _arch(device), stream_of(state)
-    early = HOPPER_EARLY and indexer.on_hopper(arch)
+    early = indexer.on_hopper(arch)
     score.launch((processors(device), 1), block, stream, shared_bytes=indexer.shared_bytes(arch), early=early)
     if only_scores:
         return
@@ -230,7 +225,7 @@ def _kernels(indexer: Indexer, device: torch.device) -> tuple[Kernel, Kernel]:
 
 
 def select_defines() -> Defines:
-    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS), ("PROBE", SELECT_PROBE), ("SELECT_BLOCKS", SELECT_BLOCKS))
+    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS), ("SELECT_BLOCKS", SELECT_BLOCKS))
 
 
 def indexer_of(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:

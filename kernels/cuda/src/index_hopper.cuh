@@ -19,13 +19,6 @@
 #include "barriers.cuh"
 #include "index_rows.cuh"
 
-#ifndef PROBE
-#define PROBE 0
-#define HINT 1
-#define SNAP 1
-#define SCORE_BLOCKS 1
-#endif
-
 namespace hisparse {
 
 constexpr int TEAM_THREADS = 128, TEAMS = WARPS / 4, SCORE_THREADS = 32 * WARPS + 32;
@@ -57,7 +50,6 @@ __device__ __forceinline__ float key_relu(float v) {
 
 // Keys are read once: scores stay in L2 instead.
 __device__ __forceinline__ void fetch_once(void* to, const void* from, u32 bytes, u32 barrier) {
-    if (!HINT) return fetch_bytes(to, from, bytes, barrier);
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(
@@ -226,10 +218,6 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
             const float scale = __uint_as_float(words[(t & 1) * 2 * KEY_ROW + DIM / 4]);
             __syncwarp();
             if (lane == 0) arrive(shared_address(s.empty + slot));
-            if (PROBE == 3) {
-                if (scale == 1.2345f) p.scores[0] = __uint_as_float(a[0][0] + a[1][1] + a[2][2] + a[3][3]);
-                continue;
-            }
             float c[TILES][4];
             open_products();
 #pragma unroll
@@ -283,7 +271,6 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, SCORE_BLOC
         *reinterpret_cast<uint4*>(s.bins + i) = make_uint4(0, 0, 0, 0);
     await_last();
     let_next_begin();
-    if (PROBE == 1) return;
     // Hot slots of all seats are asked for beside the rows', not behind them.
     const int seats = min(p.state.seats, HOT_MAX);
     NamedRow named = {};
@@ -311,11 +298,10 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, SCORE_BLOC
     if (threadIdx.x == 0) {
         s.first[p.batch.size] = carry;
         // Rows of one length are then cut at their ends, so that few blocks have parts of two.
-        const u32 over = SNAP && scored > 0 && scored <= gridDim.x ? gridDim.x % scored : 0;
+        const u32 over = scored > 0 && scored <= gridDim.x ? gridDim.x % scored : 0;
         s.blocks = gridDim.x - (over <= gridDim.x / 16 ? over : 0);
     }
     __syncthreads();
-    if (PROBE == 2) return;
     if (threadIdx.x < 32 * WARPS)
         score_pages(p, s);
     else

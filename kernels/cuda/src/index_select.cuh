@@ -26,10 +26,6 @@
 
 #include "index_rows.cuh"
 
-#ifndef PROBE
-#define PROBE 0
-#endif
-
 namespace hisparse {
 
 constexpr int SELECT_THREADS = 32 * SELECT_WARPS;
@@ -475,15 +471,10 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     if (first < part.end) tile.load(part.scores, first, part.end);
     const bool granted = __ldcg(counters + UNGRANTED_ROW) == 0;
     const Cut cut = row_cut(histogram, k);
-    if (PROBE == 2) {
-        if (threadIdx.x == 0) out[part.rank] = cut.bin + tile.scores[0];
-        return;
-    }
     const bool again = cut.inside > EDGES || cut.bin < REAL_BINS || part.length > part.ranks * WINDOW;
     if (granted && !again) mark_and_list(part, cut.bin, tile, first, s);
     sync_row(part);
     empty_histogram(p, row, part);
-    if (PROBE == 3) return;
     if (!granted) {
         for (u32 i = part.rank * SELECT_THREADS + threadIdx.x; i < k; i += part.ranks * SELECT_THREADS) out[i] = -1;
         if (part.rank == 0 && threadIdx.x == 0) trip(p.state, UNGRANTED, 1);
@@ -495,10 +486,6 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     const u64 bar = find_bar<false>(part, cut.bin, edges, k - cut.above, s, [&](auto f) {
         for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) f(list[i]);
     });
-    if (PROBE == 4) {
-        if (threadIdx.x == 0) out[part.rank] = bar;
-        return;
-    }
     u32 before = 0;
     for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) {
         const u64 rank = list[i];
@@ -552,7 +539,6 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, SELECT_BL
     const u32 ranks = at.kind == SCORED && length > SOLO ? gridDim.x : 1, rank = blockIdx.x;
     if (rank >= ranks) return;
     await_last();
-    if (PROBE == 1) return;
     if (at.kind != SCORED || !fits) {
         if (rank == 0) write_plain(p, row, fits ? at : IndexRow{at.seat, at.length, REFUSED});
         return;
@@ -561,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, SELECT_BL
     const Part part{p.scores + static_cast<i64>(units) * UNIT, length, min(rank * each, length),
                     min(rank * each + each, length), rank, ranks};
     __syncthreads();
-    if (PROBE == 0 && length <= ranks * SPAN) {
+    if (length <= ranks * SPAN) {
         if (ranks > 1 ? choose_apart(p, row, part, s) : choose_short(p, row, part, s)) return;
         __syncthreads();
         if (threadIdx.x == 0) s.compared = 0;
