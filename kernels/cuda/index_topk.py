@@ -89,7 +89,14 @@ class Indexer:
     def defines(self, arch: int) -> Defines:
         """Warps and ring stages beside the indexer itself: as deep as shared memory allows, two units at least."""
         if self.on_hopper(arch):
-            return (*self._own, ("WARPS", HOPPER_WARPS), ("STAGES", HOPPER_STAGES), ("PARTS", HOPPER_PARTS), ("WGMMA", 1), ("SCORE_BLOCKS", SCORE_BLOCKS))
+            return (
+                *self._own,
+                ("WARPS", HOPPER_WARPS),
+                ("STAGES", HOPPER_STAGES),
+                ("PARTS", HOPPER_PARTS),
+                ("SCORE_BLOCKS", SCORE_BLOCKS),
+                ("WGMMA", 1),
+            )
         shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
         ring = shared - STATIC_SHARED_BYTES - 4 * BINS - self.queries_bytes
         wgmma = arch == HOPPER and self.query_bytes == 2 and self.wide
@@ -201,9 +208,7 @@ def index_topk(
         return
     rows = batch.seats.shape[0]
     ranks = ranks_of(rows, processors(device)) if arch >= 10 * CLUSTERS_SINCE[0] else 1
-    select.launch(
-        (ranks, rows), block, stream, cluster=ranks, shared_bytes=SELECT_SHARED_BYTES, early=arch >= HOPPER
-    )
+    select.launch((ranks, rows), block, stream, cluster=ranks, shared_bytes=SELECT_SHARED_BYTES, early=arch >= HOPPER)
 
 
 def ranks_of(rows: int, processors: int) -> int:

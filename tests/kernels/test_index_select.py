@@ -113,7 +113,8 @@ def test_rows_of_all_lengths(ranks: int) -> None:
 @pytest.mark.parametrize("k", [1, 64, 2048])
 def test_few_values_and_their_ties(ranks: int, k: int) -> None:
     """Every score many times, so that the bar lies among equal ones; more edges than are compared one by one."""
-    Step([DRAW.integers(-2, 3, 3000).astype(np.float32), DRAW.integers(0, 400, 3000).astype(np.float32)], k).check(ranks)
+    rows = [DRAW.integers(low, high, 3000).astype(np.float32) for low, high in ((-2, 3), (0, 400))]
+    Step(rows, k).check(ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
