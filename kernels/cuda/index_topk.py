@@ -99,7 +99,7 @@ class Indexer:
             )
         shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
         ring = shared - STATIC_SHARED_BYTES - 4 * BINS - self.queries_bytes
-        wgmma = arch == HOPPER and self.query_bytes == 2 and self.wide
+        wgmma = arch == HOPPER and (self.query_bytes, self.key_bytes) == (2, 2) and self.wide
         warps = 12 if wgmma else 8 if self.query_bytes == 2 else 4
         while ring < 2 * warps * UNIT * self.key_row_bytes:
             warps //= 2

@@ -18,7 +18,6 @@
 namespace hisparse {
 
 constexpr int SCORE_THREADS = 32 * WARPS;
-constexpr bool READS_AHEAD = WGMMA && KEY_BYTES == 1;  // and decodes a unit of keys while the one before it is multiplied
 static_assert(STAGES >= 2, "one unit is read while another arrives");
 
 // The index pages of every WARPS-th unit, 32 looked up at a time and 32 ahead of those.
@@ -89,34 +88,6 @@ __device__ __forceinline__ void score_units(const IndexTopk& p, int row, u32 beg
     };
     int key;
     bool mine;
-#if WGMMA
-    Scorer::Keys now;
-    float c[TILES][4] = {};
-    if (READS_AHEAD) {
-        await_stage<STAGES - 2>();
-        Scorer::read(ring, now);
-    }
-#pragma unroll READS_AHEAD ? 2 : 1
-    for (int i = 0; i < rounds; ++i) {
-        if (!READS_AHEAD) {
-            await_stage<STAGES - 2>();
-            issue(i + STAGES - 1, free);
-            Scorer::read(ring + slot * UNIT_BYTES, now);
-        }
-        scorer.multiply(c, now);
-        if (READS_AHEAD) issue(i + STAGES - 1, free);
-        free = slot, slot = next(slot);
-        Scorer::Keys later;
-        if (READS_AHEAD) {
-            await_stage<STAGES - 2>();
-            Scorer::read(ring + slot * UNIT_BYTES, later);
-        }
-        await_products<0>();
-        const float sum = scorer.sum_heads(c, key, mine);
-        keep(i, sum * now.scale, key, mine);
-        if (READS_AHEAD) now = later;
-    }
-#else
     for (int i = 0; i < rounds; ++i) {
         await_stage<STAGES - 2>();
         issue(i + STAGES - 1, free);
@@ -124,7 +95,6 @@ __device__ __forceinline__ void score_units(const IndexTopk& p, int row, u32 beg
         keep(i, score, key, mine);
         free = slot, slot = next(slot);
     }
-#endif
     await_stage<0>();
 }
 
