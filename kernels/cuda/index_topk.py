@@ -39,16 +39,14 @@ HOPPER: Final = 90
 WGMMA_HEADS: Final = (32, 64)
 
 # index_hopper.cuh
-HOPPER_WARPS: int = 12  # that multiply
-HOPPER_STAGES: int = 12  # pages of keys on their way, a multiple of the teams of four warps
-HOPPER_PARTS: int = 1  # e4m3 values that a query's value becomes
+HOPPER_WARPS: Final = 16  # that multiply
+HOPPER_STAGES: Final = 16  # pages of keys on their way, a multiple of the teams of four warps
+HOPPER_PARTS: Final = 1  # e4m3 values that a query's value becomes
 HOT_MAX: Final = 1024
-SCORE_BLOCKS: int = 1  # for whose registers a multiprocessor has room
 # index_select.cuh
-SELECT_WARPS: int = 16
-SELECT_BLOCKS: int = 1
-SOLO_POSITIONS: int = 8192  # of a row that one block takes alone
-RANKS_MAX: int = 16  # blocks of a row
+SELECT_WARPS: Final = 16
+SOLO_POSITIONS: Final = 8192  # of a row that one block takes alone
+RANKS_MAX: Final = 8  # blocks of a row
 SELECT_SHARED_BYTES: Final = 91 << 10
 STATIC_SHARED_BYTES: Final = 8 << 10  # of index_scores, with room to spare
 STAGES_MAX: Final = 8
@@ -94,7 +92,6 @@ class Indexer:
                 ("WARPS", HOPPER_WARPS),
                 ("STAGES", HOPPER_STAGES),
                 ("PARTS", HOPPER_PARTS),
-                ("SCORE_BLOCKS", SCORE_BLOCKS),
                 ("WGMMA", 1),
             )
         shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
@@ -212,9 +209,9 @@ def index_topk(
 
 
 def ranks_of(rows: int, processors: int) -> int:
-    """Blocks of a row of index_select: a power of two."""
+    """Blocks of a row of index_select: a power of two. Clusters of more than two do not fill a device."""
     ranks = 1
-    while 2 * ranks <= RANKS_MAX and 2 * ranks * rows <= processors:
+    while 2 * ranks <= RANKS_MAX and 2 * ranks * rows <= (processors if ranks == 1 else processors // 2):
         ranks *= 2
     return ranks
 
@@ -230,7 +227,7 @@ def _kernels(indexer: Indexer, device: torch.device) -> tuple[Kernel, Kernel]:
 
 
 def select_defines() -> Defines:
-    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS), ("SELECT_BLOCKS", SELECT_BLOCKS))
+    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS))
 
 
 def indexer_of(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:

@@ -19,7 +19,7 @@ from protocol.units import pages_for
 
 SCALE = 0.25
 #: Of the sum of magnitudes of all products: how far a score may be where queries are e4m3.
-FP8_QUERIES = 2**-6
+FP8_QUERIES = 2**-7
 
 
 class IndexBench:

@@ -58,8 +58,8 @@ def test_selection_and_launcher_agree_on_sizes() -> None:
 
 
 def test_rows_get_as_many_blocks_as_fit() -> None:
-    assert [ranks_of(rows, 132) for rows in (1, 8, 9, 16, 64, 66, 67, 1024)] == [16, 16, 8, 8, 2, 2, 1, 1]
-    assert ranks_of(1, 4) == 4
+    assert [ranks_of(rows, 132) for rows in (1, 8, 9, 16, 17, 66, 67, 1024)] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert ranks_of(1, 4) == 2
 
 
 def test_scratch_is_four_bytes_a_key_plus_some_per_seat() -> None:

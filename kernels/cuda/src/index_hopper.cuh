@@ -230,7 +230,7 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
             float near = 0, far = 0;
 #pragma unroll
             for (int n = 0; n < TILES; ++n) {
-                const float2 weight = SCORE_BLOCKS == 1 ? weights[n] : s.weights[n][t];
+                const float2 weight = weights[n];
                 near = fmaf(key_relu(c[n][0]), weight.x, near);
                 near = fmaf(key_relu(c[n][1]), weight.y, near);
                 far = fmaf(key_relu(c[n][2]), weight.x, far);
@@ -255,7 +255,7 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
 
 }  // namespace hisparse
 
-extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, SCORE_BLOCKS)
+extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     index_scores(const __grid_constant__ hisparse::IndexTopk p) {
     using namespace hisparse;
     extern __shared__ __align__(128) u8 dynamic[];

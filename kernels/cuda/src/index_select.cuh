@@ -521,7 +521,7 @@ __device__ __forceinline__ void write_plain(const IndexTopk& p, int row, const I
 
 }  // namespace hisparse
 
-extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, SELECT_BLOCKS)
+extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
     index_select(const __grid_constant__ hisparse::IndexTopk p) {
     using namespace hisparse;
     extern __shared__ u8 dynamic[];
