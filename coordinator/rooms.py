@@ -165,7 +165,7 @@ ROOMS: Final = (
         "262,144",
         _KEY_SHARE,
         WhenFull.REFUSES,
-        ("Subscriptions._rows", "Subscriptions._free"),
+        ("Subscriptions._rows", "Subscriptions._free", "Deliveries._reserved"),
     ),
     BoundedRoom(
         "outbox_bytes",

@@ -69,9 +69,9 @@ from worker.runners.logits import AdjustTables
 from worker.streams import Fence, Streams
 
 #: Threads that build matchers, one of them idle most of the time (_RankedJobs), and threads that compute masks behind a
-#: new token, apart from the slow ones. Of these the first has all masks, and the others help where a step begins without
-#: a mask, or where a draw waits while that thread has been at work on one mask for HELP_AFTER_S: threads that take turns
-#: at short masks spend more on the interpreter's lock than on the masks, however many there are.
+#: new token, apart from the slow ones. Of these the first has all masks, and the others help where a step begins
+#: without a mask, or where a draw waits while that thread has been at work on one mask for HELP_AFTER_S: threads that
+#: take turns at short masks spend more on the interpreter's lock than on the masks, however many there are.
 BUILD_THREADS: Final = 3
 MASK_THREADS: Final = 2
 HELP_AFTER_S: Final = 0.001
