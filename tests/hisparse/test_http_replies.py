@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from hisparse.http import answering
 from hisparse.http.apis.transcript import Transcript
+from hisparse.http.models.formats import scanning
 from hisparse.http.models.formats.replies import (
     HELD_CHARS_MAX,
     LOOKS_MAX,
@@ -28,6 +30,7 @@ from hisparse.http.models.formats.replies import (
     ToolCall,
     merged,
 )
+from hisparse.http.models.formats.scanning import MARKER_BLANKS_MAX
 from protocol.messages import Ended
 from protocol.text import ByteTokenizer
 from tests.hisparse.test_http_agents import (
@@ -157,6 +160,47 @@ def test_no_call_counts_behind_what_passed_the_bound(size: int) -> None:
     text = f"<tool_call>w<arg_key>t</arg_key><arg_value>{'x' * HELD_CHARS_MAX}</arg_value>? {GLM_CALL}"
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     assert read(within(GLM_PLAN), *parts) == [Reasoning(text)]
+
+
+@pytest.mark.parametrize("over", [0, 1])
+@pytest.mark.parametrize("is_within", [False, True])
+@pytest.mark.parametrize("size", [1, 997, 2 * MARKER_BLANKS_MAX])
+def test_blanks_that_wait_for_a_marker_have_a_bound(over: int, is_within: bool, size: int) -> None:
+    """To the character, in any cut; what is past it is told at once."""
+    plan, kind = replace(GLM_PLAN, reasons=is_within, is_within=is_within), Reasoning if is_within else Text
+    text = "So." + "\n" * (MARKER_BLANKS_MAX + over) + GLM_CALL
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    assert read(plan, *parts) == [kind("So." + "\n" * over), PARIS]
+    parser = ReplyParser(plan)
+    told = merged([piece for _ in range(3) for piece in parser.push("\n" * MARKER_BLANKS_MAX)])
+    assert told == ([] if is_within else [Text("\n" * 2 * MARKER_BLANKS_MAX)]), (
+        "those that begin reasoning are no part of it"
+    )
+
+
+@pytest.mark.parametrize("over", [0, 1])
+@pytest.mark.parametrize("size", [1, 2 * MARKER_BLANKS_MAX])
+def test_reasoning_begins_behind_few_blanks_only(over: int, size: int) -> None:
+    blanks = " " * (MARKER_BLANKS_MAX + over)
+    text = f"{blanks}<think>So.</think>Done."
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    expected = [Text(text)] if over else [Reasoning("So."), Text("Done.")]
+    assert read(replace(GLM_PLAN, reasons=True, is_within=False), *parts) == expected
+
+
+def test_blanks_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind a call, too, which may be all that an output holds back."""
+    looked, pattern = list[int](), scanning._BLANKS
+
+    class Counted:
+        def match(self, text: str, start: int) -> re.Match[str] | None:
+            found = pattern.match(text, start)
+            looked.append(len(found[0]) if found else 0)
+            return found
+
+    monkeypatch.setattr(scanning, "_BLANKS", Counted())
+    assert read(within(GLM_PLAN), "So.", GLM_CALL, *" " * 2_000)[-1] == PARIS
+    assert sum(looked) < 3 * 2_000
 
 
 @families
