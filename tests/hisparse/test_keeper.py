@@ -122,6 +122,34 @@ def test_a_start_that_comes_further_does_not_hang_and_one_that_does_not_is_named
     assert watch.hung(1_191.0) == ["w0"]
 
 
+def test_a_worker_that_restarts_keeps_no_hung_start_alive() -> None:
+    """It comes as far in each life, while another one hangs; the limit of that one is reached all the same."""
+    watch = watching()
+    watch.began("w1", 0.0)
+    watch.came_to({"w0": "device", "w1": "model"}, 1.0)
+    for second in range(2, 602):
+        if second % 40 == 0:
+            watch.began("w1", second)
+        watch.came_to({"w0": "device", "w1": f"weights {second % 40}.0%"}, second)
+        watch.answered([], second)
+        assert watch.hung(second) == []
+    watch.answered([], 602.0)
+    assert watch.hung(602.0) == ["w0"]
+
+
+def test_ranks_of_a_group_come_further_together() -> None:
+    """A rank waits for the others' weights. One that is in no group does not."""
+    watch = ChildWatch(LIMIT_S, groups=[("g0r0", "g0r1")])
+    for name in ("g0r0", "g0r1", "w0"):
+        watch.began(name, 0.0)
+    steps = {"g0r0": "group", "g0r1": "group", "w0": "device"}
+    watch.came_to(steps, 0.0)
+    for second in range(1, 701):
+        watch.came_to(steps | {"g0r1": f"weights {second}"}, second)
+        watch.answered([], second)
+    assert watch.hung(700.0) == ["w0"]
+
+
 def test_a_start_is_given_its_time_again_after_the_coordinator_was_silent() -> None:
     watch = watching()
     watch.answered([], 590.0)
