@@ -164,6 +164,32 @@ async def test_anthropic_turn_is_the_same_whole_and_streamed(tmp_path: Path, fam
     assert count.input_tokens == whole.usage.input_tokens
 
 
+async def test_anthropic_client_knows_its_request_by_the_coordinators_id(tmp_path: Path) -> None:
+    """Whole, streamed, and of an output that fails; the openai package has an id of its own."""
+    said = [Said("Paris.")]
+    async with agents_rig(tmp_path, lambda _: said[-1]) as rig:
+        client, scheduler = rig.anthropic(), rig.front.gateway.scheduler
+        ask: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "messages": ASKED}
+        raw = await in_thread(lambda: client.messages.with_raw_response.create(**ask))
+
+        def streamed() -> str | None:
+            with client.messages.stream(**ask) as stream:
+                stream.until_done()
+                return stream.request_id
+
+        ids = [raw.parse()._request_id, await in_thread(streamed)]
+        said.append(Said("Par", outcome="FAILED"))
+        with pytest.raises(anthropic.APIStatusError) as failed:
+            await in_thread(lambda: client.messages.create(**ask))
+        assert [*ids, failed.value.request_id] == list(scheduler.request_indices)
+        said.append(Said("Paris."))
+        chats = rig.openai().chat.completions.with_raw_response
+        other = await in_thread(lambda: chats.create(model=MODEL, messages=ASKED))
+    assert raw.headers["hisparse-request-id"] == raw.headers["request-id"] == ids[0]
+    assert "hisparse-request-id" in other.headers
+    assert "request-id" not in other.headers
+
+
 def _block(block: Any) -> dict[str, Any]:
     told: dict[str, Any] = block.model_dump()
     told.pop("id", None)

@@ -532,7 +532,8 @@ async def test_template_that_cannot_be_compiled_is_not_the_clients_fault(
     assert (peer.status, error["code"], error["param"]) == (500, "config", None)
     assert error["message"] == "The server is set up wrongly, and its log says how."
     assert peer.headers["x-should-retry"] == "false"
-    assert any("cannot be compiled: line 2" in str(record.__dict__) for record in caplog.records)
+    (level,) = {record.levelname for record in caplog.records if "cannot be compiled: line 2" in str(record.__dict__)}
+    assert level == "ERROR"
 
 
 @pytest.mark.parametrize(
