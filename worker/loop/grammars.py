@@ -30,6 +30,8 @@ A grammar may grow with its output, until each mask takes a fifth of a second. O
                                   it; one thread has the masks of all slow grammars, and lets other threads run
                                   (protocol.grammars.SlowPushes)
     masks that wait               owners take turns, in the thread of slow masks and in the others
+    another of the same grammar   waits for the slow one in the thread of slow masks: outputs of one matcher's copies
+                                  share a lock of the library. Copies are of one owner's requests
     one of MASK_LIMIT_S, or all   ends its request as failed: its output has outgrown what a worker computes for it
     beyond masks_limit_s
 
@@ -184,29 +186,48 @@ class Grammar:
                     return  # the thread that builds it calls `build_again`, or has done so
                 self._matcher = matcher
             self._push_all(self._matcher, tools)
+            if self._has_left:
+                return
             self._compute_mask(self._matcher)
         except BaseException as error:
             self._failure = outgrown(_failure(error), self._behind)
         self._done.set()
+
+    def work_or_hand_on(self, tools: _Tools) -> None:
+        """In a thread for quick masks: as `work`; or leave it to the thread of slow ones, where another output of this
+        grammar is at work for longer than QUICK_S."""
+        turn = self._build.turn
+        if not turn.acquire(timeout=QUICK_S):
+            self._queues.slow.put(self)
+            return
+        try:
+            self.work(tools)
+        finally:
+            turn.release()
 
     def _push_all(self, matcher: Matcher, tools: _Tools) -> None:
         """One token at a time, since other threads wait for the interpreter, until its request leaves."""
         for token in self._tokens:
             if self._has_left:
                 return
-            if self.is_slow:
-                began_s = time.perf_counter()
-                matcher.push_slow(token, tools.slow_pushes())
-                self.is_slow = time.perf_counter() - began_s > QUICK_S
-            else:
-                began_s = time.thread_time()
-                matcher.push((token,))
-                self.is_slow = time.thread_time() - began_s > QUICK_S
+            with self._build.turn:
+                self._push(matcher, token, tools)
+
+    def _push(self, matcher: Matcher, token: int, tools: _Tools) -> None:
+        if self.is_slow:
+            began_s = time.perf_counter()
+            matcher.push_slow(token, tools.slow_pushes())
+            self.is_slow = time.perf_counter() - began_s > QUICK_S
+        else:
+            began_s = time.thread_time()
+            matcher.push((token,))
+            self.is_slow = time.thread_time() - began_s > QUICK_S
 
     def _compute_mask(self, matcher: Matcher) -> None:
-        began_s = time.thread_time()
-        self._mask = matcher.mask()
-        took_s = time.thread_time() - began_s
+        with self._build.turn:
+            began_s = time.thread_time()
+            self._mask = matcher.mask()
+            took_s = time.thread_time() - began_s
         self.is_slow |= took_s > QUICK_S
         self._spent_s += took_s
         limit_s = masks_limit_s(self._behind)
@@ -234,10 +255,16 @@ class Grammar:
 
 
 class _Build:
-    """The matcher of one source, built once for all requests that ask for it as long as one of them is here."""
+    """The matcher of one source, built once for all requests of an owner that ask for it as long as one of them is
+    here.
+
+    `turn`: of the thread that is at work on one of its copies. The library lets no other one in meanwhile, and keeps
+    the interpreter from all threads while one waits for that.
+    """
 
     def __init__(self, source: str, trials: Trials) -> None:
         self.source = source
+        self.turn: Final = threading.RLock()
         self._trials = trials
         self._lock = threading.Lock()
         self._since_s: float | None = None  # when a thread began to build
@@ -394,7 +421,7 @@ class Grammars:
         self._tools = _Tools(partial(Vocabulary, tokenizer, info.vocab_size, info.eos_token_ids))
         self._trials = Trials(tokenizer, info.vocab_size, info.eos_token_ids)
         self._wake = wake
-        self._building: WeakValueDictionary[str, _Build] = WeakValueDictionary()
+        self._building: WeakValueDictionary[tuple[str, str], _Build] = WeakValueDictionary()
         self._queues = _Queues(_RankedJobs(), _MaskJobs(), _MaskJobs(), self._ask_help)
         self._help: SimpleQueue[bool] = SimpleQueue()  # true: asked for; false ends a thread that helps
         self._mask_since_s = inf  # when the thread that has all masks began with the one that it works on
@@ -406,9 +433,9 @@ class Grammars:
         self._host_rows[seat] = 255
         if not self._threads:
             self._start()
-        build = self._building.get(source)
+        build = self._building.get((owner, source))
         if build is None:
-            build = self._building[source] = _Build(source, self._trials)
+            build = self._building[owner, source] = _Build(source, self._trials)
         return Grammar(build, rank, owner, tokens, self._queues)
 
     def set(self, seat: int, mask: Mask | None) -> None:
@@ -467,7 +494,7 @@ class Grammars:
     def _work_on_masks(self) -> None:
         while (job := self._queues.masks.get()) is not None:
             self._mask_since_s = time.monotonic()
-            job.work(self._tools)
+            job.work_or_hand_on(self._tools)
             self._mask_since_s = inf
             del job
             self._wake()
@@ -482,7 +509,7 @@ class Grammars:
         """Take masks from the thread that has them, each time that help is asked for."""
         while self._help.get():
             while (job := self._next_mask()) is not None:
-                job.work(self._tools)
+                job.work_or_hand_on(self._tools)
                 del job
                 self._wake()
 
