@@ -185,8 +185,7 @@ class Grammar:
                 if (matcher := self._build.matcher(self, tools.vocabulary)) is None:
                     return  # the thread that builds it calls `build_again`, or has done so
                 self._matcher = matcher
-            self._push_all(self._matcher, tools)
-            if self._has_left:
+            if not self._push_all(self._matcher, tools):
                 return
             self._compute_mask(self._matcher)
         except BaseException as error:
@@ -205,13 +204,14 @@ class Grammar:
         finally:
             turn.release()
 
-    def _push_all(self, matcher: Matcher, tools: _Tools) -> None:
-        """One token at a time, since other threads wait for the interpreter, until its request leaves."""
+    def _push_all(self, matcher: Matcher, tools: _Tools) -> bool:
+        """One token at a time, since other threads wait for the interpreter; False once its request has left."""
         for token in self._tokens:
             if self._has_left:
-                return
+                return False
             with self._build.turn:
                 self._push(matcher, token, tools)
+        return True
 
     def _push(self, matcher: Matcher, token: int, tools: _Tools) -> None:
         if self.is_slow:

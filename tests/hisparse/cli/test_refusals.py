@@ -72,9 +72,9 @@ from protocol.sizing import Length
 from protocol.text import ByteTokenizer, JsonTokenizer, make_tokenizer
 from protocol.tokenizer_files import read_tokenizer
 from protocol.transport.keys import add_peer, make_keys, read_allowed, read_peer_key
-from tests.hisparse.test_cli import CAPACITY, MODEL, WORKER
-from tests.hisparse.test_http_errors import CASES as HTTP_CASES
-from tests.hisparse.test_http_errors import WIRE_CASES, check_http_case, check_wire_case
+from tests.hisparse.cli.test_cli import CAPACITY, MODEL, WORKER
+from tests.hisparse.http.test_errors import CASES as HTTP_CASES
+from tests.hisparse.http.test_errors import WIRE_CASES, check_http_case, check_wire_case
 from tests.manifests.test_values import SMALL
 from tests.support.fakes.gateway import FakeGateway
 from tests.support.http_rig import byte_tokenizer_json

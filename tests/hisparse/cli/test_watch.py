@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from protocol import messages
-from tests.hisparse.test_top import POOL, REQUEST, WORKER
+from tests.hisparse.top.test_top import POOL, REQUEST, WORKER
 from tests.support.fakes.gateway import FakeGateway, tag_of
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.terminal_rig import on_a_terminal

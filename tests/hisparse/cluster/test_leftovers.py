@@ -16,7 +16,7 @@ from protocol import messages
 from protocol.config import HostFacts, build
 from protocol.errors import ConfigError, Unavailable
 from protocol.settings import Config
-from tests.hisparse.test_cli import MODEL, REQUEST
+from tests.hisparse.cli.test_cli import MODEL, REQUEST
 from tests.support.fakes.gateway import FakeGateway, tag_of
 
 ENDED = replace(REQUEST, request_id="old", state="FINISHED")

@@ -37,7 +37,7 @@ from protocol.errors import (
 )
 from protocol.settings import Config
 from tests import ROOT
-from tests.hisparse.test_keeper import FakeCluster
+from tests.hisparse.cluster.test_keeper import FakeCluster
 from tests.support import zygote
 from worker.runners.tiny import write_tiny_checkpoint
 

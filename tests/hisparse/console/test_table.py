@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from hisparse.console.output import hot_text
 from hisparse.console.rows import hit_share
 from hisparse.console.table import Column, clean, fit_cell, lay_out, table_lines
-from tests.hisparse.test_top import REQUEST, row
+from tests.hisparse.top.test_top import REQUEST, row
 
 Fact = dict[str, str]
 
@@ -116,7 +116,7 @@ def test_resident_requests_have_no_hit_rate(changed: dict[str, Any], share: floa
 def test_requests_and_workers_fit_usual_terminals(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of a million tokens, with long ids and reasons: all numbers of the columns shown are whole."""
     from hisparse.cli import main
-    from tests.hisparse.test_top import WORKER
+    from tests.hisparse.top.test_top import WORKER
 
     long = row(
         REQUEST, request_id="tenant-7-job-000123", worker="gpu-node-3", prompt_tokens=1_000_000, host_pages=16_641,

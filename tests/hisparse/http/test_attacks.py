@@ -12,7 +12,7 @@ from http.client import HTTPConnection
 import pytest
 import trio
 
-from tests.hisparse.test_http_connection import REFUSED
+from tests.hisparse.http.server.test_connection import REFUSED
 from tools.fuzz.http import CLIENT_KEY, FUZZ_KEY, Aim, Site, assail, site
 from tools.fuzz.rig import Tally
 

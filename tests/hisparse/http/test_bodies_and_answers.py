@@ -62,7 +62,7 @@ from protocol.settings import HttpSettings
 from protocol.small_files import FILE_BYTES_MAX
 from protocol.text import JsonTokenizer
 from protocol.tokenizer_files import read_tokenizer
-from tests.hisparse.test_cli import run
+from tests.hisparse.cli.test_cli import run
 from tests.support.http_rig import KEY, TEMPLATE, byte_tokenizer_json
 
 MODEL = ModelInfo("f" * 8, "tiny", 4_096, 264, 4, 16, (257,), "json", "")

@@ -705,7 +705,7 @@ async def test_refusals_leave_nothing_for_the_collector(rig: FrontRig) -> None:
 
 @pytest.mark.refuses("TooLarge body=: more than {} bytes")
 async def test_oversized_body_is_refused_while_it_arrives(rig: FrontRig) -> None:
-    """I8. Its rest is the connection's, which throws it away: test_http_connection.py."""
+    """I8. Its rest is the connection's, which throws it away: server/test_connection.py."""
     peer = rig.open("POST", "/v1/completions", queue_messages=BODY_BYTES_MAX >> 20)
     with trio.fail_after(HANG_LIMIT_S):
         for _ in range(BODY_BYTES_MAX // (1 << 20) + 1):

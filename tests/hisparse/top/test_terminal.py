@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from protocol import messages
-from tests.hisparse.test_top import POOL, REQUEST, WORKER
+from tests.hisparse.top.test_top import POOL, REQUEST, WORKER
 from tests.support.fakes.gateway import FakeGateway, tag_of
 from tests.support.terminal_rig import LIMIT_S, Tty, on_a_terminal
 

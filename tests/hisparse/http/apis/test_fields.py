@@ -13,7 +13,7 @@ import pytest
 
 from basics.request_checks import TOP_P_MIN
 from protocol import messages
-from tests.hisparse.test_http_agents import ANTHROPIC_TOOLS, ASKED, MODEL, OPENAI_TOOLS, RESPONSES_TOOLS, in_thread
+from tests.hisparse.http.apis.test_agents import ANTHROPIC_TOOLS, ASKED, MODEL, OPENAI_TOOLS, RESPONSES_TOOLS, in_thread
 from tests.support.agents_rig import AgentsRig, agents_rig
 from tests.support.fakes.fake_model import Walk
 from tests.support.http_rig import front_rig

@@ -27,7 +27,7 @@ from protocol.errors import BadInput
 from protocol.logprobs import row_words
 from protocol.messages import LOGPROBS_OF_ANSWER_MAX, NO_LOGPROBS, Ended
 from protocol.text import ByteTokenizer
-from tests.hisparse.test_http import chat, completion, events
+from tests.hisparse.http.test_bodies_and_answers import chat, completion, events
 
 TOKENIZER = ByteTokenizer()
 TOP = 2

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from hisparse.http.models.formats.conversation import Conversation, PastCall, Turn, kept_thinking
 from hisparse.http.models.formats.deepseek import encode
-from tests.hisparse.test_http_agents import (
+from tests.hisparse.http.apis.test_agents import (
     ANTHROPIC_TOOLS,
     ASKED,
     MODEL,

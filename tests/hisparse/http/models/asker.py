@@ -14,7 +14,7 @@ from hisparse.http.apis.asks import Ask, ask_of
 from hisparse.http.apis.body import ApiBody, read_body
 from hisparse.http.models.grammar_checks import GrammarChecks
 from protocol.errors import BadInput
-from tests.hisparse.test_http import here, served
+from tests.hisparse.http.test_bodies_and_answers import here, served
 from worker.runners.tiny_template import TEMPLATES
 
 

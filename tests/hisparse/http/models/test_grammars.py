@@ -24,8 +24,8 @@ from hisparse.http.models.grammar_checks import GrammarChecks
 from protocol.errors import BadInput
 from protocol.grammar_trials import MEMORY_BYTES_MAX
 from protocol.text import JsonTokenizer
-from tests.hisparse.asker import Asker, asker
-from tests.hisparse.test_http import here, served
+from tests.hisparse.http.models.asker import Asker, asker
+from tests.hisparse.http.test_bodies_and_answers import here, served
 from tests.support.hostile_schemas import CHAIN
 from tests.support.http_rig import byte_tokenizer_json
 from tests.support.walks import walk

@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from protocol.children import Children
-from tests.hisparse.test_http_agents import in_thread
+from tests.hisparse.http.apis.test_agents import in_thread
 from tests.support.agents_rig import agents_rig
 from tests.support.fakes.fake_model import Walk
 from tests.support.hostile_schemas import CHAIN, Drawn, draw

@@ -24,7 +24,7 @@ from hisparse.http.models.grammar_checks import _parts
 from protocol.errors import BadInput
 from protocol.grammars import Matcher
 from tests import ROOT
-from tests.hisparse.asker import Asker, asker
+from tests.hisparse.http.models.asker import Asker, asker
 from tests.support.walks import BYTES, walk
 
 SUITE: Final = ROOT / "tests" / "support" / "json_schema_suite" / "draft2020-12.jsonl"

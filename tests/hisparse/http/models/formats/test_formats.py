@@ -30,7 +30,7 @@ from hisparse.http.models.formats.known import DEEPSEEK, DEEPSEEK_CALLS, GLM, PL
 from hisparse.http.models.formats.replies import Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall, merged
 from hisparse.http.models.templates import render
 from protocol.text import ByteTokenizer, JsonTokenizer
-from tests.hisparse.test_http import MODEL, here
+from tests.hisparse.http.test_bodies_and_answers import MODEL, here
 from tests.support.http_rig import byte_tokenizer_json
 from worker.runners.tiny_template import TEMPLATES
 

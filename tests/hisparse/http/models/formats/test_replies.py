@@ -33,7 +33,7 @@ from hisparse.http.models.formats.replies import (
 from hisparse.http.models.formats.scanning import MARKER_BLANKS_MAX
 from protocol.messages import Ended
 from protocol.text import ByteTokenizer
-from tests.hisparse.test_http_agents import (
+from tests.hisparse.http.apis.test_agents import (
     ANTHROPIC_TOOLS,
     ASKED,
     MODEL,
@@ -41,7 +41,7 @@ from tests.hisparse.test_http_agents import (
     RESPONSES_TOOLS,
     in_thread,
 )
-from tests.hisparse.test_http_formats import (
+from tests.hisparse.http.models.formats.test_formats import (
     DSML_CALL,
     DSML_PLAN,
     GLM_CALL,

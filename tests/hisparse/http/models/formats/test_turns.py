@@ -27,7 +27,7 @@ from hisparse.http.models.formats.deepseek import encode
 from hisparse.http.models.templates import render
 from protocol.errors import BadInput
 from protocol.text import JsonTokenizer
-from tests.hisparse.test_http_formats import TIMES
+from tests.hisparse.http.models.formats.test_formats import TIMES
 from tests.support.http_rig import FrontRig, deepseek_tokenizer_json, front_rig
 from worker.runners.tiny_template import TEMPLATES
 
