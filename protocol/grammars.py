@@ -16,7 +16,6 @@ process of their own, and under a limit of time.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -158,7 +157,7 @@ class SlowPushes:
     """Pushes tokens while other threads use the interpreter, one token at a time, in a thread of the library.
 
     The library lets go of the interpreter where it pushes to two outputs or more at once. So each push has a companion:
-    an output of no grammar, which takes nothing and is never anything but refused. Thread-safe.
+    an output of no grammar, which takes nothing and is never anything but refused. Not thread-safe.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -166,12 +165,10 @@ class SlowPushes:
 
         self._executor: Any = LLExecutor(num_threads=1)
         self._companion: Any = LLMatcher(vocabulary.library, "", log_level=0)
-        self._lock = threading.Lock()  # the companion is in one push at a time
 
     def push(self, library: Any, token: int) -> None:
         """The output of `library`, a Matcher's, goes on with `token`."""
-        with self._lock:
-            self._executor.consume_token_par([(library, token), (self._companion, token)])
+        self._executor.consume_token_par([(library, token), (self._companion, token)])
 
 
 def refusal(words: str) -> BadInput:

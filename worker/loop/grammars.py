@@ -216,7 +216,7 @@ class Grammar:
     def _push(self, matcher: Matcher, token: int, tools: _Tools) -> None:
         if self.is_slow:
             began_s = time.perf_counter()
-            matcher.push_slow(token, tools.slow_pushes())
+            tools.push_slow(matcher, token)
             self.is_slow = time.perf_counter() - began_s > QUICK_S
         else:
             began_s = time.thread_time()
@@ -385,11 +385,11 @@ def _failure(error: BaseException) -> HiSparseError:
 
 
 class _Tools:
-    """What threads work with, made once, when it is first needed. Thread-safe."""
+    """The vocabulary and the pushes of all threads, made when they are first needed. Thread-safe."""
 
     def __init__(self, make: Callable[[], Vocabulary]) -> None:
         self._make = make
-        self._lock = threading.Lock()
+        self._lock, self._pushing = threading.Lock(), threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._slow_pushes: SlowPushes | None = None
 
@@ -399,12 +399,13 @@ class _Tools:
                 self._vocabulary = self._make()
             return self._vocabulary
 
-    def slow_pushes(self) -> SlowPushes:
+    def push_slow(self, matcher: Matcher, token: int) -> None:
+        """Push `token`, after slow ones of other outputs."""
         vocabulary = self.vocabulary()
-        with self._lock:
+        with self._pushing:
             if self._slow_pushes is None:
                 self._slow_pushes = SlowPushes(vocabulary)
-            return self._slow_pushes
+            matcher.push_slow(token, self._slow_pushes)
 
 
 class Grammars:
