@@ -214,14 +214,12 @@ class Grammar:
         return True
 
     def _push(self, matcher: Matcher, token: int, tools: _Tools) -> None:
+        began_s = time.perf_counter()
         if self.is_slow:
-            began_s = time.perf_counter()
             tools.push_slow(matcher, token)
-            self.is_slow = time.perf_counter() - began_s > QUICK_S
         else:
-            began_s = time.thread_time()
             matcher.push((token,))
-            self.is_slow = time.thread_time() - began_s > QUICK_S
+        self.is_slow = time.perf_counter() - began_s > QUICK_S
 
     def _compute_mask(self, matcher: Matcher) -> None:
         with self._build.turn:
