@@ -37,8 +37,8 @@ CLIENT_TOKENS: Final = 32
 #: Of a hostile output: behind so many its grammar has long been too much.
 HOSTILE_TOKENS: Final = 1_200
 ANSWER_LIMIT_S: Final = 120.0
-#: Of either kind of phase. A hostile output lives for as long as an undisturbed phase, and more.
-PHASE_S: Final = 60.0
+#: Of either kind of phase. Six hostile outputs end within it on two cores that do nothing else.
+PHASE_S: Final = 120.0
 
 #: It cannot end, since its last character is never drawn.
 HOSTILE: Final = {
