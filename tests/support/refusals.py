@@ -1,8 +1,8 @@
 """Every place in the code that refuses something to a user, by its syntax, and which of them a block of tests reached.
 
-Most are reached by the tables of tests/hisparse/test_refusals.py and test_http_errors.py. A test that reaches another
-one names words of its text, `@pytest.mark.refuses("name 1 to {} requests")`, and tests/conftest.py holds it to that.
-Defects and messages of peers (InternalError, ProtocolError) are no refusals.
+Most are reached by the tables of tests/hisparse/cli/test_refusals.py and http/test_errors.py. A test that reaches
+another one names words of its text, `@pytest.mark.refuses("name 1 to {} requests")`, and tests/conftest.py holds it to
+that. Defects and messages of peers (InternalError, ProtocolError) are no refusals.
 """
 
 from __future__ import annotations
