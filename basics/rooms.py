@@ -4,7 +4,7 @@ A *room* is a container, or a sum, that grows with what clients ask for. `ROOMS`
 coordinator, the HTTP front and workers. The page for operators (`python -m basics.rooms`, in docs/operations.md), the
 metrics hisparse_room_used and hisparse_room_limit, and the alert HiSparseRoomNearlyFull follow from it. A container
 that grows with requests and is not named here fails a test (tests/coordinator/test_rooms.py, of the front
-tests/hisparse/test_http_rooms.py, of a worker tests/worker/test_worker_rooms.py).
+tests/hisparse/http/test_rooms.py, of a worker tests/worker/test_worker_rooms.py).
 
 No client fills a front's or a worker's tokenizer and chat template: each has those of the served model alone.
 """
@@ -196,7 +196,7 @@ ROOMS: Final = (
         "262,144",
         _KEY_SHARE,
         WhenFull.REFUSES,
-        ("Subscriptions._rows", "Subscriptions._free"),
+        ("Subscriptions._rows", "Subscriptions._free", "Deliveries._reserved"),
     ),
     BoundedRoom(
         RoomPlace.COORDINATOR,

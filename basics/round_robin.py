@@ -20,7 +20,10 @@ class RoundRobin(Generic[T]):
 
     def add(self, party: str, item: T) -> None:
         """Put `item` behind what waits of the same party."""
-        self._waiting.setdefault(party, deque()).append(item)
+        if party in self._waiting:
+            self._waiting[party].append(item)
+        else:
+            self._waiting[party] = deque((item,))
 
     def remove(self, party: str, item: T) -> None:
         """Forget `item`, which was added and not taken."""
@@ -30,8 +33,10 @@ class RoundRobin(Generic[T]):
 
     def take(self, may: Callable[[str], bool] = lambda _: True) -> tuple[str, T] | None:
         """Take the next item of the first party that `may`, which goes behind the others then; None: there is none."""
-        party = next((it for it in self._waiting if may(it)), None)
-        if party is None:
+        for party in self._waiting:
+            if may(party):
+                break
+        else:
             return None
         items = self._waiting.pop(party)
         item = items.popleft()

@@ -25,8 +25,7 @@ import trio
 from basics import gc_policy
 from basics.process_memory import map_large_buffers
 from basics.rooms import RoomUse, by_label
-from basics.tracing.sender import QUEUE_SPANS_MAX, open_sender
-from basics.tracing.spans import Put
+from basics.tracing.sender import QUEUE_SPANS_MAX, SpanSender, open_sender
 from coordinator.actor import Level, Supervisor, open_supervisor
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
@@ -97,8 +96,7 @@ def run_coordinator(config: Config) -> int:
         open_publisher(config, counters) as publisher,
         open_sender(config.cluster, "coordinator", counters.spans) as sender,
     ):
-        put = sender.put if sender is not None else None
-        coordinator = Coordinator(config, *sockets, zap=zap, publisher=publisher, put_spans=put, counters=counters)
+        coordinator = Coordinator(config, *sockets, zap=zap, publisher=publisher, span_sender=sender, counters=counters)
         return trio.run(coordinator.serve)
 
 
@@ -115,12 +113,12 @@ class Coordinator:
         *,
         zap: ZapHandler | None = None,
         publisher: KvPublisher | None = None,
-        put_spans: Put | None = None,
+        span_sender: SpanSender | None = None,
         counters: CoordinatorCounters | None = None,
     ) -> None:
         settings = config.coordinator
         self._publisher = publisher
-        self._put_spans = put_spans
+        self._span_sender = span_sender
         self._config = config
         self._client_socket = client_socket
         self._admin_socket = admin_socket
@@ -208,8 +206,8 @@ class Coordinator:
         settings = self._config.coordinator
         wall_offset_s = time.time() - trio.current_time()
         tracing = None
-        if self._put_spans is not None:
-            tracing = RequestTracing(self._put_spans, self._config.cluster.trace_ratio, wall_offset_s)
+        if self._span_sender is not None:
+            tracing = RequestTracing(self._span_sender.put, self._config.cluster.trace_ratio, wall_offset_s)
         scheduler = Scheduler(
             settings,
             token_log=self.token_log,
@@ -391,8 +389,8 @@ class Coordinator:
         parts = [scheduler.room_use(), self.deliveries.room_use(), self._gateway.room_use(), self._journal.room_use()]
         if self._publisher is not None:
             parts.append(self._publisher.room_use())
-        if self._put_spans is not None:
-            parts.append({"trace_spans": RoomUse(self.counters.spans.waiting, QUEUE_SPANS_MAX)})
+        if self._span_sender is not None:
+            parts.append({"trace_spans": RoomUse(self._span_sender.waiting, QUEUE_SPANS_MAX)})
         return by_label(*parts)
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from kernels.cuda import block_plans, prompt_index
 from kernels.cuda.attention import HOPPER, hopper_defines
-from kernels.cuda.index_topk import Indexer
+from kernels.cuda.index_topk import Indexer, select_defines
 from kernels.cuda.jit import UNITS, Defines, Resources, compile_unit, row_defines
 from kernels.cuda.launch import CLUSTERS_SINCE, RANKS
 from kernels.layout import Geometry
@@ -26,8 +26,12 @@ ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 # parts: 512 values and 72 bytes of scales; K and V of eight bf16 heads.
 LAYOUTS: Final = ((656, 132, 0), (584, 132, 0), (1152, 256, 0), (13, 7, 0), (584, 132, 512), (4096, 256, 2048))
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
-# DeepSeek-V3.2's indexer in each pair of formats, and a small one whose heads fill no tile.
-INDEXERS: Final = (Indexer(64, 128, 2, 2), Indexer(64, 128, 2, 1), Indexer(64, 128, 4, 4), Indexer(4, 32, 4, 1))
+# Indexers of 64 heads, DeepSeek-V3.2's, and of 32 in each pair of formats, and a small one whose heads fill no tile.
+INDEXERS: Final = (
+    *(Indexer(heads, 128, 2, key_bytes) for heads in (32, 64) for key_bytes in (1, 2)),
+    Indexer(64, 128, 4, 4),
+    Indexer(4, 32, 4, 1),
+)
 SHOWN: Final = (
     *("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "DRAFT", "DRAFTS"),
     *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "TOKENS"),
@@ -36,14 +40,15 @@ SHOWN: Final = (
 
 def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     """Unit and defines of every variant that is kept compiling for `arch`."""
-    yield "index_select", ()
+    number = int(arch.removeprefix("sm_"))
+    yield "index_select", select_defines()
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
         yield from (("attend_rows", hopper_defines(kind)) for kind in ("bfloat16", "fp8"))
         yield from (("prompt_index", prompt_index.defines_of(heads)) for heads in prompt_index.HEADS)
         yield "quantize", ()
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
-    yield from (("index_scores", indexer.defines(int(arch.removeprefix("sm_")))) for indexer in INDEXERS)
-    clusters = int(arch.removeprefix("sm_")) >= 10 * CLUSTERS_SINCE[0]
+    yield from ((indexer.unit(number), indexer.defines(number)) for indexer in INDEXERS)
+    clusters = number >= 10 * CLUSTERS_SINCE[0]
     for place, (row_bytes, index_row_bytes, split) in enumerate(LAYOUTS):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
         for unit in UNITS:

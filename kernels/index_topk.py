@@ -4,9 +4,10 @@
 
 Keys are in the dtype of the queries, or in fp8 with a float32 scale (kernels/row_format.py); products accumulate in
 float32, float32 keys are multiplied as such, and heads are summed in an order that never changes. Scores may differ in
-the last bits from one backend to another; the selection is exact for the scores that a backend computed: the k highest,
-ties to the lowest position, NaN below everything, both zeros equal, ascending by position, -1 padded. A row's result
-depends neither on its neighbours nor on its place in the batch.
+the last bits from one backend to another, and by more on Hopper for fp8 keys of 128 values and 32 or 64 heads: bfloat16
+queries are multiplied as e4m3 there, scaled by head (kernels/cuda/src/index_hopper.cuh). The selection is exact for the
+scores that a backend computed: the k highest, ties to the lowest position, NaN below everything, both zeros equal,
+ascending by position, -1 padded. A row's result depends neither on its neighbours nor on its place in the batch.
 
 A draft row selects among positions below its own length, like any row: itself and what comes before it. Keys of later
 rows of the step, and of rows that were rejected, lie at or beyond that length.

@@ -2,8 +2,9 @@
 and a trie of the vocabulary that it walks to find the tokens with which an output may go on.
 
 The library is imported when it is first needed. It lets go of the interpreter while it builds, and while it computes
-a mask. LIMITS bound a mask, and the states and symbols of a grammar, by counting steps, so that a grammar does the same
-on every machine.
+a mask, but not while it pushes a token (SlowPushes). LIMITS bound a mask, and the states and symbols of a grammar, by
+counting steps, so that a grammar does the same on every machine. They do not bound seconds: an item of Earley's parser
+costs as much as the row has items, so that the row of `a: a a | "x"` behind 1,000 tokens takes a fifth of a second.
 
 LIMITS bound neither how deep a build recurses nor how long it takes; the length of a grammar does (GRAMMAR_CHARS_MAX).
 A chain of 8,400 rules, the longest, fits a stack of 32 MiB and is built in half a second; on a stack of 16 MiB it ends
@@ -135,6 +136,11 @@ class Matcher:
         self._library.consume_tokens(list(tokens))
         self._check()
 
+    def push_slow(self, token: int, pushes: SlowPushes) -> None:
+        """As `push` of one token that takes long: other threads run meanwhile."""
+        pushes.push(self._library, token)
+        self._check()
+
     def mask(self) -> Mask:
         """What may come next: uint8 of `mask_bytes`, end-of-sequence tokens where the output may end. Raises BadInput
         where that takes more than LIMITS."""
@@ -145,6 +151,24 @@ class Matcher:
     def _check(self) -> None:
         if self._library.is_error():
             raise refusal(self._library.get_error())
+
+
+class SlowPushes:
+    """Pushes tokens while other threads use the interpreter, one token at a time, in a thread of the library.
+
+    The library lets go of the interpreter where it pushes to two outputs or more at once. So each push has a companion:
+    an output of no grammar, which takes nothing and is never anything but refused. Not thread-safe.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from llguidance import LLExecutor, LLMatcher
+
+        self._executor: Any = LLExecutor(num_threads=1)
+        self._companion: Any = LLMatcher(vocabulary.library, "", log_level=0)
+
+    def push(self, library: Any, token: int) -> None:
+        """The output of `library`, a Matcher's, goes on with `token`."""
+        self._executor.consume_token_par([(library, token), (self._companion, token)])
 
 
 def refusal(words: str) -> BadInput:

@@ -64,9 +64,13 @@ class SpanSender:
         room = max(0, QUEUE_SPANS_MAX - len(self._queue))
         self._queue.extend(spans[:room])
         self._counters.dropped += len(spans[room:])
-        self._counters.waiting = len(self._queue)
         if len(self._queue) >= BATCH_SPANS_MAX:
             self._wake.set()
+
+    @property
+    def waiting(self) -> int:
+        """Spans in the queue, from any thread."""
+        return len(self._queue)
 
     def close(self) -> None:
         """Send what waits, for CLOSE_LIMIT_S at most."""
@@ -85,9 +89,7 @@ class SpanSender:
             self._wake.clear()
             is_last = self._closing
             while self._queue:
-                self._counters.waiting = len(self._queue)
                 self._send([self._queue.popleft() for _ in range(min(len(self._queue), BATCH_SPANS_MAX))])
-            self._counters.waiting = len(self._queue)
             if is_last:
                 return
 

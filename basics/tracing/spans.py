@@ -45,7 +45,6 @@ class SpanCounters:
     exported: int = 0
     failed: int = 0  # the receiver did not take them
     dropped: int = 0
-    waiting: int = 0  # in the queue
 
     @property
     def by_outcome(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ completed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -60,6 +61,7 @@ class Deliveries:
         self._flush_interval_s = flush_interval_s
         self._clock = clock
         self._subscriptions = Subscriptions(token_log)
+        self._reserved: Counter[str] = Counter()  # subscriptions of submissions in progress, by user
         self._endings: dict[int, Ending] = {}
         self._news = trio.Event()
         self._ends = trio.Event()
@@ -91,19 +93,34 @@ class Deliveries:
     # ------------------------------------------------------------ calls of the gateway
 
     def check_room(self, connection: ClientConnection) -> None:
-        """Raise CapacityError when one subscription more is too many, or beyond the share of the connection's user."""
-        used = len(self._subscriptions)
-        near = is_near(used, SUBSCRIPTIONS_MAX)
-        held = self._subscriptions.count_of(self.connections.indices_of(connection.user)) if near else 0
+        """Raise CapacityError when one subscription more is too many, or beyond the share of the connection's user.
+        Reserved ones count."""
+        user, used = connection.user, self._used()
+        held = 0
+        if is_near(used, SUBSCRIPTIONS_MAX):
+            held = self._subscriptions.count_of(self.connections.indices_of(user)) + self._reserved[user]
         check_share("subscriptions", 1, held=held, used=used, limit=SUBSCRIPTIONS_MAX, field="subscribe")
 
+    def reserve(self, connection: ClientConnection) -> None:
+        """Keep room for one subscription until `release`, since a submission takes a while. Raises as `check_room`."""
+        self.check_room(connection)
+        self._reserved[connection.user] += 1
+
+    def release(self, connection: ClientConnection) -> None:
+        """Give back what `reserve` keeps: the subscription is there, or does not come."""
+        self._reserved[connection.user] -= 1
+        if not self._reserved[connection.user]:
+            del self._reserved[connection.user]
+
+    def _used(self) -> int:
+        return len(self._subscriptions) + self._reserved.total()
+
     def room_use(self) -> dict[str, RoomUse]:
-        own = {"subscriptions": RoomUse(len(self._subscriptions), SUBSCRIPTIONS_MAX)}
-        return own | self.connections.room_use()
+        return {"subscriptions": RoomUse(self._used(), SUBSCRIPTIONS_MAX)} | self.connections.room_use()
 
     def subscribe(self, connection: ClientConnection, request_index: int, cursor: int) -> int:
-        """The handle of the new subscription; `check_room` comes before. Raises WrongState when this connection has one
-        already."""
+        """The handle of the new subscription; `check_room` or `reserve` comes before. Raises WrongState when this
+        connection has one already."""
         handle = self._subscriptions.add(connection.index, request_index, cursor)
         self._news.set()
         return handle

@@ -231,8 +231,8 @@ class Gateway:
         user = connection.user
         held, used = self._asks[user], self._asks.total()
         check_share("commands in progress", 1, held=held, used=used, limit=ASKS_MAX, field="commands")
-        if isinstance(message, messages.Submit) and message.subscribe:
-            self._deliveries.check_room(connection)
+        if _subscribes(message):
+            self._deliveries.reserve(connection)
         self._asks[user] += 1
         nursery.start_soon(self._carry_out, connection, message, tag)
 
@@ -270,6 +270,8 @@ class Gateway:
         except HiSparseError as error:
             reply = self._failed(tag, error)
         finally:
+            if _subscribes(message):
+                self._deliveries.release(connection)
             self._asks[connection.user] -= 1
             if not self._asks[connection.user]:
                 del self._asks[connection.user]
@@ -298,6 +300,10 @@ class Gateway:
     def _failed(self, tag: int, error: HiSparseError) -> messages.Failure:
         self._counters.refused[error.code] += 1
         return _failure(tag, error)
+
+
+def _subscribes(message: AdminMessage) -> bool:
+    return isinstance(message, messages.Submit) and message.subscribe
 
 
 def _answers(scheduler: SchedulerApi, tokenizers: TokenizerSource) -> dict[type, Answer]:

@@ -8,7 +8,7 @@
               coordinator answers, is killed (`ChildWatch`). The coordinator has declared it down one limit earlier, and
               its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). A
               coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise, and so
-              is a worker that has not connected when no worker that starts has come further for START_LIMIT_S
+              is a worker that has not connected, and has come no further for START_LIMIT_S; of a group, no rank
     group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
               killed when they do not; then all start together, after one pause. Restarts are counted per group, and
               the group serves while all of its ranks are connected
@@ -128,8 +128,8 @@ def unseen_service_s(ran_s: float) -> float:
 class _WorkerProcess:
     """A worker process: the last epoch before its start, and when it was seen connected under a later one.
 
-    `starts_since`: when it was started, when the coordinator was back after a silence, or when a process that starts
-    came further.
+    `starts_since`: when it was started, when the coordinator was back after a silence, or when it or a rank of its
+    group came further.
     """
 
     epoch_before: int
@@ -145,10 +145,14 @@ class _WorkerProcess:
 
 @dataclass
 class ChildWatch:
-    """Finds processes that hang, from the coordinator's rows of workers. Pure; times are seconds of one clock."""
+    """Finds processes that hang, from the coordinator's rows of workers. Pure; times are seconds of one clock.
+
+    `groups`: the names of the ranks of each group.
+    """
 
     limit_s: float
     start_limit_s: float = START_LIMIT_S
+    groups: Collection[Sequence[str]] = ()
     _processes: dict[str, _WorkerProcess] = field(default_factory=dict)
     _epochs: dict[str, int] = field(default_factory=dict)
     _steps: Mapping[str, str] = field(default_factory=dict)
@@ -176,11 +180,13 @@ class ChildWatch:
                 self._processes[row.worker].connected(row.epoch, now)
 
     def came_to(self, steps: Mapping[str, str], now: float) -> None:
-        """Worker processes have come to `steps` of their starts: a change is a sign of life of all, since they wait for
-        each other (for ranks of their group, and for the one that makes the host pool)."""
-        if steps != self._steps:
-            self._steps = dict(steps)
-            for process in self._processes.values():
+        """Worker processes have come to `steps` of their starts. A change is a sign of life of the process, and of the
+        ranks of its group, which wait for each other. One that waits for the host pool shows how far that has come as
+        its own step."""
+        moved = {name for name, step in steps.items() if step != self._steps.get(name)}
+        self._steps = dict(steps)
+        for name, process in self._processes.items():
+            if not moved.isdisjoint(self._waits_for(name)):
                 process.starts_since = now
 
     def serves_since(self, names: Iterable[str]) -> float | None:
@@ -202,6 +208,10 @@ class ChildWatch:
         if silent_s > self.limit_s / 2:
             return []
         return [name for name, process in self._processes.items() if self._hangs(process, now)]
+
+    def _waits_for(self, name: str) -> Sequence[str]:
+        """Return the ranks of the group of `name`; itself where it is in none."""
+        return next((ranks for ranks in self.groups if name in ranks), (name,))
 
     def _hangs(self, process: _WorkerProcess, now: float) -> bool:
         if process.connected_at is None:
@@ -247,7 +257,8 @@ class Keeper:
         self._elsewhere = frozenset(elsewhere)
         self._vouch = vouch
         limit_s = HUNG_LIMITS * cluster.config.coordinator.heartbeat_limit_s
-        self._watch = ChildWatch(limit_s, math.inf if starting else START_LIMIT_S)
+        start_limit_s = math.inf if starting else START_LIMIT_S
+        self._watch = ChildWatch(limit_s, start_limit_s, [*cluster.groups.values()])
         self._left = set(cluster.by_name)
         self._not_forgotten: set[str] = set()
         self._last = list(cluster.by_name.values())[-1]

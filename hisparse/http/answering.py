@@ -102,7 +102,7 @@ class Answering:
             ask = ask.without_prompts()
             for output in outputs:
                 await _accepted(output, api.prompt)
-            exchange.identify(ask_id, outputs[0].choice.request_id)
+            exchange.identify(ask_id, dict.fromkeys(api.id_headers, outputs[0].choice.request_id))
             transcripts = [_transcript(ask, served) for _ in outputs]
             answer = api.answer(ask, await self._created(outputs[0], chosen))
             begun = partial(self._until_served, outputs) if ask.stream else partial(_all_finished, outputs)

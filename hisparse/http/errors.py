@@ -150,16 +150,21 @@ _LOAD: Final = ("capacity", "unavailable")
 _REMEDIES: Final = dict.fromkeys(_LOAD, "retry later") | {"wrong_state": "choose another"}
 
 
+def is_ours(error: HiSparseError) -> bool:
+    """Return whether the client is told nothing but that the log says more."""
+    return error.code in _OURS
+
+
 def param_of(error: HiSparseError) -> str:
     """What the client sent and can change; "" for causes that lie with the server."""
-    if error.code in _OURS or error.code in _LOAD or error.code == "failed":
+    if is_ours(error) or error.code in _LOAD or error.code == "failed":
         return ""
     return _PARAMS.get(error.field, error.field)
 
 
 def message_of(error: HiSparseError) -> str:
     """In sentences, for a client of HTTP: no names of settings and no commands of the operator."""
-    if error.code in _OURS:
+    if is_ours(error):
         return f"{_OURS[error.code].capitalize()}."
     param = param_of(error)
     where = f"{param}: " if param else ""

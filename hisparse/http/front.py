@@ -40,7 +40,7 @@ from hisparse.http.apis.openai.answers import model_card, model_page
 from hisparse.http.apis.openapi import document
 from hisparse.http.apis.tokens import TOKEN_APIS, TokenApi
 from hisparse.http.apis.tools import named_in_header
-from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body
+from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body, is_ours
 from hisparse.http.link import CoordinatorLink
 from hisparse.http.models.grammar_checks import GrammarChecks
 from hisparse.http.models.renderers import Renderers
@@ -177,7 +177,9 @@ class Front:
         try:
             await self._dispatch(exchange)
         except HiSparseError as error:
-            level = logging.DEBUG if isinstance(error, Unauthorized) else logging.INFO  # strangers fill no log
+            level = logging.ERROR if is_ours(error) else logging.INFO
+            if isinstance(error, Unauthorized):  # strangers fill no log
+                level = logging.DEBUG
             told = {"path": exchange.path[:PATH_CHARS_MAX], "code": error.code, "reason": str(error)}
             log.log(level, "refused", extra=fields(**told, **exchange.logged_ids))
             if not exchange.status:

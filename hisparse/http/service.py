@@ -98,7 +98,7 @@ async def _serve(
     link = CoordinatorLink(lambda: _connect(config))
     parts: list[Callable[[], dict[str, RoomUse]]] = []  # once they are made
     if sender is not None:
-        parts.append(lambda: {"http_trace_spans": RoomUse(counters.spans.waiting, QUEUE_SPANS_MAX)})
+        parts.append(lambda: {"http_trace_spans": RoomUse(sender.waiting, QUEUE_SPANS_MAX)})
     sources = HttpSources(
         name=config.cluster.name,
         version=our_version(),

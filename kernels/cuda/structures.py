@@ -34,7 +34,7 @@ EXPERTS_MAX: Final = 1024
 UNIT: Final = 16
 BATCH_MAX: Final = 1024
 BINS: Final = 8192
-EDGES_MAX: Final = 8192
+COARSE_BINS: Final = 256
 COUNTERS: Final = 4
 
 
@@ -70,8 +70,8 @@ CONSTANTS: Final = {  # value and comment
     "UNIT": (UNIT, "index keys that a warp scores together"),
     "BATCH_MAX": (BATCH_MAX, "rows of index_topk"),
     "BINS": (BINS, "of a row's histogram of scores: a power of two"),
-    "EDGES_MAX": (EDGES_MAX, "positions listed of the k-th score's bin; beyond, scores are read again"),
-    "COUNTERS": (COUNTERS, "of a row, in words: LISTED, DONE, UNGRANTED_ROW"),
+    "COARSE_BINS": (COARSE_BINS, "behind them: sums of neighbours"),
+    "COUNTERS": (COUNTERS, "of a row, in words: UNGRANTED_ROW"),
 }
 UNSIGNED: Final = ("SLOT_ABSENT",)  # of CONSTANTS: u32 on the device; the others are int
 ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (Tripwire, SeatChangeKind)
@@ -287,9 +287,7 @@ class IndexTopk(Structure):
         ("const float*", "weights", "[batch, heads]"),
         ("i32*", "topk_out", "[batch, k]"),
         ("float*", "scores", "[capacity]"),
-        ("u32*", "histogram", "[rows, BINS]"),
-        ("u64*", "edges", "[rows, EDGES_MAX]"),
-        ("i32*", "sure", "[rows, TOPK_MAX]"),
+        ("u32*", "histogram", "[rows, BINS + COARSE_BINS]"),
         ("i32*", "counters", "[rows, COUNTERS]"),
         ("i64", "capacity"),
         ("float", "scale"),

@@ -13,8 +13,10 @@ from coordinator.gateway import deliveries as deliveries_module
 from coordinator.gateway import gateway as gateway_module
 from coordinator.gateway.connections import OUTBOX_BYTES_MAX, ClientConnections
 from coordinator.listener.router import Sent
+from coordinator.scheduling.api import Handle
 from protocol import messages
 from protocol.arrays import pack_int32
+from protocol.errors import WrongState
 from protocol.messages import PROTOCOL_VERSION
 from protocol.settings import CoordinatorSettings
 from tests import ROOT
@@ -154,3 +156,36 @@ async def test_bounds_of_a_user_are_refused_by_name(
     refused = [it for it in answers if isinstance(it, messages.Failure)]
     assert {(it.code, it.message) for it in refused} == {("capacity", said)}
     assert len(answers) - len(refused) == most
+
+
+async def test_submissions_that_come_together_do_not_pass_the_bound_on_subscriptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three at once, none of which has subscribed yet when the next one is checked. What fails gives back its room."""
+    monkeypatch.setattr(deliveries_module, "SUBSCRIPTIONS_MAX", 2)
+    goes_on = trio.Event()
+    async with running(GatewayRig(tmp_path)) as rig:
+        submit = rig.scheduler.submit
+
+        async def slow(message: messages.Submit, *rest: Any, **more: Any) -> Handle:
+            await goes_on.wait()
+            if message.request_id == "r0":
+                raise WrongState("refused")
+            return await submit(message, *rest, **more)
+
+        monkeypatch.setattr(rig.scheduler, "submit", slow)
+        dealer = await rig.dealer()
+        await say(dealer, messages.Hello(PROTOCOL_VERSION, "client", "c"))
+        await hear(dealer)
+        for number in range(3):
+            sampling = messages.Sampling(4)
+            await say(dealer, messages.Submit(number, pack_int32([1]), sampling, f"r{number}", subscribe=True))
+        (refused,) = await hear(dealer)
+        assert isinstance(refused, messages.Failure)
+        assert (refused.tag, refused.message) == (2, "2 subscriptions already")
+        assert rig.deliveries.room_use()["subscriptions"].used == 2
+        goes_on.set()
+        answers = await hear(dealer, 2)
+        assert {type(it) for it in answers} == {messages.Failure, messages.Accepted}
+        assert rig.deliveries.room_use()["subscriptions"].used == 1
+        dealer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -27,6 +28,7 @@ from protocol.arrays import pack_int32
 from protocol.errors import ConfigError
 from protocol.messages import Sampling, TraceContext
 from protocol.settings import ClusterSettings
+from tests.support.limits import HANG_LIMIT_S
 from tests.support.scheduler_rig import SchedulerRig, open_rig
 
 CALLER = TraceContext(bytes(range(1, 17)), bytes(range(1, 9)), is_sampled=True, state="vendor=1")
@@ -214,6 +216,25 @@ def test_spans_without_room_are_dropped_and_counted(monkeypatch: pytest.MonkeyPa
     sender.close()
     assert counters.dropped == 3
     assert len(exporter.get_finished_spans()) == counters.exported == 2
+
+
+def test_spans_wait_while_the_receiver_does_not_answer() -> None:
+    taken, goes_on = threading.Event(), threading.Event()
+
+    class SlowExporter(InMemorySpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            taken.set()
+            goes_on.wait(HANG_LIMIT_S)
+            return super().export(spans)
+
+    sender = SpanSender(SlowExporter(), Readable(Resource({})), SpanCounters())
+    sender.put([one_span()])
+    assert taken.wait(HANG_LIMIT_S)
+    sender.put([one_span()] * 3)
+    assert sender.waiting == 3
+    goes_on.set()
+    sender.close()
+    assert sender.waiting == 0
 
 
 def test_endpoint_without_the_extra_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,9 @@
 #define __CUDA_ARCH__ 900
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(8) int2 { int x, y; };
@@ -49,7 +52,10 @@ struct Warp {
     unsigned left = LANES;  // threads that have not ended
 };
 struct Barrier { unsigned came = 0, turn = 0; };
-struct Cluster { unsigned arrived = 0; };
+struct Cluster {
+    unsigned arrived = 0;
+    Barrier barrier;
+};
 struct Block {
     dim3 at;
     unsigned threads;
@@ -125,12 +131,14 @@ inline const uint64_t* exchange(uint64_t value) {
     return warp.said[turn % 2];
 }
 
-inline void meet(int number, unsigned threads) {
-    Barrier& barrier = self->block->barriers[number];
+inline void meet(Barrier& barrier, unsigned threads) {
     const unsigned turn = barrier.turn;
     if (++barrier.came == threads) barrier.came = 0, ++barrier.turn;
     else wait(has_turned, &barrier.turn, turn);
 }
+
+inline void meet(int number, unsigned threads) { meet(self->block->barriers[number], threads); }
+inline unsigned cluster_threads() { return static_cast<unsigned>(self->block->peers->size()) * self->block->threads; }
 
 template <class T> T* at_peer(T* here, int peer) {
     const auto offset = reinterpret_cast<const uint8_t*>(here) - self->block->shared;
@@ -261,11 +269,12 @@ inline unsigned __float_as_uint(float v) {
     std::memcpy(&bits, &v, sizeof bits);
     return bits;
 }
-inline float __uint_as_float(unsigned bits) {
-    float v;
-    std::memcpy(&v, &bits, sizeof v);
-    return v;
+inline float __uint_as_float(unsigned v) {
+    float bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    return bits;
 }
+template <class T> T __ldcg(const T* at) { return *at; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }

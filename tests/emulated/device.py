@@ -5,7 +5,7 @@
         begin_step(state, ...)
 
 The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Triton kernels, tensor
-cores and the indexer are not emulated.
+cores and scores of the indexer are not emulated.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ extern "C" bool emulate_{kernel}(const void* p, unsigned x, unsigned y, unsigned
 UNITS: Final = (
     *launch.KERNELS,
     ("swap_in", "swap_in"),
+    ("index_select", "index_select"),
     *((quantize.UNIT, kernel) for kernel in quantize.KERNELS),
 )
 

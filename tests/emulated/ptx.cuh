@@ -71,7 +71,12 @@ inline u32 cluster_rank() { return blockIdx.x; }
 inline void cluster_arrive() { ++emulated::self->block->cluster->arrived; }
 inline void cluster_wait() {
     emulated::wait([](const emulated::Fiber& f) { return f.block->cluster->arrived == f.while_it_is; }, nullptr,
-                   emulated::self->block->peers->size() * emulated::self->block->threads);
+                   emulated::cluster_threads());
+}
+inline void sync_cluster() { emulated::meet(emulated::self->block->cluster->barrier, emulated::cluster_threads()); }
+template <class T> const T* at_peer(const T* here, u32 peer) {
+    emulated::may_be_overtaken();
+    return emulated::at_peer(here, static_cast<int>(peer));
 }
 inline void publish_gates() {}
 inline void expect_bytes(u64* gate, u32 bytes) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cuda.index_topk import scratch_of
+from kernels.cuda.index_topk import indexer_of, scratch_of
 from kernels.cuda.structures import UNIT
 from kernels.index_topk import index_topk
 from kernels.layout import Geometry
@@ -18,6 +18,8 @@ from kernels.state import DeviceState, StepBatch
 from protocol.units import pages_for
 
 SCALE = 0.25
+#: Of the sum of magnitudes of all products: how far a score may be where queries are e4m3.
+FP8_QUERIES = 2**-7
 
 
 class IndexBench:
@@ -118,9 +120,19 @@ class IndexBench:
         assert not scratch_of(self.state).counters.any()
         assert not self.state.tripwires.any()
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether queries are multiplied in fp8."""
+        indexer = indexer_of(self.queries.shape[1], self.form, self.queries.dtype)
+        major, minor = torch.cuda.get_device_capability()
+        return indexer.on_hopper(10 * major + minor)
+
     def check_scores(self, row: int, scores: torch.Tensor) -> None:
         for start in range(0, len(scores), 1 << 16):
             keys = self.keys(row)[start : start + (1 << 16)].double()
             terms = torch.relu(keys @ self.queries[row].double().t() * SCALE) * self.weights[row].double()
             near = 1e-5 * terms.abs().sum(1) + 1e-6 * keys.abs().sum(1)
+            if self.quantizes:  # and products are summed to some 14 bits
+                reach = keys.abs() @ self.queries[row].double().abs().t() * SCALE
+                near += FP8_QUERIES * (reach * self.weights[row].double().abs()).sum(1)
             assert bool(((scores[start : start + (1 << 16)] - terms.sum(1)).abs() <= near).all()), f"row {row}"

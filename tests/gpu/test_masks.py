@@ -40,7 +40,7 @@ def test_swap_ins_beside_change_no_token(checkpoint: Path, monkeypatch: pytest.M
 
 def test_no_turn_with_masks_waits_for_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the step before, whose tokens masks follow: by its fence."""
-    monkeypatch.setattr(executor, "MASK_WAIT_S", 60.0)
+    monkeypatch.setattr(executor, "mask_wait_s", lambda _: 60.0)
     rig = cpu.held_rig(checkpoint, 0, make_streams("cuda"))
     with no_syncs():
         cpu.decode(rig)

@@ -12,7 +12,7 @@ ROOMS: Final = ("basics", "coordinator", "examples", "hisparse", "house", "manif
 #: They drive a real worker, or read the library's configuration of a published model.
 WITH_TORCH: Final = {
     "tests/coordinator/scheduling/test_direct_admission.py",
-    "tests/hisparse/test_placement.py",
+    "tests/hisparse/cluster/test_placement.py",
 }
 #: Prints the first module with which torch was imported.
 IMPORT_EACH: Final = """

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from hisparse.client.client import run_client
-from tests.hisparse.test_http_tls import ask, certificate_of
+from tests.hisparse.http.server.test_tls import ask, certificate_of
 from tests.support import zygote
 from tests.support.cluster_rig import HEARTBEAT_LIMIT_S, PATIENCE_S
 from tests.support.ports import free_ports

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+
 import numpy as np
 import pytest
 
 from hisparse.http.apis.structured import StructuredOutputs, of_structured_outputs
 from hisparse.http.models.grammars import plan_of
-from protocol.grammars import Mask, Matcher, Vocabulary, kind_of, mask_bytes, nameable_tokens
+from protocol.errors import BadInput
+from protocol.grammars import Mask, Matcher, SlowPushes, Vocabulary, kind_of, mask_bytes, nameable_tokens
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.support.http_rig import EOS, byte_tokenizer_json
 
@@ -40,6 +45,47 @@ def test_tokens_that_the_model_lacks_are_in_no_mask(size: int) -> None:
     assert len(one) == len(other) == mask_bytes(size)
     assert allowed(one)[:256] == [it for it in allowed(other) if it < size] == allowed(other)
     assert nameable_tokens(tokenizer, size) == {text: it for text, it in (("<bos>", 256),) if it < size}
+
+
+def test_slow_push_lets_other_threads_run() -> None:
+    """The interpreter takes none from this thread here, which gives it away in pushes alone."""
+    vocabulary = Vocabulary(ByteTokenizer(), SIZE, (EOS,))
+    matcher, pushes = Matcher(vocabulary, 'start: a\na: a a | "x"'), SlowPushes(vocabulary)
+    begun, seen, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def watch() -> None:
+        begun.set()
+        while not ended.is_set():
+            time.sleep(0.0001)
+            seen.set()
+
+    matcher.push(b"x" * 150)
+    watcher, before_s = threading.Thread(target=watch), sys.getswitchinterval()
+    watcher.start()
+    begun.wait()
+    sys.setswitchinterval(3600.0)
+    try:
+        seen.clear()
+        tokens = 0
+        while tokens < 100 and not seen.is_set():
+            matcher.push_slow(ord("x"), pushes)
+            tokens += 1
+        assert seen.is_set()
+    finally:
+        sys.setswitchinterval(before_s)
+        ended.set()
+        watcher.join()
+
+
+def test_slow_pushes_are_those_of_push() -> None:
+    vocabulary = Vocabulary(ByteTokenizer(), SIZE, (EOS,))
+    one, other, pushes = (*(Matcher(vocabulary, "start: /a[bc]+d/") for _ in range(2)), SlowPushes(vocabulary))
+    for byte in b"abcbd":
+        one.push((byte,))
+        other.push_slow(byte, pushes)
+        assert allowed(one.mask()) == allowed(other.mask())
+    with pytest.raises(BadInput, match="doesn't satisfy the grammar"):
+        Matcher(vocabulary, "start: /a[bc]+d/").push_slow(ord("d"), pushes)
 
 
 def test_mask_has_whole_words() -> None:

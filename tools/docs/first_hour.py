@@ -315,7 +315,7 @@ def fixed_cluster(directory: Path) -> Iterator[None]:
     """A coordinator's sockets with rows that never change."""
     from protocol import messages
 
-    cli = import_module("tests.hisparse.test_cli")
+    cli = import_module("tests.hisparse.cli.test_cli")
     row, REQUEST, WORKER = cli.row, cli.REQUEST, cli.WORKER  # noqa: N806
     from tests.support.fakes.gateway import FakeGateway, tag_of
 
@@ -349,7 +349,7 @@ def inherited() -> dict[str, str]:
 
 def screens() -> Iterator[tuple[str, list[str]]]:
     """Tables and `hisparse top` at 80, 100 and 120 columns, of rows that are the same each time."""
-    test_top = import_module("tests.hisparse.test_top")
+    test_top = import_module("tests.hisparse.top.test_top")
     with tempfile.TemporaryDirectory() as name, fixed_cluster(Path(name)):
         for columns in (80, 100, 120):
             lines = []

@@ -143,6 +143,13 @@ class RunningRequest:
         return self.grammar is not None and not self.grammar.has_mask
 
     @property
+    def awaits_mask(self) -> bool:
+        """Whether no step takes it yet: its mask is not there; or it has a slow grammar, whose next mask no step waits
+        for, and a step in flight draws the token before that."""
+        grammar = self.grammar
+        return grammar is not None and (not grammar.has_mask or (grammar.is_slow and self.progress.in_flight > 0))
+
+    @property
     def prefills_only(self) -> bool:
         """Whether it leaves once its prompt is in host memory."""
         return self.memory.hot_slots == NO_HOT_BUFFER

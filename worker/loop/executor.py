@@ -56,7 +56,7 @@ from worker.loop.batch import RunningRequest, Status
 from worker.loop.decode import TIMED_EVERY, Decoder, StepTokens, batch_sizes, step_seen
 from worker.loop.draft_length import DraftLengths
 from worker.loop.drafting import DraftSeats
-from worker.loop.grammars import MASK_WAIT_S, Grammars
+from worker.loop.grammars import Grammars, mask_wait_s
 from worker.loop.output import Output
 from worker.loop.pace import Pace, Pacing
 from worker.loop.prefill import LaunchedPass, Prefill
@@ -319,7 +319,7 @@ class Executor:
         self.counters.prompt_units += 1
 
     def _wish(self) -> Wish:
-        rows = sum(request.progress.has_room and not request.lacks_mask for request in self._running)
+        rows = sum(request.progress.has_room and not request.awaits_mask for request in self._running)
         tokens, urgent = self._prompts.wished()
         decodes = bool(self._running)
         block = self._pace.block(beside_steps=decodes)
@@ -470,7 +470,9 @@ class Executor:
             return
         request.since_s = self._clock()
         if admit.sampling.grammar:
-            request.grammar = self._grammars.open(request.seat, admit.sampling.grammar, output.tokens, admit.rank)
+            request.grammar = self._grammars.open(
+                request.seat, admit.sampling.grammar, output.tokens, admit.rank, admit.owner
+            )
         self._requests[request.placement] = self._waiting[request.placement] = request
         if request.status is Status.PREFILLING:
             self._prompts.add(request)
@@ -677,12 +679,12 @@ class Executor:
         counters.gap_target_too_small = pace.is_target_too_small
 
     def _ready(self) -> list[RunningRequest]:
-        """Running requests that have memory for their next row, and whose mask is not late; those without memory
+        """Running requests that have memory for their next row and do not wait for a mask; those without memory
         park."""
         ready: list[RunningRequest] = []
         starved: list[RunningRequest] = []
         for request in tuple(self._running):
-            if request.grammar is not None and request.lacks_mask:
+            if request.grammar is not None and request.awaits_mask:
                 self._contain(_check_grammar, request)
             elif request.progress.has_room:
                 ready.append(request)
@@ -713,7 +715,7 @@ class Executor:
     def _draw(self, held: Sequence[RunningRequest]) -> None:
         """The draws of the step launched last; `held` are its requests with a grammar. The last one's mask is waited
         for first: a thread computes masks in order, and so it wakes this one once and not for each."""
-        until_s, undrawn = time.monotonic() + MASK_WAIT_S, list[RunningRequest]()
+        until_s, undrawn = time.monotonic() + mask_wait_s(self._pace.plain_step_s), list[RunningRequest]()
         for request in reversed(held):
             if not request.is_leaving and request.is_drawn(request.position - 1):
                 self._contain(self._set_mask, request, until_s, undrawn)

@@ -21,7 +21,7 @@ PREFLIGHT_MAX_AGE_S: Final = 600
 #: `*` stands for all headers but Authorization; the openai package sends several of its own. Names for old browsers.
 ALLOWED_HEADERS: Final = "authorization, content-type, idempotency-key, x-request-id, *"
 #: Of an answer, beside those that any page may read.
-EXPOSED_HEADERS: Final = "x-request-id, hisparse-request-id, hisparse-ignored, retry-after, x-should-retry"
+EXPOSED_HEADERS: Final = "x-request-id, request-id, hisparse-request-id, hisparse-ignored, retry-after, x-should-retry"
 METHODS: Final = "GET, HEAD, POST"
 
 

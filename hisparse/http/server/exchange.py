@@ -15,7 +15,7 @@ import trio
 
 from hisparse.http.errors import TooLarge, TooSlow, error_body, error_headers, status_of
 from hisparse.http.server.fairness.shares import Shares
-from hisparse.http.server.identities import REQUEST_ID, TRACE_ID, trace_id_of
+from hisparse.http.server.identities import TRACE_ID, trace_id_of
 from hisparse.http.server.wire import RequestHead
 from protocol.errors import CapacityError, HiSparseError
 from protocol.messages import TraceContext
@@ -145,10 +145,10 @@ class HttpExchange:
 
     # ------------------------------------------------------------ what goes
 
-    def identify(self, front_id: str, request_id: str) -> None:
-        """Name the request in whatever is answered from now on: by its id at the coordinator, and by the front's where
-        the client sent no id of a trace."""
-        self._headers = {TRACE_ID: front_id, **self._headers, REQUEST_ID: request_id}
+    def identify(self, front_id: str, headers: Mapping[str, str]) -> None:
+        """Name the request in whatever is answered from now on: by `headers`, and by the front's id where the client
+        sent no id of a trace."""
+        self._headers = {TRACE_ID: front_id, **self._headers, **headers}
 
     def tell(self, headers: Mapping[str, str]) -> None:
         """Add headers to the answer, whatever it will be."""

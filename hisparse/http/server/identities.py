@@ -4,6 +4,7 @@ idempotency-key      the client's name for one request: the same body under the 
 x-request-id         the id of a trace: gateways set one for many calls, so that it is sent back and logged, and
                      names no request. Without one the answer has the front's own id there
 hisparse-request-id  the id at the coordinator, in answers
+request-id           the same, in Anthropic's answers: the name that the anthropic package reads
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final
 IDEMPOTENCY_KEY: Final = "idempotency-key"
 TRACE_ID: Final = "x-request-id"
 REQUEST_ID: Final = "hisparse-request-id"
+ANTHROPIC_REQUEST_ID: Final = "request-id"
 #: Of an id that is sent back.
 TRACE_ID_CHARS_MAX: Final = 256
 

@@ -124,28 +124,22 @@ struct Scorer {
         return __uint_as_float((exponent - 14) << 23);
     }
 
+    // The score of key `key` of the staged unit, valid in lanes whose t is 0 or 1.
 #if WGMMA
-    // Keys of a staged unit as this lane multiplies them, and the scale of the key whose score it will have.
-    struct Keys {
+    __device__ __forceinline__ float score(const u8* unit, int& key, bool& mine) const {
         u32 a[STEPS][4];
-        float scale;
-    };
-    static __device__ __forceinline__ void read(const u8* unit, Keys& keys) {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        float c[TILES][4];
 #pragma unroll
-        for (int s = 0; s < STEPS; s += 2) read_keys(unit, g, t, s, keys.a[s], keys.a[s + 1]);
-        keys.scale = KEY_BYTES == 1 ? key_scale(unit, g + 8 * (t & 1)) : 1.0f;
-    }
-    // Begins c = keys * queries.
-    __device__ __forceinline__ void multiply(float (&c)[TILES][4], const Keys& keys) const {
+        for (int s = 0; s < STEPS; s += 2) read_keys(unit, threadIdx.x % 32 / 4, threadIdx.x % 4, s, a[s], a[s + 1]);
         __syncwarp();
         open_products();
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) multiply_team(c, keys.a[s], describe(held.blocks[s]), s);
+        for (int s = 0; s < STEPS; ++s) multiply_team(c, a[s], describe(held.blocks[s]), s);
         commit_products();
+        await_products<0>();
+        return sum_heads(c, key, mine);
     }
 #else
-    // The score of key `key` of the staged unit, valid in lanes whose t is 0 or 1.
     __device__ __forceinline__ float score(const u8* unit, int& key, bool& mine) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         float c[TILES][4] = {};

@@ -18,7 +18,6 @@
 namespace hisparse {
 
 constexpr int SCORE_THREADS = 32 * WARPS;
-constexpr bool READS_AHEAD = WGMMA && KEY_BYTES == 1;  // and decodes a unit of keys while the one before it is multiplied
 static_assert(STAGES >= 2, "one unit is read while another arrives");
 
 // The index pages of every WARPS-th unit, 32 looked up at a time and 32 ahead of those.
@@ -89,34 +88,6 @@ __device__ __forceinline__ void score_units(const IndexTopk& p, int row, u32 beg
     };
     int key;
     bool mine;
-#if WGMMA
-    Scorer::Keys now;
-    float c[TILES][4] = {};
-    if (READS_AHEAD) {
-        await_stage<STAGES - 2>();
-        Scorer::read(ring, now);
-    }
-#pragma unroll READS_AHEAD ? 2 : 1
-    for (int i = 0; i < rounds; ++i) {
-        if (!READS_AHEAD) {
-            await_stage<STAGES - 2>();
-            issue(i + STAGES - 1, free);
-            Scorer::read(ring + slot * UNIT_BYTES, now);
-        }
-        scorer.multiply(c, now);
-        if (READS_AHEAD) issue(i + STAGES - 1, free);
-        free = slot, slot = next(slot);
-        Scorer::Keys later;
-        if (READS_AHEAD) {
-            await_stage<STAGES - 2>();
-            Scorer::read(ring + slot * UNIT_BYTES, later);
-        }
-        await_products<0>();
-        const float sum = scorer.sum_heads(c, key, mine);
-        keep(i, sum * now.scale, key, mine);
-        if (READS_AHEAD) now = later;
-    }
-#else
     for (int i = 0; i < rounds; ++i) {
         await_stage<STAGES - 2>();
         issue(i + STAGES - 1, free);
@@ -124,21 +95,7 @@ __device__ __forceinline__ void score_units(const IndexTopk& p, int row, u32 beg
         keep(i, score, key, mine);
         free = slot, slot = next(slot);
     }
-#endif
     await_stage<0>();
-}
-
-// Add what `bins` holds to the row's histogram, and empty them.
-__device__ __forceinline__ void flush_bins(u32* bins, u32* histogram) {
-    for (int i = 4 * threadIdx.x; i < BINS; i += 4 * SCORE_THREADS) {
-        const uint4 held = *reinterpret_cast<const uint4*>(bins + i);
-        if ((held.x | held.y | held.z | held.w) == 0) continue;
-        *reinterpret_cast<uint4*>(bins + i) = make_uint4(0, 0, 0, 0);
-        if (held.x) atomicAdd(histogram + i, held.x);
-        if (held.y) atomicAdd(histogram + i + 1, held.y);
-        if (held.z) atomicAdd(histogram + i + 2, held.z);
-        if (held.w) atomicAdd(histogram + i + 3, held.w);
-    }
 }
 
 }  // namespace hisparse
@@ -157,15 +114,15 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
         *reinterpret_cast<uint4*>(bins + i) = make_uint4(0, 0, 0, 0);
     divide<SCORE_THREADS>(p, sums, units_of, [&](int row, u32 units) { first[row] = units; });
     const u32 total = static_cast<u32>(min(static_cast<i64>(first[p.batch.size]), p.capacity / UNIT));
-    u32 begin = share(total, blockIdx.x);
-    const u32 end = share(total, blockIdx.x + 1);
+    u32 begin = share(total, blockIdx.x, gridDim.x);
+    const u32 end = share(total, blockIdx.x + 1, gridDim.x);
     for (int row = row_at(first, p.batch.size, begin); begin < end; ++row) {
         const u32 stop = min(end, first[row + 1]);
         if (begin >= stop) continue;
         float* const scores = p.scores + static_cast<i64>(first[row]) * UNIT;
         score_units(p, row, begin - first[row], stop - first[row], scores, ring, queries, bins);
         __syncthreads();
-        flush_bins(bins, p.histogram + static_cast<i64>(row) * BINS);
+        flush_bins<SCORE_THREADS>(bins, row_histogram(p, row));
         __syncthreads();
         begin = stop;
     }

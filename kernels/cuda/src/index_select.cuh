@@ -1,431 +1,511 @@
 // index_select: an exact top-k of each row's scores, ties to the lowest position, ascending by position.
 //
-//     1  The row's histogram gives the bin of the k-th score, and how many scores lie above it.
-//     2  Every block takes its spans of 8192 scores into registers, 16 a thread: positions above the bin are chosen for
-//        sure, those in it are *edges*. Each warp draws places for its own in lists of the row, in any order.
-//     3  The block that ends the row's last span refines the k-th score among the edges by the other 19 bits of the key
-//        (two more histograms), then marks the chosen in a bitmap over positions, in windows of 262,144: counting bits
-//        gives each its place, so the output is ascending without a sort, and ties go to the lowest positions.
+// A row of up to SPAN positions is one block's, whose threads hold 16 neighbours each:
 //
-// A row within one block's share goes through shared memory alone: no lists in global memory, no tickets. A row of one
-// span stays in registers: neither lists nor bitmaps.
+//     1  The row's histogram gives the bin of the k-th score, how many scores lie above it, and how many in it: *edges*.
+//     2  A histogram of 11 more bits of the edges gives a bin of few, mostly of one.
+//     3  What lies above that bin is chosen, and in it what ranks (below) as high as is wanted.
+//     4  Counting the chosen gives each its place, so the output is ascending without a sort.
 //
-// Where scores crowd into one bin (all equal, say) there are more edges than the lists hold: then step 3 reads the
-// row's scores again instead. Slower, as exact.
+// A cluster of blocks has a longer row, and each of its blocks a range of positions:
 //
-// The ending block empties histogram and counters for the next launch. Lists are read past L1: other blocks wrote them.
-// Rows not longer than k, padding and refused rows need no scores: one unit of work each.
+//     1  As above.
+//     2  Positions above the bin are chosen, edges are listed as ranks.
+//     3  Blocks read each other's edges from shared memory, and each finds the same bar among them: a histogram of 11 bits
+//        of the ranks, and so on until few are left, which are compared one by one.
+//     4  As above. Where ranges are longer than SPAN, bits of a map stand for what threads held.
 //
-// Rejected: sums over all threads of a block instead of places drawn by warp (a barrier for each span), and places drawn
-// by thread (a chain of 32 atomics for each span).
+// Rank of a position: its order key, then the position, the lowest highest. Ranks differ, so that a bar divides the chosen
+// from all others.
+//
+// Where scores crowd into one bin (all equal, say) there are more edges than the lists hold: then the bar is found from the
+// row's scores, read again for each histogram. Slower, as exact.
+//
+// Histogram and counters are left empty for the next launch.
 #pragma once
 
 #include "index_rows.cuh"
 
 namespace hisparse {
 
-constexpr int SELECT_THREADS = 512;
-constexpr int STRIDE = 4 * SELECT_THREADS;  // positions that a block reads together
-constexpr int READS = SPAN / STRIDE;
-// A span is loaded while the one before it is worked on. The compiler does not find the registers for that on sm_120.
-constexpr bool LOADS_AHEAD = __CUDA_ARCH__ < 1200;
-constexpr int WINDOW_WORDS = 8192;
-constexpr int WINDOW = 32 * WINDOW_WORDS;
-constexpr int BINS_EACH = BINS / SELECT_THREADS;
-constexpr int FINE_BITS = 10;
+constexpr int SELECT_THREADS = 32 * SELECT_WARPS;
+constexpr int READS = 16;                  // positions of a lane in a tile, 32 apart
+constexpr u32 TILE = 32 * READS;           // neighbouring positions, read by a warp together
+constexpr u32 WINDOW = 131072;             // positions of a bitmap
+constexpr u32 EDGES = 4096;                // listed of a row
+constexpr u32 REAL_BINS = 16;              // in those below lie -inf and NaN
+constexpr u32 FEW = 64;                    // compared one by one
+constexpr int POSITION_BITS = 20, FINE_BITS = 11;
 constexpr int FINE_EACH = (1 << FINE_BITS) / SELECT_THREADS;
-constexpr int EDGES_EACH = EDGES_MAX / SELECT_THREADS;
-constexpr int SURE_EACH = TOPK_MAX / SELECT_THREADS;
-static_assert(BINS_EACH % 4 == 0 && BIN_SHIFT <= 2 * FINE_BITS && SPAN == 4 * STRIDE && SPAN < 1 << 16,
-              "sizes fit, and four counts of a read's positions fit one sum");
+constexpr int EACH = 16;                   // neighbours of a thread
+constexpr u32 SPAN = EACH * SELECT_THREADS;
+static_assert(CONTEXT_MAX_TOKENS <= 1 << POSITION_BITS && FINE_EACH % 2 == 0 && UNIT == EACH && EACH <= READS, "sizes fit");
+static_assert(SELECT_WARPS >= 16, "as many as blocks of a cluster");
 
-// Dynamic shared memory: lists while collecting, bitmaps while ending.
-struct Lists {
-    u64 edges[EDGES_MAX];  // order key << 32 | position
-    i32 sure[TOPK_MAX];
-};
-struct Bitmaps {
-    u32 taken[WINDOW_WORDS];
-    u32 tied[WINDOW_WORDS];
-};
-
-// Where the wanted score lies: in `bin`, with `above` scores in higher bins and `inside` in it.
+// Where the wanted one lies: in `bin`, with `above` in higher bins and `inside` in it.
 struct Cut {
     u32 bin, above, inside;
 };
 
 struct SelectShared {
-    u32 units[BATCH_MAX + 1], spans[BATCH_MAX + 1];
-    u64 row_sums[SELECT_THREADS / 32];
-    u32 sums[SELECT_THREADS / 32];
+    u64 edges[EDGES];   // this block's
+    u64 listed[EDGES];  // the row's
+    u32 chosen[WINDOW / 32];
+    u32 bins[(1 << FINE_BITS) + 4];  // the last for what is not counted
+    u64 few[FEW];
+    u64 bar;
     Cut cut;
-    u32 edges, sure, last;
-    u64 base;
+    u32 sums[32];
+    u32 found, sure, before, compared;  // edges; positions above the bin; chosen edges of blocks before this
 };
 
-// The row that a block is at, and what the block that ends it holds of its lists in registers.
-struct Row {
+// The part of a row that a block has.
+struct Part {
     const float* scores;
-    u32 length;
-    Cut cut;
-    u32 listed;  // edges found, more than EDGES_MAX when the lists do not hold them
-    u64 edges[EDGES_EACH];
-    i32 sure[SURE_EACH];
+    u32 length, begin, end;
+    u32 rank, ranks;  // among the blocks of the row
 };
+
+__device__ __forceinline__ void sync_row(const Part& part) {
+    if (part.ranks > 1)
+        sync_cluster();
+    else
+        __syncthreads();
+}
+
+// Sum of `value` over the threads before this one; `total` over all. A barrier must follow before the next.
+__device__ __forceinline__ u32 sum_ahead(u32 value, u32* sums, u32& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 inclusive = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        if (lane >= step) inclusive += left;
+    }
+    if (lane == 31) sums[warp] = inclusive;
+    __syncthreads();
+    const u32 sum = lane < SELECT_WARPS ? sums[lane] : 0;
+    total = __reduce_add_sync(0xFFFFFFFF, sum);
+    return __reduce_add_sync(0xFFFFFFFF, lane < warp ? sum : 0) + inclusive - value;
+}
 
 // The bin, counted from the highest, in which the `wanted`-th falls. Each thread holds EACH bins, highest first.
 template <int EACH>
 __device__ __forceinline__ Cut find_cut(const u32 (&counts)[EACH], u32 bins, u32 wanted, SelectShared& s) {
-    if (threadIdx.x == 0) s.cut = {bins, 0, 0};  // of a row that is not wholly granted, fewer may have been counted
     u32 sum = 0, total;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) sum += counts[i];
-    u32 before = sum_before<SELECT_THREADS, u32>(sum, s.sums, total);
+    u32 before = sum_ahead(sum, s.sums, total);
+    if (before < wanted && wanted <= before + sum) {
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        if (before < wanted && wanted <= before + counts[i])
-            s.cut = {bins - 1 - (threadIdx.x * EACH + i), before, counts[i]};
-        before += counts[i];
+        for (int i = 0; i < EACH; ++i) {
+            if (before < wanted && wanted <= before + counts[i])
+                s.cut = {bins - 1 - (threadIdx.x * EACH + i), before, counts[i]};
+            before += counts[i];
+        }
     }
+    if (threadIdx.x == 0 && total < wanted) s.cut = {0, total - counts[0], counts[0]};  // of a row that is not wholly granted
     __syncthreads();
     return s.cut;
 }
 
-__device__ __forceinline__ Cut row_cut(const IndexTopk& p, const u32* histogram, SelectShared& s) {
-    const uint4* const last = reinterpret_cast<const uint4*>(histogram + BINS - BINS_EACH * threadIdx.x) - 1;
-    u32 counts[BINS_EACH];
+// Likewise among the bins of a warp's lanes, highest first, by each warp alone. `bin` is counted from the highest.
+template <int EACH> __device__ __forceinline__ Cut find_cut(const u32 (&counts)[EACH], u32 wanted) {
+    const u32 lane = threadIdx.x % 32;
+    u32 sum = 0;
 #pragma unroll
-    for (int i = 0; i < BINS_EACH / 4; ++i) {
-        const uint4 four = last[-i];
-        counts[4 * i] = four.w, counts[4 * i + 1] = four.z, counts[4 * i + 2] = four.y, counts[4 * i + 3] = four.x;
+    for (int i = 0; i < EACH; ++i) sum += counts[i];
+    u32 inclusive = sum;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        if (lane >= step) inclusive += left;
     }
-    return find_cut(counts, BINS, p.k, s);
+    const u32 reached = __ballot_sync(0xFFFFFFFF, inclusive >= wanted);
+    const u32 owner = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
+    u32 above = inclusive - sum, bin = EACH * lane, inside = counts[0];
+#pragma unroll
+    for (int i = 1; i < EACH; ++i)
+        if (above + inside < wanted) above += inside, inside = counts[i], ++bin;
+    return {__shfl_sync(0xFFFFFFFF, bin, owner), __shfl_sync(0xFFFFFFFF, above, owner),
+            __shfl_sync(0xFFFFFFFF, inside, owner)};
 }
 
-// Order keys of up to SPAN positions, 16 of each thread: four neighbours of each read.
-struct Span {
-    u32 keys[4 * READS];
-    u32 begin, end;
+// Where the row's k-th score lies, found by each warp: among the coarse bins, then among the 32 of one.
+__device__ __forceinline__ Cut row_cut(const u32* histogram, u32 k) {
+    const u32 lane = threadIdx.x % 32;
+    const uint4* const last = reinterpret_cast<const uint4*>(histogram + BINS + COARSE_BINS - 8 * lane);
+    const uint4 high = __ldcg(last - 1), low = __ldcg(last - 2);
+    const u32 counts[8] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
+    const Cut coarse = find_cut(counts, k);
+    const u32 highest = BINS - 1 - 32 * coarse.bin;
+    const u32 count[1] = {__ldcg(histogram + highest - lane)};
+    const Cut fine = find_cut(count, k - coarse.above);
+    return {highest - fine.bin, coarse.above + fine.above, fine.inside};
+}
 
-    __device__ __forceinline__ void load(const float* scores, u32 from, u32 length) {
-        begin = from, end = min(from + SPAN, length);
+// Scores of TILE positions, 32 apart in each lane; NaN behind the end.
+struct Tile {
+    float scores[READS];
+
+    __device__ __forceinline__ void load(const float* from, u32 place, u32 end) {
+        const u32 first = place + threadIdx.x % 32;
 #pragma unroll
-        for (int read = 0; read < READS; ++read) {
-            const u32 position = begin + read * STRIDE + 4 * threadIdx.x;
-            float4 four = make_float4(0, 0, 0, 0);
-            if (position < end) four = *reinterpret_cast<const float4*>(scores + position);
-            keys[4 * read] = order_key(four.x), keys[4 * read + 1] = order_key(four.y);
-            keys[4 * read + 2] = order_key(four.z), keys[4 * read + 3] = order_key(four.w);
-        }
-    }
-    // Calls f(order key, position, read), in order of this thread's positions.
-    template <class Each> __device__ __forceinline__ void each(Each f) const {
-#pragma unroll
-        for (int i = 0; i < 4 * READS; ++i) {
-            const u32 position = begin + i / 4 * STRIDE + 4 * threadIdx.x + i % 4;
-            if (position < end) f(keys[i], position, i / 4);
-        }
+        for (int i = 0; i < READS; ++i)
+            scores[i] = first + 32 * i < end ? __ldcg(from + first + 32 * i) : __uint_as_float(0x7FFFFFFF);
     }
 };
 
-// Calls f(order key, position) for all positions of a row.
-template <class Each> __device__ __forceinline__ void each_score(const float* scores, u32 length, Each f) {
-    for (u32 from = 0; from < length; from += SPAN) {
-        Span span;
-        span.load(scores, from, length);
-        span.each([&](u32 key, u32 position, int) { f(key, position); });
-    }
+// The score of an order key that is no NaN's.
+__device__ __forceinline__ float score_of(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7FFFFFFF : ~key); }
+
+__device__ __forceinline__ u64 rank_of(u32 key, u32 position) {
+    return static_cast<u64>(key) << 32 | ~position << (32 - POSITION_BITS);
+}
+__device__ __forceinline__ u32 position_of(u64 rank) {
+    return (1u << POSITION_BITS) - 1 - (static_cast<u32>(rank) >> (32 - POSITION_BITS));
 }
 
-// Spans [begin, end) of the row, the first of them `span`, into the block's lists; s.sure and s.edges count from 0.
-// Each warp takes places for what it found in a span, so that no warp waits for another.
-__device__ __forceinline__ void collect(const Row& r, Span& span, u32 begin, u32 end, Lists& lists, SelectShared& s) {
-    const int lane = threadIdx.x % 32;
-    for (u32 at = begin; at < end; ++at) {
-        const Span now = span;
-        const bool more = at + 1 < end;
-        if (LOADS_AHEAD && more) span.load(r.scores, (at + 1) * SPAN, r.length);
-        u32 count = 0;  // edges << 16 | sure
-        now.each([&](u32 key, u32, int) {
-            const u32 bin = key >> BIN_SHIFT;
-            count += bin > r.cut.bin ? 1u : bin == r.cut.bin ? 1u << 16 : 0u;
-        });
+// Calls f(order key, position) for all positions of [begin, end).
+template <class Each> __device__ __forceinline__ void each_score(const float* scores, u32 begin, u32 end, Each f) {
+    for (u32 position = begin + threadIdx.x; position < end; position += SELECT_THREADS)
+        f(order_key(__ldcg(scores + position)), position);
+}
+
+// Sets positions above the bin in the bitmap and lists the edges, of tiles from `from` on, the first of them `tile`.
+__device__ __forceinline__ void mark_and_list(const Part& part, u32 bin, Tile& tile, u32 from, SelectShared& s) {
+    const u32 lane = threadIdx.x % 32, flip = score_of(bin << BIN_SHIFT) < 0 ? 0xFFFFFFFF : 0x80000000;
+    const float low = score_of(bin << BIN_SHIFT), high = score_of((bin + 1) << BIN_SHIFT);
+    u32 sure = 0;
+#pragma unroll 1
+    for (u32 at = from; at < part.end; at += SELECT_WARPS * TILE) {
+        const Tile now = tile;
+        if (at + SELECT_WARPS * TILE < part.end) tile.load(part.scores, at + SELECT_WARPS * TILE, part.end);
+        u32 word = 0, edges = 0;
+#pragma unroll
+        for (u32 i = 0; i < READS; ++i) {
+            const u32 above = __ballot_sync(0xFFFFFFFF, now.scores[i] >= high);
+            if (lane == i) word = above;
+            if (now.scores[i] >= low && !(now.scores[i] >= high)) edges |= 1u << i;
+        }
+        if (lane < READS) s.chosen[(at - part.begin) / 32 + lane] = word;
+        sure += __popc(word);
+        const u32 count = __popc(edges);
         u32 inclusive = count;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
             if (lane >= step) inclusive += left;
         }
-        const u32 all = __shfl_sync(0xFFFFFFFF, inclusive, 31);
         u32 first = 0;
-        if (lane < 2) first = atomicAdd(lane ? &s.edges : &s.sure, lane ? all >> 16 : all & 0xFFFF);
-        u32 sure = __shfl_sync(0xFFFFFFFF, first, 0) + ((inclusive - count) & 0xFFFF);
-        u32 edges = __shfl_sync(0xFFFFFFFF, first, 1) + ((inclusive - count) >> 16);
-        now.each([&](u32 key, u32 position, int) {
-            const u32 bin = key >> BIN_SHIFT;
-            if (bin > r.cut.bin) {
-                if (sure < TOPK_MAX) lists.sure[sure] = static_cast<i32>(position);
-                ++sure;
-            } else if (bin == r.cut.bin) {
-                if (edges < EDGES_MAX) lists.edges[edges] = static_cast<u64>(key) << 32 | position;
-                ++edges;
-            }
-        });
-        if (!LOADS_AHEAD && more) span.load(r.scores, (at + 1) * SPAN, r.length);
-    }
-    __syncthreads();
-}
-
-// Move the block's lists to the row's, as far as those hold them.
-__device__ __forceinline__ void publish(const IndexTopk& p, int row, const Lists& lists, SelectShared& s) {
-    const u32 edges = s.edges, sure = s.sure;
-    if (threadIdx.x == 0)
-        s.base = atomicAdd(reinterpret_cast<u64*>(p.counters + row * COUNTERS + LISTED),
-                           static_cast<u64>(edges) << 32 | sure);
-    __syncthreads();
-    const u32 edge_base = static_cast<u32>(s.base >> 32), sure_base = static_cast<u32>(s.base);
-    u64* const edge_list = p.edges + static_cast<i64>(row) * EDGES_MAX;
-    i32* const sure_list = p.sure + static_cast<i64>(row) * TOPK_MAX;
-    for (u32 i = threadIdx.x; i < edges && edge_base + i < EDGES_MAX; i += SELECT_THREADS)
-        edge_list[edge_base + i] = lists.edges[i];
-    for (u32 i = threadIdx.x; i < sure && sure_base + i < TOPK_MAX; i += SELECT_THREADS)
-        sure_list[sure_base + i] = lists.sure[i];
-    __threadfence();
-    __syncthreads();
-}
-
-// True in the block that ends the row's last share.
-__device__ __forceinline__ bool is_last(i32* counters, u32 spans, u32 all, SelectShared& s) {
-    if (threadIdx.x == 0) {
-        s.last = static_cast<u32>(atomicAdd(counters + DONE, static_cast<i32>(spans))) + spans == all;
-        __threadfence();
-    }
-    __syncthreads();
-    return s.last;
-}
-
-// Take the lists into registers: the block's own, or the row's.
-__device__ __forceinline__ void load_lists(const IndexTopk& p, int row, bool own, const Lists& lists, Row& r,
-                                           SelectShared& s) {
-    const u64* const edges = p.edges + static_cast<i64>(row) * EDGES_MAX;
-    const i32* const sure = p.sure + static_cast<i64>(row) * TOPK_MAX;
-    const u64* const listed = reinterpret_cast<const u64*>(p.counters + row * COUNTERS + LISTED);
-    r.listed = own ? s.edges : static_cast<u32>(__ldcg(listed) >> 32);
+        if (lane == 31 && inclusive > 0) first = atomicAdd(&s.found, inclusive);
+        u64* to = s.edges + (__shfl_sync(0xFFFFFFFF, first, 31) + inclusive - count);
 #pragma unroll
-    for (int j = 0; j < EDGES_EACH; ++j) {
-        const u32 i = j * SELECT_THREADS + threadIdx.x;
-        r.edges[j] = i >= min(r.listed, static_cast<u32>(EDGES_MAX)) ? 0 : own ? lists.edges[i] : __ldcg(edges + i);
+        for (u32 i = 0; i < READS; ++i)
+            if (edges >> i & 1) *to++ = rank_of(__float_as_uint(now.scores[i]) ^ flip, at + lane + 32 * i);
     }
-#pragma unroll
-    for (int j = 0; j < SURE_EACH; ++j) {
-        const u32 i = j * SELECT_THREADS + threadIdx.x;
-        r.sure[j] = i >= r.cut.above ? -1 : own ? lists.sure[i] : __ldcg(sure + i);
-    }
+    sure = __reduce_add_sync(0xFFFFFFFF, sure);
+    if (lane == 0 && sure > 0) atomicAdd(&s.sure, sure);
 }
 
-// Calls f(order key, position) for the row's edges: from the lists, or from all scores when those did not hold them.
-template <class Each> __device__ __forceinline__ void each_edge(const Row& r, Each f) {
-    if (r.listed <= EDGES_MAX) {
-#pragma unroll
-        for (int j = 0; j < EDGES_EACH; ++j)
-            if (j * SELECT_THREADS + threadIdx.x < r.listed)
-                f(static_cast<u32>(r.edges[j] >> 32), static_cast<u32>(r.edges[j]));
-        return;
-    }
-    each_score(r.scores, r.length, [&](u32 key, u32 position) {
-        if (key >> BIN_SHIFT == r.cut.bin) f(key, position);
-    });
-}
-
-// As each_edge, and for the positions above their bin.
-template <class Each> __device__ __forceinline__ void each_candidate(const Row& r, Each f) {
-    if (r.listed <= EDGES_MAX) {
-#pragma unroll
-        for (int j = 0; j < SURE_EACH; ++j)
-            if (r.sure[j] >= 0) f(0xFFFFFFFFu, static_cast<u32>(r.sure[j]));
-        each_edge(r, f);
-        return;
-    }
-    each_score(r.scores, r.length, [&](u32 key, u32 position) {
-        if (key >> BIN_SHIFT >= r.cut.bin) f(key, position);
-    });
-}
-
-// Keys above `key` are chosen, and the first `ties` of those equal to it.
-struct Bar {
-    u32 key, ties;
-};
-
-// `each(f)` calls f(order key, position) for this thread's part of the positions in the bin of `cut`.
-template <class Edges>
-__device__ __forceinline__ Bar find_bar(const Cut& cut, u32 k, u32* bins, SelectShared& s, Edges each) {
-    u32 prefix = cut.bin, wanted = k - cut.above, shift = BIN_SHIFT, inside = cut.inside;
-    while (shift > 0 && inside != wanted) {
+// The rank from which on exactly `wanted` of the `count` in the cut's bin are chosen. `each(f)` calls f(rank) for this
+// thread's part of them: EVERYWHERE of those in the block's part of the row, else of all.
+template <bool EVERYWHERE, class Ranks>
+__device__ __forceinline__ u64 find_bar(const Part& part, u32 bin, u32 count, u32 wanted, SelectShared& s, Ranks each) {
+    u64 prefix = bin;
+    u32 shift = 32 + BIN_SHIFT, inside = count;
+#pragma unroll 1
+    while (inside > wanted && (EVERYWHERE || inside > FEW)) {
         const u32 bits = min(shift, static_cast<u32>(FINE_BITS)), mask = (1u << bits) - 1;
-        for (int i = threadIdx.x; i <= mask; i += SELECT_THREADS) bins[i] = 0;
+#pragma unroll
+        for (u32 i = threadIdx.x; i < 1 << FINE_BITS; i += SELECT_THREADS) s.bins[i] = 0;
         __syncthreads();
-        each([&](u32 key, u32) {
-            if (key >> shift == prefix) atomicAdd(bins + (key >> (shift - bits) & mask), 1u);
+        each([&](u64 rank) {
+            if (rank >> shift == prefix) count_shared(s.bins + (static_cast<u32>(rank >> (shift - bits)) & mask));
         });
-        __syncthreads();
+        if (EVERYWHERE)
+            sync_row(part);
+        else
+            __syncthreads();
         u32 counts[FINE_EACH];
 #pragma unroll
         for (int i = 0; i < FINE_EACH; ++i) {
-            const u32 place = threadIdx.x * FINE_EACH + i;
-            counts[i] = place <= mask ? bins[mask - place] : 0;
+            const u32 place = mask - (threadIdx.x * FINE_EACH + i);
+            counts[i] = place <= mask ? s.bins[place] : 0;
+            if (EVERYWHERE && place <= mask)
+                for (u32 r = 1; r < part.ranks; ++r) counts[i] += *at_peer(s.bins + place, (part.rank + r) % part.ranks);
         }
-        const Cut fine = find_cut(counts, mask + 1, wanted, s);
-        prefix = prefix << bits | fine.bin;
-        wanted -= fine.above;
-        inside = fine.inside;
+        if (EVERYWHERE) sync_row(part);
+        const Cut cut = find_cut(counts, mask + 1, wanted, s);
+        prefix = prefix << bits | cut.bin;
+        wanted -= cut.above;
+        inside = cut.inside;
         shift -= bits;
     }
-    const u32 lowest = prefix << shift;  // of the keys that are not yet told apart
-    return inside == wanted ? Bar{lowest - 1, 0} : Bar{lowest, wanted};
-}
-
-__device__ __forceinline__ u32 lowest_bits(u32 word, u32 count) {
-    while (__popc(word) > count) word &= ~(0x80000000u >> __clz(word));
-    return word;
-}
-
-// Bits of a thread's `each` words, summed over the threads before it; `total` over all.
-__device__ __forceinline__ u32 bits_before(const u32* words, u32 each, u32& total, SelectShared& s) {
-    u32 count = 0;
-    for (u32 i = 0; i < each; ++i) count += __popc(words[i]);
-    return sum_before<SELECT_THREADS, u32>(count, s.sums, total);
-}
-
-// The bits of a window of `each` words a thread, in order, as positions from out[written]; the ties among them cut.
-__device__ __forceinline__ u32 write_window(Bitmaps& maps, u32 from, u32 each, Bar& bar, i32* out, u32 written, u32 k,
-                                            SelectShared& s) {
-    u32* const taken = maps.taken + threadIdx.x * each;
-    u32 total;
-    if (bar.ties) {
-        const u32* const tied = maps.tied + threadIdx.x * each;
-        u32 before = bits_before(tied, each, total, s);
-        for (u32 i = 0; i < each; ++i) {
-            taken[i] |= lowest_bits(tied[i], before < bar.ties ? bar.ties - before : 0);
-            before += __popc(tied[i]);
-        }
-        bar.ties -= min(bar.ties, total);
+    if (inside <= wanted) return prefix << shift;
+    each([&](u64 rank) {
+        if (rank >> shift == prefix) s.few[atomicAdd(&s.compared, 1u)] = rank;
+    });
+    __syncthreads();
+    if (threadIdx.x < inside) {
+        const u64 own = s.few[threadIdx.x];
+        u32 higher = 0;
+#pragma unroll 4
+        for (u32 i = 0; i < inside; ++i) higher += s.few[i] > own;
+        if (higher + 1 == wanted) s.bar = own;
     }
-    u32 place = written + bits_before(taken, each, total, s);
-    for (u32 i = 0; i < each; ++i)
-        for (u32 left = taken[i]; left; left &= left - 1, ++place)
-            if (place < k) out[place] = static_cast<i32>(from + (threadIdx.x * each + i) * 32 + __ffs(left) - 1);
+    __syncthreads();
+    return s.bar;
+}
+
+// The positions set in a bitmap of those from `from` on, in order, from out[written].
+__device__ __forceinline__ u32 write_window(u32 from, u32 positions, u32 written, u32 k, i32* out, SelectShared& s) {
+    const u32 words = (positions + 31) / 32, each = (words + SELECT_THREADS - 1) / SELECT_THREADS;
+    const u32 begin = min(threadIdx.x * each, words), end = min(begin + each, words);
+    u32 count = 0, total;
+    for (u32 i = begin; i < end; ++i) count += __popc(s.chosen[i]);
+    u32 place = written + sum_ahead(count, s.sums, total);
+    for (u32 i = begin; i < end; ++i)
+        for (u32 left = s.chosen[i]; left; left &= left - 1, ++place)
+            if (place < k) out[place] = static_cast<i32>(from + 32 * i + __ffs(left) - 1);
     return total;
 }
 
-__device__ __forceinline__ void write_chosen(const Row& r, u32 k, i32* out, Bitmaps& maps, SelectShared& s) {
-    Bar bar = find_bar(r.cut, k, maps.taken, s, [&](auto f) { each_edge(r, f); });
+// The output of a row whose edges the lists do not hold, or whose parts a bitmap does not: its scores are read again.
+__device__ __noinline__ void write_again(const Part& part, const Cut& cut, u32 k, i32* out, SelectShared& s) {
+    const u64 bar = find_bar<true>(part, cut.bin, cut.inside, k - cut.above, s, [&](auto f) {
+        each_score(part.scores, part.begin, part.end, [&](u32 key, u32 position) {
+            if (key >> BIN_SHIFT == cut.bin) f(rank_of(key, position));
+        });
+    });
+    if (threadIdx.x == 0) s.sure = 0;
+    __syncthreads();
+    u32 count = 0;
+    each_score(part.scores, part.begin, part.end,
+               [&](u32 key, u32 position) { count += rank_of(key, position) >= bar; });
+    count = __reduce_add_sync(0xFFFFFFFF, count);
+    if (threadIdx.x % 32 == 0) atomicAdd(&s.sure, count);
+    sync_row(part);
     u32 written = 0;
-    for (u32 from = 0; from < r.length && written < k; from += WINDOW) {
-        const u32 words = (min(r.length - from, static_cast<u32>(WINDOW)) + 31) / 32;
-        const u32 each = (words + SELECT_THREADS - 1) / SELECT_THREADS;
-        const Bar at = bar;
+    for (u32 r = 0; r < part.rank; ++r) written += *at_peer(&s.sure, r);
+    sync_row(part);
+    for (u32 from = part.begin; from < part.end; from += WINDOW) {
+        const u32 positions = min(part.end - from, WINDOW);
+        for (u32 i = threadIdx.x; i < WINDOW / 32; i += SELECT_THREADS) s.chosen[i] = 0;
         __syncthreads();
-        for (u32 i = threadIdx.x; i < each * SELECT_THREADS; i += SELECT_THREADS) maps.taken[i] = maps.tied[i] = 0;
-        __syncthreads();
-        each_candidate(r, [&](u32 key, u32 position) {
-            const u32 place = position - from;
-            if (place >= WINDOW) return;
-            if (key > at.key)
-                atomicOr(maps.taken + place / 32, 1u << place % 32);
-            else if (key == at.key && at.ties)
-                atomicOr(maps.tied + place / 32, 1u << place % 32);
+        each_score(part.scores, from, from + positions, [&](u32 key, u32 position) {
+            if (rank_of(key, position) >= bar) atomicOr(s.chosen + (position - from) / 32, 1u << (position - from) % 32);
         });
         __syncthreads();
-        written += write_window(maps, from, each, bar, out, written, k, s);
+        written += write_window(from, positions, written, k, out, s);
+        __syncthreads();
     }
 }
 
-// Four counts, of a read each, are packed into one word; this sums them over the reads before each.
-__device__ __forceinline__ u64 sums_of_reads(u64 counts) { return (counts << 16) + (counts << 32) + (counts << 48); }
+// Copies the edges of all blocks of the row to `listed`; returns how many positions above the bin lie ahead of this block's.
+__device__ __forceinline__ u32 gather_edges(const Part& part, SelectShared& s) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 found = lane < part.ranks ? *at_peer(&s.found, lane) : 0;
+    const u32 sure = lane < part.rank ? *at_peer(&s.sure, lane) : 0;
+    const u32 of = warp % part.ranks;
+    const u32 first = __reduce_add_sync(0xFFFFFFFF, lane < of ? found : 0), count = __shfl_sync(0xFFFFFFFF, found, of);
+    const u64* const from = at_peer(s.edges, of);
+    const u32 stride = SELECT_THREADS / part.ranks;
+    for (u32 i = warp / part.ranks * 32 + lane; i < count; i += stride) s.listed[first + i] = from[i];
+    cluster_arrive();  // none reads from another any more
+    __syncthreads();
+    return __reduce_add_sync(0xFFFFFFFF, sure);
+}
 
-// The output of a row of one span, from registers.
-__device__ __forceinline__ void write_span(const Span& span, const Cut& cut, u32 k, i32* out, u32* bins,
-                                           SelectShared& s) {
-    const Bar bar = find_bar(cut, k, bins, s, [&](auto f) {
-        span.each([&](u32 key, u32 position, int) {
-            if (key >> BIN_SHIFT == cut.bin) f(key, position);
-        });
-    });
-    u32 chosen = 0, place = 0;  // bit i: key i
-    u64 total;
-    if (bar.ties) {
-        u64 ties = 0;
-        span.each([&](u32 key, u32, int read) { ties += key == bar.key ? 1ull << 16 * read : 0ull; });
-        u64 before = sum_before<SELECT_THREADS, u64>(ties, s.row_sums, total);
-        before += sums_of_reads(total);
-        place = 0;
-        span.each([&](u32 key, u32, int read) {
-            u32 rank = static_cast<u32>(before >> 16 * read) & 0xFFFF;
-            if (key == bar.key) {
-                if (rank < bar.ties) chosen |= 1u << place;
-                before += 1ull << 16 * read;
-            }
-            ++place;
-        });
+// For the next launch, once no block of the row reads it.
+__device__ __forceinline__ void empty_histogram(const IndexTopk& p, int row, const Part& part) {
+    uint4* const histogram = reinterpret_cast<uint4*>(row_histogram(p, row));
+    for (u32 i = part.rank * SELECT_THREADS + threadIdx.x; i < (BINS + COARSE_BINS) / 4; i += part.ranks * SELECT_THREADS)
+        histogram[i] = make_uint4(0, 0, 0, 0);
+    if (part.rank == 0 && threadIdx.x < COUNTERS) p.counters[row * COUNTERS + threadIdx.x] = 0;
+}
+
+// Scores of EACH neighbours from `first` on; NaN behind the part's end.
+__device__ __forceinline__ void load_neighbours(float (&scores)[EACH], const Part& part, u32 first) {
+    const float none = __uint_as_float(0x7FFFFFFF);
+#pragma unroll
+    for (u32 i = 0; i < EACH; i += 4) {
+        float4 four = make_float4(none, none, none, none);
+        if (first < part.end) four = __ldcg(reinterpret_cast<const float4*>(part.scores + first + i));
+        scores[i] = four.x, scores[i + 1] = four.y, scores[i + 2] = four.z, scores[i + 3] = four.w;
     }
-    place = 0;
-    u64 count = 0;
-    span.each([&](u32 key, u32, int read) {
-        if (key > bar.key) chosen |= 1u << place;
-        count += static_cast<u64>(chosen >> place & 1) << 16 * read;
-        ++place;
+    if (first < part.end && first + EACH > part.end) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i)
+            if (first + i >= part.end) scores[i] = none;
+    }
+}
+
+// The chosen of EACH neighbours, bits of `chosen`, in order behind `before` others.
+__device__ __forceinline__ void write_neighbours(u32 chosen, u32 first, u32 before, u32 k, i32* out) {
+    u32 place = before;
+#pragma unroll 1
+    for (u32 bits = chosen; bits; bits &= bits - 1, ++place)
+        if (place < k) out[place] = static_cast<i32>(first + __ffs(static_cast<int>(bits)) - 1);
+}
+
+// A row of up to SPAN positions a block. False where it is not wholly granted or too many scores are alike: nothing is done.
+__device__ __forceinline__ bool choose_apart(const IndexTopk& p, int row, const Part& part, SelectShared& s) {
+    const u32 k = static_cast<u32>(p.k), first = part.begin + EACH * threadIdx.x, lane = threadIdx.x % 32;
+    float scores[EACH];
+    load_neighbours(scores, part, first);
+    const bool granted = __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0;
+    const Cut cut = row_cut(row_histogram(p, row), k);
+    if (!granted || cut.bin < REAL_BINS || cut.inside > EDGES) return false;
+    const float low = score_of(cut.bin << BIN_SHIFT), high = score_of((cut.bin + 1) << BIN_SHIFT);
+    const u32 flip = low < 0 ? 0xFFFFFFFF : 0x80000000;
+    u32 level = 0, chosen = 0;
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        if (scores[i] >= low) level |= 1u << i;
+        if (scores[i] >= high) chosen |= 1u << i;
+    }
+    const u32 edge = level & ~chosen, count = __popc(edge);
+    u32 inclusive = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        if (lane >= step) inclusive += left;
+    }
+    const u32 sure = __reduce_add_sync(0xFFFFFFFF, __popc(chosen));
+    u32 place = 0;
+    if (lane == 31 && inclusive > 0) place = atomicAdd(&s.found, inclusive);
+    if (lane == 0 && sure > 0) atomicAdd(&s.sure, sure);
+    u64* to = s.edges + (__shfl_sync(0xFFFFFFFF, place, 31) + inclusive - count);
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i)
+        if (edge >> i & 1) *to++ = rank_of(__float_as_uint(scores[i]) ^ flip, first + i);
+    sync_cluster();
+    empty_histogram(p, row, part);
+    const u32 sure_before = gather_edges(part, s);
+    const u64 bar = find_bar<false>(part, cut.bin, cut.inside, k - cut.above, s, [&](auto f) {
+        for (u32 i = threadIdx.x; i < cut.inside; i += SELECT_THREADS) f(s.listed[i]);
     });
-    u64 at = sum_before<SELECT_THREADS, u64>(count, s.row_sums, total);
-    at += sums_of_reads(total);
-    place = 0;
-    span.each([&](u32, u32 position, int read) {
-        if (chosen >> place & 1) {
-            const u32 to = static_cast<u32>(at >> 16 * read) & 0xFFFF;
-            if (to < k) out[to] = static_cast<i32>(position);
-            at += 1ull << 16 * read;
+    u32 before = 0, total;
+    for (u32 i = threadIdx.x; i < cut.inside; i += SELECT_THREADS)
+        before += s.listed[i] >= bar && position_of(s.listed[i]) < part.begin;
+    before = __reduce_add_sync(0xFFFFFFFF, before);
+    if (lane == 0 && before > 0) atomicAdd(&s.before, before);
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i)
+        if (edge >> i & 1 && rank_of(__float_as_uint(scores[i]) ^ flip, first + i) >= bar) chosen |= 1u << i;
+    const u32 ahead = sum_ahead(__popc(chosen), s.sums, total);
+    write_neighbours(chosen, first, sure_before + s.before + ahead, k, p.topk_out + static_cast<i64>(row) * k);
+    cluster_wait();
+    return true;
+}
+
+// Likewise, by one block, with s.bins empty.
+__device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const Part& part, SelectShared& s) {
+    const u32 k = static_cast<u32>(p.k), first = EACH * threadIdx.x, lane = threadIdx.x % 32;
+    float scores[EACH];
+    load_neighbours(scores, part, first);
+    const bool granted = __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0;
+    const Cut cut = row_cut(row_histogram(p, row), k);
+    if (!granted || cut.bin < REAL_BINS) return false;
+    u32 wanted = k - cut.above, inside = cut.inside;
+    float low = score_of(cut.bin << BIN_SHIFT), high = score_of((cut.bin + 1) << BIN_SHIFT);
+    const u32 flip = low < 0 ? 0xFFFFFFFF : 0x80000000;
+    if (inside > wanted) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            const u32 bin = (__float_as_uint(scores[i]) ^ flip) >> (BIN_SHIFT - FINE_BITS) & ((1u << FINE_BITS) - 1);
+            const bool is_edge = scores[i] >= low && !(scores[i] >= high);
+            count_shared(s.bins + (is_edge ? bin : 1u << FINE_BITS));  // a branch would take longer
         }
-        ++place;
-    });
+        __syncthreads();
+        u32 counts[FINE_EACH];
+#pragma unroll
+        for (int i = 0; i < FINE_EACH; ++i) counts[i] = s.bins[(1 << FINE_BITS) - 1 - (threadIdx.x * FINE_EACH + i)];
+        const Cut fine = find_cut(counts, 1 << FINE_BITS, wanted, s);
+        const u32 prefix = cut.bin << FINE_BITS | fine.bin;
+        low = score_of(prefix << (BIN_SHIFT - FINE_BITS)), high = score_of((prefix + 1) << (BIN_SHIFT - FINE_BITS));
+        wanted -= fine.above, inside = fine.inside;
+    }
+    if (inside > wanted && inside > 32) return false;
+    u32 chosen = 0, level = 0;
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        if (scores[i] >= low) level |= 1u << i;
+        if (scores[i] >= high) chosen |= 1u << i;
+    }
+    if (inside > wanted) {
+#pragma unroll 1
+        for (u32 left = level & ~chosen; left; left &= left - 1) {
+            const u32 position = first + __ffs(static_cast<int>(left)) - 1;
+            const u32 bits = __float_as_uint(__ldcg(part.scores + position));
+            s.few[atomicAdd(&s.compared, 1u)] = rank_of(bits ^ flip, position);
+        }
+        level = chosen;
+        __syncthreads();
+        const u64 own = lane < inside ? s.few[lane] : 0;
+        u32 higher = 0;
+#pragma unroll 1
+        for (u32 i = 0; i < inside; ++i) higher += s.few[i] > own;
+        const u32 best = __ballot_sync(0xFFFFFFFF, lane < inside && higher < wanted);
+#pragma unroll 1
+        for (u32 i = 0; i < inside; ++i) {
+            const u32 place = position_of(s.few[i]) - first;
+            if (best >> i & 1 && place < EACH) level |= 1u << place;
+        }
+    }
+    u32 total;
+    const u32 ahead = sum_ahead(__popc(level), s.sums, total);
+    write_neighbours(level, first, ahead, k, p.topk_out + static_cast<i64>(row) * k);
+    empty_histogram(p, row, part);
+    return true;
 }
 
-// Spans [begin, end) of a row that has scores. All reads begin before anything is known of the row but its length.
-__device__ __forceinline__ void select_part(const IndexTopk& p, int row, u32 length, u32 begin, u32 end, u8* dynamic,
-                                            SelectShared& s) {
-    Lists& lists = *reinterpret_cast<Lists*>(dynamic);
+// A row that has scores.
+__device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& part, SelectShared& s) {
+    u32* const histogram = row_histogram(p, row);
     i32* const counters = p.counters + row * COUNTERS;
-    u32* const histogram = p.histogram + static_cast<i64>(row) * BINS;
     i32* const out = p.topk_out + static_cast<i64>(row) * p.k;
-    const u32 all = s.spans[row + 1] - s.spans[row];
-    const bool own = end - begin == all, granted = counters[UNGRANTED_ROW] == 0;
-    Row r;
-    r.scores = p.scores + static_cast<i64>(s.units[row]) * UNIT;
-    r.length = length;
-    Span span;
-    span.load(r.scores, begin * SPAN, length);
-    if (threadIdx.x == 0) s.sure = s.edges = 0;
-    r.cut = row_cut(p, histogram, s);
-    if (all > 1) {
-        collect(r, span, begin, end, lists, s);
-        if (!own) publish(p, row, lists, s);
-        if (!own && !is_last(counters, end - begin, all, s)) return;
-    }
+    const u32 k = static_cast<u32>(p.k), first = part.begin + threadIdx.x / 32 * TILE;
+    Tile tile;
+    if (first < part.end) tile.load(part.scores, first, part.end);
+    const bool granted = __ldcg(counters + UNGRANTED_ROW) == 0;
+    const Cut cut = row_cut(histogram, k);
+    const bool again = cut.inside > EDGES || cut.bin < REAL_BINS || part.length > part.ranks * WINDOW;
+    if (granted && !again) mark_and_list(part, cut.bin, tile, first, s);
+    sync_row(part);
+    empty_histogram(p, row, part);
     if (!granted) {
-        for (int i = threadIdx.x; i < p.k; i += SELECT_THREADS) out[i] = -1;
-        if (threadIdx.x == 0) trip(p.state, UNGRANTED, 1);
-    } else if (all == 1) {
-        write_span(span, r.cut, p.k, out, reinterpret_cast<u32*>(dynamic), s);
-    } else {
-        load_lists(p, row, own, lists, r, s);
-        __syncthreads();
-        write_chosen(r, p.k, out, *reinterpret_cast<Bitmaps*>(dynamic), s);
+        for (u32 i = part.rank * SELECT_THREADS + threadIdx.x; i < k; i += part.ranks * SELECT_THREADS) out[i] = -1;
+        if (part.rank == 0 && threadIdx.x == 0) trip(p.state, UNGRANTED, 1);
+        return;
+    }
+    if (again) return write_again(part, cut, k, out, s);
+    const u32 edges = cut.inside, sure_before = part.ranks > 1 ? gather_edges(part, s) : 0;
+    const u64* const list = part.ranks > 1 ? s.listed : s.edges;
+    const u64 bar = find_bar<false>(part, cut.bin, edges, k - cut.above, s, [&](auto f) {
+        for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) f(list[i]);
+    });
+    u32 before = 0;
+    for (u32 i = threadIdx.x; i < edges; i += SELECT_THREADS) {
+        const u64 rank = list[i];
+        const u32 position = position_of(rank), place = position - part.begin;
+        if (rank < bar) continue;
+        if (position < part.begin)
+            ++before;
+        else if (position < part.end)
+            atomicOr(s.chosen + place / 32, 1u << place % 32);
+    }
+    if (part.ranks > 1) {
+        before = __reduce_add_sync(0xFFFFFFFF, before);
+        if (threadIdx.x % 32 == 0 && before > 0) atomicAdd(&s.before, before);
     }
     __syncthreads();
-    for (int i = 4 * threadIdx.x; i < BINS; i += STRIDE)
-        *reinterpret_cast<uint4*>(histogram + i) = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x < COUNTERS) counters[threadIdx.x] = 0;
+    if (part.begin < part.end) write_window(part.begin, part.end - part.begin, sure_before + s.before, k, out, s);
+    if (part.ranks > 1) cluster_wait();
 }
 
-// A row that needs no scores.
+// A row that needs no scores, by one block.
 __device__ __forceinline__ void write_plain(const IndexTopk& p, int row, const IndexRow& at) {
     int sound = at.kind == IDENTITY;
     if (sound) {
@@ -444,28 +524,33 @@ __device__ __forceinline__ void write_plain(const IndexTopk& p, int row, const I
 extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
     index_select(const __grid_constant__ hisparse::IndexTopk p) {
     using namespace hisparse;
-    extern __shared__ __align__(16) u8 dynamic[];
-    __shared__ SelectShared s;
-    divide<SELECT_THREADS>(
-        p, s.row_sums, [](const IndexRow& r) { return static_cast<u64>(units_of(r)) << 32 | spans_of(r); },
-        [&](int row, u64 sum) {
-            s.units[row] = static_cast<u32>(sum >> 32);
-            s.spans[row] = static_cast<u32>(sum);
-        });
+    extern __shared__ u8 dynamic[];
+    SelectShared& s = *reinterpret_cast<SelectShared*>(dynamic);
+    const int row = static_cast<int>(blockIdx.y);
+    let_next_begin();
+    if (threadIdx.x == 0) s.found = s.sure = s.before = s.compared = 0;
+    for (u32 i = threadIdx.x; i < 1 << FINE_BITS; i += SELECT_THREADS) s.bins[i] = 0;
+    u32 ahead = 0, units;
+    for (int i = threadIdx.x; i < row; i += SELECT_THREADS) ahead += units_of(index_row(p, i));
+    sum_ahead(ahead, s.sums, units);
+    const IndexRow at = index_row(p, row);
+    const u32 length = static_cast<u32>(at.length);
+    const bool fits = (static_cast<i64>(units) + units_of(at)) * UNIT <= p.capacity;
+    const u32 ranks = at.kind == SCORED && length > SOLO ? gridDim.x : 1, rank = blockIdx.x;
+    if (rank >= ranks) return;
     await_last();
-    const u32 total = s.spans[p.batch.size];
-    u32 begin = share(total, blockIdx.x);
-    const u32 end = share(total, blockIdx.x + 1);
-    for (int row = row_at(s.spans, p.batch.size, begin); begin < end; ++row) {
-        const u32 first = s.spans[row], stop = min(end, s.spans[row + 1]);
-        const IndexRow at = index_row(p, row);
-        if (at.kind != SCORED)
-            write_plain(p, row, at);
-        else if (static_cast<i64>(s.units[row + 1]) * UNIT > p.capacity)
-            write_plain(p, row, {at.seat, at.length, REFUSED});
-        else
-            select_part(p, row, static_cast<u32>(at.length), begin - first, stop - first, dynamic, s);
-        __syncthreads();
-        begin = stop;
+    if (at.kind != SCORED || !fits) {
+        if (rank == 0) write_plain(p, row, fits ? at : IndexRow{at.seat, at.length, REFUSED});
+        return;
     }
+    const u32 each = ((length + ranks - 1) / ranks + 31) / 32 * 32;
+    const Part part{p.scores + static_cast<i64>(units) * UNIT, length, min(rank * each, length),
+                    min(rank * each + each, length), rank, ranks};
+    __syncthreads();
+    if (length <= ranks * SPAN) {
+        if (ranks > 1 ? choose_apart(p, row, part, s) : choose_short(p, row, part, s)) return;
+        __syncthreads();
+        if (threadIdx.x == 0) s.compared = 0;
+    }
+    choose(p, row, part, s);
 }

@@ -15,18 +15,14 @@ __device__ __forceinline__ u64 describe(const void* block) {
     return address | along_places << 16 | along_heads << 32;
 }
 
-#if KEY_BYTES == 1
-#define TYPES "f32.f16.f16"
-#else
-#define TYPES "f32.bf16.bf16"
-#endif
+static_assert(KEY_BYTES == 2, "fp8 keys: index_hopper.cuh");
 #define FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 
 // c += A * B of one step, or = in the first. Nothing of `c` and `a` may be touched until they are awaited.
 __device__ __forceinline__ void multiply_team(float (&c)[TILES][4], const u32 (&a)[4], u64 b, int step) {
 #if HEADS == 64
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16." TYPES
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
         " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0; }"
         : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
@@ -34,14 +30,13 @@ __device__ __forceinline__ void multiply_team(float (&c)[TILES][4], const u32 (&
 #else
     static_assert(HEADS == 32, "as wide as the instructions written here");
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16." TYPES
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16"
         " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
         : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(step));
 #endif
 }
 
-#undef TYPES
 #undef FOUR
 
 }  // namespace hisparse

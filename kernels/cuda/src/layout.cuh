@@ -35,8 +35,8 @@ constexpr int EXPERTS_MAX = 1024;  // of one rank: place_rows counts them in sha
 constexpr int UNIT = 16;  // index keys that a warp scores together
 constexpr int BATCH_MAX = 1024;  // rows of index_topk
 constexpr int BINS = 8192;  // of a row's histogram of scores: a power of two
-constexpr int EDGES_MAX = 8192;  // positions listed of the k-th score's bin; beyond, scores are read again
-constexpr int COUNTERS = 4;  // of a row, in words: LISTED, DONE, UNGRANTED_ROW
+constexpr int COARSE_BINS = 256;  // behind them: sums of neighbours
+constexpr int COUNTERS = 4;  // of a row, in words: UNGRANTED_ROW
 
 enum Tripwire { POSITION = 0, UNGRANTED = 1, VICTIMS = 2, SEAT = 3 };
 enum SeatChangeKind { INIT = 0, SHRINK = 1, GROW = 2 };
@@ -190,15 +190,13 @@ struct IndexTopk {
     const float* weights;  // [batch, heads]
     i32* topk_out;         // [batch, k]
     float* scores;         // [capacity]
-    u32* histogram;        // [rows, BINS]
-    u64* edges;            // [rows, EDGES_MAX]
-    i32* sure;             // [rows, TOPK_MAX]
+    u32* histogram;        // [rows, BINS + COARSE_BINS]
     i32* counters;         // [rows, COUNTERS]
     i64 capacity;
     float scale;
     i32 k, group, rows;
 };
-static_assert(sizeof(IndexTopk) == 320, "as ctypes lays it out");
+static_assert(sizeof(IndexTopk) == 304, "as ctypes lays it out");
 
 // Neighbouring rows of a block, of one prompt.
 struct IndexPart {

@@ -183,6 +183,19 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// A barrier of all threads of the cluster, after which each sees what all wrote to shared memory before it.
+__device__ __forceinline__ void sync_cluster() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// What block `peer` has at this place of its shared memory.
+template <class T> __device__ __forceinline__ const T* at_peer(const T* here, u32 peer) {
+    u64 there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(peer));
+    return reinterpret_cast<const T*>(there);
+}
+
 // Makes this block's gates visible to its peers, after the cluster's barrier: peers arrive at them, too.
 __device__ __forceinline__ void publish_gates() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -217,6 +230,8 @@ __device__ __forceinline__ void send(u32* at, u32 v, u64* gate, int peer) {  // 
 __device__ __forceinline__ u32 cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ void sync_cluster() {}
+template <class T> __device__ __forceinline__ const T* at_peer(const T* here, u32) { return here; }
 __device__ __forceinline__ void expect_bytes(u64*, u32) {}
 __device__ __forceinline__ void publish_gates() {}
 __device__ __forceinline__ void open_remote_gate(u64*, int) {}

@@ -165,7 +165,7 @@ def check_draws(
     path: Path, draft_tokens: int, streams: Streams | None, *, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`is_late`: every mask is late once, so that every step of a request with one is launched again; else none is."""
-    monkeypatch.setattr(executor, "MASK_WAIT_S", 60.0)
+    monkeypatch.setattr(executor, "mask_wait_s", lambda _: 60.0)
     if is_late:
         monkeypatch.setattr(Grammar, "wait", late_once())
     rig = held_rig(path, draft_tokens, streams)

@@ -185,6 +185,18 @@ def test_masks_that_are_late_change_no_token_of_a_rank(monkeypatch: pytest.Monke
     rig.check_end()
 
 
+def test_slow_masks_change_no_token_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row waits for its mask outside of the rounds."""
+    monkeypatch.setattr(grammars, "QUICK_S", -1.0)
+    rig = rig_of_a_rank()
+    for number, grammar in enumerate((ALTERNATING, "", ALTERNATING)):
+        assert rig.coordinator.admit(rig.coordinator.create(number, 40, 8, seed=number, grammar=grammar), 64 * number)
+    rig.run()
+    assert not rig.wrong()
+    assert rig.executor.counters.late_masks == 0
+    rig.check_end()
+
+
 def test_blocks_are_the_largest_where_no_rank_decodes() -> None:
     """There is no gap to hold: the rounds take what the runner takes."""
     rig = rig_of_a_rank()

@@ -3,7 +3,8 @@
     [<think>] reasoning </think> text  call  call  text
     [<think>] reasoning  call  call
 
-Where the prompt ends with <think> the output begins within the reasoning. Blanks beside a marker belong to the marker.
+Where the prompt ends with <think> the output begins within the reasoning. Blanks beside a marker belong to the marker,
+of those before it MARKER_BLANKS_MAX.
 Whatever is not what the format has there is text, to the last character, and so is a call that the output breaks off.
 
 Models forget </think> before a call. Calls end the reasoning where the model itself ended the output with them: only
@@ -220,10 +221,10 @@ class ReplyParser:
                 self._tell(kind, scan.use(len(scan.text)))
                 return None
             yield
+        said = scan.before_blanks(found)
         before = scan.use(found)
-        said = before.rstrip()
-        self._tell(kind, said)
-        return before[len(said) :]
+        self._tell(kind, before[:said])
+        return before[said:]
 
     def _all_text(self) -> Reading[None]:
         self._tell(Text, self._scan.use(len(self._scan.text)))

@@ -17,6 +17,8 @@ Reading: TypeAlias = Generator[None, None, T]
 #: Names of tools and of what models call.
 NAME_CHARS_MAX: Final = 128
 NAME: Final = re.compile(rf"[A-Za-z0-9_.:/-]{{0,{NAME_CHARS_MAX}}}")
+#: Blanks that belong to the marker behind them. Those before are text, so that an output of blanks is told as it comes.
+MARKER_BLANKS_MAX: Final = 1_024
 _BLANKS: Final = re.compile(r"\s*")
 
 
@@ -36,6 +38,7 @@ class Scan:
         self.at = 0
         self.used = 0
         self.ended = False
+        self._blanks = -1, 0  # a place, and where the blanks from there on end, as far as they have come
 
     def feed(self, text: str) -> None:
         self.text += text
@@ -43,6 +46,7 @@ class Scan:
     def use(self, chars: int) -> str:
         """The first `chars`, which are gone then; `at` is the start again."""
         used, self.text, self.at = self.text[:chars], self.text[chars:], 0
+        self._blanks = -1, 0
         self.used += len(used)
         return used
 
@@ -90,9 +94,11 @@ class Scan:
             yield from self.more()
 
     def starts_with(self, marker: str) -> Reading[bool]:
-        """Whether `marker` stands first, blanks before it apart; it is used up then."""
+        """Whether `marker` stands first, MARKER_BLANKS_MAX before it apart; it is used up then."""
         while True:
             start = self._blanks_end()
+            if start - self.at > MARKER_BLANKS_MAX:
+                return False
             if self.text.startswith(marker, start):
                 self.use(start + len(marker))
                 return True
@@ -116,15 +122,23 @@ class Scan:
         return end == len(self.text)
 
     def _blanks_end(self) -> int:
-        found = _BLANKS.match(self.text, self.at)
+        """Return where the blanks at `at` end. Blanks that it has seen before are not looked at again."""
+        at, stop = self._blanks
+        found = _BLANKS.match(self.text, stop if at == self.at else self.at)
         assert found is not None
+        self._blanks = self.at, found.end()
         return found.end()
 
     def decided(self, *markers: str) -> int:
-        """Return how many characters are neither a part of one of `markers` nor blanks that may stand before it."""
+        """Return how many characters are neither a part of one of `markers` nor blanks that may belong to it."""
         most = min(len(self.text), max(map(len, markers)))
         size = next((n for n in range(most, 0, -1) if self._ends_within(n, markers)), 0)
-        return len(self.text[: len(self.text) - size].rstrip())
+        return self.before_blanks(len(self.text) - size)
+
+    def before_blanks(self, end: int) -> int:
+        """Return how many characters stand before the blanks of a marker at `end`."""
+        first = max(0, end - MARKER_BLANKS_MAX)
+        return first + len(self.text[first:end].rstrip())
 
     def _ends_within(self, chars: int, markers: Sequence[str]) -> bool:
         return any(chars <= len(marker) and self.text.endswith(marker[:chars]) for marker in markers)
