@@ -1,15 +1,14 @@
-"""prompt_index against its goals: `python -m benchmarks.prompt_index [--out FILE]` on a Hopper card.
+"""prompt_topk of fp8 keys against its goals: `python -m benchmarks.prompt_index [--out FILE]` on a Hopper card.
 
 One cell is (context, tokens) at DeepSeek-V3.2's indexer: 64 heads of 128, top-k 2048, fp8 keys in scattered pages,
 random values; the tokens are the last of the context. Launches follow one another on one stream, eagerly, each with
-keys of another group, together beyond L2. Medians of REPLAYS, per launch:
+keys of another group, together beyond L2. Medians of REPLAYS, per call:
 
-    us         prompt_index, queries quantized before
-    encode_us  the quantization of queries
-    old_us     prompt_topk as the runner calls it, for as many tokens
+    us         prompt_topk, as the runner calls it: the quantization of queries, scores and selection
+    encode_us  the quantization of queries alone
     fp8_us     2 * 64 * 128 operations per token and key at the rate of PEAK
 
-After each cell a few tokens' selections are compared with an exact one of scores in float32.
+After each cell a few tokens' selections are compared with an exact one of scores in float32 (fp8_queries.py).
 """
 
 from __future__ import annotations
@@ -23,22 +22,23 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.fp8_queries import DIM, FORM, HEADS, SCALE, TOPK, agreement
 from benchmarks.swap_in import machine
-from kernels.cuda.prompt_index import DIM, PromptJobs, PromptPiece, prompt_index
 from kernels.encode import encode
 from kernels.layout import Geometry
+from kernels.prompt_pieces import PromptPiece, PromptPieces
 from kernels.prompt_topk import prompt_topk
 from kernels.reference.index_topk import index_scores
-from kernels.row_format import index_key_format
 from kernels.state import DeviceState
 from protocol.units import PAGE_TOKENS
 
-HEADS, TOPK, SCALE = 64, 2048, 128**-0.5
-CELLS: Final = ((8_192, 4_096), (32_768, 1_024), (32_768, 2_048), (32_768, 4_096), (32_768, 8_192), (131_072, 2_048))
+CELLS: Final = (
+    *((8_192, 4_096), (32_768, 1_024), (32_768, 2_048), (32_768, 4_096), (32_768, 8_192), (131_072, 2_048)),
+    *((32_768, 1), (32_768, 128), (131_072, 512)),  # fewer jobs than multiprocessors
+)
 #: Operations a second of dense fp8 products on an H200, as published.
 PEAK: Final = 1.979e15
 GROUPS, REPLAYS = 4, 13
-FORM: Final = index_key_format("fp8", DIM)
 
 
 def measure(context: int, tokens: int) -> dict[str, Any]:
@@ -46,24 +46,18 @@ def measure(context: int, tokens: int) -> dict[str, Any]:
     state = _state(context)
     queries = torch.randn(tokens, HEADS, DIM, device="cuda").bfloat16()
     weights = torch.rand(tokens, HEADS, device="cuda") * HEADS**-0.5
-    jobs = PromptJobs.of([PromptPiece(0, tokens, 0, context - tokens)], queries.device)
-    encoded = encode(FORM, queries)
+    pieces = PromptPieces.of([PromptPiece(0, tokens, 0, context - tokens)], queries.device)
     out = torch.empty(tokens, TOPK, dtype=torch.int32, device="cuda")
-    old = torch.empty_like(out)
     pairs = tokens * context - tokens * (tokens - 1) / 2
 
     def launch(group: int) -> None:
-        prompt_index(state, group, jobs, encoded, weights, SCALE, out)
-
-    def launch_old(group: int) -> None:
-        prompt_topk(state, group, 0, context - tokens, queries, weights, SCALE, old)
+        prompt_topk(state, group, pieces, queries, weights, SCALE, out)
 
     cell = {
         "context": context,
         "tokens": tokens,
         "us": _time(launch),
         "encode_us": _time(lambda _: encode(FORM, queries)),
-        "old_us": _time(launch_old),
         "fp8_us": round(2 * HEADS * DIM * pairs / PEAK * 1e6, 1),
     }
     launch(0)
@@ -104,14 +98,12 @@ def _checked(
     """Overlap with the best set by unquantized queries, and the share of its sum of scores, least over a few tokens."""
     pages = state.index_table[0].long()
     keys = FORM.decode(state.index_keys[0].view(-1, PAGE_TOKENS, FORM.row_bytes)[pages].flatten(0, 1))
-    overlap, share, tokens = 1.0, 1.0, len(queries)
+    each, tokens = [], len(queries)
     for token in range(0, tokens, max(1, tokens // 16)):
         scores = index_scores(queries[token], weights[token], keys[: context - tokens + token + 1], SCALE)
-        best = scores.topk(TOPK).indices
-        mine = out[token].long()
-        overlap = min(overlap, torch.isin(mine, best).float().mean().item())
-        share = min(share, (scores[mine].sum() / scores[best].sum()).item())
-    return {"overlap": round(overlap, 4), "sum_share": round(share, 6)}
+        each.append(agreement(scores, out[token]))
+    overlaps, shares = zip(*each, strict=True)
+    return {"overlap": round(min(overlaps), 4), "sum_share": round(min(shares), 6)}
 
 
 def main() -> None:

@@ -3,65 +3,36 @@
 For fp8 keys of DIM values and HEADS heads; queries are quantized as keys are, by token and head. Scratch is a list of
 LISTED entries for each of GROUP tokens that a multiprocessor works on, whatever the context (`scratch_bytes`). Launches
 for one state share it: they must be ordered, as on one stream.
-
-kernels.prompt_topk does not call this kernel yet: it has not run on a card (tests/gpu/test_prompt_index.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kernels.cuda import parameters, structures
+from kernels.cuda.encode import MANY_ROWS
 from kernels.cuda.jit import Kernel, load
 from kernels.cuda.launch import processors, stream_of
+from kernels.encode import encode
+from kernels.prompt_pieces import GROUP, PromptPieces
+from kernels.row_format import RowFormat
 from kernels.state import DeviceState
-from protocol.errors import BadInput
 
+CAPABILITY: Final = (9, 0)
 # prompt_index.cuh and prompt_list.cuh
-GROUP: Final = 8
 HEADS: Final = (32, 64)
 DIM: Final = 128
 STAGES: Final = 8
 LISTED: Final = 4096
 TOPK_MAX: Final = 3072
 SHARED_BYTES: Final = 150 << 10
-
-
-class PromptPiece(NamedTuple):
-    """Rows `row`.. of a block: `tokens` tokens of the prompt in `seat`, from position `start` on."""
-
-    row: int
-    tokens: int
-    seat: int
-    start: int
-
-
-@dataclass(frozen=True, eq=False)
-class PromptJobs:
-    """The pieces of a block on the device, for all layers that it goes through."""
-
-    parts: Tensor  # int32[parts, 5]: structures.IndexPart
-    jobs: int
-
-    @classmethod
-    def of(cls, pieces: Sequence[PromptPiece], device: torch.device) -> PromptJobs:
-        """Copy `pieces`, none empty, to `device`. Never waits for it."""
-        rows, jobs = [], 0
-        for piece in pieces:
-            rows.append((jobs, *piece))
-            jobs += -(-piece.tokens // GROUP)
-        table = torch.tensor(rows, dtype=torch.int32)
-        if device.type == "cuda":
-            table = table.pin_memory()
-        return cls(table.to(device, non_blocking=True), jobs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,40 +49,50 @@ def scratch_bytes(processors: int) -> int:
     return 8 * processors * GROUP * LISTED
 
 
+@lru_cache(maxsize=64)
+def takes(heads: int, keys: RowFormat, queries: torch.dtype, k: int, device: torch.device) -> bool:
+    """Whether the kernel is written for such a selection, and `device` can run it."""
+    known = heads in HEADS and keys == RowFormat("fp8", DIM, 0, DIM) and queries == torch.bfloat16 and k <= TOPK_MAX
+    return known and torch.cuda.get_device_capability(device) == CAPABILITY
+
+
 def prompt_index(
     state: DeviceState,
     group: int,
-    jobs: PromptJobs,
+    pieces: PromptPieces,
     queries: Tensor,
     weights: Tensor,
+    keys: RowFormat,
     scale: float,
     topk_out: Tensor,
 ) -> None:
-    """Select for rows of a block: `queries` uint8[rows, heads, DIM + 4] in the format of fp8 index keys, `weights`
-    float32[rows, heads], `topk_out` int32[rows, k], ascending, -1 padded. Rows of no piece stay as they are.
-
-    Raises BadInput for heads or a k that no kernel is written for. Never waits for the device.
-    """
-    heads, k, device = queries.shape[1], topk_out.shape[1], queries.device
-    _require(heads in HEADS, "queries", f"{heads} heads", f"use {' or '.join(map(str, HEADS))} heads")
-    _require(k <= TOPK_MAX, "topk_out", k, f"select {TOPK_MAX} or less")
-    lists = _lists_of(state)
+    """As kernels.prompt_topk.prompt_topk, of what `takes` admits, unchecked: two launches."""
+    encoded, lists = encode(keys, queries), _lists_of(state)
     block = structures.PromptIndex(
         state=parameters.state_parameters(state),
-        queries=queries.data_ptr(),
+        queries=encoded.data_ptr(),
         weights=weights.data_ptr(),
-        part=jobs.parts.data_ptr(),
+        part=pieces.table.data_ptr(),
         topk_out=topk_out.data_ptr(),
         keys=lists.keys.data_ptr(),
         positions=lists.positions.data_ptr(),
         scale=scale,
-        k=k,
+        k=topk_out.shape[1],
         group=group,
-        parts=len(jobs.parts),
-        jobs=jobs.jobs,
+        parts=len(pieces.pieces),
+        jobs=pieces.jobs,
     )
-    blocks = min(jobs.jobs, len(lists.keys))
-    kernel_of(heads, device).launch((blocks, 1), block, stream_of(state), shared_bytes=SHARED_BYTES)
+    blocks = min(pieces.jobs, len(lists.keys))
+    kernel_of(queries.shape[1], queries.device).launch((blocks, 1), block, stream_of(state), shared_bytes=SHARED_BYTES)
+
+
+def prepare(state: DeviceState, heads: int, keys: RowFormat, queries: torch.dtype) -> None:
+    """Compile, load and allocate all that prompt_index needs. Raises InternalError where it does not compile."""
+    device = state.rows.device
+    for rows in (1, MANY_ROWS):
+        encode(keys, torch.zeros(rows, heads, DIM, dtype=queries, device=device))
+    kernel_of(heads, device)
+    _lists_of(state)
 
 
 @lru_cache(maxsize=64)
@@ -132,11 +113,6 @@ def _lists_of(state: DeviceState) -> Lists:
         with torch.inference_mode(False):  # the first caller may be inside, later ones outside
             _lists[state] = Lists(*(torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2)))
     return _lists[state]
-
-
-def _require(fine: bool, field: str, value: object, remedy: str) -> None:
-    if not fine:
-        raise BadInput("no kernel is written for it", field=field, value=value, remedy=remedy)
 
 
 assert ctypes.sizeof(structures.IndexPart) == 20

@@ -16,8 +16,11 @@ if torch.cuda.get_device_capability() != (9, 0):
 
 from torch import Tensor  # noqa: E402
 
-from kernels.cuda.prompt_index import DIM, PromptJobs, PromptPiece, prompt_index  # noqa: E402
+from benchmarks.fp8_queries import CONTEXTS, OVERLAP_MIN, SHARE_MIN, VALUES, measure  # noqa: E402
+from kernels.cuda.prompt_index import DIM, takes  # noqa: E402
 from kernels.layout import Geometry  # noqa: E402
+from kernels.prompt_pieces import PromptPiece, PromptPieces  # noqa: E402
+from kernels.prompt_topk import prompt_topk  # noqa: E402
 from kernels.reference.index_topk import index_scores, top_positions  # noqa: E402
 from kernels.row_format import index_key_format  # noqa: E402
 from kernels.state import DeviceState, Tripwire  # noqa: E402
@@ -42,8 +45,9 @@ def selection(
     state: DeviceState, pieces: Sequence[PromptPiece], queries: Tensor, weights: Tensor, scale: float, k: int
 ) -> Tensor:
     out = torch.full((len(queries), k), 99, dtype=torch.int32, device="cuda")
-    encoded = FORM.encode(queries)
-    prompt_index(state, 0, PromptJobs.of(pieces, queries.device), encoded, weights, scale, out)
+    queries = queries.bfloat16()
+    assert takes(queries.shape[1], FORM, queries.dtype, k, queries.device)
+    prompt_topk(state, 0, PromptPieces.of(pieces, queries.device), queries, weights, scale, out)
     torch.cuda.synchronize()
     return out
 
@@ -57,7 +61,7 @@ def scores_of(
     state: DeviceState, piece: PromptPiece, token: int, queries: Tensor, weights: Tensor, scale: float
 ) -> Tensor:
     length, row = piece.start + token + 1, piece.row + token
-    decoded = FORM.decode(FORM.encode(queries[row]))
+    decoded = FORM.decode(FORM.encode(queries[row].bfloat16()))
     return index_scores(decoded, weights[row], keys_of(state, piece.seat, length), scale)
 
 
@@ -151,3 +155,11 @@ def test_pages_that_are_not_granted_select_nothing_and_trip() -> None:
     assert (found[16] >= 0).all()
     assert (found[17] == -1).all()
     assert int(state.tripwires[Tripwire.UNGRANTED]) == 9
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("values", VALUES)
+def test_selections_by_fp8_queries_are_nearly_those_by_exact_ones(context: int, values: str) -> None:
+    cell = measure(context, values, "cuda")
+    assert cell["overlap"] >= OVERLAP_MIN
+    assert cell["sum_share"] >= SHARE_MIN

@@ -66,9 +66,11 @@ def arithmetic(settings: WorkerSettings) -> str:
     """ModelInfo.arithmetic: all that two workers must have alike for rows of the same bits, beside the model."""
     if not settings.deterministic:
         return ""
-    kind = torch.cuda.get_device_name(settings.device) if settings.device.startswith("cuda") else settings.device
-    # the word is that of the protocol version before, whose rows have the same bits: both serve one node meanwhile
-    return f"chunks of {prompt_block_tokens(settings)} tokens, {settings.matmul}, {kind}"
+    on_gpu = settings.device.startswith("cuda")
+    kind = torch.cuda.get_device_name(settings.device) if on_gpu else settings.device
+    # the words are those of the protocol version before, where rows have the same bits: both serve one node meanwhile
+    queries = ", prompts by fp8 queries" if on_gpu and settings.kv_dtype == "fp8" else ""
+    return f"chunks of {prompt_block_tokens(settings)} tokens, {settings.matmul}, {kind}{queries}"
 
 
 def no_listener() -> None:
