@@ -32,8 +32,10 @@ def prompt_topk(
     weights: Tensor,
     scale: float,
     topk_out: Tensor,
+    rows_out: Tensor | None = None,
 ) -> None:
-    """Top-k positions of the tokens of `pieces` into `topk_out` int32[rows, k]; rows of no piece stay as they are.
+    """Top-k positions of the tokens of `pieces` into `topk_out` int32[rows, k], and where they lie in the slab into
+    `rows_out`, alike; -1 padded. Rows of no piece stay as they are.
 
     As index_topk, with a context of start + i + 1 positions for token i of a piece, whose keys are written; `queries`
     float32|bfloat16[rows, H, D], `weights` float32[rows, H], contiguous, `pieces` on their device. Seats need not be
@@ -45,6 +47,8 @@ def prompt_topk(
     sizes.check("queries", queries, ("tokens", "heads", "dim"), *QUERY_DTYPES)
     sizes.check("weights", weights, ("tokens", "heads"), torch.float32)
     sizes.check("topk_out", topk_out, ("tokens", "k"), torch.int32)
+    if rows_out is not None:
+        sizes.check("rows_out", rows_out, ("tokens", "k"), torch.int32)
     check_number("k", sizes["k"] - 1, TOPK_MAX)
     for piece in pieces.pieces:
         check_number("seat", piece.seat, state.seats)
@@ -53,7 +57,7 @@ def prompt_topk(
             raise BadInput(problem, field="pieces", value=piece, remedy="count rows from the first one of the block")
     keys = index_key_format(state, sizes["dim"], queries.dtype)
     if pieces.pieces:
-        backend(state, __name__).prompt_topk(state, group, pieces, queries, weights, keys, scale, topk_out)
+        backend(state, __name__).prompt_topk(state, group, pieces, queries, weights, keys, scale, topk_out, rows_out)
 
 
 def prepare_prompt(state: DeviceState, heads: int, dim: int, dtype: torch.dtype) -> None:

@@ -198,7 +198,8 @@ class ModelInfo(Part, frozen=True):
     (ids 0..255 are bytes) or "json" (a `tokenizer.json` of `tokenizer_hash`, fetched through the coordinator).
     Prefixes are reused in multiples of `prefix_unit_tokens`; `reuses_generated`: those with decoded rows, too.
     `arithmetic` names what the bits of rows depend on beside the model, in deterministic mode: the size of prompt
-    blocks, the matmul mode and the kind of device. Only rows of equal arithmetic are reused. Empty in other modes.
+    blocks, the matmul mode, the kind of device, and whether the indexer's queries are quantized. Only rows of equal
+    arithmetic are reused. Empty in other modes.
     """
 
     fingerprint: str

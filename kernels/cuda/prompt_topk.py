@@ -21,6 +21,7 @@ from kernels.cuda.structures import UNIT
 from kernels.encode import quantized_queries
 from kernels.prompt_pieces import PromptPieces
 from kernels.row_format import RowFormat
+from kernels.rows import slab_rows
 from kernels.state import DeviceState, StepBatch
 from protocol.units import PAGE_TOKENS
 
@@ -49,11 +50,29 @@ def prompt_topk(
     keys: RowFormat,
     scale: float,
     topk_out: Tensor,
+    rows_out: Tensor | None,
 ) -> None:
     """As kernels.prompt_topk.prompt_topk, unchecked."""
     if blockwise.takes(queries.shape[1], keys, queries.dtype, topk_out.shape[1], queries.device):
         blockwise.prompt_index(state, group, pieces, queries, weights, keys, scale, topk_out)
-        return
+    else:
+        _select_pieces(state, group, pieces, queries, weights, keys, scale, topk_out)
+    if rows_out is not None:
+        for piece in pieces.pieces:
+            rows = slice(piece.row, piece.row + piece.tokens)
+            rows_out[rows] = slab_rows(state, piece.seat, topk_out[rows])
+
+
+def _select_pieces(
+    state: DeviceState,
+    group: int,
+    pieces: PromptPieces,
+    queries: Tensor,
+    weights: Tensor,
+    keys: RowFormat,
+    scale: float,
+    topk_out: Tensor,
+) -> None:
     queries, weights = quantized_queries(keys, queries, weights)
     for piece in pieces.pieces:
         rows = slice(piece.row, piece.row + piece.tokens)

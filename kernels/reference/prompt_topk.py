@@ -9,6 +9,7 @@ from kernels.encode import quantized_queries
 from kernels.prompt_pieces import PromptPiece, PromptPieces
 from kernels.reference.index_topk import index_scores, top_positions
 from kernels.row_format import RowFormat
+from kernels.rows import slab_rows
 from kernels.state import DeviceState, Tripwire
 from protocol.units import PAGE_TOKENS, pages_for
 
@@ -26,6 +27,7 @@ def prompt_topk(
     keys: RowFormat,
     scale: float,
     topk_out: Tensor,
+    rows_out: Tensor | None,
 ) -> None:
     """See kernels.prompt_topk."""
     queries, weights = quantized_queries(keys, queries, weights)
@@ -40,6 +42,8 @@ def prompt_topk(
                 continue
             chosen = top_positions(index_scores(own, heads, context[:length], scale), len(out))
             out[: len(chosen)] = chosen
+        if rows_out is not None:
+            rows_out[rows] = slab_rows(state, piece.seat, topk_out[rows])
 
 
 def _granted_keys(state: DeviceState, group: int, piece: PromptPiece) -> Tensor:

@@ -29,8 +29,8 @@ def test_each_token_selects_as_the_reference(
     rows = max(piece.row + piece.tokens for piece in pieces) + 1
     queries = exact(rows, draw).to(torch.float32 if kind == "float32" else torch.bfloat16)
     weights = whole(rows, HEADS, draw=draw)
-    found = [torch.full((rows, TOPK), 99, dtype=torch.int32, device=device) for device in ("cpu", "cuda")]
-    prompt_topk(cpu, 0, PromptPieces.of(pieces), queries, weights, 0.25, found[0])
-    prompt_topk(gpu, 0, PromptPieces.of(pieces, "cuda"), queries.cuda(), weights.cuda(), 0.25, found[1])
+    found = [torch.full((2, rows, TOPK), 99, dtype=torch.int32, device=device) for device in ("cpu", "cuda")]
+    prompt_topk(cpu, 0, PromptPieces.of(pieces), queries, weights, 0.25, *found[0])
+    prompt_topk(gpu, 0, PromptPieces.of(pieces, "cuda"), queries.cuda(), weights.cuda(), 0.25, *found[1])
     assert torch.equal(found[1].cpu(), found[0])
     assert not gpu.tripwires.any()

@@ -35,7 +35,7 @@ def state_with_keys(kind: str, device: str = "cpu") -> DeviceState:
     host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
     state = DeviceState.allocate(
         geometry,
-        max_slab_pages=1,
+        max_slab_pages=PAGES,
         tail_slots=1,
         host=host if device == "cpu" else host.pin_memory(),
         device=device,
@@ -45,6 +45,7 @@ def state_with_keys(kind: str, device: str = "cpu") -> DeviceState:
     state.index_keys[0] = form.encode(whole(state.index_keys.shape[1], DIM, draw=draw))
     state.index_table[1, :3] = torch.tensor([5, 0, 6])
     state.index_table[0, 0] = 3
+    state.slab_table.copy_(torch.tensor([[6, 1, 4, 0], [3, 5, 2, 7]]))
     return state
 
 
@@ -66,8 +67,8 @@ def test_each_token_selects_among_earlier_positions(kind: str, pieces: list[Prom
     state, draw = state_with_keys(kind), torch.Generator().manual_seed(1)
     rows = max(piece.row + piece.tokens for piece in pieces) + 1
     queries, weights = exact(rows, draw), whole(rows, HEADS, draw=draw)
-    found = torch.full((rows, TOPK), 99, dtype=torch.int32)
-    prompt_topk(state, 0, PromptPieces.of(pieces), queries, weights, 0.25, found)
+    found, places = torch.full((2, rows, TOPK), 99, dtype=torch.int32)
+    prompt_topk(state, 0, PromptPieces.of(pieces), queries, weights, 0.25, found, places)
     state.hot_slots[:] = 0
     batch = StepBatch.allocate(1, 1)
     batch.num_real[0] = 1
@@ -79,8 +80,12 @@ def test_each_token_selects_among_earlier_positions(kind: str, pieces: list[Prom
             expected = torch.empty(1, TOPK, dtype=torch.int32)
             index_topk(state, 0, queries[row : row + 1], weights[row : row + 1], batch, 0.25, expected)
             assert torch.equal(found[row], expected[0])
+            pages = state.slab_table[piece.seat][expected[0].clamp(min=0) // PAGE_TOKENS]
+            wanted = torch.where(expected[0] < 0, -1, pages * PAGE_TOKENS + expected[0] % PAGE_TOKENS)
+            assert torch.equal(places[row], wanted)
             rest.remove(row)
-    assert (found[sorted(rest)] == 99).all(), "rows of no piece stay as they are"
+    for written in (found, places):
+        assert (written[sorted(rest)] == 99).all(), "rows of no piece stay as they are"
     assert not state.tripwires.any()
 
 

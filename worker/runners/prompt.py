@@ -215,14 +215,12 @@ class Gathered:
     def select(
         self, state: DeviceState, group: int, block: PromptBlock, index: mla.IndexProjected, scale: float
     ) -> None:
-        chosen = block.prompts.selection[block.rows]
-        positions = torch.empty_like(chosen)
+        rows = block.prompts.selection[block.rows]
+        positions = torch.empty_like(rows)
         queries, weights = index.queries[0].contiguous(), index.weights[0].contiguous()
-        prompt_topk(state, group, block.searched(), queries, weights, scale, positions)
+        prompt_topk(state, group, block.searched(), queries, weights, scale, positions, rows)
         for number, piece in block.pieces:
-            place = block.place(piece)
-            block.keep_last(group, number, piece, positions[place.stop - 1])
-            chosen[place] = _slab_places(state, piece.seat, positions[place])
+            block.keep_last(group, number, piece, positions[block.place(piece).stop - 1])
 
     def select_last(
         self,
@@ -274,9 +272,3 @@ def _write_padded(positions: Tensor, to: Tensor) -> None:
     """Write `positions` [n] to int32[k], k at least n, with -1 behind them."""
     to.fill_(-1)
     to[: len(positions)] = positions
-
-
-def _slab_places(state: DeviceState, seat: int, positions: Tensor) -> Tensor:
-    """Device rows int32 of prompt `positions` int32 of any shape, -1 where they are."""
-    pages = state.slab_table[seat][positions.clamp(min=0).long() // PAGE_TOKENS]
-    return torch.where(positions < 0, -1, pages * PAGE_TOKENS + positions % PAGE_TOKENS)
