@@ -35,12 +35,14 @@ struct Try {
 };
 void try_list(const Try p) {
     static u32 bins[RANGE_BINS];
-    PromptList list{{p.keys, p.positions, bins}, static_cast<u32>(p.k), {0, 0}, 0xFFFFFFFF, 0};
+    PromptList list{{p.keys, p.positions, bins}, static_cast<u32>(p.k)};
     const i32 lane = threadIdx.x;
     for (i32 base = 0; base < p.length; base += 64) {
         const bool near = base + lane < p.length, far = base + 32 + lane < p.length;
         const u32 one = near ? prompt_order(p.scores[base + lane]) : 0;
         list.take(one, far ? prompt_order(p.scores[base + 32 + lane]) : 0, near, far, base);
+        // As late as the kernel: four pages are taken between two looks.
+        if (base / 64 % 4 == 3 && list.crowded()) list.relieve();
     }
     list.finish(p.out);
 }

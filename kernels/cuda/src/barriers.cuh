@@ -36,6 +36,19 @@ __device__ __forceinline__ void arrive(u32 barrier) {
 __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// As sync_named: whether any of the threads says so.
+__device__ __forceinline__ bool any_named(int barrier, int threads, bool mine) {
+    u32 any;
+    asm volatile(
+        "{ .reg .pred p, q;\n"
+        "setp.ne.u32 p, %1, 0;\n"
+        "barrier.cta.red.or.aligned.pred q, %2, %3, p;\n"
+        "selp.u32 %0, 1, 0, q; }"
+        : "=r"(any)
+        : "r"(static_cast<u32>(mine)), "r"(barrier), "r"(threads)
+        : "memory");
+    return any != 0;
+}
 // `bytes` from global to shared memory, both at multiples of 16; the barrier counts them.
 __device__ __forceinline__ void fetch_bytes(void* to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -22,8 +22,9 @@
 
 namespace hisparse {
 
-constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256;
+constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256, PAGES_AHEAD = 4;
 constexpr i32 PROMPT_TOPK_MAX = LISTED - 2 * SLACK;  // so that a shortened list has room for more
+static_assert(64 * PAGES_AHEAD < SLACK, "a list that is not shortened is not crowded either");
 
 // Order key of a score: compares as the score does, 0 for NaN, equal for both zeros.
 __device__ __forceinline__ u32 prompt_order(float score) {
@@ -98,61 +99,39 @@ __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, 
     return inside;
 }
 
-// Bits of four-bit masks in the lanes before this one; `all` over all lanes.
-__device__ __forceinline__ u32 ranks(u32 mask, u32& all) {
-    const u32 below = (1u << threadIdx.x % 32) - 1;
-    u32 before = 0;
-    all = 0;
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-        const u32 lanes = __ballot_sync(0xFFFFFFFF, mask >> i & 1);
-        before += __popc(lanes & below);
-        all += __popc(lanes);
-    }
-    return before;
-}
-
 // Keep keys from `low` on, in order, and of those equal to it only `ties`, unless that is 0: in the list, or with `out`
 // their positions there. Entries move down, never past what has been read.
-__device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 low, u32 ties, i32* out) {
-    constexpr u32 READS = 4;
-    const i32* const positions = at.positions;
-    u32 kept = 0, left = ties;
-    each_vectors<READS, uint4>(at.keys, count, [&](const uint4(&four)[READS], u32 place) {
-        int4 where[READS];
+template <bool TIES> __device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 low, u32 ties, i32* out) {
+    constexpr u32 READS = 8;
+    const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1;
+    u32 kept = 0;
+#pragma unroll 1
+    for (u32 from = 0; from < count; from += 32 * READS) {
+        u32 keys[READS];
+        i32 positions[READS];
 #pragma unroll
-        for (u32 i = 0; i < READS; ++i) where[i] = *reinterpret_cast<const int4*>(positions + place + 128 * i);
+        for (u32 i = 0; i < READS; ++i) {
+            const u32 place = from + 32 * i + lane;
+            keys[i] = at.keys[place], positions[i] = at.positions[place];
+        }
         __syncwarp();
 #pragma unroll
         for (u32 i = 0; i < READS; ++i) {
-            const u32 keys[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
-            const i32 from[4] = {where[i].x, where[i].y, where[i].z, where[i].w};
-            u32 chosen = 0, equal = 0, all;
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j) {
-                const bool is_entry = place + 128 * i + j < count;
-                chosen |= static_cast<u32>(is_entry && (keys[j] > low || keys[j] == low && ties == 0)) << j;
-                equal |= static_cast<u32>(is_entry && keys[j] == low && ties != 0) << j;
+            const bool is_entry = from + 32 * i + lane < count;
+            bool chosen = is_entry && (TIES ? keys[i] > low : keys[i] >= low);
+            if (TIES) {
+                const bool equal = is_entry && keys[i] == low;
+                const u32 equals = __ballot_sync(0xFFFFFFFF, equal);
+                chosen |= equal && __popc(equals & below) < ties;
+                ties -= min(ties, static_cast<u32>(__popc(equals)));
             }
-            if (ties != 0) {
-                const u32 before = ranks(equal, all);
-#pragma unroll
-                for (u32 j = 0; j < 4; ++j)
-                    if (equal >> j & 1 && before + __popc(equal & ((1u << j) - 1)) < left) chosen |= 1u << j;
-                left -= min(left, all);
-            }
-            u32 to = kept + ranks(chosen, all);
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j)
-                if (chosen >> j & 1) {
-                    (out == nullptr ? at.positions : out)[to] = from[j];
-                    if (out == nullptr) at.keys[to] = keys[j];
-                    ++to;
-                }
-            kept += all;
+            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen), to = kept + __popc(lanes & below);
+            if (chosen && out == nullptr) at.keys[to] = keys[i];
+            if (chosen) (out == nullptr ? at.positions : out)[to] = positions[i];
+            kept += __popc(lanes);
         }
         __syncwarp();
-    });
+    }
     return kept;
 }
 
@@ -171,40 +150,45 @@ __device__ __noinline__ ListState shorten(ListPlace at, u32 k, u32 count, u32 le
         }
         width = shift;
     }
-    return {keep(at, count, low, ties, out), low + (ties != 0)};
+    const u32 kept = ties != 0 ? keep<true>(at, count, low, ties, out) : keep<false>(at, count, low, 0, out);
+    return {kept, low + (ties != 0)};
 }
 
 struct PromptList {
     ListPlace at;
     u32 k;
-    ListState now;
-    u32 least, most;  // of the keys that this lane has listed, and those of all before the list was last shortened
+    ListState now = {0, 0};
+    u32 least = 0xFFFFFFFF, most = 0;  // of the keys that this lane has listed, and those of all before it was last shortened
 
-    // The scores of positions `first` + lane and 32 behind, as order keys, where a lane has them.
+    // The scores of positions `first` + lane and 32 behind, as order keys, where a lane has them. Without branches: other
+    // work of the warp goes on between its parts.
     __device__ __forceinline__ void take(u32 near, u32 far, bool has_near, bool has_far, i32 first) {
         const i32 lane = threadIdx.x % 32;
         const u32 below = (1u << lane) - 1;
         has_near = has_near && near >= now.bar, has_far = has_far && far >= now.bar;
         const u32 nears = __ballot_sync(0xFFFFFFFF, has_near), fars = __ballot_sync(0xFFFFFFFF, has_far);
-        if ((nears | fars) == 0) return;
         const u32 place = now.count + __popc(nears & below);
         const u32 behind = now.count + __popc(nears) + __popc(fars & below);
-        if (has_near) {
-            at.keys[place] = near, at.positions[place] = first + lane;
-            least = min(least, near), most = max(most, near);
-        }
-        if (has_far) {
-            at.keys[behind] = far, at.positions[behind] = first + 32 + lane;
-            least = min(least, far), most = max(most, far);
-        }
+        store_if(has_near, at.keys + place, near);
+        store_if(has_near, at.positions + place, first + lane);
+        store_if(has_far, at.keys + behind, far);
+        store_if(has_far, at.positions + behind, first + 32 + lane);
+        least = min(least, min(has_near ? near : 0xFFFFFFFF, has_far ? far : 0xFFFFFFFF));
+        most = max(most, max(has_near ? near : 0, has_far ? far : 0));
         now.count += __popc(nears) + __popc(fars);
-        if (now.count <= LISTED - 64) return;
+    }
+
+    // It has room for PAGES_AHEAD times 64 scores, and must be relieved then.
+    __device__ __forceinline__ bool crowded() const { return now.count > LISTED - 64 * PAGES_AHEAD; }
+    // Shorten, where that makes room.
+    __device__ __forceinline__ void relieve() {
+        if (now.count <= k + SLACK) return;
         now = shortened(nullptr);
         least = now.bar - (now.bar > 0);  // what is equal to the least that was kept may be below the bar
     }
 
     // The k best into out[k], of a list that holds as many.
-    __device__ __forceinline__ void finish(i32* out) {
+    __device__ __forceinline__ void finish(i32* out) const {
         if (now.count > k) {
             shortened(out);
             return;
