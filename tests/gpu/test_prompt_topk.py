@@ -13,7 +13,7 @@ from kernels.cuda import prompt_topk as room  # noqa: E402
 from kernels.cuda.launch import prepare  # noqa: E402
 from kernels.prompt_pieces import PromptPiece, PromptPieces  # noqa: E402
 from kernels.prompt_topk import prompt_topk  # noqa: E402
-from tests.kernels.test_prompt_topk import HEADS, PIECES, TOPK, exact, state_with_keys, whole  # noqa: E402
+from tests.kernels.test_prompt_topk import DIM, HEADS, PIECES, TOPK, exact, state_with_keys, whole  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
@@ -27,7 +27,7 @@ def test_each_token_selects_as_the_reference(
     prepare(gpu)
     draw = torch.Generator().manual_seed(pieces[0].start)
     rows = max(piece.row + piece.tokens for piece in pieces) + 1
-    queries = exact(rows, draw).to(torch.float32 if kind == "float32" else torch.bfloat16)
+    queries = exact(rows, HEADS, DIM, draw=draw).to(torch.float32 if kind == "float32" else torch.bfloat16)
     weights = whole(rows, HEADS, draw=draw)
     found = [torch.full((2, rows, TOPK), 99, dtype=torch.int32, device=device) for device in ("cpu", "cuda")]
     prompt_topk(cpu, 0, PromptPieces.of(pieces), queries, weights, 0.25, *found[0])

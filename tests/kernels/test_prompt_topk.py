@@ -42,22 +42,22 @@ def state_with_keys(kind: str, device: str = "cpu") -> DeviceState:
         **sizes,
     )
     draw = torch.Generator().manual_seed(0)
-    state.index_keys[0] = form.encode(whole(state.index_keys.shape[1], DIM, draw=draw))
+    state.index_keys[0] = form.encode(exact(state.index_keys.shape[1], DIM, draw=draw))
     state.index_table[1, :3] = torch.tensor([5, 0, 6])
     state.index_table[0, 0] = 3
     state.slab_table.copy_(torch.tensor([[6, 1, 4, 0], [3, 5, 2, 7]]))
     return state
 
 
+def exact(*shape: int, draw: torch.Generator) -> torch.Tensor:
+    """Small whole numbers that fp8 holds: their scale is a power of two."""
+    values = whole(*shape, draw=draw).clamp(-3, 3)
+    values[..., 0] = 3.5
+    return values
+
+
 def whole(*shape: int, draw: torch.Generator) -> torch.Tensor:
     return torch.randint(-4, 5, shape, generator=draw).float()
-
-
-def exact(tokens: int, draw: torch.Generator) -> torch.Tensor:
-    """Queries of small whole numbers that fp8 holds: their scale is a power of two."""
-    queries = whole(tokens, HEADS, DIM, draw=draw).clamp(-3, 3)
-    queries[..., 0] = 3.5
-    return queries
 
 
 @pytest.mark.parametrize("kind", ["float32", "fp8"])
@@ -66,7 +66,7 @@ def test_each_token_selects_among_earlier_positions(kind: str, pieces: list[Prom
     """The seat is not set up: a prompt's is not, until it is staged."""
     state, draw = state_with_keys(kind), torch.Generator().manual_seed(1)
     rows = max(piece.row + piece.tokens for piece in pieces) + 1
-    queries, weights = exact(rows, draw), whole(rows, HEADS, draw=draw)
+    queries, weights = exact(rows, HEADS, DIM, draw=draw), whole(rows, HEADS, draw=draw)
     found, places = torch.full((2, rows, TOPK), 99, dtype=torch.int32)
     prompt_topk(state, 0, PromptPieces.of(pieces), queries, weights, 0.25, found, places)
     state.hot_slots[:] = 0
@@ -92,8 +92,11 @@ def test_each_token_selects_among_earlier_positions(kind: str, pieces: list[Prom
 def test_queries_are_quantized_where_keys_are() -> None:
     state, draw = state_with_keys("fp8"), torch.Generator().manual_seed(2)
     form, length = index_key_format("fp8", DIM), 190
+    keys = exact(state.index_keys.shape[1], DIM, draw=draw)
+    keys[:, ::2] = 0
+    state.index_keys[0] = form.encode(keys)
     queries = torch.randn(1, HEADS, DIM, generator=draw)
-    queries[..., ::2] *= 100  # the small values round to few steps
+    queries[..., ::2] *= 100_000  # so that the values that count are rounded to few steps
     weights = torch.rand(1, HEADS, generator=draw)
     found = torch.full((1, TOPK), 99, dtype=torch.int32)
     prompt_topk(state, 0, PromptPieces.of([PromptPiece(0, 1, 1, length - 1)]), queries, weights, 0.25, found)
