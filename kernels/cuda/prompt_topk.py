@@ -36,7 +36,7 @@ _views: WeakKeyDictionary[DeviceState, DeviceState] = WeakKeyDictionary()
 def prepare_prompt(state: DeviceState, heads: int, keys: RowFormat, queries: torch.dtype) -> None:
     """Compile, load and allocate all that prompt_topk needs."""
     if blockwise.takes(heads, keys, queries, state.geometry.topk, state.rows.device):
-        blockwise.prepare(state, heads, keys, queries)
+        blockwise.prepare(state, heads, keys)
     else:
         prepare_index(_view_of(state), heads, keys, queries)
 
@@ -54,30 +54,15 @@ def prompt_topk(
 ) -> None:
     """As kernels.prompt_topk.prompt_topk, unchecked."""
     if blockwise.takes(queries.shape[1], keys, queries.dtype, topk_out.shape[1], queries.device):
-        blockwise.prompt_index(state, group, pieces, queries, weights, keys, scale, topk_out)
-    else:
-        _select_pieces(state, group, pieces, queries, weights, keys, scale, topk_out)
-    if rows_out is not None:
-        for piece in pieces.pieces:
-            rows = slice(piece.row, piece.row + piece.tokens)
-            rows_out[rows] = slab_rows(state, piece.seat, topk_out[rows])
-
-
-def _select_pieces(
-    state: DeviceState,
-    group: int,
-    pieces: PromptPieces,
-    queries: Tensor,
-    weights: Tensor,
-    keys: RowFormat,
-    scale: float,
-    topk_out: Tensor,
-) -> None:
+        blockwise.prompt_index(state, group, pieces, queries, weights, keys, scale, topk_out, rows_out)
+        return
     queries, weights = quantized_queries(keys, queries, weights)
     for piece in pieces.pieces:
         rows = slice(piece.row, piece.row + piece.tokens)
         own = queries[rows], weights[rows], keys, scale, topk_out[rows]
         _select_piece(state, group, piece.seat, piece.start, *own)
+        if rows_out is not None:
+            rows_out[rows] = slab_rows(state, piece.seat, topk_out[rows])
 
 
 def _select_piece(
