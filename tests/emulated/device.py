@@ -4,8 +4,8 @@
         device.adopt(state)     # on the CPU; from here on every kernel of that state is the emulated one
         begin_step(state, ...)
 
-The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Triton kernels, tensor
-cores and the indexer are not emulated.
+The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Of kernels on tensor cores
+prompt_index alone is emulated; the decode steps' indexer and Triton kernels are not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from tests.support.kept_kernels import digest, kept
 
 COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
 HERE: Final = Path(__file__).parent
-SHARED: Final = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")  # dynamic: of the block that runs
+SHARED: Final = re.compile(
+    r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
+)  # dynamic: of the block that runs
 FLAGS: Final = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w")
 SAID_BYTES: Final = 200
 PROCESSORS: Final = 2

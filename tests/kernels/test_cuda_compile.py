@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kernels import compile as kernels_compile
-from kernels.cuda import header, jit, parameters, structures
+from kernels.cuda import header, jit, parameters, prompt_index, structures
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.block_plans import LinearPlan, forms
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
@@ -80,7 +80,7 @@ class Instruction:
         self.loads_once = self.opcode == 0x981 and bool(high >> 22 & 1)  # LDG.E.NA
         self.scoreboard = high >> 46 & 7  # that counts it until its result is there; 7: none
         self.awaits = high >> 52 & 63  # a bit for each scoreboard
-        self.multiplies = self.opcode == 0xDF0  # HGMMA
+        self.multiplies = self.opcode in (0xDF0, 0xDF3)  # HGMMA, QGMMA
         self.closes_group = self.multiplies and not high >> 20 & 7  # gsb0
         self.moves_stack = self.opcode == 0x836 and self.target == self.source == 1  # VIADD R1, R1
 
@@ -114,6 +114,20 @@ def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, form: int) 
     products = [it for it in code if it.multiplies]
     assert len(products) == 2 * plan.chunk
     assert sum(it.closes_group for it in products) == 2
+
+
+@pytest.mark.parametrize("defines", prompt_index.variants(), ids=lambda defines: "-".join(str(it[1]) for it in defines))
+def test_products_of_prompt_index_are_asked_for_together(defines: jit.Defines) -> None:
+    """Where they lie between the sums of the products before, the last is asked for when the sums end."""
+    text = section(kept_unit("prompt_index", defines, "sm_90").cubin, ".text.prompt_index")
+    code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
+    products = [place for place, it in enumerate(code) if it.multiplies]
+    steps = 4 * dict(defines)["KEY_BYTES"]
+    groups = [products[first : first + steps] for first in range(0, len(products), steps)]
+    assert len(groups) == 3, "of the first page, and of both halves of each"
+    for group in groups:
+        assert [code[place].closes_group for place in group] == [False] * (steps - 1) + [True]
+        assert group[-1] - group[0] < 16 * steps
 
 
 def test_header_is_generated() -> None:
