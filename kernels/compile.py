@@ -39,7 +39,7 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     yield "index_select", ()
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
         yield from (("attend_rows", hopper_defines(kind)) for kind in ("bfloat16", "fp8"))
-        yield from (("prompt_index", prompt_index.defines) for defines in prompt_index.variants())
+        yield from (("prompt_index", defines) for defines in prompt_index.variants())
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
     yield from (("index_scores", indexer.defines(int(arch.removeprefix("sm_")))) for indexer in INDEXERS)
     clusters = int(arch.removeprefix("sm_")) >= 10 * CLUSTERS_SINCE[0]

@@ -4,8 +4,8 @@
         device.adopt(state)     # on the CPU; from here on every kernel of that state is the emulated one
         begin_step(state, ...)
 
-The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Of kernels on tensor cores
-prompt_index alone is emulated; the decode steps' indexer and Triton kernels are not.
+The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Of kernels on tensor
+cores prompt_index alone is emulated; the decode steps' indexer and Triton kernels are not.
 """
 
 from __future__ import annotations

@@ -116,7 +116,9 @@ def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, form: int) 
     assert sum(it.closes_group for it in products) == 2
 
 
-@pytest.mark.parametrize("defines", prompt_index.variants(), ids=lambda defines: "-".join(str(it[1]) for it in defines))
+@pytest.mark.parametrize(
+    "defines", list(prompt_index.variants()), ids=lambda defines: "-".join(str(it[1]) for it in defines)
+)
 def test_products_of_prompt_index_are_asked_for_together(defines: jit.Defines) -> None:
     """Where they lie between the sums of the products before, the last is asked for when the sums end."""
     text = section(kept_unit("prompt_index", defines, "sm_90").cubin, ".text.prompt_index")

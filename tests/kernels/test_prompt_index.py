@@ -12,7 +12,6 @@ from kernels.cuda import prompt_index as room
 from kernels.cuda.prompt_index import DIM, splits_of
 from kernels.layout import Geometry
 from kernels.prompt_pieces import PromptPiece, PromptPieces
-from kernels.prompt_topk import prompt_topk
 from kernels.reference import prompt_topk as reference
 from kernels.row_format import RowFormat, index_key_format
 from kernels.state import DeviceState, Tripwire
