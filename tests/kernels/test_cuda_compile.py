@@ -119,17 +119,13 @@ def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, form: int) 
 @pytest.mark.parametrize(
     "defines", list(prompt_index.variants()), ids=lambda defines: "-".join(str(it[1]) for it in defines)
 )
-def test_products_of_prompt_index_are_asked_for_together(defines: jit.Defines) -> None:
-    """Where they lie between the sums of the products before, the last is asked for when the sums end."""
+def test_products_of_prompt_index_are_asynchronous(defines: jit.Defines) -> None:
+    """The last product of a group alone is counted, as with block_linear."""
     text = section(kept_unit("prompt_index", defines, "sm_90").cubin, ".text.prompt_index")
     code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
-    products = [place for place, it in enumerate(code) if it.multiplies]
     steps = 4 * dict(defines)["KEY_BYTES"]
-    groups = [products[first : first + steps] for first in range(0, len(products), steps)]
-    assert len(groups) == 3, "of the first page, and of both halves of each"
-    for group in groups:
-        assert [code[place].closes_group for place in group] == [False] * (steps - 1) + [True]
-        assert group[-1] - group[0] < 16 * steps
+    closes = [it.closes_group for it in code if it.multiplies]
+    assert closes == 3 * ([False] * (steps - 1) + [True]), "of the first page, and of both halves of each"
 
 
 def test_header_is_generated() -> None:

@@ -46,8 +46,7 @@ void try_list(const Try p) {
         for (i32 base = p.length * share / p.splits; base < end; base += 64) {
             const i32 near = base + lane, far = near + 32;
             const u32 one = near < end ? prompt_order(p.scores[near]) : 0;
-            list.take(one, near < end, near);
-            list.take(far < end ? prompt_order(p.scores[far]) : 0, far < end, far);
+            list.take(one, far < end ? prompt_order(p.scores[far]) : 0, near < end, far < end, near, far);
             // As late as the kernel: four pages are taken between two looks.
             if (base / 64 % 4 == 3 && list.crowded()) list.relieve();
         }

@@ -350,15 +350,12 @@ struct Selector {
         commit_products();
     }
 
-    // The two scores of a lane of page `i`, all of which the team has written: of its warp's token.
-    __device__ __forceinline__ uint2 read_scores(i32 i) const {
-        const u32* const scores = team.scores[i & 1][threadIdx.x % 128 / 32];
-        return {scores[threadIdx.x % 32], scores[threadIdx.x % 32 + 32]};
-    }
-    // One of them into this warp's list.
-    __device__ __forceinline__ void list_score(i32 i, u32 score, int place, PromptList& list, i32 length) const {
-        const i32 position = i * PAGE_TOKENS + place + threadIdx.x % 32;
-        list.take(score, position < length, position);
+    // The scores of page `i`, all of which the team has written, into this warp's list.
+    __device__ __forceinline__ void list_page(i32 i, PromptList& list, i32 length) const {
+        const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+        const u32* const scores = team.scores[i & 1][warp];
+        const i32 near = i * PAGE_TOKENS + lane, far = near + 32;
+        list.take(scores[lane], scores[lane + 32], near < length, far < length, near, far);
     }
 
     // Page `i`, of which `keys` are, and whose first half's products are being formed. Those of the second half are formed
@@ -368,23 +365,20 @@ struct Selector {
     __device__ __forceinline__ bool take_page(i32 i, bool is_first, bool is_last, PageKeys& keys, PromptList& list,
                                               i32 length) {
         u32(&scores)[TEAM][SCORE_STRIDE] = team.scores[i & 1];
-        const bool lists = length > 0 && !is_first;
         const float2 scales = keys.scales;
         Weights weights;
         weights.read(team, 0);  // ahead of what is awaited: a load takes as long as some thirty sums
         const bool crowded = any_named(barrier, 128, list.crowded());
-        const uint2 listed = read_scores(i - 1);
         await_products<0>();
         receive(c[0]);
         multiply<1>(keys);
-        if (lists) list_score(i - 1, listed.x, 0, list, length);  // a branch: else products are asked for between sums
+        list_page(i - 1, list, is_first ? -PAGE_TOKENS : length);
         sum_half(c[0], weights, 0, scales, scores);
         weights.read(team, 1);
         await_products<0>();
         receive(c[1]);
         if (!is_last) read_page(i + 1, keys);
         multiply<0>(keys);
-        if (lists) list_score(i - 1, listed.y, 32, list, length);
         sum_half(c[1], weights, 1, scales, scores);
         return crowded;
     }
@@ -404,9 +398,7 @@ struct Selector {
         await_products<0>();
         receive(c[0]);
         sync_named(barrier, 128);
-        const uint2 listed = read_scores(i - 1);
-        list_score(i - 1, listed.x, 0, list, length);
-        list_score(i - 1, listed.y, 32, list, length);
+        list_page(i - 1, list, length);
         return i;
     }
 };

@@ -174,15 +174,21 @@ struct PromptList {
     ListState now = {0, 0};
     u32 least = 0xFFFFFFFF, most = 0;  // of the keys that this lane has listed, and those of all before it was last shortened
 
-    // A score of each lane, as an order key, where it has one, in order of positions.
-    __device__ __forceinline__ void take(u32 key, bool has_key, i32 position) {
-        has_key = has_key && key >= now.bar;
-        const u32 lanes = __ballot_sync(0xFFFFFFFF, has_key);
-        const u32 place = now.count + __popc(lanes & ((1u << threadIdx.x % 32) - 1));
-        store_if(has_key, at.keys + place, key);
-        store_if(has_key, at.positions + place, position);
-        least = min(least, has_key ? key : 0xFFFFFFFF), most = max(most, has_key ? key : 0);
-        now.count += __popc(lanes);
+    // Two scores of a lane, as order keys, where it has them: the first ones of all lanes are of lower positions than the
+    // second ones, and both in order of lanes. Without branches: other work of the warp goes on between its parts.
+    __device__ __forceinline__ void take(u32 near, u32 far, bool has_near, bool has_far, i32 near_at, i32 far_at) {
+        const u32 below = (1u << threadIdx.x % 32) - 1;
+        has_near = has_near && near >= now.bar, has_far = has_far && far >= now.bar;
+        const u32 nears = __ballot_sync(0xFFFFFFFF, has_near), fars = __ballot_sync(0xFFFFFFFF, has_far);
+        const u32 place = now.count + __popc(nears & below);
+        const u32 behind = now.count + __popc(nears) + __popc(fars & below);
+        store_if(has_near, at.keys + place, near);
+        store_if(has_near, at.positions + place, near_at);
+        store_if(has_far, at.keys + behind, far);
+        store_if(has_far, at.positions + behind, far_at);
+        least = min(least, min(has_near ? near : 0xFFFFFFFF, has_far ? far : 0xFFFFFFFF));
+        most = max(most, max(has_near ? near : 0, has_far ? far : 0));
+        now.count += __popc(nears) + __popc(fars);
     }
 
     // It has room for PAGES_AHEAD times 64 scores, and must be relieved then.
@@ -224,8 +230,7 @@ struct PromptList {
             const i32 first_at = near_at, second_at = far_at;
             load(from + 64);
             if (crowded()) relieve();
-            take(first, from < count, first_at);
-            take(second, from + 32 < count, second_at);
+            take(first, second, from < count, from + 32 < count, first_at, second_at);
         }
     }
 
