@@ -15,8 +15,8 @@ class RoundRobin(Generic[T]):
     def __init__(self) -> None:
         self._waiting: dict[str, deque[T]] = {}  # the party that comes next is first
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        return sum(map(len, [*self._waiting.values()]))  # a copy: other threads may ask
 
     def add(self, party: str, item: T) -> None:
         """Put `item` behind what waits of the same party."""

@@ -24,6 +24,7 @@ import trio
 
 from basics import gc_policy
 from basics.process_memory import map_large_buffers
+from basics.rooms import RoomUse, by_label
 from basics.tracing.sender import QUEUE_SPANS_MAX, open_sender
 from basics.tracing.spans import Put
 from coordinator.actor import Level, Supervisor, open_supervisor
@@ -41,8 +42,6 @@ from coordinator.listener.dropped import Dropped
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
-from coordinator.rooms import BY_NAME as ROOM_BY_NAME
-from coordinator.rooms import RoomUse
 from coordinator.scheduling.prefix_reuse import ALL, OFF, OWN
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
@@ -387,14 +386,14 @@ class Coordinator:
         )
 
     def _room_use(self, scheduler: Scheduler) -> dict[tuple[str, str], RoomUse]:
-        """Measure every room of coordinator.rooms, by its name and by what happens when it is full. Rooms of events and
+        """Measure every room of basics.rooms, by its name and by what happens when it is full. Rooms of events and
         traces are left out where none are sent."""
         parts = [scheduler.room_use(), self.deliveries.room_use(), self._gateway.room_use(), self._journal.room_use()]
         if self._publisher is not None:
             parts.append(self._publisher.room_use())
         if self._put_spans is not None:
             parts.append({"trace_spans": RoomUse(self.counters.spans.waiting, QUEUE_SPANS_MAX)})
-        return {(name, ROOM_BY_NAME[name].when_full.value): use for part in parts for name, use in part.items()}
+        return by_label(*parts)
 
 
 def _open_journal(path: str, counters: CoordinatorCounters) -> SqliteStore | None:

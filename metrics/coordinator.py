@@ -17,10 +17,11 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from basics.request_states import WAITING
+from basics.rooms import RoomUse
 from metrics.coordinator_totals import COORDINATOR_METRICS, JOURNAL_METRICS, WAIT_METRICS
 from metrics.exporter import Health
 from metrics.families import Metric, counter, families, gauge
-from metrics.process import PROCESS_METRICS, process_statistics
+from metrics.process import PROCESS_METRICS, ROOM_METRICS, process_statistics
 from metrics.state import CoordinatorCounters
 from protocol.errors import Unavailable
 from protocol.messages import NOT_SEEN, HotFloorRow, PoolRow, WorkerRow
@@ -47,7 +48,7 @@ class CoordinatorView:
     journal_failing: str = ""
     unready: str = ""
     model: str = ""
-    rooms: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    rooms: Mapping[tuple[str, str], RoomUse] = field(default_factory=dict)
 
 
 def ask_loop(token: trio.lowlevel.TrioToken, look: Callable[[], T]) -> T:
@@ -272,22 +273,6 @@ CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
         labels="role",
     ),
     gauge(
-        "hisparse_coordinator_room_used",
-        "",
-        "What is used of each room that clients fill, in its unit; full, it refuses, forgets or drops.",
-        "Which room runs full?",
-        lambda it: {name: used for name, (used, _) in it.rooms.items()},
-        labels="room when_full",
-    ),
-    gauge(
-        "hisparse_coordinator_room_limit",
-        "",
-        "What each of these rooms can hold.",
-        "How full is it?",
-        lambda it: {name: limit for name, (_, limit) in it.rooms.items()},
-        labels="room when_full",
-    ),
-    gauge(
         "hisparse_journal_failing",
         "",
         "1 while the journal refuses new work.",
@@ -307,6 +292,7 @@ class CoordinatorCollector(Collector):
         yield from families(PROCESS_METRICS, process_statistics("coordinator", it.name, it.version))
         yield from families(CLUSTER_METRICS, view)
         yield from families(ROUTER_METRICS, view)
+        yield from families(ROOM_METRICS, view.rooms)
         yield from families(COORDINATOR_METRICS, it.counters)
         yield from families(WAIT_METRICS, it.counters.waits)
         yield from families(JOURNAL_METRICS, it.counters.journal)

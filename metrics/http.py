@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,9 +11,10 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from basics.rooms import RoomUse
 from metrics.exporter import Health
 from metrics.families import Metric, counter, families, gauge, histogram
-from metrics.process import PROCESS_METRICS, process_statistics
+from metrics.process import PROCESS_METRICS, ROOM_METRICS, process_statistics
 from metrics.state import HttpCounters
 
 
@@ -26,6 +27,7 @@ class HttpSources:
     counters: HttpCounters
     connected: Callable[[], bool]
     stopping: Callable[[], bool]
+    rooms: Callable[[], Mapping[tuple[str, str], RoomUse]] = dict
 
 
 HTTP_METRICS: Final[tuple[Metric[HttpSources], ...]] = (
@@ -110,6 +112,7 @@ class HttpCollector(Collector):
     def collect(self) -> Iterator[Family]:
         it = self._sources
         yield from families(PROCESS_METRICS, process_statistics("http", it.name, it.version))
+        yield from families(ROOM_METRICS, it.rooms())
         yield from families(HTTP_METRICS, it)
 
 

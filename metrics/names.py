@@ -14,13 +14,13 @@ from metrics.executor import EXECUTOR_METRICS, SWAP_METRICS
 from metrics.families import Metric
 from metrics.http import HTTP_METRICS
 from metrics.link import LINK_METRICS
-from metrics.process import PROCESS_METRICS
+from metrics.process import PROCESS_METRICS, ROOM_METRICS
 from metrics.transfers import TRANSFER_METRICS
 from metrics.worker import WORKER_METRICS
 
 Metrics: TypeAlias = tuple[Metric[Any], ...]
 
-EVERY_PROCESS: Final[Metrics] = PROCESS_METRICS
+EVERY_PROCESS: Final[Metrics] = (*PROCESS_METRICS, *ROOM_METRICS)
 WORKER: Final[Metrics] = (*WORKER_METRICS, *EXECUTOR_METRICS, *SWAP_METRICS, *LINK_METRICS, *TRANSFER_METRICS)
 COORDINATOR: Final[Metrics] = (*CLUSTER_METRICS, *ROUTER_METRICS, *COORDINATOR_METRICS, *WAIT_METRICS, *JOURNAL_METRICS)
 HTTP: Final[Metrics] = HTTP_METRICS

@@ -1,12 +1,14 @@
-"""What every process exports: what it is, its CPU time, memory and descriptors."""
+"""What every process exports: what it is, its CPU time, memory and descriptors, and rooms that clients fill."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client.process_collector import ProcessCollector
 
+from basics.rooms import RoomUse
 from metrics.families import Metric, counter, gauge
 
 
@@ -75,5 +77,25 @@ PROCESS_METRICS: Final[tuple[Metric[ProcessStatistics], ...]] = (
         "CPU time, user and system.",
         "Is one core the limit?",
         lambda it: it.statistics["process_cpu_seconds_total"],
+    ),
+)
+
+#: Of rooms by name and by what happens when they are full (basics.rooms).
+ROOM_METRICS: Final[tuple[Metric[Mapping[tuple[str, str], RoomUse]], ...]] = (
+    gauge(
+        "hisparse_room_used",
+        "",
+        "What is used of each room that clients fill, in its unit; full, it refuses, forgets or drops.",
+        "Which room runs full?",
+        lambda it: {name: used for name, (used, _) in it.items()},
+        labels="room when_full",
+    ),
+    gauge(
+        "hisparse_room_limit",
+        "",
+        "What each of these rooms can hold.",
+        "How full is it?",
+        lambda it: {name: limit for name, (_, limit) in it.items()},
+        labels="room when_full",
     ),
 )

@@ -10,11 +10,12 @@ from typing import Final
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from basics.rooms import RoomUse
 from metrics.executor import EXECUTOR_METRICS, SWAP_METRICS
 from metrics.exporter import Health
 from metrics.families import Metric, families, gauge
 from metrics.link import LINK_METRICS
-from metrics.process import PROCESS_METRICS, process_statistics
+from metrics.process import PROCESS_METRICS, ROOM_METRICS, process_statistics
 from metrics.state import (
     EXECUTOR_STALE_S,
     LinkCounters,
@@ -46,6 +47,7 @@ class WorkerSources:
     reports_in_flight: Callable[[], int]
     stopping: Callable[[], bool]
     transfers: Callable[[], Mapping[str, TransferCounters]] = dict
+    rooms: Callable[[], Mapping[tuple[str, str], RoomUse]] = dict
 
 
 def _units(memory: Mapping[str, MemoryUse]) -> dict[tuple[str, str], float]:
@@ -115,6 +117,7 @@ class WorkerCollector(Collector):
     def collect(self) -> Iterator[Family]:
         it = self._sources
         yield from families(PROCESS_METRICS, process_statistics("worker", it.worker, it.version))
+        yield from families(ROOM_METRICS, it.rooms())
         yield from families(WORKER_METRICS, it)
         yield from families(EXECUTOR_METRICS, it.counters)
         yield from families(SWAP_METRICS, it.counters.swap)

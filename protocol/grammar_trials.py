@@ -52,6 +52,9 @@ class PassedGrammars:
         self._answers: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._answers)
+
     def recall(self, digest: bytes) -> str | None:
         with self._lock:
             if digest in self._answers:
@@ -75,6 +78,11 @@ class Trials:
         self._vocabulary = msgspec.msgpack.encode(about)
         self._children = Children(__name__, limit_s, MEMORY_BYTES_MAX, KEPT_BYTES_MAX)
         self._known = PassedGrammars()
+
+    @property
+    def known(self) -> int:
+        """How many grammars are known again, KNOWN_MAX at most."""
+        return len(self._known)
 
     def check(self, grammar: str) -> None:
         """Blocks until `grammar` is built, unless it is known. Raises BadInput for one that is none, exceeds the limits

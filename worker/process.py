@@ -32,6 +32,7 @@ import torch
 import trio
 from transformers.utils.logging import disable_progress_bar
 
+from basics.rooms import by_label
 from metrics.exporter import Exporter, serve
 from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
@@ -240,6 +241,7 @@ class WorkerProcess:
             reports_in_flight=lambda: self._outbox.in_flight,
             stopping=lambda: self._link.stopping,
             transfers=self._executor.transfers.counters,
+            rooms=lambda: by_label(self._executor.room_use(), self._outbox.room_use()),
         )
         exporter = serve(
             [WorkerCollector(sources)],

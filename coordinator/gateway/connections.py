@@ -16,9 +16,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from basics.rooms import RoomUse
+from basics.shares import may_take
 from coordinator.listener.router import RouterSocket, Sent
-from coordinator.rooms import RoomUse
-from coordinator.shares import may_take
 from protocol.errors import CapacityError
 from protocol.messages import PROTOCOL_VERSION
 

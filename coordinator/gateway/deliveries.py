@@ -17,11 +17,11 @@ from typing import Final
 
 import trio
 
+from basics.rooms import RoomUse
+from basics.shares import check_share, is_near
 from coordinator.gateway.connections import ClientConnection, ClientConnections
 from coordinator.gateway.subscriptions import Subscriptions
-from coordinator.rooms import RoomUse
 from coordinator.scheduling.events import Ending
-from coordinator.shares import check_share, is_near
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages

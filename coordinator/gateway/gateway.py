@@ -21,6 +21,8 @@ import trio
 from msgspec.structs import replace
 
 from basics.request_checks import check_priority
+from basics.rooms import RoomUse
+from basics.shares import check_share
 from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.listener.dropped import Dropped
@@ -28,9 +30,7 @@ from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.peer_address import peer_address
 from coordinator.listener.rate_limiter import SENDERS_MAX, RateLimiter
 from coordinator.listener.router import Received, RouterSocket
-from coordinator.rooms import RoomUse
 from coordinator.scheduling.api import SchedulerApi
-from coordinator.shares import check_share
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages

@@ -32,13 +32,13 @@ from typing import Any, Final, Protocol, TypeVar
 
 import trio
 
+from basics.rooms import RoomUse
 from coordinator.actor import Reply
 from coordinator.journal.records import LedgerChanged, PoolOpened, Record, tokens_of
 from coordinator.journal.state import JournalState
 from coordinator.journal.summary import Summarizing
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import Ledger
-from coordinator.rooms import RoomUse
 from coordinator.tokens.token_log import News, TokenLog
 from metrics.state import JournalCounters
 from protocol.errors import InternalError, Unavailable

@@ -12,11 +12,18 @@ A page counts for the owner whose request cached it first, also where others use
 what any has computed (coordinator.prefix_reuse = all), pages below it may be another's; then it may go once those have
 gone.
 
+Shares are among owners of cached pages, not between them and requests that run. A request takes any idle page that it
+needs, of whichever owner is next in the order: a cached page saves the time of a prefill, and a request without pages
+waits for as long as others run. Owners who lose pages so get memory for their own requests by their turns
+(coordinator.scheduling.turns), at the cost of one prefill each.
+
 Both heaps keep entries that no longer hold and skip them, and are made anew when these are most. So an eviction takes
 the time of a heap's step, however many owners and pages there are.
 
 Rejected: one order of use for all (one key's flood evicts what all others have cached); shares as settings for each
-owner (names of keys in the coordinator's settings, and numbers to guess); fixed parts of the pool (empty places).
+owner (names of keys in the coordinator's settings, and numbers to guess); fixed parts of the pool (empty places); a
+part of the cache that running requests of others may not take (their requests wait beside idle memory, for a page that
+may never be used again).
 """
 
 from __future__ import annotations

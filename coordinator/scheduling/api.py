@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 import trio
 
+from basics.rooms import RoomUse
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Match, Scope
-from coordinator.rooms import RoomUse
 from coordinator.scheduling import events
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.events import Handle, RequestCommand, WorkerPort

@@ -184,7 +184,7 @@ class PendingReasons:
         if refusal is not None and refusal.lacks_output_room:
             return PendingReason(
                 PendingKind.OUTPUT_ROOM,
-                "outputs take all room: waits until requests that ended are forgotten",
+                "outputs take all room, or its owner's share: waits until requests that ended are forgotten",
             )
         if refusal is not None and (following := refusal.following) is not None:
             leader = self._request_id(following.leader.request_index)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec.structs import replace
 
 from basics.request_states import WAITING, State
+from basics.rooms import RoomUse
+from basics.shares import check_share, is_near
 from coordinator.journal.records import RequestFacts, digest_of, with_named_grammar
-from coordinator.rooms import RoomUse
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.pending import PendingReason, PendingReasons
 from coordinator.scheduling.prompt_waits import PromptWaits
 from coordinator.scheduling.request_state import HISTORY_LINES_MAX, RequestState
 from coordinator.scheduling.turns import Owner
-from coordinator.shares import check_share, is_near
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import NotFound, ProtocolError, WrongState

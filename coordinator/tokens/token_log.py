@@ -26,12 +26,19 @@ A full arena. `make_room` refuses, and the request waits without a grant, off it
 full, too, by the banker's algorithm (Dijkstra 1965): all live requests must be able to come to their max_tokens, one
 after the other, in the order of what they still need, when those that ended give their places back as they are
 forgotten. So there is always one that may grow, and no two wait for each other. Requests that operators hold are
-counted on to be resumed. A submission that finds no room, or finds its owner at its share (coordinator.shares), is
-refused.
+counted on to be resumed. A submission that finds no room is refused.
+
+An owner at its share (basics.shares). Its submissions are refused, and its requests do not grow, but for one: the
+one that still needs least. So an owner's running requests leave others room, however long their outputs are, and each
+owner always has a request that may come to its end: the first in the order of the banker's algorithm is the first of
+its owner, too. One that has room for all that it may generate stays the first until it has ended, so beyond its share
+an owner grows by one request at a time.
 
 Rejected: room for max_tokens from the start (most outputs end long before, and a few hundred requests of one owner took
 all places), or only a promise of so much (the same, in a larger number); an array per request (appending is a Python
-loop); pages with a table per request (a second gather for every token).
+loop); pages with a table per request (a second gather for every token); a share that is checked at submission alone (a
+few long outputs of one owner fill the arena, and others are refused until these are forgotten); growth beyond the share
+while no other owner waits (places cannot be taken back, so the next owner would wait).
 """
 
 from __future__ import annotations
@@ -44,7 +51,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.shares import check_share
+from basics.shares import check_share, may_take
 from coordinator.tokens.extents import Extents
 from coordinator.tokens.logprob_rows import LogprobRows, unpack_logprobs
 from coordinator.tokens.token_times import TokenTimes
@@ -120,6 +127,16 @@ class OutputPart(NamedTuple):
     is_cut: bool = False
 
 
+class _Endings(NamedTuple):
+    """Live requests in the order of what they still need, as the banker's algorithm lets them end. The i-th needs
+    `owed[i]` places; `free[i]` are free once all before it, and those that have ended, are forgotten, `free[-1]` once
+    all are; `spare[i]` is the least that any of the first i + 1 leaves free. int64 arrays."""
+
+    owed: Int64Array
+    free: Int64Array
+    spare: Int64Array
+
+
 class TokenLog:
     """Owned by the coordinator's trio thread; every call is synchronous and completes or changes nothing."""
 
@@ -137,11 +154,13 @@ class TokenLog:
         self._free = deque(range(request_indices))
         self._base: Int64Array = np.zeros(request_indices, np.int64)
         self._units: Int64Array = np.zeros(request_indices, np.int64)  # of its extent
-        self._units_max: Int64Array = np.zeros(request_indices, np.int64)  # of its extent with room for all
+        self._units_max: Int64Array = np.zeros(request_indices, np.int64)  # with room for all; 0: it has ended
         self._units_largest = 0  # no `_units_max` is larger
         self._room: Int32Array = np.zeros(request_indices, np.int32)
         self._owner: Int64Array = np.zeros(request_indices, np.int64)  # a hash of its name
         self._held: Counter[int] = Counter()  # units, by owner
+        self._first_of: dict[int, int] = {}  # the request of an owner that needs least, until one of them changes
+        self._endings: _Endings | None = None  # until any request changes
         self._capacity: Int32Array = np.full(request_indices, -1, np.int32)  # max_tokens, or what it ended with
         self._words: Int32Array = np.zeros(request_indices, np.int32)  # of a row of log-probabilities
         self._asking = 0  # open request indices that have rows
@@ -172,7 +191,8 @@ class TokenLog:
             each = f" with log-probabilities, {1 + words} places each" if words else ""
             text = f"no room for {max_tokens} tokens of output{each}: there are {self.arena_tokens} places in all"
             raise CapacityError(text, field="max_tokens", value=max_tokens, remedy="ask for fewer tokens")
-        asked = self._extents.rounded(min(tokens + BEYOND_GRANT_TOKENS, max_tokens) * (1 + words))
+        tokens = min(tokens + BEYOND_GRANT_TOKENS, max_tokens)
+        asked = self._extents.rounded(tokens * (1 + words))
         check_share(
             PLACES,
             asked,
@@ -182,17 +202,16 @@ class TokenLog:
             field="outputs",
             until=FORGOTTEN,
         )
-        request_index = self._free.popleft()
-        self._enter(request_index, max_tokens, words, owner)
-        if not self.make_room(request_index, tokens):
-            self._leave(request_index)
-            self._free.appendleft(request_index)
+        if not self._is_safe(units_max, asked):
             raise CapacityError(
                 f"{used} {PLACES} already, and others need the rest of {self.arena_tokens} to come to their end",
                 field="outputs",
                 value=self.arena_tokens,
                 remedy=f"retry when requests {FORGOTTEN}",
             )
+        request_index = self._free.popleft()
+        self._enter(request_index, max_tokens, words, owner)
+        self._grow(request_index, tokens)
         return request_index
 
     def _enter(self, request_index: int, max_tokens: int, words: int, owner: Hashable) -> None:
@@ -200,16 +219,20 @@ class TokenLog:
         self._units_max[request_index] = units_max = self._extents.rounded(max_tokens * (1 + words))
         self._units_largest = max(self._units_largest, units_max)
         self._owner[request_index] = hash(owner)
+        self._set_units(request_index, 0)
         self._asking += words > 0
 
     def _leave(self, request_index: int) -> None:
         self._asking -= bool(self._words[request_index])
         self._capacity[request_index], self._words[request_index], self._room[request_index] = -1, 0, 0
-        self._set_units(request_index, 0)
         self._units_max[request_index] = 0
+        self._set_units(request_index, 0)
 
     def _set_units(self, request_index: int, units: int) -> None:
+        """Note that the request has `units`, and that the order in which requests can end may be another."""
         owner = int(self._owner[request_index])
+        self._endings = None
+        self._first_of.pop(owner, None)
         self._held[owner] += units - int(self._units[request_index])
         if not self._held[owner]:
             del self._held[owner]
@@ -280,13 +303,14 @@ class TokenLog:
     # ------------------------------------------------------------ room
 
     def make_room(self, request_index: int, tokens: int) -> bool:
-        """Give the request room for a grant of `tokens` of output, at most for max_tokens. False: not now."""
+        """Give the request room for a grant of `tokens` of output, at most for max_tokens. False: not now. A refusal is
+        repeated in microseconds until any request has more or fewer places."""
         tokens = self._needed(request_index, tokens)
         if tokens <= self._room[request_index] and self._units[request_index]:
             return True
-        return self._is_safe(request_index, self._extent_for(request_index, tokens)) and self._grow(
-            request_index, tokens
-        )
+        more = self._extent_for(request_index, tokens) - int(self._units[request_index])
+        owed = int(self._units_max[request_index] - self._units[request_index])
+        return self._may_grow(request_index, more) and self._is_safe(owed, more) and self._grow(request_index, tokens)
 
     def cut(self, request_index: int) -> None:
         """The request has ended and generates no more: leave it room for what it has generated."""
@@ -294,7 +318,7 @@ class TokenLog:
         self._capacity_of(request_index)
         self._capacity[request_index] = length
         base, output = int(self._base[request_index]), self._content(request_index)
-        self._units_max[request_index] = kept = self._extent_for(request_index, length)
+        kept, self._units_max[request_index] = self._extent_for(request_index, length), 0
         self._extents.cut(base, int(self._units[request_index]), kept)
         self._settle(request_index, base, kept, *output)
 
@@ -319,18 +343,38 @@ class TokenLog:
     def _extent_for(self, request_index: int, tokens: int) -> int:
         return self._extents.rounded(tokens * (1 + int(self._words[request_index])))
 
-    def _is_safe(self, request_index: int, units: int) -> bool:
-        """Return whether all requests can still come to their end, one after the other, if this one has `units`."""
-        more = units - int(self._units[request_index])
-        free = self.free_places() - more
-        if free >= self._units_largest:
+    def _may_grow(self, request_index: int, more: int) -> bool:
+        """Return whether its owner is within its share with `more` places, or no other request of the owner needs
+        less to its end."""
+        owner, used = int(self._owner[request_index]), self.arena_tokens - self.free_places()
+        if may_take(0, held=self._held[owner] + more, used=used + more, limit=self.arena_tokens):
             return True
-        held = self._units.copy()
-        held[request_index] = units
-        owed = self._units_max - held
-        order = np.argsort(owed, kind="stable")
-        given_back = np.cumsum(held[order]) - held[order]
-        return free >= 0 and bool((owed[order] <= free + given_back).all())
+        first = self._first_of.get(owner)
+        if first is None:
+            live = np.flatnonzero((self._owner == owner) & (self._units_max > 0))
+            owed = self._units_max[live] - self._units[live]
+            first = self._first_of[owner] = int(live[np.argmin(owed)])
+        return first == request_index
+
+    def _is_safe(self, owed: int, more: int) -> bool:
+        """Return whether all requests can still come to their end, one after the other, if one that needs `owed` places
+        to its end takes `more` of them now. They can before it does."""
+        free = self.free_places()
+        if free - more >= max(self._units_largest, owed):
+            return True
+        endings = self._endings = self._endings or self._order_endings()
+        before = int(np.searchsorted(endings.owed, owed - more))  # as many then end before it; the others miss nothing
+        if more > free or owed > endings.free[before]:
+            return False
+        return before == 0 or more <= int(endings.spare[before - 1])
+
+    def _order_endings(self) -> _Endings:
+        live = np.flatnonzero(self._units_max)
+        owed = self._units_max[live] - self._units[live]
+        order = np.argsort(owed)
+        owed, given_back = owed[order], np.cumsum(self._units[live[order]])
+        free = self.arena_tokens - (given_back[-1] if len(live) else 0) + np.concatenate([[0], given_back])
+        return _Endings(owed, free, np.minimum.accumulate(free[:-1] - owed))
 
     def _grow(self, request_index: int, tokens: int) -> bool:
         """Move the request to an extent for `tokens`. False, and nothing changed: there are too few places."""

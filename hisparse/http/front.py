@@ -29,9 +29,10 @@ import msgspec
 import trio
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
+from basics.rooms import RoomUse
 from hisparse.http.answering import Answering
 from hisparse.http.apis.asks import Served, check_model
-from hisparse.http.apis.body import parameters, read_body
+from hisparse.http.apis.body import CHOICES_MAX, parameters, read_body
 from hisparse.http.apis.decoding import nearest
 from hisparse.http.apis.known import APIS
 from hisparse.http.apis.large_bodies import LargeBodies
@@ -97,6 +98,7 @@ class Front:
         self._grammar_checks = GrammarChecks()
         self._body_reader = BodyReader(settings.requests_max, counters)
         self._gets = Shares(settings.requests_max)
+        self._requests_max, self._outputs = settings.requests_max, outputs
         self._progress = ProgressWatch(link)
         self._scrape_threads = trio.CapacityLimiter(1)
         self._created = datetime.now(UTC).replace(microsecond=0)
@@ -105,6 +107,18 @@ class Front:
         self._pages = FILES if settings.page else {}
         self._generating = frozenset(api.path for api in APIS)
         self._routes = self._made_routes()
+
+    def room_use(self) -> dict[str, RoomUse]:
+        """Measure the front's rooms but for connections and traces (basics.rooms). From any thread."""
+        choices = CHOICES_MAX * self._requests_max
+        waiting = self._body_reader.waiting + self._outputs.waiting
+        return self._body_reader.room_use() | {
+            "http_gets": self._gets.use,
+            "http_body_bytes": self._budget.use,
+            "http_outputs": RoomUse(len(self._outputs), choices),
+            "http_turns": RoomUse(waiting, choices),
+            "http_grammars": self._grammar_checks.use,
+        }
 
     def _made_routes(self) -> dict[str, dict[str, Handler]]:
         """A path that ends with a slash is one for all names behind it, the page apart."""

@@ -173,6 +173,11 @@ class FollowedOutputs:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def waiting(self) -> int:
+        """How many wait to be submitted."""
+        return self._submits.waiting
+
     @contextmanager
     def following(
         self, choice: SampleAsk, owner: str, grace_s: float, trace: TraceContext | None = None

@@ -24,7 +24,8 @@ import msgspec
 import trio
 
 from basics import gc_policy
-from basics.tracing.sender import SpanSender, open_sender
+from basics.rooms import RoomUse, by_label
+from basics.tracing.sender import QUEUE_SPANS_MAX, SpanSender, open_sender
 from hisparse.client.client import Client, open_client
 from hisparse.http.front import Front
 from hisparse.http.link import RECONNECT_LIMIT_S, CoordinatorLink
@@ -95,12 +96,16 @@ async def _serve(
     files, stopping = _reloadable(config.http, keys, tls), trio.Event()
     tracing = ServerTracing(sender.put, config.cluster.trace_ratio) if sender is not None else None
     link = CoordinatorLink(lambda: _connect(config))
+    parts: list[Callable[[], dict[str, RoomUse]]] = []  # once they are made
+    if sender is not None:
+        parts.append(lambda: {"http_trace_spans": RoomUse(counters.spans.waiting, QUEUE_SPANS_MAX)})
     sources = HttpSources(
         name=config.cluster.name,
         version=our_version(),
         counters=counters,
         connected=lambda: link.connected,
         stopping=stopping.is_set,
+        rooms=lambda: by_label(*(part() for part in parts)),
     )
     exporter = _serve_metrics(config, sources)
     try:
@@ -117,7 +122,9 @@ async def _serve(
             nursery.start_soon(return_free_memory)
             gc_policy.settle()
             most = connections_max(config.http.requests_max)
-            await HttpListener(listener, front.serve, counters, tls, most, config.http.idle_s).run(stopping)
+            server = HttpListener(listener, front.serve, counters, tls, most, config.http.idle_s)
+            parts += [front.room_use, server.room_use]
+            await server.run(stopping)
             with trio.move_on_after(LAST_ABORTS_S):
                 await outputs.settled()
             nursery.cancel_scope.cancel()

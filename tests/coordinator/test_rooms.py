@@ -1,35 +1,27 @@
-"""coordinator.rooms: its table has every container that grows with what clients ask for, and documents follow it."""
+"""basics.rooms: its table has every container that grows with what clients ask for, and documents follow it."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import trio
 
+from basics.rooms import BY_NAME, ROOMS, WhenFull, as_markdown
 from coordinator.gateway import deliveries as deliveries_module
 from coordinator.gateway import gateway as gateway_module
 from coordinator.gateway.connections import OUTBOX_BYTES_MAX, ClientConnections
 from coordinator.listener.router import Sent
-from coordinator.rooms import BY_NAME, ROOMS, WhenFull, as_markdown
 from protocol import messages
 from protocol.arrays import pack_int32
 from protocol.messages import PROTOCOL_VERSION
 from protocol.settings import CoordinatorSettings
 from tests import ROOT
 from tests.coordinator.scheduling.test_recovery import Life
+from tests.support.containers import FEW, LISTED, MANY, grown, lengths
 from tests.support.gateway_rig import GatewayRig, hear, running, say
 
-#: What grows is at least so many longer with this many requests, connections or prompts more.
-FEW, MANY = 3, 15
-
-CONTAINERS = dict | list | deque | set | frozenset | tuple
-
-LISTED = {container for room in ROOMS for container in room.containers}
 #: They hold one thing for each of something that is bounded elsewhere, and clients do not make more of it.
 OF_WORKERS = {
     # ranks of requests on a worker: its seats bound them
@@ -40,45 +32,6 @@ OF_WORKERS = {
     "Ledger._holdings",
     "_Budget.holdings",
 }
-
-
-def lengths(*roots: object) -> Counter[str]:
-    """Count what all containers reached from `roots` hold, by the class and the attribute that they belong to."""
-    found: Counter[str] = Counter()
-    seen: set[int] = set()
-    waiting: deque[Any] = deque(roots)
-    while waiting:
-        it = waiting.popleft()
-        if id(it) in seen or not type(it).__module__.startswith(("coordinator.", "basics.")):
-            continue
-        seen.add(id(it))
-        for name, value in attributes(it):
-            if isinstance(value, tuple) and not hasattr(value, "_fields"):
-                waiting.extend(value)
-            elif isinstance(value, CONTAINERS) and not isinstance(value, tuple):
-                found[f"{type(it).__name__}.{name}"] += held(value, waiting)
-            else:
-                waiting.append(value)
-    return found
-
-
-def held(value: Any, waiting: deque[Any]) -> int:
-    """Entries of a container and of those within it, whose other members are to be looked at."""
-    members = [*value.values()] if isinstance(value, dict) else [*value]
-    waiting.extend(members)
-    return len(members) + sum(held(it, waiting) for it in members if isinstance(it, CONTAINERS))
-
-
-def attributes(it: object) -> Iterator[tuple[str, Any]]:
-    names = {*getattr(it, "__dict__", ())}
-    for base in type(it).__mro__:
-        names.update(slot for slot in getattr(base, "__slots__", ()) if isinstance(slot, str))
-    names.update(getattr(it, "_fields", ()))
-    return ((name, getattr(it, name)) for name in sorted(names) if hasattr(it, name))
-
-
-def grown(before: Counter[str], after: Counter[str]) -> set[str]:
-    return {name for name, count in after.items() if count - before[name] >= MANY - FEW}
 
 
 async def test_containers_that_grow_with_requests_are_in_the_table(autojump_clock: trio.testing.MockClock) -> None:
@@ -100,7 +53,7 @@ async def test_containers_that_grow_with_requests_are_in_the_table(autojump_cloc
             if number in (FEW, MANY):
                 looks.append(lengths(life.scheduler, life.token_log))
         unlisted = grown(*looks) - LISTED - OF_WORKERS
-        assert sorted(unlisted) == [], "name their rooms in coordinator.rooms"
+        assert sorted(unlisted) == [], "name their rooms in basics.rooms"
         assert {"RequestTable.live", "RequestTable.ended", "PlacementTable.entries"} <= grown(*looks), "it can fail"
 
 
@@ -118,7 +71,7 @@ async def test_containers_that_grow_with_connections_are_in_the_table(tmp_path: 
                 looks.append(lengths(rig.gateway, rig.deliveries))
         for dealer in dealers:
             dealer.close()
-    assert sorted(grown(*looks) - LISTED) == [], "name their rooms in coordinator.rooms"
+    assert sorted(grown(*looks) - LISTED) == [], "name their rooms in basics.rooms"
     assert {"ClientConnections._by_peer", "Subscriptions._rows"} <= grown(*looks), "it can fail"
 
 
@@ -136,7 +89,7 @@ async def test_every_room_says_what_it_holds(autojump_clock: trio.testing.MockCl
 
 
 def test_guide_has_the_table() -> None:
-    assert as_markdown() in (ROOT / "docs" / "operations.md").read_text(), "python -m coordinator.rooms"
+    assert as_markdown() in (ROOT / "docs" / "operations.md").read_text(), "python -m basics.rooms"
 
 
 def test_rooms_that_refuse_have_a_share_for_each_owner() -> None:
@@ -201,16 +154,3 @@ async def test_bounds_of_a_user_are_refused_by_name(
     refused = [it for it in answers if isinstance(it, messages.Failure)]
     assert {(it.code, it.message) for it in refused} == {("capacity", said)}
     assert len(answers) - len(refused) == most
-
-
-def test_numbers_do_not_hide_in_arrays() -> None:
-    """A container that is counted twice or not at all would make the walk above useless."""
-
-    class Held:
-        __module__ = "coordinator.example"
-
-        def __init__(self) -> None:
-            self.by_name = {"a": [1, 2], "b": deque([3])}
-            self.array = np.zeros(9)
-
-    assert lengths(Held(), Held()) == {"Held.by_name": 10}

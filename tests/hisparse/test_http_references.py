@@ -4,6 +4,7 @@ rule, and each verdict is true of the types that read bodies."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal, Required
 
 import pytest
@@ -37,9 +38,39 @@ def test_verdicts_are_true(name: str) -> None:
         said = mended(row.body, kind)
         refusal, conversation = read(kind, said)
         assert (refusal is not None) == (row.verdict == "refused"), (row.path, row.verdict, refusal, said)
+        assert refusal is None or names(refusal.field, row.path), (row.path, refusal, said)
         if row.verdict == "skipped":
             assert conversation is not None
             assert len(conversation.skipped) == 1, row.path
+
+
+def names(field: str, path: str) -> bool:
+    """Tell whether a refusal of `field` is one of what `path` names: of the field itself, or, where a kind of object is
+    named, of the object or one field of it."""
+    words, wanted = words_of(field), words_of(path)
+    if not path.endswith("]"):
+        return words == wanted
+    return words[: len(wanted)] == wanted and len(words) <= len(wanted) + 1
+
+
+def words_of(path: str) -> list[str]:
+    """The names of fields in a path, without places, kinds and values."""
+    return re.sub(r"\[[^]]*\]|=.*", "", path).split(".")
+
+
+@pytest.mark.parametrize(
+    ("field", "path", "is_named"),
+    [
+        ("messages[1].clear_at", "messages[system].clear_at", True),
+        ("messages[1].content", "messages[system].clear_at", False),
+        ("messages[1].content[0].type", "messages[user].content[image]", True),
+        ("tools", "messages[user].content[image]", False),
+        ("messages", "messages[user].content[image]", False),
+        ("messages[1].content[0].source.url", "messages[user].content[image]", False),
+    ],
+)
+def test_refusals_of_another_field_are_told_apart(field: str, path: str, is_named: bool) -> None:
+    assert names(field, path) == is_named
 
 
 def read(kind: Any, said: dict[str, Any]) -> tuple[BadInput | None, Conversation | None]:

@@ -38,8 +38,7 @@ OF_THE_COORDINATOR: Final = {"hisparse.cli.serve", "hisparse.cli.journal"}
 #: Rooms of a package, bottom first, likewise.
 ROOMS: Final[dict[str, list[set[str]]]] = {
     "coordinator": [
-        {"shares"},
-        {"actor", "incarnation", "listener", "rooms"},
+        {"actor", "incarnation", "listener"},
         {"memory", "tokens"},
         {"journal"},
         {"scheduling"},

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
+from urllib.parse import urlsplit
 
 import trio
 import yaml
@@ -243,7 +244,12 @@ SLOW_DISK: Final = Trouble(
 ROOM_FULL: Final = Trouble(
     "HiSparseRoomNearlyFull",
     "nine requests, where ten may live",
-    'max(hisparse_coordinator_room_used{when_full="refuses"} / hisparse_coordinator_room_limit)',
+    'max(hisparse_room_used{when_full="refuses"} / hisparse_room_limit)',
+)
+HTTP_ROOM_FULL: Final = Trouble(
+    "HiSparseRoomNearlyFull",
+    "nine requests whose bodies do not come, where ten may",
+    'max(hisparse_room_used{job="hisparse-http", when_full="refuses"} / hisparse_room_limit)',
 )
 FULL_DISK: Final = Trouble("HiSparseJournalFailing", "a disk that is full", "max(hisparse_journal_failing)")
 WAITS: Final = Trouble(
@@ -286,12 +292,23 @@ async def pressure(path: Path) -> list[Sighting]:
 
 
 async def front(path: Path) -> list[Sighting]:
-    """Over HTTP answers come late, then not at all. A worker that stands still is not taken for a lost one."""
-    patience = {"HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S": f"{3 * LATE_S}"}
-    async with scene(path, settings=patience, with_http=True) as it, trio.open_nursery() as nursery:
+    """Over HTTP a room is nearly full; answers come late, then not at all. A worker that stands still is not taken for
+    a lost one."""
+    settings = {"HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S": f"{3 * LATE_S}", "HISPARSE_HTTP_REQUESTS_MAX": "10"}
+    async with scene(path, settings=settings, with_http=True) as it, trio.open_nursery() as nursery:
         assert it.http is not None
         url = await it.http.url()
         await until(lambda: it.server.query("hisparse_http_connected == 1"))
+
+        async with AsyncExitStack() as announced:
+
+            async def announce() -> None:
+                host, port = str(urlsplit(url).hostname), urlsplit(url).port or 80
+                for _ in range(9):
+                    peer = await announced.enter_async_context(await trio.open_tcp_stream(host, port))
+                    await peer.send_all(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+
+            await it.cause(announce, HTTP_ROOM_FULL)
 
         async def come_late() -> None:
             it.worker.signal(signal.SIGSTOP)
@@ -408,7 +425,7 @@ async def waits(path: Path) -> list[Sighting]:
 #: Each with what it causes, in order.
 SCENES: Final[tuple[tuple[Play, tuple[Trouble, ...]], ...]] = (
     (pressure, (POOL_FULL, MISSES, DRAIN, WORKER_DOWN, COORDINATOR_DOWN, RESTARTS)),
-    (front, (HTTP_SLOW, HTTP_DOWN)),
+    (front, (HTTP_ROOM_FULL, HTTP_SLOW, HTTP_DOWN)),
     (storm, (STORM,)),
     (wrong_count, (WRONG_COUNT,)),
     (lone_rank, (LONE_RANK,)),

@@ -7,10 +7,10 @@
                 coordinator or the front, or SIGKILL of `hisparse up` itself, which is started again
     at the end  SIGTERM to `hisparse up`: exit status 0, nothing of its own in the runtime directory or /dev/shm
 
-The seed decides which faults, of whom, and for how long; not what the machine makes of them. Prints a line for each
-fault, and one line of JSON at the end: faults and their number, streams that ended, texts that differ, streams that
-ended with an error, returns to a stream. Exits with 1, and leaves the logs, when a text differs, a stream fails, or
-something is left behind.
+The seed decides which faults, of which processes, and for how long; not what the machine makes of them. Prints a line
+for each fault, and one line of JSON at the end: faults and their number, streams that ended, texts that differ, streams
+that ended with an error, returns to a stream. Exits with 1, and leaves the logs, when a text differs, a stream fails,
+or something is left behind.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ FAULTS: Final = (
 )
 #: The words of a command line by which children are told apart.
 WORDS: Final = {"rank": "worker", "coordinator": "coordinator", "front": "http"}
-#: What may stay in a runtime directory: the journal and its files, and locks. A lock file outlives its holder: whoever
-#: removed one could remove what another process has just locked.
+#: What may stay in a runtime directory: the journal and its files, and locks. A lock file outlives its holder, since
+#: removing one could take away what another process has just locked.
 KEPT: Final = ("journal.sqlite", "incarnation")
 LOCK: Final = ".lock"
 SIZES: Final = ("--host-mem", "64MiB", "--device-mem", "32MiB", "--hot-size-classes", "64,128", "--threads", "1")

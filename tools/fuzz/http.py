@@ -26,12 +26,13 @@ import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -178,14 +179,24 @@ def ask_on(port: int) -> None:
         time.sleep(max(0.0, began + CLIENT_INTERVAL_S - time.monotonic()))
 
 
+def write_keys(place: Path) -> None:
+    """The file of API keys: of all attackers, and of the client."""
+    (place / "api.keys").write_text(f"{FUZZ_KEY}\n{CLIENT_KEY}\n")
+    (place / "api.keys").chmod(0o600)
+
+
 @contextmanager
-def front(place: Path, name: str, *options: str, cores: frozenset[int]) -> Iterator[Front]:
+def front(
+    place: Path, name: str, *options: str, cores: frozenset[int], settings: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Front]:
+    """`settings`: variables of the environment."""
     log = place / f"{name}.log"
     keys = place / "api.keys"
     common = ("http", "--port", "0", "--metrics-port", "-1", "--api-keys", str(keys))
     env = {
         "HISPARSE_CLUSTER_RUNTIME_DIR": str(place),
         "HISPARSE_CLUSTER_CLIENT_ENDPOINT": f"ipc://{place}/run/client.sock",
+        **settings,
     }
     with process("hisparse.cli", *common, *options, log=log, cores=cores, env=env) as started:
         port = until(log, r"listening.*127\.0\.0\.1:(\d+)")
@@ -196,8 +207,7 @@ def front(place: Path, name: str, *options: str, cores: frozenset[int]) -> Itera
 @contextmanager
 def site(place: Path, cores: frozenset[int] = frozenset()) -> Iterator[Site]:
     """Coordinator and fronts in the directory `place`, on these cores."""
-    (place / "api.keys").write_text(f"{FUZZ_KEY}\n{CLIENT_KEY}\n")
-    (place / "api.keys").chmod(0o600)
+    write_keys(place)
     cert, key = pair_in(place)
     with (
         process(MODULE, "--coordinate", str(place), log=place / "coordinator.log", cores=cores) as coordinator,

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
+from basics.rooms import RoomUse
 from protocol.arrays import pack_int32, pack_int64
 from protocol.errors import InternalError, ProtocolError
 from protocol.inventory import NO_RESIZE, InventoryRow, pack_rows
@@ -316,6 +317,10 @@ class Outbox:
     def first_number(self) -> int:
         """The oldest report in flight; with none, the next one."""
         return self._next_number - len(self._in_flight)
+
+    def room_use(self) -> dict[str, RoomUse]:
+        """Measure what waits for the next report; from any thread."""
+        return {"worker_reports": RoomUse(len(self._events), EVENTS_PENDING_MAX)}
 
     @property
     def in_flight(self) -> int:

@@ -33,10 +33,12 @@ from typing import Concatenate, Final, ParamSpec, cast
 
 from torch import Tensor
 
+from basics.rooms import RoomUse
 from metrics.state import MemoryUse, SwapTotals, WorkerCounters
 from protocol.arrays import unpack_int32
 from protocol.byte_sizes import parse_size
 from protocol.errors import HiSparseError, InternalError
+from protocol.grammar_trials import KNOWN_MAX
 from protocol.inventory import InventoryRow
 from protocol.logs import fields, logger
 from protocol.messages import Admit, Audit, Command, Exited, Grant, Receive, Resize, Stop, Withdraw
@@ -77,6 +79,7 @@ from worker.runners.base import (
 )
 from worker.streams import Streams
 from worker.transfer.handover import Outgoing
+from worker.transfer.interface import TRANSFERS_MAX
 from worker.transfer.layer_groups import LayerGroups
 from worker.transfer.transfers import Transfers
 
@@ -357,6 +360,14 @@ class Executor:
         return {
             "chunks": MemoryUse(chunks.count - chunks.free, chunks.count, geometry.chunk_bytes),
             "index_pages": MemoryUse(pages.count - pages.free, pages.count, geometry.index_page_bytes),
+        }
+
+    def room_use(self) -> dict[str, RoomUse]:
+        """Measure the rooms that clients fill here (basics.rooms); from any thread, true for a moment."""
+        return {
+            "worker_requests": RoomUse(len(self._requests), self._sizing.capacity.seats),
+            "worker_transfers": RoomUse(self.transfers.count, 2 * TRANSFERS_MAX),
+            "worker_grammars": RoomUse(self._grammars.known, KNOWN_MAX),
         }
 
     def check_invariants(self) -> None:

@@ -288,6 +288,11 @@ class Grammars:
         self._mask_since_s = inf  # when the thread that has all masks began with the one that it works on
         self._threads: list[threading.Thread] = []
 
+    @property
+    def known(self) -> int:
+        """How many grammars are known again."""
+        return self._trials.known
+
     def open(self, seat: int, source: str, tokens: Sequence[int], rank: Rank) -> Grammar:
         """Of the request of `rank` that takes `seat`: its draws are free until a mask is set, and give known tokens."""
         self._host_rows[seat] = 255

@@ -93,6 +93,11 @@ class Transfers:
     def is_idle(self) -> bool:
         return not self._outgoing and not self._incoming
 
+    @property
+    def count(self) -> int:
+        """Transfers under way, either way."""
+        return len(self._outgoing) + len(self._incoming)
+
     def counters(self) -> dict[str, TransferCounters]:
         """By end, as far as there are any; from any thread."""
         ends = {"sender": self.sender, "receiver": self.receiver}

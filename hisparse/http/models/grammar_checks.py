@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from basics.rooms import RoomUse
 from hisparse.http.errors import PLACE_CHARS_MAX, VALUE_CHARS_MAX
 from hisparse.http.models.formats.lark import schema_of
 from hisparse.http.models.grammars import GrammarPlan
@@ -23,6 +24,7 @@ from protocol.children import Children, serve
 from protocol.errors import BadInput
 from protocol.grammar_trials import (
     KEPT_BYTES_MAX,
+    KNOWN_MAX,
     MEMORY_BYTES_MAX,
     NICENESS,
     STACK_BYTES,
@@ -78,6 +80,11 @@ class GrammarChecks:
     def __init__(self, limit_s: float = CHECK_LIMIT_S, memory_bytes_max: int = MEMORY_BYTES_MAX) -> None:
         self._children = Children(__name__, limit_s, memory_bytes_max, KEPT_BYTES_MAX)
         self._known = PassedGrammars()
+
+    @property
+    def use(self) -> RoomUse:
+        """How many grammars are known again."""
+        return RoomUse(len(self._known), KNOWN_MAX)
 
     def check(self, plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> str:
         """The grammar of `plan`, of a size that is checked, as workers take it. Blocks until it is built. Raises

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 import trio
 
+from basics.rooms import RoomUse
 from hisparse.http.server.exchange import HttpExchange
 from hisparse.http.server.fairness.shares import Shares
 from hisparse.http.server.fairness.turns import Turns
@@ -46,6 +47,15 @@ class BodyReader:
                 place.enter_context(self._share(self._places, owner))
                 async with self._readers.turn(owner):
                     return await in_thread(partial(read, data), self._threads)
+
+    def room_use(self) -> dict[str, RoomUse]:
+        """Measure the rooms of bodies that arrive, and of requests that are answered."""
+        return {"http_arriving": self._arriving.use, "http_requests": self._places.use}
+
+    @property
+    def waiting(self) -> int:
+        """How many bodies are there and wait to be read."""
+        return self._readers.waiting
 
     @contextmanager
     def _share(self, shares: Shares, owner: str) -> Iterator[None]:

@@ -18,6 +18,7 @@ from typing import Final
 
 import trio
 
+from basics.rooms import RoomUse
 from hisparse.http.server.connection import HEADER_LIMIT_S, End, Handler, HttpConnection
 from hisparse.http.server.fairness.turns import ClientTurns
 from hisparse.http.server.tls import PacedTransport, Tls
@@ -71,6 +72,11 @@ class HttpListener:
         self._turns = ClientTurns()
         self._open: dict[HttpConnection, None] = {}  # the oldest first
         self._logged_at = -math.inf
+
+    def room_use(self) -> dict[str, RoomUse]:
+        """Measure the rooms of connections, and of clients that were refused. From any thread."""
+        connections = RoomUse(len(self._open), self._connections_max)
+        return {"http_connections": connections, "http_arrears": self._turns.arrears.use}
 
     async def run(self, stopping: trio.Event) -> None:
         """Until `stopping`, and until the last answer is whole, or STOP_DEADLINE_S after that."""

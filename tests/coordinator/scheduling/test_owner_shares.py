@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from coordinator.shares import SHARE, check_share
+from basics.shares import SHARE, check_share
 from protocol.errors import CapacityError
 from protocol.settings import CoordinatorSettings
 from protocol.units import PAGE_TOKENS
@@ -101,6 +101,41 @@ async def test_requests_in_a_full_arena_wait_and_lose_no_token() -> None:
         assert ended == dict.fromkeys(names, ("FINISHED", 600))
         assert rig.counters.retractions["drop", "output_room"] > 0
         assert "output_room" in waited
+
+
+async def test_running_outputs_of_one_owner_leave_another_its_share_at_once() -> None:
+    """Twelve long outputs of one owner would take 12,288 of 8,192 places. Another owner submits when they have stopped
+    growing: its requests are accepted and end while the first owner's wait, and these end in their turn."""
+    settings = CoordinatorSettings(
+        grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=64, ended_keep_s=5.0, prefix_reuse="off"
+    )
+    async with open_rig(settings=settings, host_pages=400, arena_tokens=8_192) as rig:
+        await rig.add_worker("w0", index_pages=400, hot_chunks=400, seats=16)
+
+        async def rounds(count: int) -> None:
+            for _ in range(count):
+                rig.round()
+                await trio.sleep(0.1)
+                await rig.settle()
+
+        hostile = [f"h{number}!" for number in range(12)]
+        for request_id in hostile:
+            await rig.submit(request_id, 10, 600, tenant="hostile")
+        waits = 0
+        while waits < 6:
+            await rounds(1)
+            waits = sum(row.waits_for == "output_room" for row in rig.scheduler.request_rows(20))
+        others = ["o1!", "o2!"]
+        for request_id in others:
+            await rig.submit(request_id, 10, 100, tenant="other")
+        while not rig.listener.endings.keys() >= {*others}:
+            await rounds(1)
+        assert len(rig.listener.endings.keys() & {*hostile}) <= 2, "they did not make room first"
+        while rig.live():
+            await rounds(20)
+        rig.check()
+        ended = {name: (it.outcome, it.generated_tokens) for name, it in rig.listener.endings.items()}
+        assert ended == dict.fromkeys(hostile, ("FINISHED", 600)) | dict.fromkeys(others, ("FINISHED", 100))
 
 
 async def test_an_owner_at_its_share_of_requests_is_refused_and_another_is_served() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from basics.shares import SHARE
 from coordinator.tokens.extents import Extents
 from coordinator.tokens.logprob_rows import LogprobRows
 from coordinator.tokens.token_log import BEYOND_GRANT_TOKENS, EXTENT_TOKENS_MIN, News, OutputPart, TokenLog
@@ -29,8 +30,10 @@ def log() -> TokenLog:
     return TokenLog(request_indices=8, arena_tokens=1024)
 
 
-def started(log: TokenLog, placement: int, max_tokens: int = 50, prompt: int = 10, granted: int = 64) -> int:
-    request_index = log.open(max_tokens)
+def started(
+    log: TokenLog, placement: int, max_tokens: int = 50, prompt: int = 10, granted: int = 64, owner: str = ""
+) -> int:
+    request_index = log.open(max_tokens, owner=owner)
     log.begin_placement(request_index, placement, prompt, granted)
     log.bind(request_index, LINK)
     return request_index
@@ -240,6 +243,38 @@ def test_an_owner_at_its_share_is_refused_with_arithmetic_and_another_is_not() -
     log.check_invariants()
 
 
+def test_outputs_of_an_owner_do_not_grow_beyond_its_share_but_for_the_first_to_end() -> None:
+    log = TokenLog(request_indices=100, arena_tokens=1 << 15)
+    hostile = [log.open(1_000, tokens=10, owner="hostile") for _ in range(80)]
+    for tokens in (150, 400, 900):
+        for request_index in hostile:
+            log.make_room(request_index, tokens)
+    whole = [it for it in hostile if log._units[it] == 1_024]
+    assert len(whole) == 1, "beyond the share one of them can come to its end"
+    assert 25_000 < log.held_by("hostile") - 1_024 <= SHARE * (log.free_places() + 1_024)
+    other = [log.open(200, tokens=100, owner="other") for _ in range(3)]
+    assert all(log.make_room(it, 200) for it in other), "its share is there at once"
+    assert not any(log.make_room(it, 900) for it in hostile if it not in whole)
+    log.cut(whole[0])
+    assert sum(log.make_room(it, 900) for it in hostile if it not in whole) == 1
+    log.check_invariants()
+
+
+def test_a_refusal_is_repeated_without_looking_at_all_requests_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = TokenLog(request_indices=5, arena_tokens=1024)
+    first, second, third, _ = (log.open(500, tokens=30, owner=owner) for owner in "abcd")
+    assert log.make_room(first, 150)
+    assert log.make_room(second, 150)
+    assert not log.make_room(third, 150)
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "argsort", None)
+        assert not log.make_room(third, 150)
+        with pytest.raises(CapacityError, match="others need the rest"):
+            log.open(500, tokens=150, owner="e")
+    log.close(first)
+    assert log.make_room(third, 150), "what it knew of the others is old"
+
+
 def test_moved_outputs_are_what_the_journal_and_readers_get(log: TokenLog) -> None:
     log = TokenLog(request_indices=8, arena_tokens=1024, journalled=True)
     one = started(log, 1, max_tokens=500)
@@ -276,7 +311,7 @@ def test_free_places_between_others_are_used() -> None:
     small = [started(log, placement, max_tokens=128) for placement in range(4)]
     for placement, request_index in enumerate(small):
         full_length(log, request_index, placement, 128)
-    large = started(log, 9, max_tokens=512)
+    large = started(log, 9, max_tokens=512, owner="large")
     full_length(log, large, 9, 300)
     for request_index in small[::2]:
         log.close(request_index)
@@ -363,6 +398,27 @@ def appended_of(outputs: dict[int, ModelOutput], indices: list[int], counts: lis
     return News(np.array(indices, np.int32), zeros, total, np.array([*chain(*parts)], np.int32), zeros, logprobs)
 
 
+def may_have(log: TokenLog, request_index: int, tokens: int) -> bool:
+    """Whether the request may have room for `tokens`, by one look at every request after the other."""
+    held, most = log._units.tolist(), log._units_max.tolist()
+    units = max(EXTENT_TOKENS_MIN, 1 << (tokens * (1 + int(log._words[request_index])) - 1).bit_length())
+    if units <= held[request_index]:
+        return True
+    owner, free = log._owner[request_index], log.arena_tokens - sum(held)
+    more = units - held[request_index]
+    owed = {at: most[at] - held[at] for at in range(len(held)) if log._owner[at] == owner and most[at]}
+    is_first = request_index == min(owed, key=lambda at: (owed[at], at))
+    own = sum(count for at, count in enumerate(held) if log._owner[at] == owner)
+    if more > free or (not is_first and own + more > SHARE * (free - more)):
+        return False
+    held[request_index], free = units, free - more
+    for at in sorted(range(len(held)), key=lambda at: most[at] - held[at]):
+        if most[at] - held[at] > free:
+            return False
+        free += held[at]
+    return True
+
+
 class LogAndModel(RuleBasedStateMachine):
     """The log against plain lists, with workers that report in order, repeat themselves and outlive admissions, and
     coordinators that are killed."""
@@ -403,7 +459,12 @@ class LogAndModel(RuleBasedStateMachine):
     def grow(self, pick: int, more: int) -> None:
         request_index = self.live()[pick % len(self.live())]
         output = self.outputs[request_index]
-        if output.granted and self.log.make_room(request_index, output.granted - PROMPT + more):
+        if not output.granted:
+            return
+        tokens = output.granted - PROMPT + more
+        wanted = may_have(self.log, request_index, min(tokens + BEYOND_GRANT_TOKENS, output.max_tokens))
+        assert self.log.make_room(request_index, tokens) == wanted
+        if wanted:
             output.granted += more
             self.log.grant(request_index, output.granted)
 

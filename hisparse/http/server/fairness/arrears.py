@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from basics.rooms import RoomUse
 from basics.token_bucket import TokenBuckets
 
 REFUSALS_PER_S: Final = 100.0
@@ -30,6 +31,10 @@ class Arrears:
 
     def __len__(self) -> int:
         return len(self._buckets)
+
+    @property
+    def use(self) -> RoomUse:
+        return RoomUse(len(self), PARTIES_MAX)
 
     def refused(self, party: str, now: float) -> float:
         """Charge a refusal. Returns when that of an address may go out; that of an owner goes out at once, and the next

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from basics.rooms import RoomUse
+
 
 class Shares:
     """`limit` of something, divided among the owners who hold any of it.
@@ -31,6 +33,10 @@ class Shares:
         self._held[owner] += count
         self.total += count
         return True
+
+    @property
+    def use(self) -> RoomUse:
+        return RoomUse(self.total, self.limit)
 
     def give(self, owner: str, count: int = 1) -> None:
         self._held[owner] -= count

@@ -35,6 +35,11 @@ class Turns:
         self._taken: Counter[str] = Counter()
         self._waiting: RoundRobin[trio.Event] = RoundRobin()  # none of them may have a turn yet
 
+    @property
+    def waiting(self) -> int:
+        """How many wait for a turn."""
+        return len(self._waiting)
+
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
         await self.take(owner)

@@ -1,12 +1,11 @@
 """An owner's share of a room that clients fill. Pure.
 
-A *room* is anything bounded that requests take a part of (coordinator.rooms lists them). An owner may hold SHARE
+A *room* is anything bounded that requests take a part of (basics.rooms lists them). An owner may hold SHARE
 times what is left free, and no more. So the free part never runs out while owners take little at a time: one owner
 alone can hold 7/8 of a room, two 7/15 each, and the next owner finds at least 1 / (1 + 7 x owners) of it free. What
 an owner gives back is the others' at once. A reservation for each owner is not needed, and neither is their number.
 
-Room for outputs is asked for when a request is submitted. What a request generates later counts for its owner, and
-waits for no share (coordinator.tokens.token_log).
+Room for outputs is asked for when a request is submitted, and again as it generates (coordinator.tokens.token_log).
 
 An owner is a user with a tenant (RequestFacts.turn_owner).
 
