@@ -21,7 +21,7 @@ MESSAGES ?= 100000
 BODIES ?= 10000
 FUZZ_S ?= 3600
 
-.PHONY: demo test test-all check transfer-test cluster-test compose-test upgrade-test oldest-test follow-docs lock sim mutants fuzz format lint report docs bench install prometheus clean
+.PHONY: demo test test-all suite check cores transfer-test cluster-test compose-test upgrade-test oldest-test follow-docs lock sim mutants fuzz format lint style types report docs bench install prometheus clean
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -35,15 +35,22 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/hisparse demo
 
-test: lint prometheus
-	$(PARALLEL) --durations=20 -m "$(APART)" --part=$(PART) $(PYTEST_FLAGS)
+# The type checker uses one core: tests run beside it, here and in the two targets below.
+test: style prometheus
+	$(MAKE) --no-print-directory --jobs=2 types suite
 
 # With all deep tests. PYTEST_FLAGS=--store-durations keeps their seconds, by which the parts of `make test` are balanced.
-test-all: lint prometheus
-	$(PARALLEL) --durations=20 -m "$(APART)" $(PYTEST_FLAGS)
+test-all: style prometheus
+	$(MAKE) --no-print-directory --jobs=2 PART= types suite
+
+suite: $(STAMP)
+	$(PARALLEL) --durations=20 -m "$(APART)" --part=$(PART) $(PYTEST_FLAGS)
 
 # What to run before each commit: no processes, no models.
-check: lint
+check: style
+	$(MAKE) --no-print-directory --jobs=2 types cores
+
+cores: $(STAMP)
 	$(PARALLEL) -m "not process and not fuzz and not pd" $(CHECKED) $(PYTEST_FLAGS)
 
 # Page transfer through the engines that cross nodes. Their wheels (170 MB) are not part of `make test`, which skips these.
@@ -110,9 +117,13 @@ fuzz: $(STAMP)
 	$(BIN)/python -m tools.fuzz.all --requests $(REQUESTS) --messages $(MESSAGES) --seconds $(FUZZ_S)
 	$(BIN)/python -m tools.fuzz.schemas --bodies $(BODIES)
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
 
 # Pages and dashboards that declarations in the code say: commands, settings, metrics.

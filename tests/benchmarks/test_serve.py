@@ -249,6 +249,7 @@ def command(out: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.process
+@pytest.mark.deep
 def test_a_service_on_a_cpu_runs_cells_that_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real processes, the tiny model: a window of each kind of cell, and a cell that its budget leaves no time for."""
     first, second, whole = tmp_path / "first.json", tmp_path / "second.json", tmp_path / "whole.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +28,7 @@ from protocol.errors import (
 from protocol.settings import HttpSettings
 from tests.support.http_rig import KEY, TEMPLATE, Peer, front_rig
 from tests.support.limits import HANG_LIMIT_S
+from tests.support.refusals import reached_in
 
 COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"
@@ -491,8 +493,8 @@ def error_in(body: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_refusal_is_in_words_of_http_and_its_remedy_works(tmp_path: Path, name: str) -> None:
-    await check_http_case(tmp_path, CASES[name])
+def test_refusal_is_in_words_of_http_and_its_remedy_works(tmp_path: Path, run_dir: Path, name: str) -> None:
+    reached_in(run_dir, "http", name, partial(trio.run, check_http_case, tmp_path, CASES[name]))
 
 
 async def check_http_case(tmp_path: Path, case: Case) -> None:
@@ -684,8 +686,8 @@ WIRE_CASES: Final = {
 
 
 @pytest.mark.parametrize("name", WIRE_CASES)
-def test_refusal_of_the_protocol_is_in_the_same_words(name: str) -> None:
-    check_wire_case(WIRE_CASES[name])
+def test_refusal_of_the_protocol_is_in_the_same_words(run_dir: Path, name: str) -> None:
+    reached_in(run_dir, "wire", name, partial(check_wire_case, WIRE_CASES[name]))
 
 
 def check_wire_case(case: WireCase) -> None:

@@ -69,6 +69,7 @@ def test_processes_of_a_run_take_what_the_first_one_counted(
 def test_each_commit_has_seeds_of_its_own() -> None:
     assert [*seeds_of(None)] == [*seeds_of(0)] == [*range(SEEDS)]
     assert [*seeds_of(3), *seeds_of(4)] == [*range(3 * SEEDS, 5 * SEEDS)]
+    assert [*seeds_of(3, 2), *seeds_of(4, 2)] == [6, 7, 8, 9]
 
 
 def test_run_says_its_seeds_and_why_they_are_the_first_ones() -> None:

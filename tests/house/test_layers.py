@@ -12,11 +12,16 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from typing import Final
+from pathlib import Path
+from typing import Final, TypeAlias
 
 import pytest
 
 from tests import ROOT
+from tests.support.once import made_once
+
+#: Importing module and imported module of each import.
+Edges: TypeAlias = list[tuple[str, str]]
 
 #: Bottom first. Packages of one floor import nothing of each other.
 FLOORS: Final[list[set[str]]] = [
@@ -103,9 +108,11 @@ def imports_of(module: str) -> set[str]:
     return found - {""}
 
 
-@cache
-def edges() -> list[tuple[str, str]]:
-    return [(module, target) for module in modules() for target in sorted(imports_of(module))]
+@pytest.fixture(scope="module")
+def edges(run_dir: Path) -> Edges:
+    """(importing module, imported module) of ours, parsed once in a run."""
+    found = made_once(run_dir, "imports", lambda: {module: sorted(imports_of(module)) for module in modules()})
+    return [(module, target) for module, targets in found.items() for target in targets]
 
 
 def floor_of(name: str, floors: list[set[str]]) -> int:
@@ -117,10 +124,10 @@ def points_down(source: str, target: str, floors: list[set[str]]) -> bool:
     return source == target or {source, target} <= FLOORS[-1] or floor_of(source, floors) > floor_of(target, floors)
 
 
-def test_packages_import_downwards() -> None:
+def test_packages_import_downwards(edges: Edges) -> None:
     up = [
         f"{source} -> {target}"
-        for source, target in edges()
+        for source, target in edges
         if not points_down(source.split(".")[0], target.split(".")[0], FLOORS)
     ]
     assert up == []
@@ -131,9 +138,9 @@ def test_wheel_has_the_product_alone() -> None:
     assert {name.removesuffix("*") for name in settings["include"]} == set().union(*FLOORS) - FLOORS[-1] - {"examples"}
 
 
-def test_rigs_import_no_program() -> None:
+def test_rigs_import_no_program(edges: Edges) -> None:
     """Programs of tools/ use the rigs, and tests try the programs."""
-    assert [f"{source} -> {target}" for source, target in edges() if runs_upwards(source, target)] == []
+    assert [f"{source} -> {target}" for source, target in edges if runs_upwards(source, target)] == []
     assert runs_upwards("tests.support.fakes.gateway", "tools.docs.follow")
     assert not runs_upwards("tests.processes.test_soak", "tools.faults.soak")
 
@@ -143,30 +150,30 @@ def runs_upwards(source: str, target: str) -> bool:
 
 
 @pytest.mark.parametrize("package", PUBLIC)
-def test_users_import_only_public_modules(package: str) -> None:
-    imported = {(source, target) for source, target in edges() if source.startswith(f"{package}.")}
+def test_users_import_only_public_modules(package: str, edges: Edges) -> None:
+    imported = {(source, target) for source, target in edges if source.startswith(f"{package}.")}
     assert {target for _, target in imported} >= PUBLIC[package]
     assert [(source, target) for source, target in imported if target not in PUBLIC[package]] == []
 
 
-def test_only_its_own_programs_import_the_coordinator() -> None:
-    of_hisparse = [(source, target) for source, target in edges() if source.split(".")[0] == "hisparse"]
+def test_only_its_own_programs_import_the_coordinator(edges: Edges) -> None:
+    of_hisparse = [(source, target) for source, target in edges if source.split(".")[0] == "hisparse"]
     assert {source for source, target in of_hisparse if target.split(".")[0] == "coordinator"} == OF_THE_COORDINATOR
 
 
-def within(package: str) -> Iterator[tuple[str, str]]:
+def within(package: str, edges: Edges) -> Iterator[tuple[str, str]]:
     """Imports inside `package`; its own `__init__` stands above all rooms."""
-    for source, target in edges():
+    for source, target in edges:
         if source.startswith(f"{package}.") and target.startswith(f"{package}."):
             yield source, target
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_rooms_import_downwards(package: str) -> None:
+def test_rooms_import_downwards(package: str, edges: Edges) -> None:
     floors = ROOMS[package]
     up = [
         f"{source} -> {target}"
-        for source, target in within(package)
+        for source, target in within(package, edges)
         if not points_down(room_of(source, package), room_of(target, package), floors)
     ]
     assert up == []
@@ -189,10 +196,10 @@ def test_upward_import_is_reported() -> None:
 
 
 @pytest.mark.parametrize("package", sorted(set().union(*FLOORS) - {"benchmarks", "tests"}))
-def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+def test_no_modules_import_each_other_in_a_circle(package: str, edges: Edges) -> None:
     """Imports for types alone count too: a reader follows them."""
     graph: dict[str, set[str]] = {}
-    for source, target in within(package):
+    for source, target in within(package, edges):
         if source != target and "__init__" not in modules()[target]:
             graph.setdefault(source, set()).add(target)
     try:

@@ -39,6 +39,8 @@ SHELLS: Final[dict[str, str]] = {
         "version"
     ),
 }
+#: A module's docstring. Parsing each file as a whole would take a second of each process that collects tests.
+HEAD: Final = re.compile(r'"""(.*?)"""', re.DOTALL)
 
 
 @cache
@@ -46,7 +48,7 @@ def heads() -> dict[str, str]:
     """The docstring of each module of the product, by path without suffix."""
     files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     return {
-        str(path.relative_to(ROOT).with_suffix("")): ast.get_docstring(ast.parse(path.read_text())) or ""
+        str(path.relative_to(ROOT).with_suffix("")): found[1] if (found := HEAD.match(path.read_text())) else ""
         for path in sorted(files)
     }
 
@@ -55,6 +57,7 @@ def is_pure(module: str) -> bool:
     return re.search(r"\bPure\.", heads()[module]) is not None
 
 
+@cache
 def imports_of(module: str) -> set[str]:
     """Modules that a file imports when it runs; what only type checkers read does not count."""
     tree = ast.parse((ROOT / f"{module}.py").read_text())

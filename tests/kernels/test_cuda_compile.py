@@ -6,11 +6,12 @@ import ctypes
 import json
 import struct
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import pytest
 import torch
@@ -33,43 +34,102 @@ REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168, "bloc
 TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 
 
+#: Row layouts of the models' two formats of rows: they compile for Hopper in all clusters in each run.
+SERVED: Final = tuple(layout for layout in kernels_compile.LAYOUTS if layout[0] in (656, 1152))
+LARGEST: Final = RANKS[-1:]
+#: Architecture, layouts and clusters of each run; the rest is deep.
+EACH_RUN: Final = (
+    ("sm_90", SERVED, RANKS),
+    ("sm_90", kernels_compile.LAYOUTS, LARGEST),
+    ("sm_80", kernels_compile.LAYOUTS[:1], RANKS[:1]),  # it has no clusters
+    ("sm_100", kernels_compile.LAYOUTS[:1], LARGEST),
+    ("sm_120", kernels_compile.LAYOUTS[:1], LARGEST),
+)
+
+
+def of_each_run(layout: tuple[int, int, int], ranks: int) -> bool:
+    """Return whether swap_in for Hopper is among the variants of each run."""
+    return any(arch == "sm_90" and layout in layouts and ranks in clusters for arch, layouts, clusters in EACH_RUN)
+
+
+@pytest.fixture
+def compile_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Compile the variants of an architecture, and check what the compiler says of each kernel."""
+
+    def compile_them(arch: str, layouts: Sequence[tuple[int, int, int]], ranks: Sequence[int]) -> None:
+        monkeypatch.setattr(kernels_compile, "compile_unit", kept_unit)
+        monkeypatch.setattr(kernels_compile, "LAYOUTS", layouts)
+        monkeypatch.setattr(kernels_compile, "RANKS", ranks)
+        assert kernels_compile.main(["--arch", arch, "--json"]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        alone = {"null_kernel", "index_scores", "index_select"} | (
+            {"attend_rows", "block_linear", "prompt_index"} if arch == "sm_90" else set()
+        )
+        assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
+        for line in lines:
+            assert line["arch"] == arch
+            assert line["spill_bytes"] == 0, line
+            assert 0 < line["registers"] <= REGISTERS.get(line["kernel"], 80), line
+
+    return compile_them
+
+
 @pytest.mark.compile
 @pytest.mark.timeout(900)  # 80 s of processor time, on cores that others use too
+@pytest.mark.parametrize(("arch", "layouts", "ranks"), EACH_RUN)
+def test_variant_compiles_without_spills(
+    arch: str, layouts: Sequence[tuple[int, int, int]], ranks: Sequence[int], compile_all: Callable[..., None]
+) -> None:
+    compile_all(arch, layouts, ranks)
+
+
+@pytest.mark.compile
+@pytest.mark.deep
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", kernels_compile.ARCHITECTURES)
-def test_every_variant_compiles_without_spills(
-    arch: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kernels_compile, "compile_unit", kept_unit)
-    assert kernels_compile.main(["--arch", arch, "--json"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    alone = {"null_kernel", "index_scores", "index_select"} | (
-        {"attend_rows", "block_linear", "prompt_index"} if arch == "sm_90" else set()
-    )
-    assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
-    for line in lines:
-        assert line["arch"] == arch
-        assert line["spill_bytes"] == 0, line
-        assert 0 < line["registers"] <= REGISTERS.get(line["kernel"], 80), line
+def test_every_variant_compiles_without_spills(arch: str, compile_all: Callable[..., None]) -> None:
+    compile_all(arch, kernels_compile.LAYOUTS, RANKS)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(("row_bytes", "index_row_bytes", "split"), kernels_compile.LAYOUTS)
-def test_swap_in_host_loads_do_not_wait_for_each_other(
-    row_bytes: int, index_row_bytes: int, split: int, ranks: int
-) -> None:
-    """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
-    over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/NOTES.md: swap_in)."""
-    layout = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
-    defines = (*layout, ("RANKS", ranks), ("DRAFT", 0))
-    text = section(kept_unit("swap_in", defines, "sm_90").cubin, ".text.swap_in")
+def test_each_run_compiles_every_architecture_layout_and_cluster() -> None:
+    assert {arch for arch, _, _ in EACH_RUN} == set(kernels_compile.ARCHITECTURES)
+    assert {layout for _, layouts, _ in EACH_RUN for layout in layouts} == set(kernels_compile.LAYOUTS)
+    assert {number for _, _, ranks in EACH_RUN for number in ranks} == set(RANKS)
+    assert len(SERVED) == 2
+
+
+def host_loads_wait(layout: tuple[int, int, int], ranks: int) -> list[str]:
+    """Return the places in Hopper's code of swap_in at which a host load waits for another one."""
+    row_bytes, index_row_bytes, split = layout
+    defines = jit.row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
+    text = section(kept_unit("swap_in", (*defines, ("RANKS", ranks), ("DRAFT", 0)), "sm_90").cubin, ".text.swap_in")
     code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
     loads = [place for place, it in enumerate(code) if it.loads_once]
     first = loads[: 5 if split else 8]  # those that are in flight together
     counted = {code[place].scoreboard for place in first}
     assert len(counted) == 1, "all on one scoreboard"
-    waits = [place for place in range(first[0] + 1, first[-1] + 1) if code[place].awaits >> next(iter(counted)) & 1]
-    assert not waits, [hex(16 * place) for place in waits]
     assert not any(it.moves_stack for it in code)
+    waits = [place for place in range(first[0] + 1, first[-1] + 1) if code[place].awaits >> next(iter(counted)) & 1]
+    return [hex(16 * place) for place in waits]
+
+
+HOST_LOADS: Final = list(product(kernels_compile.LAYOUTS, RANKS))
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [it for it in HOST_LOADS if of_each_run(*it)], ids=str)
+def test_swap_in_host_loads_do_not_wait_for_each_other(layout: tuple[int, int, int], ranks: int) -> None:
+    """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
+    over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/NOTES.md: swap_in)."""
+    assert host_loads_wait(layout, ranks) == []
+
+
+@pytest.mark.compile
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_swap_in_host_loads_of_the_other_variants_do_not_wait() -> None:
+    others = [it for it in HOST_LOADS if not of_each_run(*it)]
+    assert len(others) == 20
+    assert [it for it in others if host_loads_wait(*it)] == []
 
 
 class Instruction:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -15,7 +15,8 @@ import pytest
 
 from protocol.arrays import Int32Array
 from protocol.units import PAGE_TOKENS
-from tests.emulated.device import FLAGS, build, sources_of
+from tests.emulated.device import FLAGS, build, compiler_version, sources_of
+from tests.support.kept_kernels import digest, kept
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 
@@ -71,7 +72,9 @@ def library() -> ctypes.CDLL:
     sources = sources_of("prompt_list") | {"unit.cpp": UNIT}
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "unit.so"
-        path.write_bytes(build("prompt_list", sources, list(FLAGS)).cubin)
+        key = digest(compiler_version(), *FLAGS, *sources, *sources.values())
+        built = kept("prompt_list-emulated", key, partial(build, "prompt_list", sources, list(FLAGS)))
+        path.write_bytes(built.cubin)
         return ctypes.CDLL(str(path))
 
 

@@ -202,6 +202,7 @@ async def test_a_cluster_of_two_nodes_outlives_its_driver_and_what_is_killed(tmp
     assert not list((tmp_path / "run").rglob("*.pool"))
 
 
+@pytest.mark.deep
 async def test_coordinator_moves_to_another_node_by_an_operators_word(tmp_path: Path, ray: FakeRay) -> None:
     """Its node is off. The group that was there goes to the other node, whose rows stay."""
     config, ready = ray_config(tmp_path), tmp_path / "ready.json"

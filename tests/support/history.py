@@ -39,10 +39,10 @@ def count_commits(root: Path) -> int | None:
     return int(counted[0]) if counted else None
 
 
-def seeds_of(commits: int | None) -> range:
-    """Seeds of the simulated cluster for a commit that has so many; the first ones without history."""
-    start = SEEDS * (commits or 0)
-    return range(start, start + SEEDS)
+def seeds_of(commits: int | None, count: int = SEEDS) -> range:
+    """`count` seeds for a commit that has `commits` up to it, other ones for each; the first ones without history."""
+    start = count * (commits or 0)
+    return range(start, start + count)
 
 
 def header(commits: int | None) -> str:

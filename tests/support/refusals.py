@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +23,7 @@ import pytest
 
 from protocol.errors import HiSparseError, InternalError, NameTaken, ProtocolError
 from tests import ROOT
+from tests.support.once import made_once
 
 #: What the CLI, the HTTP front and the settings refuse; and what the coordinator refuses to clients and operators.
 FILES: Final = (
@@ -121,10 +124,27 @@ def _name(call: ast.Call) -> str:
     return ""
 
 
+@cache
+def _by_line() -> Mapping[tuple[str, int], Site]:
+    return {(site.path, line): site for site in sites() for line in range(site.first_line, site.last_line + 1)}
+
+
+def reached_in(run_dir: Path, table: str, row: str, check: Callable[[], object]) -> frozenset[Site]:
+    """Return the sites that `check` of a row of a table reaches; it runs once in a run of the suite, if it passes."""
+
+    def run() -> list[Site]:
+        with reached() as found:
+            check()
+        return sorted(found)
+
+    name = hashlib.sha256(f"{table} {row}".encode()).hexdigest()[:16]
+    return frozenset(Site(*site) for site in made_once(run_dir, f"reached-{name}", run))
+
+
 @contextlib.contextmanager
 def reached() -> Iterator[set[Site]]:
     """The sites that were reached in the block."""
-    by_line = {(site.path, line): site for site in sites() for line in range(site.first_line, site.last_line + 1)}
+    by_line = _by_line()
     found: set[Site] = set()
 
     def note(error: object, frame: FrameType | None) -> None:
