@@ -1,15 +1,13 @@
-"""prompt_index against its goals: `python -m benchmarks.prompt_index [--out FILE]` on a Hopper card.
+"""prompt_topk against its goals: `python -m benchmarks.prompt_index [--cells N] [--out FILE]` on a Hopper card.
 
-One cell is (context, tokens) at DeepSeek-V3.2's indexer: 64 heads of 128, top-k 2048, fp8 keys in scattered pages,
-random values; the tokens are the last of the context. Launches follow one another on one stream, eagerly, each with
-keys of another group, together beyond L2. Medians of REPLAYS, per launch:
+One cell is (format of keys, context, tokens) at DeepSeek-V3.2's indexer: 64 heads of 128, top-k 2048, keys in scattered
+pages, random values; the tokens are the last of the context. Launches follow one another on one stream, eagerly, each
+with keys of another group, together beyond L2. Medians of REPLAYS, per call:
 
-    us         prompt_index, queries quantized before
-    encode_us  the quantization of queries
-    old_us     prompt_topk as the runner calls it, for as many tokens
-    fp8_us     2 * 64 * 128 operations per token and key at the rate of PEAK
+    us         prompt_topk, as the runner calls it: one launch, which quantizes queries where keys are in fp8
+    least_us   2 * 64 * 128 operations per token and key at the rate of PEAK
 
-After each cell a few tokens' selections are compared with an exact one of scores in float32.
+After each cell a few tokens' selections are compared with an exact one of scores in float32 (fp8_queries.py).
 """
 
 from __future__ import annotations
@@ -23,62 +21,60 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.fp8_queries import DIM, HEADS, SCALE, TOPK, agreement
 from benchmarks.swap_in import machine
-from kernels.cuda.prompt_index import DIM, PromptJobs, PromptPiece, prompt_index
-from kernels.encode import encode
 from kernels.layout import Geometry
+from kernels.prompt_pieces import PromptPiece, PromptPieces
 from kernels.prompt_topk import prompt_topk
 from kernels.reference.index_topk import index_scores
-from kernels.row_format import index_key_format
+from kernels.row_format import RowFormat, index_key_format
 from kernels.state import DeviceState
 from protocol.units import PAGE_TOKENS
 
-HEADS, TOPK, SCALE = 64, 2048, 128**-0.5
-CELLS: Final = ((8_192, 4_096), (32_768, 1_024), (32_768, 2_048), (32_768, 4_096), (32_768, 8_192), (131_072, 2_048))
-#: Operations a second of dense fp8 products on an H200, as published.
-PEAK: Final = 1.979e15
+CELLS: Final = (
+    *(("fp8", 32_768, 4_096), ("fp8", 32_768, 1_024), ("fp8", 131_072, 2_048), ("fp8", 8_192, 4_096)),
+    *(("fp8", 32_768, 2_048), ("fp8", 32_768, 8_192), ("bfloat16", 32_768, 4_096)),
+    *(("fp8", 32_768, 1), ("fp8", 32_768, 128), ("fp8", 131_072, 512)),  # fewer jobs than multiprocessors
+)
+#: Operations a second of dense products on an H200, as published.
+PEAK: Final = {"fp8": 1.979e15, "bfloat16": 0.989e15}
 GROUPS, REPLAYS = 4, 13
-FORM: Final = index_key_format("fp8", DIM)
 
 
-def measure(context: int, tokens: int) -> dict[str, Any]:
+def measure(kind: str, context: int, tokens: int) -> dict[str, Any]:
     torch.manual_seed(context + tokens)
-    state = _state(context)
+    form = index_key_format(kind, DIM)
+    state = _state(form, context)
     queries = torch.randn(tokens, HEADS, DIM, device="cuda").bfloat16()
     weights = torch.rand(tokens, HEADS, device="cuda") * HEADS**-0.5
-    jobs = PromptJobs.of([PromptPiece(0, tokens, 0, context - tokens)], queries.device)
-    encoded = encode(FORM, queries)
-    out = torch.empty(tokens, TOPK, dtype=torch.int32, device="cuda")
-    old = torch.empty_like(out)
+    pieces = PromptPieces.of([PromptPiece(0, tokens, 0, context - tokens)], queries.device)
+    out, rows = torch.empty(2, tokens, TOPK, dtype=torch.int32, device="cuda")
     pairs = tokens * context - tokens * (tokens - 1) / 2
 
     def launch(group: int) -> None:
-        prompt_index(state, group, jobs, encoded, weights, SCALE, out)
-
-    def launch_old(group: int) -> None:
-        prompt_topk(state, group, 0, context - tokens, queries, weights, SCALE, old)
+        prompt_topk(state, group, pieces, queries, weights, SCALE, out, rows)
 
     cell = {
+        "keys": kind,
         "context": context,
         "tokens": tokens,
         "us": _time(launch),
-        "encode_us": _time(lambda _: encode(FORM, queries)),
-        "old_us": _time(launch_old),
-        "fp8_us": round(2 * HEADS * DIM * pairs / PEAK * 1e6, 1),
+        "least_us": round(2 * HEADS * DIM * pairs / PEAK[kind] * 1e6, 1),
     }
     launch(0)
-    return cell | _checked(state, context, queries, weights, out)
+    return cell | _checked(state, form, context, queries, weights, out)
 
 
-def _state(context: int) -> DeviceState:
+def _state(form: RowFormat, context: int) -> DeviceState:
     pages = context // PAGE_TOKENS
-    geometry = Geometry(GROUPS, 8, tuple(range(GROUPS)), FORM.row_bytes, TOPK)
+    geometry = Geometry(GROUPS, 8, tuple(range(GROUPS)), form.row_bytes, TOPK)
     sizes = {"seats": 1, "chunks": 1, "index_pages": pages, "max_pages": pages, "max_chunks": 1}
     host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8).pin_memory()
-    state = DeviceState.allocate(geometry, max_slab_pages=1, tail_slots=1, host=host, device="cuda", **sizes)
+    state = DeviceState.allocate(geometry, max_slab_pages=pages, tail_slots=1, host=host, device="cuda", **sizes)
     for group in range(GROUPS):
-        state.index_keys[group] = FORM.encode(torch.randn(context, DIM, device="cuda"))
-    state.index_table.copy_(torch.randperm(pages, device="cuda").view(1, pages))
+        state.index_keys[group] = form.encode(torch.randn(context, DIM, device="cuda"))
+    for table in (state.index_table, state.slab_table):
+        table.copy_(torch.randperm(pages, device="cuda").view(1, pages))
     return state
 
 
@@ -99,28 +95,32 @@ def _time(launch: Callable[[int], object]) -> float:
 
 
 def _checked(
-    state: DeviceState, context: int, queries: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    state: DeviceState,
+    form: RowFormat,
+    context: int,
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
 ) -> dict[str, float]:
     """Overlap with the best set by unquantized queries, and the share of its sum of scores, least over a few tokens."""
     pages = state.index_table[0].long()
-    keys = FORM.decode(state.index_keys[0].view(-1, PAGE_TOKENS, FORM.row_bytes)[pages].flatten(0, 1))
-    overlap, share, tokens = 1.0, 1.0, len(queries)
+    keys = form.decode(state.index_keys[0].view(-1, PAGE_TOKENS, form.row_bytes)[pages].flatten(0, 1))
+    each, tokens = [], len(queries)
     for token in range(0, tokens, max(1, tokens // 16)):
         scores = index_scores(queries[token], weights[token], keys[: context - tokens + token + 1], SCALE)
-        best = scores.topk(TOPK).indices
-        mine = out[token].long()
-        overlap = min(overlap, torch.isin(mine, best).float().mean().item())
-        share = min(share, (scores[mine].sum() / scores[best].sum()).item())
-    return {"overlap": round(overlap, 4), "sum_share": round(share, 6)}
+        each.append(agreement(scores, out[token]))
+    overlaps, shares = zip(*each, strict=True)
+    return {"overlap": round(min(overlaps), 4), "sum_share": round(min(shares), 6)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, default=len(CELLS), help="the first N")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     cells = []
-    for context, tokens in CELLS:
-        cells.append(measure(context, tokens))
+    for cell in CELLS[: options.cells]:
+        cells.append(measure(*cell))
         print(json.dumps(cells[-1]), flush=True)
         if options.out:
             options.out.write_text(json.dumps({"machine": machine(), "cells": cells}, indent=1) + "\n")

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kernels.index_topk import prepare_index as prepare_index
     from kernels.integrity import check_state as check_state
     from kernels.layout import Geometry as Geometry
+    from kernels.prompt_pieces import PromptPiece as PromptPiece
+    from kernels.prompt_pieces import PromptPieces as PromptPieces
     from kernels.prompt_topk import prepare_prompt as prepare_prompt
     from kernels.prompt_topk import prompt_topk as prompt_topk
     from kernels.row_format import RowFormat as RowFormat

@@ -23,3 +23,13 @@ def encode(form: RowFormat, values: Tensor) -> Tensor:
 def prepare_encode(form: RowFormat, dtype: torch.dtype, device: torch.device) -> None:
     """Compile what encode launches for values of `dtype`: before any capture."""
     encode(form, torch.zeros(1, form.values, dtype=dtype, device=device))
+
+
+def quantized_queries(keys: RowFormat, queries: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and weights that give the scores of quantized queries: e4m3 values in the dtype of `queries` [.., H, D],
+    and float32 `weights` [.., H] times their scales. Where keys are not in fp8: both as they are."""
+    if keys.kind != "fp8":
+        return queries, weights
+    encoded = encode(keys, queries)
+    values = encoded[..., : keys.scaled].view(torch.float8_e4m3fn).to(queries.dtype)
+    return values, weights * encoded[..., keys.scaled :].view(torch.float32).squeeze(-1)

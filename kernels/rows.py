@@ -90,3 +90,9 @@ def _check_span(state: DeviceState, table: str, seat: int, start: int, stop: int
             value=f"seat {seat}",
             remedy="allocate the state with more pages per seat",
         )
+
+
+def slab_rows(state: DeviceState, seat: int, positions: Tensor) -> Tensor:
+    """Device rows int32 of the slab of prompt `positions` int32 of any shape in `seat`, -1 where they are."""
+    pages = state.slab_table[seat][positions.clamp(min=0).long() // PAGE_TOKENS]
+    return torch.where(positions < 0, -1, pages * PAGE_TOKENS + positions % PAGE_TOKENS)

@@ -198,8 +198,9 @@ class ModelInfo(Part, frozen=True):
     (ids 0..255 are bytes) or "json" (a `tokenizer.json` of `tokenizer_hash`, fetched through the coordinator).
     Prefixes are reused in multiples of `prefix_unit_tokens`; `reuses_generated`: those with decoded rows, too.
     `arithmetic` names what rows depend on beside the model. In deterministic mode that is all that their bits depend
-    on: the size of prompt blocks, how FP8 products are formed and the kind of device. In other modes it names the
-    library that multiplies quantized activations; empty where there is none. Only rows of equal arithmetic are reused.
+    on: the size of prompt blocks, how FP8 products are formed, the kind of device, and whether the indexer's queries
+    are quantized. In other modes it names the library that multiplies quantized activations; empty where there is none.
+    Only rows of equal arithmetic are reused.
     """
 
     fingerprint: str

@@ -1,73 +1,53 @@
 """prompt_index on CUDA: index scores and top-k of all tokens of a block of prompts in one launch, on Hopper.
 
-For fp8 keys of DIM values and HEADS heads; queries are quantized as keys are, by token and head. Scratch is a list of
-LISTED entries for each of GROUP tokens that a multiprocessor works on, whatever the context (`scratch_bytes`). Launches
-for one state share it: they must be ordered, as on one stream.
-
-kernels.prompt_topk does not call this kernel yet: it has not run on a card (tests/gpu/test_prompt_index.py).
+For keys of DIM values in fp8 or bfloat16, and bfloat16 queries of HEADS heads. Scratch is a list of LISTED entries for
+each of GROUP tokens that a multiprocessor works on, whatever the context (`scratch_bytes`). Launches for one state
+share it: they must be ordered, as on one stream.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple
+from itertools import product
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kernels.cuda import parameters, structures
-from kernels.cuda.jit import Kernel, load
+from kernels.cuda.jit import Defines, Kernel, load
 from kernels.cuda.launch import processors, stream_of
+from kernels.prompt_pieces import GROUP, PromptPieces
+from kernels.row_format import RowFormat
 from kernels.state import DeviceState
-from protocol.errors import BadInput
+from protocol.units import PAGE_TOKENS
 
+CAPABILITY: Final = (9, 0)
 # prompt_index.cuh and prompt_list.cuh
-GROUP: Final = 8
 HEADS: Final = (32, 64)
 DIM: Final = 128
-STAGES: Final = 8
 LISTED: Final = 4096
 TOPK_MAX: Final = 3072
-SHARED_BYTES: Final = 150 << 10
-
-
-class PromptPiece(NamedTuple):
-    """Rows `row`.. of a block: `tokens` tokens of the prompt in `seat`, from position `start` on."""
-
-    row: int
-    tokens: int
-    seat: int
-    start: int
-
-
-@dataclass(frozen=True, eq=False)
-class PromptJobs:
-    """The pieces of a block on the device, for all layers that it goes through."""
-
-    parts: Tensor  # int32[parts, 5]: structures.IndexPart
-    jobs: int
-
-    @classmethod
-    def of(cls, pieces: Sequence[PromptPiece], device: torch.device) -> PromptJobs:
-        """Copy `pieces`, none empty, to `device`. Never waits for it."""
-        rows, jobs = [], 0
-        for piece in pieces:
-            rows.append((jobs, *piece))
-            jobs += -(-piece.tokens // GROUP)
-        table = torch.tensor(rows, dtype=torch.int32)
-        if device.type == "cuda":
-            table = table.pin_memory()
-        return cls(table.to(device, non_blocking=True), jobs)
+HEAD_WORDS: Final = 4
+#: By bytes of a key's value: pages in the ring, and dynamic shared memory.
+STAGES: Final = {1: 8, 2: 4}
+SHARED_BYTES: Final = {1: 150 << 10, 2: 216 << 10}
+#: Pages that a block scores at least where several share the keys of a job: the merge of their lists is worth it then.
+SHARE_PAGES_MIN: Final = 24
+#: Blocks that share the keys of a job at most: one of them merges all lists.
+SPLITS_MAX: Final = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Lists:
     keys: Tensor  # int32[processors, GROUP, LISTED]
     positions: Tensor  # likewise
+    heads: Tensor  # int32[processors, GROUP, HEAD_WORDS]
+    arrived: Tensor  # int32[processors], zero between launches
 
 
 _lists: WeakKeyDictionary[DeviceState, Lists] = WeakKeyDictionary()
@@ -75,68 +55,109 @@ _lists: WeakKeyDictionary[DeviceState, Lists] = WeakKeyDictionary()
 
 def scratch_bytes(processors: int) -> int:
     """Device memory of the lists of a state."""
-    return 8 * processors * GROUP * LISTED
+    return 4 * processors * (GROUP * (2 * LISTED + HEAD_WORDS) + 1)
+
+
+@lru_cache(maxsize=64)
+def takes(heads: int, keys: RowFormat, queries: torch.dtype, k: int, device: torch.device) -> bool:
+    """Whether this kernel is written for such a selection on `device`."""
+    return (
+        heads in HEADS
+        and keys.scaled == DIM
+        and keys.kind in ("fp8", "bfloat16")
+        and queries == torch.bfloat16
+        and k <= TOPK_MAX
+        and torch.cuda.get_device_capability(device) == CAPABILITY
+    )
 
 
 def prompt_index(
     state: DeviceState,
     group: int,
-    jobs: PromptJobs,
+    pieces: PromptPieces,
     queries: Tensor,
     weights: Tensor,
+    keys: RowFormat,
     scale: float,
     topk_out: Tensor,
+    rows_out: Tensor | None,
 ) -> None:
-    """Select for rows of a block: `queries` uint8[rows, heads, DIM + 4] in the format of fp8 index keys, `weights`
-    float32[rows, heads], `topk_out` int32[rows, k], ascending, -1 padded. Rows of no piece stay as they are.
-
-    Raises BadInput for heads or a k that no kernel is written for. Never waits for the device.
-    """
-    heads, k, device = queries.shape[1], topk_out.shape[1], queries.device
-    _require(heads in HEADS, "queries", f"{heads} heads", f"use {' or '.join(map(str, HEADS))} heads")
-    _require(k <= TOPK_MAX, "topk_out", k, f"select {TOPK_MAX} or less")
+    """As kernels.prompt_topk.prompt_topk, for what `takes` admits, unchecked. Never waits for the device."""
     lists = _lists_of(state)
+    splits = splits_of(pieces.jobs, pieces.positions, len(lists.keys))
     block = structures.PromptIndex(
         state=parameters.state_parameters(state),
         queries=queries.data_ptr(),
         weights=weights.data_ptr(),
-        part=jobs.parts.data_ptr(),
+        part=pieces.table.data_ptr(),
+        slab_table=state.slab_table.data_ptr(),
         topk_out=topk_out.data_ptr(),
+        rows_out=0 if rows_out is None else rows_out.data_ptr(),
         keys=lists.keys.data_ptr(),
         positions=lists.positions.data_ptr(),
+        heads=lists.heads.data_ptr(),
+        arrived=lists.arrived.data_ptr(),
         scale=scale,
-        k=k,
+        k=topk_out.shape[1],
         group=group,
-        parts=len(jobs.parts),
-        jobs=jobs.jobs,
+        parts=len(pieces.pieces),
+        jobs=pieces.jobs,
+        splits=splits,
+        slab_pages=state.slab_table.shape[1],
     )
-    blocks = min(jobs.jobs, len(lists.keys))
-    kernel_of(heads, device).launch((blocks, 1), block, stream_of(state), shared_bytes=SHARED_BYTES)
+    blocks = min(pieces.jobs * splits, len(lists.keys))
+    kernel, shared_bytes = kernel_of(queries.shape[1], key_bytes_of(keys), queries.device)
+    kernel.launch((blocks, 1), block, stream_of(state), shared_bytes=shared_bytes)
+
+
+def splits_of(jobs: int, positions: int, processors: int) -> int:
+    """Blocks that share the keys of each of `jobs` jobs, of at most so many `positions`; all run at once if above 1."""
+    return max(1, min(processors // jobs, positions // PAGE_TOKENS // SHARE_PAGES_MIN, SPLITS_MAX))
+
+
+def prepare(state: DeviceState, heads: int, keys: RowFormat) -> None:
+    """Compile, load and allocate all that prompt_index needs. Raises InternalError where it does not compile."""
+    kernel_of(heads, key_bytes_of(keys), state.rows.device)
+    _lists_of(state)
+
+
+def key_bytes_of(keys: RowFormat) -> int:
+    """Bytes of a key's value, where it is in fp8 or bfloat16."""
+    return 1 if keys.kind == "fp8" else 2
 
 
 @lru_cache(maxsize=64)
-def kernel_of(heads: int, device: torch.device) -> Kernel:
-    """The loaded kernel. Raises InternalError where it does not compile."""
-    kernel = load("prompt_index", "prompt_index", defines_of(heads), device.index or 0)
+def kernel_of(heads: int, key_bytes: int, device: torch.device) -> tuple[Kernel, int]:
+    """The loaded kernel and the dynamic shared memory of its blocks."""
+    kernel = load("prompt_index", "prompt_index", defines_of(heads, key_bytes), device.index or 0)
     kernel.allow_all(clusters=False)
-    return kernel
+    return kernel, SHARED_BYTES[key_bytes]
 
 
-def defines_of(heads: int) -> tuple[tuple[str, int], ...]:
-    return (("HEADS", heads), ("STAGES", STAGES), ("WGMMA", 1))
+def variants() -> Iterator[Defines]:
+    """Defines of all that are written."""
+    return (defines_of(heads, key_bytes) for heads, key_bytes in product(HEADS, STAGES))
+
+
+def defines_of(heads: int, key_bytes: int) -> Defines:
+    return (
+        ("HEADS", heads),
+        ("KEY_BYTES", key_bytes),
+        ("STAGES", STAGES[key_bytes]),
+        ("SHARED_BYTES", SHARED_BYTES[key_bytes]),
+        ("WGMMA", 1),
+    )
 
 
 def _lists_of(state: DeviceState) -> Lists:
     if state not in _lists:
-        shape, device = (processors(state.rows.device), GROUP, LISTED), state.rows.device
+        device = state.rows.device
+        count = processors(device)
+        shapes = ((GROUP, LISTED), (GROUP, LISTED), (GROUP, HEAD_WORDS), ())
         with torch.inference_mode(False):  # the first caller may be inside, later ones outside
-            _lists[state] = Lists(*(torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2)))
+            tensors = (torch.zeros(count, *shape, dtype=torch.int32, device=device) for shape in shapes)
+            _lists[state] = Lists(*tensors)
     return _lists[state]
-
-
-def _require(fine: bool, field: str, value: object, remedy: str) -> None:
-    if not fine:
-        raise BadInput("no kernel is written for it", field=field, value=value, remedy=remedy)
 
 
 assert ctypes.sizeof(structures.IndexPart) == 20

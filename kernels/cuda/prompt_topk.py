@@ -1,4 +1,5 @@
-"""prompt_topk on CUDA: the kernels of index_topk, over a view of the state in which each token of a prompt has a seat.
+"""prompt_topk on CUDA: prompt_index, where that is written for keys and card (kernels/cuda/prompt_index.py); elsewhere
+the kernels of index_topk, over a view of the state in which each token of a piece has a seat.
 
 The seats of the view are up to TOKENS_MAX tokens at a time, all with the index table of the prompt's seat; keys are the
 state's own, and stay in L2 from one token to the next. The view has scratch memory of its own: SCORES_MAX scores, or
@@ -14,9 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kernels.cuda import prompt_index as blockwise
 from kernels.cuda.index_topk import index_topk, prepare_index, scratch_of
 from kernels.cuda.structures import UNIT
+from kernels.encode import quantized_queries
+from kernels.prompt_pieces import PromptPieces
 from kernels.row_format import RowFormat
+from kernels.rows import slab_rows
 from kernels.state import DeviceState, StepBatch
 from protocol.units import PAGE_TOKENS
 
@@ -30,10 +35,37 @@ _views: WeakKeyDictionary[DeviceState, DeviceState] = WeakKeyDictionary()
 
 def prepare_prompt(state: DeviceState, heads: int, keys: RowFormat, queries: torch.dtype) -> None:
     """Compile, load and allocate all that prompt_topk needs."""
-    prepare_index(_view_of(state), heads, keys, queries)
+    if blockwise.takes(heads, keys, queries, state.geometry.topk, state.rows.device):
+        blockwise.prepare(state, heads, keys)
+    else:
+        prepare_index(_view_of(state), heads, keys, queries)
 
 
 def prompt_topk(
+    state: DeviceState,
+    group: int,
+    pieces: PromptPieces,
+    queries: Tensor,
+    weights: Tensor,
+    keys: RowFormat,
+    scale: float,
+    topk_out: Tensor,
+    rows_out: Tensor | None,
+) -> None:
+    """As kernels.prompt_topk.prompt_topk, unchecked."""
+    if blockwise.takes(queries.shape[1], keys, queries.dtype, topk_out.shape[1], queries.device):
+        blockwise.prompt_index(state, group, pieces, queries, weights, keys, scale, topk_out, rows_out)
+        return
+    queries, weights = quantized_queries(keys, queries, weights)
+    for piece in pieces.pieces:
+        rows = slice(piece.row, piece.row + piece.tokens)
+        own = queries[rows], weights[rows], keys, scale, topk_out[rows]
+        _select_piece(state, group, piece.seat, piece.start, *own)
+        if rows_out is not None:
+            rows_out[rows] = slab_rows(state, piece.seat, topk_out[rows])
+
+
+def _select_piece(
     state: DeviceState,
     group: int,
     seat: int,
@@ -44,7 +76,6 @@ def prompt_topk(
     scale: float,
     topk_out: Tensor,
 ) -> None:
-    """As kernels.prompt_topk.prompt_topk, unchecked."""
     view, device = _view_of(state), queries.device
     view.index_table.copy_(state.index_table[seat])
     tokens = len(queries)

@@ -37,6 +37,9 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(8) int2 { int x, y; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 struct dim3 { unsigned x, y, z; };
 
 namespace emulated {
@@ -275,6 +278,8 @@ inline float __uint_as_float(unsigned v) {
     return bits;
 }
 template <class T> T __ldcg(const T* at) { return *at; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline void __threadfence() {}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
@@ -339,6 +344,9 @@ template <class T> T __shfl_up_sync(unsigned, T value, unsigned by) {
 
 template <class T> T __shfl_xor_sync(unsigned, T value, unsigned mask) {
     return static_cast<T>(emulated::exchange(value)[emulated::self->thread.x % emulated::LANES ^ mask]);
+}
+inline float __shfl_xor_sync(unsigned all, float value, unsigned mask) {
+    return __uint_as_float(__shfl_xor_sync(all, __float_as_uint(value), mask));
 }
 template <class T> T __shfl_sync(unsigned, T value, int lane) { return static_cast<T>(emulated::exchange(value)[lane]); }
 

@@ -4,8 +4,8 @@
         device.adopt(state)     # on the CPU; from here on every kernel of that state is the emulated one
         begin_step(state, ...)
 
-The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Triton kernels, tensor
-cores and scores of the indexer are not emulated.
+The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Of kernels on tensor
+cores prompt_index alone is emulated; of the decode steps' indexer the selection is, and Triton kernels are not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from tests.support.kept_kernels import digest, kept
 
 COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
 HERE: Final = Path(__file__).parent
-SHARED: Final = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")  # dynamic: of the block that runs
+SHARED: Final = re.compile(
+    r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
+)  # dynamic: of the block that runs
 FLAGS: Final = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w")
 SAID_BYTES: Final = 200
 PROCESSORS: Final = 2
@@ -51,6 +53,7 @@ UNITS: Final = (
     *launch.KERNELS,
     ("swap_in", "swap_in"),
     ("index_select", "index_select"),
+    ("prompt_index", "prompt_index"),
     *((quantize.UNIT, kernel) for kernel in quantize.KERNELS),
 )
 
@@ -77,7 +80,7 @@ def sources_of(unit: str, edits: tuple[Edit, ...] = ()) -> dict[str, str]:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         sources[header.name] = SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::self->block->shared);", text)
-    sources |= {own: (HERE / own).read_text() for own in ("cuda.hpp", "ptx.cuh")}
+    sources |= {own.name: own.read_text() for own in (HERE / "cuda.hpp", *sorted(HERE.glob("*.cuh")))}
     entries = [SOURCE.format(kernel=kernel) for of, kernel in UNITS if of == unit]
     return sources | {"unit.cpp": "".join([f'#include "cuda.hpp"\n#include "{unit}.cuh"\n', *entries])}
 
@@ -129,11 +132,14 @@ class Emulated:
         fine = self._emulate(ctypes.byref(parameters), *numbers, said, SAID_BYTES)
         assert fine, f"{self.name}: {said.value.decode()}"
 
+    def allow_all(self, clusters: bool) -> None:
+        """Nothing to allow."""
+
     def clusters_at_once(self, cluster: int, shared_bytes: int) -> int:
         return self._device.at_once if cluster <= self._device.largest else 0
 
 
-THREADS: Final = {"swap_in": 768}  # launch bounds, where the launcher names no number
+THREADS: Final = {"swap_in": 768, "prompt_index": 384}  # launch bounds, where the launcher names no number
 
 
 class Device:

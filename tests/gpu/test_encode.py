@@ -9,6 +9,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from kernels.cuda.encode import MANY_ROWS  # noqa: E402
 from kernels.encode import encode, prepare_encode  # noqa: E402
 from kernels.row_format import RowFormat, index_key_format, kv_row_format  # noqa: E402
 
@@ -35,9 +36,11 @@ def draw(form: RowFormat, rows: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.kind}-{form.scaled}-{form.plain}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_bytes_are_those_of_torch(form: RowFormat, dtype: torch.dtype) -> None:
-    for rows in (1, 64, 5000):
+    for rows in (1, 64, 5000, MANY_ROWS + 5):
         values = draw(form, rows, dtype)
         assert torch.equal(encode(form, values), form.encode(values))
+        if rows > MANY_ROWS:
+            assert torch.equal(encode(form, values[1:]), form.encode(values[1:])), "at other addresses"
     wide = draw(form, 6, dtype).unflatten(0, (2, 3)).transpose(0, 1)
     assert torch.equal(encode(form, wide), form.encode(wide))
     assert encode(form, values[:0]).shape == (0, form.row_bytes)

@@ -16,49 +16,62 @@ if torch.cuda.get_device_capability() != (9, 0):
 
 from torch import Tensor  # noqa: E402
 
-from kernels.cuda.prompt_index import DIM, PromptJobs, PromptPiece, prompt_index  # noqa: E402
+from benchmarks.fp8_queries import CONTEXTS, OVERLAP_MIN, SHARE_MIN, VALUES, measure  # noqa: E402
+from kernels.cuda.prompt_index import DIM, takes  # noqa: E402
 from kernels.layout import Geometry  # noqa: E402
+from kernels.prompt_pieces import PromptPiece, PromptPieces  # noqa: E402
+from kernels.prompt_topk import prompt_topk  # noqa: E402
 from kernels.reference.index_topk import index_scores, top_positions  # noqa: E402
-from kernels.row_format import index_key_format  # noqa: E402
+from kernels.row_format import RowFormat, index_key_format  # noqa: E402
+from kernels.rows import slab_rows  # noqa: E402
 from kernels.state import DeviceState, Tripwire  # noqa: E402
 from protocol.units import PAGE_TOKENS  # noqa: E402
 
-FORM: Final = index_key_format("fp8", DIM)
+FORMS: Final = {kind: index_key_format(kind, DIM) for kind in ("fp8", "bfloat16")}
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 SEATS, PAGES = 3, 160
 
 
-def state_of(topk: int, keys: Tensor) -> DeviceState:
+def state_of(form: RowFormat, topk: int, keys: Tensor) -> DeviceState:
     """Keys [SEATS * PAGES * 64, DIM] in pages that are scattered over three seats."""
-    geometry = Geometry(1, 8, (0,), FORM.row_bytes, topk)
+    geometry = Geometry(1, 8, (0,), form.row_bytes, topk)
     host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8).pin_memory()
     sizes = {"seats": SEATS, "chunks": 1, "index_pages": SEATS * PAGES, "max_pages": PAGES, "max_chunks": 1}
-    state = DeviceState.allocate(geometry, max_slab_pages=1, tail_slots=1, host=host, device="cuda", **sizes)
-    state.index_keys[0] = FORM.encode(keys)
-    state.index_table.copy_(torch.randperm(SEATS * PAGES, device="cuda").view(SEATS, PAGES))
+    state = DeviceState.allocate(geometry, max_slab_pages=PAGES, tail_slots=1, host=host, device="cuda", **sizes)
+    state.index_keys[0] = form.encode(keys)
+    for table in (state.index_table, state.slab_table):
+        table.copy_(torch.randperm(SEATS * PAGES, device="cuda").view(SEATS, PAGES))
     return state
 
 
 def selection(
-    state: DeviceState, pieces: Sequence[PromptPiece], queries: Tensor, weights: Tensor, scale: float, k: int
+    state: DeviceState,
+    form: RowFormat,
+    pieces: Sequence[PromptPiece],
+    queries: Tensor,
+    weights: Tensor,
+    scale: float,
+    k: int,
 ) -> Tensor:
-    out = torch.full((len(queries), k), 99, dtype=torch.int32, device="cuda")
-    encoded = FORM.encode(queries)
-    prompt_index(state, 0, PromptJobs.of(pieces, queries.device), encoded, weights, scale, out)
-    torch.cuda.synchronize()
+    """Positions; their rows in the slab are checked."""
+    out, rows = torch.full((2, len(queries), k), 99, dtype=torch.int32, device="cuda")
+    queries = queries.bfloat16()
+    assert takes(queries.shape[1], form, queries.dtype, k, queries.device)
+    prompt_topk(state, 0, PromptPieces.of(pieces, queries.device), queries, weights, scale, out, rows)
+    for piece in pieces:
+        place = slice(piece.row, piece.row + piece.tokens)
+        assert torch.equal(rows[place], slab_rows(state, piece.seat, out[place]))
     return out
 
 
-def keys_of(state: DeviceState, seat: int, length: int) -> Tensor:
-    pages = state.index_table[seat, : -(-length // PAGE_TOKENS)].long()
-    return FORM.decode(state.index_keys[0].view(-1, PAGE_TOKENS, FORM.row_bytes)[pages].flatten(0, 1)[:length])
-
-
 def scores_of(
-    state: DeviceState, piece: PromptPiece, token: int, queries: Tensor, weights: Tensor, scale: float
+    state: DeviceState, form: RowFormat, piece: PromptPiece, token: int, queries: Tensor, weights: Tensor, scale: float
 ) -> Tensor:
+    """Of one token with all positions up to its own, by queries as the kernel compares them."""
     length, row = piece.start + token + 1, piece.row + token
-    decoded = FORM.decode(FORM.encode(queries[row]))
-    return index_scores(decoded, weights[row], keys_of(state, piece.seat, length), scale)
+    pages = state.index_table[piece.seat, : -(-length // PAGE_TOKENS)].long()
+    keys = form.decode(state.index_keys[0].view(-1, PAGE_TOKENS, form.row_bytes)[pages].flatten(0, 1)[:length])
+    return index_scores(form.decode(form.encode(queries[row].bfloat16())), weights[row], keys, scale)
 
 
 def whole(*shape: int) -> Tensor:
@@ -81,20 +94,22 @@ BLOCKS: Final = {
 }
 
 
+@forms
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_each_token_selects_a_stable_top_k(heads: int, name: str) -> None:
+def test_each_token_selects_a_stable_top_k(form: RowFormat, heads: int, name: str) -> None:
+    """Blocks of few tokens are shared by several blocks of threads."""
     torch.manual_seed(1)
     pieces, k = BLOCKS[name], 2_048
     rows = pieces[-1].row + pieces[-1].tokens
     # A scale of a power of two keeps whole numbers whole: the largest magnitude of each row is 3 or 448 / 2**7.
     keys, queries, weights = whole(SEATS * PAGES * 64, DIM), whole(rows, heads, DIM), whole(rows, heads)
     keys[:, 0], queries[..., 0] = 3.5, 3.5
-    state = state_of(k, keys)
-    found = selection(state, pieces, queries, weights, 0.25, k)
+    state = state_of(form, k, keys)
+    found = selection(state, form, pieces, queries, weights, 0.25, k)
     for piece in pieces:
         for token in range(0, piece.tokens, max(1, piece.tokens // 7)):
-            scores = scores_of(state, piece, token, queries, weights, 0.25)
+            scores = scores_of(state, form, piece, token, queries, weights, 0.25)
             wanted = torch.full((k,), -1, dtype=torch.int32, device="cuda")
             best = top_positions(scores, k)
             wanted[: len(best)] = best
@@ -104,16 +119,18 @@ def test_each_token_selects_a_stable_top_k(heads: int, name: str) -> None:
     assert not state.tripwires.any()
 
 
+@forms
 @pytest.mark.parametrize("order", ["random", "ascending", "equal"])
-def test_scores_of_what_is_selected_are_the_best(order: str) -> None:
+@pytest.mark.parametrize("tokens", [64, 3])
+def test_scores_of_what_is_selected_are_the_best(form: RowFormat, order: str, tokens: int) -> None:
     torch.manual_seed(2)
-    piece, k = PromptPiece(0, 64, 0, 10_000), 2_048
-    keys, queries = torch.randn(SEATS * PAGES * 64, DIM, device="cuda"), torch.randn(64, 64, DIM, device="cuda")
-    weights = torch.rand(64, 64, device="cuda")
+    piece, k = PromptPiece(0, tokens, 0, 10_000), 2_048
+    keys, queries = torch.randn(SEATS * PAGES * 64, DIM, device="cuda"), torch.randn(tokens, 64, DIM, device="cuda")
+    weights = torch.rand(tokens, 64, device="cuda")
     if order == "ascending":
         queries = queries.abs()
         keys = keys.abs()
-    state = state_of(k, keys)
+    state = state_of(form, k, keys)
     if order != "random":
         state.index_table.copy_(torch.arange(SEATS * PAGES, device="cuda").view(SEATS, PAGES))
         factors = (
@@ -121,10 +138,10 @@ def test_scores_of_what_is_selected_are_the_best(order: str) -> None:
             if order == "ascending"
             else torch.ones(len(keys), device="cuda")
         )
-        state.index_keys[0] = FORM.encode(keys[:1].abs() * factors[:, None])
-    found = selection(state, [piece], queries, weights, DIM**-0.5, k)
-    for token in range(0, 64, 9):
-        scores = scores_of(state, piece, token, queries, weights, DIM**-0.5).double()
+        state.index_keys[0] = form.encode(keys[:1].abs() * factors[:, None])
+    found = selection(state, form, [piece], queries, weights, DIM**-0.5, k)
+    for token in range(0, tokens, 9):
+        scores = scores_of(state, form, piece, token, queries, weights, DIM**-0.5).double()
         mine = found[token].long()
         assert torch.equal(mine, mine.unique()), "ascending, none twice"
         lowest = scores[mine].min()
@@ -135,9 +152,10 @@ def test_scores_of_what_is_selected_are_the_best(order: str) -> None:
             assert torch.equal(mine, torch.arange(k, device="cuda"))
 
 
-def test_pages_that_are_not_granted_select_nothing_and_trip() -> None:
+@forms
+def test_pages_that_are_not_granted_select_nothing_and_trip(form: RowFormat) -> None:
     k = 2_048
-    state = state_of(k, torch.randn(SEATS * PAGES * 64, DIM, device="cuda"))
+    state = state_of(form, k, torch.randn(SEATS * PAGES * 64, DIM, device="cuda"))
     state.index_table[1, 50] = -1
     pieces = [
         PromptPiece(0, 8, 1, 3_100),
@@ -145,9 +163,18 @@ def test_pages_that_are_not_granted_select_nothing_and_trip() -> None:
         PromptPiece(16, 1, 1, 3_199),
         PromptPiece(17, 1, 1, 3_200),
     ]
-    found = selection(state, pieces, torch.randn(18, 64, DIM, device="cuda"), torch.rand(18, 64, device="cuda"), 1.0, k)
+    queries, weights = torch.randn(18, 64, DIM, device="cuda"), torch.rand(18, 64, device="cuda")
+    found = selection(state, form, pieces, queries, weights, 1.0, k)
     assert (found[:8] >= 0).all()
     assert (found[8:16] == -1).all()
     assert (found[16] >= 0).all()
     assert (found[17] == -1).all()
     assert int(state.tripwires[Tripwire.UNGRANTED]) == 9
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("values", VALUES)
+def test_selections_by_fp8_queries_are_nearly_those_by_exact_ones(context: int, values: str) -> None:
+    cell = measure(context, values, "cuda")
+    assert cell["overlap"] >= OVERLAP_MIN
+    assert cell["sum_share"] >= SHARE_MIN

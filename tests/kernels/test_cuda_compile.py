@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kernels import compile as kernels_compile
-from kernels.cuda import header, jit, parameters, quantize, structures
+from kernels.cuda import header, jit, parameters, prompt_index, quantize, structures
 from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.block_plans import LinearPlan, forms
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
@@ -140,7 +140,7 @@ class Instruction:
         self.loads_once = self.opcode == 0x981 and bool(high >> 22 & 1)  # LDG.E.NA
         self.scoreboard = high >> 46 & 7  # that counts it until its result is there; 7: none
         self.awaits = high >> 52 & 63  # a bit for each scoreboard
-        self.multiplies = self.opcode == 0xDF0  # HGMMA
+        self.multiplies = self.opcode in (0xDF0, 0xDF3)  # HGMMA, QGMMA
         self.closes_group = self.multiplies and not high >> 20 & 7  # gsb0
         self.moves_stack = self.opcode == 0x836 and self.target == self.source == 1  # VIADD R1, R1
 
@@ -174,6 +174,18 @@ def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, form: int) 
     products = [it for it in code if it.multiplies]
     assert len(products) == 2 * plan.chunk
     assert sum(it.closes_group for it in products) == 2
+
+
+@pytest.mark.parametrize(
+    "defines", list(prompt_index.variants()), ids=lambda defines: "-".join(str(it[1]) for it in defines)
+)
+def test_products_of_prompt_index_are_asynchronous(defines: jit.Defines) -> None:
+    """The last product of a group alone is counted, as with block_linear."""
+    text = section(kept_unit("prompt_index", defines, "sm_90").cubin, ".text.prompt_index")
+    code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
+    steps = 4 * dict(defines)["KEY_BYTES"]
+    closes = [it.closes_group for it in code if it.multiplies]
+    assert closes == 3 * ([False] * (steps - 1) + [True]), "of the first page, and of both halves of each"
 
 
 def test_header_is_generated() -> None:

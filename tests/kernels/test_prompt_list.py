@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from protocol.arrays import Int32Array
+from protocol.units import PAGE_TOKENS
 from tests.emulated.device import FLAGS, build, compiler_version, sources_of
 from tests.support.kept_kernels import digest, kept
 
@@ -29,26 +30,38 @@ UNIT: Final = """
 using namespace hisparse;
 struct Try {
     const float* scores;
-    i32* out;
+    i32 *out, *rows;
+    const i32* slab_pages;
     u32* keys;
     i32* positions;
-    i32 length, k;
+    i32 length, k, splits;
 };
 void try_list(const Try p) {
     static u32 bins[RANGE_BINS];
-    PromptList list{{p.keys, p.positions, bins}, static_cast<u32>(p.k)};
+    static uint4 heads[64];
     const i32 lane = threadIdx.x;
-    for (i32 base = 0; base < p.length; base += 64) {
-        const bool near = base + lane < p.length, far = base + 32 + lane < p.length;
-        const u32 one = near ? prompt_order(p.scores[base + lane]) : 0;
-        list.take(one, far ? prompt_order(p.scores[base + 32 + lane]) : 0, near, far, base);
-        // As late as the kernel: four pages are taken between two looks.
-        if (base / 64 % 4 == 3 && list.crowded()) list.relieve();
+    const auto at = [&](i32 share) { return ListPlace{p.keys + share * LISTED, p.positions + share * LISTED, bins}; };
+    for (i32 share = 0; share < p.splits; ++share) {
+        PromptList list{at(share), static_cast<u32>(p.k)};
+        const i32 end = p.length * (share + 1) / p.splits;
+        for (i32 base = p.length * share / p.splits; base < end; base += 64) {
+            const i32 near = base + lane, far = near + 32;
+            const u32 one = near < end ? prompt_order(p.scores[near]) : 0;
+            list.take(one, far < end ? prompt_order(p.scores[far]) : 0, near < end, far < end, near, far);
+            // As late as the kernel: four pages are taken between two looks.
+            if (base / 64 % 4 == 3 && list.crowded()) list.relieve();
+        }
+        list.save(heads + share);
     }
-    list.finish(p.out);
+    __syncwarp();
+    PromptList list{at(0), static_cast<u32>(p.k), {heads[0].x, heads[0].y}, heads[0].z, heads[0].w};
+    for (i32 share = 1; share < p.splits; ++share)
+        list.take_list(at(share).keys, at(share).positions, heads[share].x);
+    list.finish({p.out, p.rows, p.slab_pages});
 }
-extern "C" bool run_try(const float* scores, int length, int k, int* out, unsigned* keys, int* positions) {
-    Try p{scores, out, keys, positions, length, k};
+extern "C" bool run_try(const float* scores, int length, int k, int splits, int* out, int* rows, const int* slab_pages,
+                        unsigned* keys, int* positions) {
+    Try p{scores, out, rows, slab_pages, keys, positions, length, k, splits};
     return emulated::run(try_list, &p, {1, 1, 1}, 32, 1, 0, 1).empty();
 }
 """
@@ -65,13 +78,15 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
 
 
-def selected(scores: Float32Array, k: int) -> Int32Array:
-    """Positions that the list selects."""
-    out = np.full(k, -1, np.int32)
-    keys, positions = np.zeros(LISTED, np.uint32), np.zeros(LISTED, np.int32)
+def selected(scores: Float32Array, k: int, splits: int = 1) -> Int32Array:
+    """Positions that the lists of `splits` equal parts select when they are merged. Their rows are checked."""
+    out, rows = np.full((2, k), -1, np.int32)
+    pages = np.random.default_rng(0).permutation(-(-len(scores) // PAGE_TOKENS)).astype(np.int32)
+    keys, positions = np.zeros(splits * LISTED, np.uint32), np.zeros(splits * LISTED, np.int32)
     scores = np.ascontiguousarray(scores, np.float32)
-    arrays = [array.ctypes.data_as(ctypes.c_void_p) for array in (scores, out, keys, positions)]
-    assert library().run_try(arrays[0], len(scores), k, *arrays[1:])
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (scores, out, rows, pages, keys, positions)]
+    assert library().run_try(pointers[0], len(scores), k, splits, *pointers[1:])
+    assert np.array_equal(rows, pages[out // PAGE_TOKENS] * PAGE_TOKENS + out % PAGE_TOKENS)
     return out
 
 
@@ -111,6 +126,13 @@ KINDS: Final[dict[str, Callable[[np.random.Generator, int], Float32Array]]] = {
 def test_list_selects_the_best_of_any_scores(kind: str, length: int) -> None:
     scores = KINDS[kind](np.random.default_rng(length), length)
     assert np.array_equal(selected(scores, K), best(scores, K))
+
+
+@pytest.mark.parametrize("splits", [2, 7, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_lists_select_what_one_does(kind: str, splits: int) -> None:
+    scores = KINDS[kind](np.random.default_rng(splits), 30_000)
+    assert np.array_equal(selected(scores, K, splits), best(scores, K))
 
 
 @pytest.mark.parametrize("k", [1, 63, 64, 1_000, 3_072])

@@ -70,9 +70,11 @@ def arithmetic(settings: WorkerSettings, matmul: Matmul) -> str:
     """
     if not settings.deterministic:
         return matmul.name if matmul.quantizes_rows else ""
-    kind = torch.cuda.get_device_name(settings.device) if settings.device.startswith("cuda") else settings.device
-    # the word is that of the protocol version before, whose rows have the same bits: both serve one node meanwhile
-    return f"chunks of {prompt_block_tokens(settings)} tokens, {matmul.name}, {kind}"
+    on_gpu = settings.device.startswith("cuda")
+    kind = torch.cuda.get_device_name(settings.device) if on_gpu else settings.device
+    # the words are those of the protocol version before, where rows have the same bits: both serve one node meanwhile
+    queries = ", prompts by fp8 queries" if on_gpu and settings.kv_dtype == "fp8" else ""
+    return f"chunks of {prompt_block_tokens(settings)} tokens, {matmul.name}, {kind}{queries}"
 
 
 def no_listener() -> None:

@@ -87,4 +87,6 @@ class Drafting:
             cos, sin = angles
             inputs = layers.compress(layer, entered[:, -1:])
             last = layers.project_index(layer, inputs, (cos[:, -1:], sin[:, -1:]))
-            self._prompt.select(state, layer.group, seat, at, last, layer.attention.indexer.softmax_scale, warm_start)
+            self._prompt.select_last(
+                state, layer.group, seat, at, last, layer.attention.indexer.softmax_scale, warm_start
+            )

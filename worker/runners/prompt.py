@@ -4,7 +4,7 @@ Both read what lies in the slab and the index cache, so that prompt tokens see e
 see them, in whatever format those are kept.
 
 A *block* is the rows of a pass that go through one layer together; a *piece* is those of one prompt among them. Norms,
-products and MLPs take a block at once, memory is written and searched piece by piece. Rows of a part that left attend
+products, MLPs and prompt_topk take a block at once; memory is written piece by piece. Rows of a part that left attend
 to nothing: zeros. What rows select is kept for all rows of the pass until the next anchor layer takes them: a layer
 that shares the selection may take them in other blocks.
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import attend_rows
+from kernels.prompt_pieces import PromptPiece, PromptPieces
 from kernels.prompt_topk import prompt_topk
 from kernels.row_format import RowFormat
 from kernels.rows import read_index_keys, read_slab_rows
@@ -43,6 +44,8 @@ class ModelPass(PromptPass):
     angles: Angles = field(init=False)  # [1, P, d]
     selection: Any = field(init=False)  # of the anchor layer before, as PromptAttention keeps it
     warm_start: Tensor = field(init=False)  # int32[parts that end, G, k]: positions, -1 padded
+    #: For kernels, of the blocks that went through a layer.
+    _tables: dict[tuple[PromptPiece, ...], PromptPieces] = field(init=False, default_factory=dict)
 
     @property
     def ending(self) -> list[int]:
@@ -52,6 +55,13 @@ class ModelPass(PromptPass):
     def warm_start_of(self, number: int) -> Tensor:
         """Positions int32[G, k] that the last token of part `number` selected."""
         return self.warm_start[self.ending.index(number)]
+
+    def table_of(self, pieces: Sequence[PromptPiece]) -> PromptPieces:
+        """`pieces` on the device of the pass: copied for the first layer alone."""
+        key = tuple(pieces)
+        if key not in self._tables:
+            self._tables[key] = PromptPieces.of(key, self.hidden.device)
+        return self._tables[key]
 
 
 @dataclass(eq=False)
@@ -77,6 +87,23 @@ class PromptBlock:
         """A piece in the block."""
         return slice(piece.first - self.first, piece.end - self.first)
 
+    def place_in_part(self, number: int, piece: PromptPart) -> slice:
+        """A piece of part `number` among the tokens of that part."""
+        start = self.prompts.parts[number].start
+        return slice(piece.start - start, piece.stop - start)
+
+    def searched(self) -> PromptPieces:
+        """The pieces, for prompt_topk."""
+        pieces = [
+            PromptPiece(piece.first - self.first, piece.tokens, piece.seat, piece.start) for _, piece in self.pieces
+        ]
+        return self.prompts.table_of(pieces)
+
+    def keep_last(self, group: int, number: int, piece: PromptPart, positions: Tensor) -> None:
+        """Keep the `positions` that the last token of a piece of part `number` selected, if it ends its prompt."""
+        if piece.ends:
+            _write_padded(positions, self.prompts.warm_start_of(number)[group])
+
     def gaps(self) -> Iterator[slice]:
         """Rows of the block between its pieces, of parts that left."""
         start = 0
@@ -96,21 +123,23 @@ class PromptAttention(Protocol):
         ...
 
     def select(
+        self, state: DeviceState, group: int, block: PromptBlock, index: mla.IndexProjected, scale: float
+    ) -> None:
+        """Select what each token of a block attends to, whose index keys are written, into the selection of its pass,
+        and what the last tokens of prompts select into its warm start."""
+        ...
+
+    def select_last(
         self,
         state: DeviceState,
         group: int,
         seat: int,
-        start: int,
+        position: int,
         index: mla.IndexProjected,
         scale: float,
-        last: Tensor | None,
-    ) -> Tensor:
-        """Select what each token of a piece attends to; the piece begins at `start`, its index keys are written. `last`
-        int32[k] receives the positions that its last token selects, -1 padded."""
-        ...
-
-    def keep(self, prompts: ModelPass, number: int, piece: PromptPart, selected: Tensor) -> None:
-        """Enter what a piece of part `number` `selected` into the selection of its pass."""
+        last: Tensor,
+    ) -> None:
+        """Write the positions that one token selects, -1 padded, to `last` int32[k]. Its index key is written."""
         ...
 
     def attend(self, state: DeviceState, layer: Layer, block: PromptBlock) -> Tensor:
@@ -128,33 +157,42 @@ class Expanded:
         return [torch.empty(part.tokens, part.stop, dtype=torch.bool, device=device) for part in parts]
 
     def select(
+        self, state: DeviceState, group: int, block: PromptBlock, index: mla.IndexProjected, scale: float
+    ) -> None:
+        for number, piece in block.pieces:
+            own = index.of_tokens(block.place(piece))
+            mask = self._mask(state, group, piece.seat, piece.start, own, scale)
+            block.keep_last(group, number, piece, mask[-1].nonzero().flatten())
+            rows = block.prompts.selection[number][block.place_in_part(number, piece)]
+            rows[:, : piece.stop] = mask
+            rows[:, piece.stop :].fill_(False)  # assignment would copy the number, and wait for that
+
+    def select_last(
         self,
         state: DeviceState,
         group: int,
         seat: int,
-        start: int,
+        position: int,
         index: mla.IndexProjected,
         scale: float,
-        last: Tensor | None,
+        last: Tensor,
+    ) -> None:
+        _write_padded(self._mask(state, group, seat, position, index, scale)[-1].nonzero().flatten(), last)
+
+    def _mask(
+        self, state: DeviceState, group: int, seat: int, start: int, index: mla.IndexProjected, scale: float
     ) -> Tensor:
-        """A mask bool[S, start + S]."""
+        """bool[S, start + S] of S tokens from `start` on."""
         stop = start + index.keys.shape[1]
         keys = self._keys.decode(read_index_keys(state, group, seat, stop), self._dtype)
-        mask = mla.select_mask(index, keys, start, self._topk, scale)
-        if last is not None:
-            _keep_last(mask[-1].nonzero().flatten(), last)
-        return mask
-
-    def keep(self, prompts: ModelPass, number: int, piece: PromptPart, selected: Tensor) -> None:
-        part, masks = prompts.parts[number], prompts.selection
-        _fill(masks[number][piece.start - part.start : piece.stop - part.start], selected, padding=False)
+        return mla.select_mask(index, keys, start, self._topk, scale)
 
     def attend(self, state: DeviceState, layer: Layer, block: PromptBlock) -> Tensor:
         projected = _taken(block)
         attended = _no_output(layer, block, projected)
         for number, piece in block.pieces:
-            part, place = block.prompts.parts[number], block.place(piece)
-            mask = block.prompts.selection[number][piece.start - part.start : piece.stop - part.start, : piece.stop]
+            place = block.place(piece)
+            mask = block.prompts.selection[number][block.place_in_part(number, piece), : piece.stop]
             rows = self._rows.decode(read_slab_rows(state, layer.number, piece.seat, piece.stop), self._dtype)
             own = projected.of_tokens(place)
             attended[:, place] = mla.attend_prompt(layer.attention, own, rows, mask.contiguous())
@@ -175,26 +213,28 @@ class Gathered:
         return torch.full((parts[-1].end, self._width(parts)), -1, dtype=torch.int32, device=device)
 
     def select(
+        self, state: DeviceState, group: int, block: PromptBlock, index: mla.IndexProjected, scale: float
+    ) -> None:
+        rows = block.prompts.selection[block.rows]
+        positions = torch.empty_like(rows)
+        queries, weights = index.queries[0].contiguous(), index.weights[0].contiguous()
+        prompt_topk(state, group, block.searched(), queries, weights, scale, positions, rows)
+        for number, piece in block.pieces:
+            block.keep_last(group, number, piece, positions[block.place(piece).stop - 1])
+
+    def select_last(
         self,
         state: DeviceState,
         group: int,
         seat: int,
-        start: int,
+        position: int,
         index: mla.IndexProjected,
         scale: float,
-        last: Tensor | None,
-    ) -> Tensor:
-        """Device rows int32[S, k]."""
+        last: Tensor,
+    ) -> None:
+        piece = PromptPieces.of([PromptPiece(0, 1, seat, position)], last.device)
         queries, weights = index.queries[0].contiguous(), index.weights[0].contiguous()
-        tokens = len(queries)
-        topk = torch.empty(tokens, self._entries(start + tokens), dtype=torch.int32, device=queries.device)
-        prompt_topk(state, group, seat, start, queries, weights, scale, topk)
-        if last is not None:
-            _keep_last(topk[-1], last)
-        return _slab_places(state, seat, topk)
-
-    def keep(self, prompts: ModelPass, number: int, piece: PromptPart, selected: Tensor) -> None:
-        _fill(prompts.selection[piece.first : piece.end], selected, padding=-1)
+        prompt_topk(state, group, piece, queries, weights, scale, last[None])
 
     def attend(self, state: DeviceState, layer: Layer, block: PromptBlock) -> Tensor:
         if not block.pieces:
@@ -228,18 +268,7 @@ def _no_output(layer: Layer, block: PromptBlock, projected: mla.Projected) -> Te
     return projected.query_nope.new_zeros(1, block.stop - block.first, layer.attention.o_proj.in_features)
 
 
-def _fill(kept: Tensor, selected: Tensor, padding: float) -> None:
-    """Overwrite `kept` [S, k], k at least that of `selected`, with `selected` and `padding`."""
-    kept[:, : selected.shape[1]] = selected
-    kept[:, selected.shape[1] :].fill_(padding)  # assignment would copy the number, and wait for that
-
-
-def _keep_last(positions: Tensor, last: Tensor) -> None:
-    last.fill_(-1)
-    last[: len(positions)] = positions
-
-
-def _slab_places(state: DeviceState, seat: int, positions: Tensor) -> Tensor:
-    """Device rows int32 of prompt `positions` int32 of any shape, -1 where they are."""
-    pages = state.slab_table[seat][positions.clamp(min=0).long() // PAGE_TOKENS]
-    return torch.where(positions < 0, -1, pages * PAGE_TOKENS + positions % PAGE_TOKENS)
+def _write_padded(positions: Tensor, to: Tensor) -> None:
+    """Write `positions` [n] to int32[k], k at least n, with -1 behind them."""
+    to.fill_(-1)
+    to[: len(positions)] = positions

@@ -414,15 +414,10 @@ class TransformersRunner:
             self._select_block(block, state, layer, layers.project_index(layer, inputs, angles))
 
     def _select_block(self, block: PromptBlock, state: DeviceState, layer: Layer, index: mla.IndexProjected) -> None:
-        prompts, keys = block.prompts, encode(self._layers.keys, index.keys[0])
-        scale = layer.attention.indexer.softmax_scale
-        for number, piece in block.pieces:
-            place = block.place(piece)
-            write_prompt_index_keys(state, layer.group, piece.seat, piece.start, keys[place])
-            last = prompts.warm_start_of(number)[layer.group] if piece.ends else None
-            own = index.of_tokens(place)
-            selected = self._prompt.select(state, layer.group, piece.seat, piece.start, own, scale, last)
-            self._prompt.keep(prompts, number, piece, selected)
+        keys = encode(self._layers.keys, index.keys[0])
+        for _, piece in block.pieces:
+            write_prompt_index_keys(state, layer.group, piece.seat, piece.start, keys[block.place(piece)])
+        self._prompt.select(state, layer.group, block, index, layer.attention.indexer.softmax_scale)
 
     @torch.inference_mode()
     def _attend_block(self, block: PromptBlock, state: DeviceState, layer: Layer, rows: int) -> None:

@@ -52,7 +52,8 @@ EXCHANGED_ROW_ALIGNMENT: Final = 16
 EXPERT_ROWS_MAX: Final = 4_096
 #: Prompt passes that are held: two that are open, and one whose first token waits for a mask.
 PASSES_HELD: Final = 3
-#: Scores of prompt tokens on a GPU (kernels/cuda/prompt_topk.py: SCORES_MAX), in float32.
+#: What prompt_topk holds on a GPU: lists (kernels/cuda/prompt_index.py: scratch_bytes), or scores in float32
+#: (kernels/cuda/prompt_topk.py: SCORES_MAX).
 TOPK_SCRATCH_BYTES: Final = 4 << 24
 #: Of a token id on the device.
 TOKEN_BYTES: Final = 8

@@ -3,6 +3,7 @@
 //     take     64 scores: those that may be among the best k are appended to a list in global memory (L2), in order
 //     shorten  a full list: a bar below which nothing is needed any more, found by histograms of 256 bins over the range
 //              of what is listed; entries below it go, the order stays
+//     take_list  continues with what another warp listed of later positions
 //     finish   the exact k best, ties to the lowest position, ascending
 //
 // The list is in order of position, so shortening it keeps that order and neither sorting nor bitmaps are needed, and a
@@ -32,6 +33,19 @@ __device__ __forceinline__ u32 prompt_order(float score) {
     if (score != score) return 0;
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
+
+// Where the best positions of a token go, and their rows in the slab.
+struct ListOut {
+    i32* positions;         // null: nowhere
+    i32* rows;              // null: nowhere
+    const i32* slab_pages;  // of the token's seat
+
+    __device__ __forceinline__ void put(u32 place, i32 position) const {
+        positions[place] = position;
+        if (rows == nullptr) return;
+        rows[place] = position < 0 ? -1 : slab_pages[position / PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS;
+    }
+};
 
 // Where a list lies.
 struct ListPlace {
@@ -101,7 +115,7 @@ __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, 
 
 // Keep keys from `low` on, in order, and of those equal to it only `ties`, unless that is 0: in the list, or with `out`
 // their positions there. Entries move down, never past what has been read.
-template <bool TIES> __device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 low, u32 ties, i32* out) {
+template <bool TIES> __device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 low, u32 ties, const ListOut& out) {
     constexpr u32 READS = 8;
     const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1;
     u32 kept = 0;
@@ -126,8 +140,8 @@ template <bool TIES> __device__ __forceinline__ u32 keep(const ListPlace& at, u3
                 ties -= min(ties, static_cast<u32>(__popc(equals)));
             }
             const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen), to = kept + __popc(lanes & below);
-            if (chosen && out == nullptr) at.keys[to] = keys[i];
-            if (chosen) (out == nullptr ? at.positions : out)[to] = positions[i];
+            if (chosen && out.positions != nullptr) out.put(to, positions[i]);
+            if (chosen && out.positions == nullptr) at.keys[to] = keys[i], at.positions[to] = positions[i];
             kept += __popc(lanes);
         }
         __syncwarp();
@@ -137,13 +151,13 @@ template <bool TIES> __device__ __forceinline__ u32 keep(const ListPlace& at, u3
 
 // Without `out`: down to k entries and a few more. With it: exactly k, whose positions are written there alone. All keys
 // are in [least, most].
-__device__ __noinline__ ListState shorten(ListPlace at, u32 k, u32 count, u32 least, u32 most, i32* out) {
+__device__ __noinline__ ListState shorten(ListPlace at, u32 k, u32 count, u32 least, u32 most, ListOut out) {
     __syncwarp();
     u32 low = least, width = 32 - __clz(static_cast<int>((most - least) | 1)), wanted = k, ties = 0;
     while (true) {
         const u32 shift = width > 8 ? width - 8 : 0;
         const u32 inside = narrow(at, count, low, width, shift, wanted);
-        if (inside <= wanted + (out == nullptr ? SLACK : 0)) break;
+        if (inside <= wanted + (out.positions == nullptr ? SLACK : 0)) break;
         if (shift == 0) {
             ties = wanted;
             break;
@@ -160,19 +174,18 @@ struct PromptList {
     ListState now = {0, 0};
     u32 least = 0xFFFFFFFF, most = 0;  // of the keys that this lane has listed, and those of all before it was last shortened
 
-    // The scores of positions `first` + lane and 32 behind, as order keys, where a lane has them. Without branches: other
-    // work of the warp goes on between its parts.
-    __device__ __forceinline__ void take(u32 near, u32 far, bool has_near, bool has_far, i32 first) {
-        const i32 lane = threadIdx.x % 32;
-        const u32 below = (1u << lane) - 1;
+    // Two scores of a lane, as order keys, where it has them: the first ones of all lanes are of lower positions than the
+    // second ones, and both in order of lanes. Without branches: other work of the warp goes on between its parts.
+    __device__ __forceinline__ void take(u32 near, u32 far, bool has_near, bool has_far, i32 near_at, i32 far_at) {
+        const u32 below = (1u << threadIdx.x % 32) - 1;
         has_near = has_near && near >= now.bar, has_far = has_far && far >= now.bar;
         const u32 nears = __ballot_sync(0xFFFFFFFF, has_near), fars = __ballot_sync(0xFFFFFFFF, has_far);
         const u32 place = now.count + __popc(nears & below);
         const u32 behind = now.count + __popc(nears) + __popc(fars & below);
         store_if(has_near, at.keys + place, near);
-        store_if(has_near, at.positions + place, first + lane);
+        store_if(has_near, at.positions + place, near_at);
         store_if(has_far, at.keys + behind, far);
-        store_if(has_far, at.positions + behind, first + 32 + lane);
+        store_if(has_far, at.positions + behind, far_at);
         least = min(least, min(has_near ? near : 0xFFFFFFFF, has_far ? far : 0xFFFFFFFF));
         most = max(most, max(has_near ? near : 0, has_far ? far : 0));
         now.count += __popc(nears) + __popc(fars);
@@ -183,22 +196,46 @@ struct PromptList {
     // Shorten, where that makes room.
     __device__ __forceinline__ void relieve() {
         if (now.count <= k + SLACK) return;
-        now = shortened(nullptr);
+        now = shortened({nullptr, nullptr, nullptr});
         least = now.bar - (now.bar > 0);  // what is equal to the least that was kept may be below the bar
     }
 
-    // The k best into out[k], of a list that holds as many.
-    __device__ __forceinline__ void finish(i32* out) const {
+    // The k best, of a list that holds as many.
+    __device__ __forceinline__ void finish(const ListOut& out) const {
         if (now.count > k) {
             shortened(out);
             return;
         }
         __syncwarp();
-        for (u32 i = threadIdx.x % 32; i < k; i += 32) out[i] = at.positions[i];
+        for (u32 i = threadIdx.x % 32; i < k; i += 32) out.put(i, at.positions[i]);
+    }
+
+    // For another warp that continues the list.
+    __device__ __forceinline__ void save(uint4* head) const {
+        const u32 low = __reduce_min_sync(0xFFFFFFFF, least), high = __reduce_max_sync(0xFFFFFFFF, most);
+        if (threadIdx.x % 32 == 0) *head = {now.count, now.bar, low, high};
+    }
+    // Take a list of later positions.
+    __device__ __forceinline__ void take_list(const u32* keys, const i32* positions, u32 count) {
+        const u32 lane = threadIdx.x % 32;
+        u32 near = 0, far = 0;
+        i32 near_at = 0, far_at = 0;
+        const auto load = [&](u32 from) {
+            if (from < count) near = keys[from], near_at = positions[from];
+            if (from + 32 < count) far = keys[from + 32], far_at = positions[from + 32];
+        };
+        load(lane);
+        for (u32 from = lane; from - lane < count; from += 64) {
+            const u32 first = near, second = far;
+            const i32 first_at = near_at, second_at = far_at;
+            load(from + 64);
+            if (crowded()) relieve();
+            take(first, second, from < count, from + 32 < count, first_at, second_at);
+        }
     }
 
    private:
-    __device__ __forceinline__ ListState shortened(i32* out) const {
+    __device__ __forceinline__ ListState shortened(const ListOut& out) const {
         return shorten(at, k, now.count, __reduce_min_sync(0xFFFFFFFF, least), __reduce_max_sync(0xFFFFFFFF, most), out);
     }
 };

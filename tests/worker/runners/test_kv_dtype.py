@@ -18,6 +18,7 @@ from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
 from tests.support.runner_rig import Rig
 from worker.runners.checkpoint import geometry_of
+from worker.runners.prompt import PromptBlock
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
 
@@ -116,13 +117,13 @@ def record_selections(runner: TransformersRunner, monkeypatch: pytest.MonkeyPatc
     prompt: Any = runner._prompt
     select = prompt.select
 
-    def record(state: DeviceState, group: int, seat: int, *rest: Any) -> Tensor:
-        selection: Tensor = select(state, group, seat, *rest)
+    def record(state: DeviceState, group: int, block: PromptBlock, *rest: Any) -> None:
+        select(state, group, block, *rest)
+        selection, ((number, piece),) = block.prompts.selection, block.pieces
         positions = torch.arange(300)
-        places = state.slab_table[seat][positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
-        is_mask = selection.dtype == torch.bool
-        masks.append(selection if is_mask else (selection.unsqueeze(-1) == places).any(1))
-        return selection
+        places = state.slab_table[piece.seat][positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+        is_mask = isinstance(selection, list)
+        masks.append(selection[number].clone() if is_mask else (selection.unsqueeze(-1) == places).any(1))
 
     monkeypatch.setattr(prompt, "select", record)
     return masks

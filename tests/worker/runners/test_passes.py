@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cuda import prompt_index
 from kernels.cuda.prompt_topk import SCORES_MAX
+from kernels.prompt_pieces import PromptPiece, PromptPieces
 from kernels.rows import read_index_keys, read_slab_rows
 from protocol.errors import InternalError
 from protocol.settings import WorkerSettings
@@ -282,6 +284,31 @@ def test_draft_rows_do_not_depend_on_their_blocks(family: str, monkeypatch: pyte
 # ---------------------------------------------------------------- sizes
 
 
+def test_table_of_a_block_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the device for each layer would cost as much as a launch."""
+    packed = Prompts("glm-5", gathered=True)
+    made: list[int] = []
+    make = PromptPieces.of.__func__  # type: ignore[attr-defined]
+
+    def count(cls: type[PromptPieces], pieces: Sequence[PromptPiece], device: torch.device) -> PromptPieces:
+        made.append(len(pieces))
+        table: PromptPieces = make(cls, pieces, device)
+        return table
+
+    monkeypatch.setattr(PromptPieces, "of", classmethod(count))
+    prompts = packed.begin((0, 0, 150), (1, 0, 40), (3, 0, 97))
+    assert packed.runner.geometry.groups > 1
+    for layer in range(packed.runner.info.layers):
+        packed.layer(prompts, layer, [100])
+    assert made == [1, 3]
+    prompts = packed.begin((0, 150, 230), (2, 0, 150))
+    packed.layer(prompts, 0)
+    prompts.leave(1)
+    for layer in range(1, packed.runner.info.layers):
+        packed.layer(prompts, layer)
+    assert made == [1, 3, 2, 1], "pieces of those that are there"
+
+
 def test_pieces_are_rows_of_the_parts_that_are_there() -> None:
     parts = PromptPart(5, 64, 94, 0, True), PromptPart(6, 0, 10, 30, False), PromptPart(7, 0, 20, 40, True)
     prompts = ModelPass(parts)
@@ -344,6 +371,7 @@ def test_block_of_a_published_model_takes_a_few_gigabytes(family: str) -> None:
     assert prompt_scratch_bytes(config, 512, 8_192, 0) < block / 4
     assert block / 2 < prompt_scratch_bytes(config, 512, 8_192, 0, ranks=8) < block
     assert (EXPERT_ROWS_MAX, TOPK_SCRATCH_BYTES) == (PIECE_ROWS, 4 * SCORES_MAX)
+    assert prompt_index.scratch_bytes(processors=160) <= TOPK_SCRATCH_BYTES
 
 
 @pytest.mark.parametrize(
