@@ -208,16 +208,22 @@ static_assert(sizeof(IndexPart) == 20, "as ctypes lays it out");
 
 struct PromptIndex {
     State state;
-    const u8* queries;      // [rows, heads, dim + 4]: e4m3 and a scale, as index keys
+    const void* queries;    // bfloat16 [rows, heads, dim]
     const float* weights;   // [rows, heads]
     const IndexPart* part;  // [parts], in order of their jobs
-    i32* topk_out;          // [rows, k]
+    const i32* slab_table;  // [seats, slab_pages]
+    i32* topk_out;          // [rows, k]: positions
+    i32* rows_out;          // likewise: their rows in the slab; null: none
     u32* keys;              // [blocks, 8, 4096]
     i32* positions;         // likewise
+    u32* heads;             // [blocks, 8, 4]: count, bar, least and most of each list
+    i32* arrived;           // [jobs] where splits > 1: zero between launches
     float scale;
-    i32 k, group, parts, jobs, unused;
+    i32 k, group, parts, jobs;
+    i32 splits;             // blocks that share the keys of a job; above 1: jobs * splits blocks are launched
+    i32 slab_pages, unused;
 };
-static_assert(sizeof(PromptIndex) == 264, "as ctypes lays it out");
+static_assert(sizeof(PromptIndex) == 304, "as ctypes lays it out");
 
 struct AttendRows {
     const u8* rows;       // of one layer
