@@ -7,10 +7,12 @@ import torch
 
 from protocol.settings import WorkerSettings
 from worker.runners.base import arithmetic
+from worker.weights.matmul import DECODED
 
 
 def words(*, device: str = "cpu", kv_dtype: str = "auto", deterministic: bool = True) -> str:
-    return arithmetic(WorkerSettings(model="m", device=device, kv_dtype=kv_dtype, deterministic=deterministic))
+    settings = WorkerSettings(model="m", device=device, kv_dtype=kv_dtype, deterministic=deterministic)
+    return arithmetic(settings, DECODED)
 
 
 def test_arithmetic_names_what_selections_of_prompts_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
