@@ -19,7 +19,7 @@ from basics.shares import SHARE
 
 
 class RoomPlace(StrEnum):
-    """Where a room is."""
+    """Return where a room is."""
 
     COORDINATOR = "coordinator"
     FRONT = "front"

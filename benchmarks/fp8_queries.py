@@ -42,14 +42,14 @@ Values = Callable[
 
 
 class Agreement(NamedTuple):
-    """Of one selection with the best one by exact scores."""
+    """Overlap of one selection with the best one by exact scores."""
 
     overlap: float
     sum_share: float
 
 
 def agreement(scores: Tensor, selected: Tensor) -> Agreement:
-    """Of the positions int[k] `selected`, by exact `scores` float32[n], n at least k."""
+    """Figures of the positions int[k] `selected`, by exact `scores` float32[n], n at least k."""
     chosen, best = selected.long(), scores.topk(len(selected)).indices
     overlap = torch.isin(chosen, best).double().mean().item()
     return Agreement(overlap, (scores[chosen].double().sum() / scores[best].double().sum()).item())

@@ -115,7 +115,7 @@ def block_experts(
 
 
 def takes_w8a8(weight: BlockFp8) -> bool:
-    """Whether the w8a8 products take weights [..., N, K]: K in whole blocks, N in whole parts of 8."""
+    """Return whether the w8a8 products take weights [..., N, K]: K in whole blocks, N in whole parts of 8."""
     return deep_gemm.takes(weight)
 
 
@@ -167,7 +167,7 @@ def block_experts_w8a8(
     *,
     powers: bool = False,
 ) -> Tensor:
-    """As block_experts, with the rows of both products quantized; `gate_up` [E, 2 I, K] has gate above up, I in whole
+    """Do block_experts with the rows of both products quantized; `gate_up` [E, 2 I, K] has gate above up, I in whole
     blocks. A token chooses an expert once."""
     if _launches(hidden):
         total = experts_total or len(down.values)
@@ -225,7 +225,7 @@ def prepare_w8a8(
     weights: torch.dtype = torch.float32,
     experts_total: int | None = None,
 ) -> int:
-    """As prepare_block_fp8, of w8a8 products of up to `rows_max` rows. `experts`: gate above up, and down.
+    """Do as prepare_block_fp8, for w8a8 products of up to `rows_max` rows. `experts`: gate above up, and down.
 
     Kernels that are not in the cache are compiled by several processes first, in seconds to minutes. Returns how many
     products were formed: one of each shape and padded count. On a CPU nothing happens.

@@ -81,7 +81,7 @@ class Trials:
 
     @property
     def known(self) -> int:
-        """How many grammars are known again, KNOWN_MAX at most."""
+        """Return how many grammars are known again, KNOWN_MAX at most."""
         return len(self._known)
 
     def check(self, grammar: str) -> None:

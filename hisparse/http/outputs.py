@@ -175,7 +175,7 @@ class FollowedOutputs:
 
     @property
     def waiting(self) -> int:
-        """How many wait to be submitted."""
+        """Return how many wait to be submitted."""
         return self._submits.waiting
 
     @contextmanager

@@ -141,7 +141,7 @@ def _remedy(torch_version: str) -> str:
 
 
 def takes(weight: BlockFp8) -> bool:
-    """Whether weights [..., N, K] have whole blocks of K, and rows of results in whole parts."""
+    """Return whether weights [..., N, K] have whole blocks of K, and rows of results in whole parts."""
     n, k = weight.values.shape[-2:]
     return k % BLOCK == 0 and n % WEIGHT_ROWS == 0
 
@@ -183,7 +183,7 @@ def linear(hidden: Tensor, weight: BlockFp8, *, powers: bool) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor, weight: BlockFp8, *, powers: bool) -> Tensor:
-    """As linear, of silu(gate) * up."""
+    """Product of silu(gate) * up, as linear forms one."""
     if not len(gate):
         return gate.new_empty(0, len(weight.values))
     return product(quantize.quantize_gated(gate, up, powers=powers, total=padded(len(gate))), weight)[: len(gate)]

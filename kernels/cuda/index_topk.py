@@ -74,7 +74,7 @@ class Indexer:
         return -(-tiles * (16 * self.dim + 32) // 128) * 128 if self.query_bytes == 2 else 128
 
     def on_hopper(self, arch: int) -> bool:
-        """Whether index_hopper.cuh is written for it."""
+        """Return whether index_hopper.cuh is written for it."""
         return arch == HOPPER and (self.query_bytes, self.key_bytes, self.dim) == (2, 1, DIM_MAX) and self.wide
 
     @property

@@ -60,7 +60,7 @@ def scratch_bytes(processors: int) -> int:
 
 @lru_cache(maxsize=64)
 def takes(heads: int, keys: RowFormat, queries: torch.dtype, k: int, device: torch.device) -> bool:
-    """Whether this kernel is written for such a selection on `device`."""
+    """Return whether this kernel is written for such a selection on `device`."""
     return (
         heads in HEADS
         and keys.scaled == DIM

@@ -1,4 +1,4 @@
-"""What fp8 queries change in selections of prompts: little, and the program that measures it sees more."""
+"""Change that fp8 queries make in selections of prompts: little, and the program that measures it sees more."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class IndexBench:
 
     @property
     def quantizes(self) -> bool:
-        """Whether queries are multiplied in fp8."""
+        """Return whether queries are multiplied in fp8."""
         indexer = indexer_of(self.queries.shape[1], self.form, self.queries.dtype)
         major, minor = torch.cuda.get_device_capability()
         return indexer.on_hopper(10 * major + minor)

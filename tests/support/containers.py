@@ -1,4 +1,4 @@
-"""What grows with what clients ask for: lengths of all containers that objects of the product hold, by class."""
+"""Containers that grow with requests: lengths of all containers that objects of the product hold, by class."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from worker.link.outbox import Outbox
 
 
 def test_containers_that_grow_with_requests_are_in_the_table() -> None:
-    """Of as many owners, with a grammar each: some decode, some have ended, and their reports wait."""
+    """State of as many owners, with a grammar each: some decode, some have ended, and their reports wait."""
     settings = msgspec.structs.replace(SETTINGS, seats=4 * MANY, host_mem="8MiB", device_mem="8MiB")
     rig, outbox, looks = Rig(settings=settings), Outbox(1), []
     for number in range(MANY + 1):

@@ -240,7 +240,7 @@ class Streams:
 
 
 def tokens_of(seed: int, number: int) -> int:
-    """How many tokens the output of prompt `number` has."""
+    """Return how many tokens the output of prompt `number` has."""
     return random.Random(f"{seed}/{number}/tokens").randrange(*TOKENS)
 
 
@@ -307,7 +307,7 @@ def chaos(place: Path, seconds: float, seed: int) -> tuple[dict[str, object], li
 
 
 def all_heard(streams: Streams, since: float) -> bool:
-    """Whether every stream has had text since then."""
+    """Return whether every stream has had text since then."""
     heard = list(streams.heard_at.values())
     return len(heard) == STREAMS + 1 and all(at > since for at in sorted(heard)[1:])
 

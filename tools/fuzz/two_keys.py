@@ -190,7 +190,7 @@ SMALL_ROOMS: Final = {
 
 @dataclass
 class Attacked:
-    """What is attacked through `front`, and whose memory is measured."""
+    """Processes that are attacked through `front`, and whose memory is measured."""
 
     place: Path
     coordinator: Target

@@ -428,7 +428,7 @@ class Grammars:
 
     @property
     def known(self) -> int:
-        """How many grammars are known again."""
+        """Return how many grammars are known again."""
         return self._trials.known
 
     def open(self, seat: int, source: str, tokens: Sequence[int], rank: Rank, owner: str = "") -> Grammar:

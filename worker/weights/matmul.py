@@ -1,4 +1,4 @@
-"""How products with FP8 weights are formed: what worker.matmul comes to on a device, for a checkpoint.
+"""Products with FP8 weights: what worker.matmul comes to on a device, for a checkpoint.
 
 weight_only   weights are decoded in the kernel: exact
 w8a8          activations are quantized too, and a library multiplies FP8 by FP8: what the checkpoint's authors serve
@@ -36,7 +36,7 @@ class Matmul:
 
     @property
     def name(self) -> str:
-        """What the bits of rows depend on: the mode, and the library's version."""
+        """Words for what the bits of rows depend on: the mode, and the library's version."""
         return f"{W8A8} by {self.library}" if self.library else WEIGHT_ONLY
 
 

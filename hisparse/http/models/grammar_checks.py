@@ -83,7 +83,7 @@ class GrammarChecks:
 
     @property
     def use(self) -> RoomUse:
-        """How many grammars are known again."""
+        """Return how many grammars are known again."""
         return RoomUse(len(self._known), KNOWN_MAX)
 
     def check(self, plan: GrammarPlan, model: ModelInfo, tokenizer: Tokenizer) -> str:

@@ -54,7 +54,7 @@ class BodyReader:
 
     @property
     def waiting(self) -> int:
-        """How many bodies are there and wait to be read."""
+        """Return how many bodies are there and wait to be read."""
         return self._readers.waiting
 
     @contextmanager

@@ -399,7 +399,7 @@ def appended_of(outputs: dict[int, ModelOutput], indices: list[int], counts: lis
 
 
 def may_have(log: TokenLog, request_index: int, tokens: int) -> bool:
-    """Whether the request may have room for `tokens`, by one look at every request after the other."""
+    """Return whether the request may have room for `tokens`, by one look at every request after the other."""
     held, most = log._units.tolist(), log._units_max.tolist()
     units = max(EXTENT_TOKENS_MIN, 1 << (tokens * (1 + int(log._words[request_index])) - 1).bit_length())
     if units <= held[request_index]:

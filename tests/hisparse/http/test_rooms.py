@@ -20,7 +20,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def test_containers_that_grow_with_answers_are_in_the_table(tmp_path: Path) -> None:
-    """Of as many keys: streams under way, answers that ended, bodies and GETs under way, grammars of each."""
+    """Rooms of as many keys: streams under way, answers that ended, bodies and GETs under way, grammars of each."""
     keys = [f"a-key-of-thirty-two-characters-{number:02}" for number in range(MANY + 1)]
     looks = []
     async with front_rig(tmp_path, HttpSettings(requests_max=4 * MANY), keys=tuple(keys)) as rig:

@@ -1,4 +1,4 @@
-"""What worker.matmul comes to: by the card, its library, the model's dtype and the checkpoint."""
+"""Resolution of worker.matmul: by the card, its library, the model's dtype and the checkpoint."""
 
 from __future__ import annotations
 

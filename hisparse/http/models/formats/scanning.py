@@ -94,7 +94,7 @@ class Scan:
             yield from self.more()
 
     def starts_with(self, marker: str) -> Reading[bool]:
-        """Whether `marker` stands first, MARKER_BLANKS_MAX before it apart; it is used up then."""
+        """Return whether `marker` stands first, MARKER_BLANKS_MAX before it apart; it is used up then."""
         while True:
             start = self._blanks_end()
             if start - self.at > MARKER_BLANKS_MAX:

@@ -37,7 +37,7 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many wait for a turn."""
+        """Return how many wait for a turn."""
         return len(self._waiting)
 
     @asynccontextmanager
