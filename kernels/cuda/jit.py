@@ -7,9 +7,9 @@ Rejected: nvcc (a user with only pip has none), PTX (the driver would compile it
 the wheel (row sizes are compile-time constants, so that line counts and alignment cost nothing at run time).
 
 Cache: one file per unit under a key over everything that the result depends on (headers that it includes, defines,
-options, NVRTC's version, architecture, the format below); the compiler gets no other headers. It is written beside its place and renamed, so readers see all of it or
-nothing and no lock is needed: two processes that compile the same unit publish the same bytes. A file whose digest does
-not fit its contents is compiled anew.
+options, NVRTC's version, architecture, the format below); the compiler gets no other headers. A file is written beside
+its place and renamed, so readers see all of it or nothing and no lock is needed: two processes that compile the same
+unit publish the same bytes. A file whose digest does not fit its contents is compiled anew.
 """
 
 from __future__ import annotations
