@@ -182,11 +182,11 @@ async def running_nodes(
 # ---------------------------------------------------------------- the job
 
 
-def mixed_prompts() -> list[list[int]]:
+def mixed_prompts(count: int = REQUESTS) -> list[list[int]]:
     """One token, page borders and their neighbours, and what lies between."""
     edges = [1, 63, 64, 65, 128, 129, 255, 256, 257, 640]
     long = [[(7 * i + j) % 256 for j in range(tokens)] for i, tokens in enumerate(edges)]
-    return long + prompts_of(6, REQUESTS - len(long))
+    return long + prompts_of(6, count - len(long))
 
 
 async def decode_all(
