@@ -82,7 +82,8 @@ class Worker:
 
     def __init__(self, directory: Path, model: str, core: int, every: int = 0) -> None:
         command = [sys.executable, "-c", WORKER, model, *map(str, (REQUESTS, every, core))]
-        environ = os.environ | {"PYTHONPATH": str(directory), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
+        environ = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, cwd=directory, env=environ, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

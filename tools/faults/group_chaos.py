@@ -250,17 +250,19 @@ def commit(fault: str, service: Service, dice: random.Random) -> str:
     if kind == "up":
         service.kill()
         return fault
-    victim = dice.choice(service.children(kind))
-    if action == "kill":
-        victim.kill()
-        return f"{fault} {victim.pid}"
-    seconds = dice.uniform(*STOPPED_S)
-    victim.suspend()
-    time.sleep(seconds)
+    living, seconds = service.children(kind), dice.uniform(*STOPPED_S)
+    if not living:  # the last one has just ended
+        return f"{fault}: none is there"
+    victim = dice.choice(living)
     try:
+        if action == "kill":
+            victim.kill()
+            return f"{fault} {victim.pid}"
+        victim.suspend()
+        time.sleep(seconds)
         victim.resume()
     except psutil.NoSuchProcess:
-        return f"{fault} {victim.pid}, which was killed within {seconds:.1f} s"
+        return f"{fault} {victim.pid}, which ended within {seconds:.1f} s"
     return f"{fault} {victim.pid} for {seconds:.1f} s"
 
 

@@ -225,7 +225,7 @@ struct PromptIndex {
     u32* heads;             // [blocks, 8, 4]: count, bar, least and most of each list, where splits > 1
     float scale;
     i32 k, group, parts, jobs;
-    i32 splits;             // blocks that share the keys of a job; above 1, jobs * splits are launched, then prompt_merge
+    i32 splits;             // blocks that share the keys of a job; above 1, jobs * splits in all, then prompt_merge
     i32 slab_pages, unused;
 };
 static_assert(sizeof(PromptIndex) == 288, "as ctypes lays it out");
