@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
+from kernels.row_target import RowTarget
 from kernels.state import DeviceState, StepBatch
 from protocol.errors import BadInput
 from protocol.units import PAGE_TOKENS
@@ -32,6 +33,18 @@ def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Ten
     check_number("group", group, state.geometry.groups)
     Sizes(batch=batch.seats.shape[0]).check("keys", keys, ("batch", state.geometry.index_row_bytes), torch.uint8)
     backend(state, __name__).write_index_keys(state, group, batch, keys)
+
+
+def new_rows(state: DeviceState, layer: int, batch: StepBatch) -> RowTarget:
+    """Where write_new_rows stores: for a kernel that forms the rows."""
+    _check_plane(state, layer, 0)
+    return RowTarget(state.planes[0][layer], batch.new_rows[state.geometry.group_of_layer[layer]])
+
+
+def new_keys(state: DeviceState, group: int, batch: StepBatch) -> RowTarget:
+    """Where write_index_keys stores, likewise."""
+    check_number("group", group, state.geometry.groups)
+    return RowTarget(state.index_keys[group], batch.new_index_rows)
 
 
 def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:

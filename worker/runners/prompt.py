@@ -183,7 +183,7 @@ class Expanded:
         self, state: DeviceState, group: int, seat: int, start: int, index: mla.IndexProjected, scale: float
     ) -> Tensor:
         """bool[S, start + S] of S tokens from `start` on."""
-        stop = start + index.keys.shape[1]
+        stop = start + index.queries.shape[1]
         keys = self._keys.decode(read_index_keys(state, group, seat, stop), self._dtype)
         return mla.select_mask(index, keys, start, self._topk, scale)
 
