@@ -3,7 +3,7 @@
 One worker's executor, without a coordinator: DeepSeek-V3.2's attention and indexer, few layers, random dense MLPs as in
 benchmarks/resume.py, the prefix in pinned host memory. All in one run:
 
-    layers       the rows of one layer of the prefix, copied into slab pages in pieces as the worker launches them,
+    layers       the rows of one layer of the prefix, copied to the device in pieces as the worker launches them,
                  beside one plain copy of as many bytes from pinned memory to the device
     keys         the same for the index keys of all layers
     in_situ      GB/s of all loads of a warm request, by the worker's own counters, in layer groups of --layer-group
