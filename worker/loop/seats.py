@@ -271,6 +271,7 @@ class Seats:
     def take_over(self, request: RunningRequest) -> None:
         """A prompt was seen staged: its hot buffer, which prefill has filled, is set up."""
         self.free_slab(request)
+        self._tables.flush()
         self._set_up(request, set_up_prompt(request.memory.hot, request.prompt_tokens))
         request.note_memory()
 
