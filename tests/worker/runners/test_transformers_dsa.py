@@ -346,7 +346,15 @@ def test_a_missing_fence_gives_wrong_logits(
     monkeypatch.setattr(swapping, "BESIDE_ROWS", beside)
     expected = shared_layer_logits(checkpoints, -1)
     assert torch.equal(shared_layer_logits(checkpoints, 0, order="plain", omit=[fence]), expected)
-    assert any(not torch.equal(shared_layer_logits(checkpoints, seed, omit=[fence]), expected) for seed in range(8))
+
+    def is_silently_wrong(seed: int) -> bool:
+        """Some orders give a selection that trips a kernel, which tells as much and is not silent."""
+        try:
+            return not torch.equal(shared_layer_logits(checkpoints, seed, omit=[fence]), expected)
+        except AssertionError:
+            return False
+
+    assert any(map(is_silently_wrong, range(8)))
 
 
 def shared_layer_logits(checkpoints: dict[str, Path], seed: int, **options: Any) -> Tensor:
