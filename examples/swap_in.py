@@ -67,7 +67,7 @@ class Cache:
             index_pages=pages,
             max_pages=pages,
             max_chunks=chunks,
-            slab_pages=1,
+            slab_pages=pages,
             tail_slots=TAIL_SLOTS,
             host=host,
             device=device,

@@ -42,7 +42,7 @@ from worker.loop.batch import RunningRequest
 from worker.loop.executor import Executor
 from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.prompts import Prompts
-from worker.loop.swap import PromptRows
+from worker.loop.swap import StagedRows
 from worker.runners.base import arithmetic, prefix_unit_tokens
 from worker.runners.synthetic import synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
@@ -135,7 +135,7 @@ class Loop:
             fill(prefill._state, prefill._runner)
             self._is_filled = True
         memory = request.memory
-        rows = PromptRows(memory.slab, memory.index_pages, memory.host_pages, start, stop)
+        rows = StagedRows(memory.slab, memory.index_pages, memory.host_pages, start, stop)
         for layer in range(prefill._state.geometry.layers):
             prefill._swap.stage([rows], layer)
         request.prefilled = stop

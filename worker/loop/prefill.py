@@ -42,7 +42,7 @@ from worker.device.pinned import host_tensor
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring
 from worker.loop.prompt_order import PARTS_MAX
-from worker.loop.swap import PromptRows, Swap
+from worker.loop.swap import StagedRows, Swap
 from worker.loop.warm_start import TopkBuffers
 from worker.runners.base import DraftRunner, PromptPart, PromptPass, Runner, SamplerState, StepOutputs
 from worker.runners.logprobs import allocate_rows
@@ -242,10 +242,10 @@ class Prefill:
         """`layer` of `pieces` is written."""
         if not pieces:
             return
-        rows, group = list[PromptRows](), self._groups.ending_with(layer)
+        rows, group = list[StagedRows](), self._groups.ending_with(layer)
         for number, piece in pieces:
             memory = this.requests[number].memory
-            rows.append(PromptRows(memory.slab, memory.index_pages, memory.host_pages, piece.start, piece.stop))
+            rows.append(StagedRows(memory.slab, memory.index_pages, memory.host_pages, piece.start, piece.stop))
         this.slab_staged[layer] = self._swap.stage(rows, layer)
         if group is not None:
             for number, piece in pieces:

@@ -59,7 +59,7 @@ PIECE_TOKENS: Final = 4_096
 PIECE_BYTES: Final = 2**25
 
 
-class PromptRows(NamedTuple):
+class StagedRows(NamedTuple):
     """Rows start..stop-1 of a prompt, and the pages that hold it."""
 
     slab: Sequence[int]
@@ -80,7 +80,7 @@ class Swap:
         self._row_bytes = g.layers * g.row_bytes
         self._key_bytes = g.groups * g.index_row_bytes
 
-    def stage(self, rows: Sequence[PromptRows], layer: int) -> Fence:
+    def stage(self, rows: Sequence[StagedRows], layer: int) -> Fence:
         """Copy `rows` of `layer` to the host once prefill, launched before this call, has written them; all their index
         keys with the last layer. Returns `slab_staged`."""
         g, stage = self._state.geometry, self._streams.stage

@@ -14,7 +14,7 @@ from tests.support.fakes.coordinator import Life
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
 from tests.support.pairwise import pairwise
 from tests.support.worker_rig import SETTINGS, Rig
-from worker.loop.swap import PromptRows, Swap
+from worker.loop.swap import StagedRows, Swap
 from worker.streams import Fence, Streams, make_streams
 
 PROMPT = 250
@@ -93,7 +93,7 @@ def test_written_shared_pages_are_caught(monkeypatch: pytest.MonkeyPatch) -> Non
     """Staging that begins at 0 writes what the slab holds of the prefix, here before it was loaded."""
     stage = Swap.stage
 
-    def from_the_start(swap: Swap, rows: Sequence[PromptRows], layer: int) -> Fence:
+    def from_the_start(swap: Swap, rows: Sequence[StagedRows], layer: int) -> Fence:
         return stage(swap, [it._replace(start=0) for it in rows], layer)
 
     def is_caught(seed: int) -> bool:
