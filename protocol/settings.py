@@ -114,7 +114,7 @@ class WorkerSettings(Settings, frozen=True):
     gap_target_ms: GapTarget = (
         AUTO  # milliseconds between two tokens of a request beside prompts; auto: 2.2 plain steps; 0: unbounded
     )
-    layer_group: str = "1MiB"  # bytes of a page that are staged and sent together, as whole layers; 0: all layers
+    layer_group: str = "1MiB"  # bytes of a page that are sent together, as whole layers; 0: all layers
     hot_size_classes: tuple[int, ...] = (4096, 8192, 16384, 32768)  # sizes of managed hot buffers, in slots
     hot_chunks_max: int = 0  # caps the hot arena; 0: what device_mem leaves
     tail_slots: int = 8  # slots for the newest rows of a request
