@@ -36,7 +36,7 @@ MOVES: Final = ("keep", "drop", "resized", "elsewhere", "died")
 #: Of all lives of one seed, and turns within which they must have ended.
 TURNS_MAX: Final = 20_000
 #: In one turn: that a worker runs; that a request is withdrawn, or resized; that one comes back; that a worker dies.
-RUNS, LEAVES, RESIZES, RETURNS, DIES = 0.8, 0.03, 0.03, 0.2, 0.01
+RUNS, LEAVES, RESIZES, RETURNS, DIES = 0.8, 0.03, 0.03, 0.2, 0.02
 #: Prompt and output of first turns: the second page ends behind the prompt. What is said behind them.
 FIRST: Final = ((100, 40), (90, 44), (9, 60), (70, 30))
 SAID: Final = 50
