@@ -19,7 +19,7 @@ from basics.shares import SHARE
 
 
 class RoomPlace(StrEnum):
-    """Return where a room is."""
+    """Kinds of processes that have rooms."""
 
     COORDINATOR = "coordinator"
     FRONT = "front"
