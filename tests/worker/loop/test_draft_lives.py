@@ -28,7 +28,7 @@ from tests.worker.runners.test_drafting import pair_of
 from worker.runners.tiny import FAMILIES
 from worker.streams import SimulatedStreams, make_streams
 
-SEEDS: Final = range(4)
+SEEDS: Final = range(4, 8)
 #: Drafts of a step that requests allow.
 LIMITS: Final = (0, 1, *[DRAFT_TOKENS_MAX] * 4)
 HOT_SIZES: Final = (0, *SETTINGS.hot_size_classes)
