@@ -6,10 +6,10 @@ NVRTC comes as a pip wheel (cuda-core[cu13]) and compiles without a GPU or heade
 Rejected: nvcc (a user with only pip has none), PTX (the driver would compile it at every start), prebuilt cubins in
 the wheel (row sizes are compile-time constants, so that line counts and alignment cost nothing at run time).
 
-Cache: one file per unit under a key over everything that the result depends on (sources, defines, options, NVRTC's
-version, architecture, the format below). It is written beside its place and renamed, so readers see all of it or
-nothing and no lock is needed: two processes that compile the same unit publish the same bytes. A file whose digest does
-not fit its contents is compiled anew.
+Cache: one file per unit under a key over everything that the result depends on (headers that it includes, defines,
+options, NVRTC's version, architecture, the format below); the compiler gets no other headers. A file is written beside
+its place and renamed, so readers see all of it or nothing and no lock is needed: two processes that compile the same
+unit publish the same bytes. A file whose digest does not fit its contents is compiled anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -35,6 +35,7 @@ SOURCE_DIR: Final = Path(__file__).parent / "src"
 UNITS: Final = ("swap_in", "begin_step", "copy_rows", "rows", "seat")
 FORMAT: Final = 1
 OPTIONS: Final = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 LINE_BYTES: Final = 128
 LOADED_MAX: Final = 512  # kernels of one process: a worker has one row layout, tests have dozens
 
@@ -77,14 +78,14 @@ def row_defines(geometry: Geometry, host_address: int = 0) -> Defines:
 def compile_source(source: str, name: str, defines: Defines, arch: str) -> Compiled:
     """Compile CUDA C++ that may include headers of SOURCE_DIR. No GPU is needed. Raises InternalError with the log."""
     nvrtc = _bindings("nvrtc")
-    headers = {path.name: path.read_bytes() for path in sorted(SOURCE_DIR.glob("*.cuh"))}
+    headers = included(source, headers_of_kernels())
     program = _call(
         nvrtc.nvrtcCreateProgram,
         source.encode(),
         f"{name}.cu".encode(),
         len(headers),
-        list(headers.values()),
-        [header.encode() for header in headers],
+        [text.encode() for text in headers.values()],
+        [name.encode() for name in headers],
     )
     options = [f"--gpu-architecture={arch}", *OPTIONS, *(f"-D{key}={value}" for key, value in defines)]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
@@ -100,7 +101,26 @@ def compile_source(source: str, name: str, defines: Defines, arch: str) -> Compi
 def compile_unit(unit: str, defines: Defines, arch: str) -> Compiled:
     """One unit for `arch` ("sm_90"), with Hopper's own matrix instructions where `defines` ask for them."""
     own = "a" if dict(defines).get("WGMMA") else ""
-    return compile_source(f'#include "{unit}.cuh"\n', unit, defines, arch + own)
+    return compile_source(_source_of(unit), unit, defines, arch + own)
+
+
+def headers_of_kernels() -> dict[str, str]:
+    """Texts of all headers in SOURCE_DIR, by the file's name."""
+    return {path.name: path.read_text() for path in sorted(SOURCE_DIR.glob("*.cuh"))}
+
+
+def included(source: str, headers: Mapping[str, str]) -> dict[str, str]:
+    """Return those of `headers` that `source` includes, directly or through other headers, in the order of names."""
+    found: set[str] = set()
+    missing = {*INCLUDE.findall(source)} & headers.keys()
+    while missing:
+        found |= missing
+        missing = {name for header in missing for name in INCLUDE.findall(headers[header])} & headers.keys() - found
+    return {name: headers[name] for name in sorted(found)}
+
+
+def _source_of(unit: str) -> str:
+    return f'#include "{unit}.cuh"\n'
 
 
 def parse_resources(log: str) -> tuple[Resources, ...]:
@@ -145,11 +165,10 @@ def cached(place: Path, compile_it: Callable[[], Compiled]) -> Compiled:
 
 
 def content_key(unit: str, defines: Defines, arch: str) -> str:
-    """Changes with anything that the compiled unit depends on."""
-    digest = hashlib.sha256(repr((FORMAT, OPTIONS, unit, defines, arch, _nvrtc_version())).encode())
-    for path in sorted(SOURCE_DIR.glob("*.cuh")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:32]
+    """Changes with anything that the compiled unit depends on, and with no header that it does not include."""
+    headers = included(_source_of(unit), headers_of_kernels())
+    inputs = (FORMAT, OPTIONS, unit, defines, arch, _nvrtc_version(), headers)
+    return hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
 
 
 class Kernel:

@@ -38,7 +38,12 @@ def _resolve_depth(
     *,
     all_or_none: bool,
 ) -> None:
-    found = _look_up(state, group, topk, batch)
+    active = active_rows(state, batch)
+    if not bool(active.any()):  # of a depth at which no request drafts
+        plan.count.zero_()
+        out_rows.fill_(-1)
+        return
+    found = _look_up(state, group, topk, batch, active)
     state.hits[group].index_add_(0, found.seats, found.hit.sum(1))
     row, column = (found.hit & found.managed.unsqueeze(1)).nonzero(as_tuple=True)
     state.stamp[group][found.rows[row, column]] = state.now[found.seats[row]]
@@ -77,8 +82,7 @@ class _Found:
     rows: Tensor  # int64: device row, -1 where there is none (yet)
 
 
-def _look_up(state: DeviceState, group: int, topk: Tensor, batch: StepBatch) -> _Found:
-    active = active_rows(state, batch)
+def _look_up(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, active: Tensor) -> _Found:
     seats = torch.where(active, batch.seats, 0).long()
     managed = state.hot_slots[seats] > 0
     inside = (topk >= 0) & (topk < batch.lengths.unsqueeze(1)) & active.unsqueeze(1)

@@ -17,9 +17,8 @@ import trio
 from protocol.config import HostFacts, build
 from tests.support.cluster_rig import cluster_of_two, write_model
 from tests.support.netns_rig import plug, unplug
-from tests.support.nodes_rig import REQUESTS
 from tests.support.once import made_once
-from tests.support.ray_client import decode_all, sampling_of
+from tests.support.ray_client import REQUESTS, decode_all, sampling_of
 from tests.support.ray_rig import RayNode, run_on, wait_for, why_not
 from tests.support.ray_site import SETTINGS, Site, kill, ray_site, start_ray
 

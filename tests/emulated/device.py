@@ -25,7 +25,7 @@ from typing import Final
 from unittest import mock
 
 from kernels.cuda import launch, quantize
-from kernels.cuda.jit import SOURCE_DIR, Compiled, Defines
+from kernels.cuda.jit import SOURCE_DIR, Compiled, Defines, included
 from kernels.state import DeviceState
 from protocol.errors import InternalError
 from tests.support.kept_kernels import digest, kept
@@ -71,8 +71,8 @@ def library(unit: str, defines: Defines, edits: tuple[Edit, ...] = ()) -> ctypes
         return ctypes.CDLL(file.name)
 
 
-def sources_of(unit: str, edits: tuple[Edit, ...] = ()) -> dict[str, str]:
-    """All that is compiled, by the name of its file."""
+def sources_of(unit: str, edits: tuple[Edit, ...] = (), source: str = "") -> dict[str, str]:
+    """All that is compiled, by the name of its file: `source` or one with all kernels of `unit`, and its headers."""
     sources = {}
     for header in sorted(SOURCE_DIR.glob("*.cuh")):
         text = header.read_text()
@@ -82,7 +82,8 @@ def sources_of(unit: str, edits: tuple[Edit, ...] = ()) -> dict[str, str]:
         sources[header.name] = SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::self->block->shared);", text)
     sources |= {own.name: own.read_text() for own in (HERE / "cuda.hpp", *sorted(HERE.glob("*.cuh")))}
     entries = [SOURCE.format(kernel=kernel) for of, kernel in UNITS if of == unit]
-    return sources | {"unit.cpp": "".join([f'#include "cuda.hpp"\n#include "{unit}.cuh"\n', *entries])}
+    source = source or "".join([f'#include "cuda.hpp"\n#include "{unit}.cuh"\n', *entries])
+    return included(source, sources) | {"unit.cpp": source}
 
 
 def build(unit: str, sources: dict[str, str], flags: list[str]) -> Compiled:

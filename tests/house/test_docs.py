@@ -93,7 +93,10 @@ def test_prose_of_tests_names_its_subjects(room: Path) -> None:
     """Docstrings, comments, messages and names; the files that list retired words aside."""
     barred = r"(?i)\b(whoever|whom|(?:no|some|every|any)body|everyone|someone|surely|he|him|his|she|hers)\b"
     for path in sorted(room.glob("*.py")):
-        if path.name not in ("test_docs.py", "test_glossary.py"):
+        has_one = re.search(
+            barred, path.read_text().replace("_", " ")
+        )  # maybe in code; most files need no look at that
+        if has_one and path.name not in ("test_docs.py", "test_glossary.py"):
             assert re.findall(barred, prose_of(path)) == [], path.relative_to(ROOT)
 
 

@@ -255,11 +255,35 @@ def test_cache_key_covers_all_inputs_of_a_unit(tmp_path: Path, monkeypatch: pyte
         jit.content_key("copy_rows", DEFINES, "sm_90"),
         jit.content_key("swap_in", DEFINES[1:], "sm_90"),
     }
-    for path in jit.SOURCE_DIR.glob("*.cuh"):
-        (tmp_path / path.name).write_bytes(path.read_bytes() + b"\n" * (path.name == "memory.cuh"))
-    monkeypatch.setattr(jit, "SOURCE_DIR", tmp_path)
+    monkeypatch.setattr(jit, "SOURCE_DIR", with_another("memory.cuh", tmp_path))
     keys.add(jit.content_key("swap_in", DEFINES, "sm_90"))
     assert len(keys) == 5
+
+
+def with_another(header: str, directory: Path) -> Path:
+    """Write all headers to `directory`, `header` with one more line."""
+    for path in jit.SOURCE_DIR.glob("*.cuh"):
+        (directory / path.name).write_bytes(path.read_bytes() + b"\n" * (path.name == header))
+    return directory
+
+
+def test_cache_key_of_a_unit_holds_when_a_header_of_others_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """swap_in includes memory.cuh through three others, and nothing of the index."""
+    keys = {unit: jit.content_key(unit, DEFINES, "sm_90") for unit in ("swap_in", "index_select")}
+    monkeypatch.setattr(jit, "SOURCE_DIR", with_another("index_rows.cuh", tmp_path))
+    assert jit.content_key("swap_in", DEFINES, "sm_90") == keys["swap_in"]
+    assert jit.content_key("index_select", DEFINES, "sm_90") != keys["index_select"]
+
+
+def test_compiler_gets_no_header_that_a_key_leaves_out() -> None:
+    headers = {"a.cuh": '#pragma once\n #include "b.cuh"\n', "b.cuh": '#  include "a.cuh"\n', "c.cuh": ""}
+    assert jit.included('// #include "c.cuh"\n#include "a.cuh"\n', headers).keys() == {"a.cuh", "b.cuh"}
+    for unit in jit.UNITS:
+        assert f"{unit}.cuh" in jit.included(f'#include "{unit}.cuh"\n', jit.headers_of_kernels())
+    with pytest.raises(InternalError, match="cannot open source file"):
+        jit.compile_source('#define LAYOUT "layout.cuh"\n#include LAYOUT\n', "another", (), "sm_90")
 
 
 def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[str]) -> None:

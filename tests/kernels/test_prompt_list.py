@@ -69,7 +69,7 @@ extern "C" bool run_try(const float* scores, int length, int k, int splits, int*
 
 @cache
 def library() -> ctypes.CDLL:
-    sources = sources_of("prompt_list") | {"unit.cpp": UNIT}
+    sources = sources_of("prompt_list", source=UNIT)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "unit.so"
         key = digest(compiler_version(), *FLAGS, *sources, *sources.values())

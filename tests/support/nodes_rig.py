@@ -36,7 +36,7 @@ from worker.pool.file import remove_pool
 
 START_LIMIT_S: Final = 240.0
 COORDINATOR: Final = "coordinator"
-REQUESTS: Final = 64
+REQUESTS: Final = 32
 #: Of the coordinator in its namespace, where no other process listens.
 WORKER_PORT: Final = 7_000
 GET: Final = "import sys, urllib.request as r; sys.stdout.buffer.write(r.urlopen(sys.argv[1], timeout=10).read())"
@@ -182,11 +182,11 @@ async def running_nodes(
 # ---------------------------------------------------------------- the job
 
 
-def mixed_prompts() -> list[list[int]]:
+def mixed_prompts(count: int = REQUESTS) -> list[list[int]]:
     """One token, page borders and their neighbours, and what lies between."""
     edges = [1, 63, 64, 65, 128, 129, 255, 256, 257, 640]
     long = [[(7 * i + j) % 256 for j in range(tokens)] for i, tokens in enumerate(edges)]
-    return long + prompts_of(6, REQUESTS - len(long))
+    return long + prompts_of(6, count - len(long))
 
 
 async def decode_all(

@@ -22,8 +22,9 @@ from protocol.errors import HiSparseError, Unavailable
 from protocol.messages import Sampling
 from protocol.settings import ClusterSettings
 from protocol.transport.keys import access
-from tests.support.nodes_rig import REQUESTS, mixed_prompts
+from tests.support.nodes_rig import mixed_prompts
 
+REQUESTS: Final = 64
 #: As many as two ranks decode at a time: others are prefilled, on their way, or wait.
 BEGUN: Final = 12
 #: For how long one address is tried before the ready file is read again, and how often that is done.
@@ -53,7 +54,7 @@ async def decode_all(client: Client, prefix: str, outputs: list[list[int]], begu
         assert stream.ended is not None
         assert stream.ended.outcome == "FINISHED", stream.ended
 
-    prompts = mixed_prompts()
+    prompts = mixed_prompts(REQUESTS)
     async with trio.open_nursery() as nursery:
         for i in range(len(outputs)):
             nursery.start_soon(collect, i)

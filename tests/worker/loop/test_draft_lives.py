@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -23,10 +23,14 @@ from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life, prompt_of
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, computed
+from tests.support.once import made_once
 from tests.support.worker_rig import SETTINGS
 from tests.worker.runners.test_drafting import pair_of
 from worker.runners.tiny import FAMILIES
 from worker.streams import SimulatedStreams, make_streams
+
+#: Half a minute of processor time, on cores that others use too: a limit only ends what hangs.
+pytestmark = pytest.mark.timeout(1_200)
 
 SEEDS: Final = range(4, 8)
 #: Drafts of a step that requests allow.
@@ -258,9 +262,15 @@ def model_settings(draft_tokens: int, **changes: object) -> WorkerSettings:
     return drafting_settings(draft_tokens, **{**MODEL_SIZES, **changes})
 
 
-@cache
-def model_texts(family: str) -> tuple[list[Text], list[list[int]]]:
-    """And what plain decoding gives."""
+def model_texts(family: str, run_dir: Path) -> tuple[list[Text], list[list[int]]]:
+    """And what plain decoding gives, decoded once in a run of the suite."""
+    count = 2
+    outputs: list[list[int]] = made_once(run_dir, f"draft-lives-{family}", lambda: plain_outputs(family, count))
+    return texts_of(random.Random(0), lambda text: outputs[text.number], count), outputs
+
+
+def plain_outputs(family: str, count: int) -> list[list[int]]:
+    """Tokens of `count` first turns and of the second turns behind them, drawn without drafts."""
     outputs: list[list[int]] = []
 
     def decode(texts: Sequence[Text]) -> None:
@@ -274,20 +284,18 @@ def model_texts(family: str) -> tuple[list[Text], list[list[int]]]:
         rig.check_end()
         outputs.extend(life.tokens for life in rig.coordinator.lives)
 
-    count = 2
     decode(texts_of(random.Random(0), lambda _: [0] * max(new for _, new in FIRST), count)[:count])
-    texts = texts_of(random.Random(0), lambda text: outputs[text.number], count)
-    decode(texts[count:])
-    return texts, outputs
+    decode(texts_of(random.Random(0), lambda text: outputs[text.number], count)[count:])
+    return outputs
 
 
 @pytest.mark.parametrize(("seed", "percent"), [(0, 0), (1, 60), (2, 100), (3, None)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_give_the_tokens_of_plain_decoding_wherever_requests_are(
-    family: str, seed: int, percent: int | None
+    family: str, seed: int, percent: int | None, run_dir: Path
 ) -> None:
     """Drafts are right in forced shares of places, or those that the model gives."""
-    texts, outputs = model_texts(family)
+    texts, outputs = model_texts(family, run_dir)
     rigs = list[DraftRig]()
 
     def make(number: int, beside: DraftRig | None) -> DraftRig:

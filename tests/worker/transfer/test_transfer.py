@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,9 +50,11 @@ from worker.transfer import (
 )
 from worker.transfer.checksum import checksum
 from worker.transfer.engines import shared
+from worker.transfer.engines.base import Jobs, WriteEnd
 from worker.transfer.engines.nixl import NixlTarget
-from worker.transfer.engines.shared import SharedTarget
+from worker.transfer.engines.shared import SharedSource, SharedTarget
 from worker.transfer.receiver import PageReceiver
+from worker.transfer.sender_actions import Post
 from worker.transfer.wire import Begin, encode
 
 pytestmark = pytest.mark.pd
@@ -130,6 +133,32 @@ def test_a_sender_may_come_before_the_transfer(
         assert receiver.poll() == []
         receiver.open(1, [4, 5, 6])
         wait_for(receiver.poll, has_all(3))
+
+
+class FakeFuture(Future[int]):
+    """A checksum that ends as soon as it was found under way."""
+
+    def done(self) -> bool:
+        was_done = super().done()
+        if not was_done:
+            self.set_result(7)
+        return was_done
+
+
+class FakeJobs(Jobs):
+    def submit(self, job: Callable[[], Any]) -> FakeFuture:
+        return FakeFuture()
+
+
+def test_a_page_is_not_lost_whose_checksum_ends_between_two_looks(pool: PoolMemory) -> None:
+    jobs = FakeJobs(1, lambda: None)
+    source, posts = SharedSource(pool, jobs), [Post("peer", 1, 1, unit, 0, unit, unit, 0, 8) for unit in range(3)]
+    for post in posts:
+        source.post(post)
+    assert source.poll() == []
+    assert source.poll() == [WriteEnd(post, 7, "") for post in posts]
+    assert source.poll() == []
+    jobs.close()
 
 
 # ---------------------------------------------------------------- corrupted pages

@@ -102,8 +102,13 @@ class SharedSource:
         self._running.append((post, self._jobs.submit(partial(checksum, extent))))
 
     def poll(self) -> list[WriteEnd]:
-        ended = [WriteEnd(post, digest.result(), "") for post, digest in self._running if digest.done()]
-        self._running = deque(it for it in self._running if not it[1].done())
+        ended: list[WriteEnd] = []
+        for _ in range(len(self._running)):  # each is asked once: a job may end between two questions
+            post, digest = self._running.popleft()
+            if digest.done():
+                ended.append(WriteEnd(post, digest.result(), ""))
+            else:
+                self._running.append((post, digest))
         return ended
 
     def close(self) -> None: ...
