@@ -111,12 +111,12 @@ class WorkerSettings(Settings, frozen=True):
     )
     context_max_tokens: int = 0  # longest context; 0: the model's
     context_target_tokens: int = 0  # context length that index pages and hot chunks are balanced for; 0: half each
-    slab_tokens: int = 0  # prefill slab; 0: room for one longest prompt, within device_mem
+    slab_tokens: int = 0  # prefill slab, rows of two layers; 0: room for one longest prompt, within device_mem
     pass_tokens: int = 8_192  # prompt tokens, of one or several prompts, that go through the layers together
     gap_target_ms: GapTarget = (
         AUTO  # milliseconds between two tokens of a request beside prompts; auto: 2.2 plain steps; 0: unbounded
     )
-    layer_group: str = "1MiB"  # bytes of a page that are staged and sent together, as whole layers; 0: all layers
+    layer_group: str = "1MiB"  # bytes of a page that are sent together, as whole layers; 0: all layers
     hot_size_classes: tuple[int, ...] = (4096, 8192, 16384, 32768)  # sizes of managed hot buffers, in slots
     hot_chunks_max: int = 0  # caps the hot arena; 0: what device_mem leaves
     tail_slots: int = 8  # slots for the newest rows of a request

@@ -377,7 +377,7 @@ class Layers:
     def _state_of_rows(self, rows: int) -> DeviceState:
         """A state of one layer that holds one KV row for each row of a batch."""
         geometry = Geometry(1, self._geometry.row_bytes, (0,), self._geometry.index_row_bytes, self._geometry.topk)
-        one = dict.fromkeys(("seats", "index_pages", "max_pages", "max_chunks", "max_slab_pages", "tail_slots"), 1)
+        one = dict.fromkeys(("seats", "index_pages", "max_pages", "max_chunks", "slab_pages", "tail_slots"), 1)
         host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
         return DeviceState.allocate(geometry, chunks=pages_for(rows), host=host, device=self.device, **one)
 

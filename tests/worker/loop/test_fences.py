@@ -72,7 +72,7 @@ def come_back(rig: Rig, life: Life, hot_slots: int) -> None:
 
 
 def a_long_prompt(make: MakeStreams) -> Rig:
-    """Prompt chunks follow one another with no step between them."""
+    """Passes of a prompt follow one another with no step between them: each reads what those before have staged."""
     rig = Rig(make())
     assert rig.coordinator.admit(rig.coordinator.create(1, 250, 4), 64)
     rig.run()
@@ -208,6 +208,9 @@ SCENARIOS: dict[str, Callable[[MakeStreams], Rig]] = {
     "inputs_consumed": a_long_prompt,
     "prefill_written": partial(a_day, groups=SHARED),
     "staged": partial(a_day, groups=SHARED),
+    "slab_staged": a_long_prompt,
+    "slab_read": a_long_prompt,
+    "refilled": a_long_prompt,
     "row_written": partial(a_day, groups=SHARED),
     "backed_up": partial(a_day, groups=SHARED),
     "durable": a_crash,
