@@ -8,7 +8,6 @@ replays, µs per product:
     quantize   quantization alone
     product    the library's product alone
     weight     block_linear with scratch, block_experts: weights decoded
-    w8a8       FP8 by FP8 without the library: torch's scaled_mm, Triton's kernels for experts
 
 64 and 128: tiles of tokens of experts other than deep_gemm's choice. Before times, each result is
 compared with a plain product of the quantized values in float32, eager and from the graph. Kernels of all forms are
@@ -65,9 +64,8 @@ class Layer:
     def library(self, load: Load, **form: Any) -> Tensor:
         return deep_gemm.experts(*load, self.both, self.down, 0, EXPERTS_TOTAL, powers=True, **form)
 
-    def ours(self, load: Load, *, quantized: bool) -> Tensor:
-        weights = self.gate, self.up, self.down
-        return block_fp8.experts(*load, *weights, 0, EXPERTS_TOTAL, quantized=quantized)
+    def ours(self, load: Load) -> Tensor:
+        return block_fp8.experts(*load, self.gate, self.up, self.down, 0, EXPERTS_TOTAL)
 
 
 FORMS: Final[dict[str, dict[str, Any]]] = {"library": {}, "64": {"multiple": 64}, "128": {"multiple": 128}}
@@ -126,7 +124,6 @@ def linear_ways(weights: list[BlockFp8], tokens: int) -> dict[str, Way]:
         "quantize": lambda _: quantize.quantize(hidden, powers=True),
         "product": lambda number: deep_gemm.product(rows, weights[number]),
         "weight": lambda number: block_linear(hidden, weights[number], scratch),
-        "w8a8": lambda number: block_fp8.linear_w8a8(hidden, weights[number]),
     }
 
 
@@ -137,8 +134,7 @@ def libraries(layers: list[Layer], load: Load, form: dict[str, Any], number: int
 def expert_ways(layers: list[Layer], tokens: int) -> dict[str, Way]:
     load = Load.draw(tokens)
     ways: dict[str, Way] = {name: partial(libraries, layers, load, form) for name, form in FORMS.items()}
-    ways["weight"] = lambda number: layers[number].ours(load, quantized=False)
-    ways["w8a8"] = lambda number: layers[number].ours(load, quantized=True)
+    ways["weight"] = lambda number: layers[number].ours(load)
     return ways
 
 
@@ -212,7 +208,6 @@ def compare() -> Iterator[str]:
                 yield f"experts {tokens} {form}: off by {error:.5f}, graph alike {again}"
             except Exception as problem:
                 yield f"experts {tokens} {form}: {type(problem).__name__}: {str(problem)[:300]}"
-        yield f"experts {tokens} w8a8 of ours: off by {off(layer.ours(load, quantized=True), wanted):.5f}"
 
 
 def pieces(tokens: int) -> dict[str, float | str]:

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.block_weight import BLOCK, BlockFp8
@@ -51,19 +50,8 @@ EXPERT_TILES: Final = {
     24: (Tiles(64, 32, 2, 2, 4), Tiles(128, 32, 2, 3, 4)),
     UNBOUNDED: (Tiles(64, 64, 4, 3, 2), Tiles(256, 64, 8, 3, 1)),
 }
-#: The same for quantized activations.
-LINEAR_W8A8_TILES: Final = {32: Tiles(64, 32, 4, 4, 1), UNBOUNDED: Tiles(128, 64, 4, 3, 1)}
-EXPERT_W8A8_TILES: Final = {
-    24: (Tiles(64, 32, 4, 4, 3), Tiles(64, 32, 4, 4, 3)),
-    UNBOUNDED: (Tiles(64, 64, 4, 3, 2), Tiles(128, 64, 4, 4, 1)),
-}
 #: Tokens of one piece of a prompt: bounds what its experts' rows take.
 PIECE_TOKENS: Final = 2048
-#: cuBLAS takes scales by blocks on this major compute capability, counts of tokens in whole parts of LIBRARY_TOKENS,
-#: and scales of a row of weights in whole parts of LIBRARY_BLOCKS. The rows that fill the last part are not read back.
-LIBRARY_SINCE: Final = 9
-LIBRARY_TOKENS: Final = 16
-LIBRARY_BLOCKS: Final = 4
 #: Values of one matrix and of all rows of a product: kernels count them in 32 bits.
 VALUES_MAX: Final = 2**31 - 1
 SPLITS_MAX: Final = 16
@@ -72,7 +60,6 @@ ADD_BLOCK: Final = 256
 WIDTH_BLOCK: Final = 1024
 GATHER_BLOCK: Final = 512
 DECODE_ROWS: Final = 32
-QUANTIZE_ROWS: Final = 16
 #: Assignments that `route` reads at once: few, many.
 ROUTE_CHUNKS: Final = (1024, 4096)
 WARPS: Final = 4
@@ -105,7 +92,7 @@ def linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor | None) -> Tensor:
     if scratch is not None and tokens >= crossover(weight):
         return decoded_linear(hidden, weight, scratch)
     plan = plan_of(n, k, tokens) if tokens and block_linear.takes(weight) else None
-    return _linear(hidden, None, weight) if plan is None else block_linear.linear(hidden, weight, plan)
+    return _linear(hidden, weight) if plan is None else block_linear.linear(hidden, weight, plan)
 
 
 def crossover(weight: BlockFp8) -> int:
@@ -120,45 +107,15 @@ def decoded_linear(hidden: Tensor, weight: BlockFp8, scratch: Tensor) -> Tensor:
     return hidden @ decoded.T
 
 
-def linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
-    """As kernels.block_fp8.block_linear_w8a8: by torch's scaled_mm where cuBLAS takes the shape."""
-    if not len(hidden) or not _library_takes(weight, hidden.device):
-        return own_linear_w8a8(hidden, weight)
-    padded = -(-len(hidden) // LIBRARY_TOKENS) * LIBRARY_TOKENS
-    values, scales = _quantize(hidden, padded)
-    return F.scaled_mm(
-        values,
-        weight.values.t(),
-        scales.t(),
-        F.ScalingType.BlockWise1x128,
-        weight.scales.t(),
-        F.ScalingType.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )[: len(hidden)]
-
-
-def own_linear_w8a8(hidden: Tensor, weight: BlockFp8) -> Tensor:
-    """As linear_w8a8, for every shape."""
-    values, scales = _quantize(hidden, len(hidden))
-    return _linear(values, scales, weight)
-
-
-def _library_takes(weight: BlockFp8, device: torch.device) -> bool:
-    n, k = weight.values.shape
-    whole = k % (LIBRARY_BLOCKS * BLOCK) == 0 and n % LIBRARY_TOKENS == 0
-    return whole and torch.cuda.get_device_capability(device)[0] == LIBRARY_SINCE
-
-
-def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8) -> Tensor:
-    """By Triton; `row_scales`: of quantized activations."""
+def _linear(hidden: Tensor, weight: BlockFp8) -> Tensor:
+    """Form the product by Triton."""
     (tokens, k), n = hidden.shape, len(weight.values)
     _check_size("weight", n * k)
     _check_size("hidden", tokens * k)
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device=hidden.device)
     if not out.numel():
         return out
-    weight_only = LARGE_LINEAR_TILES if n * k >= LARGE_VALUES else LINEAR_TILES
-    tiles = _bucket(weight_only if row_scales is None else LINEAR_W8A8_TILES, tokens)
+    tiles = _bucket(LARGE_LINEAR_TILES if n * k >= LARGE_VALUES else LINEAR_TILES, tokens)
     grid = (-(-tokens // tiles.tokens), -(-n // tiles.n))
     blocks = _blocks(k)
     span = _span(grid[0] * grid[1], blocks, tiles.resident * _multiprocessors(hidden.device))
@@ -168,8 +125,6 @@ def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8) -> Tens
         sums = torch.empty(splits, tokens, n, dtype=torch.float32, device=hidden.device)
     _unit().linear[(*grid, splits)](
         hidden,
-        weight.scales if row_scales is None else row_scales,
-        tokens,
         _codes(weight.values),
         weight.scales,
         sums,
@@ -181,7 +136,6 @@ def _linear(hidden: Tensor, row_scales: Tensor | None, weight: BlockFp8) -> Tens
         blocks,
         span,
         GROUPED=False,
-        QUANTIZED=row_scales is not None,
         **_options(tiles, k, hidden.device),
     )
     if splits > 1:
@@ -219,10 +173,9 @@ def experts(
     first_expert: int,
     experts_total: int | None,
     *,
-    quantized: bool = False,
     tiles: tuple[Tiles, Tiles] | ExpertPlans | None = None,
 ) -> Tensor:
-    """As kernels.block_fp8.block_experts and block_experts_w8a8; `tiles` other than the table's, for measurements.
+    """As kernels.block_fp8.block_experts; `tiles` other than the table's, for measurements.
 
     Both of a pair have the same count of tokens, since they share the tiles that `route` fills.
     """
@@ -231,15 +184,13 @@ def experts(
     if not out.numel() or not choices or not len(gate.values):
         return out
     expected = -(-min(tokens, PIECE_TOKENS) * choices // (experts_total or len(gate.values)))
-    if not tiles and not quantized and all(map(block_linear.takes, (gate, up, down))):
+    if not tiles and all(map(block_linear.takes, (gate, up, down))):
         _, middle, width = gate.values.shape
         tiles = expert_plans_of(middle, width, expected)
-    tiles = tiles or _bucket(EXPERT_W8A8_TILES if quantized else EXPERT_TILES, expected)
+    tiles = tiles or _bucket(EXPERT_TILES, expected)
     for start in range(0, tokens, PIECE_TOKENS):
         piece = slice(start, start + PIECE_TOKENS)
-        _experts(
-            hidden[piece], chosen[piece], weights[piece], gate, up, down, first_expert, out[piece], tiles, quantized
-        )
+        _experts(hidden[piece], chosen[piece], weights[piece], gate, up, down, first_expert, out[piece], tiles)
     return out
 
 
@@ -253,7 +204,6 @@ def _experts(
     first_expert: int,
     out: Tensor,
     tiles: tuple[Tiles, Tiles] | ExpertPlans,
-    quantized: bool,
 ) -> None:
     device, unit = hidden.device, _unit()
     held, middle, width = gate.values.shape
@@ -282,7 +232,7 @@ def _experts(
     if isinstance(tiles, ExpertPlans):
         products = _products_on_hopper(hidden, routed, choices, gate, up, down, tiles)
     else:
-        products = _products_by_triton(hidden, routed, choices, gate, up, down, tiles, quantized)
+        products = _products_by_triton(hidden, routed, choices, gate, up, down, tiles)
     unit.add_choices[len(hidden), -(-width // WIDTH_BLOCK)](
         products,
         chosen,
@@ -337,17 +287,13 @@ def _products_by_triton(
     up: BlockFp8,
     down: BlockFp8,
     tiles: tuple[Tiles, Tiles],
-    quantized: bool,
 ) -> Tensor:
     """Of each assignment, by Triton."""
     (tile_expert, slots), (for_gate, for_down), device, unit = routed, tiles, hidden.device, _unit()
     (_, middle, width), assignments, tiles_max = gate.values.shape, len(hidden) * choices, len(tile_expert)
     gated = torch.empty(assignments, middle, dtype=torch.bfloat16, device=device)
-    rows, row_scales = _quantize(hidden, len(hidden)) if quantized else (hidden, gate.scales)
     unit.gated[-(-middle // for_gate.n), tiles_max](
-        rows,
-        row_scales,
-        len(rows),
+        hidden,
         _codes(gate.values),
         gate.scales,
         _codes(up.values),
@@ -359,15 +305,11 @@ def _products_by_triton(
         middle,
         width,
         _blocks(width),
-        QUANTIZED=quantized,
         **_options(for_gate, width, device),
     )
     products = torch.empty(assignments, width, dtype=torch.bfloat16, device=device)
-    rows, row_scales = _quantize(gated, assignments) if quantized else (gated, down.scales)
     unit.linear[-(-width // for_down.n), tiles_max](
-        rows,
-        row_scales,
-        len(rows),
+        gated,
         _codes(down.values),
         down.scales,
         products,
@@ -379,29 +321,9 @@ def _products_by_triton(
         _blocks(middle),
         _blocks(middle),
         GROUPED=True,
-        QUANTIZED=quantized,
         **_options(for_down, middle, device),
     )
     return products
-
-
-def quantize_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """As kernels.block_fp8.quantize_rows."""
-    values, scales = _quantize(hidden, len(hidden))
-    return values, scales.t()
-
-
-def _quantize(hidden: Tensor, padded: int) -> tuple[Tensor, Tensor]:
-    """e4m3[padded, K] and scales float32[blocks, padded]; rows beyond those of `hidden` are left as they are."""
-    rows, k = hidden.shape
-    blocks = _blocks(k)
-    values = torch.empty(padded, k, dtype=torch.float8_e4m3fn, device=hidden.device)
-    scales = torch.empty(blocks, padded, dtype=torch.float32, device=hidden.device)
-    if hidden.numel():
-        _unit().quantize[blocks, -(-rows // QUANTIZE_ROWS)](
-            hidden, values, scales, rows, padded, k, EVEN=k % BLOCK == 0, BLOCK_ROWS=QUANTIZE_ROWS, num_warps=WARPS
-        )
-    return values, scales
 
 
 def _check_size(field: str, values: int) -> None:

@@ -36,13 +36,9 @@ def decoded(codes, scale, E4M3: tl.constexpr):
 
 
 @triton.jit
-def add_product(sums, codes, scale, rows, row_scales, E4M3: tl.constexpr, QUANTIZED: tl.constexpr):
-    """sums[BLOCK_N, BLOCK_T] + one block of K: weights decoded and rounded to bfloat16, or fp8 by fp8 and scaled."""
-    if QUANTIZED:
-        sums += tl.dot(codes, rows.T) * (scale * row_scales[None, :])
-    else:
-        sums = tl.dot(decoded(codes, scale, E4M3).to(tl.bfloat16), rows.T, sums)
-    return sums
+def add_product(sums, codes, scale, rows, E4M3: tl.constexpr):
+    """sums[BLOCK_N, BLOCK_T] + one block of K: weights decoded and rounded to bfloat16."""
+    return tl.dot(decoded(codes, scale, E4M3).to(tl.bfloat16), rows.T, sums)
 
 
 @triton.jit
@@ -60,11 +56,9 @@ def load_rows(at, real, left, EVEN: tl.constexpr):
     return tl.load(at, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["scaled_rows", "count", "n", "span", "blocks"])
+@triton.jit(do_not_specialize=["count", "n", "span", "blocks"])
 def linear(
     hidden,
-    row_scales,
-    scaled_rows,
     values,
     scales,
     out,
@@ -80,7 +74,6 @@ def linear(
     BLOCK_T: tl.constexpr,
     EVEN: tl.constexpr,  # k is whole blocks
     E4M3: tl.constexpr,  # the card converts fp8
-    QUANTIZED: tl.constexpr,  # `hidden` is e4m3, with row_scales float32[blocks, scaled_rows]
     STAGES: tl.constexpr,
 ):
     """out [splits, rows, n] of hidden [rows, k]: a dense product, or the rows of `slots` by their experts' weights."""
@@ -114,18 +107,15 @@ def linear(
         left = k - block * BLOCK
         codes = load_codes(values + block * BLOCK + codes_at, left, EVEN)
         rows = load_rows(hidden + block * BLOCK + rows_at, real, left, EVEN)
-        row_scale = tl.load(row_scales + block * scaled_rows + start, mask=real, other=0.0) if QUANTIZED else 1.0
         scale = tl.load(scales_at + block)
-        sums = add_product(sums, codes, scale, rows, row_scale, E4M3, QUANTIZED)
+        sums = add_product(sums, codes, scale, rows, E4M3)
     to = out + ((split * count + token.to(tl.int64)) * n)[None, :] + row[:, None]
     tl.store(to, sums.to(out.dtype.element_ty), mask=(row < n)[:, None] & real[None, :])
 
 
-@triton.jit(do_not_specialize=["scaled_rows", "n", "blocks", "choices"])
+@triton.jit(do_not_specialize=["n", "blocks", "choices"])
 def gated(
     hidden,
-    row_scales,
-    scaled_rows,
     gate,
     gate_scales,
     up,
@@ -141,7 +131,6 @@ def gated(
     BLOCK_T: tl.constexpr,
     EVEN: tl.constexpr,
     E4M3: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """out[assignment] [n] = silu(gate x) * up x of its token x, rounded to bfloat16 after each of the four steps."""
@@ -165,13 +154,12 @@ def gated(
     for block in tl.range(0, blocks, num_stages=STAGES):
         left = k - block * BLOCK
         rows = load_rows(hidden + block * BLOCK + rows_at, real, left, EVEN)
-        row_scale = tl.load(row_scales + block * scaled_rows + start, mask=real, other=0.0) if QUANTIZED else 1.0
         codes = load_codes(gate + block * BLOCK + codes_at, left, EVEN)
         gate_scale = tl.load(gate_scales + scales_at + block)
-        gates = add_product(gates, codes, gate_scale, rows, row_scale, E4M3, QUANTIZED)
+        gates = add_product(gates, codes, gate_scale, rows, E4M3)
         codes = load_codes(up + block * BLOCK + codes_at, left, EVEN)
         up_scale = tl.load(up_scales + scales_at + block)
-        ups = add_product(ups, codes, up_scale, rows, row_scale, E4M3, QUANTIZED)
+        ups = add_product(ups, codes, up_scale, rows, E4M3)
     x = gates.to(tl.bfloat16).to(tl.float32)
     opened = (x / (1.0 + tl.exp(-x))).to(tl.bfloat16).to(tl.float32)
     values = opened * ups.to(tl.bfloat16).to(tl.float32)
@@ -287,21 +275,3 @@ def decode(values, scales, out, n, k, blocks, EVEN: tl.constexpr, E4M3: tl.const
     scale = tl.load(scales + (matrix * tl.cdiv(n, BLOCK) + first // BLOCK) * blocks + block)
     codes = tl.load(values + at, mask=mask, other=0.0)
     tl.store(out + at, decoded(codes, scale, E4M3).to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows", "scaled_rows"])
-def quantize(hidden, values, scales, rows, scaled_rows, k, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Grid (blocks of K, row blocks): e4m3 values; scales [blocks, scaled_rows] are largest / 448."""
-    block = tl.program_id(0)
-    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    inner = block * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None]
-    if not EVEN:
-        mask = mask & (inner < k)[None, :]
-    at = (row.to(tl.int64) * k)[:, None] + inner[None, :]
-    x = tl.load(hidden + at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(x), 1), tl.full((BLOCK_ROWS,), 448.0, tl.float32))
-    scale = tl.where(scale == 0, 1.0, scale)
-    codes = tl.div_rn(x, tl.broadcast_to(scale[:, None], (BLOCK_ROWS, BLOCK))).to(tl.float8e4nv)
-    tl.store(values + at, codes, mask=mask)
-    tl.store(scales + block * scaled_rows + row, scale, mask=row < rows)

@@ -13,12 +13,11 @@ if not torch.cuda.is_available():
 from kernels.block_fp8 import (  # noqa: E402
     block_experts,
     block_linear,
-    block_linear_w8a8,
     decode_blocks,
     prepare_block_fp8,
 )
 from kernels.block_weight import BlockFp8  # noqa: E402
-from kernels.cuda.block_fp8 import PIECE_TOKENS, linear_w8a8, own_linear_w8a8  # noqa: E402
+from kernels.cuda.block_fp8 import PIECE_TOKENS  # noqa: E402
 from kernels.cuda.block_plans import CROSSOVER_TOKENS  # noqa: E402
 from tests.kernels.test_block_fp8 import draw  # noqa: E402
 
@@ -115,17 +114,6 @@ def test_one_choice_of_one_sparse_row_is_exact() -> None:
     ]
     wanted = torch.stack([row @ plain[2][e].T for row, e in zip(rows, chosen[:, 0].tolist(), strict=True)])
     assert off(block_experts(hidden, chosen, ones, gate, up, down), wanted) < 5e-3
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_own_w8a8_is_the_product_of_quantized_rows(shape: tuple[int, int]) -> None:
-    weight = draw(*shape)
-    for tokens in (1, 40, 600):
-        hidden = activations(tokens, shape[1])
-        wanted = block_linear_w8a8(hidden.cpu(), weight)
-        for got in (linear_w8a8(hidden, on_gpu(weight)), own_linear_w8a8(hidden, on_gpu(weight))):
-            assert got.shape == wanted.shape
-            assert off(got.cpu(), wanted) < 5e-3
 
 
 def test_products_can_be_captured_once_prepared() -> None:
