@@ -13,6 +13,8 @@ from kernels.check import Sizes
 from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.rows import (
     gather_rows,
+    new_keys,
+    new_rows,
     read_index_keys,
     read_slab_rows,
     write_index_keys,
@@ -265,6 +267,23 @@ def test_step_writes_reach_real_rows_only() -> None:
     assert (rig.state.index_keys[0] == 7).all(1).nonzero().flatten().tolist() == [2, 3]
     with pytest.raises(BadInput, match=r"rows=uint8: got uint8\[2, 24\].*batch=3, 24"):
         write_new_rows(rig.state, 1, rig.batch, rows[:2])
+
+
+def test_a_kernel_that_forms_rows_is_told_where_step_writes_store() -> None:
+    rig = Rig(groups=(0, 0, 1), batch=3)
+    rig.batch.new_rows[:] = torch.tensor([[9, -1, 4], [5, 8, -1]])
+    rig.batch.new_index_rows[:] = torch.tensor([2, -1, 3])
+    for target, held in (
+        (new_rows(rig.state, 1, rig.batch), rig.state.rows[1]),
+        (new_rows(rig.state, 2, rig.batch), rig.state.rows[2]),
+        (new_keys(rig.state, 1, rig.batch), rig.state.index_keys[1]),
+    ):
+        assert target.rows.data_ptr() == held.data_ptr()
+        assert target.rows.is_contiguous()
+        assert target.rows.shape == held.shape
+    assert new_rows(rig.state, 1, rig.batch).places.tolist() == [9, -1, 4]
+    assert new_rows(rig.state, 2, rig.batch).places.tolist() == [5, 8, -1]
+    assert new_keys(rig.state, 0, rig.batch).places.tolist() == [2, -1, 3]
 
 
 def test_sizes_bind_on_first_use_and_a_mismatch_is_named() -> None:
