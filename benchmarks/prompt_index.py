@@ -4,7 +4,8 @@ One cell is (format of keys, context, tokens) at DeepSeek-V3.2's indexer: 64 hea
 pages, random values; the tokens are the last of the context. Launches follow one another on one stream, eagerly, each
 with keys of another group, together beyond L2. Medians of REPLAYS, per call:
 
-    us         prompt_topk, as the runner calls it: one launch, which quantizes queries where keys are in fp8
+    us         prompt_topk, as the runner calls it: one launch, which quantizes queries where keys are in fp8, and a
+               second one for few tokens; with what the host takes to launch where the device waits for it
     least_us   2 * 64 * 128 operations per token and key at the rate of PEAK
 
 After each cell a few tokens' selections are compared with an exact one of scores in float32 (fp8_queries.py).
@@ -106,7 +107,7 @@ def _checked(
     pages = state.index_table[0].long()
     keys = form.decode(state.index_keys[0].view(-1, PAGE_TOKENS, form.row_bytes)[pages].flatten(0, 1))
     each, tokens = [], len(queries)
-    for token in range(0, tokens, max(1, tokens // 16)):
+    for token in range(0, tokens, max(1, tokens // 16 - 1)):  # each place in a job
         scores = index_scores(queries[token], weights[token], keys[: context - tokens + token + 1], SCALE)
         each.append(agreement(scores, out[token]))
     overlaps, shares = zip(*each, strict=True)

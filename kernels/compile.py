@@ -45,6 +45,7 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
         yield from (("attend_rows", hopper_defines(kind)) for kind in ("bfloat16", "fp8"))
         yield from (("prompt_index", defines) for defines in prompt_index.variants())
+        yield "prompt_merge", ()
         yield "quantize", ()
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
     yield from ((indexer.unit(number), indexer.defines(number)) for indexer in INDEXERS)

@@ -6,7 +6,7 @@ they are, and so does prefill on a CPU (worker/runners/prompt.py: Expanded). ben
 difference: of the 2,048 best positions by exact queries, at 32k and 128k, at least 96 % are selected; exact scores of
 what is selected sum up to at least 99.9 % of the best sum.
 
-On Hopper fp8 and bfloat16 keys of 128 values are searched in one launch for a whole block
+On Hopper fp8 and bfloat16 keys of 128 values are searched in one launch or two for a whole block
 (kernels/cuda/prompt_index.py); elsewhere, and float32 keys, whose products stay float32, prompt by prompt.
 """
 

@@ -1,4 +1,7 @@
-"""prompt_index on CUDA: index scores and top-k of all tokens of a block of prompts in one launch, on Hopper.
+"""prompt_index on CUDA: index scores and top-k of all tokens of a block of prompts, on Hopper.
+
+One launch; where jobs are fewer than multiprocessors, several blocks share the keys of each, and prompt_merge selects
+from their lists.
 
 For keys of DIM values in fp8 or bfloat16, and bfloat16 queries of HEADS heads. Scratch is a list of LISTED entries for
 each of GROUP tokens that a multiprocessor works on, whatever the context (`scratch_bytes`). Launches for one state
@@ -33,21 +36,24 @@ DIM: Final = 128
 LISTED: Final = 4096
 TOPK_MAX: Final = 3072
 HEAD_WORDS: Final = 4
-#: By bytes of a key's value: pages in the ring, and dynamic shared memory.
-STAGES: Final = {1: 8, 2: 4}
-SHARED_BYTES: Final = {1: 150 << 10, 2: 216 << 10}
+#: By bytes of a key's value: pages in the ring of keys, pairs of pages in the ring of scores, registers of a thread
+#: that multiplies and of one that lists, and how many entries such a thread reads together.
+SHAPES: Final = {
+    1: {"STAGES": 8, "SCORED": 16, "TEAM_REGISTERS": 160, "LISTER_REGISTERS": 64, "LIST_READS": 8},
+    2: {"STAGES": 3, "SCORED": 6, "TEAM_REGISTERS": 168, "LISTER_REGISTERS": 56, "LIST_READS": 4},
+}
+SHARED_BYTES: Final = 227 << 10  # dynamic
 #: Pages that a block scores at least where several share the keys of a job: the merge of their lists is worth it then.
-SHARE_PAGES_MIN: Final = 24
+SHARE_PAGES_MIN: Final = 16
 #: Blocks that share the keys of a job at most: one of them merges all lists.
-SPLITS_MAX: Final = 16
+SPLITS_MAX: Final = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    keys: Tensor  # int32[processors, GROUP, LISTED]
-    positions: Tensor  # likewise
+    state: structures.State  # parameters, which never change
+    entries: Tensor  # int32[processors, GROUP, LISTED, 2]: keys and positions
     heads: Tensor  # int32[processors, GROUP, HEAD_WORDS]
-    arrived: Tensor  # int32[processors], zero between launches
 
 
 _lists: WeakKeyDictionary[DeviceState, Lists] = WeakKeyDictionary()
@@ -55,7 +61,7 @@ _lists: WeakKeyDictionary[DeviceState, Lists] = WeakKeyDictionary()
 
 def scratch_bytes(processors: int) -> int:
     """Device memory of the lists of a state."""
-    return 4 * processors * (GROUP * (2 * LISTED + HEAD_WORDS) + 1)
+    return 4 * processors * GROUP * (2 * LISTED + HEAD_WORDS)
 
 
 @lru_cache(maxsize=64)
@@ -84,19 +90,17 @@ def prompt_index(
 ) -> None:
     """As kernels.prompt_topk.prompt_topk, for what `takes` admits, unchecked. Never waits for the device."""
     lists = _lists_of(state)
-    splits = splits_of(pieces.jobs, pieces.positions, len(lists.keys))
+    splits = splits_of(pieces.jobs, pieces.positions, len(lists.entries))
     block = structures.PromptIndex(
-        state=parameters.state_parameters(state),
+        state=lists.state,
         queries=queries.data_ptr(),
         weights=weights.data_ptr(),
         part=pieces.table.data_ptr(),
         slab_table=state.slab_table.data_ptr(),
         topk_out=topk_out.data_ptr(),
         rows_out=0 if rows_out is None else rows_out.data_ptr(),
-        keys=lists.keys.data_ptr(),
-        positions=lists.positions.data_ptr(),
+        entries=lists.entries.data_ptr(),
         heads=lists.heads.data_ptr(),
-        arrived=lists.arrived.data_ptr(),
         scale=scale,
         k=topk_out.shape[1],
         group=group,
@@ -105,9 +109,11 @@ def prompt_index(
         splits=splits,
         slab_pages=state.slab_table.shape[1],
     )
-    blocks = min(pieces.jobs * splits, len(lists.keys))
-    kernel, shared_bytes = kernel_of(queries.shape[1], key_bytes_of(keys), queries.device)
-    kernel.launch((blocks, 1), block, stream_of(state), shared_bytes=shared_bytes)
+    blocks = min(pieces.jobs * splits, len(lists.entries))
+    kernel, merge = kernels_of(queries.shape[1], key_bytes_of(keys), queries.device)
+    kernel.launch((blocks, 1), block, stream_of(state), shared_bytes=SHARED_BYTES)
+    if splits > 1:
+        merge.launch((pieces.jobs * GROUP, 1), block, stream_of(state))
 
 
 def splits_of(jobs: int, positions: int, processors: int) -> int:
@@ -117,7 +123,7 @@ def splits_of(jobs: int, positions: int, processors: int) -> int:
 
 def prepare(state: DeviceState, heads: int, keys: RowFormat) -> None:
     """Compile, load and allocate all that prompt_index needs. Raises InternalError where it does not compile."""
-    kernel_of(heads, key_bytes_of(keys), state.rows.device)
+    kernels_of(heads, key_bytes_of(keys), state.rows.device)
     _lists_of(state)
 
 
@@ -127,36 +133,31 @@ def key_bytes_of(keys: RowFormat) -> int:
 
 
 @lru_cache(maxsize=64)
-def kernel_of(heads: int, key_bytes: int, device: torch.device) -> tuple[Kernel, int]:
-    """The loaded kernel and the dynamic shared memory of its blocks."""
+def kernels_of(heads: int, key_bytes: int, device: torch.device) -> tuple[Kernel, Kernel]:
+    """prompt_index and prompt_merge, loaded."""
     kernel = load("prompt_index", "prompt_index", defines_of(heads, key_bytes), device.index or 0)
     kernel.allow_all(clusters=False)
-    return kernel, SHARED_BYTES[key_bytes]
+    return kernel, load("prompt_merge", "prompt_merge", (), device.index or 0)
 
 
 def variants() -> Iterator[Defines]:
     """Defines of all that are written."""
-    return (defines_of(heads, key_bytes) for heads, key_bytes in product(HEADS, STAGES))
+    return (defines_of(heads, key_bytes) for heads, key_bytes in product(HEADS, SHAPES))
 
 
 def defines_of(heads: int, key_bytes: int) -> Defines:
-    return (
-        ("HEADS", heads),
-        ("KEY_BYTES", key_bytes),
-        ("STAGES", STAGES[key_bytes]),
-        ("SHARED_BYTES", SHARED_BYTES[key_bytes]),
-        ("WGMMA", 1),
-    )
+    shape = SHAPES[key_bytes].items()
+    return (("HEADS", heads), ("KEY_BYTES", key_bytes), *shape, ("SHARED_BYTES", SHARED_BYTES), ("WGMMA", 1))
 
 
 def _lists_of(state: DeviceState) -> Lists:
     if state not in _lists:
         device = state.rows.device
         count = processors(device)
-        shapes = ((GROUP, LISTED), (GROUP, LISTED), (GROUP, HEAD_WORDS), ())
+        shapes = ((GROUP, LISTED, 2), (GROUP, HEAD_WORDS))
         with torch.inference_mode(False):  # the first caller may be inside, later ones outside
             tensors = (torch.zeros(count, *shape, dtype=torch.int32, device=device) for shape in shapes)
-            _lists[state] = Lists(*tensors)
+            _lists[state] = Lists(parameters.state_parameters(state), *tensors)
     return _lists[state]
 
 

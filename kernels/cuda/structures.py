@@ -307,6 +307,13 @@ class IndexPart(Structure):
     _fields_ = fields(members)
 
 
+class ListEntry(Structure):
+    """A position that may be among the best of a token, and the order key of its score."""
+
+    members = (("u32", "key"), ("i32", "position"))
+    _fields_ = fields(members)
+
+
 class PromptIndex(Structure):
     members = (
         ("State", "state"),
@@ -316,13 +323,11 @@ class PromptIndex(Structure):
         ("const i32*", "slab_table", "[seats, slab_pages]"),
         ("i32*", "topk_out", "[rows, k]: positions"),
         ("i32*", "rows_out", "likewise: their rows in the slab; null: none"),
-        ("u32*", "keys", "[blocks, 8, 4096]"),
-        ("i32*", "positions", "likewise"),
-        ("u32*", "heads", "[blocks, 8, 4]: count, bar, least and most of each list"),
-        ("i32*", "arrived", "[jobs] where splits > 1: zero between launches"),
+        ("ListEntry*", "entries", "[blocks, 8, 4096]: lists (prompt_list.cuh)"),
+        ("u32*", "heads", "[blocks, 8, 4]: count, bar, least and most of each list, where splits > 1"),
         ("float", "scale"),
         ("i32", "k, group, parts, jobs"),
-        ("i32", "splits", "blocks that share the keys of a job; above 1: jobs * splits blocks are launched"),
+        ("i32", "splits", "blocks that share the keys of a job; above 1, jobs * splits in all, then prompt_merge"),
         ("i32", "slab_pages, unused"),
     )
     _fields_ = fields(members)

@@ -54,6 +54,7 @@ UNITS: Final = (
     ("swap_in", "swap_in"),
     ("index_select", "index_select"),
     ("prompt_index", "prompt_index"),
+    ("prompt_merge", "prompt_merge"),
     *((quantize.UNIT, kernel) for kernel in quantize.KERNELS),
 )
 
@@ -140,7 +141,8 @@ class Emulated:
         return self._device.at_once if cluster <= self._device.largest else 0
 
 
-THREADS: Final = {"swap_in": 768, "prompt_index": 384}  # launch bounds, where the launcher names no number
+#: Launch bounds, where the launcher names no number.
+THREADS: Final = {"swap_in": 768, "prompt_index": 640, "prompt_merge": 1024}
 
 
 class Device:

@@ -47,8 +47,8 @@ inline void sync_named(int barrier, int threads) { emulated::meet(barrier, stati
 inline void* settled(void* shared) { return shared; }
 inline void let_next_begin() { emulated::may_be_overtaken(); }
 inline void await_last() {}
-inline void store_if(bool wanted, void* at, u32 value) {
-    if (wanted) *static_cast<u32*>(at) = value;
+inline void store_if(bool wanted, void* at, u32 first, u32 second) {
+    if (wanted) static_cast<u32*>(at)[0] = first, static_cast<u32*>(at)[1] = second;
 }
 inline void count_shared(u32* word) { ++*word; }
 inline void set_bits_if(bool condition, u32* word, u32 bits) { if (condition) *word |= bits; }

@@ -79,6 +79,14 @@ def whole(*shape: int) -> Tensor:
     return torch.randint(-3, 4, shape, device="cuda").float()
 
 
+def few(*shape: int) -> Tensor:
+    """Queries of few and small values: sums of eight products by `whole` keys and weights are float16."""
+    values = torch.zeros(shape, device="cuda")
+    values[..., 0] = 3.5 * (2 * torch.randint(2, shape[:-1], device="cuda") - 1)
+    values[..., 1:4] = torch.randint(-1, 2, (*shape[:-1], 3), device="cuda").float()
+    return values
+
+
 BLOCKS: Final = {
     "one token": [PromptPiece(0, 1, 1, 3_000)],
     "one job": [PromptPiece(0, 8, 0, 5_000)],
@@ -103,8 +111,8 @@ def test_each_token_selects_a_stable_top_k(form: RowFormat, heads: int, name: st
     pieces, k = BLOCKS[name], 2_048
     rows = pieces[-1].row + pieces[-1].tokens
     # A scale of a power of two keeps whole numbers whole: the largest magnitude of each row is 3 or 448 / 2**7.
-    keys, queries, weights = whole(SEATS * PAGES * 64, DIM), whole(rows, heads, DIM), whole(rows, heads)
-    keys[:, 0], queries[..., 0] = 3.5, 3.5
+    keys, queries, weights = whole(SEATS * PAGES * 64, DIM), few(rows, heads, DIM), whole(rows, heads)
+    keys[:, 0] = 3.5
     state = state_of(form, k, keys)
     found = selection(state, form, pieces, queries, weights, 0.25, k)
     for piece in pieces:

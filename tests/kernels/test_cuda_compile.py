@@ -23,6 +23,7 @@ from kernels.cuda.block_plans import LinearPlan, forms
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
 from kernels.layout import Geometry
+from kernels.prompt_pieces import GROUP
 from kernels.state import DeviceState, MissPlan
 from protocol.errors import BadInput, ConfigError, InternalError
 from tests.support.kept_kernels import digest, kept, kept_unit, unit_key
@@ -30,7 +31,7 @@ from tests.support.kept_kernels import digest, kept, kept_unit, unit_key
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
 
 DEFINES = jit.row_defines(Geometry(1, 656, (0,), 132, 2048))
-REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168, "block_linear": 168, "prompt_index": 168}
+REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168, "block_linear": 168, "prompt_index": 96}
 TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 
 
@@ -62,9 +63,8 @@ def compile_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         monkeypatch.setattr(kernels_compile, "RANKS", ranks)
         assert kernels_compile.main(["--arch", arch, "--json"]) == 0
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        alone = {"null_kernel", "index_scores", "index_select"} | (
-            {"attend_rows", "block_linear", "prompt_index", *quantize.KERNELS} if arch == "sm_90" else set()
-        )
+        hopper = {"attend_rows", "block_linear", "prompt_index", "prompt_merge", *quantize.KERNELS}
+        alone = {"null_kernel", "index_scores", "index_select"} | (hopper if arch == "sm_90" else set())
         assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
         for line in lines:
             assert line["arch"] == arch
@@ -142,6 +142,8 @@ class Instruction:
         self.awaits = high >> 52 & 63  # a bit for each scoreboard
         self.multiplies = self.opcode in (0xDF0, 0xDF3)  # HGMMA, QGMMA
         self.closes_group = self.multiplies and not high >> 20 & 7  # gsb0
+        self.awaits_products = self.opcode == 0x9C5 and bool(low >> 47 & 1)  # WARPGROUP.DEPBAR
+        self.loads_shared = self.opcode == 0x984  # LDS
         self.moves_stack = self.opcode == 0x836 and self.target == self.source == 1  # VIADD R1, R1
 
 
@@ -176,16 +178,40 @@ def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, form: int) 
     assert sum(it.closes_group for it in products) == 2
 
 
-@pytest.mark.parametrize(
-    "defines", list(prompt_index.variants()), ids=lambda defines: "-".join(str(it[1]) for it in defines)
+def code_of_prompt_index(defines: jit.Defines) -> list[Instruction]:
+    text = section(kept_unit("prompt_index", defines, "sm_90").cubin, ".text.prompt_index")
+    return [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
+
+
+prompt_variants = pytest.mark.parametrize(
+    "defines", list(prompt_index.variants()), ids=lambda defines: "-".join(str(it[1]) for it in defines[:2])
 )
+
+
+@prompt_variants
 def test_products_of_prompt_index_are_asynchronous(defines: jit.Defines) -> None:
     """The last product of a group alone is counted, as with block_linear."""
-    text = section(kept_unit("prompt_index", defines, "sm_90").cubin, ".text.prompt_index")
-    code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
-    steps = 4 * dict(defines)["KEY_BYTES"]
-    closes = [it.closes_group for it in code if it.multiplies]
-    assert closes == 3 * ([False] * (steps - 1) + [True]), "of the first page, and of both halves of each"
+    given = dict(defines)
+    chunks = GROUP * given["HEADS"] // (128 if given["KEY_BYTES"] == 1 else 64)
+    closes = [it.closes_group for it in code_of_prompt_index(defines) if it.multiplies]
+    steps = 4 * given["KEY_BYTES"]
+    assert closes == (1 + chunks) * ([False] * (steps - 1) + [True]), "of the first page's first chunk, and of a page"
+
+
+@prompt_variants
+def test_prompt_index_loads_no_key_into_registers_that_products_still_read(defines: jit.Defines) -> None:
+    """A product reads its keys from registers until it is awaited; nothing in the machine protects them."""
+    read: set[int] = set()
+    loads = 0
+    for it in code_of_prompt_index(defines):
+        if it.multiplies:
+            read.update(range(it.source, it.source + 4))
+        elif it.awaits_products:
+            read.clear()
+        elif it.loads_shared:
+            loads += bool(read)
+            assert it.target not in read
+    assert loads, "loads are told from other instructions"
 
 
 def test_header_is_generated() -> None:

@@ -1,4 +1,4 @@
-"""The list by which prompt_index selects: the kernel's own source, emulated, against a stable sort."""
+"""The list by which prompt_index selects, and prompt_merge: the kernels' source, emulated, against a stable sort."""
 
 from __future__ import annotations
 
@@ -23,68 +23,71 @@ Float32Array: TypeAlias = npt.NDArray[np.float32]
 #: Entries of a list, as the source has it.
 LISTED: Final = 4096
 K: Final = 2048
+GROUP: Final = 8
 UNIT: Final = """
 #include "cuda.hpp"
-#include "prompt_list.cuh"
+#include "prompt_merge.cuh"
 
 using namespace hisparse;
 struct Try {
     const float* scores;
     i32 *out, *rows;
     const i32* slab_pages;
-    u32* keys;
-    i32* positions;
+    ListEntry* entries;
     i32 length, k, splits;
 };
 void try_list(const Try p) {
-    static u32 bins[RANGE_BINS];
-    static uint4 heads[64];
-    const i32 lane = threadIdx.x;
-    const auto at = [&](i32 share) { return ListPlace{p.keys + share * LISTED, p.positions + share * LISTED, bins}; };
-    for (i32 share = 0; share < p.splits; ++share) {
-        PromptList list{at(share), static_cast<u32>(p.k)};
+    static u32 bins[SPLITS_MAX][RANGE_BINS];
+    static MergeShared s;
+    const i32 lane = threadIdx.x % 32, share = threadIdx.x / 32;
+    const ListOut out{p.out, p.rows, p.slab_pages};
+    const i64 first = (p.splits - 1) * GROUP, own = (first - share * GROUP) * LISTED;
+    if (share < p.splits) {
+        PromptList<8> list{{p.entries + own, bins[share]}, static_cast<u32>(p.k)};
         const i32 end = p.length * (share + 1) / p.splits;
-        for (i32 base = p.length * share / p.splits; base < end; base += 64) {
-            const i32 near = base + lane, far = near + 32;
-            const u32 one = near < end ? prompt_order(p.scores[near]) : 0;
-            list.take(one, far < end ? prompt_order(p.scores[far]) : 0, near < end, far < end, near, far);
-            // As late as the kernel: four pages are taken between two looks.
-            if (base / 64 % 4 == 3 && list.crowded()) list.relieve();
+        for (i32 base = p.length * share / p.splits; base < end; base += 32 * TAKEN) {
+            u32 keys[TAKEN];
+            for (i32 i = 0; i < TAKEN; ++i) {
+                const i32 position = base + lane + 32 * i;
+                keys[i] = position < end ? prompt_order(p.scores[position]) : 0;
+            }
+            if (list.crowded()) list.shorten(false);
+            list.take(keys, base + lane, end);
         }
-        list.save(heads + share);
+        if (p.splits == 1) list.shorten(true), list.put(out);
+        else list.save(s.heads + share);
     }
-    __syncwarp();
-    PromptList list{at(0), static_cast<u32>(p.k), {heads[0].x, heads[0].y}, heads[0].z, heads[0].w};
-    for (i32 share = 1; share < p.splits; ++share)
-        list.take_list(at(share).keys, at(share).positions, heads[share].x);
-    list.finish({p.out, p.rows, p.slab_pages});
+    __syncthreads();
+    PromptIndex index{};
+    index.entries = p.entries, index.k = p.k, index.splits = p.splits;
+    if (p.splits > 1) Merging{index, s, first}.select(out);
 }
 extern "C" bool run_try(const float* scores, int length, int k, int splits, int* out, int* rows, const int* slab_pages,
-                        unsigned* keys, int* positions) {
-    Try p{scores, out, rows, slab_pages, keys, positions, length, k, splits};
-    return emulated::run(try_list, &p, {1, 1, 1}, 32, 1, 0, 1).empty();
+                        void* entries) {
+    Try p{scores, out, rows, slab_pages, static_cast<ListEntry*>(entries), length, k, splits};
+    return emulated::run(try_list, &p, {1, 1, 1}, splits > 1 ? MERGE_THREADS : 32, 1, 0, 1).empty();
 }
 """
 
 
 @cache
 def library() -> ctypes.CDLL:
-    sources = sources_of("prompt_list", source=UNIT)
+    sources = sources_of("prompt_merge", source=UNIT)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "unit.so"
         key = digest(compiler_version(), *FLAGS, *sources, *sources.values())
-        built = kept("prompt_list-emulated", key, partial(build, "prompt_list", sources, list(FLAGS)))
+        built = kept("prompt_list-emulated", key, partial(build, "prompt_merge", sources, list(FLAGS)))
         path.write_bytes(built.cubin)
         return ctypes.CDLL(str(path))
 
 
 def selected(scores: Float32Array, k: int, splits: int = 1) -> Int32Array:
-    """Positions that the lists of `splits` equal parts select when they are merged. Their rows are checked."""
+    """Positions that a list selects, or prompt_merge of the lists of `splits` equal parts. Their rows are checked."""
     out, rows = np.full((2, k), -1, np.int32)
     pages = np.random.default_rng(0).permutation(-(-len(scores) // PAGE_TOKENS)).astype(np.int32)
-    keys, positions = np.zeros(splits * LISTED, np.uint32), np.zeros(splits * LISTED, np.int32)
+    entries = np.zeros(splits * GROUP * LISTED, np.uint64)
     scores = np.ascontiguousarray(scores, np.float32)
-    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (scores, out, rows, pages, keys, positions)]
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (scores, out, rows, pages, entries)]
     assert library().run_try(pointers[0], len(scores), k, splits, *pointers[1:])
     assert np.array_equal(rows, pages[out // PAGE_TOKENS] * PAGE_TOKENS + out % PAGE_TOKENS)
     return out
@@ -128,7 +131,7 @@ def test_list_selects_the_best_of_any_scores(kind: str, length: int) -> None:
     assert np.array_equal(selected(scores, K), best(scores, K))
 
 
-@pytest.mark.parametrize("splits", [2, 7, 16])
+@pytest.mark.parametrize("splits", [2, 7, 32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_lists_select_what_one_does(kind: str, splits: int) -> None:
     scores = KINDS[kind](np.random.default_rng(splits), 30_000)

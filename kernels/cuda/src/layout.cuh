@@ -206,6 +206,13 @@ struct IndexPart {
 };
 static_assert(sizeof(IndexPart) == 20, "as ctypes lays it out");
 
+// A position that may be among the best of a token, and the order key of its score.
+struct ListEntry {
+    u32 key;
+    i32 position;
+};
+static_assert(sizeof(ListEntry) == 8, "as ctypes lays it out");
+
 struct PromptIndex {
     State state;
     const void* queries;    // bfloat16 [rows, heads, dim]
@@ -214,16 +221,14 @@ struct PromptIndex {
     const i32* slab_table;  // [seats, slab_pages]
     i32* topk_out;          // [rows, k]: positions
     i32* rows_out;          // likewise: their rows in the slab; null: none
-    u32* keys;              // [blocks, 8, 4096]
-    i32* positions;         // likewise
-    u32* heads;             // [blocks, 8, 4]: count, bar, least and most of each list
-    i32* arrived;           // [jobs] where splits > 1: zero between launches
+    ListEntry* entries;     // [blocks, 8, 4096]: lists (prompt_list.cuh)
+    u32* heads;             // [blocks, 8, 4]: count, bar, least and most of each list, where splits > 1
     float scale;
     i32 k, group, parts, jobs;
-    i32 splits;             // blocks that share the keys of a job; above 1: jobs * splits blocks are launched
+    i32 splits;             // blocks that share the keys of a job; above 1, jobs * splits in all, then prompt_merge
     i32 slab_pages, unused;
 };
-static_assert(sizeof(PromptIndex) == 304, "as ctypes lays it out");
+static_assert(sizeof(PromptIndex) == 288, "as ctypes lays it out");
 
 struct AttendRows {
     const u8* rows;       // of one layer
