@@ -116,7 +116,7 @@ def test_an_index_key_and_its_queries_turn_alike(
         found, turned.squeeze(2).to(kept), rtol=step, atol=4 * step if rotation is not None else 0
     )
     assert torch.equal(weights, raw.float() * heads**-0.5)
-    check_rows(target, form.encode(key.view(tokens, DIM)), form, share=2e-2 if dtype == torch.bfloat16 else 0.6)
+    check_rows(target, form.encode(key.view(tokens, DIM)), form, share=5e-2 if dtype == torch.bfloat16 else 0.6)
     again = RowTarget(torch.zeros(tokens, form.row_bytes, dtype=torch.uint8, device="cuda"))
     empty, _ = index_rows(*about, again)
     assert empty.shape == (tokens, 0, DIM)
