@@ -53,7 +53,7 @@ class Cell:
         size = rows * self.form.row_bytes
         self.layers = 2 if phase == "prompt" else max(2, min(LAYERS_MOST, -(-ROW_BYTES_LEAST // size)))
         geometry = Geometry(self.layers, self.form.row_bytes, (0,) * self.layers, 4, TOPK)
-        sizes = dict.fromkeys(("seats", "index_pages", "max_pages", "max_chunks", "max_slab_pages", "tail_slots"), 1)
+        sizes = dict.fromkeys(("seats", "index_pages", "max_pages", "max_chunks", "slab_pages", "tail_slots"), 1)
         host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
         self.state = DeviceState.allocate(geometry, chunks=rows // PAGE_TOKENS, host=host, device="cuda", **sizes)
         for layer in range(self.layers):

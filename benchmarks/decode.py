@@ -71,6 +71,7 @@ SAMPLE_PAGES: Final = 64  # encoded once, repeated over the pool
 PROFILED: Final = 4
 TOKENS_AHEAD: Final = WARM_UP + STEPS + PROFILED + 3 * LOOKAHEAD + 4
 TURNS_MAX: Final = 1_000_000
+NAME_MOST: Final = 80  # letters of a kernel's name
 
 #: Kinds of kernels, by parts of their names.
 KINDS: Final = {
@@ -175,8 +176,7 @@ def sizing_of(
         capacity=capacity,
         context_max_tokens=context_pages * PAGE_TOKENS,
         max_pages=context_pages,
-        max_chunks=max(chunks, managed_chunks(hot_slots), slab_pages),
-        max_slab_pages=slab_pages,
+        max_chunks=max(chunks, managed_chunks(hot_slots)),
         bookkeeping_bytes=0,
         device_bytes=seats * (chunks * geometry.chunk_bytes + context_pages * geometry.index_page_bytes),
         longest_context_tokens=context_pages * PAGE_TOKENS,
@@ -246,9 +246,16 @@ def plain_model() -> Iterator[None]:
 
 
 def run(
-    cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int, recorded: Recorded | None = None
+    cell: Cell,
+    runner: TransformersRunner,
+    pool: Tensor,
+    hot_slots: int,
+    recorded: Recorded | None = None,
+    *,
+    kernels_shown: int = 0,
 ) -> dict[str, Any]:
-    """Decode WARM_UP and STEPS steps of all requests; what they took and found."""
+    """Decode WARM_UP and STEPS steps of all requests; what they took and found. `kernels_shown`: print as many kernels
+    of a step."""
     geometry = runner.geometry
     if recorded is not None:
         runner.after_index_topk = TracedSelections(recorded, geometry.groups, cell.concurrency, "cuda")
@@ -266,13 +273,15 @@ def run(
         hits, misses = (
             int(x.sum()) - y for x, y in zip((executor.state.hits, executor.state.misses), before, strict=True)
         )
-        parts = profile(executor, clock)
+        ran = profile(executor, clock)
         tripped = executor.state.tripwires.tolist()
     streams.close()
     gaps = [b - a for a, b in zip(clock.steps[WARM_UP - 1 :], clock.steps[WARM_UP:], strict=False)][:STEPS]
     if any(tripped):
         raise SystemExit(f"{cell}: tripwires {tripped}")
     gaps.sort()
+    for line in by_kernel(ran)[:kernels_shown]:
+        print(line)
     return {
         "tokens_per_s": cell.concurrency * len(gaps) / sum(gaps),
         "step_ms": statistics.mean(gaps) * 1e3,
@@ -282,7 +291,7 @@ def run(
         "steps": len(gaps),
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "kv_bytes": executor._sizing.device_bytes,
-        "parts_ms": parts,
+        "parts_ms": share_out(ran),
     }
 
 
@@ -357,13 +366,25 @@ def turn_until(executor: Executor, clock: Clock, steps: int) -> None:
     raise SystemExit(f"{len(clock.steps)} of {steps} steps after {TURNS_MAX} turns: {clock.events}")
 
 
-def profile(executor: Executor, clock: Clock) -> dict[str, float]:
-    """Milliseconds per step of kernels and copies of each kind, and of any ("busy")."""
+def profile(executor: Executor, clock: Clock) -> list[tuple[str, float, float]]:
+    """(name, start, end) in microseconds of all kernels and copies of PROFILED steps."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         turn_until(executor, clock, len(clock.steps) + PROFILED)
         torch.cuda.synchronize()
     ran = [e for e in profiler.events() or () if e.device_type.name == "CUDA"]
-    return share_out([(e.name, e.time_range.start, e.time_range.end) for e in ran])
+    return [(e.name, e.time_range.start, e.time_range.end) for e in ran]
+
+
+def by_kernel(ran: list[tuple[str, float, float]]) -> list[str]:
+    """Lines of what ran in PROFILED steps, the longest first: microseconds of a step, launches of a step, name."""
+    spans: dict[str, list[float]] = {}
+    for name, start, end in ran:
+        spans.setdefault(name, []).append(end - start)
+    longest = sorted(spans.items(), key=lambda found: -sum(found[1]))
+    return [
+        f"{sum(found) / PROFILED:9.1f} us {len(found) / PROFILED:7.1f} launches  {name[:NAME_MOST]}"
+        for name, found in longest
+    ]
 
 
 def share_out(ran: list[tuple[str, float, float]]) -> dict[str, float]:

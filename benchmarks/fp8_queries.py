@@ -106,7 +106,7 @@ def _state(keys: Tensor) -> DeviceState:
     """One seat whose pages hold `keys` [n, DIM] in order."""
     pages, device = len(keys) // PAGE_TOKENS, keys.device
     geometry = Geometry(1, 8, (0,), FORM.row_bytes, TOPK)
-    sizes = {"seats": 1, "chunks": 1, "index_pages": pages, "max_pages": pages, "max_chunks": 1, "max_slab_pages": 1}
+    sizes = {"seats": 1, "chunks": 1, "index_pages": pages, "max_pages": pages, "max_chunks": 1, "slab_pages": 1}
     host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
     host = host.pin_memory() if device.type == "cuda" else host
     state = DeviceState.allocate(geometry, tail_slots=1, host=host, device=device, **sizes)

@@ -68,7 +68,7 @@ class Cell:
             index_pages=batch * pages,
             max_pages=pages,
             max_chunks=1,
-            max_slab_pages=1,
+            slab_pages=1,
             tail_slots=1,
             host=torch.zeros(1, geometry.page_bytes, dtype=torch.uint8),
             device="cuda",

@@ -6,8 +6,7 @@ benchmarks/resume.py, the prefix in pinned host memory. All in one run:
     layers       the rows of one layer of the prefix, copied into slab pages in pieces as the worker launches them,
                  beside one plain copy of as many bytes from pinned memory to the device
     keys         the same for the index keys of all layers
-    in_situ      GB/s of all loads of a warm request, by the worker's own counters, in layer groups of --layer-group
-                 (worker.layer_group)
+    in_situ      GB/s of all loads of a warm request, by the worker's own counters
     ttft_*       first token of prefix and new tokens: everything prefilled, and behind the restored prefix
     tokens       OUTPUT_TOKENS of each prompt behind the restored prefix, beside those of the whole prefill, by
                  themselves, since they ask for log-probabilities
@@ -37,6 +36,7 @@ from benchmarks.swap_in import machine
 from hisparse.demo.compare import OracleRun, compare
 from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device
 from kernels.state import DeviceState
+from metrics.state import WorkerCounters
 from protocol.arrays import pack_int32, unpack_int32
 from protocol.logprobs import LOGPROB_MIN, TokenLogprobs, read_rows, row_words
 from protocol.messages import LOGPROBS_MAX, NO_LOGPROBS, Admit, Sampling, Withdraw
@@ -246,7 +246,7 @@ def restores(state: DeviceState, tokens: int) -> dict[str, Any]:
 
     def rows_of(layer: int) -> None:
         for rows, _, pages, offsets in row_pieces:
-            copy_rows_to_device(state, rows, None, pages, offsets, range(layer, layer + 1))
+            copy_rows_to_device(state.slab(layer), rows, None, pages, offsets, range(layer, layer + 1))
 
     def keys() -> None:
         for _, keys, pages, offsets in key_pieces:
@@ -271,6 +271,14 @@ def restores(state: DeviceState, tokens: int) -> dict[str, Any]:
     }
 
 
+def loads_of(counters: WorkerCounters) -> tuple[int, float]:
+    """Return bytes and seconds of loads so far: index keys of prefixes, and earlier rows of prompts, layer by layer."""
+    return (
+        counters.preloaded_bytes + counters.refilled_bytes,
+        counters.preloading.seconds + counters.refilling.seconds,
+    )
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     prefix, total = options.prefix // PAGE_TOKENS * PAGE_TOKENS, options.prefix + options.new
     config = synthetic_config("deepseek-v3.2", options.layers)
@@ -285,9 +293,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cold, warm, counters = list[float](), list[float](), worker.executor.counters
     for seed in range(options.rounds):
         cold.append(worker.answer(seed).first_s)
-        before = counters.preloaded_bytes, counters.preloading.seconds
+        before = loads_of(counters)
         warm.append(worker.answer(seed, prefix).first_s)
-        loaded, busy_s = counters.preloaded_bytes - before[0], counters.preloading.seconds - before[1]
+        loaded, busy_s = (after - earlier for after, earlier in zip(loads_of(counters), before, strict=True))
     result["in_situ_gb_per_s"] = round(loaded / busy_s / 1e9, 2) if busy_s else None
     result["ttft_cold_ms"], result["ttft_warm_ms"] = (round(1e3 * median(times), 2) for times in (cold, warm))
     result["ttft_ratio"] = round(median(cold) / median(warm), 2)

@@ -71,7 +71,7 @@ def _state(form: RowFormat, context: int) -> DeviceState:
     geometry = Geometry(GROUPS, 8, tuple(range(GROUPS)), form.row_bytes, TOPK)
     sizes = {"seats": 1, "chunks": 1, "index_pages": pages, "max_pages": pages, "max_chunks": 1}
     host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8).pin_memory()
-    state = DeviceState.allocate(geometry, max_slab_pages=pages, tail_slots=1, host=host, device="cuda", **sizes)
+    state = DeviceState.allocate(geometry, slab_pages=pages, tail_slots=1, host=host, device="cuda", **sizes)
     for group in range(GROUPS):
         state.index_keys[group] = form.encode(torch.randn(context, DIM, device="cuda"))
     for table in (state.index_table, state.slab_table):

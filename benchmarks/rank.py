@@ -146,10 +146,17 @@ def cells(
 
 
 def measured(
-    cell: Cell, runner: TransformersRunner, pool: Tensor, hot_slots: int, config: Any, of: int, rates: Rates
+    cell: Cell,
+    runner: TransformersRunner,
+    pool: Tensor,
+    hot_slots: int,
+    config: Any,
+    of: int,
+    rates: Rates,
+    kernels_shown: int = 0,
 ) -> dict[str, Any]:
     """What benchmarks.decode measures of one cell, and its floor."""
-    row = asdict(cell) | run(cell, runner, pool, hot_slots)
+    row = asdict(cell) | run(cell, runner, pool, hot_slots, kernels_shown=kernels_shown)
     misses = 0.0 if row["hit_rate"] is None else (1 - row["hit_rate"]) * config.index_topk
     parts = parts_of(config, runner.geometry, rows=cell.concurrency, of=of, context=cell.context)
     link_ms = Links(of).step_ms(config, cell.concurrency)
@@ -188,6 +195,7 @@ def main() -> None:
     parser.add_argument("--pool-gib", type=int, default=64, help="host pool; a power of two")
     parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
     parser.add_argument("--overlaps", type=float, nargs="*", default=list(OVERLAPS))
+    parser.add_argument("--kernels", type=int, default=0, help="print as many kernels of a step of each cell")
     parser.add_argument("--budget-seconds", type=float, default=600)
     options = parser.parse_args()
     began = time.monotonic()
@@ -227,7 +235,7 @@ def main() -> None:
             break
         prepared = [cell.concurrency, options.of * cell.concurrency]
         with patch.object(transformers_dsa, "PREPARED_ROWS", prepared), patch.object(decode, "STEPS", STEPS):
-            row = measured(cell, runner, pool, options.hot_slots, config, options.of, found)
+            row = measured(cell, runner, pool, options.hot_slots, config, options.of, found, options.kernels)
         print(show(row), flush=True)
         rows.append(row)
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from benchmarks.plots import Row, Series, marks
 from benchmarks.tables import Row as Cell
+from kernels.layout import SLAB_LAYERS
 from protocol.units import PAGE_TOKENS, pages_for
 
 SERIES: Final = (
@@ -48,12 +49,13 @@ def ratios(rows: Sequence[Cell], tokens: str = "tokens_per_s") -> Iterator[Cell]
 
 
 def beside_slab(result: Cell) -> Iterator[Cell]:
-    """Requests that fit where the budget has a prefill slab too, of one prompt of each context. Computed."""
+    """Requests that fit where the budget has a prefill slab too, of two layers of one prompt of each context.
+    Computed."""
     setting, rows = result["setting"], result["rows"]
     for context in dict.fromkeys(row["context"] for row in rows):
         resident, ours = (find(rows, context=context, mode=mode) for mode in ("resident", "hisparse"))
         if resident and ours:
-            slab_bytes = pages_for(context) * PAGE_TOKENS * setting["row_bytes"] * setting["layers"]
+            slab_bytes = pages_for(context) * PAGE_TOKENS * setting["row_bytes"] * SLAB_LAYERS
             of_one = [row["kv_bytes"] / row["concurrency"] for row in (resident, ours)]
             fit = [int((setting["kv_budget_bytes"] - slab_bytes) // size) for size in of_one]
             yield {

@@ -67,7 +67,7 @@ class Cache:
             index_pages=pages,
             max_pages=pages,
             max_chunks=chunks,
-            max_slab_pages=pages,
+            slab_pages=pages,
             tail_slots=TAIL_SLOTS,
             host=host,
             device=device,
@@ -81,18 +81,25 @@ class Cache:
         self.misses = hs.MissPlan.allocate(1, TOPK, device)
 
     def write_prompt(self, rows: Tensor, keys: Tensor) -> None:
-        """Put a prompt's rows and index keys into host pages, page by page through one chunk; begin with no hot row."""
+        """Put a prompt's rows and index keys into host pages, page by page through one slab page, layer by layer; begin
+        with no hot row."""
         state, device = self.state, rows.device
         for start in range(0, len(keys), hs.PAGE_TOKENS):
             stop, page = min(start + hs.PAGE_TOKENS, len(keys)), start // hs.PAGE_TOKENS
-            state.slab_table[SEAT, page] = 0  # chunk 0 as this page's slab page
-            for layer in range(LAYERS):
-                hs.write_slab_rows(state, layer, SEAT, start, hs.encode(self.row_format, rows[layer, start:stop]))
+            state.slab_table[SEAT, page] = 0
             hs.write_prompt_index_keys(state, GROUP, SEAT, start, hs.encode(self.key_format, keys[start:stop]))
-            places = torch.arange(stop - start, device=device)  # rows of chunk 0; index page n is page n of the context
-            hs.copy_rows_to_host(
-                state, places.unsqueeze(0), start + places, torch.full_like(places, page), host_offset=places
-            )
+            places = torch.arange(stop - start, device=device)  # rows of slab page 0
+            index_rows, host_pages = start + places, torch.full_like(places, page)  # index page n is the context's n-th
+            for layer in range(LAYERS):  # whose rows lie over those of layer - 2
+                hs.write_slab_rows(state, layer, SEAT, start, hs.encode(self.row_format, rows[layer, start:stop]))
+                hs.copy_rows_to_host(
+                    state.slab(layer),
+                    places.unsqueeze(0),
+                    index_rows if layer == LAYERS - 1 else None,
+                    host_pages,
+                    places,
+                    range(layer, layer + 1),
+                )
         hs.init_managed(state, SEAT, HOT_SLOTS, first_token=0, tokens=0)
 
     def step(self, model: Model, length: int, rows: Tensor, keys: Tensor) -> tuple[Tensor, list[Tensor]]:

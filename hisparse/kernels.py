@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kernels.row_format import hadamard as hadamard
     from kernels.row_format import index_key_format as index_key_format
     from kernels.row_format import kv_row_format as kv_row_format
+    from kernels.rows import copy_slab_pages as copy_slab_pages
     from kernels.rows import gather_rows as gather_rows
     from kernels.rows import read_index_keys as read_index_keys
     from kernels.rows import read_slab_rows as read_slab_rows

@@ -13,6 +13,7 @@ checkpoint says so (`powers`).
     quantize_rows         activations to e4m3 and scales
     block_linear_w8a8     block_linear, block_experts with quantized activations
     block_gated_w8a8      likewise, of silu(gate) * up
+    block_coded_w8a8      likewise, of rows that another kernel quantized
     block_experts_w8a8
     prepare_block_fp8     compiles what a model's products launch, before any capture
     prepare_w8a8
@@ -99,8 +100,13 @@ def block_experts(
     down: BlockFp8,
     first_expert: int = 0,
     experts_total: int | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Output [T, K] of the experts first_expert .. first_expert + E - 1 for `hidden` [T, K].
+
+    Rows of `hidden`, `chosen` and `weights` may lie apart. A GPU writes to `out`, contiguous of the dtype of `hidden`,
+    where it is given; else a new tensor is returned.
 
     For each token the sum of weight * down(silu(gate x) * up x) over its choices `chosen` int[T, k] among these
     experts; other choices, -1 among them, add nothing. `weights` is [T, k], float32 or the dtype of `hidden`. `gate`
@@ -110,7 +116,7 @@ def block_experts(
     """
     _check_experts(hidden, chosen, weights, gate, up, down)
     if _launches(hidden):
-        return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total)
+        return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total, out=out)
     return _experts(hidden, chosen, weights, gate, up, down, first_expert)
 
 
@@ -146,6 +152,16 @@ def block_linear_w8a8(hidden: Tensor, weight: BlockFp8, *, powers: bool = False)
     return _linear_w8a8(hidden, decode_blocks(weight, torch.float32), powers=powers)
 
 
+def make_codes(rows: int, weight: BlockFp8, *, powers: bool = False) -> quantize.Codes:
+    """Memory for `rows` quantized rows of bfloat16 activations that weights [N, K] on a GPU are to multiply."""
+    return quantize.Codes.allocate(deep_gemm.padded(rows), weight.values.shape[-1], weight.values.device, powers=powers)
+
+
+def block_coded_w8a8(codes: quantize.Codes, rows: int, weight: BlockFp8) -> Tensor:
+    """block_linear_w8a8 of `rows` rows that lie quantized in `codes`, of make_codes."""
+    return deep_gemm.coded(codes, rows, weight)
+
+
 def block_gated_w8a8(gate: Tensor, up: Tensor, weight: BlockFp8, *, powers: bool = False) -> Tensor:
     """block_linear_w8a8 of silu(gate) * up, rounded after each of both. On a GPU one launch before the product.
 
@@ -166,12 +182,13 @@ def block_experts_w8a8(
     experts_total: int | None = None,
     *,
     powers: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Do block_experts with the rows of both products quantized; `gate_up` [E, 2 I, K] has gate above up, I in whole
     blocks. A token chooses an expert once."""
     if _launches(hidden):
         total = experts_total or len(down.values)
-        return deep_gemm.experts(hidden, chosen, weights, gate_up, down, first_expert, total, powers=powers)
+        return deep_gemm.experts(hidden, chosen, weights, gate_up, down, first_expert, total, powers=powers, out=out)
     gate, up = halves(gate_up)
     _check_experts(hidden, chosen, weights, gate, up, down)
     return _experts(hidden, chosen, weights, gate, up, down, first_expert, w8a8=True, powers=powers)
@@ -301,7 +318,8 @@ def _check_hidden(hidden: Tensor, weight: BlockFp8, dims: int) -> None:
             value=str(list(weight.values.shape)),
             remedy="pass one matrix to a linear product, a batch of them to experts",
         )
-    check_tensor("hidden", hidden, hidden.dtype, (len(hidden), weight.values.shape[-1]))
+    shape = (len(hidden), weight.values.shape[-1])
+    check_tensor("hidden", hidden, hidden.dtype, shape, rows_apart=dims > 2)
     if hidden.device != weight.values.device:
         raise BadInput("is on another device", field="weight", value=str(weight.values.device), remedy="move it")
 
@@ -314,7 +332,6 @@ def _check_experts(
     check_tensor("up", up.values, E4M3, (experts, middle, width))
     check_tensor("down", down.values, E4M3, (experts, width, middle))
     kind = torch.int32 if chosen.dtype == torch.int32 else torch.int64
-    check_tensor("chosen", chosen, kind, (len(hidden), chosen.shape[-1]))
-    check_tensor(
-        "weights", weights, torch.float32 if weights.dtype == torch.float32 else hidden.dtype, tuple(chosen.shape)
-    )
+    check_tensor("chosen", chosen, kind, (len(hidden), chosen.shape[-1]), rows_apart=True)
+    share = torch.float32 if weights.dtype == torch.float32 else hidden.dtype
+    check_tensor("weights", weights, share, tuple(chosen.shape), rows_apart=True)

@@ -38,9 +38,13 @@ class BlockFp8:
         return self.values.nbytes + self.scales.nbytes
 
 
-def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises BadInput that names `name` unless the tensor is contiguous, of that dtype and shape."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+def check_tensor(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, rows_apart: bool = False
+) -> None:
+    """Raises BadInput that names `name` unless the tensor is of that dtype and shape, and contiguous; `rows_apart`:
+    within its rows."""
+    is_dense = tensor.is_contiguous() or (rows_apart and tensor.stride(-1) == 1)
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not is_dense:
         raise BadInput(
             f"expected a contiguous {dtype}{list(shape)}".replace("torch.", ""),
             field=name,

@@ -18,12 +18,13 @@ An *index group* is an anchor layer, which runs its own indexer, and the layers 
 (`indexer_types` of GLM-5); DeepSeek-V3.2 has one group per layer. Layers of a group see the same top-k, so they share
 one slot assignment: slot tables exist per group, rows per layer.
 
-Device memory, counted in three units, each of 64 tokens:
+Device memory, counted in four units, the first three of 64 tokens each:
 
     hot chunk    64 device rows in every layer: rows uint8[layers, chunks*64, row_bytes]. Device row `c*64+i` is row i
                  of chunk c, the same number in every layer and plane. With two planes, the bytes of a layer are
-                 [chunks*64, planes[0]] and then [chunks*64, planes[1]]. Prefill slab pages are chunks of the same
-                 arena, so a prompt's rows become a hot buffer without a copy; the ledger keeps the two budgets apart.
+                 [chunks*64, planes[0]] and then [chunks*64, planes[1]].
+    slab page    64 prompt rows in two layers, an even one and an odd one: slab_rows uint8[2, pages*64, row_bytes].
+                 Rows of layer l lie in half l % 2, over those of layer l - 2; planes lie as in the arena.
     index page   64 index keys in every group: keys uint8[groups, pages, 64, index_row_bytes]; and the slot map of the
                  same tokens: slot_of uint16[groups, pages, 64], 0xFFFF = absent. Bookkeeping thus grows with the
                  context held, not with the longest possible one.
@@ -48,6 +49,7 @@ QUEUE_WORDS: Final = 8  # its cursors
 OPENED_PAGES: Final = 1024  # index pages of a context that a step keeps in the order of its batch
 OPENED_CHUNKS: Final = -(-SLOTS_MAX // PAGE_TOKENS // 4) * 4  # hot chunks likewise, in whole vectors
 OPENED_WORDS: Final = 4 + OPENED_PAGES + OPENED_CHUNKS
+SLAB_LAYERS: Final = 2  # layers whose prompt rows the slab holds at a time
 
 assert SLOTS_MAX <= SLOT_ABSENT  # a slot number never reads as absent
 
@@ -102,6 +104,11 @@ class Geometry:
     def chunk_bytes(self) -> int:
         """Device bytes of one hot chunk: rows of all layers, and per group the slot tables (token, stamp: int32)."""
         return PAGE_TOKENS * (self.layers * self.row_bytes + self.groups * 8)
+
+    @property
+    def slab_page_bytes(self) -> int:
+        """Device bytes of one slab page: prompt rows of SLAB_LAYERS layers."""
+        return PAGE_TOKENS * SLAB_LAYERS * self.row_bytes
 
     @property
     def index_page_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""RMS norm, rotary embedding and gated activation: on a GPU in one launch each, instead of eight, fourteen and two.
+"""RMS norm, with the sums ahead of it, and gated activation: on a GPU in one launch each, instead of up to twelve.
 
 On a CPU callers keep to the model library's modules, whose bits they promise. On a GPU a launch costs more than its
-work in a decode step, and a step has four norms, two rotations and a gate in every layer.
+work in a decode step.
 
 All tensors lie on a GPU, in one dtype; nothing waits for it. A row's result depends on that row alone.
 """
@@ -10,22 +10,37 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.cuda.quantize import Codes
 
-def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
+
+def rms_norm(values: Tensor, weight: Tensor, eps: float, codes: Codes | None = None) -> Tensor:
     """weight * (values * rsqrt(mean of squares + eps)), over the last dimension of `values` [..., n], contiguous.
 
-    Mean and root are float32; what they give is rounded to the dtype before `weight` is applied.
+    Mean and root are float32; what they give is rounded to the dtype before `weight` is applied. `codes` receives the
+    result as kernels.block_fp8.quantize_rows gives it, n in whole blocks.
     """
     from kernels.cuda import pointwise
 
-    return pointwise.rms_norm(values, weight, eps)
+    return pointwise.rms_norm(values, weight, eps, codes)
 
 
-def add_rms_norm(values: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """values + added, rounded, and rms_norm of that."""
+def join_norm(
+    values: Tensor,
+    parts: Tensor,
+    added: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    also: Tensor | None = None,
+    codes: Codes | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """values [..., n] + (sum of `parts` [R, M, n] + `added` [..., n]), and rms_norm of that; None without a `weight`.
+
+    Parts are added in their order in float32; what comes of them, each further sum and the whole are rounded to the
+    dtype of `values`. `also` [M, n], rows of any distance, receives the norm too, `codes` as of rms_norm.
+    """
     from kernels.cuda import pointwise
 
-    return pointwise.add_rms_norm(values, added, weight, eps)
+    return pointwise.join_norm(values, parts, added, weight, eps, also, codes)
 
 
 def gate(values: Tensor, factors: Tensor) -> Tensor:
@@ -34,22 +49,3 @@ def gate(values: Tensor, factors: Tensor) -> Tensor:
     from kernels.cuda import pointwise
 
     return pointwise.gate(values, factors)
-
-
-def can_rotate(size: int) -> bool:
-    """Whether `rotate` takes angles of `size` values."""
-    return size >= 2 and size & (size - 1) == 0
-
-
-def rotate(
-    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *, heads_dim: int, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    """`queries` and `keys`, their first d values rotated by the angles `cos`, `sin` [N, S, d], whose halves are equal.
-
-    `queries` and `keys` are [N, H, S, n] and [N, 1, S, n] with `heads_dim` 1, or [N, S, H, n] and [N, S, 1, n] with 2,
-    n >= d, values of a vector adjacent. Pairs of values are neighbours when `interleaved`, else i and i + d / 2, as
-    they are in the result. Every product and sum is rounded to the dtype, as torch does it: the same bits.
-    """
-    from kernels.cuda import pointwise
-
-    return pointwise.rotate(queries, keys, cos, sin, heads_dim=heads_dim, interleaved=interleaved)

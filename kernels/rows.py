@@ -10,14 +10,20 @@ position: such a row is not stored, and reads as zeros. Functions that take a `b
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
+from kernels.row_target import RowTarget
 from kernels.state import DeviceState, StepBatch
 from protocol.errors import BadInput
 from protocol.units import PAGE_TOKENS
+
+#: Pages that copy_slab_pages moves by way of scratch memory at a time: 16,384 rows.
+COPIED_PAGES: Final = 256
 
 
 def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor, plane: int = 0) -> None:
@@ -34,6 +40,18 @@ def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Ten
     backend(state, __name__).write_index_keys(state, group, batch, keys)
 
 
+def new_rows(state: DeviceState, layer: int, batch: StepBatch) -> RowTarget:
+    """Where write_new_rows stores: for a kernel that forms the rows."""
+    _check_plane(state, layer, 0)
+    return RowTarget(state.planes[0][layer], batch.new_rows[state.geometry.group_of_layer[layer]])
+
+
+def new_keys(state: DeviceState, group: int, batch: StepBatch) -> RowTarget:
+    """Where write_index_keys stores, likewise."""
+    check_number("group", group, state.geometry.groups)
+    return RowTarget(state.index_keys[group], batch.new_index_rows)
+
+
 def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:
     """Rows at the device rows of swap_in, int32[B, k]: uint8[B, k, planes[plane]], zeros where -1."""
     _check_plane(state, layer, plane)
@@ -43,7 +61,8 @@ def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0
 
 
 def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor, plane: int = 0) -> None:
-    """Store prompt rows uint8[S, planes[plane]] of positions start..start+S-1 in the seat's prefill slab."""
+    """Store prompt rows uint8[S, planes[plane]] of positions start..start+S-1 in the seat's pages of the slab, over
+    those of layer - 2."""
     _check_plane(state, layer, plane)
     Sizes().check("rows", rows, ("tokens", state.geometry.planes[plane]), torch.uint8)
     _check_span(state, "slab_table", seat, start, start + len(rows))
@@ -51,7 +70,8 @@ def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows:
 
 
 def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
-    """Prompt rows of positions 0..stop-1 from the prefill slab: uint8[stop, planes[plane]]."""
+    """Prompt rows of positions 0..stop-1 from the slab: uint8[stop, planes[plane]]. Its rows are those of `layer` until
+    layer + 2 is written."""
     _check_plane(state, layer, plane)
     _check_span(state, "slab_table", seat, 0, stop)
     rows: Tensor = backend(state, __name__).read_slab_rows(state, layer, seat, stop, plane)
@@ -93,6 +113,22 @@ def _check_span(state: DeviceState, table: str, seat: int, start: int, stop: int
 
 
 def slab_rows(state: DeviceState, seat: int, positions: Tensor) -> Tensor:
-    """Device rows int32 of the slab of prompt `positions` int32 of any shape in `seat`, -1 where they are."""
+    """Rows int32 of the slab that hold prompt `positions` int32 of any shape in `seat`, -1 where they are."""
     pages = state.slab_table[seat][positions.clamp(min=0).long() // PAGE_TOKENS]
     return torch.where(positions < 0, -1, pages * PAGE_TOKENS + positions % PAGE_TOKENS)
+
+
+def copy_slab_pages(state: DeviceState, layer: int, slab_pages: Tensor, chunks: Tensor) -> None:
+    """Copy rows of `layer` in `slab_pages` int64[n] to `chunks` int64[n] of the arena, which must differ: whole pages.
+
+    Takes COPIED_PAGES pages at a time as scratch memory. Raises BadInput before any change.
+    """
+    check_number("layer", layer, state.geometry.layers)
+    sizes = Sizes()
+    sizes.check("slab_pages", slab_pages, ("pages",), torch.int64)
+    sizes.check("chunks", chunks, ("pages",), torch.int64)
+    for source, target in zip(state.slab(layer).row_words, state.row_words, strict=True):
+        there, here = (words[layer].unflatten(0, (-1, PAGE_TOKENS)) for words in (source, target))
+        for first in range(0, len(chunks), COPIED_PAGES):
+            part = slice(first, first + COPIED_PAGES)
+            here.index_copy_(0, chunks[part], there.index_select(0, slab_pages[part]))

@@ -1,12 +1,13 @@
 """The device memory of a worker, and the inputs and outputs of a decode step, as preallocated tensors.
 
-Nothing here is ever reallocated: streams, graphs and views keep the addresses. Sizes: S seats, C hot chunks and slab
-pages together (one arena), N index pages, B rows of a step, G index groups, L layers, T tail slots, k = topk,
-R rows of a seat in a step at most (seat_rows): 1, and a draft's rows.
+Nothing here is ever reallocated: streams, graphs and views keep the addresses. Sizes: S seats, C hot chunks, P slab
+pages, N index pages, B rows of a step, G index groups, L layers, T tail slots, k = topk, R rows of a seat in a step at
+most (seat_rows): 1, and a draft's rows.
 
     DeviceState   dtype   shape                        what, and which value means none
     rows          uint8   [L, C*64, row_bytes]         the arena; device row c*64+i is row i of chunk c in every layer.
                                                        With two planes, memory alone: `planes` has the rows
+    slab_rows     uint8   [2, P*64, row_bytes]         prompt rows of the last two layers written: layer l in l % 2
     index_keys    uint8   [G, N*64, index_row_bytes]   index key of each token held
     slot_of       int16   [G, N*64]                    bit pattern of a uint16: slot of the token, 0xFFFF absent
     slot_token    int32   [G, C*64]                    token in the slot that lies at this device row, -1 empty
@@ -17,7 +18,7 @@ R rows of a seat in a step at most (seat_rows): 1, and a draft's rows.
     index_table   int32   [S, max_pages]               index page of each page of the context, -1 not granted
     host_table    int32   [S, max_pages]               host page likewise
     chunk_table   int32   [S, max_chunks]              hot chunk of slots 64i..64i+63, -1 none
-    slab_table    int32   [S, max_slab_pages]          chunk of each prompt page while prefilling, -1 none
+    slab_table    int32   [S, P]                       slab page of each prompt page while prefilling, -1 none
     hot_slots     int32   [S]                          -1 empty seat, 0 resident (slot = token), H managed
     tail          int32   [G, S, T]                    slot at ring place p % T, -1 unset
     now           int32   [S]                          steps since the hot buffer was set up
@@ -38,13 +39,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import Final, Self
 
 import torch
 from torch import Tensor
 
 from kernels.check import Sizes
-from kernels.layout import OPENED_WORDS, QUEUE_RING, QUEUE_WORDS, Geometry
+from kernels.layout import OPENED_WORDS, QUEUE_RING, QUEUE_WORDS, SLAB_LAYERS, Geometry
 from protocol.errors import BadInput
 from protocol.units import PAGE_TOKENS, SEAT_ROWS_MAX, TAIL_SLOTS_MAX
 
@@ -72,6 +74,7 @@ class DeviceState:
     tail_slots: int
     seat_rows: int
     rows: Tensor
+    slab_rows: Tensor
     index_keys: Tensor
     slot_of: Tensor
     slot_token: Tensor
@@ -127,7 +130,7 @@ class DeviceState:
         index_pages: int,
         max_pages: int,
         max_chunks: int,
-        max_slab_pages: int,
+        slab_pages: int,
         tail_slots: int,
         host: Tensor,
         device: torch.device | str = "cpu",
@@ -150,6 +153,7 @@ class DeviceState:
             tail_slots=tail_slots,
             seat_rows=seat_rows,
             rows=filled(0, torch.uint8, geometry.layers, arena, geometry.row_bytes),
+            slab_rows=filled(0, torch.uint8, SLAB_LAYERS, slab_pages * PAGE_TOKENS, geometry.row_bytes),
             index_keys=filled(0, torch.uint8, groups, keys, geometry.index_row_bytes),
             slot_of=filled(ABSENT, torch.int16, groups, keys),
             slot_token=filled(-1, torch.int32, groups, arena),
@@ -160,7 +164,7 @@ class DeviceState:
             index_table=filled(-1, torch.int32, seats, max_pages),
             host_table=filled(-1, torch.int32, seats, max_pages),
             chunk_table=filled(-1, torch.int32, seats, max_chunks),
-            slab_table=filled(-1, torch.int32, seats, max_slab_pages),
+            slab_table=filled(-1, torch.int32, seats, slab_pages),
             hot_slots=filled(-1, torch.int32, seats),
             tail=filled(-1, torch.int32, groups, seats, tail_slots),
             now=filled(0, torch.int32, seats),
@@ -174,6 +178,15 @@ class DeviceState:
     @property
     def seats(self) -> int:
         return self.hot_slots.shape[0]
+
+    def slab(self, layer: int) -> DeviceState:
+        """Return a view of this state whose rows of `layer` are the slab's, for kernels that take rows of one layer."""
+        return self._slab_views[layer % SLAB_LAYERS]
+
+    @cached_property
+    def _slab_views(self) -> tuple[DeviceState, ...]:
+        with torch.inference_mode(False):  # the first caller may be inside, later ones outside
+            return tuple(replace(self, rows=half.expand(self.geometry.layers, -1, -1)) for half in self.slab_rows)
 
 
 @dataclass(eq=False)

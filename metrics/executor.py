@@ -26,6 +26,7 @@ def _copied_bytes(counters: WorkerCounters) -> dict[tuple[str, str], float]:
         ("to_host", "backup"): counters.backed_up_bytes,
         ("to_device", "swap"): counters.swapped_bytes,
         ("to_device", "preload"): counters.preloaded_bytes,
+        ("to_device", "refill"): counters.refilled_bytes,
     }
 
 
@@ -35,6 +36,7 @@ def _copy_seconds(counters: WorkerCounters) -> dict[tuple[str, str], float]:
         ("to_host", "backup"): counters.backing_up.seconds,
         ("to_device", "swap"): sum(counters.swap.seconds),
         ("to_device", "preload"): counters.preloading.seconds,
+        ("to_device", "refill"): counters.refilling.seconds,
     }
 
 
@@ -192,7 +194,7 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
     counter(
         "hisparse_worker_copied_bytes_total",
         "bytes",
-        "Bytes between host and device: stage, backup; swap, preload.",
+        "Bytes between host and device: stage, backup; swap, preload, refill.",
         "What fills the link to the host?",
         _copied_bytes,
         labels="direction purpose",

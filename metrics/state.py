@@ -198,7 +198,8 @@ class WorkerCounters:
     draft_switches: int = 0  # times that another number was chosen; trials are none
     staged_bytes: int = 0  # device to host, prompts
     backed_up_bytes: int = 0  # device to host, decoded rows
-    preloaded_bytes: int = 0  # host to device, index keys and rows of resumed requests
+    preloaded_bytes: int = 0  # host to device, index keys of prefixes, keys and rows of resumed requests
+    refilled_bytes: int = 0  # host to device, earlier rows of prompts for the layer to come
     admitted: int = 0
     released: int = 0
     faulted: int = 0
@@ -208,6 +209,7 @@ class WorkerCounters:
     staging: Busy = field(default_factory=Busy)
     backing_up: Busy = field(default_factory=Busy)
     preloading: Busy = field(default_factory=Busy)
+    refilling: Busy = field(default_factory=Busy)
     computing_s: float = 0.0  # decode steps on the device, swap-in included; a timed one stands for several
     swap: SwapTotals = field(default_factory=SwapTotals)
     fence_waits: FenceWaits = field(default_factory=FenceWaits)

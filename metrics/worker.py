@@ -72,7 +72,7 @@ WORKER_METRICS: Final[tuple[Metric[WorkerSources], ...]] = (
     gauge(
         "hisparse_worker_memory_units",
         "units of 64 tokens",
-        "Chunks (hot buffers and prefill slab) and index pages, used and free.",
+        "Hot chunks, index pages and pages of the prefill slab, used and free.",
         "Which memory is short?",
         lambda it: _units(it.memory()),
         labels="memory state",

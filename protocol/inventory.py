@@ -44,7 +44,7 @@ class InventoryRow:
     digest: int = UNCHECKED  # of the ids of its host pages
     index_pages: int = 0
     slab_pages: int = 0
-    chunks: int = 0  # in use, in its slab or its hot buffer
+    chunks: int = 0  # in use, and slab pages
     is_leaving: bool = False  # the worker ignores further grants
     # hello
     request_index: int = -1

@@ -97,9 +97,7 @@ class WorkerSettings(Settings, frozen=True):
     device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "auto"  # type of the model: auto (the checkpoint's), float32 or bfloat16
     kv_dtype: str = "auto"  # type of KV rows and index keys: auto (as dtype), float32, bfloat16 or fp8
-    matmul: str = (
-        "auto"  # FP8 products on a GPU: weight_only (exact), w8a8 (activations in FP8 too), auto (w8a8 if it can)
-    )
+    matmul: str = "weight_only"  # FP8 products on a GPU: weight_only (exact), or w8a8 (activations in FP8 too)
     stream_backend: str = ""  # streams: inline or simulated on the CPU, cuda on a GPU; default: inline, cuda
     stream_seed: int = 0  # seed of the simulated backend
     graphs: bool = True  # replay decode steps from CUDA graphs; no effect with other stream backends
@@ -111,12 +109,12 @@ class WorkerSettings(Settings, frozen=True):
     )
     context_max_tokens: int = 0  # longest context; 0: the model's
     context_target_tokens: int = 0  # context length that index pages and hot chunks are balanced for; 0: half each
-    slab_tokens: int = 0  # prefill slab; 0: room for one longest prompt, within device_mem
+    slab_tokens: int = 0  # prefill slab, rows of two layers; 0: room for one longest prompt, within device_mem
     pass_tokens: int = 8_192  # prompt tokens, of one or several prompts, that go through the layers together
     gap_target_ms: GapTarget = (
         AUTO  # milliseconds between two tokens of a request beside prompts; auto: 2.2 plain steps; 0: unbounded
     )
-    layer_group: str = "1MiB"  # bytes of a page that are staged and sent together, as whole layers; 0: all layers
+    layer_group: str = "1MiB"  # bytes of a page that are sent together, as whole layers; 0: all layers
     hot_size_classes: tuple[int, ...] = (4096, 8192, 16384, 32768)  # sizes of managed hot buffers, in slots
     hot_chunks_max: int = 0  # caps the hot arena; 0: what device_mem leaves
     tail_slots: int = 8  # slots for the newest rows of a request

@@ -60,7 +60,7 @@ def needs_of(
         for cell in cells
     )
     rows_max = max(min(pass_tokens, BLOCK_TOKENS_MAX), *(cell.clients for cell in cells))
-    device = device_bytes(config, ranks, rows_max) + slab * shape.chunk_bytes + requests + SCRATCH_BYTES
+    device = device_bytes(config, ranks, rows_max) + slab * shape.slab_page_bytes + requests + SCRATCH_BYTES
     return Needs(device, pages, wanted, shape.page_bytes)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks.rank import SynthesisedRanks
 from benchmarks.serve.measures import RECORD, STEP, UNIT, WRITTEN
 from benchmarks.serve.model import Spec
+from kernels.layout import SLAB_LAYERS
 from kernels.row_format import index_key_format_of, kv_row_format_of
 from kernels.state import DeviceState, StepBatch
 from metrics.state import WorkerCounters
@@ -37,10 +38,11 @@ from protocol.tokenizer_files import read_tokenizer
 from protocol.units import PAGE_TOKENS
 from worker.device.passes import PassUnit
 from worker.device.step_rows import rows_max
-from worker.loop.batch import INDEX_KEYS, RunningRequest
+from worker.loop.batch import RunningRequest
 from worker.loop.executor import Executor
 from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.prompts import Prompts
+from worker.loop.swap import StagedRows
 from worker.runners.base import arithmetic, prefix_unit_tokens
 from worker.runners.synthetic import synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
@@ -132,10 +134,10 @@ class Loop:
         if not self._is_filled:
             fill(prefill._state, prefill._runner)
             self._is_filled = True
-        prefill._await_prefix(request, INDEX_KEYS)
+        memory = request.memory
+        rows = StagedRows(memory.slab, memory.index_pages, memory.host_pages, start, stop)
         for layer in range(prefill._state.geometry.layers):
-            prefill._stage(request, start, stop, layer)
-            prefill._await_prefix(request, layer)
+            prefill._swap.stage([rows], layer)
         request.prefilled = stop
         self._journal.note(WRITTEN, stop - start)
 
@@ -158,13 +160,15 @@ def fill(state: DeviceState, runner: Any) -> None:
         torch.randn(SAMPLE_ROWS, latent + rope, device=device)
     )
     keys = index_key_format_of(geometry.index_row_bytes, dim).encode(torch.randn(PAGE_TOKENS, dim, device=device))
-    at = 0
-    for plane in state.planes:
-        width = plane.shape[-1]
-        for layer in plane:
-            for piece in layer.split(SAMPLE_ROWS):
-                piece.copy_(rows[: len(piece), at : at + width])
-        at += width
+    halves = [[plane[:1] for plane in state.slab(layer).planes] for layer in range(SLAB_LAYERS)]
+    for planes in (state.planes, *halves):
+        at = 0
+        for plane in planes:
+            width = plane.shape[-1]
+            for layer in plane:
+                for piece in layer.split(SAMPLE_ROWS):
+                    piece.copy_(rows[: len(piece), at : at + width])
+            at += width
     state.key_pages.copy_(keys)
 
 

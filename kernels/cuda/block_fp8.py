@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.block_weight import BLOCK, BlockFp8
 from kernels.cuda import block_linear
 from kernels.cuda.block_plans import CROSSOVER_TOKENS, UNBOUNDED, ExpertPlans, crossover_of, expert_plans_of, plan_of
-from kernels.cuda.triton_units import power_of_two, triton_unit
+from kernels.cuda.triton_units import launch_options, power_of_two, triton_unit
 from protocol.errors import BadInput
 
 #: Compute capability that converts e4m3 in hardware; below it, kernels shift bits.
@@ -147,6 +147,7 @@ def _linear(hidden: Tensor, weight: BlockFp8) -> Tensor:
             SPLITS_PADDED=SPLITS_MAX,
             BLOCK_COUNT=ADD_BLOCK,
             num_warps=WARPS,
+            **launch_options(hidden.device),
         )
     return out
 
@@ -174,15 +175,17 @@ def experts(
     experts_total: int | None,
     *,
     tiles: tuple[Tiles, Tiles] | ExpertPlans | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As kernels.block_fp8.block_experts; `tiles` other than the table's, for measurements.
 
     Both of a pair have the same count of tokens, since they share the tiles that `route` fills.
     """
     tokens, choices = chosen.shape
-    out = torch.zeros_like(hidden) if not choices or not len(gate.values) else torch.empty_like(hidden)
+    if out is None:
+        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if not out.numel() or not choices or not len(gate.values):
-        return out
+        return out.zero_()
     expected = -(-min(tokens, PIECE_TOKENS) * choices // (experts_total or len(gate.values)))
     if not tiles and all(map(block_linear.takes, (gate, up, down))):
         _, middle, width = gate.values.shape
@@ -209,7 +212,7 @@ def _experts(
     held, middle, width = gate.values.shape
     assignments, choices = chosen.numel(), chosen.shape[1]
     _check_size("gate", middle * width)
-    _check_size("hidden", assignments * max(middle, width))
+    _check_size("hidden", max(assignments * max(middle, width), len(hidden) * hidden.stride(0)))
     block_t = tiles[0].tokens
     busy = min(assignments, held)
     tiles_max = busy + (assignments - busy) // block_t
@@ -217,16 +220,19 @@ def _experts(
     slots = torch.empty(tiles_max, block_t, dtype=torch.int32, device=device)
     unit.route[(held + 1,)](
         chosen,
+        chosen.stride(0),
         tile_expert,
         slots,
         assignments,
         first_expert,
         tiles_max,
         held,
+        CHOICES=choices,
         EXPERTS_PADDED=power_of_two(held + 1),
         BLOCK_T=block_t,
         CHUNK=ROUTE_CHUNKS[assignments > ROUTE_CHUNKS[0]],
         num_warps=WARPS,
+        **launch_options(device),
     )
     routed = tile_expert, slots
     if isinstance(tiles, ExpertPlans):
@@ -236,7 +242,9 @@ def _experts(
     unit.add_choices[len(hidden), -(-width // WIDTH_BLOCK)](
         products,
         chosen,
+        chosen.stride(0),
         weights,
+        weights.stride(0),
         out,
         first_expert,
         held,
@@ -244,6 +252,7 @@ def _experts(
         CHOICES=choices,
         BLOCK_WIDTH=WIDTH_BLOCK,
         num_warps=WARPS,
+        **launch_options(device),
     )
 
 
@@ -262,6 +271,7 @@ def _products_on_hopper(
     gathered = torch.empty(rows, width, dtype=torch.bfloat16, device=hidden.device)
     _unit().gather[len(tile_expert), -(-width // GATHER_BLOCK)](
         hidden,
+        hidden.stride(0),
         tile_expert,
         slots,
         gathered,
@@ -270,6 +280,7 @@ def _products_on_hopper(
         BLOCK_T=slots.shape[1],
         BLOCK_WIDTH=GATHER_BLOCK,
         num_warps=WARPS,
+        **launch_options(hidden.device),
     )
     gated = torch.empty(rows, middle, dtype=torch.bfloat16, device=hidden.device)
     block_linear.grouped(gathered, gate, up, tile_expert, slots, gated, plans.gated)
@@ -294,6 +305,7 @@ def _products_by_triton(
     gated = torch.empty(assignments, middle, dtype=torch.bfloat16, device=device)
     unit.gated[-(-middle // for_gate.n), tiles_max](
         hidden,
+        hidden.stride(0),
         _codes(gate.values),
         gate.scales,
         _codes(up.values),
@@ -340,6 +352,7 @@ def _options(tiles: Tiles, k: int, device: torch.device) -> dict[str, Any]:
         "STAGES": tiles.stages,
         "num_warps": tiles.warps,
         "maxnreg": tiles.registers,
+        **launch_options(device),
     }
 
 

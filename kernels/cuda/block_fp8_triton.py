@@ -21,6 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.cuda import early_triton as early
+
 BLOCK = tl.constexpr(128)
 
 
@@ -75,8 +77,10 @@ def linear(
     EVEN: tl.constexpr,  # k is whole blocks
     E4M3: tl.constexpr,  # the card converts fp8
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """out [splits, rows, n] of hidden [rows, k]: a dense product, or the rows of `slots` by their experts' weights."""
+    early.begin(EARLY)
     lane = tl.arange(0, BLOCK_T)
     if GROUPED:
         first = tl.program_id(0) * BLOCK_N
@@ -116,6 +120,7 @@ def linear(
 @triton.jit(do_not_specialize=["n", "blocks", "choices"])
 def gated(
     hidden,
+    stride,  # values between rows
     gate,
     gate_scales,
     up,
@@ -132,8 +137,10 @@ def gated(
     EVEN: tl.constexpr,
     E4M3: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """out[assignment] [n] = silu(gate x) * up x of its token x, rounded to bfloat16 after each of the four steps."""
+    early.begin(EARLY)
     first = tl.program_id(0) * BLOCK_N
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile)
@@ -147,7 +154,7 @@ def gated(
     gate += expert.to(tl.int64) * n * k
     up += expert.to(tl.int64) * n * k
     codes_at = (tl.minimum(row, n - 1) * k)[:, None] + inner[None, :]
-    rows_at = (start * k)[:, None] + inner[None, :]
+    rows_at = (start * stride)[:, None] + inner[None, :]
     scales_at = ((expert * tl.cdiv(n, BLOCK) + tl.minimum(row, n - 1) // BLOCK) * blocks)[:, None]
     gates = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     ups = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
@@ -167,26 +174,31 @@ def gated(
     tl.store(to, values.to(tl.bfloat16), mask=(row < n)[:, None] & real[None, :])
 
 
-@triton.jit(do_not_specialize=["assignments", "first", "tiles", "experts"])
+@triton.jit(do_not_specialize=["stride", "assignments", "first", "tiles", "experts"])
 def route(
     chosen,
+    stride,  # choices of a token lie together, those of tokens `stride` apart
     tile_expert,
     slots,
     assignments,
     first,
     tiles,
     experts,
+    CHOICES: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,  # more than `experts`
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program e fills the tiles of expert first + e, in ascending assignments; program `experts` marks those unused."""
+    early.begin(EARLY)
     expert = tl.program_id(0)
     number = tl.arange(0, EXPERTS_PADDED)
     counts = tl.zeros((EXPERTS_PADDED,), tl.int32)
     for begin in range(0, assignments, CHUNK):
         place = begin + tl.arange(0, CHUNK)
-        local = tl.load(chosen + place, mask=place < assignments, other=-1) - first
+        source = place // CHOICES * stride + place % CHOICES
+        local = tl.load(chosen + source, mask=place < assignments, other=-1) - first
         local = tl.where((place < assignments) & (local >= 0) & (local < experts), local, experts).to(tl.int32)
         counts += tl.histogram(local, EXPERTS_PADDED)
     tiles_of = tl.where(number < experts, (counts + BLOCK_T - 1) // BLOCK_T, 0)
@@ -203,7 +215,8 @@ def route(
         filled = 0
         for begin in range(0, assignments, CHUNK):
             place = begin + tl.arange(0, CHUNK)
-            local = tl.load(chosen + place, mask=place < assignments, other=-1) - first
+            source = place // CHOICES * stride + place % CHOICES
+            local = tl.load(chosen + source, mask=place < assignments, other=-1) - first
             match = (place < assignments) & (local == expert)
             rank = filled + tl.cumsum(match.to(tl.int32), 0) - 1
             tl.store(slots + tile * BLOCK_T + rank, place, mask=match)
@@ -213,8 +226,20 @@ def route(
 
 
 @triton.jit(do_not_specialize=["choices"])
-def gather(hidden, tile_expert, slots, out, choices, width, BLOCK_T: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def gather(
+    hidden,
+    stride,  # values between rows
+    tile_expert,
+    slots,
+    out,
+    choices,
+    width,
+    BLOCK_T: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Grid (tiles, parts of the width): row tile * BLOCK_T + i of `out` is that of `hidden` which slot i chose."""
+    early.begin(EARLY)
     tile = tl.program_id(0)
     if tl.load(tile_expert + tile) < 0:
         return
@@ -222,25 +247,37 @@ def gather(hidden, tile_expert, slots, out, choices, width, BLOCK_T: tl.constexp
     slot = tl.load(slots + tile * BLOCK_T + lane)
     column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     mask = (slot >= 0)[:, None] & (column < width)[None, :]
-    start = (tl.where(slot >= 0, slot, 0) // choices).to(tl.int64) * width
+    start = (tl.where(slot >= 0, slot, 0) // choices).to(tl.int64) * stride
     rows = tl.load(hidden + start[:, None] + column[None, :], mask=mask)
     to = (tile * BLOCK_T + lane).to(tl.int64) * width
     tl.store(out + to[:, None] + column[None, :], rows, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first", "experts", "width"])
+@triton.jit(do_not_specialize=["chosen_stride", "weight_stride", "first", "experts"])
 def add_choices(
-    products, chosen, weights, out, first, experts, width, CHOICES: tl.constexpr, BLOCK_WIDTH: tl.constexpr
+    products,
+    chosen,
+    chosen_stride,
+    weights,
+    weight_stride,
+    out,
+    first,
+    experts,
+    width,
+    CHOICES: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """out[token] = sum over its choices on this rank, in their order, of weight * products[assignment]."""
+    early.begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     sums = tl.zeros((BLOCK_WIDTH,), tl.float32)
     for choice in tl.static_range(CHOICES):
         assignment = token * CHOICES + choice
-        local = tl.load(chosen + assignment) - first
+        local = tl.load(chosen + token * chosen_stride + choice) - first
         held = (local >= 0) & (local < experts)
-        weight = tl.load(weights + assignment)
+        weight = tl.load(weights + token * weight_stride + choice)
         value = tl.load(products + assignment * width + column, mask=held & (column < width), other=0.0)
         if weights.dtype.element_ty == tl.float32:
             value = value.to(tl.float32) * weight
@@ -251,8 +288,11 @@ def add_choices(
 
 
 @triton.jit(do_not_specialize=["count", "splits"])
-def add_splits(partial, out, count, splits, SPLITS_PADDED: tl.constexpr, BLOCK_COUNT: tl.constexpr):
+def add_splits(
+    partial, out, count, splits, SPLITS_PADDED: tl.constexpr, BLOCK_COUNT: tl.constexpr, EARLY: tl.constexpr
+):
     """out[count] = sum of partial float32[splits, count], always in the same tree."""
+    early.begin(EARLY)
     place = tl.program_id(0).to(tl.int64) * BLOCK_COUNT + tl.arange(0, BLOCK_COUNT)
     split = tl.arange(0, SPLITS_PADDED)
     mask = (split < splits)[:, None] & (place < count)[None, :]

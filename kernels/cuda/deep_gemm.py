@@ -3,7 +3,7 @@
     library         the package, imported once, with its cache of kernels beside ours
     require         name and version of a package that multiplies on this card
     takes           whether it takes a weight
-    linear, gated   one weight
+    linear, coded, gated   one weight
     experts         the experts of one rank
     padded_counts, expert_counts   counts of rows for which the library may compile another kernel
 
@@ -182,6 +182,11 @@ def linear(hidden: Tensor, weight: BlockFp8, *, powers: bool) -> Tensor:
     return product(quantize.quantize(hidden, powers=powers, total=padded(len(hidden))), weight)[: len(hidden)]
 
 
+def coded(codes: quantize.Codes, rows: int, weight: BlockFp8) -> Tensor:
+    """Product of the first `rows` of `codes`, of which there are `padded(rows)`."""
+    return product(quantize.Quantized(codes.values, codes.scales), weight)[:rows]
+
+
 def gated(gate: Tensor, up: Tensor, weight: BlockFp8, *, powers: bool) -> Tensor:
     """Product of silu(gate) * up, as linear forms one."""
     if not len(gate):
@@ -207,12 +212,15 @@ def experts(
     *,
     powers: bool,
     multiple: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Output bfloat16[T, K]: as kernels.block_fp8.block_experts_w8a8, with gate above up in one weight [E, 2 I, K].
 
     `multiple`: tile of tokens other than this module's choice, for measurements.
     """
-    out, middle = torch.empty_like(hidden), gate_up.values.shape[1] // 2
+    middle = gate_up.values.shape[1] // 2
+    if out is None:
+        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     for start in range(0, len(hidden), PIECE_TOKENS):
         piece = slice(start, start + PIECE_TOKENS)
         expected = expected_rows(chosen[piece].numel(), experts_total)

@@ -7,7 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kernels.cuda.triton_units import power_of_two, triton_unit
+from kernels.cuda.triton_units import launch_options, power_of_two, triton_unit
 from kernels.row_format import E4M3_MAX, RowFormat
 
 #: Compute capability that converts to e4m3; below it, torch does.
@@ -47,5 +47,6 @@ def encode(form: RowFormat, values: Tensor) -> Tensor:
             GROUP_PADDED=power_of_two(form.group),
             PLAIN_PADDED=power_of_two(max(1, form.plain)),
             num_warps=WARPS,
+            **launch_options(values.device),
         )
     return out

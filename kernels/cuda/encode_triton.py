@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.cuda.early_triton import begin
+
 
 @triton.jit(do_not_specialize=["values", "out", "rows"], do_not_specialize_on_alignment=["values", "out", "rows"])
 def encode(
@@ -27,7 +29,9 @@ def encode(
     GROUPS_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     PLAIN_PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     groups: tl.constexpr = SCALED // GROUP

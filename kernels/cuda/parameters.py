@@ -45,9 +45,8 @@ def layers_parameters(state: DeviceState, layers: range) -> State:
     """`state_parameters` as of a model that has these layers alone. Its index keys lie behind the rows of its last
     layer, as they do in a host page, if that is the last one of all."""
     block = state_parameters(state)
-    row_bytes = layers.start * state.geometry.row_bytes
-    block.rows += row_bytes * block.arena_rows
-    block.host += row_bytes * PAGE_TOKENS
+    block.rows = state.rows[layers.start].data_ptr()
+    block.host += layers.start * state.geometry.row_bytes * PAGE_TOKENS
     block.layers = len(layers)
     return block
 

@@ -1,4 +1,4 @@
-"""RMS norm, rotary embedding and gated activation on CUDA: the contracts of kernels/pointwise.py, one launch each."""
+"""RMS norms, sums and gated activation on CUDA: the contracts of kernels/pointwise.py, one launch each."""
 
 from __future__ import annotations
 
@@ -7,49 +7,83 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.cuda.triton_units import power_of_two, triton_unit
+from kernels.cuda.quantize import Codes
+from kernels.cuda.triton_units import launch_options, power_of_two, triton_unit
 
-#: Heads that one program rotates.
-BLOCK_HEADS: Final = 16
 #: Values of a row that one warp norms.
 VALUES_PER_WARP: Final = 1024
 WARPS_MAX: Final = 8
 GATE_BLOCK: Final = 1024
 
 
-def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(values: Tensor, weight: Tensor, eps: float, codes: Codes | None) -> Tensor:
     """As kernels.pointwise.rms_norm."""
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    _norm(values, None, weight, None, out, eps)
+    _norm(values, None, None, weight, None, out, None, codes, eps)
     return out
 
 
-def add_rms_norm(values: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As kernels.pointwise.add_rms_norm."""
-    total, out = torch.empty_like(added), torch.empty_like(added)
-    _norm(values, added.contiguous(), weight, total, out, eps)
+def join_norm(
+    values: Tensor,
+    parts: Tensor,
+    added: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    also: Tensor | None,
+    codes: Codes | None,
+) -> tuple[Tensor, Tensor | None]:
+    """As kernels.pointwise.join_norm."""
+    total = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    out = None if weight is None else torch.empty_like(total)
+    _norm(values, parts, added, weight, total, out, also, codes, eps)
     return total, out
 
 
-def _norm(values: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float) -> None:
+def _norm(
+    values: Tensor,
+    parts: Tensor | None,
+    added: Tensor | None,
+    weight: Tensor | None,
+    total: Tensor | None,
+    out: Tensor | None,
+    also: Tensor | None,
+    codes: Codes | None,
+    eps: float,
+) -> None:
     rows, size = values.flatten(0, -2), values.shape[-1]
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     if len(rows) == 0:
         return
+    if parts is not None and parts.stride()[1:] != (size, 1):
+        parts = parts.contiguous()
     padded = power_of_two(size)
-    triton_unit("pointwise_triton").rms_norm[(len(rows),)](
+    number, part_stride = (0, 0) if parts is None else (len(parts), parts.stride(0))
+    triton_unit("pointwise_triton").join_norm[(len(rows),)](
         rows,
-        rows if added is None else added,
-        weight,
-        out if total is None else total,
-        out,
+        rows if parts is None else parts,
+        part_stride,
+        rows if added is None else added.contiguous(),
+        rows if weight is None else weight,
+        rows if total is None else total,
+        rows if out is None else out,
+        rows if also is None else also,
+        rows if codes is None else codes.values,
+        rows if codes is None else codes.scales,
         rows.stride(0),
+        0 if also is None else also.stride(0),
+        0 if codes is None else codes.scales.stride(1),
         eps,
         SIZE=size,
         SIZE_PADDED=padded,
+        PARTS=number,
         ADDS=added is not None,
+        NORMS=weight is not None,
+        ALSO=also is not None,
+        QUANTIZES=codes is not None,
+        POWERS=codes is not None and codes.powers,
         num_warps=max(1, min(WARPS_MAX, padded // VALUES_PER_WARP)),
+        **launch_options(values.device),
     )
 
 
@@ -60,42 +94,7 @@ def gate(values: Tensor, factors: Tensor) -> Tensor:
     if out.numel():
         grid = len(rows[0]), -(-size // GATE_BLOCK)
         strides = (one.stride(0) for one in rows)
-        triton_unit("pointwise_triton").gate[grid](*rows, out, size, *strides, BLOCK=GATE_BLOCK)
-    return out
-
-
-def rotate(
-    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *, heads_dim: int, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    """As kernels.pointwise.rotate."""
-    tokens_dim = 3 - heads_dim
-    batch, tokens, size = cos.shape
-    heads, width = queries.shape[heads_dim], queries.shape[3]
-    turned = torch.empty(batch, tokens, heads, width, dtype=queries.dtype, device=queries.device)
-    turned_keys = torch.empty(batch, tokens, 1, width, dtype=keys.dtype, device=keys.device)
-    if batch * tokens:
-        triton_unit("pointwise_triton").rotate[-(-heads // BLOCK_HEADS) + 1, batch * tokens](
-            queries,
-            keys,
-            cos.contiguous(),
-            sin.contiguous(),
-            turned,
-            turned_keys,
-            tokens,
-            heads,
-            queries.stride(0),
-            queries.stride(tokens_dim),
-            queries.stride(heads_dim),
-            keys.stride(0),
-            keys.stride(tokens_dim),
-            HALF=size // 2,
-            PLAIN=width - size,
-            PLAIN_PADDED=power_of_two(max(1, width - size)),
-            INTERLEAVED=interleaved,
-            BLOCK_HEADS=BLOCK_HEADS,
-            num_warps=1,
-            enable_fp_fusion=False,
+        triton_unit("pointwise_triton").gate[grid](
+            *rows, out, size, *strides, BLOCK=GATE_BLOCK, **launch_options(out.device)
         )
-    if heads_dim == 1:
-        return turned.transpose(1, 2), turned_keys.transpose(1, 2)
-    return turned, turned_keys
+    return out

@@ -1,7 +1,7 @@
-"""RMS norm, rotary embedding and gated activation in one launch each, in Triton. Launched by kernels/cuda/pointwise.py.
+"""RMS norms, sums and gated activation in one launch each, in Triton. Launched by kernels/cuda/pointwise.py.
 
 All round where the model library's modules round, so that values in bfloat16 differ from the library's only where a
-norm's mean of squares does (another order of the sum), or a sigmoid by its last bits; rotations do not differ at all.
+norm's mean of squares does (another order of the sum), or a sigmoid by its last bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -10,38 +10,84 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.cuda.early_triton import begin
 
-@triton.jit(do_not_specialize=["row_stride"])
-def rms_norm(
+BLOCK = tl.constexpr(128)
+E4M3_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def join_norm(
     values,
+    parts,
+    part_stride,
     added,
     weight,
     total,
     out,
+    also,
+    codes,
+    scales,
     row_stride,
+    also_stride,
+    span,
     eps,
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
     ADDS: tl.constexpr,
+    NORMS: tl.constexpr,
+    ALSO: tl.constexpr,
+    QUANTIZES: tl.constexpr,
+    POWERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One program per row of SIZE values, `row_stride` values apart. ADDS: of values + added, which go to `total`."""
+    """One program per row of SIZE values, `row_stride` values apart; rows of `also` are `also_stride` apart, blocks of
+    `scales` `span`."""
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE_PADDED)
     real = place < SIZE
-    kind = out.dtype.element_ty
+    own = row * SIZE + place
+    kind = values.dtype.element_ty
     x = tl.load(values + row * row_stride + place, mask=real, other=0.0).to(tl.float32)
-    if ADDS:
-        x = (x + tl.load(added + row * SIZE + place, mask=real, other=0.0).to(tl.float32)).to(kind)
-        tl.store(total + row * SIZE + place, x, mask=real)
+    if PARTS:
+        whole = tl.load(parts + own, mask=real, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            whole += tl.load(parts + part * part_stride + own, mask=real, other=0.0).to(tl.float32)
+        whole = whole.to(kind).to(tl.float32)
+        if ADDS:
+            whole = (whole + tl.load(added + own, mask=real, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        x = (x + whole).to(kind)
+        tl.store(total + own, x, mask=real)
         x = x.to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-    scaled = tl.load(weight + place, mask=real, other=0.0).to(tl.float32) * normed.to(kind).to(tl.float32)
-    tl.store(out + row * SIZE + place, scaled.to(kind), mask=real)
+    if NORMS:
+        normed = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
+        scaled = tl.load(weight + place, mask=real, other=0.0).to(tl.float32) * normed.to(kind).to(tl.float32)
+        tl.store(out + own, scaled.to(kind), mask=real)
+        if ALSO:
+            tl.store(also + row * also_stride + place, scaled.to(kind), mask=real)
+        if QUANTIZES:
+            block = tl.arange(0, SIZE_PADDED // BLOCK)
+            tile = tl.reshape(scaled.to(kind).to(tl.float32), (SIZE_PADDED // BLOCK, BLOCK))
+            scale = tl.div_rn(tl.max(tl.abs(tile), 1), tl.full((SIZE_PADDED // BLOCK,), E4M3_MAX, tl.float32))
+            if POWERS:
+                bits = scale.to(tl.int32, bitcast=True)
+                exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+                power = (tl.minimum(tl.maximum(exponent, 1), 254) << 23).to(tl.float32, bitcast=True)
+                scale = tl.where(scale == 0, 1.0, power)
+            else:
+                scale = tl.where(scale == 0, 1.0, scale)
+            code = tl.div_rn(tile, tl.broadcast_to(scale[:, None], (SIZE_PADDED // BLOCK, BLOCK))).to(tl.float8e4nv)
+            within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            tl.store(codes + row * SIZE + within, code, mask=within < SIZE)
+            tl.store(scales + block * span + row, scale, mask=block < SIZE // BLOCK)
 
 
 @triton.jit
-def gate(values, factors, out, size, values_stride, factors_stride, BLOCK: tl.constexpr):
+def gate(values, factors, out, size, values_stride, factors_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """silu(values) * factors, of part of a row."""
+    begin(EARLY)
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = place < size
     values, factors, out = values + row * values_stride, factors + row * factors_stride, out + row * size
@@ -50,98 +96,3 @@ def gate(values, factors, out, size, values_stride, factors_stride, BLOCK: tl.co
     opened = (x / (1.0 + tl.exp(-x))).to(kind).to(tl.float32)
     factor = tl.load(factors + place, mask=real, other=0.0).to(tl.float32)
     tl.store(out + place, (opened * factor).to(kind), mask=real)
-
-
-@triton.jit
-def turn(
-    x,
-    head_stride,
-    cos,
-    sin,
-    out,
-    heads,
-    head,
-    HALF: tl.constexpr,
-    PLAIN: tl.constexpr,
-    PLAIN_PADDED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Heads `head`, of `heads`, of one token: 2 * HALF values are rotated, PLAIN behind them are copied. Pairs are
-    neighbours, or i and i + HALF as in the result."""
-    pair = tl.arange(0, HALF)[None, :]
-    real = (head < heads)[:, None] & (pair >= 0)
-    at = x + head[:, None] * head_stride
-    to = out + head[:, None] * (2 * HALF + PLAIN)
-    step: tl.constexpr = 2 if INTERLEAVED else 1
-    other: tl.constexpr = 1 if INTERLEAVED else HALF
-    first = tl.load(at + step * pair, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(at + step * pair + other, mask=real, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
-    c = tl.load(cos + pair).to(tl.float32)
-    s = tl.load(sin + pair).to(tl.float32)
-    low = (first * c).to(kind).to(tl.float32) - (second * s).to(kind).to(tl.float32)
-    high = (second * c).to(kind).to(tl.float32) + (first * s).to(kind).to(tl.float32)
-    tl.store(to + pair, low.to(kind), mask=real)
-    tl.store(to + HALF + pair, high.to(kind), mask=real)
-    if PLAIN:
-        place = tl.arange(0, PLAIN_PADDED)[None, :]
-        held = (head < heads)[:, None] & (place < PLAIN)
-        tl.store(to + 2 * HALF + place, tl.load(at + 2 * HALF + place, mask=held, other=0.0), mask=held)
-
-
-@triton.jit(do_not_specialize=["tokens", "heads", "query_batch", "query_token", "query_head", "key_batch", "key_token"])
-def rotate(
-    queries,
-    keys,
-    cos,
-    sin,
-    query_out,
-    key_out,
-    tokens,
-    heads,
-    query_batch,
-    query_token,
-    query_head,
-    key_batch,
-    key_token,
-    HALF: tl.constexpr,
-    PLAIN: tl.constexpr,
-    PLAIN_PADDED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-):
-    """Grid (blocks of heads and one more for the key, tokens x sequences); `cos` and `sin` hold both halves."""
-    block = tl.program_id(0)
-    number = tl.program_id(1).to(tl.int64)
-    sequence = number // tokens
-    token = number % tokens
-    angles = number * 2 * HALF
-    head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    if block * BLOCK_HEADS < heads:
-        turn(
-            queries + sequence * query_batch + token * query_token,
-            query_head,
-            cos + angles,
-            sin + angles,
-            query_out + number * heads * (2 * HALF + PLAIN),
-            heads,
-            head,
-            HALF,
-            PLAIN,
-            PLAIN_PADDED,
-            INTERLEAVED,
-        )
-    else:
-        turn(
-            keys + sequence * key_batch + token * key_token,
-            0,
-            cos + angles,
-            sin + angles,
-            key_out + number * (2 * HALF + PLAIN),
-            1,
-            tl.arange(0, BLOCK_HEADS),
-            HALF,
-            PLAIN,
-            PLAIN_PADDED,
-            INTERLEAVED,
-        )

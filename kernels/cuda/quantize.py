@@ -60,8 +60,22 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
+class Codes(NamedTuple):
+    """Memory for quantized rows that another kernel fills: as of Quantized. `powers`: scales are powers of two."""
+
+    values: Tensor
+    scales: Tensor
+    powers: bool
+
+    @classmethod
+    def allocate(cls, rows: int, k: int, device: torch.device, *, powers: bool) -> Codes:
+        """For `rows` rows of `k` values, in whole blocks."""
+        return cls(*_target(rows, k, device, None), powers)
+
+
 def place(chosen: Tensor, first: int, experts: int, *, multiple: int) -> Placed:
-    """Rows for `chosen` int32 or int64[tokens, choices], of the experts first .. first + experts - 1.
+    """Rows for `chosen` int32 or int64[tokens, choices], of the experts first .. first + experts - 1. Tokens may lie
+    apart.
 
     Those of each begin at a multiple of `multiple`. Raises BadInput for more than EXPERTS_MAX experts.
     """
@@ -79,6 +93,8 @@ def place(chosen: Tensor, first: int, experts: int, *, multiple: int) -> Placed:
         experts=experts,
         multiple=multiple,
         wide=int(chosen.dtype == torch.int64),
+        stride=chosen.stride(0),
+        choices=chosen.shape[1],
     )
     _run("place_rows", device, (1, 1), parameters, PLACE_THREADS)
     return Placed(rows, ends, rows_most(assignments, experts, multiple))
@@ -120,7 +136,8 @@ def quantize_gated(
 def add_rows(products: Tensor, placed: Placed, shares: Tensor, out: Tensor) -> None:
     """Write to `out` bfloat16[tokens, width] the sum of share * row over each token's choices on this rank, in order.
 
-    `products` bfloat16[rows, width], width a multiple of 8; `shares` float32 or bfloat16[tokens, choices]. Parts are
+    `products` bfloat16[rows, width], width a multiple of 8; `shares` float32 or bfloat16[tokens, choices], tokens of
+    any distance. Parts are
     rounded to the wider of both dtypes and summed in float32.
     """
     (tokens, width), choices = out.shape, shares.shape[1]
@@ -132,6 +149,7 @@ def add_rows(products: Tensor, placed: Placed, shares: Tensor, out: Tensor) -> N
         choices=choices,
         width=width,
         wide_shares=int(shares.dtype == torch.float32),
+        stride=shares.stride(0),
     )
     if tokens:
         _run("sum_rows", out.device, (tokens, -(-width // VALUES_PER_BLOCK)), parameters, SUM_THREADS)

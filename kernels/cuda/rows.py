@@ -36,15 +36,15 @@ def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0
 
 def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor, plane: int = 0) -> None:
     """As kernels.rows.write_slab_rows."""
-    _launch(
-        state, "store_rows", state.planes[plane][layer], rows, table=state.slab_table[seat], start=start, plane=plane
-    )
+    section = state.slab(layer).planes[plane][layer]
+    _launch(state, "store_rows", section, rows, table=state.slab_table[seat], start=start, plane=plane)
 
 
 def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
     """As kernels.rows.read_slab_rows."""
     rows = _new(state, stop, state.geometry.planes[plane])
-    _launch(state, "fetch_rows", state.planes[plane][layer], rows, table=state.slab_table[seat], plane=plane)
+    section = state.slab(layer).planes[plane][layer]
+    _launch(state, "fetch_rows", section, rows, table=state.slab_table[seat], plane=plane)
     return rows
 
 

@@ -381,12 +381,13 @@ class BlockLinear(Structure):
 
 class PlaceRows(Structure):
     members = (
-        ("const void*", "chosen", "[assignments] experts: int32, or int64"),
+        ("const void*", "chosen", "[tokens, choices] experts: int32, or int64; tokens `stride` apart"),
         ("i32*", "rows", "[assignments]; -1: no expert of this rank"),
         ("i32*", "ends", "[experts] behind the last row of each"),
         ("i32", "assignments, first, experts"),
         ("i32", "multiple", "an expert's rows begin at a multiple"),
         ("i32", "wide", "1: `chosen` is int64"),
+        ("i32", "stride, choices"),
         ("i32", "unused"),
     )
     _fields_ = fields(members)
@@ -416,11 +417,11 @@ class SumRows(Structure):
     members = (
         ("const u16*", "products", "[rows, width] bfloat16"),
         ("const i32*", "rows", "[tokens, choices]; -1: none"),
-        ("const void*", "shares", "[tokens, choices] float32, or bfloat16"),
+        ("const void*", "shares", "[tokens, choices] float32, or bfloat16; tokens `stride` apart"),
         ("u16*", "out", "[tokens, width] bfloat16"),
         ("i32", "choices, width"),
         ("i32", "wide_shares", "1: float32"),
-        ("i32", "unused"),
+        ("i32", "stride"),
     )
     _fields_ = fields(members)
 

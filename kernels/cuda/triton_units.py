@@ -5,8 +5,14 @@ from __future__ import annotations
 import importlib
 from functools import lru_cache
 from types import ModuleType
+from typing import Any, Final
+
+import torch
 
 from protocol.errors import ConfigError
+
+#: Major compute capability from which blocks of a kernel may begin before the kernel ahead has ended.
+EARLY_SINCE: Final = 9
 
 
 def power_of_two(size: int) -> int:
@@ -23,3 +29,14 @@ def triton_unit(name: str) -> ModuleType:
         raise ConfigError(
             f"cannot be imported: {problem}", field="triton", value=name, remedy="install a CUDA wheel of torch"
         ) from problem
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Options of launches whose kernels call early_triton.begin: where the card can, they begin early."""
+    early = _begins_early(device)
+    return {"EARLY": early, "launch_pdl": early}
+
+
+@lru_cache(maxsize=8)
+def _begins_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= EARLY_SINCE

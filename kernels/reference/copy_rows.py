@@ -41,10 +41,9 @@ def copy_rows_to_device(
     if places is None:
         return
     rows, keys, pages, offsets = places
-    chosen = slice(layers.start, layers.stop)
-    ids, rows = state.layer_ids[chosen], rows[chosen]
     for host, device in zip(state.host_row_words, state.row_words, strict=True):
-        device[ids, rows] = host[pages, ids, offsets]
+        for layer in layers:
+            device[layer][rows[layer]] = host[pages, layer, offsets]
     if keys is not None:
         state.key_words[state.group_ids, keys] = state.host_key_words[pages, state.group_ids, offsets]
 

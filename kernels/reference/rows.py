@@ -26,12 +26,13 @@ def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0
 
 def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor, plane: int = 0) -> None:
     """See kernels.rows."""
-    _scatter(state.row_words[plane][layer], _places(state, state.slab_table[seat], start, start + len(rows)), rows)
+    places = _places(state, state.slab_table[seat], start, start + len(rows))
+    _scatter(state.slab(layer).row_words[plane][layer], places, rows)
 
 
 def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
     """See kernels.rows."""
-    return _gather(state.row_words[plane][layer], _places(state, state.slab_table[seat], 0, stop))
+    return _gather(state.slab(layer).row_words[plane][layer], _places(state, state.slab_table[seat], 0, stop))
 
 
 def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: int, keys: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.decode import PROFILED, look_up, open_rows, share_out
+from benchmarks.decode import PROFILED, by_kernel, look_up, open_rows, share_out
 from kernels.state import MissPlan
 from tests.support.kernel_rig import Rig
 
@@ -50,3 +50,11 @@ def test_step_time_is_split_by_kernel_and_overlap_counts_once() -> None:
     found = share_out(ran)
     expected = {"swap": 1.0, "attention": 2.0, "backup": 0.2, "other": 0.4, "products": 0.0, "index": 0.0}
     assert {name: ms * PROFILED for name, ms in found.items()} == pytest.approx(expected | {"busy": 2.9})
+
+
+def test_kernels_of_a_step_are_listed_by_their_time() -> None:
+    ran = [("short", 0.0, 2.0), ("long", 2.0, 10.0), ("short", 10.0, 14.0)] * PROFILED
+    assert [line.split() for line in by_kernel(ran)] == [
+        ["8.0", "us", "1.0", "launches", "long"],
+        ["6.0", "us", "2.0", "launches", "short"],
+    ]

@@ -59,14 +59,14 @@ def test_experts_see_the_load_of_all_ranks() -> None:
     )
     seen: list[torch.Tensor] = []
 
-    def experts(rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         seen.append(chosen)
         return rows * weights.sum(1, keepdim=True).to(rows.dtype)
 
     hidden = torch.randn(32, 64).bfloat16()
     own = torch.arange(4).expand(32, 4)
     for _ in range(2):
-        exchange.mix(hidden, own, torch.ones(32, 4), 32, experts)
+        exchange.parts(hidden, own, torch.ones(32, 4), 32, experts)
     first, second = seen
     assert first.shape == (8 * 32, 4)
     assert (first[:32] == own).all()

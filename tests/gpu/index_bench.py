@@ -49,7 +49,7 @@ class IndexBench:
             index_pages=sum(held) + 1,
             max_pages=max(held),
             max_chunks=1,
-            max_slab_pages=1,
+            slab_pages=1,
             tail_slots=1,
             host=torch.zeros(1, 64 * (2 * 8 + 2 * self.form.row_bytes), dtype=torch.uint8),
             device="cuda",

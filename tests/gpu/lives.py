@@ -24,6 +24,7 @@ Array = np.ndarray[Any, Any]
 
 CASE_SEATS: Final = 3
 CASE_PAGES: Final = 8  # pages of the longest small context, and as many chunks
+PROMPT_PAGES: Final = 3  # slab pages of each seat
 PADDING: Final = 2
 ODD: Final = (-1, -1, -2, -(2**31), 2**31 - 1)  # top-k entries that are no token
 LENGTH_MAX: Final = CASE_PAGES * PAGE_TOKENS - 40
@@ -133,9 +134,9 @@ class Script:
         self.add("seat", "clear_seat", seat.number)
         seat.hot, seat.length = -1, 0
 
-    def prompt(self, seat: Seat, slab: Array, draw: random.Random) -> None:
-        """Rows and keys by position, now and then on slab pages that are not granted; `slab` are chunks."""
-        slab = slab.copy()
+    def prompt(self, seat: Seat, draw: random.Random) -> None:
+        """Rows and keys by position, now and then on slab pages that are not granted."""
+        slab = PROMPT_PAGES * seat.number + np.arange(PROMPT_PAGES)
         if draw.random() < 0.5:
             slab[draw.randrange(len(slab))] = -1
         self.set_table("slab_table", seat, slab)
@@ -246,7 +247,7 @@ def small(label: str, world: dict[str, Any], cases: Sequence[dict[str, Any]]) ->
         index_pages=count * CASE_PAGES,
         max_pages=CASE_PAGES,
         max_chunks=CASE_PAGES,
-        max_slab_pages=3,
+        slab_pages=PROMPT_PAGES * count,
     )
 
 
@@ -269,7 +270,7 @@ def _act(script: Script, action: str, seat: Seat, draw: random.Random) -> None:
     elif action == "age":
         script.add("age", seat.number, draw.choice([1, 2046, 2047, 5000, 250_000]))
     elif action == "prompt":
-        script.prompt(seat, seat.chunks[-3:], draw)
+        script.prompt(seat, draw)
     elif action == "copy":
         script.copy(draw.choice(["to_host", "to_device", "keys"]), seat, draw.randint(1, 150), draw)
 
@@ -350,7 +351,7 @@ def limit(label: str, kind: str, drawn: dict[str, Any]) -> Program:
         index_pages=index_pages,
         max_pages=max_pages,
         max_chunks=held,
-        max_slab_pages=1,
+        slab_pages=1,
     )
 
 

@@ -72,6 +72,7 @@ class Machine:
         self.planes = range(len(self.geometry.planes))
         self.state = DeviceState.allocate(self.geometry, **program.sizes, host=host, device=device)
         self.state.rows.fill_(EMPTY)
+        self.state.slab_rows.fill_(EMPTY)
         self.state.index_keys.fill_(EMPTY)
         groups = self.geometry.groups
         rows, seat_rows = program.batch, self.state.seat_rows

@@ -101,6 +101,10 @@ def test_experts_are_those_of_torch(experts: int, middle: int, width: int, wide:
             if held.any():
                 assert off(got, wanted) < 1.5e-2
             assert torch.equal(got, block_experts(hidden, chosen, shares, *weights, 2))
+            apart = (torch.cat((one, one[:, :16]), 1)[:, : one.shape[1]] for one in (hidden, chosen, shares))
+            out = torch.full_like(got, torch.nan)
+            assert block_experts(*apart, *weights, 2, out=out).data_ptr() == out.data_ptr()
+            assert torch.equal(out, got), "rows that lie apart, and a place for the result"
 
 
 def test_one_choice_of_one_sparse_row_is_exact() -> None:

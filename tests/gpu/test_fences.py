@@ -29,7 +29,7 @@ DELAYS_S = {"staged": 0.02, "backed_up": 0.01, "chunk_reclaimed": 0.01, "quiesce
 )
 #: What to hold back: the producer whose memory the scenario's consumer must not touch too early.
 LATE = {name: next(iter(spec.producers)) for name, spec in FENCES.items()} | {"quiesced": "backup"}
-PLAYED = [name for name in FENCES if name not in ("durable", "wishes_gathered")]
+PLAYED = [name for name in scenarios.SCENARIOS if name != "durable"]
 
 
 def late(name: str, omit: tuple[str, ...]) -> Callable[[], CudaStreams]:

@@ -1,4 +1,4 @@
-"""Norms and rotations in one launch: what the model library computes in many."""
+"""Norms and sums in one launch: what the model library computes in many."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ if not torch.cuda.is_available():
 
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as library  # noqa: E402
 
-from kernels.pointwise import add_rms_norm, gate, rms_norm, rotate  # noqa: E402
+from kernels.cuda import quantize  # noqa: E402
+from kernels.pointwise import gate, join_norm, rms_norm  # noqa: E402
+from kernels.routing import add_parts  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -37,28 +39,10 @@ def test_a_norm_is_the_librarys_but_for_the_order_of_its_sum(size: int, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "tokens"), [(128, 1), (20, 7), (1, 3)])
-def test_rotations_are_the_librarys_bit_for_bit(heads: int, tokens: int, dtype: torch.dtype) -> None:
-    half = draw(2, 3, tokens, 32, dtype=dtype)
-    cos, sin = (torch.cat((part, part), -1) for part in half)
-    queries = draw(3, tokens, heads, 192, dtype=dtype).transpose(1, 2)[..., 128:]
-    keys = draw(3, tokens, 576, dtype=dtype)[..., 512:].view(3, 1, tokens, 64)
-    ours = rotate(queries, keys, cos, sin, heads_dim=1, interleaved=True)
-    for one, other in zip(ours, library.apply_rotary_pos_emb_interleave(queries, keys, cos, sin), strict=True):
-        assert torch.equal(one, other)
-    queries, keys = draw(3, tokens, heads, 128, dtype=dtype), draw(3, tokens, 1, 128, dtype=dtype)
-    ours = rotate(queries, keys, cos, sin, heads_dim=2, interleaved=False)
-    theirs = library.apply_rotary_pos_emb(queries[..., :64], keys[..., :64], cos, sin, unsqueeze_dim=2)
-    for one, other, given in zip(ours, theirs, (queries, keys), strict=True):
-        assert torch.equal(one[..., :64], other)
-        assert torch.equal(one[..., 64:], given[..., 64:])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_and_gates_round_as_the_library_does(dtype: torch.dtype) -> None:
     hidden, added = draw(7, 1, 7168, dtype=dtype), draw(7, 1, 7168, dtype=dtype)
     weight, step = draw(7168, dtype=dtype), torch.finfo(dtype).eps
-    total, normed = add_rms_norm(hidden, added, weight, 1e-6)
+    total, normed = join_norm(hidden, added.view(1, 7, 7168), None, weight, 1e-6)
     assert torch.equal(total, hidden + added)
     assert torch.equal(normed, rms_norm(hidden + added, weight, 1e-6))
     torch.testing.assert_close(gate(hidden, added), F.silu(hidden) * added, rtol=16 * step, atol=step**2)
@@ -67,3 +51,44 @@ def test_sums_and_gates_round_as_the_library_does(dtype: torch.dtype) -> None:
     for size in (2048, 1001):  # halves of one result
         values, factors = draw(3, 5, 2 * size, dtype=dtype).split(size, dim=-1)
         assert torch.equal(gate(values, factors), gate(values.contiguous(), factors.contiguous()))
+
+
+@pytest.mark.parametrize("parts_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("size", [7168, 1000])
+def test_parts_are_added_in_their_order_and_rounded_after_each_sum(
+    size: int, ranks: int, parts_dtype: torch.dtype
+) -> None:
+    hidden, shared = draw(5, 1, size, dtype=torch.bfloat16), draw(5, 1, size, dtype=torch.bfloat16)
+    parts, weight = draw(ranks, 6, size, dtype=parts_dtype)[:, :5], draw(size, dtype=torch.bfloat16)
+    packed = torch.zeros(5, size + 24, dtype=torch.bfloat16, device="cuda")
+    total, normed = join_norm(hidden, parts, shared, weight, 1e-6, packed[:, :size])
+    wanted = hidden + (add_parts(parts, torch.bfloat16).view(hidden.shape) + shared)
+    assert torch.equal(total, wanted)
+    assert torch.equal(normed, rms_norm(wanted, weight, 1e-6))
+    assert torch.equal(packed[:, :size], normed.squeeze(1))
+    assert not packed[:, size:].any()
+    alone, nothing = join_norm(hidden, parts, shared, None, 0.0)
+    assert torch.equal(alone, wanted)
+    assert nothing is None
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("size", [7168, 1536, 128])
+def test_a_norm_is_quantized_as_by_a_launch_of_its_own(size: int, powers: bool) -> None:
+    hidden, parts = draw(5, 1, size, dtype=torch.bfloat16), draw(1, 5, size, dtype=torch.bfloat16)
+    hidden[3], parts[0, 3] = 0, 0
+    hidden[4] *= 1e6
+    weight = draw(size, dtype=torch.bfloat16)
+    codes = quantize.Codes.allocate(16, size, hidden.device, powers=powers)
+    for make in (
+        lambda: join_norm(hidden, parts, None, weight, 1e-6, None, codes)[1],
+        lambda: rms_norm(hidden, weight, 1e-6, codes),
+    ):
+        codes.values.view(torch.uint8).fill_(7)
+        normed = make()
+        assert normed is not None
+        wanted = quantize.quantize(normed.view(5, size), powers=powers)
+        assert torch.equal(codes.values[:5].view(torch.uint8), wanted.values.view(torch.uint8))
+        assert torch.equal(codes.scales[:5], wanted.scales)
+        assert codes.values[5:].view(torch.uint8).eq(7).all()

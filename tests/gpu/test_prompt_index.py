@@ -37,7 +37,7 @@ def state_of(form: RowFormat, topk: int, keys: Tensor) -> DeviceState:
     geometry = Geometry(1, 8, (0,), form.row_bytes, topk)
     host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8).pin_memory()
     sizes = {"seats": SEATS, "chunks": 1, "index_pages": SEATS * PAGES, "max_pages": PAGES, "max_chunks": 1}
-    state = DeviceState.allocate(geometry, max_slab_pages=PAGES, tail_slots=1, host=host, device="cuda", **sizes)
+    state = DeviceState.allocate(geometry, slab_pages=PAGES, tail_slots=1, host=host, device="cuda", **sizes)
     state.index_keys[0] = form.encode(keys)
     for table in (state.index_table, state.slab_table):
         table.copy_(torch.randperm(SEATS * PAGES, device="cuda").view(SEATS, PAGES))

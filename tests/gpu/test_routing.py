@@ -15,7 +15,14 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32To
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter  # noqa: E402
 
 from kernels.expert_choice import ExpertChoice  # noqa: E402
-from kernels.routing import add_parts, choose_experts, pack_rows, router_logits, unpack_rows  # noqa: E402
+from kernels.routing import (  # noqa: E402
+    add_parts,
+    choose_experts,
+    exchanged_rows,
+    pack_rows,
+    router_logits,
+    unpack_rows,
+)
 
 ROUTERS = {
     "deepseek-v3.2": lambda: DeepseekV32TopkRouter(DeepseekV32Config()),
@@ -74,6 +81,21 @@ def test_padding_chooses_nothing() -> None:
     assert (chosen[real] >= 0).all()
 
 
+def test_a_choice_is_written_where_rows_travel() -> None:
+    torch.manual_seed(0)
+    choice = ExpertChoice(experts=256, groups=8, groups_chosen=4, choices=8, normalizes=True, scaling=2.5)
+    logits, bias = torch.randn(5, 256, device="cuda"), torch.rand(256, device="cuda")
+    packed = torch.full((9, 24 * 2 + 80), 7, dtype=torch.uint8, device="cuda")
+    into = exchanged_rows(packed, 24, torch.bfloat16, choice.choices)
+    weights, chosen = choose_experts(logits, bias, choice, None)
+    choose_experts(logits, bias, choice, None, into)
+    assert torch.equal(into.chosen[:5], chosen)
+    assert torch.equal(into.weights[:5], weights)
+    assert into.chosen[5:].eq(-1).all()
+    assert packed[:, :48].eq(7).all()
+    assert packed[:, 48 + 64 :].eq(7).all()
+
+
 def test_equal_scores_go_to_the_lowest_expert() -> None:
     choice = ExpertChoice(experts=16, groups=4, groups_chosen=2, choices=5, normalizes=True, scaling=2.0)
     weights, chosen = choose_experts(torch.zeros(1, 16, device="cuda"), torch.zeros(16, device="cuda"), choice, None)
@@ -93,6 +115,7 @@ def test_bytes_of_rows_are_those_of_a_cpu(dtype: torch.dtype, width: int, choice
     pack_rows(hidden, chosen, weights, packed)
     pack_rows(hidden.cuda(), chosen.cuda(), weights.cuda(), there)
     assert torch.equal(there.cpu(), packed)
+    assert unpack_rows(there, width, dtype, choices).hidden.data_ptr() == there.data_ptr(), "by view"
     for one, other in zip(
         unpack_rows(there, width, dtype, choices), unpack_rows(packed, width, dtype, choices), strict=True
     ):

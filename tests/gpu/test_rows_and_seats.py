@@ -41,7 +41,7 @@ def on_both(twin: Twin, call: Callable[[DeviceState], torch.Tensor | None]) -> N
         got = call(twin.gpu)
     if wanted is not None and got is not None:
         same("what it returned", wanted, got)
-    for name in (*TABLES, *GIVEN, "slab_table", "rows", "index_keys", "host"):
+    for name in (*TABLES, *GIVEN, "slab_table", "rows", "slab_rows", "index_keys", "host"):
         same(name, getattr(twin.cpu, name), getattr(twin.gpu, name))
 
 
@@ -55,7 +55,7 @@ def opened(**changes: object) -> Twin:
     twin = Twin(4, tail_slots=3, **changes)  # type: ignore[arg-type]
     for seat, length in enumerate((300, 200, 130)):
         twin.open(seat, length, (128, 0, 100)[seat], (64, 0, 100)[seat])
-    twin.cpu.slab_table[0, 0] = twin.chunks[1, 0]
+    twin.cpu.slab_table[0, 0] = 0
     twin.gpu.slab_table.copy_(twin.cpu.slab_table)
     return twin
 

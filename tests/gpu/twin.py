@@ -67,14 +67,15 @@ class Twin:
             "index_pages": seats * pages + 1,
             "max_pages": pages,
             "max_chunks": slots,
-            "max_slab_pages": 1,
+            "slab_pages": 1,
             "tail_slots": tail_slots,
             "seat_rows": seat_rows,
         }
         self.cpu = DeviceState.allocate(self.geometry, host=host, **sizes)
         self.gpu = DeviceState.allocate(self.geometry, host=self.pinned(host), device=self.device, **sizes)
         self.prepare()
-        self.cpu.rows.random_(0, 256, generator=self.torch)
+        for rows in (self.cpu.rows, self.cpu.slab_rows):
+            rows.random_(0, 256, generator=self.torch)
         self.cpu.index_keys.random_(0, 256, generator=self.torch)
         self.lengths = [0] * seats
         self.chunks = torch.randperm(seats * slots, generator=self.torch).int().view(seats, slots)
@@ -200,6 +201,7 @@ class Twin:
                     for host, device in zip(self.cpu.host_row_words, self.cpu.row_words, strict=True):
                         device[layer, place] = host[int(self.cpu.host_table[seat, page]), layer, offset]
         self.gpu.rows.copy_(self.cpu.rows)
+        self.gpu.slab_rows.copy_(self.cpu.slab_rows)
 
     def swap_in(self, group: int, batches: tuple[StepBatch, StepBatch], topk: torch.Tensor) -> None:
         """swap_in and every replay on both, compared: sets, counters, bytes (I6)."""

@@ -253,3 +253,14 @@ def test_shapes_that_do_not_fit_are_refused_by_name() -> None:
         decode_blocks(weight, torch.float16)
     with pytest.raises(dataclasses.FrozenInstanceError):
         weight.values = three.values  # type: ignore[misc]
+
+
+def test_rows_of_experts_may_lie_apart_but_not_their_values() -> None:
+    gate, up, down = draw(2, 128, 256), draw(2, 128, 256, seed=1), draw(2, 256, 128, seed=2)
+    hidden, shares = torch.randn(5, 256), torch.rand(5, 2)
+    chosen = torch.arange(10).view(5, 2) % 3 - 1
+    wanted = block_experts(hidden, chosen, shares, gate, up, down)
+    apart = [torch.cat((one, one), 1)[:, : one.shape[1]] for one in (hidden, chosen, shares)]
+    assert torch.equal(block_experts(*apart, gate, up, down), wanted)
+    with pytest.raises(BadInput, match="hidden"):
+        block_experts(hidden.t().contiguous().t(), chosen, shares, gate, up, down)

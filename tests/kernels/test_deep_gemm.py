@@ -10,9 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import block_experts_w8a8, block_gated_w8a8, block_linear_w8a8, halves, quantize_rows, takes_w8a8
+from kernels.block_fp8 import (
+    block_coded_w8a8,
+    block_experts_w8a8,
+    block_gated_w8a8,
+    block_linear_w8a8,
+    halves,
+    make_codes,
+    quantize_rows,
+    takes_w8a8,
+)
 from kernels.block_weight import BlockFp8
-from kernels.cuda import deep_gemm
+from kernels.cuda import deep_gemm, quantize
 from protocol.errors import ConfigError
 from tests.emulated.device import COMPILER, Device
 from tests.kernels.test_block_fp8 import close, dequantized, draw
@@ -49,6 +58,21 @@ def test_product_is_that_of_quantized_rows(
     assert close(got, wanted(hidden, weight, powers=powers), 5e-3)
     assert close(block_linear_w8a8(hidden, weight, powers=powers), wanted(hidden, weight, powers=powers), 5e-3)
     assert len(fake.calls) == bool(tokens)
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_rows_that_another_kernel_quantized_give_the_same_product(
+    fake: FakeDeepGemm, tokens: int, powers: bool
+) -> None:
+    hidden, weight = drawn(tokens, 256), draw(40, 256)
+    codes = make_codes(tokens, weight, powers=powers)
+    assert len(codes.values) == len(codes.scales) == deep_gemm.padded(tokens)
+    assert codes.powers == powers
+    found = quantize.quantize(hidden, powers=powers)
+    codes.values[:tokens], codes.scales[:tokens] = found.values, found.scales
+    got = block_coded_w8a8(codes, tokens, weight)
+    assert torch.equal(got, deep_gemm.linear(hidden, weight, powers=powers))
 
 
 @pytest.mark.parametrize("powers", [False, True])
@@ -94,7 +118,11 @@ def test_experts_add_what_their_rank_holds(
     truth = mixture(hidden, chosen, shares, gate_up, down, first)
     assert close(got, truth, 5e-3)
     assert close(block_experts_w8a8(hidden, chosen, shares, gate_up, down, first, 8, powers=True), truth, 5e-3)
-    assert fake.calls == ["contiguous"] * 2
+    apart, out = torch.cat((hidden, hidden), 1)[:, :128], torch.full_like(hidden, torch.nan)
+    given = deep_gemm.experts(apart, chosen, shares, gate_up, down, first, 8, powers=True, out=out)
+    assert given.data_ptr() == out.data_ptr()
+    assert torch.equal(out, got)
+    assert fake.calls == ["contiguous"] * 4
 
 
 def test_experts_of_a_long_block_come_in_pieces(fake: FakeDeepGemm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def state_of(form: RowFormat, keys: Tensor) -> DeviceState:
     geometry = Geometry(1, 8, (0,), form.row_bytes, TOPK)
     sizes = {"seats": SEATS, "chunks": SEATS * PAGES, "index_pages": SEATS * PAGES, "max_pages": PAGES}
     host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
-    state = DeviceState.allocate(geometry, max_slab_pages=PAGES, max_chunks=1, tail_slots=1, host=host, **sizes)
+    state = DeviceState.allocate(geometry, slab_pages=PAGES, max_chunks=1, tail_slots=1, host=host, **sizes)
     state.index_keys[0] = form.encode(keys)
     for table in (state.index_table, state.slab_table):
         table.copy_(torch.randperm(SEATS * PAGES).view(SEATS, PAGES))

@@ -35,7 +35,7 @@ def state_with_keys(kind: str, device: str = "cpu") -> DeviceState:
     host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
     state = DeviceState.allocate(
         geometry,
-        max_slab_pages=PAGES,
+        slab_pages=PAGES,
         tail_slots=1,
         host=host if device == "cpu" else host.pin_memory(),
         device=device,

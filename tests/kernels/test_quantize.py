@@ -95,14 +95,15 @@ def test_no_rows_launch_nothing(device: Device) -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("experts", "first"), [(1, 0), (5, 2), (40, 0)])
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_each_assignment_of_this_rank_has_a_row_of_its_expert(
-    experts: int, first: int, multiple: int, wide: bool
+    experts: int, first: int, multiple: int, apart: bool, wide: bool
 ) -> None:
-    order = torch.rand(50, 48, generator=torch.Generator().manual_seed(experts)).argsort(1)
-    chosen = order[:, :4].contiguous() - 1  # -1 is no expert
-    chosen = chosen if wide else chosen.int()
+    order = torch.rand(50, 48, generator=torch.Generator().manual_seed(experts)).argsort(1) - 1  # -1 is no expert
+    chosen = (order if wide else order.int())[:, :4]
+    chosen = chosen if apart else chosen.contiguous()
     placed = quantize.place(chosen, first, experts, multiple=multiple)
     own = chosen.flatten().long() - first
     begin = 0
@@ -200,7 +201,7 @@ def test_each_token_gets_the_weighted_sum_of_its_choices(dtype: torch.dtype) -> 
     chosen = torch.tensor([[0, 2, 7], [1, -1, 0], [7, 8, -1]], dtype=torch.int32)
     placed = quantize.place(chosen, 0, 3, multiple=4)
     products = drawn(placed.total, 1032, seed=4)
-    shares = torch.rand(3, 3, generator=torch.Generator().manual_seed(2)).to(dtype)
+    shares = torch.rand(3, 5, generator=torch.Generator().manual_seed(2)).to(dtype)[:, :3]  # tokens lie apart
     out = torch.full((3, 1032), torch.nan, dtype=torch.bfloat16)
     quantize.add_rows(products, placed, shares, out)
     wanted = torch.zeros(3, 1032)

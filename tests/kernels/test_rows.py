@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from kernels.check import Sizes
 from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
 from kernels.rows import (
+    copy_slab_pages,
     gather_rows,
+    new_keys,
+    new_rows,
     read_index_keys,
     read_slab_rows,
     write_index_keys,
@@ -32,21 +35,25 @@ PLANES = st.one_of(
 
 
 def staged_prompt(rig: Rig, seat: int, length: int, chunk_tokens: int) -> Request:
-    """A request whose prompt lies in the slab and the index cache, written in pieces; its host pages are poison."""
+    """A request whose prompt was written in pieces to the slab, of which two layers are left, and to the index cache;
+    its chunks hold all layers, its host pages are poison."""
     request = Request(1 + seat, seat, length)
     rig.requests[seat] = request
-    for page in range(-(-length // 64)):
+    state, pages = rig.state, -(-length // 64)
+    for page in range(pages):
         rig.grant(request, page)
-        rig.state.slab_table[seat, page] = rig.free["chunk"].pop()
-    for start in range(0, length, chunk_tokens):
-        positions = range(start, min(start + chunk_tokens, length))
-        for layer in range(rig.geometry.layers):
+        state.slab_table[seat, page], state.chunk_table[seat, page] = rig.free["slab"].pop(), rig.free["chunk"].pop()
+    pieces = [range(start, min(start + chunk_tokens, length)) for start in range(0, length, chunk_tokens)]
+    for layer in range(rig.geometry.layers):
+        for positions in pieces:
             rows = torch.stack([rig.truth("row", layer, request, position) for position in positions])
             for plane, part in enumerate(rows.split(rig.geometry.planes, dim=1)):
-                write_slab_rows(rig.state, layer, seat, start, part.contiguous(), plane)
+                write_slab_rows(state, layer, seat, positions.start, part.contiguous(), plane)
+        copy_slab_pages(state, layer, state.slab_table[seat, :pages].long(), state.chunk_table[seat, :pages].long())
+    for positions in pieces:
         for group in range(rig.geometry.groups):
             keys = torch.stack([rig.truth("key", group, request, position) for position in positions])
-            write_prompt_index_keys(rig.state, group, seat, start, keys)
+            write_prompt_index_keys(state, group, seat, positions.start, keys)
     return request
 
 
@@ -73,7 +80,7 @@ def test_prompt_to_host_and_back_for_partial_pages(
     start: int,
     seed: int,
 ) -> None:
-    """Slab -> host pages -> other chunks: every byte of start..length-1, and no byte outside.
+    """Slab -> chunks -> host pages -> other chunks: every byte of start..length-1, and no byte outside.
 
     vLLM #57019: each layer has a separate place."""
     start = min(start, length - 1)
@@ -81,10 +88,10 @@ def test_prompt_to_host_and_back_for_partial_pages(
     rig = Rig(groups=groups, row_bytes=row_bytes, split=split, index_row_bytes=index_row_bytes, seed=seed)
     request = staged_prompt(rig, 1, length, chunk_tokens)
     positions = torch.arange(start, length)
-    slab = places(rig.state.slab_table, 1, positions).expand(rig.geometry.groups, -1).contiguous()
+    rows = places(rig.state.chunk_table, 1, positions).expand(rig.geometry.groups, -1).contiguous()
     index_rows = places(rig.state.index_table, 1, positions)
     pages, offsets = rig.state.host_table[1, positions // 64].contiguous(), (positions % 64).int()
-    copy_rows_to_host(rig.state, slab, index_rows, pages, offsets)
+    copy_rows_to_host(rig.state, rows, index_rows, pages, offsets)
     for position in range(length):
         for kind, layers in (("row", rig.geometry.layers), ("key", rig.geometry.groups)):
             for layer in range(layers):
@@ -113,16 +120,16 @@ def test_skipped_entries_move_nothing_and_keys_are_optional() -> None:
     rig = Rig(groups=(0, 1))
     request = staged_prompt(rig, 0, 70, 70)
     positions = torch.tensor([3, 69, 5])
-    slab = places(rig.state.slab_table, 0, positions).expand(2, -1).contiguous()
+    rows = places(rig.state.chunk_table, 0, positions).expand(2, -1).contiguous()
     pages = torch.tensor([request.pages[0][1], request.pages[1][1], -1], dtype=torch.int32)
-    copy_rows_to_host(rig.state, slab, None, pages, (positions % 64).int())
+    copy_rows_to_host(rig.state, rows, None, pages, (positions % 64).int())
     assert torch.equal(rig.read_host("row", 1, request, 69), rig.truth("row", 1, request, 69))
     assert (rig.read_host("key", 1, request, 69) == POISON).all()
     assert (rig.read_host("row", 0, request, 5) == POISON).all()
     before = rig.host.clone(), rig.state.rows.clone()
     nothing = torch.full((3,), -1, dtype=torch.int32)
-    copy_rows_to_host(rig.state, slab, positions, nothing, (positions % 64).int())
-    copy_rows_to_device(rig.state, slab, positions, nothing, (positions % 64).int())
+    copy_rows_to_host(rig.state, rows, positions, nothing, (positions % 64).int())
+    copy_rows_to_device(rig.state, rows, positions, nothing, (positions % 64).int())
     assert torch.equal(before[0], rig.host)
     assert torch.equal(before[1], rig.state.rows)
 
@@ -142,13 +149,13 @@ def test_copies_by_layer_ranges_equal_a_single_copy(
     rig = Rig(groups=(0, 0, 1, 2, 2), row_bytes=row_bytes, split=split, index_row_bytes=8, seed=seed)
     request = staged_prompt(rig, 1, length, 64)
     positions = torch.arange(length)
-    slab = places(rig.state.slab_table, 1, positions).expand(rig.geometry.groups, -1).contiguous()
+    rows = places(rig.state.chunk_table, 1, positions).expand(rig.geometry.groups, -1).contiguous()
     keys = places(rig.state.index_table, 1, positions)
     pages, offsets = rig.state.host_table[1, positions // 64].contiguous(), (positions % 64).int()
     ends = [*sorted(cuts), rig.geometry.layers]
     for first, stop in pairwise([0, *ends]):
         last = stop == rig.geometry.layers
-        copy_rows_to_host(rig.state, slab, keys if last else None, pages, offsets, range(first, stop))
+        copy_rows_to_host(rig.state, rows, keys if last else None, pages, offsets, range(first, stop))
         for layer in range(rig.geometry.layers):
             got = rig.read_host("row", layer, request, length - 1)
             written = rig.truth("row", layer, request, length - 1) if layer < stop else torch.full_like(got, POISON)
@@ -156,7 +163,7 @@ def test_copies_by_layer_ranges_equal_a_single_copy(
         assert bool((rig.read_host("key", 0, request, length - 1) == POISON).all()) is not last
     by_ranges = rig.host.clone()
     rig.host.fill_(POISON)
-    copy_rows_to_host(rig.state, slab, keys, pages, offsets)
+    copy_rows_to_host(rig.state, rows, keys, pages, offsets)
     assert torch.equal(by_ranges, rig.host)
 
 
@@ -164,11 +171,11 @@ def test_copies_by_layer_ranges_equal_a_single_copy(
 def test_invalid_ranges_are_refused(layers: range) -> None:
     rig = Rig(groups=(0, 1))
     request = staged_prompt(rig, 0, 1, 1)
-    slab, page = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([request.pages[0][1]])
+    rows, page = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([request.pages[0][1]])
     with pytest.raises(BadInput, match="consecutive layers of 2"):
-        copy_rows_to_host(rig.state, slab, None, page, torch.zeros_like(page), layers)
+        copy_rows_to_host(rig.state, rows, None, page, torch.zeros_like(page), layers)
     with pytest.raises(BadInput, match="the last among them with index keys"):
-        copy_rows_to_host(rig.state, slab, torch.zeros_like(page), page, torch.zeros_like(page), range(1))
+        copy_rows_to_host(rig.state, rows, torch.zeros_like(page), page, torch.zeros_like(page), range(1))
 
 
 def test_index_keys_alone_come_back_for_a_resumed_request() -> None:
@@ -198,10 +205,45 @@ def test_prompt_reads_return_the_stored_rows(split: int) -> None:
         assert torch.equal(read_index_keys(rig.state, 1, 2, stop), keys)
 
 
+def test_a_layer_lies_over_the_one_two_before() -> None:
+    """And the one between is left as it is."""
+    rig = Rig(groups=(0, 0, 0))
+    staged_prompt(rig, 0, 64, 64)
+    kept = [read_slab_rows(rig.state, layer, 0, 64) for layer in (1, 2)]
+    assert not torch.equal(*kept)
+    write_slab_rows(rig.state, 0, 0, 0, kept[0])
+    assert torch.equal(read_slab_rows(rig.state, 2, 0, 64), kept[0])
+    assert torch.equal(read_slab_rows(rig.state, 1, 0, 64), kept[0])
+
+
+def test_one_layer_goes_between_slab_and_host() -> None:
+    """As staging and refills take it: the view of a layer moves its rows alone, and with the last layer index keys."""
+    rig = Rig(groups=(0, 0, 1), row_bytes=12, split=5)
+    request, positions = staged_prompt(rig, 1, 100, 100), torch.arange(100)
+    rows = (rig.state.slab_table[1, positions // 64] * 64 + positions % 64).expand(2, -1).contiguous()
+    keys = places(rig.state.index_table, 1, positions)
+    pages, offsets = rig.state.host_table[1, positions // 64].contiguous(), (positions % 64).int()
+    for layer in (1, 2):
+        index_row = keys if layer == 2 else None
+        copy_rows_to_host(rig.state.slab(layer), rows, index_row, pages, offsets, range(layer, layer + 1))
+        assert torch.equal(rig.read_host("row", layer, request, 99), rig.truth("row", layer, request, 99))
+    assert (rig.read_host("row", 0, request, 99) == POISON).all()
+    assert torch.equal(rig.read_host("key", 1, request, 99), rig.truth("key", 1, request, 99))
+    before, kept = rig.state.rows.clone(), rig.state.slab_rows.clone()
+    rig.state.slab_rows.zero_()
+    for layer in (1, 2):
+        copy_rows_to_device(rig.state.slab(layer), rows, None, pages, offsets, range(layer, layer + 1))
+    held = [read_slab_rows(rig.state, layer, 1, 100, plane) for layer in (1, 2) for plane in (0, 1)]
+    rig.state.slab_rows.copy_(kept)
+    wanted = [read_slab_rows(rig.state, layer, 1, 100, plane) for layer in (1, 2) for plane in (0, 1)]
+    assert all(map(torch.equal, held, wanted))
+    assert torch.equal(rig.state.rows, before)
+
+
 def test_ungranted_positions_trip_and_move_nothing() -> None:
     rig = Rig(groups=(0,))
     request = staged_prompt(rig, 0, 64, 64)
-    before = rig.state.rows.clone(), rig.state.index_keys.clone()
+    before = rig.state.slab_rows.clone(), rig.state.index_keys.clone()
     rows = torch.full((3, rig.geometry.row_bytes), 9, dtype=torch.uint8)
     keys = torch.full((3, rig.geometry.index_row_bytes), 9, dtype=torch.uint8)
     write_slab_rows(rig.state, 0, 0, 63, rows)
@@ -209,7 +251,7 @@ def test_ungranted_positions_trip_and_move_nothing() -> None:
     assert rig.state.tripwires.tolist() == [0, 4, 0, 0]
     changed = [
         (old != new).any(-1).nonzero().tolist()
-        for old, new in zip(before, (rig.state.rows, rig.state.index_keys), strict=True)
+        for old, new in zip(before, (rig.state.slab_rows, rig.state.index_keys), strict=True)
     ]
     slab, page = int(rig.state.slab_table[0, 0]), request.pages[0][0]
     assert changed == [[[0, slab * 64 + 63]], [[0, page * 64 + 63]]]
@@ -265,6 +307,23 @@ def test_step_writes_reach_real_rows_only() -> None:
     assert (rig.state.index_keys[0] == 7).all(1).nonzero().flatten().tolist() == [2, 3]
     with pytest.raises(BadInput, match=r"rows=uint8: got uint8\[2, 24\].*batch=3, 24"):
         write_new_rows(rig.state, 1, rig.batch, rows[:2])
+
+
+def test_a_kernel_that_forms_rows_is_told_where_step_writes_store() -> None:
+    rig = Rig(groups=(0, 0, 1), batch=3)
+    rig.batch.new_rows[:] = torch.tensor([[9, -1, 4], [5, 8, -1]])
+    rig.batch.new_index_rows[:] = torch.tensor([2, -1, 3])
+    for target, held in (
+        (new_rows(rig.state, 1, rig.batch), rig.state.rows[1]),
+        (new_rows(rig.state, 2, rig.batch), rig.state.rows[2]),
+        (new_keys(rig.state, 1, rig.batch), rig.state.index_keys[1]),
+    ):
+        assert target.rows.data_ptr() == held.data_ptr()
+        assert target.rows.is_contiguous()
+        assert target.rows.shape == held.shape
+    assert new_rows(rig.state, 1, rig.batch).places.tolist() == [9, -1, 4]
+    assert new_rows(rig.state, 2, rig.batch).places.tolist() == [5, 8, -1]
+    assert new_keys(rig.state, 0, rig.batch).places.tolist() == [2, -1, 3]
 
 
 def test_sizes_bind_on_first_use_and_a_mismatch_is_named() -> None:

@@ -286,7 +286,7 @@ def test_resize_of_a_resident_seat_is_refused() -> None:
 def test_allocation_refuses_foreign_pools_and_missing_chunks() -> None:
     geometry = Geometry(2, 24, (0, 1), 8, 4)
     sizes: dict[str, Any] = dict.fromkeys(("seats", "chunks", "index_pages"), 2)
-    sizes |= dict.fromkeys(("max_pages", "max_chunks", "max_slab_pages"), 2)
+    sizes |= dict.fromkeys(("max_pages", "max_chunks", "slab_pages"), 2)
     with pytest.raises(BadInput, match=r"host=uint8: got uint8\[3, 77\].*host_pages=3, 4096\]"):
         DeviceState.allocate(geometry, **sizes, tail_slots=1, host=torch.zeros(3, 77, dtype=torch.uint8))
     host = torch.zeros(3, geometry.page_bytes, dtype=torch.uint8)

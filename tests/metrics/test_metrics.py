@@ -240,15 +240,15 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
 def test_each_copy_purpose_has_bytes_and_seconds() -> None:
     world = World()
     it = world.counters
-    it.staged_bytes, it.backed_up_bytes, it.preloaded_bytes = 11, 12, 13
-    for seconds, busy in enumerate((it.staging, it.backing_up, it.preloading), 1):
+    it.staged_bytes, it.backed_up_bytes, it.preloaded_bytes, it.refilled_bytes = 11, 12, 13, 14
+    for seconds, busy in enumerate((it.staging, it.backing_up, it.preloading, it.refilling), 1):
         busy.spent(seconds)
-    ways = [("to_host", "stage"), ("to_host", "backup"), ("to_device", "preload")]
+    ways = [("to_host", "stage"), ("to_host", "backup"), ("to_device", "preload"), ("to_device", "refill")]
     with served(WorkerCollector(world.sources)) as exporter:
         scraped = scrape(exporter)
     copied, spent = (values(scraped[f"hisparse_worker_{it}_total"]) for it in ("copied_bytes", "copy_seconds"))
-    assert [copied[way] for way in ways] == [11, 12, 13]
-    assert [spent[way] for way in ways] == [1, 2, 3]
+    assert [copied[way] for way in ways] == [11, 12, 13, 14]
+    assert [spent[way] for way in ways] == [1, 2, 3, 4]
     assert copied.keys() == spent.keys() == {*ways, ("to_device", "swap")}
 
 

@@ -41,7 +41,7 @@ class Case:
             index_pages=1,
             max_pages=1,
             max_chunks=1,
-            max_slab_pages=1,
+            slab_pages=1,
             tail_slots=1,
             host=torch.zeros(1, geometry.page_bytes, dtype=torch.uint8),
             device=device,

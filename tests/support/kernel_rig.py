@@ -85,7 +85,7 @@ class Rig:
             index_pages=pages,
             max_pages=max_pages,
             max_chunks=max_chunks,
-            max_slab_pages=max_pages,
+            slab_pages=max_pages,
             tail_slots=tail_slots,
             host=self.host,
             seat_rows=seat_rows,
@@ -98,7 +98,8 @@ class Rig:
         self.plans: list[BackupPlan] = []
         self.placed: list[tuple[int, Request, int]] = []  # of the last step: row of the batch, request, position
         self.free = {
-            name: self._shuffled(size) for name, size in (("chunk", chunks), ("index", pages), ("host", pages))
+            name: self._shuffled(size)
+            for name, size in (("chunk", chunks), ("index", pages), ("host", pages), ("slab", max_pages))
         }
         self.steps = 0
         self.owners = 0

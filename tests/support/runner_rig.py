@@ -1,8 +1,9 @@
 """Drives a runner as the executor does, without executor, coordinator or pool file: prefill, stage, decode, one thread.
 
 Every request gets scattered pages and chunks, its whole prompt in host memory, and either a resident or a managed hot
-buffer. `decode` runs one step of the seats named, in the order named; with `graphs`, on a GPU, what the runner launches
-is captured once per batch size and replayed.
+buffer. Its slab pages are chunks of the arena, so that tests see a prompt's rows of every layer behind its pass.
+`decode` runs one step of the seats named, in the order named; with `graphs`, on a GPU, what the runner launches is
+captured once per batch size and replayed.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ class Rig:
             index_pages=seats * pages,
             max_pages=pages,
             max_chunks=pages + 1,
-            max_slab_pages=pages,
+            slab_pages=pages,
             tail_slots=TAIL_SLOTS,
             host=host if device == "cpu" else host.pin_memory(),
             device=device,
         )
+        vars(self.state)["_slab_views"] = (self.state, self.state)  # the arena: a slab that keeps every layer
         if device != "cpu":
             prepare(self.state)
         self.sampler = SamplerState.allocate(seats, runner.info.vocab_size, device)

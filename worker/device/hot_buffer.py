@@ -1,19 +1,21 @@
 """What becomes of a hot buffer: which chunks stay, which go, and what its tables are set up with. Pure.
 
 A hot buffer is its chunks, in the order of the chunk table, and its mode: resident (`hot_slots` 0; chunk i holds tokens
-64i..64i+63) or managed (H slots and a tail). A prompt in the prefill slab is nothing but a resident buffer, so taking
-it over and resizing are one decision:
+64i..64i+63) or managed (H slots and a tail).
 
 | from     | to           | chunks that stay                      | set up                          | rows come from |
 |----------|--------------|---------------------------------------|---------------------------------|----------------|
+| a prompt | resident     | all                                   | slot = token                    | the slab       |
+| a prompt | managed      | all                                   | the newest tokens in slots 0..  | the slab       |
 | resident | resident     | all, or the first that are wanted     |                                 | where they are |
 | resident | managed      | the newest that fit H, then any       | their tokens in slots 0..       | where they are |
 | managed  | larger       | all                                   | new slots empty                 | where they are |
 | managed  | smaller      | the first                             | tokens of higher slots absent   | where they are |
 | managed  | resident     | any                                   | slot = token                    | host pages     |
 
-Nothing is copied on the device in any of them. All rows must be in host memory before a change is carried out, since
-every change but growing may drop some.
+The pages that a buffer takes of a prompt (`pages_taken`) are copied from the slab layer by layer while the prompt is
+computed. Nothing is copied on the device in any other change. All rows must be in host memory before one is carried
+out, since every change but growing may drop some.
 """
 
 from __future__ import annotations
@@ -72,6 +74,19 @@ def check_size(hot_slots: int, hot_chunks: int, length: int, classes: Sequence[i
         raise BadInput(
             f"{hot_slots} slots for {length} tokens take {least} to {most} chunks", field="hot_chunks", value=hot_chunks
         )
+
+
+def pages_taken(buffer: HotBuffer, length: int) -> range:
+    """Return the pages of a prompt of `length` that `buffer` holds, in its first chunks."""
+    pages = pages_for(length)
+    return range(max(0, pages - buffer.hot_slots // PAGE_TOKENS) if buffer.hot_slots else 0, pages)
+
+
+def set_up_prompt(buffer: HotBuffer, length: int) -> HotBufferChange:
+    """Return the change by which `buffer`, holding `pages_taken` of a prompt of `length`, serves its first step."""
+    first_token = pages_taken(buffer, length).start * PAGE_TOKENS
+    kind = SetUp.MANAGED if buffer.hot_slots else SetUp.RESIDENT
+    return HotBufferChange(buffer, (), kind, first_token, length - first_token)
 
 
 def change(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int]) -> HotBufferChange:

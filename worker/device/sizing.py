@@ -3,8 +3,8 @@
 Host memory is host pages and nothing else. Device memory (`device_mem`, the budget for KV) is cut in this order:
 
     bookkeeping    seat tables, tails, counters: grows with seats and the longest context, not with tokens held
-    prefill slab   room for `slab_tokens`; by default one longest prompt, at most half of what is left. A worker of role
-                   decode computes no prompts and has one page, since none would be no worker's
+    prefill slab   rows of two layers of `slab_tokens`; by default of one longest prompt, in at most half of what is
+                   left. A worker of role decode computes no prompts and has one page, since none would be no worker's
     index pages    as many as host pages or seats can use, at most their share of what is left: without its index keys a
                    context in host memory cannot be decoded
     hot chunks     the rest, at most `hot_chunks_max`
@@ -63,7 +63,6 @@ class Sizing:
     context_max_tokens: int
     max_pages: int
     max_chunks: int
-    max_slab_pages: int
     bookkeeping_bytes: int
     device_bytes: int
     longest_context_tokens: int
@@ -122,7 +121,7 @@ def size_worker(
     device = _budget(settings, free_device_bytes, prompt_bytes)
     left = device - bookkeeping
     slab = _slab_pages(settings, geometry, max_pages, left)
-    left -= slab * geometry.chunk_bytes
+    left -= slab * geometry.slab_page_bytes
     index_bytes = _index_bytes(settings, geometry, classes, context, overshoot, max(0, left))
     index_pages = min(host_pages, settings.seats * max_pages, index_bytes // geometry.index_page_bytes)
     chunks = max(0, left - index_pages * geometry.index_page_bytes) // geometry.chunk_bytes
@@ -147,9 +146,11 @@ def size_worker(
         context_max_tokens=context,
         max_pages=max_pages,
         max_chunks=max_chunks,
-        max_slab_pages=slab,
         bookkeeping_bytes=bookkeeping,
-        device_bytes=bookkeeping + (slab + chunks) * geometry.chunk_bytes + index_pages * geometry.index_page_bytes,
+        device_bytes=bookkeeping
+        + slab * geometry.slab_page_bytes
+        + chunks * geometry.chunk_bytes
+        + index_pages * geometry.index_page_bytes,
         longest_context_tokens=min(context, PAGE_TOKENS * min(host_pages, index_pages)),
         context_target_tokens=settings.context_target_tokens,
     )
@@ -250,7 +251,7 @@ def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, le
         return 1
     if settings.slab_tokens:
         return min(pages_for(settings.slab_tokens), max_pages)
-    return min(max_pages, max(0, int(left * SLAB_SHARE)) // geometry.chunk_bytes)
+    return min(max_pages, max(0, int(left * SLAB_SHARE)) // geometry.slab_page_bytes)
 
 
 def _index_bytes(

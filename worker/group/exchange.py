@@ -29,15 +29,16 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from kernels.routing import add_parts, pack_rows, unpack_rows
+from kernels.routing import ExchangedRows, exchanged_rows, pack_rows, unpack_rows
 from worker.group.control import LoopProgress
 from worker.weights.layout import exchanged_row_bytes
 
 #: Rows that experts compute at once.
 PIECE_ROWS: Final = 4_096
 
-#: Output [T, h] of this rank's experts for rows [T, h], choices int[T, k] and weights float32[T, k].
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: Output [T, h] of this rank's experts for rows [T, h], choices int[T, k] and weights float32[T, k]; given a place for
+#: it, they may write it there.
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Collectives(Protocol):
@@ -87,21 +88,33 @@ class Exchange:
         held = (self._own, self._all, self._partials, self._returned)
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
-    def mix(self, hidden: Tensor, chosen: Tensor, weights: Tensor, rows: int, experts: Experts) -> Tensor:
-        """Sum [n, h] over the choices of `hidden` [n, h], n <= rows: `chosen` int[n, k], -1 for none; weights [n, k].
+    def own(self, rows: int) -> ExchangedRows:
+        """This rank's rows of a round of `rows`, by view: what `parts_of_own` sends."""
+        return exchanged_rows(self._own[:rows], self._hidden, self._dtype, self._choices)
+
+    def parts(self, hidden: Tensor, chosen: Tensor, weights: Tensor, rows: int, experts: Experts) -> Tensor:
+        """Sums over the choices of `hidden` [n, h], n <= rows, by rank: [ranks, n, h], void in the next round. `chosen`
+        int[n, k], -1 for none; weights [n, k].
 
         `rows` is the size of the round, equal on all ranks.
         """
-        count, size, own = len(hidden), self.collectives.size, self._own[:rows]
-        pack_rows(hidden, chosen, weights, own)
+        pack_rows(hidden, chosen, weights, self._own[:rows])
+        return self.parts_of_own(len(hidden), rows, experts)
+
+    def parts_of_own(self, count: int, rows: int, experts: Experts) -> Tensor:
+        """`parts` of `count` rows that lie in `own(rows)`."""
+        size, own = self.collectives.size, self._own[:rows]
         everything = self._all[: size * rows]
         self.collectives.all_gather(everything, own)
         partials = self._partials[: size * rows]
         for piece in self._pieces(rows):
-            partials[piece] = experts(*unpack_rows(everything[piece], self._hidden, self._dtype, self._choices))
+            given = unpack_rows(everything[piece], self._hidden, self._dtype, self._choices)
+            found = experts(*given, partials[piece])
+            if found.data_ptr() != partials[piece].data_ptr():
+                partials[piece] = found
         returned = self._returned[: size * rows].view(size, rows, self._hidden)
         self.collectives.all_to_all(returned, partials.view(size, rows, self._hidden))
-        return add_parts(returned[:, :count], self._dtype)
+        return returned[:, :count]
 
     def _pieces(self, rows: int) -> Iterator[slice]:
         size = self.collectives.size

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from protocol.arrays import Int32Array
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, Resize
@@ -30,9 +30,6 @@ from worker.transfer.handover import Outgoing
 if TYPE_CHECKING:
     from worker.loop.grammars import Grammar
     from worker.runners.adjust import Adjust
-
-#: In `prefix_loads`: the place of what comes before every layer.
-INDEX_KEYS: Final = -1
 
 
 class Status(Enum):
@@ -48,7 +45,7 @@ class Status(Enum):
 @dataclass(slots=True)
 class SeatMemory:
     """What a request holds; only Seats changes it. `hot_slots` and `hot_chunks` are what was granted; `hot` is what is
-    in use: nothing before the take-over."""
+    in use. `slab` are slab pages, until its prompt is in host memory."""
 
     host_pages: list[int]
     index_pages: list[int]
@@ -56,11 +53,6 @@ class SeatMemory:
     hot: HotBuffer
     hot_slots: int
     hot_chunks: int
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """In use, in the slab or the hot buffer."""
-        return (*self.slab, *self.hot.chunks)
 
     @property
     def rows_max(self) -> int:
@@ -78,7 +70,8 @@ class RunningRequest:
     `fences` are what the status waits for, `first_token` the one after which prefill's token can be read.
     `chunk_marks` are the fences after which rows of its prompt below a length are in host memory, `staged_rows` how
     many were seen there. `is_faulty`: it has faulted, and what it wrote may be wrong.
-    `prefix_loads` are fences of a shared prefix, by the layer whose attention waits for them (INDEX_KEYS: the pass).
+    `prefix_load` is the fence of a shared prefix's index keys, until they were seen loaded. `is_filling`: a pass that
+    ends its prompt has begun, and copies rows to its hot buffer.
     `adjust` is what it asks of its logits, `grammar` what holds its output to a grammar, `logprob_words` how long its
     rows of log-probabilities are. `owner` is whose it is. `since_s` is when prefill, then staging, or loading
     began. `topk_place` is where its last top-k is downloaded to. `drafted` tokens were verified for its output, of
@@ -96,7 +89,8 @@ class RunningRequest:
     prefilled: int = 0
     started: bool = False
     fences: Sequence[Fence] = ()
-    prefix_loads: dict[int, Fence] = field(default_factory=dict)
+    prefix_load: Fence | None = None
+    is_filling: bool = False
     first_token: Fence | None = None
     resize: Resize | None = None
     adjust: Adjust | None = None
@@ -158,6 +152,11 @@ class RunningRequest:
     def has_hot_buffer(self) -> bool:
         """Whether its prompt was taken over: it is not being prefilled or staged."""
         return self.status not in (Status.PREFILLING, Status.STAGING)
+
+    @property
+    def may_resize(self) -> bool:
+        """Tell whether its hot buffer may change now: no rows are on their way to it."""
+        return self.status is not Status.LOADING and (self.has_hot_buffer or not self.is_filling)
 
     @property
     def rows_wanted(self) -> int:

@@ -187,7 +187,6 @@ class Executor:
             self._decoder,
             sizing,
             warm_start,
-            self._groups,
             rows,
             drafting,
             runner.info.eos_token_ids,
@@ -356,10 +355,11 @@ class Executor:
     def memory(self) -> dict[str, MemoryUse]:
         """Device memory in units of 64 tokens; from any thread, true for a moment."""
         geometry = self._runner.geometry
-        chunks, pages = self._seats.chunks, self._seats.index_pages
+        chunks, pages, slab = self._seats.chunks, self._seats.index_pages, self._seats.slab
         return {
             "chunks": MemoryUse(chunks.count - chunks.free, chunks.count, geometry.chunk_bytes),
             "index_pages": MemoryUse(pages.count - pages.free, pages.count, geometry.index_page_bytes),
+            "slab_pages": MemoryUse(slab.count - slab.free, slab.count, geometry.slab_page_bytes),
         }
 
     def room_use(self) -> dict[str, RoomUse]:
@@ -520,7 +520,7 @@ class Executor:
             self._join(request)
 
     def _resize(self, request: RunningRequest, resize: Resize) -> None:
-        if request.status is Status.LOADING:
+        if not request.may_resize:
             request.resize = resize
             return
         if self._seats.resize(request, resize.hot_slots, resize.hot_chunks):
@@ -552,8 +552,8 @@ class Executor:
             return True
         if request.chunk_marks and (rows := request.note_staged()) is not None:
             self._report.prompt_rows(request, rows)
-        if request.prefix_loads and all(fence.done() for fence in request.prefix_loads.values()):
-            request.prefix_loads.clear()
+        if request.prefix_load is not None and request.prefix_load.done():
+            request.prefix_load = None
         if request.first_token is not None and request.first_token.done():
             self._contain(self._take_first_token, request)
             return True
@@ -589,8 +589,8 @@ class Executor:
             self._take_tokens(request, 0, (first,), (row,))
 
     def _take_over(self, request: RunningRequest) -> None:
-        """A prompt seen in host memory: its rows are durable, its slab becomes the hot buffer. Or it has been here for
-        its prompt alone, and leaves."""
+        """A prompt seen in host memory: its rows are durable, and its hot buffer is set up. Or it has been here for its
+        prompt alone, and leaves."""
         request.progress.durable = request.prompt_tokens
         if request.prefills_only:
             self._seats.free_slab(request)
@@ -603,13 +603,18 @@ class Executor:
             self._leave(request)
         else:
             self._join(request)
+            self._resize_late(request)
 
     def _take_loaded(self, request: RunningRequest) -> None:
         for fence in request.fences:
             self._streams.compute.wait(fence)
         self._report.loaded(self._clock() - request.since_s)
-        resize, request.resize = request.resize, None
         self._join(request)
+        self._resize_late(request)
+
+    def _resize_late(self, request: RunningRequest) -> None:
+        """Carry out a resize that came while rows were on their way to the hot buffer."""
+        resize, request.resize = request.resize, None
         if resize is not None:
             self._contain(self._resize, request, resize)
 
@@ -631,8 +636,8 @@ class Executor:
         return busy
 
     def _may_launch(self, request: RunningRequest) -> bool:
-        """Tell whether neither a batch, nor other ranks, would wait for the prefix of a prompt."""
-        return not request.prefix_loads or not (self._running or self._rounds is not None)
+        """Tell whether neither a batch, nor other ranks, would wait for the index keys of a prompt's prefix."""
+        return request.prefix_load is None or not (self._running or self._rounds is not None)
 
     def _draw_late(self) -> bool:
         """Launch first tokens whose masks came behind their passes; whether there was any."""
@@ -869,6 +874,6 @@ def _row_of(request: RunningRequest) -> InventoryRow:
         memory.hot_chunks,
         index_pages=len(memory.index_pages),
         slab_pages=len(memory.slab),
-        chunks=len(memory.chunks),
+        chunks=len(memory.slab) + len(memory.hot.chunks),
         is_leaving=request.status is Status.LEAVING,
     )

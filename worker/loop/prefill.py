@@ -1,8 +1,22 @@
-"""Prefill: prompt passes through the runner into the slab, and behind them, layer group by layer group, to host memory.
+"""Prefill: prompt passes through the runner into the slab, and behind them, layer by layer, to host memory.
 
-The slab is chunks of the hot arena, held by a request from admission until `staged`. A prefix of a prompt is being
-loaded into the slab and the index pages since admission. A pass waits for what it reads: for the index keys of its
-prompts as a whole, for their rows before a unit of the layer group attends.
+The slab holds rows of two layers: those of layer l lie over those of layer l - 2. A request has pages of it for its
+whole prompt, from admission until `staged`. When the first unit of layer l is launched, earlier rows of the pass's
+prompts (of earlier passes, of cached prefixes) begin to come back from host memory for layer l + 1:
+
+    compute   layer 0 ───────┐ layer 1 ───────┐ layer 2 ──────────    writes rows of its block, then attends
+    stage          rows of 0 │      rows of 1 │      rows of 2        copies them to host pages
+    refill    1 ───┐         2 ───┐           3 ───┐                  loads the rows below each part
+
+    a unit of layer l writes      waits for `slab_staged` of layer l - 2: its rows lie over those
+    a unit of layer l attends     waits for `refilled` of layer l
+    a refill of layer l           waits for `slab_read`: behind the units of layer l - 2, over whose rows it loads; in
+                                  the first layer also for all that was staged before: what it loads may be of that
+
+Refill and staging touch other rows of one page, so they do not wait for each other within a pass. Beside decode steps a
+unit is launched once what it waits for was seen, since it would hold the steps up. In the pass that ends a prompt, each
+layer's newest rows are copied from the slab to the hot buffer behind the layer's last unit. Index keys of a cached
+prefix are loaded at admission; a pass waits for those of all its prompts.
 
 Each pass that is open has a place of its own for its tokens on the device. First tokens, and their log-probabilities,
 are kept in one place per seat.
@@ -11,7 +25,7 @@ are kept in one place per seat.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import cast
@@ -20,28 +34,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.layout import SLAB_LAYERS
 from kernels.state import DeviceState
 from protocol.logprobs import ROW_WORDS_MAX
 from worker.device.passes import PASSES_MAX, PassUnit
 from worker.device.pinned import host_tensor
-from worker.loop.batch import INDEX_KEYS, RunningRequest
+from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring
 from worker.loop.prompt_order import PARTS_MAX
-from worker.loop.swap import Swap
+from worker.loop.swap import StagedRows, Swap
 from worker.loop.warm_start import TopkBuffers
 from worker.runners.base import DraftRunner, PromptPart, PromptPass, Runner, SamplerState, StepOutputs
 from worker.runners.logprobs import allocate_rows
-from worker.streams import Streams
+from worker.streams import Fence, Streams
 from worker.transfer.layer_groups import LayerGroups
 
 
 @dataclass(eq=False)
 class LaunchedPass:
-    """A pass that was begun: by number of its part, the request and, on the device, the token behind the part."""
+    """A pass that was begun.
+
+    By number of its part: the request and, on the device, the token behind the part; where its earlier rows lie, if it
+    has any; where rows for its hot buffer lie, if it ends its prompt and has one. By layer: what a unit waits for.
+    """
 
     requests: tuple[RunningRequest, ...]
     prompts: PromptPass
     following: Tensor  # int64[parts]
+    earlier: dict[int, list[Tensor]]
+    filled: dict[int, Tensor]
+    slab_staged: dict[int, Fence] = field(default_factory=dict)
+    refilled: dict[int, Fence] = field(default_factory=dict)
 
     def part(self, number: int) -> PromptPart:
         return self.prompts.parts[number]
@@ -55,6 +78,11 @@ class LaunchedPass:
     def staying(self) -> list[int]:
         """Numbers of the parts whose request has not left."""
         return [number for number in range(len(self.requests)) if number not in self.prompts.left]
+
+    def may_enter(self, layer: int) -> bool:
+        """Tell whether what the next unit of `layer` waits for was seen."""
+        fences = self.slab_staged.get(layer - SLAB_LAYERS), self.refilled.get(layer)
+        return all(fence is None or fence.done() for fence in fences)
 
 
 class Prefill:
@@ -75,7 +103,7 @@ class Prefill:
         warm_start: TopkBuffers,
         staging: Callable[[RunningRequest, int, int], None],
     ) -> None:
-        """`staging` is told of each launch: of what request, which layer group, of rows below which position."""
+        """`staging` is told of each layer group that is staged: of what request, of rows below which position."""
         self._runner = runner
         self._drafts = drafts
         self._streams = streams
@@ -105,15 +133,30 @@ class Prefill:
         )
         tokens, following = self._upload(taken, place)
         for request in requests:
-            self._await_prefix(request, INDEX_KEYS)
+            if request.prefix_load is not None:
+                self._streams.compute.wait(request.prefix_load)
+                request.prefix_load = None
         prompts = self._runner.begin_pass(self._streams, self._state, parts, tokens)
-        return LaunchedPass(requests, prompts, following)
+        this = LaunchedPass(requests, prompts, following, {}, {})
+        for number, part in enumerate(parts):
+            self._note_places(this, number, part)
+        if this.earlier:
+            self._swap.await_staged()
+            self._refill(this, 0)
+        return this
 
     def launch(self, this: LaunchedPass, unit: PassUnit, rows: int = 0) -> None:
-        """Launch a unit and the staging of what it has written. `rows`: of the group's round."""
+        """Launch a unit, the staging of what it has written and, ahead of the first one of a layer, the refill of the
+        next layer. `rows`: of the group's round."""
+        if not unit.first:
+            self._await_slab(this, unit.layer)
+            self._refill(this, unit.layer + 1)
         written = partial(self._written, this, unit)
         where = unit.layer, unit.first, unit.stop
         self._runner.launch_unit(self._streams, self._state, this.prompts, *where, written, rows)
+        for number, piece in this.prompts.pieces(unit.first, unit.stop):
+            if piece.ends:
+                self._fill(this, number, unit.layer)
 
     def end(self, this: LaunchedPass, number: int) -> None:
         """Launch, behind the last unit, the draft layer's rows of a part that does not end its prompt."""
@@ -151,31 +194,62 @@ class Prefill:
         outputs: StepOutputs | None = None,
         following: Tensor | None = None,
     ) -> None:
-        runner, part = cast(DraftRunner, self._runner), this.part(number)
+        runner, layer = cast(DraftRunner, self._runner), self._state.geometry.layers - 1
+        self._await_slab(this, layer)
         runner.launch_prompt_drafts(self._streams, self._state, self._sampler, this.prompts, number, outputs, following)
-        layer = self._state.geometry.layers - 1
-        self._stage(this.requests[number], part.start, part.stop, layer)
-        self._await_prefix(this.requests[number], layer)
+        self._stage(this, [(number, this.part(number))], layer)
+        self._await_refill(this, layer)
+        self._fill(this, number, layer)
 
     def _written(self, this: LaunchedPass, unit: PassUnit) -> None:
-        """Rows of `unit` are written, and attend next. Staging does not wait for a prefix."""
-        for number, piece in this.prompts.pieces(unit.first, unit.stop):
-            self._stage(this.requests[number], piece.start, piece.stop, unit.layer)
-            self._await_prefix(this.requests[number], unit.layer)
+        """Rows of `unit` are written, and attend next. Staging does not wait for earlier rows."""
+        self._stage(this, list(this.prompts.pieces(unit.first, unit.stop)), unit.layer)
+        self._await_refill(this, unit.layer)
 
-    def _await_prefix(self, request: RunningRequest, layer: int) -> None:
-        fence = request.prefix_loads.pop(layer, None)
+    def _note_places(self, this: LaunchedPass, number: int, part: PromptPart) -> None:
+        request, memory = this.requests[number], this.requests[number].memory
+        if part.start:
+            this.earlier[number] = self._swap.refill_places(memory.slab, memory.host_pages, part.start)
+        if part.ends and not request.prefills_only:
+            request.is_filling = True
+            this.filled[number] = self._swap.fill_places(memory.slab, memory.hot, part.stop)
+
+    def _await_slab(self, this: LaunchedPass, layer: int) -> None:
+        """Rows of `layer` are written next."""
+        fence = this.slab_staged.pop(layer - SLAB_LAYERS, None)
         if fence is not None:
             self._streams.compute.wait(fence)
 
-    def _stage(self, request: RunningRequest, start: int, stop: int, layer: int) -> None:
-        """`layer` of start..stop-1 is written: stage its group, if that is whole now."""
-        group = self._groups.ending_with(layer)
-        if group is None:
+    def _await_refill(self, this: LaunchedPass, layer: int) -> None:
+        fence = this.refilled.pop(layer, None)
+        if fence is not None:
+            self._streams.compute.wait(fence)
+
+    def _refill(self, this: LaunchedPass, layer: int) -> None:
+        """Load the earlier rows of a layer that is there; rows of the draft layer for hot buffers alone."""
+        is_draft, places = layer >= self._runner.info.layers, list[Tensor]()
+        for number in this.staying() if layer < self._state.geometry.layers else ():
+            if not is_draft or number in this.filled:
+                places += this.earlier.get(number, ())
+        if places:
+            this.refilled[layer] = self._swap.refill(places, layer)
+
+    def _fill(self, this: LaunchedPass, number: int, layer: int) -> None:
+        if number in this.filled:
+            self._swap.fill(this.filled[number], layer)
+
+    def _stage(self, this: LaunchedPass, pieces: Sequence[tuple[int, PromptPart]], layer: int) -> None:
+        """`layer` of `pieces` is written."""
+        if not pieces:
             return
-        memory, layers = request.memory, self._groups.layers(group)
-        self._swap.stage(memory.slab, memory.index_pages, memory.host_pages, start, stop, layers)
-        self._staging(request, group, stop)
+        rows, group = list[StagedRows](), self._groups.ending_with(layer)
+        for number, piece in pieces:
+            memory = this.requests[number].memory
+            rows.append(StagedRows(memory.slab, memory.index_pages, memory.host_pages, piece.start, piece.stop))
+        this.slab_staged[layer] = self._swap.stage(rows, layer)
+        if group is not None:
+            for number, piece in pieces:
+                self._staging(this.requests[number], group, piece.stop)
 
     def _upload(self, taken: Sequence[tuple[RunningRequest, int, int]], place: int) -> tuple[Tensor, Tensor]:
         """The tokens of a pass on the device, and the one behind each part (0 behind a whole prompt)."""

@@ -68,6 +68,10 @@ class OpenPass:
         this = self.launched
         return this is not None and any(this.part(it).ends and this.requests[it].lacks_mask for it in self.staying())
 
+    def may_enter(self, layer: int) -> bool:
+        """Tell whether the next unit of `layer` would wait for no copy."""
+        return self.launched is None or self.launched.may_enter(layer)
+
     def requests(self) -> list[RunningRequest]:
         """Requests that have not left."""
         return [] if self.launched is None else [self.launched.requests[number] for number in self.staying()]
@@ -147,7 +151,7 @@ class Prompts:
 
     def next(self, *, beside_steps: bool, left_s: float = inf) -> PassUnit | None:
         """The unit to launch next, of the pass that goes on or is opened for it, which beside steps is to take `left_s`
-        at most; None: no prompt can go on."""
+        at most; None: no prompt can go on, or steps would wait for copies of its rows."""
         while self._open and self._open[-1].is_left:
             self._open.pop()
         if not self._open:
@@ -156,7 +160,10 @@ class Prompts:
             self._try_to_begin(self._preempting())
         if not self._open:
             return None
-        return self._open[-1].place.unit(self._pace.block(beside_steps=beside_steps, left_s=left_s))
+        this = self._open[-1]
+        if beside_steps and not this.may_enter(this.place.layer):
+            return None
+        return this.place.unit(self._pace.block(beside_steps=beside_steps, left_s=left_s))
 
     def launch(self, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
         """Launch `unit`, which `next` gave. Returns the parts whose first token is to be drawn now: with the last
@@ -226,7 +233,7 @@ class Prompts:
         nor an open one would wait for a prefix."""
         if request.lacks_mask and self._passes_without_mask() >= UNDRAWN_MAX:
             return False
-        return self._may_launch(request) and not (self._open and request.prefix_loads)
+        return self._may_launch(request) and not (self._open and request.prefix_load)
 
     def _passes_without_mask(self) -> int:
         """Passes whose states wait for a mask, or will if it stays late."""
@@ -278,7 +285,7 @@ class Prompts:
     def _launch(self, opened: OpenPass, unit: PassUnit, rows: int) -> list[tuple[LaunchedPass, int]]:
         this = cast(LaunchedPass, opened.launched)
         own = unit._replace(stop=min(unit.stop, opened.own_rows))
-        is_timed = not any(request.prefix_loads for request in opened.requests())
+        is_timed = this.may_enter(unit.layer) and not any(it.prefix_load for it in opened.requests())
 
         def launch() -> None:
             self._prefill.launch(this, own, rows)

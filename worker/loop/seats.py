@@ -1,14 +1,15 @@
 """Seats and what is held with them: opened, changed and closed at step boundaries, in launch order.
 
-A request holds one seat, index pages one to one with its host pages, and chunks: as prefill slab until it is staged, as
-hot buffer afterwards. Methods launch what the device must do and change the host's state at once, which is exact;
-the device's tables follow on `compute`.
+A request holds one seat, index pages one to one with its host pages, hot chunks, and slab pages until its prompt is
+staged. Methods launch what the device must do and change the host's state at once, which is exact; the device's tables
+follow on `compute`.
 
-    open        D = 0: slab chunks; a shared prefix is loaded into them behind `request.prefix_loads`. D > 0 (resume),
-                or a shared prefix without slab pages: hot chunks, set up and loaded behind `request.fences`; rows too
-                when the buffer can hold them all, else those of the last top-k: unknown, a managed one starts cold
-    free_slab   the staged slab of a prompt that will be decoded elsewhere
-    take_over   the staged slab becomes the hot buffer, what does not fit is free
+    open        D = 0: slab pages, and hot chunks that prefill fills; index keys of a shared prefix are loaded behind
+                `request.prefix_load`. D > 0 (resume), or a shared prefix without slab pages: hot chunks, set up and
+                loaded behind `request.fences`; rows too when the buffer can hold them all, else those of the last
+                top-k: unknown, a managed one starts cold
+    free_slab   the slab pages of a staged prompt
+    take_over   likewise, and the hot buffer that prefill has filled is set up
     grant       more pages, and chunks while resident
     resize      another hot buffer
     keep_topk   what the last step selected, for the next worker
@@ -38,13 +39,13 @@ from protocol.messages import NO_HOT_BUFFER, Admit, Grant, ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.arena import Arena
-from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size
+from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size, set_up_prompt
 from worker.device.inventory import FreeDeviceMemory
 from worker.device.pinned import host_tensor
 from worker.device.sizing import Sizing
 from worker.device.step_rows import StepRows
 from worker.loop.acceptance import RowProgress
-from worker.loop.batch import INDEX_KEYS, RunningRequest, SeatMemory, Status
+from worker.loop.batch import RunningRequest, SeatMemory, Status
 from worker.loop.decode import Decoder
 from worker.loop.drafting import DraftSeats
 from worker.loop.inputs import SeatTables
@@ -57,23 +58,22 @@ from worker.loop.warm_start import TopkBuffers
 from worker.runners.adjust import Adjust
 from worker.runners.base import Runner, SamplerState
 from worker.streams import Fence, Streams
-from worker.transfer.layer_groups import LayerGroups
 
 log = logger("worker.loop.seats")
 
 
 def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, host: Tensor) -> DeviceState:
-    """The device memory that `sizing` has counted; hot chunks and slab pages are one arena. On a GPU, with its kernels
-    loaded; `host` is registered with it then."""
+    """The device memory that `sizing` has counted. On a GPU, with its kernels loaded; `host` is registered with it
+    then."""
     capacity = sizing.capacity
     state = DeviceState.allocate(
         runner.geometry,
         seats=capacity.seats,
-        chunks=capacity.hot_chunks + capacity.slab_pages,
+        chunks=capacity.hot_chunks,
         index_pages=capacity.index_pages,
         max_pages=sizing.max_pages,
         max_chunks=sizing.max_chunks,
-        max_slab_pages=sizing.max_slab_pages,
+        slab_pages=capacity.slab_pages,
         tail_slots=capacity.tail_slots,
         seat_rows=StepRows.of(settings).rows,
         host=host,
@@ -113,7 +113,7 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo, prefix_unit: int 
     _check_prefix(admit, tokens, prefix_unit)
     rows, has_rows = max(tokens, durable), durable > 0 or by_steps(admit)
     _check_pages(unpack_int32(admit.host_pages, "host_pages").tolist(), admit.index_pages, rows, sizing)
-    if not has_rows and not pages_for(tokens) <= admit.slab_pages <= sizing.max_slab_pages:
+    if not has_rows and not pages_for(tokens) <= admit.slab_pages <= sizing.capacity.slab_pages:
         raise BadInput(f"the prompt needs {pages_for(tokens)}", field="slab_pages", value=admit.slab_pages)
     if admit.hot_slots != NO_HOT_BUFFER:
         check_hot_size(admit.hot_slots, admit.hot_chunks, rows, sizing)
@@ -181,7 +181,7 @@ def _check_page_ids(host_pages: Sequence[int], sizing: Sizing) -> None:
 
 
 class Seats:
-    """The only holder of the arenas. Chunks of hot buffers and of the slab come from one arena."""
+    """The only holder of the arenas."""
 
     def __init__(
         self,
@@ -192,14 +192,14 @@ class Seats:
         decoder: Decoder,
         sizing: Sizing,
         warm_start: TopkBuffers,
-        groups: LayerGroups,
         rows: StepRows,
         drafting: DraftSeats | None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """`eos_token_ids` are the model's."""
         capacity = sizing.capacity
-        self.chunks = Arena("hot chunk", capacity.hot_chunks + capacity.slab_pages)
+        self.chunks = Arena("hot chunk", capacity.hot_chunks)
+        self.slab = Arena("slab page", capacity.slab_pages)
         self.index_pages = Arena("index page", capacity.index_pages)
         self._sizing = sizing
         self._step_rows = rows.rows
@@ -210,7 +210,6 @@ class Seats:
         self._swap = swap
         self._decoder = decoder
         self._warm_starts = warm_start
-        self._groups = groups
         self.swap_counts = SwapCounts(swap.counters.swap, capacity.seats, state.tail_slots)
         self._tables = SeatTables(streams.compute, state)
         self._free = deque(range(capacity.seats))
@@ -223,15 +222,15 @@ class Seats:
         rows = admit.durable_tokens or (admit.prefix_tokens if by_steps(admit) else 0)  # that decoding goes on from
         resumes, begins = rows > 0, rows or len(prompt)
         step_rows = min(1 + admit.draft_tokens, self._step_rows)
-        chunk_count = admit.hot_chunks if resumes else pages_for(len(prompt))
-        if not self._free or self.index_pages.free < admit.index_pages:
-            raise CapacityError("no seat or index pages left", field="index_pages", value=admit.index_pages)
-        chunks = self.chunks.take(chunk_count)
+        slab_pages = 0 if resumes else pages_for(len(prompt))
+        if not self._free or self.index_pages.free < admit.index_pages or self.slab.free < slab_pages:
+            raise CapacityError("no seat, index pages or slab pages left", field="index_pages", value=admit.index_pages)
+        chunks = tuple(self.chunks.take(admit.hot_chunks))
         memory = SeatMemory(
             host_pages,
             self.index_pages.take(admit.index_pages),
-            [] if resumes else chunks,
-            HotBuffer(admit.hot_slots, tuple(chunks)) if resumes else HotBuffer(),
+            self.slab.take(slab_pages),
+            HotBuffer(admit.hot_slots, chunks) if admit.hot_slots != NO_HOT_BUFFER else HotBuffer(),
             admit.hot_slots,
             admit.hot_chunks,
         )
@@ -259,22 +258,22 @@ class Seats:
         if resumes:
             self._resume(request, admit.warm_start)
         elif admit.prefix_tokens:
-            self._load_prefix(request)
+            memory, tokens = request.memory, request.prefilled
+            request.prefix_load = self._swap.load_keys(memory.index_pages, memory.host_pages, tokens)
         return request
 
     def free_slab(self, request: RunningRequest) -> None:
-        """A prompt seen staged that has no hot buffer here: nothing reads its slab any more."""
-        self.chunks.give(request.memory.slab)
+        """A prompt seen staged: no copy reads its slab pages any more. Units that still do are ahead of the next
+        owner's on `compute`, and its refills wait for those."""
+        self.slab.give(request.memory.slab)
         request.memory.slab = []
 
     def take_over(self, request: RunningRequest) -> None:
-        """The slab of a prompt seen staged becomes the hot buffer."""
-        memory = request.memory
-        slab, memory.slab = HotBuffer(0, tuple(memory.slab)), []
-        done = self._change(request, slab, request.prompt_tokens)
-        if done.set_up is SetUp.NOTHING:
-            self._set_up(request, HotBufferChange(memory.hot, (), SetUp.RESIDENT))
-        self.chunks.give(done.freed)
+        """A prompt was seen staged: its hot buffer, which prefill has filled, is set up."""
+        self.free_slab(request)
+        self._tables.flush()
+        self._set_up(request, set_up_prompt(request.memory.hot, request.prompt_tokens))
+        request.note_memory()
 
     def grant(self, request: RunningRequest, grant: Grant) -> None:
         """Append pages, and chunks for a resident buffer. BadInput or CapacityError before any change."""
@@ -298,17 +297,18 @@ class Seats:
         request.note_memory()
 
     def resize(self, request: RunningRequest, hot_slots: int, hot_chunks: int) -> bool:
-        """Give a request another hot buffer, now or when its prompt is taken over; True when it must load its rows,
-        behind `request.fences`.
+        """Give a request that may be resized another hot buffer; True when it must load its rows, behind
+        `request.fences`.
 
         BadInput or CapacityError before any change.
         """
         check_hot_size(hot_slots, hot_chunks, request.position, self._sizing)
         memory, old = request.memory, request.memory.hot
-        if request.has_hot_buffer and hot_chunks - len(old.chunks) > self.chunks.free:
+        if hot_chunks - len(old.chunks) > self.chunks.free:
             raise CapacityError("no chunks left", field="hot_chunks", value=hot_chunks)
         memory.hot_slots, memory.hot_chunks = hot_slots, hot_chunks
         if not request.has_hot_buffer:
+            self._resize_empty(request)
             return False
         self._decoder.wait_backed_up()
         done = self._change(request, old, request.position)
@@ -350,7 +350,8 @@ class Seats:
     def release(self, request: RunningRequest) -> Int64s:
         """Take everything back from a closed request whose fences were observed; its final hits and misses by index
         group, int64[2, G]."""
-        self.chunks.give(request.memory.chunks)
+        self.chunks.give(request.memory.hot.chunks)
+        self.slab.give(request.memory.slab)
         self.index_pages.give(request.memory.index_pages)
         self._free.append(request.seat)
         counts: Int64s = self._final_counts[:, request.seat].numpy()
@@ -358,16 +359,17 @@ class Seats:
 
     def free(self) -> FreeDeviceMemory:
         """What no request holds."""
-        return FreeDeviceMemory(len(self._free), self.chunks.free, self.index_pages.free)
+        return FreeDeviceMemory(len(self._free), self.chunks.free + self.slab.free, self.index_pages.free)
 
     def flush(self) -> None:
         """Launch table edits not launched yet: before every step."""
         self._tables.flush()
 
     def check_invariants(self, requests: Iterable[RunningRequest]) -> None:
-        """InternalError unless each chunk, index page and seat is free or held by one of `requests` (I1)."""
+        """InternalError unless each chunk, page and seat is free or held by one of `requests` (I1)."""
         held = list(requests)
-        self.chunks.check_invariants(chunk for r in held for chunk in r.memory.chunks)
+        self.chunks.check_invariants(chunk for r in held for chunk in r.memory.hot.chunks)
+        self.slab.check_invariants(page for r in held for page in r.memory.slab)
         self.index_pages.check_invariants(page for r in held for page in r.memory.index_pages)
         seats = sorted([*self._free, *(r.seat for r in held)])
         if seats != list(range(self._sizing.capacity.seats)):
@@ -383,14 +385,6 @@ class Seats:
         keys = self._swap.load_keys(memory.index_pages, memory.host_pages, rows)
         request.fences = (keys, self._load_rows(request)) if loads else (keys, *self._load_topk(request, warm_start))
         request.note_memory()
-
-    def _load_prefix(self, request: RunningRequest) -> None:
-        """Load what was prefilled by others, index keys first: a layer selects before it attends."""
-        memory, tokens = request.memory, request.prefilled
-        loads = {INDEX_KEYS: self._swap.load_keys(memory.index_pages, memory.host_pages, tokens)}
-        for layers in self._groups.all:
-            loads[layers.start] = self._swap.load_rows(memory.slab, memory.host_pages, tokens, layers)
-        request.prefix_loads = loads
 
     def _load_topk(self, request: RunningRequest, packed: bytes) -> tuple[Fence, ...]:
         """Begin with what was selected last, where that is known; a hint that cannot be read is counted."""
@@ -430,6 +424,15 @@ class Seats:
         request.note_memory()
         return done
 
+    def _resize_empty(self, request: RunningRequest) -> None:
+        """Exchange the chunks of a hot buffer that no operation was launched for."""
+        memory, old = request.memory, request.memory.hot.chunks
+        kept, freed = old[: memory.hot_chunks], old[memory.hot_chunks :]
+        chunks = *kept, *self.chunks.take(memory.hot_chunks - len(kept))
+        memory.hot = HotBuffer(memory.hot_slots, chunks)
+        self._tables.set("chunk_table", request.seat, 0, (*chunks, *[-1] * (len(old) - len(chunks))))
+        self.chunks.give(freed)
+
     def _set_up(self, request: RunningRequest, change: HotBufferChange) -> None:
         self._swap.set_up(request.seat, change)
         self.swap_counts.set_up(request.seat, change, request.position)
@@ -437,7 +440,7 @@ class Seats:
     def _grant_chunks(self, request: RunningRequest, count: int) -> None:
         memory = request.memory
         memory.hot_chunks += count
-        if not request.has_hot_buffer or not count:
+        if not count:
             return
         chunks = self.chunks.take(count)
         self._tables.set("chunk_table", request.seat, len(memory.hot.chunks), chunks)

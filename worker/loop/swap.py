@@ -2,21 +2,25 @@
 
 | operation | stream  | waits for                  | moves                                    | records            |
 |-----------|---------|----------------------------|------------------------------------------|--------------------|
-| stage     | stage   | prefill_written            | prompt rows and index keys, slab to host | staged, when asked |
+| stage     | stage   | prefill_written            | a layer's prompt rows, slab to host;     | slab_staged;       |
+|           |         |                            | with the last layer all index keys       | staged, when asked |
+| refill    | refill  | slab_read; slab_staged of  | a layer's earlier rows of prompts, host  | refilled           |
+|           |         | the passes before          | to slab                                  |                    |
+| fill      | compute |                            | a layer's prompt rows, slab to chunks    |                    |
 | backup    | backup  | row_written                | a step's new rows and keys to host       | backed_up, durable |
 | load_keys | load    |                            | index keys of a context or shared prefix | index_loaded       |
 | reclaim   | load    | chunk_reclaimed            | nothing: chunks of a resized buffer      |                    |
-| load_rows | load    |                            | rows of a resident context, to chunks;   | preloaded          |
-|           |         |                            | of a shared prefix, to slab pages        |                    |
+| load_rows | load    |                            | rows of a resident context, to chunks    | preloaded          |
 | load_topk | load    |                            | rows that a first step will ask for      | preloaded          |
 | set_up    | compute | backed_up of the last step | nothing: slot tables of a changed buffer |                    |
 
 Swap-in itself is no operation of this file: the runner launches it between its layers (worker/runners/base.py), and
 replays on `swap`. Loads have a stream of their own: behind a context that returns, tens of milliseconds long, replays
-would hold the whole batch up, and loads would wait behind a staging that waits for its prompt.
+would hold the whole batch up, and loads would wait behind a staging that waits for its prompt. So have refills, which
+wait for units, and which the next unit waits for.
 
-Staging follows prefill block by block and layer group by layer group (layer_groups.py), so that the copy of the last
-block's last layers is all that is left when prefill ends. Places are computed on the host from page lists and travel
+Staging follows prefill block by block and layer by layer, so that the copy of the last block's last layer is all that
+is left when prefill ends. Places are computed on the host from page lists and travel
 with the operation, on its own stream: no stream but `compute` reads the seat tables, which only `compute` edits. A
 context that returns, or comes prefilled, has its rows loaded too when the hot buffer holds them all: its first step
 misses nothing. One that does not fit begins with the rows of its last top-k, where that is known (warm_start.py), else
@@ -31,20 +35,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.copy_rows import copy_keys_to_device, copy_rows_to_device, copy_rows_to_host
+from kernels.rows import copy_slab_pages
 from kernels.seat import grow_managed, hold_tokens, init_managed, init_resident, shrink_managed
 from kernels.state import BackupPlan, DeviceState, MissPlan
 from kernels.swap_in import replay_misses
 from metrics.state import WorkerCounters
 from protocol.arrays import Int32Array
 from protocol.units import PAGE_TOKENS, pages_for
-from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp
+from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, pages_taken
 from worker.device.pinned import host_tensor
 from worker.streams import Fence, Streams
 
@@ -52,6 +57,16 @@ from worker.streams import Fence, Streams
 #: others get their turn on the link, and each takes some microseconds to begin and to end.
 PIECE_TOKENS: Final = 4_096
 PIECE_BYTES: Final = 2**25
+
+
+class StagedRows(NamedTuple):
+    """Rows start..stop-1 of a prompt, and the pages that hold it."""
+
+    slab: Sequence[int]
+    index_pages: Sequence[int]
+    host_pages: Sequence[int]
+    start: int
+    stop: int
 
 
 class Swap:
@@ -65,24 +80,17 @@ class Swap:
         self._row_bytes = g.layers * g.row_bytes
         self._key_bytes = g.groups * g.index_row_bytes
 
-    def stage(
-        self,
-        slab: Sequence[int],
-        index_pages: Sequence[int],
-        host_pages: Sequence[int],
-        start: int,
-        stop: int,
-        layers: range,
-    ) -> None:
-        """Copy prompt rows start..stop-1 of `layers` to the host once prefill, launched before this call, has written
-        them; all index keys with those of the last layer."""
-        self._streams.stage.wait(self._streams.compute.record("prefill_written"))
-        for first, last in _pieces(start, stop, len(layers) * self._state.geometry.row_bytes):
-            places = self._places(first, last, host_pages, slab, index_pages)
-            work = self._streams.timed(partial(self._stage, places, layers), self.counters.staging.spent)
-            self._streams.stage.launch(f"stage {first}", work)
-        keys = self._key_bytes if layers.stop == self._state.geometry.layers else 0
-        self.counters.staged_bytes += (stop - start) * (len(layers) * self._state.geometry.row_bytes + keys)
+    def stage(self, rows: Sequence[StagedRows], layer: int) -> Fence:
+        """Copy `rows` of `layer` to the host once prefill, launched before this call, has written them; all their index
+        keys with the last layer. Returns `slab_staged`."""
+        g, stage = self._state.geometry, self._streams.stage
+        stage.wait(self._streams.compute.record("prefill_written"))
+        places = self._places([(it.start, it.stop, (it.host_pages, it.slab, it.index_pages)) for it in rows])
+        work = self._streams.timed(partial(self._stage, places, layer), self.counters.staging.spent)
+        stage.launch(f"stage layer {layer}", work)
+        keys = self._key_bytes if layer == g.layers - 1 else 0
+        self.counters.staged_bytes += places.shape[1] * (g.row_bytes + keys)
+        return stage.record("slab_staged")
 
     def staged(self) -> Fence:
         """Complete once everything staged so far is in host memory."""
@@ -100,7 +108,7 @@ class Swap:
     def load_keys(self, index_pages: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
         """Load index keys of positions 0..tokens-1."""
         for first, last in _pieces(0, tokens, self._key_bytes):
-            places = self._places(first, last, host_pages, index_pages)
+            places = self._places([(first, last, (host_pages, index_pages))])
             work = self._streams.timed(partial(self._load_keys, places), self.counters.preloading.spent)
             self._streams.load.launch(f"load keys {first}", work)
         self.counters.preloaded_bytes += tokens * self._key_bytes
@@ -110,19 +118,45 @@ class Swap:
         """Chunks that steps launched so far may still read are about to have other rows loaded into them."""
         self._streams.load.wait(self._streams.compute.record("chunk_reclaimed"))
 
-    def load_rows(
-        self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int, layers: range | None = None
-    ) -> Fence:
-        """Load rows of positions 0..tokens-1 of `layers` (of every one) into `chunks`, which no launched step reads,
-        except reclaimed ones."""
-        g = self._state.geometry
-        layers = range(g.layers) if layers is None else layers
-        for first, last in _pieces(0, tokens, len(layers) * g.row_bytes):
-            places = self._places(first, last, host_pages, chunks)
-            work = self._streams.timed(partial(self._load_rows, places, layers), self.counters.preloading.spent)
+    def load_rows(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
+        """Load rows of positions 0..tokens-1 into `chunks`, which no launched step reads, except reclaimed ones."""
+        for first, last in _pieces(0, tokens, self._row_bytes):
+            places = self._places([(first, last, (host_pages, chunks))])
+            work = self._streams.timed(partial(self._load_rows, places), self.counters.preloading.spent)
             self._streams.load.launch(f"load rows {first}", work)
-        self.counters.preloaded_bytes += tokens * len(layers) * g.row_bytes
+        self.counters.preloaded_bytes += tokens * self._row_bytes
         return self._streams.load.record("preloaded")
+
+    def await_staged(self) -> None:
+        """Hold refills back until all that was staged so far is in host memory."""
+        self._streams.refill.wait(self._streams.stage.record("slab_staged"))
+
+    def refill_places(self, slab: Sequence[int], host_pages: Sequence[int], tokens: int) -> list[Tensor]:
+        """Return the places of rows 0..tokens-1 of a prompt, in pieces, for `refill` of any layer."""
+        pieces = _pieces(0, tokens, self._state.geometry.row_bytes)
+        return [self._places([(first, last, (host_pages, slab))]) for first, last in pieces]
+
+    def refill(self, places: Sequence[Tensor], layer: int) -> Fence:
+        """Load rows of `layer` at `places` into the slab, over those of layer - 2, which units launched before this
+        call may read. Returns `refilled`."""
+        refill = self._streams.refill
+        refill.wait(self._streams.compute.record("slab_read"))
+        for piece in places:
+            work = self._streams.timed(partial(self._refill, piece, layer), self.counters.refilling.spent)
+            refill.launch(f"refill layer {layer}", work)
+            self.counters.refilled_bytes += piece.shape[1] * self._state.geometry.row_bytes
+        return refill.record("refilled")
+
+    def fill_places(self, slab: Sequence[int], buffer: HotBuffer, tokens: int) -> Tensor:
+        """Return slab pages and chunks int64[2, n] of what `buffer` takes of a prompt, for `fill` of any layer."""
+        pages = pages_taken(buffer, tokens)
+        places = host_tensor(2, len(pages), dtype=torch.int64, device=self._state.rows.device)
+        places.numpy()[:] = slab[pages.start : pages.stop], buffer.chunks[: len(pages)]
+        return places
+
+    def fill(self, places: Tensor, layer: int) -> None:
+        """Copy rows of `layer` at `places` from the slab to a hot buffer, behind the units launched so far."""
+        self._streams.compute.launch(f"fill hot buffer {layer}", partial(self._fill, places, layer))
 
     def load_topk(self, seat: int, buffer: HotBuffer, host_pages: Sequence[int], tokens: Sequence[Int32Array]) -> Fence:
         """Load rows of positions `tokens[group]`, distinct and in host memory, into the first slots of an empty managed
@@ -162,23 +196,32 @@ class Swap:
 
     def quiesce(self) -> list[Fence]:
         """Complete, all of them, once nothing launched so far on any stream can touch any memory."""
-        streams = self._streams
-        return [stream.record("quiesced") for stream in (streams.compute, streams.stage, streams.backup, streams.load)]
+        it = self._streams
+        return [stream.record("quiesced") for stream in (it.compute, it.stage, it.backup, it.load, it.refill)]
 
     # ---------------------------------------------------------------- operations
 
-    def _stage(self, places: Tensor, layers: range) -> None:
+    def _stage(self, places: Tensor, layer: int) -> None:
         pages, offsets, rows, keys = self._upload(places)
-        index_row = keys if layers.stop == self._state.geometry.layers else None
-        copy_rows_to_host(self._state, self._in_all_groups(rows), index_row, pages, offsets, layers)
+        index_row, of = keys if layer == self._state.geometry.layers - 1 else None, range(layer, layer + 1)
+        copy_rows_to_host(self._state.slab(layer), self._in_all_groups(rows), index_row, pages, offsets, of)
+
+    def _refill(self, places: Tensor, layer: int) -> None:
+        pages, offsets, rows = self._upload(places)
+        of = range(layer, layer + 1)
+        copy_rows_to_device(self._state.slab(layer), self._in_all_groups(rows), None, pages, offsets, of)
+
+    def _fill(self, places: Tensor, layer: int) -> None:
+        slab_pages, chunks = self._upload(places)
+        copy_slab_pages(self._state, layer, slab_pages, chunks)
 
     def _load_keys(self, places: Tensor) -> None:
         pages, offsets, keys = self._upload(places)
         copy_keys_to_device(self._state, keys, pages, offsets)
 
-    def _load_rows(self, places: Tensor, layers: range) -> None:
+    def _load_rows(self, places: Tensor) -> None:
         pages, offsets, rows = self._upload(places)
-        copy_rows_to_device(self._state, self._in_all_groups(rows), None, pages, offsets, layers)
+        copy_rows_to_device(self._state, self._in_all_groups(rows), None, pages, offsets)
 
     def _hold(self, seat: int, hot_slots: int, held: Tensor) -> None:
         groups, slots, tokens = self._upload(held)
@@ -213,18 +256,22 @@ class Swap:
             array[3, group, 0] = len(positions)
         return places
 
-    def _places(self, first: int, last: int, host_pages: Sequence[int], *memories: Sequence[int]) -> Tensor:
-        """int32[2 + memories, last - first], on the host: where positions first..last-1 lie, given the 64-token pages
-        held in order. Host page and place in it; then the row in each of `memories`."""
-        positions = np.arange(first, last)
-        page, offset = positions // PAGE_TOKENS - first // PAGE_TOKENS, positions % PAGE_TOKENS
-        held = slice(first // PAGE_TOKENS, pages_for(last))
-        places = host_tensor(2 + len(memories), last - first, dtype=torch.int32, device=self._state.rows.device)
-        array = places.numpy()
-        array[0] = np.asarray(host_pages[held], dtype=np.int32)[page]
-        array[1] = offset
-        for row, pages in zip(array[2:], memories, strict=True):
-            row[:] = np.asarray(pages[held], dtype=np.int32)[page] * PAGE_TOKENS + offset
+    def _places(self, spans: Sequence[tuple[int, int, Sequence[Sequence[int]]]]) -> Tensor:
+        """int32[1 + lists, n], on the host: where positions first..last-1 of each span lie, given lists of the 64-token
+        pages that hold its positions from 0 on, host pages first. Host page and place in it; then the row in each of
+        the other lists."""
+        count, lists = sum(last - first for first, last, _ in spans), len(spans[0][2])
+        places = host_tensor(1 + lists, count, dtype=torch.int32, device=self._state.rows.device)
+        begin = 0
+        for first, last, held in spans:
+            array = places.numpy()[:, begin : begin + last - first]
+            begin += last - first
+            positions = np.arange(first, last)
+            page, array[1] = positions // PAGE_TOKENS - first // PAGE_TOKENS, positions % PAGE_TOKENS
+            host, *rows = (np.asarray(it[first // PAGE_TOKENS : pages_for(last)], np.int32)[page] for it in held)
+            array[0] = host
+            for target, pages in zip(array[2:], rows, strict=True):
+                target[:] = pages * PAGE_TOKENS + array[1]
         return places
 
 

@@ -32,21 +32,54 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kernels.pointwise import add_rms_norm, can_rotate, rms_norm, rotate
-from worker.weights.modules import joined_of, products
+from kernels.encode import encode
+from kernels.pointwise import join_norm, rms_norm
+from kernels.projected import can_join, index_rows, kv_rows
+from kernels.routing import add_parts
+from kernels.row_format import RowFormat
+from kernels.row_target import Angles, RowTarget
+from worker.weights.modules import Activations, joined_of, make_codes_for, product, products
 
 #: Index scores per head held at once in prefill: 2 MiB of float32 stays within a core's cache.
 SCORE_FLOATS_MAX: Final = 524_288
 
-Rope = Callable[..., tuple[Tensor, Tensor]]  # (q, k, cos, sin, unsqueeze_dim=) -> rotated q, k
 Module = Any  # modules of the model library, whose attributes are not typed
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The library's rotary function of a layout of pairs: (q, k, cos, sin, unsqueeze_dim=) -> rotated q, k."""
+
+    library: Callable[..., tuple[Tensor, Tensor]]
+    interleaved: bool
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate the first values of each vector, as many as angles have; the others stay as they are."""
+        size = cos.shape[-1]
+        turned = self.library(queries[..., :size], keys[..., :size], cos, sin, unsqueeze_dim=unsqueeze_dim)
+        if queries.shape[-1] == size:
+            return turned
+        return torch.cat((turned[0], queries[..., size:]), -1), torch.cat((turned[1], keys[..., size:]), -1)
+
+    def angles(self, cos: Tensor, sin: Tensor) -> Angles:
+        """`cos` and `sin` [N, S, d], by row."""
+        return Angles(cos.flatten(0, 1), sin.flatten(0, 1), self.interleaved)
+
+
+class Forms(NamedTuple):
+    """How KV rows and index keys are kept."""
+
+    rows: RowFormat
+    keys: RowFormat
 
 
 class Compressed(NamedTuple):
     """What all projections of N x S tokens in one layer begin with."""
 
-    hidden: Tensor  # [N, S, hidden], normed
-    residual: Tensor  # [N, S, q_lora_rank]: what queries are made of
+    hidden: Activations  # [N, S, hidden], normed
+    residual: Activations  # [N, S, q_lora_rank]: what queries are made of
     #: Products of `hidden` that the launch of the residual gave too, where weights are joined: [N, S, r + d] of
     #: kv_a_proj_with_mqa, [N, S, D] of the indexer's wk.
     latent: Tensor | None = None
@@ -59,29 +92,25 @@ class Projected:
 
     query_nope: Tensor  # [N, H, S, n]
     query_rope: Tensor  # [N, H, S, d], rotated
-    latent: Tensor  # [N, S, r]
-    key_rope: Tensor  # [N, S, d], rotated
-
-    @property
-    def rows(self) -> Tensor:
-        """KV rows [N, S, r + d], contiguous."""
-        return torch.cat((self.latent, self.key_rope), dim=-1)
+    rows: Tensor | None  # uint8[N, S, row_bytes]; None: they went to their target
+    #: Of a decode step on a GPU: the queries against rows that `query_rope` lies in, [N * S, H, r + d], whose first r
+    #: values are to be written.
+    queries: Tensor | None = None
 
     def of_tokens(self, tokens: slice) -> Projected:
-        """The projections of some tokens."""
-        queries = self.query_nope[:, :, tokens], self.query_rope[:, :, tokens]
-        return Projected(*queries, self.latent[:, tokens], self.key_rope[:, tokens])
+        """The queries of some tokens."""
+        return Projected(self.query_nope[:, :, tokens], self.query_rope[:, :, tokens], None)
 
 
 @dataclass(frozen=True)
 class IndexProjected:
     queries: Tensor  # [N, S, H, D]
-    keys: Tensor  # [N, S, D]
+    keys: Tensor | None  # uint8[N, S, key_bytes]; None: they went to their target
     weights: Tensor  # float32 [N, S, H], scaled by H ** -0.5
 
     def of_tokens(self, tokens: slice) -> IndexProjected:
-        """The projections of some tokens."""
-        return IndexProjected(self.queries[:, tokens], self.keys[:, tokens], self.weights[:, tokens])
+        """Queries and weights of some tokens."""
+        return IndexProjected(self.queries[:, tokens], None, self.weights[:, tokens])
 
 
 @dataclass(frozen=True)
@@ -103,104 +132,225 @@ def normed(norm: Module, values: Tensor) -> Tensor:
     return rms_norm(values, norm.weight, norm.variance_epsilon) if values.is_cuda else norm(values)
 
 
-def add_normed(norm: Module, values: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """values + added, and the norm of that."""
+def normed_rows(norm: Module, values: Tensor, member: Module) -> Activations:
+    """The same, for products with `member` and others."""
+    if not values.is_cuda:
+        return Activations(norm(values))
+    codes = make_codes_for(member, values.shape[:-1].numel())
+    return Activations(rms_norm(values, norm.weight, norm.variance_epsilon, codes), codes)
+
+
+def join_normed(
+    norm: Module | None,
+    values: Tensor,
+    parts: Tensor,
+    added: Tensor | None = None,
+    also: Tensor | None = None,
+    member: Module | None = None,
+) -> tuple[Tensor, Activations | None]:
+    """values [N, S, n] + (sum of parts [R, N * S, n] + added), rounded after each, and the library's RMS norm of that,
+    for products with `member` and others; it goes to `also` [N * S, n] too."""
     if values.is_cuda:
-        return add_rms_norm(values, added, norm.weight, norm.variance_epsilon)
-    total = values + added
-    return total, norm(total)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        codes = None if member is None else make_codes_for(member, values.shape[:-1].numel())
+        total, found = join_norm(values, parts, added, weight, eps, also, codes)
+        return total, None if found is None else Activations(found, codes)
+    whole = parts[0] if len(parts) == 1 else add_parts(parts, values.dtype)
+    whole = whole.view(values.shape)
+    total = values + (whole if added is None else whole + added)
+    return total, None if norm is None else Activations(norm(total))
 
 
-def rope_of(library: Rope, *, interleaved: bool) -> Rope:
-    """The library's rotary function of that layout; values beyond the angles' d stay as they are."""
-
-    def rope(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        size = cos.shape[-1]
-        if queries.is_cuda and can_rotate(size):
-            return rotate(queries, keys, cos, sin, heads_dim=unsqueeze_dim, interleaved=interleaved)
-        turned = library(queries[..., :size], keys[..., :size], cos, sin, unsqueeze_dim=unsqueeze_dim)
-        if queries.shape[-1] == size:
-            return turned
-        return torch.cat((turned[0], queries[..., size:]), -1), torch.cat((turned[1], keys[..., size:]), -1)
-
-    return rope
-
-
-def compress(attention: Module, hidden: Tensor) -> Compressed:
+def compress(attention: Module, hidden: Activations) -> Compressed:
     """Of normed hidden states [N, S, hidden]."""
     members = [attention.q_a_proj, attention.kv_a_proj_with_mqa]
     if attention.indexer is not None:
         members.append(attention.indexer.wk)
     if joined_of(members) is not None:
         residual, *others = products(hidden, *members)
-        return Compressed(hidden, normed(attention.q_a_layernorm, residual), *others)
-    return Compressed(hidden, normed(attention.q_a_layernorm, attention.q_a_proj(hidden)))
+        return Compressed(hidden, normed_rows(attention.q_a_layernorm, residual, attention.q_b_proj), *others)
+    residual = product(hidden, attention.q_a_proj)
+    return Compressed(hidden, normed_rows(attention.q_a_layernorm, residual, attention.q_b_proj))
 
 
-def project(attention: Module, rope: Rope, inputs: Compressed, cos: Tensor, sin: Tensor) -> Projected:
-    """Queries and KV rows of N x S tokens at the positions of cos, sin [N, S, d]."""
-    batch, tokens, _ = inputs.hidden.shape
-    queries = attention.q_b_proj(inputs.residual).view(batch, tokens, -1, attention.qk_head_dim).transpose(1, 2)
+def project(
+    attention: Module,
+    forms: Forms,
+    rope: Rope,
+    inputs: Compressed,
+    cos: Tensor,
+    sin: Tensor,
+    target: RowTarget | None = None,
+) -> Projected:
+    """Queries and KV rows of N x S tokens at the positions of cos, sin [N, S, d]. Rows go to `target` where launches
+    are joined."""
+    batch, tokens, _ = inputs.hidden.values.shape
+    queries = product(inputs.residual, attention.q_b_proj).view(batch, tokens, -1, attention.qk_head_dim)
     nope, rotary = queries.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
-    down = attention.kv_a_proj_with_mqa(inputs.hidden) if inputs.latent is None else inputs.latent
+    down = product(inputs.hidden, attention.kv_a_proj_with_mqa) if inputs.latent is None else inputs.latent
+    if not can_join(forms.rows, cos):
+        rows, rotary = _rows(attention, forms, rope, down, cos, sin, rotary.transpose(1, 2))
+        return Projected(nope.transpose(1, 2), rotary, rows)
+    heads, (latent, rope_dim) = queries.shape[2], (forms.rows.scaled, forms.rows.plain)
+    # A block of a prompt has memory for its queries against rows once it attends: it may be gigabytes.
+    whole = None if target is None else queries.new_empty(batch * tokens, heads, latent + rope_dim)
+    turned = queries.new_empty(batch * tokens, heads, rope_dim) if whole is None else whole[..., latent:]
+    kept = _join_rows(attention, forms, rope, down, cos, sin, target, (rotary.flatten(0, 1), turned))
+    return Projected(nope.transpose(1, 2), turned.view(rotary.shape).transpose(1, 2), kept, whole)
+
+
+def project_rows(
+    attention: Module,
+    forms: Forms,
+    rope: Rope,
+    hidden: Activations,
+    cos: Tensor,
+    sin: Tensor,
+    target: RowTarget | None = None,
+) -> Tensor | None:
+    """KV rows as `project` has them, without queries."""
+    down = product(hidden, attention.kv_a_proj_with_mqa)
+    if can_join(forms.rows, cos):
+        return _join_rows(attention, forms, rope, down, cos, sin, target)
+    return _rows(attention, forms, rope, down, cos, sin)[0]
+
+
+def _rows(
+    attention: Module, forms: Forms, rope: Rope, down: Tensor, cos: Tensor, sin: Tensor, queries: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """By the library: KV rows of `down` [N, S, r + d], and `queries` [N, H, S, d] rotated."""
     latent, key = down.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
-    rotary, key = rope(rotary, key.view(batch, 1, tokens, -1), cos, sin)
-    return Projected(nope, rotary, normed(attention.kv_a_layernorm, latent), key.squeeze(1))
+    key = key.unsqueeze(1)
+    turned, key = rope(key if queries is None else queries, key, cos, sin)
+    return encode(forms.rows, torch.cat((normed(attention.kv_a_layernorm, latent), key.squeeze(1)), dim=-1)), turned
 
 
-def project_rows(attention: Module, rope: Rope, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """KV rows [N, S, r + d], contiguous, as `project` has them, without queries."""
-    batch, tokens, _ = hidden.shape
-    sizes = attention.kv_lora_rank, attention.qk_rope_head_dim
-    latent, key = attention.kv_a_proj_with_mqa(hidden).split(sizes, dim=-1)
-    key = key.view(batch, 1, tokens, -1)
-    turned, _ = rope(key, key, cos, sin)
-    return torch.cat((normed(attention.kv_a_layernorm, latent), turned.squeeze(1)), dim=-1)
+def _join_rows(
+    attention: Module,
+    forms: Forms,
+    rope: Rope,
+    down: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    target: RowTarget | None,
+    queries: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | None:
+    """In one launch: KV rows of `down`, where they do not go to `target`; of `queries`, the first is rotated into the
+    second."""
+    rows, norm = None, attention.kv_a_layernorm
+    if target is None:
+        rows = _bytes(down, forms.rows)
+        target = RowTarget(rows)
+    kv_rows(
+        forms.rows,
+        down.flatten(0, 1),
+        norm.weight,
+        norm.variance_epsilon,
+        rope.angles(cos, sin),
+        target,
+        *(queries or ()),
+    )
+    return rows
 
 
 def project_index(
     indexer: Module,
+    forms: Forms,
     rope: Rope,
     inputs: Compressed,
     cos: Tensor,
     sin: Tensor,
     rotation: Tensor | None = None,
+    target: RowTarget | None = None,
 ) -> IndexProjected:
-    """The indexer's queries, keys and head weights of the same tokens. `rope` is the family's own for the indexer.
+    """The indexer's queries, keys and head weights of the same tokens. `rope` is the family's own for the indexer. Keys
+    go to `target` where launches are joined.
 
-    `rotation` [D, D], orthogonal, turns queries and keys alike.
+    `rotation` [D, D], orthogonal and symmetric, turns queries and keys alike.
     """
-    hidden, residual, _, keys = inputs
-    batch, tokens, _ = hidden.shape
-    queries = indexer.wq_b(residual).view(batch, tokens, indexer.n_heads, indexer.head_dim)
-    keys = indexer.k_norm(indexer.wk(hidden) if keys is None else keys).unsqueeze(2)
-    queries, keys = rope(queries, keys, cos, sin, unsqueeze_dim=2)
+    hidden, residual, _, down = inputs
+    batch, tokens, _ = hidden.values.shape
+    queries = product(residual, indexer.wq_b).view(batch, tokens, indexer.n_heads, indexer.head_dim)
+    down = product(hidden, indexer.wk) if down is None else down
+    weights, scale = indexer.weights_proj(hidden.values.to(indexer.weights_proj.weight.dtype)), indexer.n_heads**-0.5
+    if can_join(forms.keys, cos):
+        queries, keys, weights = _join_index(
+            indexer, forms, rope, down, cos, sin, rotation, target, (queries, weights, scale)
+        )
+        return IndexProjected(queries, keys, weights)
+    queries, keys = rope(queries, indexer.k_norm(down).unsqueeze(2), cos, sin, unsqueeze_dim=2)
     keys = keys.squeeze(2)
-    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * (indexer.n_heads**-0.5)
     if rotation is not None:
         queries, keys = F.linear(queries, rotation), F.linear(keys, rotation)
-    return IndexProjected(queries, keys, weights)
+    kept = queries if forms.keys.kind == "fp8" else queries.to(forms.keys.dtype)  # index_topk wants them as keys are
+    return IndexProjected(kept, encode(forms.keys, keys), weights.float() * scale)
 
 
 def project_index_keys(
-    indexer: Module, rope: Rope, hidden: Tensor, cos: Tensor, sin: Tensor, rotation: Tensor | None = None
-) -> Tensor:
-    """The indexer's keys [N, S, D], as `project_index` has them, without queries."""
-    keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+    indexer: Module,
+    forms: Forms,
+    rope: Rope,
+    hidden: Activations,
+    cos: Tensor,
+    sin: Tensor,
+    rotation: Tensor | None = None,
+    target: RowTarget | None = None,
+) -> Tensor | None:
+    """The indexer's keys uint8[N, S, key_bytes], as `project_index` has them, without queries."""
+    down = product(hidden, indexer.wk)
+    if can_join(forms.keys, cos):
+        return _join_index(indexer, forms, rope, down, cos, sin, rotation, target)[1]
+    keys = indexer.k_norm(down).unsqueeze(2)
     turned = rope(keys, keys, cos, sin, unsqueeze_dim=2)[0].squeeze(2)
-    return turned if rotation is None else F.linear(turned, rotation)
+    return encode(forms.keys, turned if rotation is None else F.linear(turned, rotation))
+
+
+def _join_index(
+    indexer: Module,
+    forms: Forms,
+    rope: Rope,
+    down: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotation: Tensor | None,
+    target: RowTarget | None,
+    queries: tuple[Tensor, Tensor, float] | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """In one launch: queries and weights of heads, of `queries` and weights [N, S, H, ..] and a scale; and keys of
+    `down`, where they do not go to `target`."""
+    keys, norm = None, indexer.k_norm
+    if target is None:
+        keys = _bytes(down, forms.keys)
+        target = RowTarget(keys)
+    given = () if queries is None else (queries[0].flatten(0, 1), queries[1].flatten(0, 1), queries[2])
+    found, weights = index_rows(
+        forms.keys,
+        down.flatten(0, 1),
+        (norm.weight, norm.bias, norm.eps),
+        rope.angles(cos, sin),
+        rotation,
+        target,
+        *given,
+    )
+    return found.unflatten(0, down.shape[:2]), keys, weights.unflatten(0, down.shape[:2])
+
+
+def _bytes(values: Tensor, form: RowFormat) -> Tensor:
+    """Memory for encoded rows of `values` [N, S, ...]."""
+    return torch.empty(*values.shape[:-1], form.row_bytes, dtype=torch.uint8, device=values.device)
 
 
 def absorb_queries(absorbed: Absorbed, projected: Projected) -> Tensor:
     """Queries of N x S tokens against rows: [N * S, H, r + d], contiguous."""
-    nope, rope = projected.query_nope.transpose(0, 1).flatten(1, 2), projected.query_rope.transpose(1, 2).flatten(0, 1)
-    if not nope.is_cuda:
-        return torch.cat((torch.bmm(nope, absorbed.key).transpose(0, 1), rope), dim=-1)
-    latent = absorbed.key.shape[2]
-    queries = nope.new_empty(*rope.shape[:2], latent + rope.shape[2])
-    torch.bmm(nope, absorbed.key, out=queries[..., :latent].transpose(0, 1))
-    queries[..., latent:] = rope
-    return queries
+    nope, whole, latent = projected.query_nope.transpose(0, 1).flatten(1, 2), projected.queries, absorbed.key.shape[2]
+    if whole is None:
+        rope = projected.query_rope.transpose(1, 2).flatten(0, 1)
+        if not nope.is_cuda:
+            return torch.cat((torch.bmm(nope, absorbed.key).transpose(0, 1), rope), dim=-1)
+        whole = nope.new_empty(*rope.shape[:2], latent + rope.shape[2])
+        whole[..., latent:] = rope
+    torch.bmm(nope, absorbed.key, out=whole[..., :latent].transpose(0, 1))
+    return whole
 
 
 def expand_values(absorbed: Absorbed, latents: Tensor) -> Tensor:

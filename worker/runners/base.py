@@ -10,7 +10,7 @@ Who does what in one decode step n:
     runner     compute   embed; per layer: index key and index_topk (anchors), record selected; project, write row; wait
                          swapped_in (anchors) or prefetched; attend
     runner     swap      per group: wait selected, swap_in, record swapped_in; per further layer: replay_misses, record
-                         prefetched. swap_in of a small batch is on compute (worker/runners/swapping.py)
+                         prefetched. index_topk of a small batch is on swap too (worker/runners/swapping.py)
     runner     compute   norm, lm_head, sample -> outputs.tokens and sampler.last_token (launch_sample)
     executor   compute   record row_written and sampled
 

@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.encode import encode
-from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
+from kernels.rows import (
+    new_keys,
+    new_rows,
+    write_index_keys,
+    write_new_rows,
+    write_prompt_index_keys,
+    write_slab_rows,
+)
 from kernels.state import DeviceState, StepBatch, real_rows
 from protocol.errors import InternalError
 from worker.runners import attention as mla
@@ -25,6 +31,7 @@ from worker.runners.base import DraftRows
 from worker.runners.layers import Angles, Layer, Layers
 from worker.runners.prompt import PromptAttention
 from worker.runners.sampling import draw
+from worker.weights.modules import Activations
 
 if TYPE_CHECKING:
     from worker.runners.base import SamplerState
@@ -51,10 +58,6 @@ class Drafting:
         tokens = draft.following.masked_fill(~real, 0).clamp(min=0)
         return self.enter(tokens.unsqueeze(1), hidden)
 
-    def leave(self, hidden: Tensor) -> Tensor:
-        """y [N, S, hidden]."""
-        return mla.normed(self.layer.module.shared_head.norm, hidden)
-
     def draw(self, output: Tensor, sampler: SamplerState, batch: StepBatch, draft: DraftRows) -> None:
         """Draw the drafts of the rows whose y is `output` [B, 1, hidden]."""
         logits, real = self._layers.head(output), real_rows(batch)
@@ -64,12 +67,15 @@ class Drafting:
         if draft.logits is not None:
             draft.logits.copy_(logits)
 
-    def write_step(self, state: DeviceState, batch: StepBatch, entered: Tensor, angles: Angles) -> None:
-        """Rows and index keys of a step whose x is `entered` [B, 1, hidden]."""
+    def write_step(self, state: DeviceState, batch: StepBatch, entered: Activations, angles: Angles) -> None:
+        """Rows and index keys of a step, of the layer's norm `entered` [B, 1, hidden] of its x."""
         layers, layer = self._layers, self.layer
-        rows, keys = layers.kept(layer, entered, angles)
-        write_new_rows(state, layer.number, batch, encode(layers.rows, rows.squeeze(1)))
-        write_index_keys(state, layer.group, batch, encode(layers.keys, keys.squeeze(1)))
+        targets = new_rows(state, layer.number, batch), new_keys(state, layer.group, batch)
+        rows, keys = layers.kept(layer, entered, angles, targets)
+        if rows is not None:
+            write_new_rows(state, layer.number, batch, rows.squeeze(1))
+        if keys is not None:
+            write_index_keys(state, layer.group, batch, keys.squeeze(1))
 
     def write_prompt(
         self, state: DeviceState, seat: int, start: int, following: Tensor, hidden: Tensor, warm_start: Tensor | None
@@ -79,13 +85,16 @@ class Drafting:
         layers, layer = self._layers, self.layer
         at = start + len(following) - 1
         positions = torch.arange(start, at + 1, device=following.device)
-        entered, angles = self.enter(following[None], hidden), layers.angles(hidden, positions[None])
+        entered = layers.enter(layer, self.enter(following[None], hidden))
+        angles = layers.angles(hidden, positions[None])
         rows, keys = layers.kept(layer, entered, angles)
-        write_slab_rows(state, layer.number, seat, start, encode(layers.rows, rows[0]))
-        write_prompt_index_keys(state, layer.group, seat, start, encode(layers.keys, keys[0]))
+        assert rows is not None
+        assert keys is not None
+        write_slab_rows(state, layer.number, seat, start, rows[0])
+        write_prompt_index_keys(state, layer.group, seat, start, keys[0])
         if warm_start is not None:
             cos, sin = angles
-            inputs = layers.compress(layer, entered[:, -1:])
+            inputs = layers.compress(layer, Activations(entered.values[:, -1:]))
             last = layers.project_index(layer, inputs, (cos[:, -1:], sin[:, -1:]))
             self._prompt.select_last(
                 state, layer.group, seat, at, last, layer.attention.indexer.softmax_scale, warm_start

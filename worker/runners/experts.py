@@ -26,10 +26,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels.expert_choice import ExpertChoice
 from kernels.pointwise import gate
-from kernels.routing import choose_experts, router_logits
+from kernels.routing import ExchangedRows, choose_experts, router_logits
 from worker.group.exchange import Exchange
 from worker.weights.layout import ExpertShare
-from worker.weights.modules import BlockExperts, BlockLinear, products
+from worker.weights.modules import Activations, BlockExperts, BlockLinear, products
 
 BATCHED: Final = "batched_mm"
 GROUPED: Final = "grouped_mm"
@@ -46,6 +46,10 @@ class Over:
     rows: int
     real: Tensor | None = None
 
+    def own_hidden(self, hidden: Tensor) -> Tensor:
+        """Where `hidden` [N, S, h] leaves for the ranks: [N * S, h], rows of which lie apart."""
+        return self.exchange.own(self.rows).hidden[: hidden.shape[:-1].numel()]
+
 
 def experts_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     """Names of the implementations for decode and for prefill."""
@@ -55,41 +59,52 @@ def experts_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     return (GROUPED, GROUPED) if has_kernel else (BATCHED, BATCHED)
 
 
-def mixture(moe: Any, hidden: Tensor, experts: str, over: Over | None = None) -> Tensor:
-    """Output [N, S, hidden] of a mixture of experts: the library's module, or one with `BlockExperts` in it.
+def routed(moe: Any, hidden: Tensor, experts: str, over: Over | None = None) -> Tensor:
+    """What the routed experts of a mixture add to `hidden` [N, S, hidden]: parts [R, N * S, hidden] of a sum. `moe` is
+    the library's module, or one with `BlockExperts` in it.
 
-    `over` the ranks of a group, if `moe` holds a share of the experts.
+    `over` the ranks of a group, if `moe` holds a share of the experts. On a GPU `hidden` lies in `over.own_hidden` too.
     """
     rows = hidden.view(-1, hidden.shape[-1])
-    weights, chosen = _choose(moe.gate, rows, None if over is None else over.real)
-    shared = gated_mlp(moe.shared_experts, hidden)
     if over is None:
-        return _experts(moe.experts, experts, rows, chosen, weights).view(hidden.shape) + shared
+        weights, chosen = _choose(moe.gate, rows, None)
+        return _experts(moe.experts, experts, rows, chosen, weights).unsqueeze(0)
     compute = partial(_share, moe.experts, experts, over.share)
-    return over.exchange.mix(rows, chosen, weights, over.rows, compute).view(hidden.shape) + shared
+    if not rows.is_cuda:
+        weights, chosen = _choose(moe.gate, rows, over.real)
+        return over.exchange.parts(rows, chosen, weights, over.rows, compute)
+    _choose(moe.gate, rows, over.real, over.exchange.own(over.rows))
+    return over.exchange.parts_of_own(len(rows), over.rows, compute)
 
 
-def gated_mlp(mlp: Any, hidden: Tensor) -> Tensor:
+def gated_mlp(mlp: Any, rows: Activations) -> Tensor:
     """Output [N, S, hidden] of the library's MLP, that of a layer without experts or of shared ones."""
+    hidden = rows.values
     is_silu, down = mlp.config.hidden_act == "silu", mlp.down_proj
     if is_silu and isinstance(down, BlockLinear) and down.quantizes_rows:
-        output: Tensor = down.gated(*products(hidden, mlp.gate_proj, mlp.up_proj))
+        output: Tensor = down.gated(*products(rows, mlp.gate_proj, mlp.up_proj))
     elif is_silu and hidden.is_cuda:
-        output = down(gate(*products(hidden, mlp.gate_proj, mlp.up_proj)))
+        output = down(gate(*products(rows, mlp.gate_proj, mlp.up_proj)))
     else:
         output = mlp(hidden)
     return output
 
 
-def _choose(router: Any, rows: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights [T, k] and choices int[T, k] of rows [T, hidden]; where `real` bool[T] is false, choices are -1."""
+def _choose(router: Any, rows: Tensor, real: Tensor | None, into: ExchangedRows | None = None) -> tuple[Tensor, Tensor]:
+    """Weights [T, k] and choices int[T, k] of rows [T, hidden]; where `real` bool[T] is false, choices are -1.
+
+    Those of `into` where it is given; there, rows behind T choose -1."""
     choice = ExpertChoice.of(router)
     if rows.is_cuda and choice.has_kernel:
         logits = router_logits(rows, router.weight)
-        return choose_experts(logits, router.e_score_correction_bias, choice, real)
+        return choose_experts(logits, router.e_score_correction_bias, choice, real, into)
     _, weights, chosen = router(rows)
     if real is not None:
         chosen = chosen.masked_fill(~real.unsqueeze(1), -1)
+    if into is not None:
+        into.chosen[: len(rows)], into.weights[: len(rows)] = chosen, weights
+        into.chosen[len(rows) :].fill_(-1)
+        return into.weights, into.chosen
     return weights, chosen.int() if rows.is_cuda else chosen
 
 
@@ -98,7 +113,7 @@ def padding(moe: Any, hidden: int, dtype: torch.dtype, experts: str, over: Over)
     device, choices = moe.gate.weight.device, moe.gate.top_k
     rows, weights = (torch.empty(0, width, dtype=dtype, device=device) for width in (hidden, choices))
     chosen = torch.empty(0, choices, dtype=torch.int32, device=device)
-    over.exchange.mix(rows, chosen, weights, over.rows, partial(_share, moe.experts, experts, over.share))
+    over.exchange.parts(rows, chosen, weights, over.rows, partial(_share, moe.experts, experts, over.share))
 
 
 def hold_share(model: Any, share: ExpertShare) -> None:
@@ -108,21 +123,32 @@ def hold_share(model: Any, share: ExpertShare) -> None:
             module.num_experts, module._is_expert_parallel = share.count, True
 
 
-def _experts(module: Any, experts: str, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _experts(
+    module: Any, experts: str, rows: Tensor, chosen: Tensor, weights: Tensor, out: Tensor | None = None
+) -> Tensor:
     if isinstance(module, BlockExperts):
-        output: Tensor = module(rows, chosen, weights)
+        output: Tensor = module(rows, chosen, weights, out)
         return output
     forward: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[experts]
-    return forward(module, rows, chosen.long(), weights)
+    return forward(module, rows.contiguous(), chosen.long(), weights.contiguous())
 
 
-def _share(module: Any, experts: str, share: ExpertShare, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Output [T, hidden] of the experts of `share` alone, for choices int[T, k] among all, -1 for none.
+def _share(
+    module: Any,
+    experts: str,
+    share: ExpertShare,
+    rows: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Output [T, hidden] of the experts of `share` alone, for choices int[T, k] among all, -1 for none; in `out`, where
+    it can be written there.
 
     The library's batched_mm has a fixed shape: there another rank's choice costs a product with weight 0.
     """
     if isinstance(module, BlockExperts):
-        return _experts(module, experts, rows, chosen, weights)
+        return _experts(module, experts, rows, chosen, weights, out)
     own = chosen - share.first
     absent = (own < 0) | (own >= share.count)
     return _experts(module, experts, rows, own.masked_fill(absent, share.count), weights.masked_fill(absent, 0))

@@ -2,8 +2,8 @@
 
 Weights, projections, norms, rotary embedding, MLP, experts, router and lm_head are the library's modules, called piece
 by piece; nothing in the library is patched. What is replaced is the forward of Attention and Indexer (mla.py),
-and on a GPU norms, rotations, gates (kernels/pointwise.py) and what a router makes of its logits (kernels/routing.py),
-which are a launch each there instead of many.
+and on a GPU what lies between products, which is one launch there instead of many: rows and index keys
+(kernels/projected.py), sums and norms (kernels/pointwise.py), what a router makes of its logits (kernels/routing.py).
 
 Index keys in fp8 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but for
 rounding, and one scale fits all values of a key. DeepSeek's own code does so; the model library, which keeps bfloat16,
@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from typing import Any, Final
@@ -32,19 +32,20 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.attention import attend_rows
-from kernels.encode import encode
 from kernels.layout import Geometry
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
+from kernels.row_target import RowTarget
 from kernels.state import DeviceState
 from protocol.config_checks import SEATS_MAX
 from protocol.units import pages_for
 from worker.device.step_rows import StepRows
 from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
-from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, mixture, padding
+from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, padding, routed
 from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.weights.layout import ExpertShare
 from worker.weights.model import held_bytes
+from worker.weights.modules import Activations
 
 #: The rotary function of each family's indexer, by its name in the library's module. Attention interleaves in both.
 INDEX_ROPE: Final = {
@@ -69,6 +70,19 @@ class Layer:
     @property
     def attention(self) -> mla.Module:
         return self.module.self_attn
+
+    @property
+    def has_experts(self) -> bool:
+        return hasattr(self.module.mlp, "experts")
+
+
+@dataclass(frozen=True)
+class Halfway:
+    """Hidden states of a layer between its attention and its MLP."""
+
+    hidden: Tensor  # [N, S, hidden]
+    normed: Activations  # likewise; with rows that pad the MLP's input
+    over: Over | None  # of a mixture over ranks
 
 
 class Layers:
@@ -97,13 +111,14 @@ class Layers:
         config = model.config
         self.rows = kv_row_format_of(geometry.row_bytes, config.kv_lora_rank, config.qk_rope_head_dim)
         self.keys = index_key_format_of(geometry.index_row_bytes, config.index_head_dim)
+        self._forms = mla.Forms(self.rows, self.keys)
         scaled = self.keys.kind == "fp8"
         self._rotation = hadamard(config.index_head_dim, self.dtype, self.device) if scaled else None
         self.index_dtype = self.dtype if scaled else self.keys.dtype  # index_topk wants queries as keys are
         library = sys.modules[type(model).__module__]
-        self._rope = mla.rope_of(library.apply_rotary_pos_emb_interleave, interleaved=True)
+        self._rope = mla.Rope(library.apply_rotary_pos_emb_interleave, interleaved=True)
         name = INDEX_ROPE[config.model_type]
-        self._index_rope = mla.rope_of(getattr(library, name), interleaved=name.endswith("interleave"))
+        self._index_rope = mla.Rope(getattr(library, name), interleaved=name.endswith("interleave"))
         self.decode_experts, self.prompt_experts = experts_for(self.device, self.dtype)
         self._row_multiple = row_multiple(config) if deterministic and self.device.type == "cpu" else 1
         self._geometry = geometry
@@ -137,28 +152,49 @@ class Layers:
         angles: Angles = self.model.model.rotary_emb(hidden, positions)
         return angles
 
-    def compress(self, layer: Layer, hidden: Tensor) -> mla.Compressed:
-        """What all projections of a layer begin with."""
-        return mla.compress(layer.attention, mla.normed(layer.module.input_layernorm, hidden))
+    def enter(self, layer: Layer, hidden: Tensor) -> Activations:
+        """The norm of hidden states [N, S, hidden] ahead of a layer's projections."""
+        return mla.normed_rows(layer.module.input_layernorm, hidden, layer.attention.q_a_proj)
 
-    def project(self, layer: Layer, inputs: mla.Compressed, angles: Angles) -> mla.Projected:
-        """The attention's projections."""
-        return mla.project(layer.attention, self._rope, inputs, *angles)
+    def compress(self, layer: Layer, entered: Activations) -> mla.Compressed:
+        """What all projections of a layer begin with, of `entered` [N, S, hidden]."""
+        return mla.compress(layer.attention, entered)
 
-    def project_index(self, layer: Layer, inputs: mla.Compressed, angles: Angles) -> mla.IndexProjected:
-        """Queries, in the dtype that index_topk compares with the keys kept; keys, not encoded yet; weights."""
-        index = mla.project_index(layer.attention.indexer, self._index_rope, inputs, *angles, self._rotation)
-        return replace(index, queries=index.queries.to(self.index_dtype))
+    def project(
+        self, layer: Layer, inputs: mla.Compressed, angles: Angles, target: RowTarget | None = None
+    ) -> mla.Projected:
+        """The attention's projections. KV rows go to `target` where launches are joined."""
+        return mla.project(layer.attention, self._forms, self._rope, inputs, *angles, target)
 
-    def kept(self, layer: Layer, hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """What a layer that attends to nothing leaves behind: KV rows [N, S, r + d] and index keys [N, S, D], neither
-        encoded yet."""
-        normed = mla.normed(layer.module.input_layernorm, hidden)
-        rows = mla.project_rows(layer.attention, self._rope, normed, *angles)
-        indexer = layer.attention.indexer
-        return rows, mla.project_index_keys(indexer, self._index_rope, normed, *angles, self._rotation)
+    def project_index(
+        self, layer: Layer, inputs: mla.Compressed, angles: Angles, target: RowTarget | None = None
+    ) -> mla.IndexProjected:
+        """Queries, in the dtype that index_topk compares with the keys kept; keys, which go to `target` where launches
+        are joined; weights."""
+        about = self._forms, self._index_rope, inputs, *angles, self._rotation, target
+        return mla.project_index(layer.attention.indexer, *about)
 
-    def finish(
+    def kept(
+        self,
+        layer: Layer,
+        entered: Activations,
+        angles: Angles,
+        targets: tuple[RowTarget | None, RowTarget | None] = (None, None),
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What a layer that attends to nothing leaves behind: KV rows uint8[N, S, row_bytes] and index keys, encoded,
+        where they do not go to their targets."""
+        to_rows, to_keys = targets
+        rows = mla.project_rows(layer.attention, self._forms, self._rope, entered, *angles, to_rows)
+        about = self._forms, self._index_rope, entered, *angles, self._rotation, to_keys
+        return rows, mla.project_index_keys(layer.attention.indexer, *about)
+
+    def finish(self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str, *, rows: int = 0) -> Tensor:
+        """The hidden states [N, S, hidden] after the layer: `leave_attention`, the MLP and `join` in turn."""
+        between = self.leave_attention(layer, hidden, attended, experts, rows=rows)
+        parts, shared = self.routed(layer, between, experts), self.shared(layer, between)
+        return self.join(between, parts, shared, None)[0]
+
+    def leave_attention(
         self,
         layer: Layer,
         hidden: Tensor,
@@ -167,19 +203,49 @@ class Layers:
         *,
         rows: int = 0,
         real: Tensor | None = None,
-    ) -> Tensor:
-        """Output projection, residuals and MLP: the hidden states [N, S, hidden] after the layer.
+    ) -> Halfway:
+        """Output projection and residual of `attended` [N, S, H * v], and the norm ahead of the MLP.
 
         In a group, `rows` is the size of the round, 0: that of `hidden`; `real` bool[B] tells rows of a decode batch
         from padding.
         """
-        norm = layer.module.post_attention_layernorm
-        hidden, normed = mla.add_normed(norm, hidden, layer.attention.o_proj(attended))
-        return hidden + self._mlp(layer.module.mlp, normed, experts, rows, real)
+        surplus = 0 if rows or experts != self.decode_experts else -len(hidden) % self._row_multiple
+        over = None
+        if layer.has_experts and self._exchange is not None:
+            over = self._over(self._exchange, rows or (len(hidden) + surplus) * hidden.shape[1], real)
+        also = None if over is None or not hidden.is_cuda else over.own_hidden(hidden)
+        norm, added = layer.module.post_attention_layernorm, layer.attention.o_proj(attended)
+        mlp = layer.module.mlp
+        first = mlp.shared_experts.gate_proj if layer.has_experts else mlp.gate_proj
+        hidden, normed = mla.join_normed(norm, hidden, _part(added), also=also, member=first)
+        assert normed is not None
+        return Halfway(hidden, Activations(F.pad(normed.values, (0, 0, 0, 0, 0, surplus))) if surplus else normed, over)
+
+    def shared(self, layer: Layer, between: Halfway) -> Tensor | None:
+        """What the shared experts of a mixture add, [N, S, hidden]; None without experts."""
+        return gated_mlp(layer.module.mlp.shared_experts, between.normed) if layer.has_experts else None
+
+    def routed(self, layer: Layer, between: Halfway, experts: str) -> Tensor:
+        """What the routed experts of a mixture add, or an MLP without experts: parts [R, N * S, hidden] of a sum."""
+        if layer.has_experts:
+            return routed(layer.module.mlp, between.normed.values, experts, between.over)
+        return _part(gated_mlp(layer.module.mlp, between.normed))
+
+    def join(
+        self, between: Halfway, parts: Tensor, shared: Tensor | None, following: Layer | mla.Module | None
+    ) -> tuple[Tensor, Activations | None]:
+        """The hidden states [N, S, hidden] after the layer, and the norm of them that enters the layer `following`, or
+        the norm `following`."""
+        rows = len(between.hidden)
+        shared = None if shared is None else shared[:rows]
+        parts, member = parts[:, : rows * between.hidden.shape[1]], None
+        if isinstance(following, Layer):
+            following, member = following.module.input_layernorm, following.attention.q_a_proj
+        return mla.join_normed(following, between.hidden, parts, shared, member=member)
 
     def pad(self, layer: Layer, rows: int) -> None:
         """Take part in the MLP of `layer`, in a round of `rows`, without a prompt."""
-        if self._exchange is not None and hasattr(layer.module.mlp, "experts"):
+        if self._exchange is not None and layer.has_experts:
             over = self._over(self._exchange, rows)
             padding(layer.module.mlp, self.model.config.hidden_size, self.dtype, self.prompt_experts, over)
 
@@ -217,12 +283,12 @@ class Layers:
             return
         zeros = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         hidden, angles = self.embed(zeros, zeros)
-        inputs = self.compress(self._layers[0], hidden)
+        inputs = self.compress(self._layers[0], self.enter(self._layers[0], hidden))
         self.project(self._layers[0], inputs, angles)
         self.project_index(self._layers[0], inputs, angles)
         attended = hidden.new_zeros(1, 1, self._layers[0].attention.o_proj.in_features)
-        for layer in {hasattr(layer.module.mlp, "experts"): layer for layer in self._held}.values():
-            self.finish(layer, hidden, attended, self.decode_experts)
+        for layer in {layer.has_experts: layer for layer in self._held}.values():
+            self._finish_step(layer, hidden, attended)
 
     @torch.inference_mode()
     def require_rows_apart(self, seats: int, step_rows: StepRows) -> None:
@@ -254,29 +320,16 @@ class Layers:
     def _are_rows_apart(self, rows: int) -> bool:
         if self._exchange is not None and rows > self._exchange.rows_max:
             return False  # a batch that is tried as a remedy, and has no room in an exchange
-        kinds = {(layer.anchor, hasattr(layer.module.mlp, "experts")): layer for layer in self._held}
+        kinds = {(layer.anchor, layer.has_experts): layer for layer in self._held}
         hidden = self.model.config.hidden_size
         random_rows = partial(torch.randn, rows, 1, hidden, dtype=self.dtype, device=self.device)
         state = self._state_of_rows(rows)
         return all(rows_apart(partial(self._dense, layer, state), random_rows) for layer in kinds.values())
 
-    def _mlp(self, mlp: mla.Module, hidden: Tensor, experts: str, round_rows: int, real: Tensor | None) -> Tensor:
-        rows = len(hidden)
-        surplus = -rows % self._row_multiple if not round_rows and experts == self.decode_experts else 0
-        if surplus:
-            hidden = F.pad(hidden, (0, 0, 0, 0, 0, surplus))
-            real = None if real is None else F.pad(real, (0, surplus))
-        if not hasattr(mlp, "experts"):
-            return gated_mlp(mlp, hidden)[:rows]
-        over = (
-            None
-            if self._exchange is None
-            else self._over(self._exchange, round_rows or hidden.shape[:-1].numel(), real)
-        )
-        return mixture(mlp, hidden, experts, over)[:rows]
-
     def _over(self, exchange: Exchange, rows: int, real: Tensor | None = None) -> Over:
         assert self._share is not None
+        if real is not None and len(real) < rows:
+            real = F.pad(real, (0, rows - len(real)))
         return Over(exchange, self._share, rows, real)
 
     def _layer(self, number: int) -> Layer:
@@ -296,27 +349,42 @@ class Layers:
         """All of a decode step that mixes no tokens, [B, n], for hidden states [B, 1, hidden] at one position."""
         rows = len(hidden)
         angles = self.model.model.rotary_emb(hidden, torch.ones(rows, 1, dtype=torch.long, device=hidden.device))
-        inputs = self.compress(layer, hidden)
+        inputs = self.compress(layer, self.enter(layer, hidden))
         projected = self.project(layer, inputs, angles)
         queries = mla.absorb_queries(layer.absorbed, projected)
-        state.rows[0, :rows] = encode(self.rows, projected.rows.squeeze(1))
+        assert projected.rows is not None
+        state.rows[0, :rows] = projected.rows.squeeze(1)
         own = torch.arange(rows, dtype=torch.int32, device=hidden.device).unsqueeze(1)
         latents = queries.new_empty(*queries.shape[:2], self.rows.scaled)
         attend_rows(state, 0, queries, own, layer.attention.scaling, latents)
         attended = mla.expand_values(layer.absorbed, latents)
-        finished = self.finish(layer, hidden, attended.unsqueeze(1), self.decode_experts)
-        parts = [projected.rows, queries, finished, self.logits(finished)]
+        finished, normed = self._finish_step(layer, hidden, attended.unsqueeze(1))
+        parts = [self.rows.decode(projected.rows), queries, finished, self.head(normed)]
         if layer.anchor:
             index = self.project_index(layer, inputs, angles)
-            parts += [index.queries, self.keys.decode(encode(self.keys, index.keys)), index.weights]
+            assert index.keys is not None
+            parts += [index.queries, self.keys.decode(index.keys), index.weights]
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
+
+    def _finish_step(self, layer: Layer, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """`finish` as a decode step has it, with the model's norm of the result."""
+        between = self.leave_attention(layer, hidden, attended, self.decode_experts)
+        parts, shared = self.routed(layer, between, self.decode_experts), self.shared(layer, between)
+        finished, normed = self.join(between, parts, shared, self.model.model.norm)
+        assert normed is not None
+        return finished, normed.values
 
     def _state_of_rows(self, rows: int) -> DeviceState:
         """A state of one layer that holds one KV row for each row of a batch."""
         geometry = Geometry(1, self._geometry.row_bytes, (0,), self._geometry.index_row_bytes, self._geometry.topk)
-        one = dict.fromkeys(("seats", "index_pages", "max_pages", "max_chunks", "max_slab_pages", "tail_slots"), 1)
+        one = dict.fromkeys(("seats", "index_pages", "max_pages", "max_chunks", "slab_pages", "tail_slots"), 1)
         host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
         return DeviceState.allocate(geometry, chunks=pages_for(rows), host=host, device=self.device, **one)
+
+
+def _part(output: Tensor) -> Tensor:
+    """`output` [N, S, n] as the one part [1, N * S, n] of a sum."""
+    return output.reshape(1, -1, output.shape[-1])
 
 
 def row_multiple(config: Any) -> int:

@@ -8,8 +8,8 @@ products, MLPs and prompt_topk take a block at once; memory is written piece by 
 to nothing: zeros. What rows select is kept for all rows of the pass until the next anchor layer takes them: a layer
 that shares the selection may take them in other blocks.
 
-Gathered, a selection is int32[P, k] device rows: the place in the slab of every position that a token selected.
-Device rows are the same in every layer, so layers that share a selection share the tensor. A pass of P tokens takes
+Gathered, a selection is int32[P, k] rows of the slab: the place of every position that a token selected. They are the
+same in both halves of the slab, so layers that share a selection share the tensor. A pass of P tokens takes
 P * k entries; a block of B takes queries and results of B tokens, and bounded scratch memory of prompt_topk; nothing
 grows with the square of anything.
 """
@@ -183,7 +183,7 @@ class Expanded:
         self, state: DeviceState, group: int, seat: int, start: int, index: mla.IndexProjected, scale: float
     ) -> Tensor:
         """bool[S, start + S] of S tokens from `start` on."""
-        stop = start + index.keys.shape[1]
+        stop = start + index.queries.shape[1]
         keys = self._keys.decode(read_index_keys(state, group, seat, stop), self._dtype)
         return mla.select_mask(index, keys, start, self._topk, scale)
 
@@ -245,7 +245,7 @@ class Gathered:
         chosen = chosen[:, : self._width([piece for _, piece in block.pieces])].contiguous()
         queries = mla.absorb_queries(layer.absorbed, _taken(block))
         latents = queries.new_empty(*queries.shape[:2], layer.absorbed.value.shape[1])
-        attend_rows(state, layer.number, queries, chosen, layer.attention.scaling, latents)
+        attend_rows(state.slab(layer.number), layer.number, queries, chosen, layer.attention.scaling, latents)
         return mla.expand_values(layer.absorbed, latents).unsqueeze(0)
 
     def _width(self, parts: Sequence[PromptPart]) -> int:

@@ -1,15 +1,15 @@
-"""The swap-ins of a decode step: beside what a layer computes meanwhile, or in line with it.
+"""What a decode step does on `swap`, beside what `compute` does meanwhile: selections, swap-ins, shared experts.
 
 Of a group of layers that share a selection, in the order of launches, for a batch padded to BESIDE_ROWS or more:
 
-    compute   index projections and index_topk of the anchor, record selected, its other projections · attention
+    compute   select: index projections and index_topk of the anchor, record selected, its other projections · attention
     swap      wait selected, swap_in, record swapped_in · replay_misses of each follower, record prefetched
     compute   wait swapped_in before the anchor's attention, prefetched before a follower's
 
-and for a smaller one, whose swap-ins are shorter than what a fork of streams costs:
+and for a smaller one, whose index_topk leaves much of the device to the other projections:
 
-    compute   index projections and index_topk of the anchor, swap_in, record plan_ready where there are followers
-    swap      wait plan_ready · replay_misses of each follower, record prefetched
+    compute   record compressed, the anchor's other projections · attention, waits as above
+    swap      wait compressed, select, swap_in, record swapped_in · replay_misses of each follower, record prefetched
 
 What swap_in writes is used again by the next group: `compute` reaches the next selection only behind the attention
 that read the device rows of this one, and the next swap_in comes only behind the replays that read the plan, since
@@ -27,34 +27,49 @@ from torch import Tensor
 from kernels.state import DeviceState, MissPlan, StepBatch
 from kernels.swap_in import replay_misses, swap_in
 from worker.streams import Fence, Streams
+from worker.streams.fences import Work
 
-#: Rows of a padded batch from which swap_in runs on `swap`. A step of 8 layers over contexts of 32k with 99 % hits, on
-#: an H200, against swap_in in line: 32 rows -1.9 %, 58 rows -2.6 %; 16 rows +0.6 %, 8 -1.0 %, 4 +1.3 %, 1 +1.2 %
-#: (benchmarks/NOTES.md: Swap-in beside projections). Nothing between 16 and 32 was measured.
+#: Rows of a padded batch from which selections run in line with the projections. A step of 6 layers over contexts of
+#: 32k with 99 % hits, on an H200, against selections beside them: 1 row +5.6 %, 16 rows +0.1 %, 64 rows -0.5 to +0.5 %
+#: (benchmarks/NOTES.md: Launches of a decode step).
 BESIDE_ROWS: Final = 24
 
 
-def launch_swap_in(
-    streams: Streams, state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan
+def launch_selection(
+    streams: Streams,
+    state: DeviceState,
+    group: int,
+    select: Work,
+    topk: Tensor,
+    batch: StepBatch,
+    out_rows: Tensor,
+    plan: MissPlan,
 ) -> dict[int, Fence]:
-    """Swap in what `compute` has selected for `group`; arguments as kernels.swap_in.swap_in has them.
+    """Let `select` write `topk` of `group`, and swap that in; arguments as kernels.swap_in.swap_in has them.
 
-    Returns the fence of each layer of the group whose rows are loaded on `swap`: `compute` waits for it before it
-    gathers them. Which stream it is follows from the padded batch alone, so that resident requests compute alike.
+    Returns the fence of each layer of the group: `compute` waits for it before it gathers the layer's rows. Which
+    stream selects follows from the padded batch alone.
     """
     compute, swap = streams.compute, streams.swap
     anchor, *followers = state.geometry.layers_of_group(group)
     load = streams.of_layer(anchor, partial(swap_in, state, group, topk, batch, out_rows, plan))
-    loaded: dict[int, Fence] = {}
     if len(batch.seats) >= BESIDE_ROWS:
+        compute.launch(f"select {anchor}", select)
         swap.wait(compute.record("selected"))
-        swap.launch(f"swap in {anchor}", load)
-        loaded[anchor] = swap.record("swapped_in")
     else:
-        compute.launch(f"swap in {anchor}", load)
-        if followers:
-            swap.wait(compute.record("plan_ready"))
+        swap.wait(compute.record("compressed"))
+        swap.launch(f"select {anchor}", select)
+    swap.launch(f"swap in {anchor}", load)
+    loaded = {anchor: swap.record("swapped_in")}
     for layer in followers:
         swap.launch(f"replay {layer}", streams.of_layer(layer, partial(replay_misses, state, layer, plan)))
         loaded[layer] = swap.record("prefetched")
     return loaded
+
+
+def launch_beside(streams: Streams, label: str, share: Work) -> Fence:
+    """Let the shared experts of a mixture form what they add, `share`, on `swap`: beside the routed ones, which begin
+    with launches that leave the device idle. Returns the fence that `compute` waits for before it adds that."""
+    streams.swap.wait(streams.compute.record("normed"))
+    streams.swap.launch(label, share)
+    return streams.swap.record("shared")

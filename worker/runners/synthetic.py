@@ -83,7 +83,6 @@ def synthetic_runner(
         device=torch.device(device),
         dtype=DTYPES[dtype],
         quantization=Quantization(powers_of_two=True) if fp8 else None,
-        deterministic=False,
     )
     model = random_model(
         config,

@@ -4,9 +4,10 @@ Any checkpoint directory of the two families loads: config.json, safetensors, a 
 computes is in layers.py; this is where it meets the KV cache.
 
 Per layer, a block of a prompt pass is two operations on `compute`: *project* (norm, projections, write rows and index
-keys, and on an anchor layer the top-k) and *attend* (attention over rows, output projection, MLP). In a decode step an
-anchor layer has a third one ahead of them, *select* (what the indexer needs of the projections, index key, index_topk),
-so that the selection is swapped in on `swap` beside *project*; *attend* waits for it (swapping.py).
+keys, and on an anchor layer the top-k) and *attend* (attention over rows, output projection, MLP, and in a decode step
+the norm ahead of the next layer). A decode step has *compress* ahead of them (the products that all others begin with),
+and on an anchor layer *select* (what the indexer needs of the projections, index key, index_topk), so that the
+selection is swapped in on `swap` beside *project*; *attend* waits for it (swapping.py).
 No operation of a step waits for the device or takes a shape from data: on a GPU it can be captured in a graph. What
 flows from one operation to the next lies in a _RunnerScratch; in a graph, the library's intermediates lie in its pool.
 
@@ -19,8 +20,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
@@ -31,11 +33,18 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from kernels.attention import attend_rows, prepare_attention
-from kernels.encode import encode, prepare_encode
+from kernels.encode import prepare_encode
 from kernels.index_topk import index_topk, prepare_index
 from kernels.layout import Geometry
 from kernels.prompt_topk import prepare_prompt
-from kernels.rows import write_index_keys, write_new_rows, write_prompt_index_keys, write_slab_rows
+from kernels.rows import (
+    new_keys,
+    new_rows,
+    write_index_keys,
+    write_new_rows,
+    write_prompt_index_keys,
+    write_slab_rows,
+)
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from protocol.config_checks import WEIGHT_ONLY
 from protocol.errors import BadInput, ConfigError, InternalError
@@ -63,15 +72,15 @@ from worker.runners.base import (
 )
 from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
 from worker.runners.drafting import Drafting
-from worker.runners.layers import Angles, Layer, Layers, row_multiple
+from worker.runners.layers import Angles, Halfway, Layer, Layers, row_multiple
 from worker.runners.logprobs import write_logprobs
 from worker.runners.prompt import Expanded, Gathered, ModelPass, PromptAttention, PromptBlock
 from worker.runners.sampling import draw
-from worker.runners.swapping import launch_swap_in
+from worker.runners.swapping import launch_beside, launch_selection
 from worker.weights.layout import ExpertShare, exchange_bytes, prompt_scratch_bytes, weights_bytes
 from worker.weights.matmul import DECODED, Matmul, resolve_matmul
 from worker.weights.model import load_model
-from worker.weights.modules import prepare_products, prepare_quantized_products
+from worker.weights.modules import Activations, prepare_products, prepare_quantized_products
 from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 
@@ -91,16 +100,21 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(eq=False)
 class _RunnerScratch:
-    """What flows from one operation of a decode step to the next, for one batch size."""
+    """What flows from one operation of a decode step to the next, for one batch size. What another stream reads stays
+    until the next layer's takes its place."""
 
     hidden: Tensor  # [B, 1, hidden]
-    final: Tensor  # [B, 1, hidden]: behind the last layer, at one address for every graph
+    entered: Activations  # [B, 1, hidden]: the norm of `hidden` that follows, of the next layer or of the model
+    final: Tensor  # [B, 1, hidden]: behind the model's norm, at one address for every graph
     final_angles: Angles  # those of the step, likewise; empty without a draft layer
     real: Tensor  # bool[B]
     angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
     latents: Tensor  # [B, H, r]
-    compressed: mla.Compressed | None  # of the layer whose *select* ran, for its *project*
+    compressed: mla.Compressed | None  # of a layer, for its *select* and *project*
+    between: Halfway | None  # of a layer, for its MLP
+    shared: Tensor | None  # [B, 1, hidden]: what its shared experts add
+    parts: Tensor  # [R, B, hidden]: of what the rest of its MLP adds
     topk: Tensor  # int32[B, k]
     out_rows: Tensor  # int32[B, k]: device rows of the current group's selection
     drafted: Tensor  # [B, 1, hidden]: the draft layer's output, likewise; empty without one
@@ -186,7 +200,6 @@ class TransformersRunner:
             device=torch.device(device),
             dtype=torch_dtype,
             quantization=quantization if keeps else None,
-            deterministic=deterministic_seats > 0,
         )
         with library_refusals(path, FIELD):
             share = _share_of(path, collectives)
@@ -328,7 +341,7 @@ class TransformersRunner:
         streams.compute.launch(f"prompt pad {layer}", partial(self._pad, self._layers[layer], rows))
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
-        """Two operations per layer on `compute`, one more of an anchor, and a swap-in or a replay (swapping.py).
+        """Three operations per layer on `compute`, a selection, and a swap-in or a replay (swapping.py).
 
         The first step for a state compiles and allocates what steps and prompt blocks of any size will need.
         """
@@ -336,8 +349,10 @@ class TransformersRunner:
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
         loaded: dict[int, Fence] = {}
         compute.launch("embed", partial(self._embed, scratch, sampler, batch))
-        for layer in self._layers:
-            loaded = self._launch_layer(streams, scratch, state, batch, layer, loaded)
+        layers = [*self._layers]
+        for layer, behind in zip_longest(layers, layers[1:]):
+            following = self._layers.model.model.norm if behind is None else behind
+            loaded = self._launch_layer(streams, scratch, state, batch, layer, loaded, following)
         compute.launch("keep hidden", partial(self._keep_hidden, scratch))
 
     def launch_sample(
@@ -357,7 +372,8 @@ class TransformersRunner:
         scratch, compute = self._scratch_for(len(batch.seats)), streams.compute
         source = scratch if draft.source is None else self._scratch_for(draft.source_rows)
         compute.launch("enter draft", partial(self._enter_draft, self._drafting, scratch, source, batch, draft))
-        self._launch_layer(streams, scratch, state, batch, self._drafting.layer, {})
+        leave = self._drafting.layer.module.shared_head.norm
+        self._launch_layer(streams, scratch, state, batch, self._drafting.layer, {}, leave)
         compute.launch("draft", partial(self._draft, self._drafting, scratch, sampler, batch, draft))
 
     def launch_draft_rows(self, streams: Streams, state: DeviceState, batch: StepBatch, draft: DraftRows) -> None:
@@ -377,17 +393,26 @@ class TransformersRunner:
         batch: StepBatch,
         layer: Layer,
         loaded: dict[int, Fence],
+        following: Layer | mla.Module,
     ) -> dict[int, Fence]:
-        """One layer of a decode step. `loaded`, and what returns: the swap-ins on `swap` of the layer's group."""
+        """One layer of a decode step, and the norm of its output that `following` asks for. `loaded`, and what returns:
+        the swap-ins on `swap` of the layer's group."""
         compute = streams.compute
+        compute.launch(f"compress {layer.number}", partial(self._compress, scratch, layer))
         if layer.anchor:
-            compute.launch(f"select {layer.number}", partial(self._select, scratch, state, batch, layer))
+            select = partial(self._select, scratch, state, batch, layer)
             selection = scratch.topk, batch, scratch.out_rows, scratch.plan
-            loaded = launch_swap_in(streams, state, layer.group, *selection)
+            loaded = launch_selection(streams, state, layer.group, select, *selection)
         compute.launch(f"project {layer.number}", partial(self._project, scratch, state, batch, layer))
         if layer.number in loaded:
             compute.wait(loaded[layer.number])
         compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
+        share = partial(self._share, scratch, layer)
+        ready = launch_beside(streams, f"share {layer.number}", share) if layer.has_experts else None
+        compute.launch(f"experts {layer.number}", partial(self._experts, scratch, layer))
+        if ready is not None:
+            compute.wait(ready)
+        compute.launch(f"join {layer.number}", partial(self._join, scratch, following))
         return loaded
 
     # ---------------------------------------------------------------- operations
@@ -406,18 +431,20 @@ class TransformersRunner:
     def _project_block(self, block: PromptBlock, state: DeviceState, layer: Layer) -> None:
         layers, prompts = self._layers, block.prompts
         cos, sin = prompts.angles
-        inputs, angles = layers.compress(layer, prompts.hidden[:, block.rows]), (cos[:, block.rows], sin[:, block.rows])
-        block.projected = layers.project(layer, inputs, angles)
-        rows = encode(layers.rows, block.projected.rows[0])
+        entered, angles = layers.enter(layer, prompts.hidden[:, block.rows]), (cos[:, block.rows], sin[:, block.rows])
+        inputs = layers.compress(layer, entered)
+        projected = layers.project(layer, inputs, angles)
+        assert projected.rows is not None
         for _, piece in block.pieces:
-            write_slab_rows(state, layer.number, piece.seat, piece.start, rows[block.place(piece)])
+            write_slab_rows(state, layer.number, piece.seat, piece.start, projected.rows[0, block.place(piece)])
+        block.projected = replace(projected, rows=None)
         if layer.anchor and block.pieces:
             self._select_block(block, state, layer, layers.project_index(layer, inputs, angles))
 
     def _select_block(self, block: PromptBlock, state: DeviceState, layer: Layer, index: mla.IndexProjected) -> None:
-        keys = encode(self._layers.keys, index.keys[0])
+        assert index.keys is not None
         for _, piece in block.pieces:
-            write_prompt_index_keys(state, layer.group, piece.seat, piece.start, keys[block.place(piece)])
+            write_prompt_index_keys(state, layer.group, piece.seat, piece.start, index.keys[0, block.place(piece)])
         self._prompt.select(state, layer.group, block, index, layer.attention.indexer.softmax_scale)
 
     @torch.inference_mode()
@@ -481,22 +508,28 @@ class TransformersRunner:
         tokens = torch.where(batch.inputs >= 0, batch.inputs, drawn).masked_fill(~scratch.real, 0)
         positions = (batch.lengths.long() - 1).clamp(min=0)
         scratch.hidden, scratch.angles = self._layers.embed(tokens.long().unsqueeze(1), positions.unsqueeze(1))
+        scratch.entered = self._layers.enter(self._layers[0], scratch.hidden)
+
+    @torch.inference_mode()
+    def _compress(self, scratch: _RunnerScratch, layer: Layer) -> None:
+        scratch.compressed = self._layers.compress(layer, scratch.entered)
 
     @torch.inference_mode()
     def _project(self, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch, layer: Layer) -> None:
         layers, inputs = self._layers, scratch.compressed
-        if inputs is None:
-            inputs = layers.compress(layer, scratch.hidden)
-        scratch.compressed = None
-        projected = layers.project(layer, inputs, scratch.angles)
+        assert inputs is not None
+        projected = layers.project(layer, inputs, scratch.angles, new_rows(state, layer.number, batch))
         scratch.queries = mla.absorb_queries(layer.absorbed, projected)
-        write_new_rows(state, layer.number, batch, encode(layers.rows, projected.rows.squeeze(1)))
+        if projected.rows is not None:
+            write_new_rows(state, layer.number, batch, projected.rows.squeeze(1))
 
     @torch.inference_mode()
     def _select(self, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch, layer: Layer) -> None:
-        scratch.compressed = inputs = self._layers.compress(layer, scratch.hidden)
-        index = self._layers.project_index(layer, inputs, scratch.angles)
-        write_index_keys(state, layer.group, batch, encode(self._layers.keys, index.keys.squeeze(1)))
+        inputs = scratch.compressed
+        assert inputs is not None
+        index = self._layers.project_index(layer, inputs, scratch.angles, new_keys(state, layer.group, batch))
+        if index.keys is not None:
+            write_index_keys(state, layer.group, batch, index.keys.squeeze(1))
         queries, weights = index.queries.squeeze(1).contiguous(), index.weights.squeeze(1).contiguous()
         index_topk(state, layer.group, queries, weights, batch, layer.attention.indexer.softmax_scale, scratch.topk)
         if self.after_index_topk is not None:
@@ -508,7 +541,24 @@ class TransformersRunner:
         attend_rows(state, layer.number, scratch.queries, scratch.out_rows, scaling, scratch.latents)
         attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
         experts, real = self._layers.decode_experts, scratch.real
-        scratch.hidden = self._layers.finish(layer, scratch.hidden, attended, experts, real=real)
+        scratch.between = self._layers.leave_attention(layer, scratch.hidden, attended, experts, real=real)
+
+    @torch.inference_mode()
+    def _share(self, scratch: _RunnerScratch, layer: Layer) -> None:
+        assert scratch.between is not None
+        scratch.shared = self._layers.shared(layer, scratch.between)
+
+    @torch.inference_mode()
+    def _experts(self, scratch: _RunnerScratch, layer: Layer) -> None:
+        assert scratch.between is not None
+        scratch.parts = self._layers.routed(layer, scratch.between, self._layers.decode_experts)
+
+    @torch.inference_mode()
+    def _join(self, scratch: _RunnerScratch, following: Layer | mla.Module) -> None:
+        assert scratch.between is not None
+        scratch.hidden, entered = self._layers.join(scratch.between, scratch.parts, scratch.shared, following)
+        assert entered is not None
+        scratch.entered, scratch.shared = entered, None
 
     @torch.inference_mode()
     def _enter_draft(
@@ -521,29 +571,30 @@ class TransformersRunner:
     ) -> None:
         scratch.real = real_rows(batch)
         if draft.source is None:
-            hidden, scratch.angles = self._layers.final(scratch.final), scratch.final_angles
+            hidden, scratch.angles = scratch.final, scratch.final_angles
         else:
             hidden = source.drafted[draft.source.long().clamp(min=0)]
             positions = (batch.lengths.long() - 1).clamp(min=0)
             scratch.angles = self._layers.angles(hidden, positions.unsqueeze(1))
         scratch.hidden = drafting.enter_step(draft, scratch.real, hidden)
+        scratch.entered = self._layers.enter(drafting.layer, scratch.hidden)
 
     @torch.inference_mode()
     def _write_step_rows(
         self, drafting: Drafting, scratch: _RunnerScratch, state: DeviceState, batch: StepBatch
     ) -> None:
-        drafting.write_step(state, batch, scratch.hidden, scratch.angles)
+        drafting.write_step(state, batch, scratch.entered, scratch.angles)
 
     @torch.inference_mode()
     def _draft(
         self, drafting: Drafting, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch, draft: DraftRows
     ) -> None:
-        scratch.drafted.copy_(drafting.leave(scratch.hidden))
+        scratch.drafted.copy_(scratch.entered.values)
         drafting.draw(scratch.drafted, sampler, batch, draft)
 
     @torch.inference_mode()
     def _keep_hidden(self, scratch: _RunnerScratch) -> None:
-        scratch.final.copy_(scratch.hidden)
+        scratch.final.copy_(scratch.entered.values)
         if self._drafting is not None:
             for kept, angles in zip(scratch.final_angles, scratch.angles, strict=True):
                 kept.copy_(angles)
@@ -557,7 +608,7 @@ class TransformersRunner:
         outputs: StepOutputs,
         adjust: Adjust | None,
     ) -> None:
-        logits = self._layers.logits(scratch.final)
+        logits = self._layers.head(scratch.final)
         real, seats, positions = real_rows(batch), batch.seats.long().clamp(min=0), batch.lengths.long()
         if adjust is not None and adjust.grammar:
             real = real & sampler.adjust.drawn(seats)
@@ -610,6 +661,7 @@ class TransformersRunner:
             has_drafts = self._drafting is not None
             self._scratch[rows] = _RunnerScratch(
                 hidden=empty,
+                entered=Activations(empty),
                 final=final,
                 final_angles=(turned, torch.zeros_like(turned)) if has_drafts else (empty, empty),
                 real=empty,
@@ -617,6 +669,9 @@ class TransformersRunner:
                 queries=empty,
                 latents=torch.empty(shape, dtype=self.dtype, device=device),
                 compressed=None,
+                between=None,
+                shared=None,
+                parts=empty,
                 topk=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
                 out_rows=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
                 drafted=torch.zeros_like(final) if has_drafts else empty,

@@ -7,6 +7,7 @@
 | masks   | high     | the draws of a step wait for the masks that it copies                                   |
 | stage   | low      | a prompt's copies may fill the card for milliseconds; the batch does not wait for them  |
 | load    | low      | likewise, for a context that returns                                                    |
+| refill  | low      | likewise, for earlier rows of prompts, which a later unit waits for                     |
 | backup  | low      | has as many steps to finish as there are tail slots                                     |
 
 Streams are non-blocking: nothing waits for the legacy default stream, and nothing there is ordered with them. So the
@@ -60,7 +61,15 @@ from worker.streams.spans import Span, SpanQueue, TimedGraph
 
 HIGH: Final = -1
 LOW: Final = 0
-PRIORITIES: Final = {"compute": HIGH, "swap": HIGH, "stage": LOW, "backup": LOW, "load": LOW, "masks": HIGH}
+PRIORITIES: Final = {
+    "compute": HIGH,
+    "swap": HIGH,
+    "stage": LOW,
+    "backup": LOW,
+    "load": LOW,
+    "masks": HIGH,
+    "refill": LOW,
+}
 #: Between two looks at an event that the host waits for.
 POLL_S: Final = 0.00005
 #: A fence that takes longer will not come: a step or a unit of prompts takes seconds at most.
@@ -172,7 +181,8 @@ class CudaStreams(Streams):
         self._thread = 0
         self._closed = False
         self._by_name = {name: CudaStream(self, name, self._device) for name in STREAM_NAMES}
-        self.compute, self.stage, self.backup, self.swap, self.load, self.masks = self._by_name.values()
+        streams = self._by_name.values()
+        self.compute, self.stage, self.backup, self.swap, self.load, self.masks, self.refill = streams
 
     def adopt_thread(self) -> None:
         """Blocks until the device is idle: what others launched before, on any stream, is done."""

@@ -34,7 +34,7 @@ Work: TypeAlias = Callable[[], object]
 Spent: TypeAlias = Callable[[float], None]
 
 HOST: Final = "host"
-STREAM_NAMES: Final = ("compute", "stage", "backup", "swap", "load", "masks")
+STREAM_NAMES: Final = ("compute", "stage", "backup", "swap", "load", "masks", "refill")
 
 
 class FenceError(InternalError):
@@ -60,21 +60,30 @@ FENCES: Final[dict[str, FenceSpec]] = {
         "compute", "host", "inputs are overwritten only after they were read; few units are ahead"
     ),
     "prefill_written": _spec("compute", "stage", "staging reads slab rows and index keys that prefill has written"),
-    "staged": _spec("stage", "host", "decoding reads the prompt's host rows; its slab chunks are used again"),
+    "staged": _spec("stage", "host", "decoding reads the prompt's host rows; its slab pages are used again"),
+    "slab_staged": _spec(
+        "stage", "compute refill host", "rows are written over those of two layers before, and loaded from host pages"
+    ),
+    "slab_read": _spec("compute", "refill", "a layer's earlier rows are loaded over those of two layers before"),
+    "refilled": _spec("refill", "compute host", "prefill reads a layer's earlier rows, loaded from host pages"),
     "row_written": _spec("compute", "backup", "backup reads the plan, the new row and index key of every layer"),
     "backed_up": _spec("backup", "compute", "a tail slot retires, so swap-in may read its host row; plans are reused"),
     "durable": _spec("backup", "host", "the durable length in reports: only completions that were observed"),
-    "preloaded": _spec("load", "compute host", "decoding and prefill read rows that were loaded from host pages"),
+    "preloaded": _spec("load", "compute host", "decoding reads rows that were loaded from host pages"),
     "index_loaded": _spec("load", "compute host", "decoding and prefill read index keys that were loaded likewise"),
     "selected": _spec("compute", "swap", "swap-in reads the top-k of a group", "inside capture"),
-    "plan_ready": _spec("compute", "swap", "replay reads the miss plan of a group's anchor layer", "inside capture"),
+    "compressed": _spec("compute", "swap", "a selection on swap reads what projections begin with", "inside capture"),
     "swapped_in": _spec("swap", "compute", "a layer gathers rows that swap-in found or loaded", "inside capture"),
     "prefetched": _spec("swap", "compute", "a shared-index layer gathers rows that replay copied", "inside capture"),
+    "normed": _spec("compute", "swap", "shared experts read hidden states behind the attention", "inside capture"),
+    "shared": _spec("swap", "compute", "a layer adds what its shared experts gave", "inside capture"),
     "chunk_reclaimed": _spec("compute", "load", "rows are loaded into chunks that launched steps still read"),
     "mask_ready": _spec("masks", "compute", "draws read the masks of this step, of requests with a grammar"),
     "sampled": _spec("compute", "host", "the host reads the tokens of a step"),
     "wishes_gathered": _spec("compute", "host", "the host reads what the ranks of a group wish to run next"),
-    "quiesced": _spec("compute stage backup load", "host", "memory of a request that left goes to another owner"),
+    "quiesced": _spec(
+        "compute stage backup load refill", "host", "memory of a request that left goes to another owner"
+    ),
 }
 
 
@@ -123,6 +132,7 @@ class Streams(ABC):
     swap: Stream
     load: Stream
     masks: Stream
+    refill: Stream
 
     def __init__(self) -> None:
         self.waits = FenceWaits()
@@ -131,7 +141,7 @@ class Streams(ABC):
 
     @property
     def all(self) -> tuple[Stream, ...]:
-        return (self.compute, self.stage, self.backup, self.swap, self.load, self.masks)
+        return (self.compute, self.stage, self.backup, self.swap, self.load, self.masks, self.refill)
 
     def adopt_thread(self) -> None:
         """Called first in each thread that launches, one thread after another."""

@@ -74,7 +74,7 @@ class InlineStreams(Streams):
         self.captured: list[Callable[[], object]] = []
         self._captures = count(1)
         streams = (InlineStream(self, name) for name in STREAM_NAMES)
-        self.compute, self.stage, self.backup, self.swap, self.load, self.masks = streams
+        self.compute, self.stage, self.backup, self.swap, self.load, self.masks, self.refill = streams
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], object]:
         self.capturing = capture = Capture(next(self._captures))

@@ -139,7 +139,7 @@ class SimulatedStreams(Streams):
         self._plain = order == "plain"
         self._random = random.Random(seed)
         self._streams = [SimulatedStream(self, name) for name in STREAM_NAMES]
-        self.compute, self.stage, self.backup, self.swap, self.load, self.masks = self._streams
+        self.compute, self.stage, self.backup, self.swap, self.load, self.masks, self.refill = self._streams
         self._eagerness = self._random.choice((0.0, 0.0, 0.1, 0.6))
         self._weights: dict[str, float] = {}
         self._kept = 0

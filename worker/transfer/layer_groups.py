@@ -1,14 +1,14 @@
-"""Layer groups: the parts in which prompt rows are staged, and sent, while later layers are still computed. Pure.
+"""Layer groups: the parts in which prompt rows are sent while later layers are still computed. Pure.
 
 A host page holds rows layer by layer and then all index keys (kernels/layout.py). A group is the rows of consecutive
 layers; the last one takes the index keys as well, which lie behind its rows. So each group is one range of bytes:
 
     page       | layers 0..14 | 15..29 | 30..44 | 45..59 | 60, index keys |       DeepSeek-V3.2, bf16: 1.1 MB each
-    staged     once layer 14 is written ...               once layer 60 is
+    staged     layer by layer, each once it is written; index keys with layer 60
     sent       one unit with one checksum, each
 
-Groups are cut to equal bytes, not to equal layers: when the last layer is written, one n-th of a pass is left to stage
-and to send. That index keys of earlier layers wait for it costs nothing thereby; the last group has fewer layers.
+Groups are cut to equal bytes, not to equal layers: when the last layer is written, one n-th of a pass is left to send.
+That index keys of earlier layers wait for it costs nothing thereby; the last group has fewer layers.
 
 How many: as many as have worker.layer_group bytes each. A unit costs its two ends 0.08 ms (shared) to 0.17 ms (nixl) of
 a processor, however small it is; so groups of 1 MiB, five of that page, cost a fifth more than whole pages, groups of

@@ -14,22 +14,25 @@ forms all their products in one launch. In a decode step such a launch takes lon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kernels.block_fp8 import (
+    block_coded_w8a8,
     block_experts,
     block_experts_w8a8,
     block_gated_w8a8,
     block_linear,
     block_linear_w8a8,
+    make_codes,
     prepare_block_fp8,
     prepare_w8a8,
     takes_w8a8,
 )
 from kernels.block_weight import BLOCK, BlockFp8
+from kernels.cuda.quantize import Codes
 from worker.weights.layout import scale_shape
 from worker.weights.matmul import DECODED, Matmul
 
@@ -61,10 +64,18 @@ class BlockLinear(nn.Module):
         self.first_row = 0
         self.out_features, self.in_features = weight.values.shape
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., K] -> [..., N]."""
+    def make_codes(self, rows: int) -> Codes | None:
+        """Memory for `rows` rows that are quantized before they come here; None where they are not to be."""
+        if not self.quantizes_rows or not rows:
+            return None
+        return make_codes(rows, self.block_weight, powers=self.powers)
+
+    def forward(self, hidden: Tensor, codes: Codes | None = None) -> Tensor:
+        """[..., K] -> [..., N]. `codes`: `hidden` quantized, in memory of make_codes."""
         rows = hidden.reshape(-1, self.in_features)
-        if self.quantizes_rows:
+        if self.quantizes_rows and codes is not None:
+            product = block_coded_w8a8(codes, len(rows), self.block_weight)
+        elif self.quantizes_rows:
             product = block_linear_w8a8(rows, self.block_weight, powers=self.powers)
         else:
             product = block_linear(rows, self.block_weight, self.scratch)
@@ -103,12 +114,31 @@ def can_be_joined(shapes: Sequence[tuple[int, int]]) -> bool:
     return rows * columns.pop() <= JOINED_VALUES_MAX
 
 
-def products(hidden: Tensor, *members: nn.Module) -> list[Tensor]:
-    """Of each of `members` with the same `hidden` [..., K]: [..., N], of joined weights views of one result."""
+class Activations(NamedTuple):
+    """Activations [..., K] that several products multiply, and the same quantized, where those want that."""
+
+    values: Tensor
+    codes: Codes | None = None
+
+
+def make_codes_for(member: nn.Module, rows: int) -> Codes | None:
+    """Memory for `rows` rows that `member` multiplies, and others of the same matmul; None where they stay as they
+    are."""
+    return member.make_codes(rows) if isinstance(member, BlockLinear) else None
+
+
+def product(rows: Activations, member: nn.Module) -> Tensor:
+    """[..., N] of `member`."""
+    found: Tensor = member(*rows) if isinstance(member, BlockLinear) else member(rows.values)
+    return found
+
+
+def products(rows: Activations, *members: nn.Module) -> list[Tensor]:
+    """Of each of `members` with the same `rows`: [..., N], of joined weights views of one result."""
     joined = joined_of(members)
     if joined is None:
-        return [one(hidden) for one in members]
-    whole, parts = joined(hidden), [one for one in members if isinstance(one, BlockLinear)]
+        return [product(rows, one) for one in members]
+    whole, parts = product(rows, joined), [one for one in members if isinstance(one, BlockLinear)]
     return [whole[..., one.first_row : one.first_row + one.out_features] for one in parts]
 
 
@@ -148,14 +178,17 @@ class BlockExperts(nn.Module):
         values = self.weights[0].values[index, begin : begin + self._middle]
         return BlockFp8(values, self.weights[0].scales[index, begin // BLOCK : (begin + self._middle) // BLOCK])
 
-    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Weighted sum [T, K] over the choices int[T, k] that are among these experts."""
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor, out: Tensor | None = None) -> Tensor:
+        """Weighted sum [T, K] over the choices int[T, k] that are among these experts; in `out`, if it has the dtype of
+        `hidden`."""
+        if out is not None and out.dtype != hidden.dtype:
+            out = None
         if self.quantizes_rows:
             gate_up, down = self.weights
             about = self.first, self.total
-            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, *about, powers=self.powers)
+            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, *about, powers=self.powers, out=out)
         gate, up, down = self.weights
-        return block_experts(hidden, chosen, shares, gate, up, down, self.first, self.total)
+        return block_experts(hidden, chosen, shares, gate, up, down, self.first, self.total, out=out)
 
 
 def share_scratch(model: nn.Module) -> None:

@@ -270,15 +270,16 @@ struct BlockLinear {
 static_assert(sizeof(BlockLinear) == 512, "as ctypes lays it out");
 
 struct PlaceRows {
-    const void* chosen;  // [assignments] experts: int32, or int64
+    const void* chosen;  // [tokens, choices] experts: int32, or int64; tokens `stride` apart
     i32* rows;           // [assignments]; -1: no expert of this rank
     i32* ends;           // [experts] behind the last row of each
     i32 assignments, first, experts;
     i32 multiple;        // an expert's rows begin at a multiple
     i32 wide;            // 1: `chosen` is int64
+    i32 stride, choices;
     i32 unused;
 };
-static_assert(sizeof(PlaceRows) == 48, "as ctypes lays it out");
+static_assert(sizeof(PlaceRows) == 56, "as ctypes lays it out");
 
 struct QuantizeRows {
     const u16* hidden;   // [rows, k] bfloat16, `stride` values apart
@@ -297,11 +298,11 @@ static_assert(sizeof(QuantizeRows) == 72, "as ctypes lays it out");
 struct SumRows {
     const u16* products;  // [rows, width] bfloat16
     const i32* rows;      // [tokens, choices]; -1: none
-    const void* shares;   // [tokens, choices] float32, or bfloat16
+    const void* shares;   // [tokens, choices] float32, or bfloat16; tokens `stride` apart
     u16* out;             // [tokens, width] bfloat16
     i32 choices, width;
     i32 wide_shares;      // 1: float32
-    i32 unused;
+    i32 stride;
 };
 static_assert(sizeof(SumRows) == 48, "as ctypes lays it out");
 

@@ -88,7 +88,8 @@ __device__ __forceinline__ void store_unit(const QuantizeRows& p, i64 row, const
 }
 
 __device__ __forceinline__ int expert_of(const PlaceRows& p, int assignment) {
-    const i64 chosen = p.wide ? static_cast<const i64*>(p.chosen)[assignment] : static_cast<const i32*>(p.chosen)[assignment];
+    const i64 at = static_cast<i64>(assignment / p.choices) * p.stride + assignment % p.choices;
+    const i64 chosen = p.wide ? static_cast<const i64*>(p.chosen)[at] : static_cast<const i32*>(p.chosen)[at];
     const i64 own = chosen - p.first;
     return own >= 0 && own < p.experts ? static_cast<int>(own) : -1;
 }
@@ -217,9 +218,9 @@ extern "C" __global__ void __launch_bounds__(hisparse::SUM_THREADS) sum_rows(con
     let_next_begin();
     float sums[LANE_VALUES] = {};
     for (int base = 0; base < p.choices; base += 32) {
-        const i64 own = token * p.choices + base + lane;
         const bool real = base + lane < p.choices;
-        const i32 places = real ? p.rows[own] : -1;
+        const i32 places = real ? p.rows[token * p.choices + base + lane] : -1;
+        const i64 own = token * p.stride + base + lane;
         const u32 shares = !real ? 0
                            : p.wide_shares ? static_cast<const u32*>(p.shares)[own]
                                            : static_cast<u32>(static_cast<const u16*>(p.shares)[own]) << 16;

@@ -27,7 +27,7 @@ from tests.support.fakes.hash_runner import (
     select,
 )
 from worker.runners.base import DraftRows, PromptPass, SamplerState, StepOutputs
-from worker.runners.swapping import launch_swap_in
+from worker.runners.swapping import launch_selection
 from worker.streams import Streams
 
 
@@ -63,8 +63,8 @@ class DraftingFakeRunner(FakeRunner):
         scratch, compute = self._scratch_for(len(batch.seats), state.rows.device), streams.compute
         group = self.geometry.group_of_layer[self.layers]
         compute.launch("enter draft", partial(self._enter_draft, len(batch.seats), draft))
-        compute.launch("select", partial(self._select, scratch, state, batch, group))
-        loaded = launch_swap_in(streams, state, group, scratch.topk, batch, scratch.out_rows, scratch.plan)
+        select, selection = partial(self._select, scratch, state, batch, group), (scratch.topk, batch)
+        loaded = launch_selection(streams, state, group, select, *selection, scratch.out_rows, scratch.plan)
         compute.launch("project", partial(self._project, scratch, state, batch, self.layers))
         if self.layers in loaded:
             compute.wait(loaded[self.layers])

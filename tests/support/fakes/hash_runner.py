@@ -33,7 +33,7 @@ from protocol.units import PAGE_TOKENS
 from worker.runners.adjust import Adjust
 from worker.runners.base import PromptPart, PromptPass, SamplerState, StepOutputs, UnitWritten, no_listener
 from worker.runners.logprobs import write_logprobs
-from worker.runners.swapping import launch_swap_in
+from worker.runners.swapping import launch_selection
 from worker.streams import Fence, Streams
 
 VOCAB = 251
@@ -222,9 +222,9 @@ class FakeRunner:
         loaded: dict[int, Fence] = {}
         for layer, group in enumerate(self.geometry.group_of_layer[: self.layers]):
             if layer == self.geometry.layers_of_group(group)[0]:
-                compute.launch("select", partial(self._select, scratch, state, batch, group))
+                select = partial(self._select, scratch, state, batch, group)
                 selection = scratch.topk, batch, scratch.out_rows, scratch.plan
-                loaded = launch_swap_in(streams, state, group, *selection)
+                loaded = launch_selection(streams, state, group, select, *selection)
             compute.launch("project", partial(self._project, scratch, state, batch, layer))
             if layer in loaded:
                 compute.wait(loaded[layer])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.routing import add_parts
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.thread_ranks import ThreadCollectives
 from worker.group import exchange as exchange_module
@@ -22,10 +23,10 @@ HIDDEN, CHOICES, EXPERTS = 24, 6, 12
 WEIGHTS = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
 
 
-def experts_of(share: ExpertShare, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def experts_of(share: ExpertShare, dtype: torch.dtype) -> Callable[..., Tensor]:
     """Rows one by one, in float32: a result depends on its row alone."""
 
-    def compute(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def compute(hidden: Tensor, chosen: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         out = torch.zeros_like(hidden)
         for row, (ids, scales) in enumerate(zip(chosen.tolist(), weights, strict=True)):
             parts = [
@@ -68,7 +69,7 @@ def mixed(
         share = ExpertShare.of(rank, size, EXPERTS)
         for _ in range(2):  # the second round finds the first one's bytes in its buffers
             given = rows_of(counts[rank], (seeds or list(range(size)))[rank], dtype)
-            found[rank] = exchange.mix(*given, rows, experts_of(share, dtype))
+            found[rank] = add_parts(exchange.parts(*given, rows, experts_of(share, dtype)), dtype)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -115,12 +116,12 @@ def test_padding_chose_no_expert_and_the_worst_routing_fits() -> None:
         Alike(0, 2), hidden=8, choices=2, rows_max=4, dtype=torch.float32, device="cpu", deterministic=False
     )
 
-    def experts(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def experts(hidden: Tensor, chosen: Tensor, weights: Tensor, out: Tensor) -> Tensor:
         seen.append(chosen.clone())
         return hidden * weights.sum(1, keepdim=True)
 
     for count in (4, 1):
-        exchange.mix(torch.ones(count, 8), torch.zeros(count, 2, dtype=torch.long), torch.ones(count, 2), 4, experts)
+        exchange.parts(torch.ones(count, 8), torch.zeros(count, 2, dtype=torch.long), torch.ones(count, 2), 4, experts)
     assert (seen[0] == 0).all()
     assert seen[1][:, 0].tolist() == [0, -1, -1, -1, 0, -1, -1, -1]
     assert exchange.bytes == sum(t.numel() * t.element_size() for t in vars(exchange).values() if torch.is_tensor(t))

@@ -151,11 +151,9 @@ def stage_the_layer_early(patch: pytest.MonkeyPatch) -> None:
     """Its rows of a prompt are written behind the draw of the first token."""
     stage = Swap.stage
 
-    def early(swap: Swap, *places: Any) -> None:
-        is_last = places[-1].stop == swap._state.geometry.layers
-        assert not is_last or len(places[-1]) == 1, "the draft layer is a group of its own"
-        with without(swap._streams, *["prefill_written"] * is_last):
-            stage(swap, *places)
+    def early(swap: Swap, rows: Any, layer: int) -> Any:
+        with without(swap._streams, *["prefill_written"] * (layer == swap._state.geometry.layers - 1)):
+            return stage(swap, rows, layer)
 
     patch.setattr(Swap, "stage", early)
 
@@ -209,13 +207,13 @@ def count_rejected_rows(patch: pytest.MonkeyPatch) -> None:
 
 def prefill_behind_a_prefix_of_the_model_alone(patch: pytest.MonkeyPatch) -> None:
     """No layer of a prompt attends to rows of the draft layer: its first step does."""
-    await_prefix = Prefill._await_prefix
+    await_refill = Prefill._await_refill
 
-    def forget(prefill: Prefill, request: Any, layer: int) -> None:
-        with without(prefill._streams, *["preloaded"] * (layer == prefill._state.geometry.layers - 1)):
-            await_prefix(prefill, request, layer)
+    def forget(prefill: Prefill, this: Any, layer: int) -> None:
+        with without(prefill._streams, *["refilled"] * (layer == prefill._state.geometry.layers - 1)):
+            await_refill(prefill, this, layer)
 
-    patch.setattr(Prefill, "_await_prefix", forget)
+    patch.setattr(Prefill, "_await_refill", forget)
 
 
 def draft_without(fence: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -246,7 +244,7 @@ MUTANTS: Final = {
     "row_written, draws launched later": Mutant(back_up_before_drafts, a_grammar, "compute"),
     "backed_up": Mutant(wait_one_backup_less, right_drafts, "backup"),
     "durable": Mutant(count_rejected_rows, a_crash, "backup"),
-    "preloaded": Mutant(prefill_behind_a_prefix_of_the_model_alone, a_second_turn, "load"),
+    "refilled": Mutant(prefill_behind_a_prefix_of_the_model_alone, a_second_turn, "refill"),
     "selected": Mutant(draft_without("selected"), a_batch, "compute"),
     "swapped_in": Mutant(draft_without("swapped_in"), a_batch, "swap"),
     "sampled": Mutant(read_steps_early, a_batch, "compute"),

@@ -32,7 +32,7 @@ from worker.streams import SimulatedStreams, make_streams
 #: Half a minute of processor time, on cores that others use too: a limit only ends what hangs.
 pytestmark = pytest.mark.timeout(1_200)
 
-SEEDS: Final = range(4)
+SEEDS: Final = range(4, 8)
 #: Drafts of a step that requests allow.
 LIMITS: Final = (0, 1, *[DRAFT_TOKENS_MAX] * 4)
 HOT_SIZES: Final = (0, *SETTINGS.hot_size_classes)
@@ -40,7 +40,7 @@ MOVES: Final = ("keep", "drop", "resized", "elsewhere", "died")
 #: Of all lives of one seed, and turns within which they must have ended.
 TURNS_MAX: Final = 20_000
 #: In one turn: that a worker runs; that a request is withdrawn, or resized; that one comes back; that a worker dies.
-RUNS, LEAVES, RESIZES, RETURNS, DIES = 0.8, 0.03, 0.03, 0.2, 0.01
+RUNS, LEAVES, RESIZES, RETURNS, DIES = 0.8, 0.03, 0.03, 0.2, 0.02
 #: Prompt and output of first turns: the second page ends behind the prompt. What is said behind them.
 FIRST: Final = ((100, 40), (90, 44), (9, 60), (70, 30))
 SAID: Final = 50

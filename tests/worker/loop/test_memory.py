@@ -171,7 +171,7 @@ def small_state() -> DeviceState:
         index_pages=8,
         max_pages=5,
         max_chunks=6,
-        max_slab_pages=4,
+        slab_pages=4,
         tail_slots=2,
         host=host,
     )
@@ -255,16 +255,17 @@ def test_sizes_fit_the_budget() -> None:
     state = DeviceState.allocate(
         geometry,
         seats=sizing.capacity.seats,
-        chunks=sizing.capacity.hot_chunks + sizing.capacity.slab_pages,
+        chunks=sizing.capacity.hot_chunks,
         index_pages=sizing.capacity.index_pages,
         max_pages=sizing.max_pages,
         max_chunks=sizing.max_chunks,
-        max_slab_pages=sizing.max_slab_pages,
+        slab_pages=sizing.capacity.slab_pages,
         tail_slots=sizing.capacity.tail_slots,
         host=torch.zeros(1, geometry.page_bytes, dtype=torch.uint8),
     )
     held = (
-        state.rows, state.index_keys, state.slot_of, state.slot_token, state.stamp, state.index_table, state.host_table,
+        state.rows, state.slab_rows, state.index_keys, state.slot_of, state.slot_token, state.stamp, state.index_table,
+        state.host_table,
         state.chunk_table, state.slab_table, state.hot_slots, state.tail, state.now, state.hits, state.misses,
         state.eviction_queue, state.queue_slot, state.queue_stamp,
     )  # fmt: skip
@@ -321,5 +322,5 @@ def test_defaults_leave_room_for_every_kind() -> None:
     capacity = sized(slab_tokens=0, device_mem="1MiB").capacity
     assert capacity.slab_pages == pages_for(512 + 1)
     assert min(capacity.hot_chunks, capacity.index_pages) > 0
-    tight: WorkerSettings = replace(SETTINGS, slab_tokens=0, device_mem="128KiB")
-    assert 0 < size_worker(tight, FakeRunner().geometry, FakeRunner().info).capacity.slab_pages < pages_for(512)
+    tight: WorkerSettings = replace(SETTINGS, slab_tokens=0, context_max_tokens=4_096, device_mem="128KiB")
+    assert 0 < size_worker(tight, FakeRunner().geometry, FakeRunner().info).capacity.slab_pages < pages_for(4_096)

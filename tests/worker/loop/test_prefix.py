@@ -14,8 +14,8 @@ from tests.support.fakes.coordinator import Life
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
 from tests.support.pairwise import pairwise
 from tests.support.worker_rig import SETTINGS, Rig
-from worker.loop.swap import Swap
-from worker.streams import Streams, make_streams
+from worker.loop.swap import StagedRows, Swap
+from worker.streams import Fence, Streams, make_streams
 
 PROMPT = 250
 PAGES = 3
@@ -82,7 +82,7 @@ def test_rows_of_the_prefix_are_not_staged_again() -> None:
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("fence", ["index_loaded", "preloaded"])
+@pytest.mark.parametrize("fence", ["index_loaded", "refilled", "slab_read"])
 def test_prefill_without_its_fence_is_caught(fence: str) -> None:
     assert not run(0, PAGES, 64, "plain", (fence,)).rig.wrong()
     assert any(run(seed, PAGES, 64, "seeded", (fence,)).rig.wrong() for seed in range(80))
@@ -93,8 +93,8 @@ def test_written_shared_pages_are_caught(monkeypatch: pytest.MonkeyPatch) -> Non
     """Staging that begins at 0 writes what the slab holds of the prefix, here before it was loaded."""
     stage = Swap.stage
 
-    def from_the_start(swap: Swap, slab: list[int], index: list[int], host: list[int], _: int, *rest: object) -> None:
-        stage(swap, slab, index, host, 0, *rest)  # type: ignore[arg-type]
+    def from_the_start(swap: Swap, rows: Sequence[StagedRows], layer: int) -> Fence:
+        return stage(swap, [it._replace(start=0) for it in rows], layer)
 
     def is_caught(seed: int) -> bool:
         pair = Pair(make_streams("simulated", seed), PAGES)

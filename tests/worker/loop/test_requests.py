@@ -214,12 +214,12 @@ def reach(rig: Rig, life: Life, status: Status) -> None:
     if status is Status.PARKED:
         coordinator.grant = lambda _: None  # type: ignore[method-assign, assignment]
     assert coordinator.admit(life, 64)
-    while status is Status.LOADING and not has_status(rig, life, status):  # it may be over within a turn
+    if status is Status.LOADING:  # which may be over within a turn
         rig.run_until(lambda: life.here and len(life.tokens) >= 3 and has_status(rig, life, Status.RUNNING))
         coordinator.withdraw(life, "keep")
         rig.run_until(lambda: not life.placement)
         assert coordinator.admit(life, 0)
-        rig.turn()
+        rig.executor._apply_commands()
     rig.run_until(lambda: has_status(rig, life, status))
 
 

@@ -245,7 +245,7 @@ def test_prompt_tokens_select_as_decode_steps_do(
         index_pages=pages,
         max_pages=pages,
         max_chunks=1,
-        max_slab_pages=1,
+        slab_pages=1,
         tail_slots=1,
         host=torch.zeros(1, geometry.page_bytes, dtype=torch.uint8),
         device="cpu",

@@ -1,4 +1,4 @@
-"""Which stream a swap-in runs on: it follows from the rows of the padded batch."""
+"""Which stream selects: it follows from the rows of the padded batch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ TOPK: Final = 4
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "launched", "awaited"),
-    [
-        (SMALL, SEPARATE, [("compute", "swap in 0")], []),
-        (LARGE, SEPARATE, [("swap", "swap in 0")], ["swapped_in"]),
-        (SMALL, SHARED, [("compute", "swap in 0"), ("swap", "replay 1")], ["prefetched"]),
-        (LARGE, SHARED, [("swap", "swap in 0"), ("swap", "replay 1")], ["swapped_in", "prefetched"]),
-    ],
+    ("groups", "behind", "awaited"),
+    [(SEPARATE, [], ["swapped_in"]), (SHARED, [("swap", "replay 1")], ["swapped_in", "prefetched"])],
 )
-def test_large_batches_alone_swap_in_beside_compute(
+@pytest.mark.parametrize(("rows", "selects"), [(SMALL, "swap"), (LARGE, "compute")])
+def test_small_batches_alone_select_beside_compute(
     rows: int,
+    selects: str,
     groups: tuple[int, ...],
-    launched: list[tuple[str, str]],
+    behind: list[tuple[str, str]],
     awaited: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -39,6 +36,7 @@ def test_large_batches_alone_swap_in_beside_compute(
         monkeypatch.setattr(stream, "launch", lambda label, _, name=stream.name: ran.append((name, label)))
     state: Any = SimpleNamespace(geometry=geometry_of(groups))
     table, batch = torch.zeros(rows, TOPK, dtype=torch.int32), StepBatch.allocate(rows, max(groups) + 1)
-    loaded = swapping.launch_swap_in(streams, state, 0, table, batch, table, MissPlan.allocate(rows, TOPK, "cpu"))
-    assert ran == launched
+    selection = table, batch, table, MissPlan.allocate(rows, TOPK, "cpu")
+    loaded = swapping.launch_selection(streams, state, 0, lambda: None, *selection)
+    assert ran == [(selects, "select 0"), ("swap", "swap in 0"), *behind]
     assert [fence.name for fence in loaded.values()] == awaited

@@ -338,7 +338,14 @@ def test_logits_do_not_depend_on_fence_order(checkpoints: dict[str, Path]) -> No
 @pytest.mark.sim
 @pytest.mark.mutation
 @pytest.mark.parametrize(
-    ("fence", "beside"), [("selected", 1), ("swapped_in", 1), ("prefetched", 1), ("plan_ready", 99), ("prefetched", 99)]
+    ("fence", "beside"),
+    [
+        ("selected", 1),
+        ("compressed", 99),
+        ("normed", 99),
+        ("shared", 99),
+        *((name, rows) for name in ("swapped_in", "prefetched") for rows in (1, 99)),
+    ],
 )
 def test_a_missing_fence_gives_wrong_logits(
     checkpoints: dict[str, Path], fence: str, beside: int, monkeypatch: pytest.MonkeyPatch
@@ -346,7 +353,14 @@ def test_a_missing_fence_gives_wrong_logits(
     monkeypatch.setattr(swapping, "BESIDE_ROWS", beside)
     expected = shared_layer_logits(checkpoints, -1)
     assert torch.equal(shared_layer_logits(checkpoints, 0, order="plain", omit=[fence]), expected)
-    assert any(not torch.equal(shared_layer_logits(checkpoints, seed, omit=[fence]), expected) for seed in range(8))
+    assert any(is_wrong(checkpoints, seed, fence, expected) for seed in range(8))
+
+
+def is_wrong(checkpoints: dict[str, Path], seed: int, fence: str, expected: Tensor) -> bool:
+    try:
+        return not torch.equal(shared_layer_logits(checkpoints, seed, omit=[fence]), expected)
+    except AssertionError:  # an operation found nothing where another one should have been
+        return True
 
 
 def shared_layer_logits(checkpoints: dict[str, Path], seed: int, **options: Any) -> Tensor:

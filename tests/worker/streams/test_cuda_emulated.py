@@ -45,7 +45,7 @@ def test_each_stream_is_current_while_launched_on(fake: FakeCuda) -> None:
     assert seen == {name: stream.cuda for name, stream in streams._by_name.items()}
     assert len(set(map(id, seen.values()))) == len(STREAM_NAMES)
     priorities = {name: stream.cuda.priority for name, stream in streams._by_name.items()}
-    low = {"stage": LOW, "backup": LOW, "load": LOW}
+    low = {"stage": LOW, "backup": LOW, "load": LOW, "refill": LOW}
     assert priorities == {"compute": HIGH, "swap": HIGH, "masks": HIGH} | low
 
 

@@ -29,7 +29,7 @@ from tests.worker.transfer.test_engines import why_absent
 from worker.device.sizing import size_worker
 from worker.loop.swap import Swap
 from worker.runners.base import PromptPass, UnitWritten, no_listener
-from worker.streams import Order, Streams, make_streams
+from worker.streams import Fence, Order, Streams, make_streams
 from worker.transfer import Layout, open_receiver, open_sender
 from worker.transfer.handover import Outgoing
 from worker.transfer.layer_groups import LayerGroups
@@ -256,15 +256,15 @@ class HastyRunner(FakeRunner):
 
 
 def one_fence_for_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first group's `prefill_written` serves the others of the chunk."""
+    """The first layer's `prefill_written` serves the others of the unit."""
     stage = Swap.stage
 
-    def once(swap: Swap, *arguments: Any) -> None:
-        layers: range = arguments[-1]
+    def once(swap: Swap, *arguments: Any) -> Fence:
+        layer: int = arguments[-1]
         with pytest.MonkeyPatch.context() as patch:
-            if layers.start:
+            if layer:
                 patch.setattr(type(swap._streams.stage), "wait", lambda stream, fence: None)
-            stage(swap, *arguments)
+            return stage(swap, *arguments)
 
     monkeypatch.setattr(Swap, "stage", once)
 

@@ -21,7 +21,16 @@ from worker.weights import modules
 from worker.weights.layout import TensorSpec, scale_shape, tensors_of
 from worker.weights.matmul import DECODED, Matmul
 from worker.weights.model import held_bytes, load_model
-from worker.weights.modules import BlockExperts, BlockLinear, can_be_joined, joined_of, make_linears, products
+from worker.weights.modules import (
+    Activations,
+    BlockExperts,
+    BlockLinear,
+    can_be_joined,
+    joined_of,
+    make_codes_for,
+    make_linears,
+    products,
+)
 from worker.weights.quantization import read_quantization
 from worker.weights.synth import published_config
 from worker.weights.writing import write_repository
@@ -53,14 +62,14 @@ def test_joined_products_are_those_of_each_weight(rows: int, ragged: int) -> Non
     assert joined is not None
     assert joined.out_features == rows + 128 + ragged
     hidden = torch.randn(2, 3, 300)
-    backwards = products(hidden, *members[::-1])[::-1]
-    for found in (products(hidden, *members), backwards, [one(hidden) for one in members]):
+    backwards = products(Activations(hidden), *members[::-1])[::-1]
+    for found in (products(Activations(hidden), *members), backwards, [one(hidden) for one in members]):
         for got, weight in zip(found, weights, strict=True):
             near(got, hidden, weight)
-    two = products(hidden, members[2], members[0])
+    two = products(Activations(hidden), members[2], members[0])
     near(two[0], hidden, weights[2])
     near(two[1], hidden, weights[0])
-    (alone,) = products(hidden, members[2])
+    (alone,) = products(Activations(hidden), members[2])
     near(alone, hidden, weights[2])
     assert alone.shape[-1] == ragged
     assert alone.is_contiguous(), "of its own launch"
@@ -81,7 +90,7 @@ def test_weights_that_do_not_fit_together_stay_apart(shapes: list[tuple[int, int
 def test_products_beside_a_plain_one_are_formed_apart() -> None:
     (linear,), (weight,) = filled((128, 256))
     plain, hidden = nn.Linear(256, 64, bias=False), torch.randn(4, 256)
-    found = products(hidden, plain, linear)
+    found = products(Activations(hidden), plain, linear)
     assert torch.equal(found[0], plain(hidden))
     near(found[1], hidden, weight)
 
@@ -120,6 +129,17 @@ def test_w8a8_products_are_near_and_not_those_of_decoded_weights(rows: int, colu
     assert quantized.quantizes_rows == (rows % 8 == 0 and columns % 128 == 0)
     assert torch.equal(quantized(hidden), exact) != quantized.quantizes_rows
     assert float((quantized(hidden) - exact).norm() / exact.norm()) < 0.1
+
+
+def test_rows_are_quantized_ahead_for_products_that_want_it_alone() -> None:
+    plain, exact, quantized = torch.nn.Linear(256, 8), BlockLinear(draw(64, 256)), BlockLinear(draw(64, 256), W8A8)
+    assert make_codes_for(plain, 5) is None
+    assert make_codes_for(exact, 5) is None
+    assert make_codes_for(quantized, 0) is None
+    codes = make_codes_for(quantized, 5)
+    assert codes is not None
+    assert codes.values.shape == (16, 256)
+    assert codes.powers
 
 
 def test_w8a8_product_of_a_gated_middle_adds_its_bias() -> None:

@@ -1,0 +1,126 @@
+"""KV rows and index keys from products on CUDA: the contracts of kernels/projected.py, one launch each, in Triton."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kernels.cuda.encode import ALIGN_MAX, BY_E4M3_MAX
+from kernels.cuda.triton_units import launch_options, power_of_two, triton_unit
+from kernels.row_format import RowFormat
+from kernels.row_target import Angles, RowTarget
+
+#: Heads of a token that one program rotates; of an indexer's queries from MANY_TOKENS on, so that few programs read its
+#: matrix.
+BLOCK_HEADS: Final = 16
+MANY_HEADS: Final = 64
+MANY_TOKENS: Final = 512
+INDEX_WARPS: Final = 4
+DOT_LEAST: Final = 16
+
+
+def kv_rows(
+    form: RowFormat,
+    products: Tensor,
+    weight: Tensor,
+    eps: float,
+    angles: Angles,
+    target: RowTarget,
+    queries: Tensor | None,
+    turned: Tensor | None,
+) -> None:
+    """As kernels.projected.kv_rows."""
+    tokens, heads = len(products), 0 if queries is None else queries.shape[1]
+    given, put = (products if one is None else one for one in (queries, turned))
+    if not tokens:
+        return
+    triton_unit("projected_triton").kv_rows[1 + -(-heads // BLOCK_HEADS), tokens](
+        products,
+        products.stride(0),
+        weight,
+        eps,
+        angles.cos,
+        angles.sin,
+        given,
+        given.stride(0),
+        given.stride(1),
+        put,
+        put.stride(0),
+        put.stride(1),
+        heads,
+        target.rows,
+        target.rows if target.places is None else target.places,
+        LATENT=form.scaled,
+        GROUP=form.group,
+        GROUPS_PADDED=power_of_two(-(-form.scaled // form.group)),
+        GROUP_PADDED=power_of_two(form.group),
+        HALF=form.plain // 2,
+        BLOCK_HEADS=BLOCK_HEADS,
+        num_warps=1,
+        **_options(form, angles, target),
+    )
+
+
+def index_rows(
+    form: RowFormat,
+    products: Tensor,
+    norm: tuple[Tensor, Tensor, float],
+    angles: Angles,
+    rotation: Tensor | None,
+    target: RowTarget,
+    queries: Tensor | None,
+    head_weights: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As kernels.projected.index_rows."""
+    tokens, heads = len(products), 0 if queries is None else queries.shape[1]
+    kept = products.dtype if form.kind == "fp8" else form.dtype
+    found = torch.empty(tokens, heads, form.scaled, dtype=kept, device=products.device)
+    shares = torch.empty(tokens, heads, dtype=torch.float32, device=products.device)
+    if not tokens:
+        return found, shares
+    given, raw = (products if one is None else one for one in (queries, head_weights))
+    block = MANY_HEADS if tokens >= MANY_TOKENS else BLOCK_HEADS
+    triton_unit("projected_triton").index_rows[1 + -(-heads // block), tokens](
+        products,
+        products.stride(0),
+        *norm,
+        angles.cos,
+        angles.sin,
+        products if rotation is None else rotation,
+        given,
+        given.stride(0),
+        found,
+        raw,
+        raw.stride(0),
+        shares,
+        scale,
+        heads,
+        target.rows,
+        target.rows if target.places is None else target.places,
+        DIM=form.scaled,
+        DIM_PADDED=max(DOT_LEAST, power_of_two(form.scaled)),
+        HALF=angles.cos.shape[-1] // 2,
+        ROTATES=rotation is not None,
+        BLOCK_HEADS=block,
+        HEADS_PADDED=power_of_two(max(1, heads)),
+        num_warps=INDEX_WARPS,
+        **_options(form, angles, target),
+    )
+    return found, shares
+
+
+def _options(form: RowFormat, angles: Angles, target: RowTarget) -> dict[str, Any]:
+    return {
+        "INTERLEAVED": angles.interleaved,
+        "KIND_BYTES": 1 if form.kind == "fp8" else form.dtype.itemsize,
+        "BY_MAX": BY_E4M3_MAX,
+        "ROW_BYTES": form.row_bytes,
+        "OUT_ALIGN": gcd(form.row_bytes, ALIGN_MAX),
+        "PLACED": target.places is not None,
+        "enable_fp_fusion": False,
+        **launch_options(target.rows.device),
+    }

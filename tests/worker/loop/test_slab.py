@@ -1,0 +1,268 @@
+"""The slab of two layers: earlier rows of a prompt come back layer by layer, and the hot buffer is filled from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
+from tests.support.worker_rig import SETTINGS, Rig
+from tests.worker.loop.test_fences import MUTANT_SEEDS, MakeStreams, lagging, simulated
+from worker.loop.batch import RunningRequest, Status
+from worker.loop.prefill import LaunchedPass, Prefill
+from worker.loop.swap import Swap
+from worker.streams import SimulatedStreams, make_streams
+from worker.streams.simulated import SimulatedFence, SimulatedStream
+
+PROMPT = 250
+SEEDS = range(6)
+
+
+def groups_of(seed: int) -> tuple[int, ...]:
+    return (SHARED, SEPARATE)[seed % 2]
+
+
+def seen(rig: Rig, number: int) -> RunningRequest | None:
+    return next((it for it in rig.executor.held() if it.request_index == number), None)
+
+
+def test_each_pass_loads_what_earlier_ones_have_written_once_a_layer() -> None:
+    rig = Rig(runner=FakeRunner(SHARED))
+    assert rig.coordinator.admit(rig.coordinator.create(1, PROMPT, 2), 64)
+    rig.run()
+    g, counters = rig.runner.geometry, rig.executor.counters
+    assert counters.refilled_bytes == (64 + 128 + 192) * g.layers * g.row_bytes
+    assert counters.staged_bytes == PROMPT * (g.layers * g.row_bytes + g.groups * g.index_row_bytes)
+    assert counters.preloaded_bytes == 0
+
+
+@pytest.mark.parametrize("hot_slots", [0, 64])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_first_step_finds_the_newest_rows_in_its_hot_buffer(seed: int, hot_slots: int) -> None:
+    """All rows of a resident one; of a managed one those of its last whole pages, copied from the slab."""
+    rig = Rig(make_streams("simulated", seed), runner=FakeRunner(groups_of(seed)))
+    life = rig.coordinator.create(1, PROMPT, 4)
+    assert rig.coordinator.admit(life, hot_slots)
+    rig.run_until(lambda: (it := seen(rig, 1)) is not None and it.status is Status.STAGING)
+    request = seen(rig, 1)
+    assert request is not None
+    chunks, state = request.memory.hot.chunks, rig.executor.state
+    rig.streams.compute.record("sampled").wait()
+    request.fences[0].wait()
+    first = 192 if hot_slots else 0
+    for layer in range(rig.runner.geometry.layers):
+        for position in range(first, PROMPT):
+            slot, (page, offset) = position - first, divmod(position, 64)
+            held = state.rows[layer, chunks[slot // 64] * 64 + slot % 64]
+            host = rig.host[life.host_pages[page]].view(-1)[(layer * 64 + offset) * 16 :][:16]
+            assert held.tolist() == host.tolist(), (layer, position)
+    rig.run()
+    assert not rig.wrong()
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("hot_slots", [0, 64])
+def test_hot_buffer_that_lacks_a_layer_is_caught(hot_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = Swap.fill
+    monkeypatch.setattr(Swap, "fill", lambda swap, places, layer: layer == 1 or fill(swap, places, layer))
+    rig = Rig(runner=FakeRunner(SHARED))
+    assert rig.coordinator.admit(rig.coordinator.create(1, PROMPT, 8), hot_slots)
+    rig.run()
+    assert rig.wrong()
+
+
+# ---------------------------------------------------------------- resizes
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (128, 64), (64, 0), (0, 64)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_buffer_is_exchanged_at_once_before_the_last_pass(seed: int, sizes: tuple[int, int]) -> None:
+    rig = Rig(make_streams("simulated", seed), runner=FakeRunner(groups_of(seed)))
+    life = rig.coordinator.create(1, PROMPT, 12)
+    assert rig.coordinator.admit(life, sizes[0])
+    rig.turn()
+    request = seen(rig, 1)
+    assert request is not None
+    assert request.status is Status.PREFILLING
+    assert not request.is_filling
+    assert rig.coordinator.resize(life, sizes[1])
+    rig.executor._apply_commands()
+    assert request.memory.hot.hot_slots == sizes[1]
+    assert len(request.memory.hot.chunks) == life.hot_chunks
+    assert life.resizing is None
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (128, 64), (64, 0), (0, 64)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_buffer_that_is_being_filled_is_resized_once_its_request_joins(seed: int, sizes: tuple[int, int]) -> None:
+    rig = Rig(make_streams("simulated", seed), runner=FakeRunner(groups_of(seed)))
+    life = rig.coordinator.create(1, PROMPT, 12)
+    assert rig.coordinator.admit(life, sizes[0])
+    rig.run_until(lambda: (it := seen(rig, 1)) is not None and it.is_filling)
+    request = seen(rig, 1)
+    assert request is not None
+    assert rig.coordinator.resize(life, sizes[1])
+    rig.executor._apply_commands()
+    assert (request.memory.hot.hot_slots, life.resizing is None) == (sizes[0], False)
+    rig.run_until(lambda: life.resizing is None)
+    assert request.memory.hot.hot_slots == sizes[1]
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+
+
+@pytest.mark.mutation
+def test_buffer_exchanged_while_it_is_filled_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are on their way to chunks that it gives up."""
+
+    def is_wrong(seed: int) -> bool:
+        rig = Rig(make_streams("simulated", seed), runner=FakeRunner(groups_of(seed)))
+        life = rig.coordinator.create(1, PROMPT, 12)
+        assert rig.coordinator.admit(life, 0)
+        rig.run_until(lambda: (it := seen(rig, 1)) is not None and it.is_filling)
+        assert rig.coordinator.resize(life, 64)
+        rig.run()
+        return bool(rig.wrong())
+
+    assert not any(map(is_wrong, SEEDS))
+    monkeypatch.setattr(RunningRequest, "may_resize", property(lambda it: it.status is not Status.LOADING))
+    assert any(map(is_wrong, SEEDS))
+
+
+# ---------------------------------------------------------------- steps beside
+
+
+class Stalls:
+    """Counts waits of `compute` for copies of prompts that have not run when they are launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        wait = SimulatedStream.wait
+
+        def counted(stream: SimulatedStream, fence: SimulatedFence) -> None:
+            names = ("refilled", "slab_staged")
+            self.count += stream.name == "compute" and fence.name in names and not fence.complete
+            wait(stream, fence)
+
+        monkeypatch.setattr(SimulatedStream, "wait", counted)
+
+
+def beside_a_batch(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Stalls of steps while a prompt of several passes is computed beside a batch."""
+    rig = Rig(lagging("refill", simulated(seed))(), runner=FakeRunner(groups_of(seed)), ahead_tokens=400)
+    coordinator = rig.coordinator
+    other, life = coordinator.create(1, 40, 400), coordinator.create(2, PROMPT, 4)
+    assert coordinator.admit(other, 64)
+    rig.run_until(lambda: len(other.tokens) >= 2)
+    with monkeypatch.context() as patch:
+        stalls = Stalls(patch)
+        assert coordinator.admit(life, 64)
+        rig.run_until(lambda: bool(life.tokens) or len(other.tokens) > 390)
+        assert rig.executor.counters.refilled_bytes > 0
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
+    return stalls.count
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_step_waits_for_earlier_rows_of_a_prompt(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert beside_a_batch(seed, monkeypatch) == 0
+
+
+@pytest.mark.mutation
+def test_units_launched_before_their_rows_are_there_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LaunchedPass, "may_enter", lambda this, layer: True)
+    assert any(beside_a_batch(seed, monkeypatch) for seed in SEEDS)
+
+
+# ---------------------------------------------------------------- ends amid loads
+
+
+def a_death_amid_refills(make: MakeStreams) -> Rig:
+    """The process dies while earlier rows are being loaded; the next one begins behind what was reported."""
+    streams = make()
+    rig = Rig(streams)
+    life = rig.coordinator.create(1, PROMPT, 8)
+    assert rig.coordinator.admit(life, 64)
+    rig.run_until(lambda: rig.executor.counters.refilled_bytes > 0)
+    streams.crash()
+    heir = Rig(make_streams("inline"), host=rig.host)
+    heir.coordinator.adopt(rig.coordinator)
+    assert heir.coordinator.admit(life, 64)
+    heir.run()
+    return heir
+
+
+def an_abort_amid_refills(make: MakeStreams) -> Rig:
+    """One request is aborted while its earlier rows are being loaded; the next gets the very same slab pages."""
+    rig = Rig(
+        make(),
+        msgspec.structs.replace(SETTINGS, slab_tokens=128, device_mem="1MiB"),
+        runner=FakeRunner((0, 1, 2, 3), block_tokens_max=16),
+    )
+    coordinator = rig.coordinator
+    leaver, heir = coordinator.create(1, 128, 20), coordinator.create(2, 60, 8)
+    assert coordinator.admit(leaver, 64)
+    rig.run_until(lambda: rig.executor.counters.refilled_bytes > 0)
+    coordinator.withdraw(leaver, "abort")
+    rig.run_until(lambda: not leaver.placement)
+    assert coordinator.admit(heir, 64)
+    rig.run()
+    return rig
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("scenario", [a_death_amid_refills, an_abort_amid_refills])
+def test_ends_amid_refills_cost_no_token(scenario: Callable[[MakeStreams], Rig], seed: int) -> None:
+    rig = scenario(lagging("refill", simulated(seed)) if seed % 2 else simulated(seed))
+    assert not rig.wrong()
+    rig.check_end()
+
+
+@pytest.mark.mutation
+def test_quiesced_must_cover_refills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I2: slab pages go to another prompt while rows of the last owner are still being loaded there."""
+    quiesce = Swap.quiesce
+    monkeypatch.setattr(Swap, "quiesce", lambda swap: [fence for fence in quiesce(swap) if "refill" not in str(fence)])
+    assert any(an_abort_amid_refills(lagging("refill", simulated(seed))).wrong() for seed in MUTANT_SEEDS)
+
+
+@pytest.mark.mutation
+def test_a_pass_that_does_not_wait_for_staging_of_the_one_before_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads what was never written to host pages."""
+    monkeypatch.setattr(Swap, "await_staged", lambda swap: None)
+
+    def is_wrong(seed: int) -> bool:
+        streams = lagging("stage", simulated(seed))()
+        assert isinstance(streams, SimulatedStreams)
+        rig = Rig(streams)
+        assert rig.coordinator.admit(rig.coordinator.create(1, PROMPT, 4), 64)
+        rig.run()
+        return bool(rig.wrong())
+
+    assert any(map(is_wrong, MUTANT_SEEDS))
+
+
+@pytest.mark.mutation
+def test_a_layer_loaded_before_the_one_two_below_was_attended_to_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers are loaded at once."""
+    refill = Prefill._refill
+
+    def early(prefill: Prefill, this: LaunchedPass, layer: int) -> None:
+        if layer == 1:
+            for number in range(1, prefill._state.geometry.layers):
+                refill(prefill, this, number)
+        elif not layer:
+            refill(prefill, this, layer)
+
+    monkeypatch.setattr(Prefill, "_refill", early)
+    rig = Rig(runner=FakeRunner(SHARED))
+    assert rig.coordinator.admit(rig.coordinator.create(1, PROMPT, 4), 64)
+    rig.run()
+    assert rig.wrong()
