@@ -69,14 +69,14 @@ def selections(
     return found
 
 
-@pytest.mark.parametrize("processors", [2, 7])
+@pytest.mark.parametrize("processors", [2, 3, 7])
 @pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_each_token_selects_as_the_reference(
     name: str, heads: int, kind: str, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With seven processors several blocks share the keys of a job."""
+    """With three and seven processors several blocks share the keys of a job, some of them an odd number of pages."""
     torch.manual_seed(len(name) + heads)
     pieces, form = BLOCKS[name], index_key_format(kind, DIM)
     rows = pieces[-1].row + pieces[-1].tokens
