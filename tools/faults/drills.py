@@ -295,7 +295,7 @@ async def front(path: Path) -> list[Sighting]:
     """Over HTTP a room is nearly full; answers come late, then not at all. A worker that stands still is not taken for
     a lost one."""
     settings = {"HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S": f"{3 * LATE_S}", "HISPARSE_HTTP_REQUESTS_MAX": "10"}
-    async with scene(path, settings=settings, with_http=True) as it, trio.open_nursery() as nursery:
+    async with scene(path, settings=settings, with_http=True) as it:
         assert it.http is not None
         url = await it.http.url()
         await until(lambda: it.server.query("hisparse_http_connected == 1"))
@@ -311,12 +311,13 @@ async def front(path: Path) -> list[Sighting]:
             await it.cause(announce, HTTP_ROOM_FULL)
 
         async def come_late() -> None:
-            it.worker.signal(signal.SIGSTOP)
-            try:
-                nursery.start_soon(trio.to_thread.run_sync, complete, url)
-                await trio.sleep(LATE_S)
-            finally:
-                it.worker.signal(signal.SIGCONT)
+            async with trio.open_nursery() as answered:  # to its end, before the front is killed
+                it.worker.signal(signal.SIGSTOP)
+                try:
+                    answered.start_soon(trio.to_thread.run_sync, complete, url)
+                    await trio.sleep(LATE_S)
+                finally:
+                    it.worker.signal(signal.SIGCONT)
 
         await it.cause(come_late, HTTP_SLOW)
         await it.cause(killed(it.http), HTTP_DOWN)
