@@ -223,8 +223,12 @@ class Seats:
         resumes, begins = rows > 0, rows or len(prompt)
         step_rows = min(1 + admit.draft_tokens, self._step_rows)
         slab_pages = 0 if resumes else pages_for(len(prompt))
-        if not self._free or self.index_pages.free < admit.index_pages or self.slab.free < slab_pages:
-            raise CapacityError("no seat, index pages or slab pages left", field="index_pages", value=admit.index_pages)
+        if not self._free:
+            raise CapacityError("no seat left", field="seats", value=self._sizing.capacity.seats)
+        if self.index_pages.free < admit.index_pages:
+            raise CapacityError("no index pages left", field="index_pages", value=admit.index_pages)
+        if self.slab.free < slab_pages:
+            raise CapacityError("no slab pages left", field="slab_pages", value=slab_pages)
         chunks = tuple(self.chunks.take(admit.hot_chunks))
         memory = SeatMemory(
             host_pages,

@@ -10,6 +10,7 @@ import pytest
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
 from tests.support.worker_rig import SETTINGS, Rig
 from tests.worker.loop.test_fences import MUTANT_SEEDS, MakeStreams, lagging, simulated
+from worker.device.arena import Arena
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.swap import Swap
@@ -36,6 +37,21 @@ def test_each_pass_loads_what_earlier_ones_have_written_once_a_layer() -> None:
     assert counters.refilled_bytes == (64 + 128 + 192) * g.layers * g.row_bytes
     assert counters.staged_bytes == PROMPT * (g.layers * g.row_bytes + g.groups * g.index_row_bytes)
     assert counters.preloaded_bytes == 0
+
+
+@pytest.mark.parametrize("memory", ["chunks", "index_pages", "slab"])
+def test_admission_names_the_memory_that_is_short_and_takes_none(memory: str) -> None:
+    """A coordinator that counts wrongly is told which count; what the request found is free again."""
+    rig = Rig(runner=FakeRunner(SHARED))
+    seats = rig.executor._seats
+    arena: Arena = getattr(seats, memory)
+    arena.take(arena.free)
+    before, life = seats.free(), rig.coordinator.create(1, PROMPT, 2)
+    assert rig.coordinator.admit(life, 64)
+    rig.run()
+    name = {"chunks": "hot chunk", "index_pages": "index_pages", "slab": "slab_pages"}[memory]
+    assert life.outcome.startswith(f"{name}=")
+    assert seats.free() == before
 
 
 @pytest.mark.parametrize("hot_slots", [0, 64])
