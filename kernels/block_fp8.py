@@ -158,7 +158,7 @@ def make_codes(rows: int, weight: BlockFp8, *, powers: bool = False) -> quantize
 
 
 def block_coded_w8a8(codes: quantize.Codes, rows: int, weight: BlockFp8) -> Tensor:
-    """block_linear_w8a8 of `rows` rows that lie quantized in `codes`, of make_codes."""
+    """Form block_linear_w8a8 of `rows` rows that lie quantized in `codes`, of make_codes."""
     return deep_gemm.coded(codes, rows, weight)
 
 

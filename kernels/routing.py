@@ -2,7 +2,7 @@
 
 On a GPU the choice is one launch, where the model library's router takes some fifteen; on a CPU that stays in use, so
 that bits are the library's. On a GPU rows are written and read where they travel: their norm goes there
-(kernels/pointwise.py), the choice writes there, experts read there, and parts are added by the norm that follows.
+(kernels/cuda/pointwise.py), the choice writes there, experts read there, and parts are added by the norm that follows.
 
 Bytes of a row are its hidden state, its k choices int32, and their weights float32: [T, row_bytes], the rest unused.
 """

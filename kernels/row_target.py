@@ -1,4 +1,4 @@
-"""What a kernel that forms rows is told beside their format: by which angles it rotates, and where rows go."""
+"""Angles by which kernels that form rows rotate, and places that rows go to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Angles:
 
 @dataclass(frozen=True)
 class RowTarget:
-    """Where encoded rows go: row i of `rows` uint8[..., row_bytes], contiguous, or with `places` int32[M] row
+    """Places of encoded rows: row i of `rows` uint8[..., row_bytes], contiguous, or with `places` int32[M] row
     `places[i]` of it, nowhere where that is -1."""
 
     rows: Tensor

@@ -41,13 +41,13 @@ def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Ten
 
 
 def new_rows(state: DeviceState, layer: int, batch: StepBatch) -> RowTarget:
-    """Where write_new_rows stores: for a kernel that forms the rows."""
+    """Return the places that write_new_rows stores to, for a kernel that forms the rows."""
     _check_plane(state, layer, 0)
     return RowTarget(state.planes[0][layer], batch.new_rows[state.geometry.group_of_layer[layer]])
 
 
 def new_keys(state: DeviceState, group: int, batch: StepBatch) -> RowTarget:
-    """Where write_index_keys stores, likewise."""
+    """Return the places that write_index_keys stores to, likewise."""
     check_number("group", group, state.geometry.groups)
     return RowTarget(state.index_keys[group], batch.new_index_rows)
 

@@ -177,7 +177,7 @@ def experts(
     tiles: tuple[Tiles, Tiles] | ExpertPlans | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As kernels.block_fp8.block_experts; `tiles` other than the table's, for measurements.
+    """Form kernels.block_fp8.block_experts; `tiles` other than the table's, for measurements.
 
     Both of a pair have the same count of tokens, since they share the tiles that `route` fills.
     """

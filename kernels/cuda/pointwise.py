@@ -1,4 +1,10 @@
-"""RMS norms, sums and gated activation on CUDA: the contracts of kernels/pointwise.py, one launch each."""
+"""RMS norm, with the sums ahead of it, and gated activation: on a GPU in one launch each, instead of up to twelve.
+
+On a CPU callers keep to the model library's modules, whose bits they promise. On a GPU a launch costs more than its
+work in a decode step.
+
+All tensors lie on a GPU, in one dtype; nothing waits for it. A row's result depends on that row alone.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +22,12 @@ WARPS_MAX: Final = 8
 GATE_BLOCK: Final = 1024
 
 
-def rms_norm(values: Tensor, weight: Tensor, eps: float, codes: Codes | None) -> Tensor:
-    """As kernels.pointwise.rms_norm."""
+def rms_norm(values: Tensor, weight: Tensor, eps: float, codes: Codes | None = None) -> Tensor:
+    """weight * (values * rsqrt(mean of squares + eps)), over the last dimension of `values` [..., n], contiguous.
+
+    Mean and root are float32; what they give is rounded to the dtype before `weight` is applied. `codes` receives the
+    result as kernels.block_fp8.quantize_rows gives it, n in whole blocks.
+    """
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     _norm(values, None, None, weight, None, out, None, codes, eps)
     return out
@@ -29,10 +39,14 @@ def join_norm(
     added: Tensor | None,
     weight: Tensor | None,
     eps: float,
-    also: Tensor | None,
-    codes: Codes | None,
+    also: Tensor | None = None,
+    codes: Codes | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As kernels.pointwise.join_norm."""
+    """values [..., n] + (sum of `parts` [R, M, n] + `added` [..., n]), and rms_norm of that; None without a `weight`.
+
+    Parts are added in their order in float32; what comes of them, each further sum and the whole are rounded to the
+    dtype of `values`. `also` [M, n], rows of any distance, receives the norm too, `codes` as of rms_norm.
+    """
     total = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     out = None if weight is None else torch.empty_like(total)
     _norm(values, parts, added, weight, total, out, also, codes, eps)
@@ -88,7 +102,8 @@ def _norm(
 
 
 def gate(values: Tensor, factors: Tensor) -> Tensor:
-    """As kernels.pointwise.gate."""
+    """silu(values), rounded, times `factors`, which have the same shape [..., n]; rows may lie apart, and have another
+    distance in each."""
     size, out = values.shape[-1], torch.empty(values.shape, dtype=values.dtype, device=values.device)
     rows = [one if one.stride(1) == 1 else one.contiguous() for one in (values.flatten(0, -2), factors.flatten(0, -2))]
     if out.numel():

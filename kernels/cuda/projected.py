@@ -1,4 +1,12 @@
-"""KV rows and index keys from products on CUDA: the contracts of kernels/projected.py, one launch each, in Triton."""
+"""KV rows, index keys and queries from the products that form them: norms, rotations and encoding joined, on a GPU.
+
+Each is one launch, in Triton, where the model library's modules and kernels/row_format.py take some ten. On a CPU
+callers keep to those, whose bits they promise. Rounding is theirs, step by step; sums of squares, and products with the
+rotating matrix, add in another order.
+
+All tensors of a call lie on one GPU, those of the model in one dtype; nothing waits for it. A row's result depends on
+that row alone. M tokens, H heads, d angles of a token.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +28,17 @@ MANY_HEADS: Final = 64
 MANY_TOKENS: Final = 512
 INDEX_WARPS: Final = 4
 DOT_LEAST: Final = 16
+#: Compute capability that converts to e4m3.
+FP8_SINCE: Final = (8, 9)
+
+
+def can_join(form: RowFormat, cos: Tensor) -> bool:
+    """Return whether these kernels form rows of `form` with the angles `cos` [..., d]: on a GPU, one that converts to
+    e4m3 where rows are in fp8, d a power of two."""
+    size = cos.shape[-1]
+    if not cos.is_cuda or size < 2 or size & (size - 1):
+        return False
+    return form.kind != "fp8" or torch.cuda.get_device_capability(cos.device) >= FP8_SINCE
 
 
 def kv_rows(
@@ -29,10 +48,13 @@ def kv_rows(
     eps: float,
     angles: Angles,
     target: RowTarget,
-    queries: Tensor | None,
-    turned: Tensor | None,
+    queries: Tensor | None = None,
+    turned: Tensor | None = None,
 ) -> None:
-    """As kernels.projected.kv_rows."""
+    """Write KV rows of `products` [M, r + d], values of a row adjacent: r normed (RMS, `weight` [r]), d rotated.
+
+    With `queries` [M, H, d], values of a head adjacent: they are rotated likewise into `turned` of that shape.
+    """
     tokens, heads = len(products), 0 if queries is None else queries.shape[1]
     given, put = (products if one is None else one for one in (queries, turned))
     if not tokens:
@@ -71,11 +93,16 @@ def index_rows(
     angles: Angles,
     rotation: Tensor | None,
     target: RowTarget,
-    queries: Tensor | None,
-    head_weights: Tensor | None,
-    scale: float,
+    queries: Tensor | None = None,
+    head_weights: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """As kernels.projected.index_rows."""
+    """Write index keys of `products` [M, D]: normed (LayerNorm: weight, bias, eps), d values rotated, and all by
+    `rotation` [D, D], symmetric.
+
+    Returns `queries` [M, H, D] rotated likewise, in the dtype that keys are compared in, and `head_weights` [M, H] *
+    `scale` in float32; both empty without queries.
+    """
     tokens, heads = len(products), 0 if queries is None else queries.shape[1]
     kept = products.dtype if form.kind == "fp8" else form.dtype
     found = torch.empty(tokens, heads, form.scaled, dtype=kept, device=products.device)

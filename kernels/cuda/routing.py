@@ -15,7 +15,7 @@ from kernels.expert_choice import ExpertChoice
 def choose_experts(
     logits: Tensor, bias: Tensor, choice: ExpertChoice, real: Tensor | None, into: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """As kernels.routing.choose_experts; `into`: weights and choices."""
+    """Choose as kernels.routing.choose_experts does; `into`: weights and choices."""
     count, device = len(logits), logits.device
     if into is None:
         weights = torch.empty(count, choice.choices, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Change that fp8 queries make in selections of prompts: little, and the program that measures it sees more."""
+"""Selections of prompts change little by fp8 queries, and the program that measures that sees more."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as library  # noqa: E402
 
 from kernels.cuda import quantize  # noqa: E402
-from kernels.pointwise import gate, join_norm, rms_norm  # noqa: E402
+from kernels.cuda.pointwise import gate, join_norm, rms_norm  # noqa: E402
 from kernels.routing import add_parts  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32]

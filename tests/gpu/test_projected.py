@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as library  # noqa: E402
 
-from kernels.projected import index_rows, kv_rows  # noqa: E402
+from kernels.cuda.projected import index_rows, kv_rows  # noqa: E402
 from kernels.row_format import RowFormat, hadamard, index_key_format, kv_row_format  # noqa: E402
 from kernels.row_target import Angles, RowTarget  # noqa: E402
 

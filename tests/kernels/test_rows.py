@@ -217,7 +217,7 @@ def test_a_layer_lies_over_the_one_two_before() -> None:
 
 
 def test_one_layer_goes_between_slab_and_host() -> None:
-    """As staging and refills take it: the view of a layer moves its rows alone, and with the last layer index keys."""
+    """The view that staging and refills take of a layer moves its rows alone, and with the last layer index keys."""
     rig = Rig(groups=(0, 0, 1), row_bytes=12, split=5)
     request, positions = staged_prompt(rig, 1, 100, 100), torch.arange(100)
     rows = (rig.state.slab_table[1, positions // 64] * 64 + positions % 64).expand(2, -1).contiguous()

@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.cuda.pointwise import join_norm, rms_norm
+from kernels.cuda.projected import can_join, index_rows, kv_rows
 from kernels.encode import encode
-from kernels.pointwise import join_norm, rms_norm
-from kernels.projected import can_join, index_rows, kv_rows
 from kernels.routing import add_parts
 from kernels.row_format import RowFormat
 from kernels.row_target import Angles, RowTarget
@@ -69,7 +69,7 @@ class Rope:
 
 
 class Forms(NamedTuple):
-    """How KV rows and index keys are kept."""
+    """Formats of KV rows and index keys."""
 
     rows: RowFormat
     keys: RowFormat

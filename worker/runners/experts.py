@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from kernels.cuda.pointwise import gate
 from kernels.expert_choice import ExpertChoice
-from kernels.pointwise import gate
 from kernels.routing import ExchangedRows, choose_experts, router_logits
 from worker.group.exchange import Exchange
 from worker.weights.layout import ExpertShare
@@ -47,7 +47,7 @@ class Over:
     real: Tensor | None = None
 
     def own_hidden(self, hidden: Tensor) -> Tensor:
-        """Where `hidden` [N, S, h] leaves for the ranks: [N * S, h], rows of which lie apart."""
+        """Return the places from which `hidden` [N, S, h] leaves for the ranks: [N * S, h], rows of which lie apart."""
         return self.exchange.own(self.rows).hidden[: hidden.shape[:-1].numel()]
 
 
@@ -60,7 +60,7 @@ def experts_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
 
 
 def routed(moe: Any, hidden: Tensor, experts: str, over: Over | None = None) -> Tensor:
-    """What the routed experts of a mixture add to `hidden` [N, S, hidden]: parts [R, N * S, hidden] of a sum. `moe` is
+    """Parts [R, N * S, hidden] of the sum that the routed experts of a mixture add to `hidden` [N, S, hidden]. `moe` is
     the library's module, or one with `BlockExperts` in it.
 
     `over` the ranks of a group, if `moe` holds a share of the experts. On a GPU `hidden` lies in `over.own_hidden` too.

@@ -3,7 +3,8 @@
 Weights, projections, norms, rotary embedding, MLP, experts, router and lm_head are the library's modules, called piece
 by piece; nothing in the library is patched. What is replaced is the forward of Attention and Indexer (mla.py),
 and on a GPU what lies between products, which is one launch there instead of many: rows and index keys
-(kernels/projected.py), sums and norms (kernels/pointwise.py), what a router makes of its logits (kernels/routing.py).
+(kernels/cuda/projected.py), sums and norms (kernels/cuda/pointwise.py), what a router makes of its logits
+(kernels/routing.py).
 
 Index keys in fp8 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but for
 rounding, and one scale fits all values of a key. DeepSeek's own code does so; the model library, which keeps bfloat16,
@@ -157,7 +158,7 @@ class Layers:
         return mla.normed_rows(layer.module.input_layernorm, hidden, layer.attention.q_a_proj)
 
     def compress(self, layer: Layer, entered: Activations) -> mla.Compressed:
-        """What all projections of a layer begin with, of `entered` [N, S, hidden]."""
+        """Form what all projections of a layer begin with, of `entered` [N, S, hidden]."""
         return mla.compress(layer.attention, entered)
 
     def project(
@@ -181,8 +182,8 @@ class Layers:
         angles: Angles,
         targets: tuple[RowTarget | None, RowTarget | None] = (None, None),
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What a layer that attends to nothing leaves behind: KV rows uint8[N, S, row_bytes] and index keys, encoded,
-        where they do not go to their targets."""
+        """KV rows uint8[N, S, row_bytes] and index keys, encoded, of a layer that attends to nothing; None where they
+        go to their targets."""
         to_rows, to_keys = targets
         rows = mla.project_rows(layer.attention, self._forms, self._rope, entered, *angles, to_rows)
         about = self._forms, self._index_rope, entered, *angles, self._rotation, to_keys
@@ -222,11 +223,11 @@ class Layers:
         return Halfway(hidden, Activations(F.pad(normed.values, (0, 0, 0, 0, 0, surplus))) if surplus else normed, over)
 
     def shared(self, layer: Layer, between: Halfway) -> Tensor | None:
-        """What the shared experts of a mixture add, [N, S, hidden]; None without experts."""
+        """Output [N, S, hidden] of the shared experts of a mixture; None without experts."""
         return gated_mlp(layer.module.mlp.shared_experts, between.normed) if layer.has_experts else None
 
     def routed(self, layer: Layer, between: Halfway, experts: str) -> Tensor:
-        """What the routed experts of a mixture add, or an MLP without experts: parts [R, N * S, hidden] of a sum."""
+        """Parts [R, N * S, hidden] of the sum that routed experts add, or an MLP without experts."""
         if layer.has_experts:
             return routed(layer.module.mlp, between.normed.values, experts, between.over)
         return _part(gated_mlp(layer.module.mlp, between.normed))

@@ -1,6 +1,6 @@
-"""What a decode step does on `swap`, beside what `compute` does meanwhile: selections, swap-ins, shared experts.
+"""Launches of a decode step on `swap`, beside those on `compute`: selections, swap-ins, shared experts.
 
-Of a group of layers that share a selection, in the order of launches, for a batch padded to BESIDE_ROWS or more:
+A group of layers that share a selection, in the order of launches, for a batch padded to BESIDE_ROWS or more:
 
     compute   select: index projections and index_topk of the anchor, record selected, its other projections · attention
     swap      wait selected, swap_in, record swapped_in · replay_misses of each follower, record prefetched

@@ -100,8 +100,8 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(eq=False)
 class _RunnerScratch:
-    """What flows from one operation of a decode step to the next, for one batch size. What another stream reads stays
-    until the next layer's takes its place."""
+    """Tensors that flow from one operation of a decode step to the next, for one batch size. What another stream reads
+    stays until the next layer's takes its place."""
 
     hidden: Tensor  # [B, 1, hidden]
     entered: Activations  # [B, 1, hidden]: the norm of `hidden` that follows, of the next layer or of the model

@@ -134,7 +134,7 @@ def product(rows: Activations, member: nn.Module) -> Tensor:
 
 
 def products(rows: Activations, *members: nn.Module) -> list[Tensor]:
-    """Of each of `members` with the same `rows`: [..., N], of joined weights views of one result."""
+    """Products of the same `rows` with each of `members`: [..., N], of joined weights views of one result."""
     joined = joined_of(members)
     if joined is None:
         return [product(rows, one) for one in members]

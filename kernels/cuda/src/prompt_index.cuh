@@ -174,7 +174,7 @@ __device__ __forceinline__ void pack_weights(PromptShared& s) {
     const float factor = __uint_as_float((250 - min(most >> 23, 249u)) << 23);
     if (n < HEADS / 8) reinterpret_cast<u32*>(s.pairs[token][t])[n] = float16_pair(one * factor, two * factor);
 }
-// What a lane needs to sum the products of a chunk.
+// Weights with which a lane sums the products of a chunk.
 struct ChunkWeights {
     u32 of[CHUNK_TOKENS][HEADS / 8];
     __device__ __forceinline__ void read(const PromptShared& s, int chunk) {

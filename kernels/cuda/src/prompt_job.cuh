@@ -78,7 +78,7 @@ struct Selecting {
         for (i32 i = threadIdx.x % 32; i < held; i += 32) all &= is_granted(p, table[i]);
         return __all_sync(0xFFFFFFFF, all);
     }
-    // Of one warp: all positions where those are at most k; none where a page is not granted.
+    // One warp writes all positions where those are at most k; none where a page is not granted.
     __device__ __forceinline__ void take_all() const {
         const bool all = granted();
         for (i32 i = threadIdx.x % 32; i < p.k; i += 32) out().put(i, all && i < length ? i : -1);

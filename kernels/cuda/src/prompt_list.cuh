@@ -128,7 +128,7 @@ __device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 least, u
     return kept;
 }
 
-// Of its entries a lane reads READS, or as many pairs, before it uses them.
+// A lane reads READS entries, or as many pairs, before it uses them.
 template <int READS> struct PromptList {
     static_assert(LISTED % (64 * READS) == 0, "no lane reads beyond a list");
     ListPlace at;

@@ -23,7 +23,7 @@ struct MergeShared {
     i32 best[PROMPT_TOPK_MAX];
 };
 
-// Of all threads before this one, of two numbers; `sums` is written.
+// Sums over all threads before this one, of two numbers; `sums` is written.
 __device__ __forceinline__ void sum_before(u32 (&sums)[2][MERGE_WARPS], u32& one, u32& two) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 through[2] = {one, two};

@@ -1,7 +1,7 @@
 // Products of prompt_index: 64 keys in registers by CHUNK columns of queries in shared memory, and their sums by weights.
 // tests/emulated/prompt_products.cuh is the CPU form.
 //
-// Of e4m3 keys a product is float16: QUERY_MOST bounds it. Of bfloat16 keys it is float32. Either stands in a thread's
+// A product of e4m3 keys is float16: QUERY_MOST bounds it. One of bfloat16 keys is float32. Either stands in a thread's
 // registers as a product of sums over heads wants its first operand: as float16, or as tf32, whose lower bits are unread.
 #pragma once
 

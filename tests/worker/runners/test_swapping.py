@@ -1,4 +1,4 @@
-"""Which stream selects: it follows from the rows of the padded batch."""
+"""The stream that selects follows from the rows of the padded batch."""
 
 from __future__ import annotations
 
