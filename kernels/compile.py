@@ -43,7 +43,7 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     number = int(arch.removeprefix("sm_"))
     yield "index_select", select_defines()
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
-        yield from (("attend_rows", hopper_defines(kind)) for kind in ("bfloat16", "fp8"))
+        yield from (("attend_rows", hopper_defines(*of)) for of in product(("bfloat16", "fp8"), (False, True)))
         yield from (("prompt_index", defines) for defines in prompt_index.variants())
         yield "prompt_merge", ()
         yield "quantize", ()

@@ -47,12 +47,11 @@ LOG2_E: Final = 1 / math.log(2)
 # attend_rows.cuh
 HOPPER: Final = (9, 0)
 HOPPER_LATENT, HOPPER_ROPE = 512, 64
-HOPPER_SHARED_BYTES: Final = 230_016
-CLUSTER_MAX: Final = 16  # thread blocks
+HOPPER_SHARED_BYTES: Final = 221_288
+#: Thread blocks of a cluster, and of each split of a result.
+CLUSTER_MAX, CLUSTER_PAIR = 16, 2
 #: What a program costs there, in blocks of rows, and what adding up costs more.
 HOPPER_OVERHEAD_BLOCKS, HOPPER_CLUSTER_BLOCKS = 2, 2
-#: And what a block of rows costs, by sides: about microseconds, of fp8 rows.
-HOPPER_BLOCK_COST: Final = {1: 4, 2: 3}
 #: Blocks of heads, over all batch rows, from which on attend_rows.cuh was measured to be the faster one.
 HOPPER_PROGRAMS_LEAST: Final = 8
 
@@ -67,16 +66,8 @@ class Blocks:
     stages: int
 
 
-#: Of attend_rows.cuh: two blocks of 32 rows in turn.
-HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=4)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How attend_rows.cuh divides a result: splits, and blocks of heads that gather for each other."""
-
-    splits: int
-    sides: int
+#: Of attend_rows.cuh, whose pairs of thread blocks take 64 heads or 128.
+HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=3)
 
 
 @dataclass(frozen=True)
@@ -109,12 +100,10 @@ def attend_rows(
     blocks = blocks or blocks_of(form, batch, heads, wide, capability)
     head_blocks, row_blocks = -(-heads // blocks.heads), max(1, -(-out_rows.shape[1] // blocks.rows))
     if blocks == HOPPER_BLOCKS:
-        kernel, pairs = _hopper_kernel(form.kind, out.device), form.kind == "fp8" and head_blocks % 2 == 0
-        cut = Cut(splits, 2 if pairs and 2 * splits <= CLUSTER_MAX else 1) if splits else None
-        cut = cut or hopper_cut_of(kernel, head_blocks * batch, row_blocks, pairs, processors(out.device))
-        _attend_on_hopper(
-            kernel, state, layer, queries, out_rows, scaling, out, -(-row_blocks // cut.splits), cut.sides
-        )
+        if splits is None:
+            kernel, results = _hopper_kernel(form.kind, head_blocks > 1, out.device), batch * -(-head_blocks // 2)
+            splits = hopper_splits_of(kernel, results, row_blocks)
+        _attend_on_hopper(state, layer, form, queries, out_rows, scaling, out, splits)
     else:
         wanted = splits or splits_of(head_blocks * batch, row_blocks, processors(out.device))
         parts = _parts(out, -(-row_blocks // wanted), row_blocks, blocks.rows)
@@ -137,19 +126,19 @@ def _parts(out: Tensor, blocks_each: int, row_blocks: int, block_rows: int) -> P
 
 
 def _attend_on_hopper(
-    kernel: Kernel,
     state: DeviceState,
     layer: int,
+    form: RowFormat,
     queries: Tensor,
     out_rows: Tensor,
     scaling: float,
     out: Tensor,
-    blocks_each: int,
-    sides: int,
+    splits: int,
 ) -> None:
     batch, heads, _ = out.shape
     row_blocks = max(1, -(-out_rows.shape[1] // HOPPER_BLOCKS.rows))
-    splits, head_blocks = -(-row_blocks // blocks_each), -(-heads // HOPPER_BLOCKS.heads)
+    blocks_each = -(-row_blocks // min(splits, CLUSTER_MAX // CLUSTER_PAIR))
+    splits, many = -(-row_blocks // blocks_each), heads > HOPPER_BLOCKS.heads
     block = structures.AttendRows(
         rows=state.rows[layer].data_ptr(),
         queries=queries.data_ptr(),
@@ -160,10 +149,11 @@ def _attend_on_hopper(
         k=out_rows.shape[1],
         splits=splits,
         span=blocks_each * HOPPER_BLOCKS.rows,
-        sides=sides,
     )
-    grid = (head_blocks * splits, batch)
-    kernel.launch(grid, block, stream_of(state), cluster=splits * sides, shared_bytes=HOPPER_SHARED_BYTES)
+    cluster = CLUSTER_PAIR * splits
+    grid = (cluster * -(-heads // (HOPPER_BLOCKS.heads * (2 if many else 1))), batch)
+    kernel = _hopper_kernel(form.kind, many, out.device)
+    kernel.launch(grid, block, stream_of(state), cluster=cluster, shared_bytes=HOPPER_SHARED_BYTES)
 
 
 def _attend_in_triton(
@@ -245,14 +235,15 @@ def is_wide(form: RowFormat, queries: torch.dtype) -> bool:
     return queries == torch.float32 or form.kind == "float32"
 
 
-def hopper_defines(kind: str) -> Defines:
-    """For rows of `kind`, bfloat16 or fp8."""
-    return (("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1))
+def hopper_defines(kind: str, many: bool) -> Defines:
+    """For rows of `kind`, bfloat16 or fp8, and up to 64 heads or `many`."""
+    heads = HOPPER_BLOCKS.heads * (2 if many else 1)
+    return (("HEADS", heads), ("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1))
 
 
 @lru_cache(maxsize=8)
-def _hopper_kernel(kind: str, device: torch.device) -> Kernel:
-    kernel = load("attend_rows", "attend_rows", hopper_defines(kind), device.index or 0)
+def _hopper_kernel(kind: str, many: bool, device: torch.device) -> Kernel:
+    kernel = load("attend_rows", "attend_rows", hopper_defines(kind, many), device.index or 0)
     kernel.allow_all(clusters=True)
     return kernel
 
@@ -281,19 +272,15 @@ def splits_of(programs: int, row_blocks: int, multiprocessors: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def hopper_cut_of(kernel: Kernel, programs: int, row_blocks: int, pairs: bool, multiprocessors: int) -> Cut:
-    """Likewise where the splits of a result form a cluster, of which fewer may run at once, and perhaps those of two
-    blocks of heads (`pairs`), which then decode rows for each other."""
+def hopper_splits_of(kernel: Kernel, results: int, row_blocks: int) -> int:
+    """Likewise where the splits of a result form a cluster, of which fewer may run at once."""
 
-    def cost(cut: Cut) -> int:
-        cluster = cut.splits * cut.sides
-        at_once = multiprocessors if cluster == 1 else kernel.clusters_at_once(cluster, HOPPER_SHARED_BYTES)
-        rounds = -(-programs // max(1, cut.sides * at_once))
-        overhead = HOPPER_OVERHEAD_BLOCKS + (HOPPER_CLUSTER_BLOCKS if cut.splits > 1 else 0)
-        return rounds * (-(-row_blocks // cut.splits) + overhead) * HOPPER_BLOCK_COST[cut.sides]
+    def cost(splits: int) -> int:
+        rounds = -(-results // max(1, kernel.clusters_at_once(CLUSTER_PAIR * splits, HOPPER_SHARED_BYTES)))
+        overhead = HOPPER_OVERHEAD_BLOCKS + (HOPPER_CLUSTER_BLOCKS if splits > 1 else 0)
+        return rounds * (-(-row_blocks // splits) + overhead)
 
-    sides = (2, 1) if pairs else (1,)
-    return min((Cut(n, m) for m in sides for n in range(1, min(row_blocks, CLUSTER_MAX // m) + 1)), key=cost)
+    return min(range(1, min(row_blocks, CLUSTER_MAX // CLUSTER_PAIR) + 1), key=cost)
 
 
 def _padded(size: int) -> int:
