@@ -46,6 +46,7 @@ inline u32 peer_address(u32 here, int peer) { return here | static_cast<u32>(pee
 inline u8* at_peer_address(u32 there) {
     return (*emulated::self->block->peers)[(there >> 24) - 1]->shared + (there & 0xFFFFFF);
 }
+inline void leave_cluster() { sync_cluster(); }
 inline void arrive_there(u32 barrier_there) {
     emulated::may_be_overtaken();
     Phases& of = *reinterpret_cast<Phases*>(at_peer_address(barrier_there));

@@ -15,6 +15,7 @@ __device__ __forceinline__ int gatherer() { return renewed(static_cast<int>(thre
 
 #if KEY_BYTES == 2
 // Eight lanes take a chunk of the same row each; a thread takes two rows of a fetch, and that chunk of each of their tiles.
+constexpr int AHEAD = FETCHES;
 struct Gatherer {
     static constexpr int EACH = 2;
     i32 places[EACH];
@@ -43,12 +44,18 @@ struct Gatherer {
         look_up(task, first + FETCH);
     }
 };
-constexpr int GATHER_REGISTERS = 40, PRODUCT_REGISTERS = 232, FILL_ARRIVALS = GROUP;
+constexpr int GATHER_REGISTERS = 56, PRODUCT_REGISTERS = 224, FILL_ARRIVALS = GROUP;
 #else
 // Four lanes take 16 codes of the same row each; a thread takes one row, and those codes of each of its tiles. Codes of
 // AHEAD fetches are in registers or under way: those of a fetch are loaded when the one AHEAD of it has left them.
+#ifndef GATHER_FENCE
+#define GATHER_FENCE 1
+#endif
+#ifndef FETCHES_AHEAD
+#define FETCHES_AHEAD 2
+#endif
+constexpr int AHEAD = FETCHES_AHEAD;
 struct Gatherer {
-    static constexpr int AHEAD = FETCHES;
     i32 places[AHEAD], next_place;
     float2 scales[AHEAD];
     uint4 codes[AHEAD][TILES];
@@ -81,7 +88,7 @@ struct Gatherer {
     }
     template <int I>
     __device__ __forceinline__ void fill(const u8* rows, const Task& task, int first, int stage, Shared& s) {
-        const int thread = gatherer(), quarter = thread % 4, row = I * FETCH + thread / 4;
+        const int thread = gatherer(), quarter = thread % 4, row = I % FETCHES * FETCH + thread / 4;
         copy_chunk(rope_chunk(s, stage, row, quarter), row_at(rows, I) + LATENT + 16 + ROPE * task.half + 16 * quarter,
                    places[I] >= 0);
         arrive_copied(shared_address(&s.full[stage]));
@@ -96,24 +103,30 @@ struct Gatherer {
             *reinterpret_cast<uint4*>(to + swizzled(row, 2 * quarter)) = low;
             *reinterpret_cast<uint4*>(to + swizzled(row, 2 * quarter + 1)) = high;
         }
+#if GATHER_FENCE
         publish_shared();  // before the next loads begin, which it would wait for
+#endif
         arrive(s.full[stage]);
         load(rows, task, I);
         look_up(task, first + (AHEAD + 1) * FETCH);
     }
 };
-constexpr int GATHER_REGISTERS = 88, PRODUCT_REGISTERS = 208, FILL_ARRIVALS = 2 * GROUP;  // rope apart
+constexpr int GATHER_REGISTERS = AHEAD == 2 ? 88 : 104, PRODUCT_REGISTERS = AHEAD == 2 ? 208 : 200, FILL_ARRIVALS = 2 * GROUP;  // rope apart
 #endif
 
+// A block of rows, whose first fetch is number I of those ahead.
+template <int I>
+__device__ __forceinline__ void gather_block(Gatherer& gatherer, const AttendRows& p, const Task& task, int i, Shared& s) {
+    const int stage = i % STAGES, first = task.begin + i * BLOCK;
+    if (i >= STAGES) await(s.empty[stage], i / STAGES - 1);
+    gatherer.fill<I>(p.rows, task, first, stage, s);
+    gatherer.fill<I + 1>(p.rows, task, first + FETCH, stage, s);
+}
 __device__ __forceinline__ void gather(const AttendRows& p, const Task& task, Shared& s) {
     Gatherer gatherer(p.rows, task);
-    int stage = 0, round = 0;
-    for (int i = 0; i < task.blocks; ++i) {
-        if (round > 0) await(s.empty[stage], round - 1);
-        const int first = task.begin + i * BLOCK;
-        gatherer.fill<0>(p.rows, task, first, stage, s);
-        gatherer.fill<1>(p.rows, task, first + FETCH, stage, s);
-        if (++stage == STAGES) stage = 0, ++round;
+    for (int i = 0; i < task.blocks; i += AHEAD / FETCHES) {
+        gather_block<0>(gatherer, p, task, i, s);
+        if (AHEAD > FETCHES && i + 1 < task.blocks) gather_block<AHEAD - FETCHES>(gatherer, p, task, i + 1, s);
     }
 }
 

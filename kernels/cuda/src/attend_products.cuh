@@ -53,6 +53,12 @@ __device__ __forceinline__ u32 peer_address(u32 here, int peer) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(peer));
     return there;
 }
+// Until all threads of the cluster that have not ended are here; nothing is published.
+__device__ __forceinline__ void leave_cluster() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
 // Relaxed: it says that values have been read, and publishes nothing.
 __device__ __forceinline__ void arrive_there(u32 barrier_there) {
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_there) : "memory");

@@ -350,13 +350,15 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
         publish_barriers();
     }
     __syncthreads();
-    sync_cluster();
+    cluster_arrive();
     if (threadIdx.x >= CONSUMERS) {
         give_registers<GATHER_REGISTERS>();
         gather(p, task, s);
+        cluster_wait();
     } else {
         take_registers<PRODUCT_REGISTERS>();
         load_queries(p, task, s);
+        cluster_wait();  // the other block's barriers are open
         if (threadIdx.x < GROUP)
             attend<0>(p, task, s);
         else
@@ -366,5 +368,5 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
         sync_cluster();
         if (threadIdx.x < CONSUMERS) add_parts(p, task, s);
     }
-    sync_cluster();  // a block ends only when its peers have read its parts, and arrived at its barriers
+    leave_cluster();  // a block ends only when its peers have read its parts, and arrived at its barriers
 }

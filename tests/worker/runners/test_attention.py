@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import attend_rows
-from kernels.cuda.attention import HOPPER_BLOCKS, Cut, blocks_of, hopper_cut_of, splits_of
+from kernels.cuda.attention import HOPPER_BLOCKS, blocks_of, hopper_splits_of, splits_of
 from kernels.cuda.triton_units import triton_unit
 from kernels.index_topk import index_topk
 from kernels.layout import Geometry
@@ -200,13 +200,10 @@ class FakeKernel:
 
 
 def test_split_choices_match_the_fastest_on_an_h200() -> None:
-    """128 heads over 2,048 entries; blocks of heads in pairs where rows are decoded."""
+    """Up to 128 heads over 2,048 entries."""
     kernel: Any = FakeKernel()
-    batches = (8, 16, 20, 32, 64, 108)
-    in_pairs = [hopper_cut_of(kernel, 2 * batch, 32, True, 132) for batch in batches]
-    assert in_pairs == [Cut(4, 2), Cut(3, 2), Cut(2, 2), Cut(2, 1), Cut(1, 2), Cut(1, 2)]
-    alone = [hopper_cut_of(kernel, 2 * batch, 32, False, 132) for batch in batches]
-    assert alone == [Cut(6, 1), Cut(3, 1), Cut(2, 1), Cut(2, 1), Cut(1, 1), Cut(1, 1)]
+    splits = [hopper_splits_of(kernel, batch, 32) for batch in (8, 16, 20, 32, 64, 108)]
+    assert splits == [4, 3, 2, 3, 1, 1]
 
 
 # ---------------------------------------------------------------- selection
