@@ -153,7 +153,7 @@ def _attend_on_hopper(
     cluster = CLUSTER_PAIR * splits
     grid = (cluster * -(-heads // (HOPPER_BLOCKS.heads * (2 if many else 1))), batch)
     kernel = _hopper_kernel(form.kind, many, out.device)
-    kernel.launch(grid, block, stream_of(state), cluster=cluster, shared_bytes=HOPPER_SHARED_BYTES)
+    kernel.launch(grid, block, stream_of(state), cluster=cluster, shared_bytes=HOPPER_SHARED_BYTES, early=True)
 
 
 def _attend_in_triton(

@@ -121,6 +121,11 @@ __device__ __forceinline__ void multiply_latents(float (&c)[128], const u32* a, 
           SIXTEEN(c, 96), SIXTEEN(c, 112)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
+// Sums are there: nothing is computed from these sixteen ahead of this place.
+__device__ __forceinline__ void take_scores(float* c) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+f"(c[i]));
+}
 __device__ __forceinline__ void hold_shares(u32 (&a)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i]));
