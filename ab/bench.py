@@ -10,7 +10,8 @@ from benchmarks.index_topk import capture
 from kernels.cuda.launch import processors, stream_of
 from tests.support.attention_rig import Case
 
-EXTRA, OLD, SPLITS = (), False, None
+EXTRA, OLD, SPLITS, PLAIN = (), False, None, False
+def heads_of(out): return out.shape[1]
 class OldRows(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in ("rows", "queries", "entries", "out")] + [("scale", ctypes.c_float)] + [(n, ctypes.c_int32) for n in ("heads", "k", "splits", "span", "sides")]
 def kernel_of(kind, many, device):
@@ -26,7 +27,12 @@ def old_cut(kernel, programs, row_blocks, pairs, mp):
     return min(((n, m) for m in ((2, 1) if pairs else (1,)) for n in range(1, min(row_blocks, 16 // m) + 1)), key=cost)
 new_launch = A._attend_on_hopper
 def launch(state, layer, form, queries, out_rows, scaling, out, splits):
-    if not OLD: return new_launch(state, layer, form, queries, out_rows, scaling, out, SPLITS or splits)
+    if not OLD:
+        held = kernel_of(form.kind, heads_of(out) > 64, None)
+        real = held.clusters_at_once
+        if PLAIN: held.clusters_at_once = lambda *a: 1 << 20
+        try: return new_launch(state, layer, form, queries, out_rows, scaling, out, SPLITS or splits)
+        finally: held.clusters_at_once = real
     batch, heads, _ = out.shape; hb = -(-heads // 64); kernel = kernel_of(form.kind, False, None)
     row_blocks = max(1, -(-out_rows.shape[1] // 64)); pairs = form.kind == "fp8" and hb % 2 == 0
     n, m = ((FORCED, 2 if pairs and 2 * FORCED <= 16 else 1) if FORCED else old_cut(kernel, hb * batch, row_blocks, pairs, 132))
@@ -44,11 +50,11 @@ def attend(case, splits=None, layer=1):
     A.attend_rows(case.state, layer, case.queries, case.out_rows, case.scaling, case.out, blocks=A.HOPPER_BLOCKS, splits=s)
     FORCED = None
 def choose(spec):
-    global EXTRA, OLD, SPLITS
+    global EXTRA, OLD, SPLITS, PLAIN
     d, _, extra = spec.partition(":")
     jit.SOURCE_DIR = Path(d); OLD = "base" in d
     pairs = [(a.split("=")[0], int(a.split("=")[1])) for a in extra.split(",") if a]
-    SPLITS = dict(pairs).get("SPLITS"); EXTRA = tuple(x for x in pairs if x[0] != "SPLITS")
+    SPLITS = dict(pairs).get("SPLITS"); PLAIN = "plain" in d or "PLAIN" in dict(pairs); EXTRA = tuple(x for x in pairs if x[0] not in ("SPLITS", "PLAIN"))
     A.hopper_splits_of.cache_clear(); jit.load.cache_clear(); jit._module.cache_clear()
 
 def reference_error(cell, rows):
@@ -116,7 +122,7 @@ def check(spec):
 CELLS = {}
 for kind, short in (("fp8", "f8"), ("bfloat16", "bf")):
     for heads in (64, 128):
-        for b in (4, 8, 16, 32, 48, 64, 66, 77, 108, 128): CELLS[f"{short}x{heads}d{b}"] = (kind, "decode", b, heads)
+        for b in (4, 8, 16, 32, 40, 48, 64, 66, 77, 108, 128): CELLS[f"{short}x{heads}d{b}"] = (kind, "decode", b, heads)
         for b in (512, 2048, 4096): CELLS[f"{short}x{heads}p{b}"] = (kind, "prompt", b, heads)
 def main():
     a = argparse.ArgumentParser(); a.add_argument("--check", action="store_true"); a.add_argument("--cells", default=""); a.add_argument("--noerr", action="store_true")

@@ -139,6 +139,7 @@ def _attend_on_hopper(
     row_blocks = max(1, -(-out_rows.shape[1] // HOPPER_BLOCKS.rows))
     blocks_each = -(-row_blocks // min(splits, CLUSTER_MAX // CLUSTER_PAIR))
     splits, many = -(-row_blocks // blocks_each), heads > HOPPER_BLOCKS.heads
+    cluster, head_blocks = CLUSTER_PAIR * splits, -(-heads // (HOPPER_BLOCKS.heads * (2 if many else 1)))
     block = structures.AttendRows(
         rows=state.rows[layer].data_ptr(),
         queries=queries.data_ptr(),
@@ -149,11 +150,13 @@ def _attend_on_hopper(
         k=out_rows.shape[1],
         splits=splits,
         span=blocks_each * HOPPER_BLOCKS.rows,
+        batch=batch,
     )
-    cluster = CLUSTER_PAIR * splits
-    grid = (cluster * -(-heads // (HOPPER_BLOCKS.heads * (2 if many else 1))), batch)
     kernel = _hopper_kernel(form.kind, many, out.device)
-    kernel.launch(grid, block, stream_of(state), cluster=cluster, shared_bytes=HOPPER_SHARED_BYTES, early=True)
+    rows = batch
+    if many and splits == 1:  # whole results: a pair of blocks goes from one to the next
+        rows = min(batch, max(1, kernel.clusters_at_once(cluster, HOPPER_SHARED_BYTES) // head_blocks))
+    kernel.launch((cluster * head_blocks, rows), block, stream_of(state), cluster=cluster, shared_bytes=HOPPER_SHARED_BYTES, early=True)
 
 
 def _attend_in_triton(

@@ -62,6 +62,14 @@ def test_levels_move_in_every_block(heads: int, falling: bool) -> None:
     torch.testing.assert_close(run(case, 1).double(), case.expected(1), rtol=2 * BOUND, atol=2 * BOUND)
 
 
+@pytest.mark.parametrize(("kind", "k"), [("bfloat16", 200), ("fp8", 330)])
+def test_a_pair_of_blocks_goes_from_one_result_to_the_next(device: Device, kind: str, k: int) -> None:
+    """Stages and exchanges are in another phase then: blocks of rows are no multiple of either."""
+    device.at_once = 1
+    case = case_of(kind, heads=128, k=k, batch=3, stored=600)
+    torch.testing.assert_close(run(case, 1).double(), case.expected(1), rtol=BOUND, atol=BOUND)
+
+
 def test_a_result_does_not_show_its_place() -> None:
     case = case_of("fp8", heads=64, k=200, batch=3, stored=600)
     together = run(case, 1)

@@ -105,11 +105,11 @@ struct Gatherer {
 constexpr int GATHER_REGISTERS = 88, PRODUCT_REGISTERS = 208, FILL_ARRIVALS = 2 * GROUP;  // rope apart
 #endif
 
-__device__ __forceinline__ void gather(const AttendRows& p, const Task& task, Shared& s) {
+__device__ __forceinline__ void gather(const AttendRows& p, const Task& task, const Done& done, Shared& s) {
     Gatherer gatherer(p.rows, task);
     for (int i = 0; i < task.blocks; ++i) {
         const int stage = i % STAGES, first = task.begin + i * BLOCK;
-        if (i >= STAGES) await(s.empty[stage], i / STAGES - 1);
+        await(s.empty[stage], done.of_stage(stage) + i / STAGES + 1);  // for which a new barrier is not waited
         gatherer.fill<0>(p.rows, task, first, stage, s);
         gatherer.fill<1>(p.rows, task, first + FETCH, stage, s);
     }

@@ -56,21 +56,35 @@ __device__ __forceinline__ void await(u64& barrier, u32 parity) { await_phase(sh
 // Where chunk `chunk` (16 bytes) of row `row` of a tile lies.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// What a block of threads does: one half of the latents for HEADS heads of a batch row, over one span of its entries.
+// What a block of threads does at a time: one half of the latents for HEADS heads of a batch row, over one span of its entries.
 struct Task {
     int half, split, row, first_head;
     const i32* entries;
     int begin, end, blocks;  // entries, and their blocks of rows
 
-    __device__ __forceinline__ explicit Task(const AttendRows& p) {
+    __device__ __forceinline__ Task(const AttendRows& p, int row) : row(row) {
         half = blockIdx.x % 2, split = blockIdx.x / 2 % p.splits;
-        row = blockIdx.y, first_head = blockIdx.x / (2 * p.splits) * HEADS;
+        first_head = blockIdx.x / (2 * p.splits) * HEADS;
         entries = p.entries + static_cast<i64>(row) * p.k;
         begin = split * p.span, end = min(begin + p.span, p.k);
         blocks = end > begin ? (end - begin + BLOCK - 1) / BLOCK : 0;
     }
     __device__ __forceinline__ int peer() const { return (split * 2 + half) ^ 1; }
     __device__ __forceinline__ i32 place(int entry) const { return entry < end ? __ldg(entries + entry) : -1; }
+};
+
+// What a block of threads has done of rows before: bit i, whether stage i was filled an odd number of times; then, whether
+// there was an odd number of blocks.
+struct Done {
+    u32 odd = 0;
+
+    __device__ __forceinline__ u32 of_stage(int stage) const { return odd >> stage; }
+    __device__ __forceinline__ u32 of_turns() const { return odd >> STAGES; }
+    __device__ __forceinline__ void add(int blocks) {
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage) odd ^= ((blocks + STAGES - 1 - stage) / STAGES & 1) << stage;
+        odd ^= (blocks & 1) << STAGES;
+    }
 };
 
 }  // namespace hisparse

@@ -95,7 +95,6 @@ __device__ __forceinline__ u32 describe(u32 place, int bytes, int along = 0) {
 
 // scores (64 heads x 64 rows) = or += queries * keys of 16 dimensions.
 __device__ __forceinline__ void multiply_keys(float (&c)[32], u32 a, u32 b, int more) {
-    if (ABL == 3) return;
     asm volatile(
         "{ " DESCRIBED("a", "32") DESCRIBED("b", "33") ".reg .pred p; setp.ne.b32 p, %34, 0;"
         " wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -107,7 +106,6 @@ __device__ __forceinline__ void multiply_keys(float (&c)[32], u32 a, u32 b, int 
 // sums (64 heads x 256 latents) += shares * latents of 16 rows. Shares must stay in their registers until the products are
 // awaited, which nothing but hold_shares says to the compiler.
 __device__ __forceinline__ void multiply_latents(float (&c)[128], const u32* a, u32 b) {
-    if (ABL == 3) return;
     asm volatile(
         "{ " DESCRIBED("b", "132") "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
@@ -122,6 +120,11 @@ __device__ __forceinline__ void multiply_latents(float (&c)[128], const u32* a, 
         : SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32), SIXTEEN(c, 48), SIXTEEN(c, 64), SIXTEEN(c, 80),
           SIXTEEN(c, 96), SIXTEEN(c, 112)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+// Sums are there: nothing is computed from these sixteen ahead of this place.
+__device__ __forceinline__ void take_scores(float* c) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+f"(c[i]));
 }
 __device__ __forceinline__ void hold_shares(u32 (&a)[16]) {
 #pragma unroll

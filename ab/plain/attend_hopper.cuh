@@ -14,7 +14,10 @@ constexpr int HEAD_GROUPS = HEADS / 64;  // 2: each group has 64 heads; 1: every
 constexpr int ROW_GROUPS = GROUPS / HEAD_GROUPS;
 constexpr int STAGES = HEADS == 128 ? 3 : 4;
 constexpr int PARTS_MAX = 16;  // of a result: by the row groups of each of its splits
-constexpr int SENT_BYTES = GROUP * 128;  // a group's scores of a block of rows
+#ifndef NARROW
+#define NARROW 1
+#endif
+constexpr int SENT_BYTES = GROUP * (NARROW ? 96 : 128);  // a group's scores of a block of rows
 constexpr float SLACK = 8.0f;
 constexpr int ROW_BYTES = KEY_BYTES == 1 ? LATENT + 16 + 2 * ROPE : 2 * VALUES;
 static_assert(HEADS == 64 || HEADS == 128, "one group's products are of 64 heads");

@@ -42,6 +42,19 @@ struct Attention {
     u32 shares[16];    // four for each 16 rows, as wgmma wants an operand
 };
 
+// The upper 24 bits of four floats in three words, and back.
+__device__ __forceinline__ void narrow(u32* words, const float* from) {
+    const u32 a = __float_as_uint(from[0]), b = __float_as_uint(from[1]);
+    const u32 c = __float_as_uint(from[2]), d = __float_as_uint(from[3]);
+    words[0] = __byte_perm(a, b, 0x5321), words[1] = __byte_perm(b, c, 0x6532), words[2] = __byte_perm(c, d, 0x7653);
+}
+__device__ __forceinline__ void widen(float* to, const u32* words) {
+    to[0] = __uint_as_float(words[0] << 8);
+    to[1] = __uint_as_float(__byte_perm(words[0], words[1], 0x5430) & 0xFFFFFF00);
+    to[2] = __uint_as_float(__byte_perm(words[1], words[2], 0x4320) & 0xFFFFFF00);
+    to[3] = __uint_as_float(words[2] & 0xFFFFFF00);
+}
+
 // To the highest scores of the block of rows; `highest`: of this thread's.
 __device__ __forceinline__ void raise_levels(Attention& a, const float (&highest)[2]) {
     float fade[2];
@@ -110,31 +123,62 @@ template <int W> struct Turns {
         return {__ballot_sync(0xFFFFFFFF, low >= 0), __ballot_sync(0xFFFFFFFF, high >= 0)};
     }
     // This block's half of the scores of turn n, which are there, to the other block.
-    __device__ __forceinline__ void send(const Attention& a, int n) const {
-        if (ABL == 1) return;
+    __device__ __forceinline__ void send(Attention& a, int n) const {
         const int thread = threadIdx.x % GROUP;
         if (n > 0) await(s.taken[W], n - 1);
         if (thread == 0) arrive_expecting(shared_address(&s.sent[W]), SENT_BYTES);
         const u32 there = peer_address(shared_address(s.scores[W]) + 16 * thread, task.peer());
         const u32 sent_there = peer_address(shared_address(&s.sent[W]), task.peer());
+#if NARROW
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            take_scores(a.scores + 16 * half);
+            u32 words[12];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) narrow(words + 3 * i, a.scores + 16 * half + 4 * i);
+#pragma unroll
+            for (int i = 0; i < 3; ++i)
+                send_there(there + (3 * half + i) * (16 * GROUP), __uint_as_float(words[4 * i]), __uint_as_float(words[4 * i + 1]),
+                           __uint_as_float(words[4 * i + 2]), __uint_as_float(words[4 * i + 3]), sent_there);
+        }
+#else
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             send_there(there + i * (16 * GROUP), a.scores[4 * i], a.scores[4 * i + 1], a.scores[4 * i + 2],
                        a.scores[4 * i + 3], sent_there);
+#endif
     }
     // Add the other block's.
     __device__ __forceinline__ void receive(Attention& a, int n) const {
-        if (ABL == 1) return;
         await(s.sent[W], n);
-        const float4* const from = reinterpret_cast<const float4*>(s.scores[W]) + threadIdx.x % GROUP;
+        const uint4* const from = reinterpret_cast<const uint4*>(s.scores[W]) + threadIdx.x % GROUP;
+#if NARROW
+        u32 words[24];
+#pragma unroll
+        for (int i = 0; i < 6; ++i) {
+            const uint4 v = from[i * GROUP];
+            words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float4 v = from[i * GROUP];
-            a.scores[4 * i] = (a.scores[4 * i] + v.x) * p.scale;
-            a.scores[4 * i + 1] = (a.scores[4 * i + 1] + v.y) * p.scale;
-            a.scores[4 * i + 2] = (a.scores[4 * i + 2] + v.z) * p.scale;
-            a.scores[4 * i + 3] = (a.scores[4 * i + 3] + v.w) * p.scale;
+            float others[4];
+            widen(others, words + 3 * i);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float own = __uint_as_float(__float_as_uint(a.scores[4 * i + j]) & 0xFFFFFF00);
+                a.scores[4 * i + j] = (own + others[j]) * p.scale;
+            }
         }
+#else
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint4 v = from[i * GROUP];
+            a.scores[4 * i] = (a.scores[4 * i] + __uint_as_float(v.x)) * p.scale;
+            a.scores[4 * i + 1] = (a.scores[4 * i + 1] + __uint_as_float(v.y)) * p.scale;
+            a.scores[4 * i + 2] = (a.scores[4 * i + 2] + __uint_as_float(v.z)) * p.scale;
+            a.scores[4 * i + 3] = (a.scores[4 * i + 3] + __uint_as_float(v.w)) * p.scale;
+        }
+#endif
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive_there(peer_address(shared_address(&s.taken[W]), task.peer()));
     }
@@ -339,6 +383,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
     extern __shared__ __align__(1024) u8 dynamic[];
     Shared& s = *reinterpret_cast<Shared*>(dynamic);
     const Task task(p);
+    let_next_begin();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             set_up(s.full[i], FETCHES * FILL_ARRIVALS);
@@ -353,6 +398,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
     }
     __syncthreads();
     cluster_arrive();
+    await_last();
     if (threadIdx.x >= CONSUMERS) {
         give_registers<GATHER_REGISTERS>();
         gather(p, task, s);
