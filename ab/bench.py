@@ -10,12 +10,12 @@ from benchmarks.index_topk import capture
 from kernels.cuda.launch import processors, stream_of
 from tests.support.attention_rig import Case
 
-EXTRA, OLD, SPLITS, PLAIN = (), False, None, False
+EXTRA, OLD, SPLITS, TOGETHER = (), False, None, None
 def heads_of(out): return out.shape[1]
 class OldRows(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in ("rows", "queries", "entries", "out")] + [("scale", ctypes.c_float)] + [(n, ctypes.c_int32) for n in ("heads", "k", "splits", "span", "sides")]
-def kernel_of(kind, many, device):
-    defines = ((() if OLD else (("HEADS", 128 if many else 64),)) + (("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1), *EXTRA))
+def kernel_of(kind, heads, device):
+    defines = ((() if OLD else (("HEADS", heads),)) + (("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1), *EXTRA))
     k = A.load("attend_rows", "attend_rows", defines, 0); k.allow_all(clusters=True); return k
 A._hopper_kernel = kernel_of
 def old_cut(kernel, programs, row_blocks, pairs, mp):
@@ -26,13 +26,9 @@ def old_cut(kernel, programs, row_blocks, pairs, mp):
         return rounds * (-(-row_blocks // n) + 2 + (2 if n > 1 else 0)) * {1: 4, 2: 3}[m]
     return min(((n, m) for m in ((2, 1) if pairs else (1,)) for n in range(1, min(row_blocks, 16 // m) + 1)), key=cost)
 new_launch = A._attend_on_hopper
-def launch(state, layer, form, queries, out_rows, scaling, out, splits):
+def launch(state, layer, form, queries, out_rows, scaling, out, cut):
     if not OLD:
-        held = kernel_of(form.kind, heads_of(out) > 64, None)
-        real = held.clusters_at_once
-        if PLAIN: held.clusters_at_once = lambda *a: 1 << 20
-        try: return new_launch(state, layer, form, queries, out_rows, scaling, out, SPLITS or splits)
-        finally: held.clusters_at_once = real
+        return new_launch(state, layer, form, queries, out_rows, scaling, out, A.Cut(TOGETHER or cut.heads, SPLITS or cut.splits))
     batch, heads, _ = out.shape; hb = -(-heads // 64); kernel = kernel_of(form.kind, False, None)
     row_blocks = max(1, -(-out_rows.shape[1] // 64)); pairs = form.kind == "fp8" and hb % 2 == 0
     n, m = ((FORCED, 2 if pairs and 2 * FORCED <= 16 else 1) if FORCED else old_cut(kernel, hb * batch, row_blocks, pairs, 132))
@@ -50,12 +46,12 @@ def attend(case, splits=None, layer=1):
     A.attend_rows(case.state, layer, case.queries, case.out_rows, case.scaling, case.out, blocks=A.HOPPER_BLOCKS, splits=s)
     FORCED = None
 def choose(spec):
-    global EXTRA, OLD, SPLITS, PLAIN
+    global EXTRA, OLD, SPLITS, TOGETHER
     d, _, extra = spec.partition(":")
     jit.SOURCE_DIR = Path(d); OLD = "base" in d
     pairs = [(a.split("=")[0], int(a.split("=")[1])) for a in extra.split(",") if a]
-    SPLITS = dict(pairs).get("SPLITS"); PLAIN = "plain" in d or "PLAIN" in dict(pairs); EXTRA = tuple(x for x in pairs if x[0] not in ("SPLITS", "PLAIN"))
-    A.hopper_splits_of.cache_clear(); jit.load.cache_clear(); jit._module.cache_clear()
+    SPLITS, TOGETHER = dict(pairs).get("SPLITS"), dict(pairs).get("TOGETHER"); EXTRA = tuple(x for x in pairs if x[0] not in ("SPLITS", "TOGETHER"))
+    A.hopper_cut_of.cache_clear(); jit.load.cache_clear(); jit._module.cache_clear()
 
 def reference_error(cell, rows):
     worst = 0.0

@@ -5,7 +5,7 @@ import kernels.cuda.jit as jit
 for spec in sys.argv[1:]:
     d, _, extra = spec.partition(":")
     jit.SOURCE_DIR = Path(d)
-    extra = tuple((a.split("=")[0], int(a.split("=")[1])) for a in extra.split(",") if a and not a.startswith(("SPLITS", "PLAIN")))
+    extra = tuple((a.split("=")[0], int(a.split("=")[1])) for a in extra.split(",") if a and not a.startswith(("SPLITS", "TOGETHER")))
     import os
     for kb in (1, 2) if "KB" not in os.environ else (1,):
         for heads in (None,) if "base" in d else (128, 64) if "HD" not in os.environ else (128,):

@@ -50,8 +50,10 @@ HOPPER_LATENT, HOPPER_ROPE = 512, 64
 HOPPER_SHARED_BYTES: Final = 221_288
 #: Thread blocks of a cluster, and of each split of a result.
 CLUSTER_MAX, CLUSTER_PAIR = 16, 2
-#: What a program costs there, in blocks of rows, and what adding up costs more.
-HOPPER_OVERHEAD_BLOCKS, HOPPER_CLUSTER_BLOCKS = 2, 2
+HEADS_TOGETHER: Final = (64, 128)  # of a pair
+#: What a pair costs there, in blocks of rows; and what a block of rows costs, by heads of a pair.
+HOPPER_OVERHEAD_BLOCKS: Final = 7
+HOPPER_BLOCK_COST: Final = {64: 4, 128: 5}
 #: Blocks of heads, over all batch rows, from which on attend_rows.cuh was measured to be the faster one.
 HOPPER_PROGRAMS_LEAST: Final = 8
 
@@ -68,6 +70,14 @@ class Blocks:
 
 #: Of attend_rows.cuh, whose pairs of thread blocks take 64 heads or 128.
 HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=3)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How attend_rows.cuh divides its work: heads that a pair of thread blocks takes, 64 or 128, and splits of a result."""
+
+    heads: int
+    splits: int
 
 
 @dataclass(frozen=True)
@@ -100,10 +110,9 @@ def attend_rows(
     blocks = blocks or blocks_of(form, batch, heads, wide, capability)
     head_blocks, row_blocks = -(-heads // blocks.heads), max(1, -(-out_rows.shape[1] // blocks.rows))
     if blocks == HOPPER_BLOCKS:
-        if splits is None:
-            kernel, results = _hopper_kernel(form.kind, head_blocks > 1, out.device), batch * -(-head_blocks // 2)
-            splits = hopper_splits_of(kernel, results, row_blocks)
-        _attend_on_hopper(state, layer, form, queries, out_rows, scaling, out, splits)
+        cut = Cut(heads_together(heads), splits) if splits else None
+        cut = cut or hopper_cut_of(_hopper_kernel(form.kind, HOPPER_BLOCKS.heads, out.device), heads, batch, row_blocks)
+        _attend_on_hopper(state, layer, form, queries, out_rows, scaling, out, cut)
     else:
         wanted = splits or splits_of(head_blocks * batch, row_blocks, processors(out.device))
         parts = _parts(out, -(-row_blocks // wanted), row_blocks, blocks.rows)
@@ -133,13 +142,12 @@ def _attend_on_hopper(
     out_rows: Tensor,
     scaling: float,
     out: Tensor,
-    splits: int,
+    cut: Cut,
 ) -> None:
     batch, heads, _ = out.shape
     row_blocks = max(1, -(-out_rows.shape[1] // HOPPER_BLOCKS.rows))
-    blocks_each = -(-row_blocks // min(splits, CLUSTER_MAX // CLUSTER_PAIR))
-    splits, many = -(-row_blocks // blocks_each), heads > HOPPER_BLOCKS.heads
-    cluster, head_blocks = CLUSTER_PAIR * splits, -(-heads // (HOPPER_BLOCKS.heads * (2 if many else 1)))
+    blocks_each = -(-row_blocks // min(cut.splits, CLUSTER_MAX // CLUSTER_PAIR))
+    splits = -(-row_blocks // blocks_each)
     block = structures.AttendRows(
         rows=state.rows[layer].data_ptr(),
         queries=queries.data_ptr(),
@@ -150,13 +158,10 @@ def _attend_on_hopper(
         k=out_rows.shape[1],
         splits=splits,
         span=blocks_each * HOPPER_BLOCKS.rows,
-        batch=batch,
     )
-    kernel = _hopper_kernel(form.kind, many, out.device)
-    rows = batch
-    if many and splits == 1:  # whole results: a pair of blocks goes from one to the next
-        rows = min(batch, max(1, kernel.clusters_at_once(cluster, HOPPER_SHARED_BYTES) // head_blocks))
-    kernel.launch((cluster * head_blocks, rows), block, stream_of(state), cluster=cluster, shared_bytes=HOPPER_SHARED_BYTES, early=True)
+    kernel, cluster = _hopper_kernel(form.kind, cut.heads, out.device), CLUSTER_PAIR * splits
+    grid = (cluster * -(-heads // cut.heads), batch)
+    kernel.launch(grid, block, stream_of(state), cluster=cluster, shared_bytes=HOPPER_SHARED_BYTES, early=True)
 
 
 def _attend_in_triton(
@@ -238,17 +243,21 @@ def is_wide(form: RowFormat, queries: torch.dtype) -> bool:
     return queries == torch.float32 or form.kind == "float32"
 
 
-def hopper_defines(kind: str, many: bool) -> Defines:
-    """For rows of `kind`, bfloat16 or fp8, and up to 64 heads or `many`."""
-    heads = HOPPER_BLOCKS.heads * (2 if many else 1)
+def hopper_defines(kind: str, heads: int) -> Defines:
+    """For rows of `kind`, bfloat16 or fp8, and the heads of a pair of thread blocks, 64 or 128."""
     return (("HEADS", heads), ("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1))
 
 
 @lru_cache(maxsize=8)
-def _hopper_kernel(kind: str, many: bool, device: torch.device) -> Kernel:
-    kernel = load("attend_rows", "attend_rows", hopper_defines(kind, many), device.index or 0)
+def _hopper_kernel(kind: str, heads: int, device: torch.device) -> Kernel:
+    kernel = load("attend_rows", "attend_rows", hopper_defines(kind, heads), device.index or 0)
     kernel.allow_all(clusters=True)
     return kernel
+
+
+def heads_together(heads: int) -> int:
+    """The heads that a pair of thread blocks takes, unless more pairs are at work at once than there are results."""
+    return HEADS_TOGETHER[0] if heads <= HEADS_TOGETHER[0] else HEADS_TOGETHER[1]
 
 
 def blocks_of(form: RowFormat, batch: int, heads: int, wide: bool, capability: tuple[int, int]) -> Blocks:
@@ -275,15 +284,18 @@ def splits_of(programs: int, row_blocks: int, multiprocessors: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def hopper_splits_of(kernel: Kernel, results: int, row_blocks: int) -> int:
-    """Likewise where the splits of a result form a cluster, of which fewer may run at once."""
+def hopper_cut_of(kernel: Kernel, heads: int, batch: int, row_blocks: int) -> Cut:
+    """Likewise where the splits of a result form a cluster, of which fewer may run at once, and pairs take more heads or
+    fewer. `kernel`: one of those, since all need the same of a multiprocessor."""
 
-    def cost(splits: int) -> int:
-        rounds = -(-results // max(1, kernel.clusters_at_once(CLUSTER_PAIR * splits, HOPPER_SHARED_BYTES)))
-        overhead = HOPPER_OVERHEAD_BLOCKS + (HOPPER_CLUSTER_BLOCKS if splits > 1 else 0)
-        return rounds * (-(-row_blocks // splits) + overhead)
+    def cost(cut: Cut) -> int:
+        at_once = kernel.clusters_at_once(CLUSTER_PAIR * cut.splits, HOPPER_SHARED_BYTES)
+        rounds = -(-batch * -(-heads // cut.heads) // max(1, at_once))
+        return rounds * (-(-row_blocks // cut.splits) + HOPPER_OVERHEAD_BLOCKS) * HOPPER_BLOCK_COST[cut.heads]
 
-    return min(range(1, min(row_blocks, CLUSTER_MAX // CLUSTER_PAIR) + 1), key=cost)
+    most = min(row_blocks, CLUSTER_MAX // CLUSTER_PAIR)
+    pairs = [together for together in HEADS_TOGETHER if together <= heads_together(heads)]
+    return min((Cut(together, splits) for together in reversed(pairs) for splits in range(1, most + 1)), key=cost)
 
 
 def _padded(size: int) -> int:

@@ -143,7 +143,7 @@ class Emulated:
 
 
 #: Launch bounds, where the launcher names no number.
-THREADS: Final = {"swap_in": 768, "prompt_index": 640, "prompt_merge": 1024, "attend_rows": 384}
+THREADS: Final = {"swap_in": 768, "prompt_index": 640, "prompt_merge": 1024, "attend_rows": 512}
 
 
 class Device:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import attention as room
+from kernels.cuda.attention import Cut
 from tests.emulated.device import COMPILER, Device
 from tests.support.attention_rig import Case
 
@@ -29,9 +30,11 @@ def case_of(kind: str, **shape: int) -> Case:
     return Case(kind, torch.bfloat16, latent=512, rope=64, **shape)
 
 
-def run(case: Case, splits: int) -> Tensor:
+def run(case: Case, splits: int, together: int = 0) -> Tensor:
+    """In pairs of blocks that take as many heads as there are up to 128, or `together`."""
     case.out.fill_(float("nan"))
-    room._attend_on_hopper(case.state, 1, case.form, case.queries, case.out_rows, case.scaling, case.out, splits)
+    cut = Cut(together or (64 if case.queries.shape[1] <= 64 else 128), splits)
+    room._attend_on_hopper(case.state, 1, case.form, case.queries, case.out_rows, case.scaling, case.out, cut)
     return case.out.clone()
 
 
@@ -53,6 +56,11 @@ def test_attention_is_that_of_the_definition(kind: str, splits: int, shape: dict
     torch.testing.assert_close(run(case, splits).double(), case.expected(1), rtol=BOUND, atol=BOUND)
 
 
+def test_two_pairs_share_the_heads_of_a_row() -> None:
+    case = case_of("fp8", heads=128, k=100, batch=2)
+    torch.testing.assert_close(run(case, 1, together=64).double(), case.expected(1), rtol=BOUND, atol=BOUND)
+
+
 @pytest.mark.parametrize(("heads", "falling"), [(64, False), (128, True), (128, False)])
 def test_levels_move_in_every_block(heads: int, falling: bool) -> None:
     """Entries in the order of one head's scores, which are far apart."""
@@ -60,14 +68,6 @@ def test_levels_move_in_every_block(heads: int, falling: bool) -> None:
     case.queries *= 30
     case.sort_entries(0, 5, falling=falling)
     torch.testing.assert_close(run(case, 1).double(), case.expected(1), rtol=2 * BOUND, atol=2 * BOUND)
-
-
-@pytest.mark.parametrize(("kind", "k"), [("bfloat16", 200), ("fp8", 330)])
-def test_a_pair_of_blocks_goes_from_one_result_to_the_next(device: Device, kind: str, k: int) -> None:
-    """Stages and exchanges are in another phase then: blocks of rows are no multiple of either."""
-    device.at_once = 1
-    case = case_of(kind, heads=128, k=k, batch=3, stored=600)
-    torch.testing.assert_close(run(case, 1).double(), case.expected(1), rtol=BOUND, atol=BOUND)
 
 
 def test_a_result_does_not_show_its_place() -> None:

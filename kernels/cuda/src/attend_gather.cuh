@@ -11,7 +11,7 @@ __device__ __forceinline__ u32 rope_chunk(Shared& s, int stage, int row, int chu
     return shared_address(s.ropes[stage / 2]) + swizzled(row, stage % 2 * 4 + chunk);
 }
 // The thread's number in its group.
-__device__ __forceinline__ int gatherer() { return renewed(static_cast<int>(threadIdx.x % GROUP)); }
+__device__ __forceinline__ int gatherer() { return renewed(static_cast<int>(threadIdx.x) - CONSUMERS); }
 
 #if KEY_BYTES == 2
 // Eight lanes take a chunk of the same row each; a thread takes two rows of a fetch, and that chunk of each of their tiles.
@@ -47,7 +47,7 @@ struct Gatherer {
         look_up(task, I, first + FETCHES * FETCH);
     }
 };
-constexpr int GATHER_REGISTERS = 56, PRODUCT_REGISTERS = 224, FILL_ARRIVALS = GROUP;
+constexpr int GATHER_REGISTERS = 40, PRODUCT_REGISTERS = 216, FILL_ARRIVALS = GATHERERS;
 #else
 // Four lanes take 16 codes of the same row each; a thread takes one row, and those codes of each of its tiles. Codes of two
 // fetches are in registers or under way: those of a fetch are loaded when the one two ahead of it has left them. Entries
@@ -102,16 +102,16 @@ struct Gatherer {
         load(rows, task, I, first + 2 * FETCHES * FETCH);
     }
 };
-constexpr int GATHER_REGISTERS = 88, PRODUCT_REGISTERS = 208, FILL_ARRIVALS = 2 * GROUP;  // rope apart
+constexpr int GATHER_REGISTERS = 48, PRODUCT_REGISTERS = 208, FILL_ARRIVALS = 2 * GATHERERS;  // rope apart
 #endif
 
-__device__ __forceinline__ void gather(const AttendRows& p, const Task& task, const Done& done, Shared& s) {
+__device__ __forceinline__ void gather(const AttendRows& p, const Task& task, Shared& s) {
     Gatherer gatherer(p.rows, task);
     for (int i = 0; i < task.blocks; ++i) {
         const int stage = i % STAGES, first = task.begin + i * BLOCK;
-        await(s.empty[stage], done.of_stage(stage) + i / STAGES + 1);  // for which a new barrier is not waited
+        if (i >= STAGES) await(s.empty[stage], i / STAGES - 1);
         gatherer.fill<0>(p.rows, task, first, stage, s);
-        gatherer.fill<1>(p.rows, task, first + FETCH, stage, s);
+        if constexpr (FETCHES == 2) gatherer.fill<FETCHES - 1>(p.rows, task, first + FETCH, stage, s);
     }
 }
 

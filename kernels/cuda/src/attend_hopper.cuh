@@ -7,15 +7,16 @@ namespace hisparse {
 
 constexpr int LATENT = 512, ROPE = 64, VALUES = LATENT + ROPE;
 constexpr int HALF = LATENT / 2, TILES = HALF / 64;  // latents of a block, and their tiles of 64
-constexpr int BLOCK = 64, FETCH = 32, FETCHES = BLOCK / FETCH;  // rows of a stage, and those that gatherers take at a time
+constexpr int GATHERERS = 256;
+constexpr int BLOCK = 64, FETCH = GATHERERS / 4, FETCHES = BLOCK / FETCH;  // rows of a stage, and those that gatherers take at a time
 constexpr int TILE_BYTES = 64 * 128;                            // 64 heads or rows
-constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, THREADS = CONSUMERS + GROUP;
+constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, THREADS = CONSUMERS + GATHERERS;
 constexpr int HEAD_GROUPS = HEADS / 64;  // 2: each group has 64 heads; 1: every second block of rows
 constexpr int ROW_GROUPS = GROUPS / HEAD_GROUPS;
 constexpr int STAGES = HEADS == 128 ? 3 : 4;
 constexpr int PARTS_MAX = 16;  // of a result: by the row groups of each of its splits
 #ifndef NARROW
-#define NARROW 1
+#define NARROW (KEY_BYTES == 2)
 #endif
 constexpr int SENT_BYTES = GROUP * (NARROW ? 96 : 128);  // a group's scores of a block of rows
 constexpr float SLACK = 8.0f;
@@ -56,35 +57,21 @@ __device__ __forceinline__ void await(u64& barrier, u32 parity) { await_phase(sh
 // Where chunk `chunk` (16 bytes) of row `row` of a tile lies.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// What a block of threads does at a time: one half of the latents for HEADS heads of a batch row, over one span of its entries.
+// What a block of threads does: one half of the latents for HEADS heads of a batch row, over one span of its entries.
 struct Task {
     int half, split, row, first_head;
     const i32* entries;
     int begin, end, blocks;  // entries, and their blocks of rows
 
-    __device__ __forceinline__ Task(const AttendRows& p, int row) : row(row) {
+    __device__ __forceinline__ explicit Task(const AttendRows& p) {
         half = blockIdx.x % 2, split = blockIdx.x / 2 % p.splits;
-        first_head = blockIdx.x / (2 * p.splits) * HEADS;
+        row = blockIdx.y, first_head = blockIdx.x / (2 * p.splits) * HEADS;
         entries = p.entries + static_cast<i64>(row) * p.k;
         begin = split * p.span, end = min(begin + p.span, p.k);
         blocks = end > begin ? (end - begin + BLOCK - 1) / BLOCK : 0;
     }
     __device__ __forceinline__ int peer() const { return (split * 2 + half) ^ 1; }
     __device__ __forceinline__ i32 place(int entry) const { return entry < end ? __ldg(entries + entry) : -1; }
-};
-
-// What a block of threads has done of rows before: bit i, whether stage i was filled an odd number of times; then, whether
-// there was an odd number of blocks.
-struct Done {
-    u32 odd = 0;
-
-    __device__ __forceinline__ u32 of_stage(int stage) const { return odd >> stage; }
-    __device__ __forceinline__ u32 of_turns() const { return odd >> STAGES; }
-    __device__ __forceinline__ void add(int blocks) {
-#pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage) odd ^= ((blocks + STAGES - 1 - stage) / STAGES & 1) << stage;
-        odd ^= (blocks & 1) << STAGES;
-    }
 };
 
 }  // namespace hisparse

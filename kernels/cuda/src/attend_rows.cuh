@@ -81,14 +81,13 @@ template <int W> struct Turns {
     static constexpr int HEAD_GROUP = HEAD_GROUPS == 2 ? W : 0;
     const AttendRows& p;
     const Task& task;
-    const Done& done;
     Shared& s;
     int turns;
 
     template <int N> static constexpr int STAGE = FIRST + N % ROUND * ROW_GROUPS;  // of turn N
 
     template <int N> __device__ __forceinline__ void issue_scores(Attention& a, int n) const {
-        await(s.full[STAGE<N>], done.of_stage(STAGE<N>) + n / ROUND);
+        await(s.full[STAGE<N>], n / ROUND);
         publish_shared();
         __syncwarp();
         const u32 queries = operand(s.queries[HEAD_GROUP]), rows = operand(s.rows[STAGE<N>]);
@@ -111,7 +110,9 @@ template <int W> struct Turns {
         open_products();
 #pragma unroll
         for (int step = 0; step < BLOCK / 16; ++step)
-            multiply_latents(a.sums, a.shares + 4 * step, describe(rows, step * 2048, TILE_BYTES));
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                multiply_latents(a.sums + 64 * half, a.shares + 4 * step, describe(rows, step * 2048 + half * (2 * TILE_BYTES), TILE_BYTES));
         commit_products();
     }
     // This warp has read a stage.
@@ -126,7 +127,7 @@ template <int W> struct Turns {
     // This block's half of the scores of turn n, which are there, to the other block.
     __device__ __forceinline__ void send(Attention& a, int n) const {
         const int thread = threadIdx.x % GROUP;
-        await(s.taken[W], done.of_turns() + n + 1);  // for which a new barrier is not waited
+        if (n > 0) await(s.taken[W], n - 1);
         if (thread == 0) arrive_expecting(shared_address(&s.sent[W]), SENT_BYTES);
         const u32 there = peer_address(shared_address(s.scores[W]) + 16 * thread, task.peer());
         const u32 sent_there = peer_address(shared_address(&s.sent[W]), task.peer());
@@ -151,7 +152,7 @@ template <int W> struct Turns {
     }
     // Add the other block's.
     __device__ __forceinline__ void receive(Attention& a, int n) const {
-        await(s.sent[W], done.of_turns() + n);
+        await(s.sent[W], n);
         const uint4* const from = reinterpret_cast<const uint4*>(s.scores[W]) + threadIdx.x % GROUP;
 #if NARROW
         u32 words[24];
@@ -244,7 +245,6 @@ template <int W> struct Turns {
 
 __device__ __forceinline__ void load_queries(const AttendRows& p, const Task& task, Shared& s) {
     constexpr int CHUNKS = 8 * TILES, ALL = CHUNKS + 4;
-    sync_named(1, CONSUMERS);  // what was here before has been read
     const u8* const from = static_cast<const u8*>(p.queries) + static_cast<i64>(task.row) * p.heads * (2 * VALUES);
     for (int i = threadIdx.x; i < HEADS * ALL; i += CONSUMERS) {
         const int place = i / ALL, chunk = i % ALL, head = task.first_head + place;
@@ -357,15 +357,14 @@ __device__ __forceinline__ void add_parts(const AttendRows& p, const Task& task,
     }
 }
 
-template <int W>
-__device__ __forceinline__ void attend(const AttendRows& p, const Task& task, const Done& done, Shared& s) {
+template <int W> __device__ __forceinline__ void attend(const AttendRows& p, const Task& task, Shared& s) {
     Attention a;
 #pragma unroll
     for (int i = 0; i < 128; ++i) a.sums[i] = 0;
     a.level[0] = a.level[1] = none();
     a.weight[0] = a.weight[1] = 0;
     const int first = ROW_GROUPS == 2 ? W : 0;
-    Turns<W>{p, task, done, s, (task.blocks - first + ROW_GROUPS - 1) / ROW_GROUPS}.run(a);
+    Turns<W>{p, task, s, (task.blocks - first + ROW_GROUPS - 1) / ROW_GROUPS}.run(a);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         a.weight[half] += __shfl_xor_sync(0xFFFFFFFF, a.weight[half], 1);
@@ -379,12 +378,13 @@ __device__ __forceinline__ void attend(const AttendRows& p, const Task& task, co
 
 }  // namespace hisparse
 
-// grid (blocks of heads x splits x 2, batch or fewer), all blocks of a result in a cluster; parts of results: batch
+// grid (blocks of heads x splits x 2, batch), all blocks of a result in a cluster
 extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
     attend_rows(const __grid_constant__ hisparse::AttendRows p) {
     using namespace hisparse;
     extern __shared__ __align__(1024) u8 dynamic[];
     Shared& s = *reinterpret_cast<Shared*>(dynamic);
+    const Task task(p);
     let_next_begin();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
@@ -401,31 +401,22 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
     __syncthreads();
     cluster_arrive();
     await_last();
-    Done done;
     if (threadIdx.x >= CONSUMERS) {
         give_registers<GATHER_REGISTERS>();
-        for (int row = blockIdx.y; row < p.batch; row += gridDim.y) {
-            const Task task(p, row);
-            gather(p, task, done, s);
-            done.add(task.blocks);
-        }
+        gather(p, task, s);
         cluster_wait();
     } else {
         take_registers<PRODUCT_REGISTERS>();
+        load_queries(p, task, s);
         cluster_wait();  // the other block's barriers are open
-        for (int row = blockIdx.y; row < p.batch; row += gridDim.y) {
-            const Task task(p, row);
-            load_queries(p, task, s);
-            if (threadIdx.x < GROUP)
-                attend<0>(p, task, done, s);
-            else
-                attend<1>(p, task, done, s);
-            done.add(task.blocks);
-        }
+        if (threadIdx.x < GROUP)
+            attend<0>(p, task, s);
+        else
+            attend<1>(p, task, s);
     }
     if (ROW_GROUPS == 2 || p.splits > 1) {
         sync_cluster();
-        if (threadIdx.x < CONSUMERS) add_parts(p, Task(p, blockIdx.y), s);
+        if (threadIdx.x < CONSUMERS) add_parts(p, task, s);
     }
     leave_cluster();  // a block ends only when its peers have read its parts, and arrived at its barriers
 }

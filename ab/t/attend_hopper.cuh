@@ -15,7 +15,7 @@ constexpr int ROW_GROUPS = GROUPS / HEAD_GROUPS;
 constexpr int STAGES = HEADS == 128 ? 3 : 4;
 constexpr int PARTS_MAX = 16;  // of a result: by the row groups of each of its splits
 #ifndef NARROW
-#define NARROW 1
+#define NARROW (KEY_BYTES == 2)
 #endif
 constexpr int SENT_BYTES = GROUP * (NARROW ? 96 : 128);  // a group's scores of a block of rows
 constexpr float SLACK = 8.0f;
