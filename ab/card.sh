@@ -2,7 +2,7 @@
 # Third call: eight gathering warps (S), four (T), the form before (B); pairs of 64 heads for 128 (H).
 export HISPARSE_KERNEL_CACHE=$PWD/ab/cache PYTHONPATH="${PYTHONPATH:-$PWD}"
 T0=$(date +%s); at() { echo "== $1 at $(( $(date +%s) - T0 ))s"; }
-S=kernels/cuda/src; T=ab/t; B=ab/base; H=$S:TOGETHER=64; W=$S:NARROW=1
+S=ab/s; T=ab/t; B=ab/base; H=$S:TOGETHER=64; W=$S:NARROW=1
 python3 ab/compile.py $S > /tmp/c1 2>&1 & python3 ab/compile.py $T > /tmp/c2 2>&1 & KB=1 python3 ab/compile.py $W > /tmp/c4 2>&1 &
 python3 ab/compile.py $B > /tmp/c3 2>&1 & wait; cat /tmp/c1 /tmp/c2 /tmp/c3 /tmp/c4 | cut -c1-200 | head -20; at compiled
 timeout 16 python3 ab/bench.py --check $S 2>&1 | tail -n 2 | cut -c1-500; at checked

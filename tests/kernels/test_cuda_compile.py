@@ -18,7 +18,7 @@ import torch
 
 from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, prompt_index, quantize, structures
-from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
+from kernels.cuda.attention import HEADS_TOGETHER, HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.block_plans import LinearPlan, forms
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
@@ -160,7 +160,7 @@ def section(elf: bytes, name: str) -> bytes:
     raise AssertionError(name)
 
 
-ATTENTION: Final = [hopper_defines(kind, many) for kind in ("bfloat16", "fp8") for many in (False, True)]
+ATTENTION: Final = [hopper_defines(kind, heads) for kind in ("bfloat16", "fp8") for heads in HEADS_TOGETHER]
 attention_variants = pytest.mark.parametrize(
     "defines", ATTENTION, ids=lambda defines: "-".join(str(it[1]) for it in defines[:2])
 )
@@ -185,7 +185,7 @@ def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
     each turn of a round, sums twice in each, with scores and in the last turn."""
     products = [it for it in code_of_attention(defines) if it.multiplies]
     turns = 3 if dict(defines)["HEADS"] == 128 else 2
-    groups = 2 * (1 + turns) * [18] + 2 * 2 * turns * [4]
+    groups = 2 * (1 + turns) * [18] + 2 * 2 * turns * [8]
     assert len(products) == sum(groups)
     assert sum(it.closes_group for it in products) == len(groups)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import attend_rows
-from kernels.cuda.attention import HOPPER_BLOCKS, blocks_of, hopper_splits_of, splits_of
+from kernels.cuda.attention import HOPPER_BLOCKS, Cut, blocks_of, hopper_cut_of, splits_of
 from kernels.cuda.triton_units import triton_unit
 from kernels.index_topk import index_topk
 from kernels.layout import Geometry
@@ -200,10 +200,13 @@ class FakeKernel:
 
 
 def test_split_choices_match_the_fastest_on_an_h200() -> None:
-    """Up to 128 heads over 2,048 entries."""
+    """128 and 64 heads over 2,048 entries."""
     kernel: Any = FakeKernel()
-    splits = [hopper_splits_of(kernel, batch, 32) for batch in (8, 16, 20, 32, 64, 108)]
-    assert splits == [4, 3, 2, 3, 1, 1]
+    batches = (8, 16, 20, 32, 64, 108)
+    many = [hopper_cut_of(kernel, 128, batch, 32) for batch in batches]
+    assert many == [Cut(128, 4), Cut(128, 3), Cut(128, 2), Cut(64, 1), Cut(128, 1), Cut(128, 1)]
+    few = [hopper_cut_of(kernel, 64, batch, 32) for batch in batches]
+    assert few == [Cut(64, 4), Cut(64, 3), Cut(64, 2), Cut(64, 3), Cut(64, 1), Cut(64, 1)]
 
 
 # ---------------------------------------------------------------- selection
