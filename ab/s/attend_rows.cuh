@@ -42,17 +42,31 @@ struct Attention {
     u32 shares[16];    // four for each 16 rows, as wgmma wants an operand
 };
 
-// The upper 24 bits of four floats in three words, and back.
-__device__ __forceinline__ void narrow(u32* words, const float* from) {
-    const u32 a = __float_as_uint(from[0]), b = __float_as_uint(from[1]);
-    const u32 c = __float_as_uint(from[2]), d = __float_as_uint(from[3]);
-    words[0] = __byte_perm(a, b, 0x5321), words[1] = __byte_perm(b, c, 0x6532), words[2] = __byte_perm(c, d, 0x7653);
+// Sixteen scores as they are sent: whole, or the upper 24 bits of four in three words.
+__device__ __forceinline__ void pack(u32 (&words)[16], const float* scores) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+        const u32 a = __float_as_uint(scores[i]), b = __float_as_uint(scores[i + 1]);
+        const u32 c = __float_as_uint(scores[i + 2]), d = __float_as_uint(scores[i + 3]);
+        u32* const to = words + (NARROW ? i / 4 * 3 : i);
+        if (NARROW)
+            to[0] = __byte_perm(a, b, 0x5321), to[1] = __byte_perm(b, c, 0x6532), to[2] = __byte_perm(c, d, 0x7653);
+        else
+            to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+    }
 }
-__device__ __forceinline__ void widen(float* to, const u32* words) {
-    to[0] = __uint_as_float(words[0] << 8);
-    to[1] = __uint_as_float(__byte_perm(words[0], words[1], 0x5430) & 0xFFFFFF00);
-    to[2] = __uint_as_float(__byte_perm(words[1], words[2], 0x4320) & 0xFFFFFF00);
-    to[3] = __uint_as_float(words[2] & 0xFFFFFF00);
+// (scores + others) * scale, of scores as precise as others': both blocks of a pair add the same.
+__device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16], float scale) {
+    constexpr u32 SENT = NARROW ? 0xFFFFFF00 : 0xFFFFFFFF;
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+        const u32* const from = words + (NARROW ? i / 4 * 3 : i);
+        const u32 others[4] = {NARROW ? from[0] << 8 : from[0], NARROW ? __byte_perm(from[0], from[1], 0x5430) : from[1],
+                               NARROW ? __byte_perm(from[1], from[2], 0x4320) : from[2], NARROW ? from[2] : from[3]};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            scores[i + j] = (__uint_as_float(__float_as_uint(scores[i + j]) & SENT) + __uint_as_float(others[j] & SENT)) * scale;
+    }
 }
 
 // To the highest scores of the block of rows; `highest`: of this thread's.
@@ -70,9 +84,6 @@ __device__ __forceinline__ void raise_levels(Attention& a, const float (&highest
 #pragma unroll
     for (int i = 0; i < 128; ++i) a.sums[i] *= fade[i / 2 % 2];
 }
-
-// Bit i: entry i of a block of rows is held.
-struct Held { u32 low, high; };
 
 // The blocks of rows of group W. Group and stage are compile-time constants: descriptors are then constants too, instead of a
 // few instructions and a wait ahead of each product.
@@ -119,10 +130,10 @@ template <int W> struct Turns {
     template <int N> __device__ __forceinline__ void leave() const {
         if (threadIdx.x % 32 == 0) arrive(s.empty[STAGE<N>]);
     }
-    __device__ __forceinline__ Held held_entries(int n) const {
+    // Two entries of turn n's block of rows, those of this lane.
+    __device__ __forceinline__ int2 look_up(int n) const {
         const int first = task.begin + (FIRST + n * ROW_GROUPS) * BLOCK + threadIdx.x % 32;
-        const i32 low = task.place(first), high = task.place(first + 32);
-        return {__ballot_sync(0xFFFFFFFF, low >= 0), __ballot_sync(0xFFFFFFFF, high >= 0)};
+        return make_int2(task.place(first), task.place(first + 32));
     }
     // This block's half of the scores of turn n, which are there, to the other block.
     __device__ __forceinline__ void send(Attention& a, int n) const {
@@ -131,67 +142,42 @@ template <int W> struct Turns {
         if (thread == 0) arrive_expecting(shared_address(&s.sent[W]), SENT_BYTES);
         const u32 there = peer_address(shared_address(s.scores[W]) + 16 * thread, task.peer());
         const u32 sent_there = peer_address(shared_address(&s.sent[W]), task.peer());
-#if NARROW
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             take_scores(a.scores + 16 * half);
-            u32 words[12];
+            u32 words[16];
+            pack(words, a.scores + 16 * half);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) narrow(words + 3 * i, a.scores + 16 * half + 4 * i);
-#pragma unroll
-            for (int i = 0; i < 3; ++i)
-                send_there(there + (3 * half + i) * (16 * GROUP), __uint_as_float(words[4 * i]), __uint_as_float(words[4 * i + 1]),
-                           __uint_as_float(words[4 * i + 2]), __uint_as_float(words[4 * i + 3]), sent_there);
+            for (int i = 0; i < SENT_WORDS / 8; ++i)
+                send_there(there + (SENT_WORDS / 8 * half + i) * (16 * GROUP), words + 4 * i, sent_there);
         }
-#else
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            send_there(there + i * (16 * GROUP), a.scores[4 * i], a.scores[4 * i + 1], a.scores[4 * i + 2],
-                       a.scores[4 * i + 3], sent_there);
-#endif
     }
     // Add the other block's.
     __device__ __forceinline__ void receive(Attention& a, int n) const {
         await(s.sent[W], n);
         const uint4* const from = reinterpret_cast<const uint4*>(s.scores[W]) + threadIdx.x % GROUP;
-#if NARROW
-        u32 words[24];
 #pragma unroll
-        for (int i = 0; i < 6; ++i) {
-            const uint4 v = from[i * GROUP];
-            words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
-        }
+        for (int half = 0; half < 2; ++half) {
+            u32 words[16];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float others[4];
-            widen(others, words + 3 * i);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float own = __uint_as_float(__float_as_uint(a.scores[4 * i + j]) & 0xFFFFFF00);
-                a.scores[4 * i + j] = (own + others[j]) * p.scale;
+            for (int i = 0; i < SENT_WORDS / 8; ++i) {
+                const uint4 v = from[(SENT_WORDS / 8 * half + i) * GROUP];
+                words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
             }
+            add_packed(a.scores + 16 * half, words, p.scale);
         }
-#else
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint4 v = from[i * GROUP];
-            a.scores[4 * i] = (a.scores[4 * i] + __uint_as_float(v.x)) * p.scale;
-            a.scores[4 * i + 1] = (a.scores[4 * i + 1] + __uint_as_float(v.y)) * p.scale;
-            a.scores[4 * i + 2] = (a.scores[4 * i + 2] + __uint_as_float(v.z)) * p.scale;
-            a.scores[4 * i + 3] = (a.scores[4 * i + 3] + __uint_as_float(v.w)) * p.scale;
-        }
-#endif
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive_there(peer_address(shared_address(&s.taken[W]), task.peer()));
     }
     // Shares from scores; sums of blocks before are there.
-    __device__ __forceinline__ void share_out(Attention& a, const Held& held) const {
-        if (~(held.low & held.high)) {
+    __device__ __forceinline__ void share_out(Attention& a, const int2& entries) const {
+        const u32 low = __ballot_sync(0xFFFFFFFF, entries.x >= 0), high = __ballot_sync(0xFFFFFFFF, entries.y >= 0);
+        if (~(low & high)) {
             const int t = threadIdx.x % 4;
-            const u32 mine[2] = {held.low >> 2 * t, held.high >> 2 * t};
+            const u32 held[2] = {low >> 2 * t, high >> 2 * t};
 #pragma unroll
             for (int i = 0; i < 32; ++i)
-                if (!(mine[i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1)) a.scores[i] = none();
+                if (!(held[i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1)) a.scores[i] = none();
         }
         float highest[2] = {none(), none()};
 #pragma unroll
@@ -212,13 +198,13 @@ template <int W> struct Turns {
         }
     }
     // Turn n, whose half scores are sent, and scores of the next.
-    template <int N> __device__ __forceinline__ void turn(Attention& a, int n, Held& held) const {
+    template <int N> __device__ __forceinline__ void turn(Attention& a, int n) const {
+        const int2 entries = look_up(n);
         receive(a, n);
-        share_out(a, held);
+        share_out(a, entries);
         if (n + 1 < turns) {  // each way with products of its own, or ptxas waits for every one
             issue_scores<N + 1>(a, n + 1);
             issue_sums<N>(a);
-            held = held_entries(n + 1);
             await_products<1>();
             send(a, n + 1);
             await_products<0>();
@@ -232,13 +218,12 @@ template <int W> struct Turns {
     __device__ __forceinline__ void run(Attention& a) const {
         if (turns == 0) return;
         issue_scores<0>(a, 0);
-        Held held = held_entries(0);
         await_products<0>();
         send(a, 0);
         for (int n = 0; n < turns; n += ROUND) {
-            turn<0>(a, n, held);
-            if (n + 1 < turns) turn<1>(a, n + 1, held);
-            if (ROUND == 3 && n + 2 < turns) turn<ROUND - 1>(a, n + 2, held);
+            turn<0>(a, n);
+            if (n + 1 < turns) turn<1>(a, n + 1);
+            if (ROUND == 3 && n + 2 < turns) turn<ROUND - 1>(a, n + 2);
         }
     }
 };
@@ -268,7 +253,7 @@ __device__ __forceinline__ u8* result_of(const AttendRows& p, const Task& task, 
 
 // Whole results of a group, by way of its queries' place: lines of 512 bytes, chunks swizzled by head.
 template <int W> __device__ __forceinline__ void write_result(const AttendRows& p, const Task& task, const Attention& a, Shared& s) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x % GROUP / 32;
+    const int thread = renewed(threadIdx.x % GROUP), lane = thread % 32, g = lane / 4, t = lane % 4, warp = thread / 32;
     u8* const lines = s.queries[HEAD_GROUPS == 2 ? W : 0] + warp * (16 * 2 * HALF);
     any_named(2 + W, GROUP, false);  // all warps of the group have read its queries
 #pragma unroll
@@ -288,7 +273,7 @@ template <int W> __device__ __forceinline__ void write_result(const AttendRows& 
 }
 
 template <int W> __device__ __forceinline__ void write_part(const Attention& a, Shared& s) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x % GROUP / 32;
+    const int thread = renewed(threadIdx.x % GROUP), lane = thread % 32, g = lane / 4, t = lane % 4, warp = thread / 32;
     Account& account = account_of(s);
     arrive(s.met);
     await(s.met, 0);  // rows and queries have been read
@@ -388,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
     let_next_begin();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            set_up(s.full[i], FETCHES * FILL_ARRIVALS);
+            set_up(s.full[i], FILL_ARRIVALS);
             set_up(s.empty[i], 4 * HEAD_GROUPS);
         }
         for (int i = 0; i < GROUPS; ++i) {

@@ -53,12 +53,11 @@ inline void arrive_there(u32 barrier_there) {
     --of.missing;
     turn_if_over(of);
 }
-inline void send_there(u32 there, float a, float b, float c, float d, u32 barrier_there) {
-    const float4 v = {a, b, c, d};
+inline void send_there(u32 there, const u32* words, u32 barrier_there) {
     emulated::may_be_overtaken();
-    std::memcpy(at_peer_address(there), &v, sizeof v);
+    std::memcpy(at_peer_address(there), words, 16);
     Phases& of = *reinterpret_cast<Phases*>(at_peer_address(barrier_there));
-    of.bytes -= sizeof v;
+    of.bytes -= 16;
     turn_if_over(of);
 }
 

@@ -75,6 +75,9 @@ def test_a_result_does_not_show_its_place() -> None:
     together = run(case, 1)
     for row in range(3):
         alone = case_of("fp8", heads=64, k=200, batch=3, stored=600)
-        alone.queries, alone.out_rows = case.queries[row : row + 1].contiguous(), case.out_rows[row : row + 1].contiguous()
+        alone.queries, alone.out_rows = (
+            case.queries[row : row + 1].contiguous(),
+            case.out_rows[row : row + 1].contiguous(),
+        )
         alone.out = torch.empty_like(together[:1])
         assert torch.equal(run(alone, 1)[0], together[row])

@@ -7,18 +7,14 @@ namespace hisparse {
 
 constexpr int LATENT = 512, ROPE = 64, VALUES = LATENT + ROPE;
 constexpr int HALF = LATENT / 2, TILES = HALF / 64;  // latents of a block, and their tiles of 64
-constexpr int GATHERERS = 256;
-constexpr int BLOCK = 64, FETCH = GATHERERS / 4, FETCHES = BLOCK / FETCH;  // rows of a stage, and those that gatherers take at a time
-constexpr int TILE_BYTES = 64 * 128;                            // 64 heads or rows
-constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, THREADS = CONSUMERS + GATHERERS;
+constexpr int BLOCK = 64, TILE_BYTES = 64 * 128;       // rows of a stage; a tile of 64 heads or rows
+constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, GATHERERS = 256, THREADS = CONSUMERS + GATHERERS;
 constexpr int HEAD_GROUPS = HEADS / 64;  // 2: each group has 64 heads; 1: every second block of rows
 constexpr int ROW_GROUPS = GROUPS / HEAD_GROUPS;
 constexpr int STAGES = HEADS == 128 ? 3 : 4;
 constexpr int PARTS_MAX = 16;  // of a result: by the row groups of each of its splits
-#ifndef NARROW
-#define NARROW (KEY_BYTES == 2)
-#endif
-constexpr int SENT_BYTES = GROUP * (NARROW ? 96 : 128);  // a group's scores of a block of rows
+constexpr bool NARROW = KEY_BYTES == 2;  // 24 bits of a score are sent; fp8 rows leave no registers for that
+constexpr int SENT_WORDS = NARROW ? 24 : 32, SENT_BYTES = GROUP * 4 * SENT_WORDS;  // a thread's scores, and a group's
 constexpr float SLACK = 8.0f;
 constexpr int ROW_BYTES = KEY_BYTES == 1 ? LATENT + 16 + 2 * ROPE : 2 * VALUES;
 static_assert(HEADS == 64 || HEADS == 128, "one group's products are of 64 heads");

@@ -64,9 +64,9 @@ __device__ __forceinline__ void arrive_there(u32 barrier_there) {
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_there) : "memory");
 }
 // 16 bytes to another block, whose barrier counts them.
-__device__ __forceinline__ void send_there(u32 there, float a, float b, float c, float d, u32 barrier_there) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
-                 "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier_there)
+__device__ __forceinline__ void send_there(u32 there, const u32* words, u32 barrier_there) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(barrier_there)
                  : "memory");
 }
 
@@ -103,7 +103,8 @@ __device__ __forceinline__ void multiply_keys(float (&c)[32], u32 a, u32 b, int 
         : SIXTEEN(c, 0), SIXTEEN(c, 16)
         : "r"(a), "r"(b), "r"(more));
 }
-// sums (64 heads x 256 latents) += shares * latents of 16 rows. Shares must stay in their registers until the products are
+// sums (64 heads x 128 latents) += shares * latents of 16 rows; a product of 256 columns would not leave registers for eight
+// gathering warps. Shares must stay in their registers until the products are
 // awaited, which nothing but hold_shares says to the compiler.
 __device__ __forceinline__ void multiply_latents(float* c, const u32* a, u32 b) {
     asm volatile(
