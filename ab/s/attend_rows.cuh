@@ -133,7 +133,7 @@ template <int W> struct Turns {
     // Two entries of turn n's block of rows, those of this lane.
     __device__ __forceinline__ int2 look_up(int n) const {
         const int first = task.begin + (FIRST + n * ROW_GROUPS) * BLOCK + threadIdx.x % 32;
-        return make_int2(task.place(first), task.place(first + 32));
+        return {task.place(first), task.place(first + 32)};
     }
     // This block's half of the scores of turn n, which are there, to the other block.
     __device__ __forceinline__ void send(Attention& a, int n) const {

@@ -1,7 +1,7 @@
 """attend_rows on CUDA: the contract of kernels/attention.py on the current stream.
 
-On Hopper, for 512 latents and 64 rope values, one kernel: attend_rows.cuh, whose splits form a cluster of thread blocks
-and are added up in their shared memory. For everything else, and for few requests, attention_triton.py, two kernels or,
+On Hopper, for 512 latents and 64 rope values, one kernel: attend_rows.cuh, by pairs of thread blocks. Splits of a result
+are in one cluster, and are added up in its shared memory. For everything else, and for few requests, attention_triton.py, two kernels or,
 unsplit, one: `attend` and `combine`, which adds up the splits.
 
 Triton comes with torch's CUDA wheels and compiles at first use of a kind of shape, which `prepare_attention` makes
@@ -52,7 +52,7 @@ HOPPER_SHARED_BYTES: Final = 221_288
 CLUSTER_MAX, CLUSTER_PAIR = 16, 2
 HEADS_TOGETHER: Final = (64, 128)  # of a pair
 #: What a pair costs there, in blocks of rows; and what a block of rows costs, by heads of a pair.
-HOPPER_OVERHEAD_BLOCKS: Final = 7
+HOPPER_OVERHEAD_BLOCKS: Final = 4
 HOPPER_BLOCK_COST: Final = {64: 4, 128: 5}
 #: Blocks of heads, over all batch rows, from which on attend_rows.cuh was measured to be the faster one.
 HOPPER_PROGRAMS_LEAST: Final = 8
@@ -74,7 +74,7 @@ HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=3)
 
 @dataclass(frozen=True)
 class Cut:
-    """How attend_rows.cuh divides its work: heads that a pair of thread blocks takes, 64 or 128, and splits of a result."""
+    """How attend_rows.cuh divides its work: heads of a pair of thread blocks, 64 or 128, and splits of a result."""
 
     heads: int
     splits: int
@@ -285,8 +285,8 @@ def splits_of(programs: int, row_blocks: int, multiprocessors: int) -> int:
 
 @lru_cache(maxsize=1024)
 def hopper_cut_of(kernel: Kernel, heads: int, batch: int, row_blocks: int) -> Cut:
-    """Likewise where the splits of a result form a cluster, of which fewer may run at once, and pairs take more heads or
-    fewer. `kernel`: one of those, since all need the same of a multiprocessor."""
+    """Likewise where the splits of a result form a cluster, of which fewer may run at once, and pairs take 64 heads or
+    128. `kernel` is any of those kernels, since all need the same of a multiprocessor."""
 
     def cost(cut: Cut) -> int:
         at_once = kernel.clusters_at_once(CLUSTER_PAIR * cut.splits, HOPPER_SHARED_BYTES)

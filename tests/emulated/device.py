@@ -5,7 +5,8 @@
         begin_step(state, ...)
 
 The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Of kernels on tensor
-cores prompt_index and attend_rows are emulated; of the decode steps' indexer the selection is, and Triton kernels are not.
+cores prompt_index and attend_rows are emulated; of the decode steps' indexer the selection is, and Triton kernels are
+not.
 """
 
 from __future__ import annotations
