@@ -1,8 +1,8 @@
 """attend_rows on CUDA: the contract of kernels/attention.py on the current stream.
 
-On Hopper, for 512 latents and 64 rope values, one kernel: attend_rows.cuh, by pairs of thread blocks. Splits of a result
-are in one cluster, and are added up in its shared memory. For everything else, and for few requests, attention_triton.py, two kernels or,
-unsplit, one: `attend` and `combine`, which adds up the splits.
+On Hopper, for 512 latents and 64 rope values, one kernel: attend_rows.cuh, by pairs of thread blocks. A result's splits
+are in one cluster, and are added up in its shared memory. For everything else, and for few requests,
+attention_triton.py, two kernels or, unsplit, one: `attend` and `combine`, which adds up the splits.
 
 Triton comes with torch's CUDA wheels and compiles at first use of a kind of shape, which `prepare_attention` makes
 happen at worker start. Products of bfloat16 queries with bfloat16 or fp8 rows run on tensor cores in bfloat16 with
