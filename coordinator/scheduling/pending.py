@@ -43,7 +43,6 @@ _MEMORY: Final = tuple(
         PendingKind.HOST_PAGES,
         PendingKind.HOT_CHUNKS,
         PendingKind.INDEX_PAGES,
-        PendingKind.SLAB_PAGES,
     )
 )
 

@@ -69,7 +69,7 @@ def check_length(prompt_tokens: int, max_tokens: int, model: ModelInfo) -> None:
     if total > model.context_max_tokens:
         raise BadInput(
             f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} make {total}, "
-            f"the context of {model.name} holds {model.context_max_tokens}",
+            f"the context of {model.name} holds {model.context_max_tokens} (the model's, or worker.context_max_tokens)",
             field="prompt",
             value=f"{prompt_tokens} tokens",
             remedy="shorten the prompt or lower max_tokens",
@@ -77,7 +77,7 @@ def check_length(prompt_tokens: int, max_tokens: int, model: ModelInfo) -> None:
 
 
 def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str = AUTO) -> None:
-    """Raise CapacityError, with the arithmetic of the worker that lacks least, when no worker could run it alone, or
+    """Raise CapacityError, with what the worker that lacks least lacks first, when no worker could run it alone, or
     (directly) no two of them together. Raise Unavailable when there are no workers for the `prefill_mode` that it was
     asked to come."""
     alone = None if prefill_mode == DIRECT else _misfit_alone(length, capacities)
@@ -95,7 +95,7 @@ def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]],
             remedy="ask for another prefill mode, or retry when workers of these roles are there",
         )
     raise CapacityError(
-        "; ".join(sorted(known, key=len)[0]),
+        min(known, key=len)[0],
         field="prompt",
         value=f"{length.prompt} tokens, max_tokens {length.max}",
         remedy="shorten it, or give workers more memory",
