@@ -5,8 +5,8 @@ that take fewer chunks than resident, and resident last, which takes one chunk f
 has only resident: a managed buffer would take more chunks than all of its rows. At its longest, a request needs at
 least the smaller of the smallest class and its whole context. It fits an empty worker exactly if that fits (`misfit`).
 
-Index pages are granted with host pages, one for one. What a prompt takes while it is computed is the worker's business:
-only that its passes have memory for it is asked here.
+Index pages are granted with host pages, one for one. Memory of prompt passes is the worker's to give; a request asks
+only that a pass has room for its prompt.
 Grants end at prompt + max_tokens + overshoot. The overshoot is the tokens that a step already launched may write after
 the end is seen.
 """
@@ -143,9 +143,17 @@ def least_chunks(length: Length, capacity: WorkerCapacity) -> int:
     return smallest_chunks(page_limit(length, capacity), capacity.hot_size_classes)
 
 
-def misfit(length: Length, capacity: WorkerCapacity, worker: str, part: str = BOTH) -> tuple[str, ...]:
-    """Reasons why an otherwise empty worker could not do `part` of a request: need, capacity and the setting to raise.
-    Empty: it could."""
+class Misfit(NamedTuple):
+    """A kind of memory of which a request needs more than an empty worker has; `setting` gives the worker more."""
+
+    text: str
+    setting: str
+
+
+def misfit(length: Length, capacity: WorkerCapacity, worker: str, part: str = BOTH) -> tuple[Misfit, ...]:
+    """Reasons, with the arithmetic, why an otherwise empty worker could not do `part` of a request; empty: it could.
+    Host pages come before index pages where these are no more, since a worker has no more index pages than host pages.
+    """
     pages = page_limit(length, capacity)
     chunks = least_chunks(length, capacity) if part != PREFILL else 0
     prompt = length.prompt if part != DECODE else 0
@@ -157,8 +165,8 @@ def misfit(length: Length, capacity: WorkerCapacity, worker: str, part: str = BO
         (1, "seats", capacity.seats, "seats"),
     )
     return tuple(
-        f"needs {needed} {kind}, {worker} has {there} (worker.{setting})"
-        for needed, kind, there, setting in rows
+        Misfit(f"needs {needed} {kind}, {worker} has {there}", f"worker.{setting}")
+        for needed, kind, there, setting in (rows if capacity.index_pages < capacity.host_pages else rows[1:])
         if needed > there
     )
 

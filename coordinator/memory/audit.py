@@ -14,7 +14,7 @@ its journal entry is written and while its Request sends it: so what was absent 
     unreleased     it holds nothing of a placement       its memory is still given      Released in its name
     orphan         (nothing: off every worker)           kept pages no request awaits   Release
     host_pages     other pages, or another number        its page list                  nothing: who is right?
-    index_pages, hot_chunks, seats     likewise          likewise                       nothing
+    index_pages, hot_chunks, seats                       likewise                       nothing
     accounts       (nothing)                             does not add up (I1)           nothing
 
 A repair is made where only one side still has anything to lose. Cost: a worker with 625 requests of 63 pages takes

@@ -22,7 +22,7 @@ from protocol.messages import (
     Submit,
     WorkerCapacity,
 )
-from protocol.sizing import Length, misfit
+from protocol.sizing import Length, Misfit, misfit
 
 
 def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
@@ -94,17 +94,18 @@ def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]],
             value=prefill_mode,
             remedy="ask for another prefill mode, or retry when workers of these roles are there",
         )
+    first = min(known, key=len)[0]
     raise CapacityError(
-        min(known, key=len)[0],
+        first.text,
         field="prompt",
         value=f"{length.prompt} tokens, max_tokens {length.max}",
-        remedy="shorten it, or give workers more memory",
+        remedy=f"shorten it, or change {first.setting}",
     )
 
 
-def _misfit_alone(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]]) -> tuple[str, ...] | None:
+def _misfit_alone(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]]) -> tuple[Misfit, ...] | None:
     """Why no worker could prefill and decode it, at best; None: there is none for that."""
-    found: list[tuple[str, ...]] = []
+    found: list[tuple[Misfit, ...]] = []
     for worker, it in capacities:
         if it.role == BOTH:
             found.append(misfit(length, it, worker))
@@ -117,16 +118,17 @@ def _share(one: WorkerCapacity, other: WorkerCapacity) -> bool:
     return (one.pool_path, one.pool_id) == (other.pool_path, other.pool_id)
 
 
-def _mismatch(first: str, one: WorkerCapacity, second: str, other: WorkerCapacity) -> tuple[str, ...]:
+def _mismatch(first: str, one: WorkerCapacity, second: str, other: WorkerCapacity) -> tuple[Misfit, ...]:
     """Pages travel as they are, and are never converted."""
     if one.page_bytes == other.page_bytes:
         return ()
-    return (f"host pages of {first} have {one.page_bytes} bytes, those of {second} {other.page_bytes}",)
+    text = f"host pages of {first} have {one.page_bytes} bytes, those of {second} {other.page_bytes}"
+    return (Misfit(text, "worker.kv_dtype"),)
 
 
 def _misfit_paired(
     length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str
-) -> tuple[str, ...] | None:
+) -> tuple[Misfit, ...] | None:
     """Likewise of two workers that can hand pages over. Unless asked for, the first is one that does nothing else."""
     found = [
         _mismatch(first, one, second, other)

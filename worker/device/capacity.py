@@ -136,7 +136,7 @@ def _choice(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, worke
     short = misfit(length, capacity, "worker")
     if short:
         raise CapacityError(
-            f"not one request of this length fits: it {', it '.join(short)}",
+            f"not one request of this length fits: it {', it '.join(it.text for it in short)}",
             field="context",
             value=settings.context_max_tokens,
             remedy="give more memory, or a shorter context",

@@ -168,11 +168,11 @@ class Prefill:
                 self._fill(this, number, unit.layer)
 
     def end(self, this: LaunchedPass, number: int) -> None:
-        """End a part, behind the last unit: launch the draft layer's rows, if its prompt goes on; `draw` does where it
-        ends."""
-        if self._drafts and this.part(number).ends:
-            return
+        """End a part behind the last unit: launch the draft layer's rows, and give its slab pages back. Of a part that
+        ends its prompt `draw` does both, if there is a draft layer."""
         if self._drafts:
+            if this.part(number).ends:
+                return
             self._launch_drafts(this, number, following=this.following[number : number + 1])
         self._seats.free_slab(this.requests[number])
 

@@ -285,7 +285,7 @@ def test_page_that_is_to_be_held_is_counted_once() -> None:
 
 WORKERS = st.sampled_from(["w0", "w1"])
 SMALL = st.integers(0, 9)
-MEMORY = st.builds(Memory, st.integers(0, 16), SMALL, SMALL, st.integers(0, 4), st.just(0))
+MEMORY = st.builds(Memory, st.integers(0, 16), SMALL, SMALL, st.just(0))
 
 
 class LedgerMachine(RuleBasedStateMachine):

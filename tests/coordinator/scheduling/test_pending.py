@@ -152,7 +152,7 @@ def test_request_that_fits_an_absent_worker_only_says_so() -> None:
     fake.submit(7, 100, 60)
     assert explained(fake, 7) == (
         PendingKind.TOO_LARGE,
-        "needs 100 prompt tokens in a pass, w1 has 64 (worker.device_mem)",
+        "needs 100 prompt tokens in a pass, w1 has 64",
     )
 
 
@@ -233,7 +233,7 @@ def test_suspect_waits_for_progress_of_others() -> None:
 
 def test_room_on_a_barred_worker_does_not_count() -> None:
     fake = cluster(2, index_pages=4)
-    running(fake, 100)
+    running(fake, 100, max_tokens=60)
     fake.dispatch.placement_table.poison_detector.recover(fake.entry(0), 2, 1_000)
     fake.submit(1, 128, 60)
     fake.submit(7, 128, 60)

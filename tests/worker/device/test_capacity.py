@@ -102,7 +102,7 @@ def test_target_admits_more_requests_than_halves() -> None:
     assert aimed.index_pages // pages > 1.5 * (halves.index_pages // pages)
 
 
-@pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 67, 67)), (0, (126, 10, 87))])
+@pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 66, 66)), (0, (126, 10, 86))])
 def test_worker_logs_its_request_capacity_at_start(target: int, counts: tuple[int, int, int]) -> None:
     """Of the length aimed at, or of the longest."""
     _, enough = sized(context_target_tokens=target).report()
@@ -199,7 +199,7 @@ def test_larger_classes_than_the_context_are_left_out() -> None:
 
 
 def test_oversized_length_is_refused_with_arithmetic() -> None:
-    with pytest.raises(CapacityError, match="needs 2049 host pages, pool has 1625") as caught:
+    with pytest.raises(CapacityError, match="needs 2049 host pages, worker has 1625") as caught:
         planned(131_072, host_mem="5GB")
     assert caught.value.field == "context"
 

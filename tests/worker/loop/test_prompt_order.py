@@ -26,7 +26,7 @@ def test_shortest_prompt_goes_first_and_others_are_packed_behind() -> None:
 
 def test_long_prompt_alone_fills_the_pass_and_goes_on_behind_it() -> None:
     order = PromptOrder()
-    assert order.compose([waiting(1, 100_000)], PASS, SLAB) == [Taken(1, 0, PASS, SLAB)]
+    assert order.compose([waiting(1, 100_000)], PASS, SLAB) == [Taken(1, 0, PASS)]
     assert order.compose([waiting(1, 90_000, start=10_000)], 100, SLAB) == [Taken(1, 10_000, 10_048)]
     assert order.compose([waiting(1, 90_000, start=64)], PAGE_TOKENS - 1, SLAB) == []
 
