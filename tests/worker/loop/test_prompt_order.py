@@ -70,7 +70,7 @@ def test_pages_and_parts_of_a_pass_are_bounded() -> None:
 
 
 def test_first_in_the_order_waits_for_its_pages_and_no_other_goes_before_it() -> None:
-    """Short prompts that keep coming would take the pages that are given back."""
+    """vLLM: chunked prefill in livelock. Short prompts that keep coming would take the pages that are given back."""
     order, long, short = PromptOrder(), waiting(1, 10, start=6_400), waiting(2, 30)
     assert order.compose([long, short], PASS, 100) == []
     assert order.compose([long, short], PASS, 102) == [Taken(1, 6_400, 6_410), Taken(2, 0, 30)]
