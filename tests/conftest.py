@@ -54,6 +54,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [history.header(history.first_parent_commits()), tier.header(config)]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Fork the processes of a whole run; those of single rooms may need no model, and are executed."""
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        from tests.support.xdist_process import fork_processes
+
+        fork_processes()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect without Python's collector, and leave what was collected out of its passes: all of it lives on."""
