@@ -7,10 +7,11 @@ run() {
   PYTHONPATH="$1:$site" timeout ${LIMIT:-100} python3 -m tools.fuzz.two_keys --rooms --only prefixes --rounds "$2" $flags 2>&1 | grep '^{\|Error' | tail -3
 }
 for copy in before probe; do mkdir -p /tmp/keys_$copy && cp -r "$here"/. /tmp/keys_$copy/; done
-cp ab/executor_before.py.txt /tmp/keys_before/worker/loop/executor.py
+cp ab/executor_before.py.txt /tmp/keys_before/worker/loop/executor.py; cp ab/prompt_order_before.py.txt /tmp/keys_before/worker/loop/prompt_order.py
 mkdir -p /tmp/keys_logs && rm -f /tmp/keys_logs/*
 python3 ab/probe.py /tmp/keys_probe
-[ -n "$PROBE_ONLY" ] || { echo "now: $(run "$here" 3)"; echo "before: $(run /tmp/keys_before 3)"; }
+timeout 100 python3 -c "import torch, transformers, trio, llguidance" 2>/dev/null
 export PROBE_DIR=/tmp/keys_logs
-echo "with prints: $(run /tmp/keys_probe ${PROBE_ROUNDS:-2})"
+echo "now, with prints: $(LIMIT=130 run /tmp/keys_probe 3)"
 python3 "$here"/ab/stages.py /tmp/keys_logs
+echo "before: $(run /tmp/keys_before 2)"
