@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.gpu.delay import spin  # noqa: E402
-from worker.streams import FENCES, HOST, FenceError, make_streams  # noqa: E402
+from worker.streams import FENCES, HOST, STREAM_NAMES, FenceError, make_streams  # noqa: E402
 from worker.streams import cuda as backend  # noqa: E402
 from worker.streams.cuda import SAMPLE_EVERY, CudaStreams  # noqa: E402
 from worker.streams.waiting import wait_for_fence  # noqa: E402
@@ -80,7 +80,7 @@ def test_streams_are_apart_and_launches_do_not_wait(streams: CudaStreams) -> Non
         fence.wait()
     assert launched_s < SPIN_S / 2
     assert time.perf_counter() - began < 2 * SPIN_S
-    assert len({stream.cuda.cuda_stream for stream in streams._by_name.values()}) == 5
+    assert len({stream.cuda.cuda_stream for stream in streams._by_name.values()}) == len(STREAM_NAMES)
 
 
 @pytest.mark.parametrize("name", FENCES)
