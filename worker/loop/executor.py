@@ -555,16 +555,16 @@ class Executor:
             self._report.prompt_rows(request, rows)
         if request.prefix_load is not None and request.prefix_load.done():
             request.prefix_load = None
-        is_drawn = request.first_token is not None and request.first_token.done()
-        if is_drawn:
+        if request.first_token is not None and request.first_token.done():
             self._contain(self._take_first_token, request)
+            return True
         if request.status is Status.STAGING and request.first_token is None and request.fences[0].done():
             self._take_over(request)
             return True
         if request.status is Status.LOADING and (not self._running or all(fence.done() for fence in request.fences)):
             self._take_loaded(request)
             return True
-        return is_drawn
+        return False
 
     def _poll_leaving(self, request: RunningRequest) -> bool:
         is_read = request.outgoing is not None and not request.outgoing.is_over

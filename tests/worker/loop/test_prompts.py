@@ -308,7 +308,7 @@ def test_drawn_prompt_joins_the_batch_before_other_prompts_go_on() -> None:
     launched = len(runner.units)
     assert not short.tokens
     rig.executor._launch_prompts = lambda *, beside_steps: False  # type: ignore[method-assign]
-    rig.turn()
+    rig.turn(2)
     assert short.tokens
     assert [it.status for it in rig.executor.held() if it.request_index == 1] == [Status.RUNNING]
     del rig.executor._launch_prompts
