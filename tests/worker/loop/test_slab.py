@@ -12,8 +12,8 @@ from protocol.units import pages_for
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
 from tests.support.worker_rig import SETTINGS, Rig
 from tests.worker.loop.test_fences import MUTANT_SEEDS, MakeStreams, lagging, simulated
-from worker.device.arena import Arena
 from worker.device import sizing
+from worker.device.arena import Arena
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.seats import Seats, check_admit
@@ -23,6 +23,12 @@ from worker.streams.simulated import SimulatedFence, SimulatedStream
 
 PROMPT = 250
 SEEDS = range(6)
+
+
+@pytest.fixture(autouse=True)
+def _slab_of_one_longest_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that prompts share few pages, and the next one gets those of the last."""
+    monkeypatch.setattr(sizing, "PACKED_PAGES_MAX", 0)
 
 
 def groups_of(seed: int) -> tuple[int, ...]:
@@ -316,10 +322,11 @@ def a_death_amid_refills(make: MakeStreams) -> Rig:
 
 def an_abort_amid_refills(make: MakeStreams) -> Rig:
     """One request is aborted while its earlier rows are being loaded; the next gets the very same slab pages."""
-    settings = msgspec.structs.replace(SETTINGS, context_max_tokens=127, device_mem="1MiB")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "PACKED_PAGES_MAX", 0)
-        rig = Rig(make(), settings, runner=FakeRunner((0, 1, 2, 3), block_tokens_max=16))
+    rig = Rig(
+        make(),
+        msgspec.structs.replace(SETTINGS, context_max_tokens=127, device_mem="1MiB"),
+        runner=FakeRunner((0, 1, 2, 3), block_tokens_max=16),
+    )
     coordinator = rig.coordinator
     assert rig.sizing.slab_pages == 2
     leaver, heir = coordinator.create(1, 120, 7), coordinator.create(2, 60, 8)
