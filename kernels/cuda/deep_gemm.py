@@ -52,8 +52,8 @@ FEW, MANY, MANY_STEP = 64, 512, 128
 #: Tiles of tokens of experts: where an expert may expect EXPECTED_FEW rows at most, and beyond.
 ROWS_FEW, ROWS_MANY = 64, 128
 EXPECTED_FEW: Final = 32
-#: Tokens of one piece of a prompt: bounds what its experts' rows take.
-PIECE_TOKENS: Final = 2048
+#: Tokens of all ranks in one piece of a prompt: bounds what its experts' rows take.
+PIECE_TOKENS: Final = 16_384
 #: Share of its norm by which the probe's product may differ from torch's: results are rounded to bfloat16.
 PROBE_ERROR_MOST: Final = 1e-2
 
@@ -218,20 +218,43 @@ def experts(
 
     `multiple`: tile of tokens other than this module's choice, for measurements.
     """
-    middle = gate_up.values.shape[1] // 2
     if out is None:
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    for start in range(0, len(hidden), PIECE_TOKENS):
-        piece = slice(start, start + PIECE_TOKENS)
-        expected = expected_rows(chosen[piece].numel(), experts_total)
-        tile = multiple or (ROWS_FEW if expected <= EXPECTED_FEW else ROWS_MANY)
-        placed = quantize.place(chosen[piece], first, len(down.values), multiple=tile)
-        rows = quantize.quantize(hidden[piece], powers=powers, placed=placed)
-        both = grouped(rows, gate_up, placed, expected, tile)
-        gated_rows = quantize.quantize_gated(both[:, :middle], both[:, middle:], powers=powers, placed=placed)
-        products = grouped(gated_rows, down, placed, expected, tile)
-        quantize.add_rows(products, placed, shares[piece], out[piece])
+    for part in pieces(len(hidden)):
+        rows = hidden[part], chosen[part], shares[part]
+        _add_piece(*rows, gate_up, down, first, experts_total, out[part], powers=powers, multiple=multiple)
     return out
+
+
+def pieces(tokens: int) -> Sequence[slice]:
+    """Pieces of PIECE_TOKENS at most, as equal as can be."""
+    size = -(-tokens // max(1, -(-tokens // PIECE_TOKENS)))
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
+
+
+def _add_piece(
+    hidden: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: BlockFp8,
+    down: BlockFp8,
+    first: int,
+    experts_total: int,
+    out: Tensor,
+    *,
+    powers: bool,
+    multiple: int,
+) -> None:
+    """Write the sums of one piece of tokens. What is no longer read makes room for what follows."""
+    middle, expected = gate_up.values.shape[1] // 2, expected_rows(chosen.numel(), experts_total)
+    tile = multiple or (ROWS_FEW if expected <= EXPECTED_FEW else ROWS_MANY)
+    placed = quantize.place(chosen, first, len(down.values), multiple=tile)
+    rows = quantize.quantize(hidden, powers=powers, placed=placed)
+    both = grouped(rows, gate_up, placed, expected, tile)
+    del rows
+    gated_rows = quantize.quantize_gated(both[:, :middle], both[:, middle:], powers=powers, placed=placed)
+    del both
+    quantize.add_rows(grouped(gated_rows, down, placed, expected, tile), placed, shares, out)
 
 
 def grouped(rows: quantize.Quantized, weight: BlockFp8, placed: quantize.Placed, expected: int, tile: int) -> Tensor:

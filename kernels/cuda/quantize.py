@@ -33,7 +33,10 @@ from kernels.cuda.structures import (
 from protocol.errors import BadInput
 
 UNIT: Final = "quantize"
-KERNELS: Final = ("place_rows", "quantize_rows", "quantize_gated", "sum_rows")
+KERNELS: Final = ("count_rows", "place_rows", "quantize_rows", "quantize_gated", "sum_rows")
+#: Assignments that one block places, and those of a block's run where there are more.
+PLACED_BY_ONE_MOST: Final = 8192
+PLACED_RUN: Final = 2048
 #: Rows of scales, in whole parts: 16 bytes.
 SCALE_ROWS: Final = 4
 VECTOR_BYTES: Final = 16
@@ -84,10 +87,13 @@ def place(chosen: Tensor, first: int, experts: int, *, multiple: int) -> Placed:
     assignments, device = chosen.numel(), chosen.device
     rows = torch.empty(assignments, dtype=torch.int32, device=device)
     ends = torch.empty(experts, dtype=torch.int32, device=device)
+    runs = 1 if assignments <= PLACED_BY_ONE_MOST else -(-assignments // PLACED_RUN)
+    counts = torch.empty(runs, experts, dtype=torch.int32, device=device) if runs > 1 else None
     parameters = PlaceRows(
         chosen=chosen.data_ptr(),
         rows=rows.data_ptr(),
         ends=ends.data_ptr(),
+        counts=None if counts is None else counts.data_ptr(),
         assignments=assignments,
         first=first,
         experts=experts,
@@ -95,8 +101,11 @@ def place(chosen: Tensor, first: int, experts: int, *, multiple: int) -> Placed:
         wide=int(chosen.dtype == torch.int64),
         stride=chosen.stride(0),
         choices=chosen.shape[1],
+        span=assignments if counts is None else PLACED_RUN,
     )
-    _run("place_rows", device, (1, 1), parameters, PLACE_THREADS)
+    if counts is not None:
+        _run("count_rows", device, (runs, 1), parameters, PLACE_THREADS)
+    _run("place_rows", device, (runs, 1), parameters, PLACE_THREADS)
     return Placed(rows, ends, rows_most(assignments, experts, multiple))
 
 

@@ -65,7 +65,7 @@ CONSTANTS: Final = {  # value and comment
     "SWAP_IN_SHARED_BYTES": (SWAP_IN_SHARED_BYTES, "of a block of swap_in"),
     "QUANTIZE_THREADS": (QUANTIZE_THREADS, "of a block of quantize_rows, quantize_gated"),
     "SUM_THREADS": (SUM_THREADS, "of a block of sum_rows"),
-    "PLACE_THREADS": (PLACE_THREADS, "of the block of place_rows"),
+    "PLACE_THREADS": (PLACE_THREADS, "of a block of place_rows"),
     "EXPERTS_MAX": (EXPERTS_MAX, "of one rank: place_rows counts them in shared memory"),
     "UNIT": (UNIT, "index keys that a warp scores together"),
     "BATCH_MAX": (BATCH_MAX, "rows of index_topk"),
@@ -384,11 +384,12 @@ class PlaceRows(Structure):
         ("const void*", "chosen", "[tokens, choices] experts: int32, or int64; tokens `stride` apart"),
         ("i32*", "rows", "[assignments]; -1: no expert of this rank"),
         ("i32*", "ends", "[experts] behind the last row of each"),
+        ("i32*", "counts", "[blocks, experts] of the run of each block; null: one block has all"),
         ("i32", "assignments, first, experts"),
         ("i32", "multiple", "an expert's rows begin at a multiple"),
         ("i32", "wide", "1: `chosen` is int64"),
         ("i32", "stride, choices"),
-        ("i32", "unused"),
+        ("i32", "span", "assignments of a run"),
     )
     _fields_ = fields(members)
 

@@ -98,9 +98,14 @@ def test_no_rows_launch_nothing(device: Device) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("experts", "first"), [(1, 0), (5, 2), (40, 0)])
 @pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("run", [0, 64, 70])
 def test_each_assignment_of_this_rank_has_a_row_of_its_expert(
-    experts: int, first: int, multiple: int, apart: bool, wide: bool
+    run: int, experts: int, first: int, multiple: int, apart: bool, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By one block, and by blocks that take a run of assignments each, the last of them fewer."""
+    if run:
+        monkeypatch.setattr(quantize, "PLACED_BY_ONE_MOST", 100)
+        monkeypatch.setattr(quantize, "PLACED_RUN", run)
     order = torch.rand(50, 48, generator=torch.Generator().manual_seed(experts)).argsort(1) - 1  # -1 is no expert
     chosen = (order if wide else order.int())[:, :4]
     chosen = chosen if apart else chosen.contiguous()

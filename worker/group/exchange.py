@@ -11,7 +11,7 @@ A mixture of experts of a group (after GShard's dispatch and combine, with all-g
 So the order of additions depends on neither the collective library nor on where a row lies. No shape depends on data,
 nothing is read by the host, and the worst routing (all rows to one rank) fits: buffers hold all rows of all ranks.
 Experts work through the gathered rows in pieces of at most PIECE_ROWS rows (deterministic: the rows of one rank), which
-bounds their scratch memory.
+bounds their scratch memory; all at once where they bound it themselves.
 
 Rows and choices travel as one byte array: one collective instead of three.
 
@@ -69,12 +69,16 @@ class Exchange:
         dtype: torch.dtype,
         device: torch.device | str,
         deterministic: bool,
+        whole: bool = False,
     ) -> None:
-        """`rows_max`: the largest round. Partial sums travel in `dtype`, deterministic ones in float32."""
+        """`rows_max`: the largest round. Partial sums travel in `dtype`, deterministic ones in float32.
+
+        `whole`: experts take the rows of all ranks at once, but for deterministic ones.
+        """
         self.collectives = collectives
         self._hidden, self._choices, self._dtype = hidden, choices, dtype
         self.rows_max = rows_max
-        self._deterministic = deterministic
+        self._deterministic, self._whole = deterministic, whole
         self._row_bytes = exchanged_row_bytes(hidden * dtype.itemsize, choices)
         size, partial = collectives.size, torch.float32 if deterministic else dtype
         self._own = torch.zeros(rows_max, self._row_bytes, dtype=torch.uint8, device=device)
@@ -117,9 +121,12 @@ class Exchange:
         return returned[:, :count]
 
     def _pieces(self, rows: int) -> Iterator[slice]:
-        size = self.collectives.size
-        at_once = rows if self._deterministic else min(size * rows, max(rows, PIECE_ROWS // rows * rows))
-        return (slice(start, min(start + at_once, size * rows)) for start in range(0, size * rows, at_once))
+        total, at_once = self.collectives.size * rows, max(rows, PIECE_ROWS // rows * rows)
+        if self._deterministic:
+            at_once = rows
+        elif self._whole:
+            at_once = total
+        return (slice(start, min(start + at_once, total)) for start in range(0, total, at_once))
 
 
 class Alike:

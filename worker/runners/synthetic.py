@@ -77,6 +77,7 @@ def synthetic_runner(
             dtype=DTYPES[dtype],
             device=device,
             deterministic=False,
+            whole=fp8,
         )
     products = resolve_matmul(
         matmul,

@@ -80,7 +80,12 @@ from worker.runners.swapping import launch_beside, launch_selection
 from worker.weights.layout import ExpertShare, exchange_bytes, prompt_scratch_bytes, weights_bytes
 from worker.weights.matmul import DECODED, Matmul, resolve_matmul
 from worker.weights.model import load_model
-from worker.weights.modules import Activations, prepare_products, prepare_quantized_products
+from worker.weights.modules import (
+    Activations,
+    has_block_experts,
+    prepare_products,
+    prepare_quantized_products,
+)
 from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 
@@ -235,6 +240,7 @@ class TransformersRunner:
                 dtype=torch_dtype,
                 device=model.device,
                 deterministic=deterministic_seats > 0,
+                whole=has_block_experts(model),
             )
             log.info("exchange", extra=fields(ranks=collectives.size, bytes=exchange.bytes))
         info = describe_model(path, model.config, tokenizer)
@@ -631,7 +637,8 @@ class TransformersRunner:
             return
         began, model = time.monotonic(), self._layers.model
         with torch.cuda.device(self._layers.device):
-            formed = prepare_quantized_products(model, self._block_tokens_max, model.config.num_experts_per_tok)
+            choices = model.config.num_experts_per_tok
+            formed = prepare_quantized_products(model, self._block_tokens_max, choices, self._apart())
             torch.cuda.synchronize()
         torch.cuda.empty_cache()
         took_s = round(time.monotonic() - began, 1)
@@ -647,8 +654,16 @@ class TransformersRunner:
             prepare_encode(form, self.dtype, self._layers.device)
         prepare_index(state, config.index_n_heads, config.index_head_dim, dtype)
         prepare_prompt(state, config.index_n_heads, config.index_head_dim, dtype)
-        prepare_products(self._layers.model, PREPARED_ROWS, config.num_experts_per_tok)
+        prepare_products(self._layers.model, PREPARED_ROWS, config.num_experts_per_tok, self._apart())
         self._prepared = ref(state)
+
+    def _apart(self) -> Sequence[mla.Module]:
+        """Modules whose products are formed by themselves though their weights are joined: a draft layer's rows and
+        index keys come without queries."""
+        if self._drafting is None:
+            return ()
+        attention = self._drafting.layer.attention
+        return attention.kv_a_proj_with_mqa, attention.indexer.wk
 
     def _scratch_for(self, rows: int) -> _RunnerScratch:
         if rows not in self._scratch:

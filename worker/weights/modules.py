@@ -13,7 +13,7 @@ forms all their products in one launch. In a decode step such a launch takes lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -191,6 +191,11 @@ class BlockExperts(nn.Module):
         return block_experts(hidden, chosen, shares, gate, up, down, self.first, self.total, out=out)
 
 
+def has_block_experts(model: nn.Module) -> bool:
+    """Return whether `model` holds experts in block-FP8, whose products bound their memory themselves."""
+    return any(isinstance(module, BlockExperts) for module in model.modules())
+
+
 def share_scratch(model: nn.Module) -> None:
     """Give every `BlockLinear` of `model` on a GPU that decodes its weight the scratch that the largest one needs."""
     linears = [it for it in model.modules() if isinstance(it, BlockLinear) and it.block_weight.values.is_cuda]
@@ -202,9 +207,12 @@ def share_scratch(model: nn.Module) -> None:
             it.scratch = scratch
 
 
-def prepare_products(model: nn.Module, tokens: Sequence[int], choices: int) -> None:
-    """Compile what products with decoded weights of `model` launch for these counts of rows. Before any capture."""
-    linears, experts = _members(model, quantizes_rows=False)
+def prepare_products(model: nn.Module, tokens: Sequence[int], choices: int, apart: Collection[nn.Module] = ()) -> None:
+    """Compile what products with decoded weights of `model` launch for these counts of rows. Before any capture.
+
+    `apart`: joined weights whose products are formed by themselves too.
+    """
+    linears, experts = _members(model, apart, quantizes_rows=False)
     prepare_block_fp8(
         [it.block_weight for it in linears],
         [(it.weights[0], it.weights[1], it.weights[2]) for it in experts],
@@ -214,12 +222,12 @@ def prepare_products(model: nn.Module, tokens: Sequence[int], choices: int) -> N
     )
 
 
-def prepare_quantized_products(model: nn.Module, rows_max: int, choices: int) -> int:
+def prepare_quantized_products(model: nn.Module, rows_max: int, choices: int, apart: Collection[nn.Module] = ()) -> int:
     """Likewise of w8a8 products for up to `rows_max` rows. Returns how many were formed.
 
     It takes minutes where the cache has none of their kernels, and gigabytes of device memory for as long.
     """
-    linears, experts = _members(model, quantizes_rows=True)
+    linears, experts = _members(model, apart, quantizes_rows=True)
     return prepare_w8a8(
         [it.block_weight for it in linears],
         [(it.weights[0], it.weights[1]) for it in experts],
@@ -229,7 +237,11 @@ def prepare_quantized_products(model: nn.Module, rows_max: int, choices: int) ->
     )
 
 
-def _members(model: nn.Module, *, quantizes_rows: bool) -> tuple[list[BlockLinear], list[BlockExperts]]:
+def _members(
+    model: nn.Module, apart: Collection[nn.Module], *, quantizes_rows: bool
+) -> tuple[list[BlockLinear], list[BlockExperts]]:
+    """Modules that form products of their own: of joined weights, the whole of them, and those of `apart`."""
     kinds = (BlockLinear, BlockExperts)
     found = [it for it in model.modules() if isinstance(it, kinds) and it.quantizes_rows == quantizes_rows]
-    return [it for it in found if isinstance(it, BlockLinear)], [it for it in found if isinstance(it, BlockExperts)]
+    linears = [it for it in found if isinstance(it, BlockLinear) and (it.joined is None or it in apart)]
+    return linears, [it for it in found if isinstance(it, BlockExperts)]

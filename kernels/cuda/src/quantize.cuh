@@ -6,7 +6,8 @@
 // reads them.
 //
 // place_rows names a row for each choice of an expert: experts have as many rows as were chosen, from the next multiple of
-// `multiple` on. The order of an expert's rows differs from launch to launch. A row's product does not.
+// `multiple` on. Of many assignments each block takes a run, whose choices count_rows counts ahead of it. The order of an
+// expert's rows differs from launch to launch. A row's product does not.
 //
 // All may begin before the kernel ahead has ended, and wait for it before they read.
 #pragma once
@@ -94,24 +95,64 @@ __device__ __forceinline__ int expert_of(const PlaceRows& p, int assignment) {
     return own >= 0 && own < p.experts ? static_cast<int>(own) : -1;
 }
 
-}  // namespace hisparse
+// Assignments of a block of threads: p.span of them.
+struct Run {
+    int first, stop;
+};
+__device__ __forceinline__ Run own_run(const PlaceRows& p) {
+    const int first = static_cast<int>(blockIdx.x) * p.span;
+    return {first, min(first + p.span, p.assignments)};
+}
 
-// A row for each assignment to an expert of this rank. One block.
-extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows(const __grid_constant__ hisparse::PlaceRows p) {
-    using namespace hisparse;
-    __shared__ i32 counts[EXPERTS_MAX], starts[EXPERTS_MAX];
-    const int thread = threadIdx.x;
-    await_last();
-    let_next_begin();
-    for (int expert = thread; expert < p.experts; expert += PLACE_THREADS) counts[expert] = 0;
+// Count the assignments of a run by expert. Each gets its number among those of its expert; -1: another rank's.
+__device__ __forceinline__ void count_run(const PlaceRows& p, i32* counts) {
+    for (int expert = threadIdx.x; expert < p.experts; expert += PLACE_THREADS) counts[expert] = 0;
     __syncthreads();
-    for (int i = thread; i < p.assignments; i += PLACE_THREADS) {
+    const Run run = own_run(p);
+    for (int i = run.first + static_cast<int>(threadIdx.x); i < run.stop; i += PLACE_THREADS) {
         const int expert = expert_of(p, i);
         p.rows[i] = expert < 0 ? -1 : atomicAdd(&counts[expert], 1);
     }
     __syncthreads();
+}
+
+}  // namespace hisparse
+
+// Of many assignments: the counts of each run, and each assignment's number among those of its run and expert.
+extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) count_rows(const __grid_constant__ hisparse::PlaceRows p) {
+    using namespace hisparse;
+    __shared__ i32 counts[EXPERTS_MAX];
+    await_last();
+    let_next_begin();
+    count_run(p, counts);
+    for (int expert = threadIdx.x; expert < p.experts; expert += PLACE_THREADS)
+        p.counts[static_cast<i64>(blockIdx.x) * p.experts + expert] = counts[expert];
+}
+
+// A row for each assignment to an expert of this rank. One block without counts of runs.
+extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows(const __grid_constant__ hisparse::PlaceRows p) {
+    using namespace hisparse;
+    __shared__ i32 counts[EXPERTS_MAX], starts[EXPERTS_MAX], before[EXPERTS_MAX];
+    const int thread = threadIdx.x;
+    await_last();
+    let_next_begin();
+    if (p.counts == nullptr) {
+        count_run(p, counts);
+        for (int expert = thread; expert < p.experts; expert += PLACE_THREADS) before[expert] = 0;
+    } else {
+        for (int expert = thread; expert < p.experts; expert += PLACE_THREADS) {
+            i32 total = 0;
+#pragma unroll 8
+            for (int run = 0; run < static_cast<int>(gridDim.x); ++run) {
+                if (run == static_cast<int>(blockIdx.x)) before[expert] = total;
+                total += p.counts[static_cast<i64>(run) * p.experts + expert];
+            }
+            counts[expert] = total;
+        }
+    }
+    __syncthreads();
     if (thread < 32) {
-        i32 before = 0;
+        i32 behind = 0;
         for (int base = 0; base < p.experts; base += 32) {
             const int expert = base + thread;
             const i32 held = expert < p.experts ? counts[expert] : 0;
@@ -121,16 +162,17 @@ extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows
                 const i32 lower = __shfl_up_sync(ALL_LANES, sum, by);
                 if (thread >= by) sum += lower;
             }
-            if (expert < p.experts) starts[expert] = before + sum - taken;
-            before += __shfl_sync(ALL_LANES, sum, 31);
+            if (expert < p.experts) starts[expert] = behind + sum - taken;
+            behind += __shfl_sync(ALL_LANES, sum, 31);
         }
     }
     __syncthreads();
-    for (int expert = thread; expert < p.experts; expert += PLACE_THREADS)
-        p.ends[expert] = starts[expert] + counts[expert];
-    for (int i = thread; i < p.assignments; i += PLACE_THREADS) {
+    if (blockIdx.x == 0)
+        for (int expert = thread; expert < p.experts; expert += PLACE_THREADS) p.ends[expert] = starts[expert] + counts[expert];
+    const Run run = own_run(p);
+    for (int i = run.first + thread; i < run.stop; i += PLACE_THREADS) {
         const int expert = expert_of(p, i);
-        if (expert >= 0) p.rows[i] += starts[expert];
+        if (expert >= 0) p.rows[i] += starts[expert] + before[expert];
     }
 }
 

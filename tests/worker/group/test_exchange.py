@@ -109,6 +109,24 @@ def test_pieces_cover_all_rows_once(piece_rows: int, monkeypatch: pytest.MonkeyP
         assert torch.equal(output, whole)
 
 
+@pytest.mark.parametrize(("deterministic", "pieces"), [(False, [15]), (True, [5, 5, 5])])
+def test_experts_that_bound_their_memory_take_all_rows_at_once(
+    deterministic: bool, pieces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for deterministic ones, whose rows must not depend on other ranks."""
+    monkeypatch.setattr(exchange_module, "PIECE_ROWS", 5)
+    seen: list[int] = []
+    form = {"hidden": 8, "choices": 2, "rows_max": 5, "dtype": torch.float32, "device": "cpu", "whole": True}
+    exchange = Exchange(Alike(0, 3), deterministic=deterministic, **form)  # type: ignore[arg-type]
+
+    def experts(hidden: Tensor, chosen: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return hidden
+
+    exchange.parts(torch.ones(5, 8), torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2), 5, experts)
+    assert seen == pieces
+
+
 def test_padding_chose_no_expert_and_the_worst_routing_fits() -> None:
     """All rows of all ranks to one rank's experts, and every other place of a round is expert -1."""
     seen: list[Tensor] = []
