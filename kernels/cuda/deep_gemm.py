@@ -46,9 +46,10 @@ CAPABILITY: Final = 9
 EXTRAS: Final = {"2.11": "deepgemm-torch211", "2.13": "deepgemm-torch213"}
 #: Rows of weights, in whole parts: 16 bytes of a result.
 WEIGHT_ROWS: Final = 8
-#: Counts of rows of a dense product: these, multiples of FEW up to MANY, multiples of MANY_STEP beyond.
-SMALL_COUNTS: Final = (16, 32)
-FEW, MANY, MANY_STEP = 64, 512, 128
+#: Counts of rows of a dense product: these, multiples of FEW up to MANY, multiples of MANY_STEP beyond. More counts ask
+#: for more kernels, and for some counts the library chooses a slower kernel than for the next (benchmarks/NOTES.md).
+SMALL_COUNTS: Final = (16, 64)
+FEW, MANY, MANY_STEP = 128, 512, 256
 #: Tiles of tokens of experts: where an expert may expect EXPECTED_FEW rows at most, and beyond.
 ROWS_FEW, ROWS_MANY = 64, 128
 EXPECTED_FEW: Final = 32

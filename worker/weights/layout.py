@@ -50,6 +50,12 @@ BYTES: Final = {"float32": 4, "bfloat16": 2}
 EXCHANGED_ROW_ALIGNMENT: Final = 16
 #: Rows of all ranks that experts compute at once (worker/group/exchange.py: PIECE_ROWS).
 EXPERT_ROWS_MAX: Final = 4_096
+#: Likewise of experts whose rows are quantized (kernels/cuda/deep_gemm.py: PIECE_TOKENS, ROWS_MANY); an expert's rows
+#: end in a tile.
+QUANTIZED_EXPERT_ROWS_MAX: Final = 16_384
+EXPERT_TILE_ROWS: Final = 128
+#: Bytes of 128 quantized values, with their scale.
+QUANTIZED_BLOCK_BYTES: Final = 128 + 4
 #: Prompt passes that are held: two that are open, and one whose first token waits for a mask.
 PASSES_HELD: Final = 3
 #: What prompt_topk holds on a GPU: lists (kernels/cuda/prompt_index.py: scratch_bytes), or scores in float32
@@ -225,6 +231,7 @@ def prompt_scratch_bytes(
     selecting = rows_max * value * (query + index + config.q_lora_rank + hidden + 2 * row) + TOPK_SCRATCH_BYTES
     attending = rows_max * value * config.num_attention_heads * (row + config.kv_lora_rank + config.v_head_dim)
     computing = value * max(_mlp_values(config, rows_max), _experts_values(config, rows_max, ranks))
+    computing = max(computing, _quantized_experts_bytes(config, rows_max, ranks, value))
     residual = rows_max * (3 * value * hidden + 4 * config.index_topk)  # states, their sum and its norm; selection
     return int(passes * pass_tokens * kept + residual + max(selecting, attending, computing))
 
@@ -240,6 +247,16 @@ def _experts_values(config: Any, rows: int, ranks: int) -> int:
     together = min(ranks * rows, max(rows, EXPERT_ROWS_MAX))
     chosen = config.num_experts_per_tok * 3 * (config.hidden_size + config.moe_intermediate_size)
     return int(together * chosen + rows * config.hidden_size)
+
+
+def _quantized_experts_bytes(config: Any, rows: int, ranks: int, value: int) -> int:
+    """Bytes of what experts make of `rows` of each rank where activations are quantized: for each choice two of what
+    they read, gate and up, their product, and the output, at a time; beside them the output of shared experts."""
+    together, middle = min(ranks * rows, QUANTIZED_EXPERT_ROWS_MAX), config.moe_intermediate_size
+    read, gated = (ceil(values / 128) * QUANTIZED_BLOCK_BYTES for values in (config.hidden_size, middle))
+    both, output = 2 * value * middle, value * config.hidden_size
+    padded = together * config.num_experts_per_tok + EXPERT_TILE_ROWS * ceil(config.n_routed_experts / ranks)
+    return int(padded * max(read + both, both + gated, gated + output) + rows * output)
 
 
 def exchanged_row_bytes(values_bytes: int, choices: int) -> int:
