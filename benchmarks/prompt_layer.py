@@ -34,7 +34,7 @@ from protocol.config_checks import MATMULS, WEIGHT_ONLY
 from protocol.units import BLOCK_TOKENS_MAX, pages_for
 from worker.runners import transformers_dsa
 from worker.runners.base import PromptPart
-from worker.runners.synthetic import synthetic_runner
+from worker.runners.synthetic import synthetic_matmul, synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import make_streams
 from worker.weights.layout import has_experts
@@ -124,7 +124,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     config = published_config(FAMILY, layers=LAYERS)
-    ranks = SynthesisedRanks.draw(config, options.of, BLOCK_TOKENS_MAX, "cuda")
+    is_quantized = synthetic_matmul(options.matmul, device="cuda", fp8=True).quantizes_rows
+    ranks = SynthesisedRanks.draw(config, options.of, BLOCK_TOKENS_MAX, "cuda", quantized=is_quantized)
     with patch.object(transformers_dsa, "prepare_quantized_products", lambda *_: 0):  # those of other sizes too
         runner = synthetic_runner(
             config,

@@ -203,7 +203,7 @@ def product(rows: quantize.Quantized, weight: BlockFp8) -> Tensor:
 
 
 def experts(
-    hidden: Tensor,
+    hidden: Tensor | quantize.Codes,
     chosen: Tensor,
     shares: Tensor,
     gate_up: BlockFp8,
@@ -217,12 +217,13 @@ def experts(
 ) -> Tensor:
     """Output bfloat16[T, K]: as kernels.block_fp8.block_experts_w8a8, with gate above up in one weight [E, 2 I, K].
 
+    Quantized rows may lie apart, with scales [T, blocks] whose rows lie apart too.
     `multiple`: tile of tokens other than this module's choice, for measurements.
     """
     if out is None:
-        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    for part in pieces(len(hidden)):
-        rows = hidden[part], chosen[part], shares[part]
+        out = torch.empty(len(chosen), down.values.shape[1], dtype=torch.bfloat16, device=chosen.device)
+    for part in pieces(len(chosen)):
+        rows = _part_of(hidden, part), chosen[part], shares[part]
         _add_piece(*rows, gate_up, down, first, experts_total, out[part], powers=powers, multiple=multiple)
     return out
 
@@ -233,8 +234,14 @@ def pieces(tokens: int) -> Sequence[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
 
 
+def _part_of(rows: Tensor | quantize.Codes, part: slice) -> Tensor | quantize.Codes:
+    if isinstance(rows, quantize.Codes):
+        return quantize.Codes(rows.values[part], rows.scales[part], rows.powers)
+    return rows[part]
+
+
 def _add_piece(
-    hidden: Tensor,
+    hidden: Tensor | quantize.Codes,
     chosen: Tensor,
     shares: Tensor,
     gate_up: BlockFp8,
@@ -250,7 +257,10 @@ def _add_piece(
     middle, expected = gate_up.values.shape[1] // 2, expected_rows(chosen.numel(), experts_total)
     tile = multiple or (ROWS_FEW if expected <= EXPECTED_FEW else ROWS_MANY)
     placed = quantize.place(chosen, first, len(down.values), multiple=tile)
-    rows = quantize.quantize(hidden, powers=powers, placed=placed)
+    if isinstance(hidden, quantize.Codes):
+        rows = quantize.spread(hidden, placed)
+    else:
+        rows = quantize.quantize(hidden, powers=powers, placed=placed)
     both = grouped(rows, gate_up, placed, expected, tile)
     del rows
     gated_rows = quantize.quantize_gated(both[:, :middle], both[:, middle:], powers=powers, placed=placed)

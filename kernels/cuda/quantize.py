@@ -2,6 +2,7 @@
 
     place       a row of a buffer for each assignment to an expert of this rank
     quantize    bfloat16 rows to e4m3 and scales, each to its own place or to those of its choices
+    spread      quantized rows to the places of their choices
     quantize_gated   silu(gate) * up of rows where they are, likewise
     add_rows    for each token, the weighted sum of its choices' rows
 
@@ -28,12 +29,13 @@ from kernels.cuda.structures import (
     SUM_THREADS,
     PlaceRows,
     QuantizeRows,
+    SpreadRows,
     SumRows,
 )
 from protocol.errors import BadInput
 
 UNIT: Final = "quantize"
-KERNELS: Final = ("count_rows", "place_rows", "quantize_rows", "quantize_gated", "sum_rows")
+KERNELS: Final = ("count_rows", "place_rows", "quantize_rows", "spread_rows", "quantize_gated", "sum_rows")
 #: Assignments that one block places, and those of a block's run where there are more.
 PLACED_BY_ONE_MOST: Final = 8192
 PLACED_RUN: Final = 2048
@@ -64,7 +66,8 @@ class Quantized(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Memory for quantized rows that another kernel fills: as of Quantized. `powers`: scales are powers of two."""
+    """Quantized rows that another kernel fills: as of Quantized, or rows that lie apart. `powers`: scales are powers of
+    two."""
 
     values: Tensor
     scales: Tensor
@@ -126,6 +129,29 @@ def quantize(hidden: Tensor, *, powers: bool, placed: Placed | None = None, tota
     if rows:
         choices = 1 if placed is None else len(placed.rows) // rows
         _launch("quantize_rows", hidden, None, placed, target, rows, choices, powers=powers)
+    return target
+
+
+def spread(codes: Codes, placed: Placed) -> Quantized:
+    """Rows of `codes`, values of each adjacent from a multiple of 8 bytes on, where their choices are by `placed`."""
+    (rows, k), target = codes.values.shape, _target(0, codes.values.shape[1], codes.values.device, placed)
+    parameters = SpreadRows(
+        codes=codes.values.data_ptr(),
+        given=codes.scales.data_ptr(),
+        rows=placed.rows.data_ptr(),
+        values=target.values.data_ptr(),
+        scales=target.scales.data_ptr(),
+        stride=codes.values.stride(0),
+        scale_stride=codes.scales.stride(0),
+        block_stride=codes.scales.stride(1),
+        count=rows,
+        choices=len(placed.rows) // max(1, rows),
+        k=k,
+        blocks=k // BLOCK,
+        span=target.scales.stride(1),
+    )
+    if rows:
+        _run("spread_rows", codes.values.device, (_blocks(rows, k), 1), parameters, QUANTIZE_THREADS)
     return target
 
 
@@ -211,10 +237,13 @@ def _launch(
         span=target.scales.stride(1),
         powers=int(powers),
     )
-    blocks = -(-count * (k // BLOCK) // UNITS_PER_BLOCK)
-    if blocks > BLOCKS_APART_MOST:
-        blocks = -(-blocks // UNITS)
-    _run(kernel, hidden.device, (blocks, 1), parameters, QUANTIZE_THREADS)
+    _run(kernel, hidden.device, (_blocks(count, k), 1), parameters, QUANTIZE_THREADS)
+
+
+def _blocks(rows: int, k: int) -> int:
+    """Blocks of threads for the units of `rows`."""
+    blocks = -(-rows * (k // BLOCK) // UNITS_PER_BLOCK)
+    return -(-blocks // UNITS) if blocks > BLOCKS_APART_MOST else blocks
 
 
 def _run(name: str, device: torch.device, grid: tuple[int, int], parameters: ctypes.Structure, threads: int) -> None:

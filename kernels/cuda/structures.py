@@ -414,6 +414,22 @@ class QuantizeRows(Structure):
     _fields_ = fields(members)
 
 
+class SpreadRows(Structure):
+    members = (
+        ("const u8*", "codes", "[count, k] e4m3, `stride` bytes apart"),
+        ("const float*", "given", "[count, blocks] their scales, rows and blocks of any distance"),
+        ("const i32*", "rows", "[count, choices] places of a row; -1: none"),
+        ("u8*", "values", "[rows, k] e4m3"),
+        ("float*", "scales", "[blocks, span]"),
+        ("i64", "stride, scale_stride, block_stride"),
+        ("i32", "count, choices"),
+        ("i32", "k, blocks", "128 * blocks values of a row"),
+        ("i32", "span", "at least as many as there are rows"),
+        ("i32", "unused"),
+    )
+    _fields_ = fields(members)
+
+
 class SumRows(Structure):
     members = (
         ("const u16*", "products", "[rows, width] bfloat16"),

@@ -152,6 +152,29 @@ def test_rows_of_choices_go_to_every_place_of_their_token(choices: int) -> None:
             assert torch.equal(got.scales[row], scales[assignment // choices])
 
 
+@pytest.mark.parametrize("choices", [3, 20])
+@pytest.mark.parametrize("rows", [9, 75])
+def test_quantized_rows_are_spread_as_they_would_be_quantized(
+    rows: int, choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an exchange lie apart, with their scales behind them."""
+    monkeypatch.setattr(quantize, "BLOCKS_APART_MOST", 2)
+    hidden = drawn(rows, 256)
+    values, scales = plain_quantized(hidden, powers=True)
+    packed = torch.zeros(rows, 288, dtype=torch.uint8)
+    apart = packed[:, :256].view(torch.float8_e4m3fn), packed[:, 256:264].view(torch.float32)
+    apart[0].copy_(values)
+    apart[1].copy_(scales)
+    chosen = torch.rand(rows, 24, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :choices].int().contiguous()
+    placed = quantize.place(chosen, 1, 4, multiple=8)
+    wanted, real = quantize.quantize(hidden, powers=True, placed=placed), placed.rows[placed.rows >= 0].long()
+    for given in (apart, quantize.quantize(hidden, powers=True)):
+        got = quantize.spread(quantize.Codes(*given, True), placed)
+        assert got.scales.stride() == wanted.scales.stride()
+        alike(got.values[real], wanted.values[real])
+        assert torch.equal(got.scales[real], wanted.scales[real])
+
+
 @pytest.mark.parametrize("by_experts", [False, True])
 def test_threads_that_take_several_units_leave_none_out(by_experts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "BLOCKS_APART_MOST", 0)

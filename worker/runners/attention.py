@@ -34,6 +34,7 @@ from torch import Tensor
 
 from kernels.cuda.pointwise import join_norm, rms_norm
 from kernels.cuda.projected import can_join, index_rows, kv_rows
+from kernels.cuda.quantize import Codes
 from kernels.encode import encode
 from kernels.routing import add_parts
 from kernels.row_format import RowFormat
@@ -145,7 +146,7 @@ def join_normed(
     values: Tensor,
     parts: Tensor,
     added: Tensor | None = None,
-    also: Tensor | None = None,
+    also: Tensor | Codes | None = None,
     member: Module | None = None,
 ) -> tuple[Tensor, Activations | None]:
     """values [N, S, n] + (sum of parts [R, N * S, n] + added), rounded after each, and the library's RMS norm of that,

@@ -55,7 +55,7 @@ from protocol.tokenizer_files import read_tokenizer
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import StepRows, rows_max
-from worker.group.exchange import Collectives, Exchange
+from worker.group.exchange import Collectives, Exchange, require_alike
 from worker.runners import attention as mla
 from worker.runners.adjust import Adjust
 from worker.runners.base import (
@@ -82,7 +82,7 @@ from worker.weights.matmul import DECODED, Matmul, resolve_matmul
 from worker.weights.model import load_model
 from worker.weights.modules import (
     Activations,
-    has_block_experts,
+    expert_matmul,
     prepare_products,
     prepare_quantized_products,
 )
@@ -240,8 +240,9 @@ class TransformersRunner:
                 dtype=torch_dtype,
                 device=model.device,
                 deterministic=deterministic_seats > 0,
-                whole=has_block_experts(model),
+                matmul=expert_matmul(model),
             )
+            require_alike(collectives, products, model.device)
             log.info("exchange", extra=fields(ranks=collectives.size, bytes=exchange.bytes))
         info = describe_model(path, model.config, tokenizer)
         runner = cls(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
-from kernels.expert_choice import CHOICE_BYTES
+from kernels.expert_choice import CHOICE_BYTES, state_bytes
 from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX
 from worker.weights.dimensions import BOUNDS
@@ -54,8 +54,6 @@ EXPERT_ROWS_MAX: Final = 4_096
 #: end in a tile.
 QUANTIZED_EXPERT_ROWS_MAX: Final = 16_384
 EXPERT_TILE_ROWS: Final = 128
-#: Bytes of 128 quantized values, with their scale.
-QUANTIZED_BLOCK_BYTES: Final = 128 + 4
 #: Prompt passes that are held: two that are open, and one whose first token waits for a mask.
 PASSES_HELD: Final = 3
 #: What prompt_topk holds on a GPU: lists (kernels/cuda/prompt_index.py: scratch_bytes), or scores in float32
@@ -197,18 +195,21 @@ def weights_bytes(
     return {name: size for name, size in held.items() if size}
 
 
-def exchange_bytes(config: Any, dtype: str, group_size: int, rows: int, *, deterministic: bool = False) -> int:
+def exchange_bytes(
+    config: Any, dtype: str, group_size: int, rows: int, *, deterministic: bool = False, quantized: bool = False
+) -> int:
     """Bytes of the buffers in which the ranks of a group exchange rows, on each rank, for at most `rows` rows of each.
 
     They hold a rank's rows and those of all ranks, with their choices of experts, and twice the partial sums: those
     that a rank has computed and those that it is given. Sums are float32 in deterministic mode, else of `dtype`. A
-    group of one rank exchanges nothing.
+    group of one rank exchanges nothing. `quantized`: rows travel as e4m3.
     """
     if group_size == 1:
         return 0
     _require_dimensions(config, ("hidden_size", "num_experts_per_tok"))
     sum_bytes = BYTES["float32"] if deterministic else BYTES[dtype]
-    row_bytes = exchanged_row_bytes(config.hidden_size * BYTES[dtype], config.num_experts_per_tok)
+    values = state_bytes(config.hidden_size, 1 if quantized else BYTES[dtype])
+    row_bytes = exchanged_row_bytes(values, config.num_experts_per_tok)
     return int(rows * ((group_size + 1) * row_bytes + 2 * group_size * config.hidden_size * sum_bytes))
 
 
@@ -253,7 +254,7 @@ def _quantized_experts_bytes(config: Any, rows: int, ranks: int, value: int) -> 
     """Bytes of what experts make of `rows` of each rank where activations are quantized: for each choice two of what
     they read, gate and up, their product, and the output, at a time; beside them the output of shared experts."""
     together, middle = min(ranks * rows, QUANTIZED_EXPERT_ROWS_MAX), config.moe_intermediate_size
-    read, gated = (ceil(values / 128) * QUANTIZED_BLOCK_BYTES for values in (config.hidden_size, middle))
+    read, gated = (state_bytes(values, 1) for values in (config.hidden_size, middle))
     both, output = 2 * value * middle, value * config.hidden_size
     padded = together * config.num_experts_per_tok + EXPERT_TILE_ROWS * ceil(config.n_routed_experts / ranks)
     return int(padded * max(read + both, both + gated, gated + output) + rows * output)

@@ -158,8 +158,8 @@ class BlockExperts(nn.Module):
         """Memory for `count` experts, that is to be filled; `place` the module among all."""
         super().__init__()
         self.first, self.total = 0, count
-        self.powers = matmul.powers
         self.quantizes_rows = matmul.quantizes_rows and middle % BLOCK == 0 and width % BLOCK == 0
+        self.matmul = matmul if self.quantizes_rows else DECODED
         shapes = [(count, 2 * middle, width)] if self.quantizes_rows else [(count, middle, width)] * 2
         self.weights = [empty_blocks(shape, device) for shape in (*shapes, (count, width, middle))]
         self._middle = middle
@@ -178,22 +178,22 @@ class BlockExperts(nn.Module):
         values = self.weights[0].values[index, begin : begin + self._middle]
         return BlockFp8(values, self.weights[0].scales[index, begin // BLOCK : (begin + self._middle) // BLOCK])
 
-    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor | Codes, chosen: Tensor, shares: Tensor, out: Tensor | None = None) -> Tensor:
         """Weighted sum [T, K] over the choices int[T, k] that are among these experts; in `out`, if it has the dtype of
-        `hidden`."""
-        if out is not None and out.dtype != hidden.dtype:
+        activations. On a GPU experts that quantize rows take rows that are quantized."""
+        if out is not None and out.dtype != (torch.bfloat16 if isinstance(hidden, Codes) else hidden.dtype):
             out = None
-        if self.quantizes_rows:
+        if self.quantizes_rows or isinstance(hidden, Codes):
             gate_up, down = self.weights
             about = self.first, self.total
-            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, *about, powers=self.powers, out=out)
+            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, *about, powers=self.matmul.powers, out=out)
         gate, up, down = self.weights
         return block_experts(hidden, chosen, shares, gate, up, down, self.first, self.total, out=out)
 
 
-def has_block_experts(model: nn.Module) -> bool:
-    """Return whether `model` holds experts in block-FP8, whose products bound their memory themselves."""
-    return any(isinstance(module, BlockExperts) for module in model.modules())
+def expert_matmul(model: nn.Module) -> Matmul | None:
+    """How products of the routed experts of `model` are formed; None without experts in block-FP8."""
+    return next((module.matmul for module in model.modules() if isinstance(module, BlockExperts)), None)
 
 
 def share_scratch(model: nn.Module) -> None:

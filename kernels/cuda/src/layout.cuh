@@ -296,6 +296,20 @@ struct QuantizeRows {
 };
 static_assert(sizeof(QuantizeRows) == 72, "as ctypes lays it out");
 
+struct SpreadRows {
+    const u8* codes;     // [count, k] e4m3, `stride` bytes apart
+    const float* given;  // [count, blocks] their scales, rows and blocks of any distance
+    const i32* rows;     // [count, choices] places of a row; -1: none
+    u8* values;          // [rows, k] e4m3
+    float* scales;       // [blocks, span]
+    i64 stride, scale_stride, block_stride;
+    i32 count, choices;
+    i32 k, blocks;       // 128 * blocks values of a row
+    i32 span;            // at least as many as there are rows
+    i32 unused;
+};
+static_assert(sizeof(SpreadRows) == 88, "as ctypes lays it out");
+
 struct SumRows {
     const u16* products;  // [rows, width] bfloat16
     const i32* rows;      // [tokens, choices]; -1: none

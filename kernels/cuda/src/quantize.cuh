@@ -75,7 +75,8 @@ struct Unit {
     int lane;
     bool real;
 };
-__device__ __forceinline__ Unit own_unit(const QuantizeRows& p, int turn) {
+template <typename Parameters>
+__device__ __forceinline__ Unit own_unit(const Parameters& p, int turn) {
     const u32 number = ((turn * gridDim.x + blockIdx.x) * QUANTIZE_THREADS + threadIdx.x) / UNIT_LANES;
     const u32 row = number / static_cast<u32>(p.blocks);
     const int lane = static_cast<int>(threadIdx.x) % UNIT_LANES;
@@ -83,7 +84,8 @@ __device__ __forceinline__ Unit own_unit(const QuantizeRows& p, int turn) {
 }
 __device__ __forceinline__ i64 column_of(const Unit& unit) { return unit.block * UNIT_VALUES + unit.lane * LANE_VALUES; }
 
-__device__ __forceinline__ void store_unit(const QuantizeRows& p, i64 row, const Unit& unit, uint2 codes, float scale) {
+template <typename Parameters>
+__device__ __forceinline__ void store_unit(const Parameters& p, i64 row, const Unit& unit, uint2 codes, float scale) {
     *reinterpret_cast<uint2*>(p.values + row * p.k + column_of(unit)) = codes;
     if (unit.lane == 0) p.scales[unit.block * static_cast<i64>(p.span) + row] = scale;
 }
@@ -93,6 +95,20 @@ __device__ __forceinline__ int expert_of(const PlaceRows& p, int assignment) {
     const i64 chosen = p.wide ? static_cast<const i64*>(p.chosen)[at] : static_cast<const i32*>(p.chosen)[at];
     const i64 own = chosen - p.first;
     return own >= 0 && own < p.experts ? static_cast<int>(own) : -1;
+}
+
+// A unit to the places of its row's choices.
+template <typename Parameters>
+__device__ __forceinline__ void store_to_choices(const Parameters& p, const Unit& unit, uint2 codes, float scale) {
+    for (int base = 0; base < p.choices; base += UNIT_LANES) {
+        const int own = base + unit.lane;
+        const bool chosen = unit.real && own < p.choices;
+        const i32 place = chosen ? p.rows[static_cast<i64>(unit.row) * p.choices + own] : -1;
+        for (int choice = 0; choice < min(UNIT_LANES, p.choices - base); ++choice) {
+            const i32 row = __shfl_sync(ALL_LANES, place, threadIdx.x / UNIT_LANES % 2 * UNIT_LANES + choice);
+            if (row >= 0) store_unit(p, row, unit, codes, scale);
+        }
+    }
 }
 
 // Assignments of a block of threads: p.span of them.
@@ -201,15 +217,31 @@ extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
             if (unit.real) store_unit(p, unit.row, unit, codes, scale);
             continue;
         }
-        for (int base = 0; base < p.choices; base += UNIT_LANES) {
-            const int own = base + unit.lane;
-            const bool chosen = unit.real && own < p.choices;
-            const i32 place = chosen ? p.rows[static_cast<i64>(unit.row) * p.choices + own] : -1;
-            for (int choice = 0; choice < min(UNIT_LANES, p.choices - base); ++choice) {
-                const i32 row = __shfl_sync(ALL_LANES, place, threadIdx.x / UNIT_LANES % 2 * UNIT_LANES + choice);
-                if (row >= 0) store_unit(p, row, unit, codes, scale);
-            }
-        }
+        store_to_choices(p, unit, codes, scale);
+    }
+}
+
+// Quantized rows, each to the places of its choices.
+extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
+    spread_rows(const __grid_constant__ hisparse::SpreadRows p) {
+    using namespace hisparse;
+    await_last();
+    let_next_begin();
+    uint2 codes[UNITS];
+    float scales[UNITS];
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
+        const Unit unit = own_unit(p, turn);
+        codes[turn] = {0, 0}, scales[turn] = 1;
+        if (!unit.real) continue;
+        codes[turn] = *reinterpret_cast<const uint2*>(p.codes + unit.row * p.stride + column_of(unit));
+        if (unit.lane == 0) scales[turn] = p.given[unit.row * p.scale_stride + unit.block * p.block_stride];
+    }
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
+        const Unit unit = own_unit(p, turn);
+        if (!__any_sync(ALL_LANES, unit.real)) return;
+        store_to_choices(p, unit, codes[turn], scales[turn]);
     }
 }
 
