@@ -53,6 +53,8 @@ FEW, MANY, MANY_STEP = 128, 512, 256
 #: Tiles of tokens of experts: where an expert may expect EXPECTED_FEW rows at most, and beyond.
 ROWS_FEW, ROWS_MANY = 64, 128
 EXPECTED_FEW: Final = 32
+#: Rows of an expert beyond which the library is told of no more: it has no faster kernel for them.
+EXPECTED_MOST: Final = 64
 #: Tokens of all ranks in one piece of a prompt: bounds what its experts' rows take.
 PIECE_TOKENS: Final = 16_384
 #: Share of its norm by which the probe's product may differ from torch's: results are rounded to bfloat16.
@@ -164,8 +166,8 @@ def padded_counts(rows_max: int) -> Sequence[int]:
 
 
 def expected_rows(assignments: int, experts_total: int) -> int:
-    """Rows that the library is told to expect of each expert: a power of two."""
-    return power_of_two(max(1, -(-assignments // experts_total)))
+    """Rows that the library is told to expect of each expert: a power of two, EXPECTED_MOST at most."""
+    return min(EXPECTED_MOST, power_of_two(max(1, -(-assignments // experts_total))))
 
 
 def expert_counts(choices: int, experts_total: int) -> Sequence[int]:

@@ -41,14 +41,16 @@ def join_norm(
     eps: float,
     also: Tensor | Codes | None = None,
     codes: Codes | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """values [..., n] + (sum of `parts` [R, M, n] + `added` [..., n]), and rms_norm of that; None without a `weight`.
+    The sum goes `into`, contiguous, where it is given.
 
     Parts are added in their order in float32; what comes of them, each further sum and the whole are rounded to the
     dtype of `values`. `also` [M, n], rows of any distance, receives the norm too, or where it is Codes the same as
     `codes`, of rms_norm.
     """
-    total = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    total = torch.empty(values.shape, dtype=values.dtype, device=values.device) if into is None else into
     out = None if weight is None else torch.empty_like(total)
     _norm(values, parts, added, weight, total, out, also, codes, eps)
     return total, out
@@ -73,7 +75,7 @@ def _norm(
     if parts is not None and parts.stride()[1:] != (size, 1):
         parts = parts.contiguous()
     padded, beside = power_of_two(size), also if isinstance(also, Codes) else None
-    also = beside.values if beside is not None else also
+    other = also.values if isinstance(also, Codes) else also
     powers = next((one.powers for one in (codes, beside) if one is not None), False)
     number, part_stride = (0, 0) if parts is None else (len(parts), parts.stride(0))
     triton_unit("pointwise_triton").join_norm[(len(rows),)](
@@ -84,12 +86,12 @@ def _norm(
         rows if weight is None else weight,
         rows if total is None else total,
         rows if out is None else out,
-        rows if also is None else also,
+        rows if other is None else other,
         rows if codes is None else codes.values,
         rows if codes is None else codes.scales,
         rows if beside is None else beside.scales,
         rows.stride(0),
-        0 if also is None else also.stride(0),
+        0 if other is None else other.stride(0),
         0 if codes is None else codes.scales.stride(1),
         0 if beside is None else beside.scales.stride(0),
         eps,
@@ -98,7 +100,7 @@ def _norm(
         PARTS=number,
         ADDS=added is not None,
         NORMS=weight is not None,
-        ALSO=also is not None and beside is None,
+        ALSO=other is not None and beside is None,
         QUANTIZES=codes is not None,
         ALSO_CODES=beside is not None,
         POWERS=powers,

@@ -401,8 +401,9 @@ class QuantizeRows(Structure):
         (
             "const i32*",
             "rows",
-            "[count, choices] places of a row; of quantize_gated [count] rows; -1: none",
+            "[count, choices] places of a row, -1: none; null: its own",
         ),
+        ("const i32*", "behind", "of quantize_gated: the end of the last expert's rows; null: count"),
         ("u8*", "values", "[rows, k] e4m3"),
         ("float*", "scales", "[blocks, span]"),
         ("i64", "stride"),

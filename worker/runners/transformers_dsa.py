@@ -216,7 +216,14 @@ class TransformersRunner:
                     free_device_bytes(device),
                     "worker.device",
                     device,
-                    exchange_bytes=exchange_bytes(about, name, ranks, rows_max, deterministic=deterministic_seats > 0),
+                    exchange_bytes=exchange_bytes(
+                        about,
+                        name,
+                        ranks,
+                        rows_max,
+                        deterministic=deterministic_seats > 0,
+                        quantized=products.quantizes_rows,
+                    ),
                 )
             model = load_model(
                 path,
@@ -458,7 +465,7 @@ class TransformersRunner:
     def _attend_block(self, block: PromptBlock, state: DeviceState, layer: Layer, rows: int) -> None:
         hidden, experts = block.prompts.hidden[:, block.rows], self._layers.prompt_experts
         attended = self._prompt.attend(state, layer, block)
-        hidden.copy_(self._layers.finish(layer, hidden, attended, experts, rows=rows))
+        self._layers.finish(layer, hidden, attended, experts, rows=rows)
 
     @torch.inference_mode()
     def _write_draft_rows(

@@ -227,7 +227,7 @@ def prompt_scratch_bytes(
     _require_dimensions(config, (*DIMENSIONS, "index_topk", "num_experts_per_tok"))
     value, hidden, row = BYTES[dtype], config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim
     kept = value * (hidden + 2 * config.qk_rope_head_dim) + 4 * config.index_topk + TOKEN_BYTES
-    query = config.num_attention_heads * (config.qk_nope_head_dim + 2 * config.qk_rope_head_dim)  # also turned
+    query = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + row)  # and against rows
     index = 2 * config.index_n_heads * config.index_head_dim  # turned, and in the order of the kernel
     selecting = rows_max * value * (query + index + config.q_lora_rank + hidden + 2 * row) + TOPK_SCRATCH_BYTES
     attending = rows_max * value * config.num_attention_heads * (row + config.kv_lora_rank + config.v_head_dim)

@@ -104,9 +104,11 @@ __device__ __forceinline__ void store_to_choices(const Parameters& p, const Unit
         const int own = base + unit.lane;
         const bool chosen = unit.real && own < p.choices;
         const i32 place = chosen ? p.rows[static_cast<i64>(unit.row) * p.choices + own] : -1;
-        for (int choice = 0; choice < min(UNIT_LANES, p.choices - base); ++choice) {
-            const i32 row = __shfl_sync(ALL_LANES, place, threadIdx.x / UNIT_LANES % 2 * UNIT_LANES + choice);
-            if (row >= 0) store_unit(p, row, unit, codes, scale);
+        const int half = static_cast<int>(threadIdx.x) / UNIT_LANES % 2 * UNIT_LANES;
+        u32 left = __ballot_sync(ALL_LANES, place >= 0) >> half & ((1 << UNIT_LANES) - 1);
+        for (; __any_sync(ALL_LANES, left != 0); left &= left - 1) {
+            const i32 row = __shfl_sync(ALL_LANES, place, half + max(0, __ffs(left) - 1));
+            if (left) store_unit(p, row, unit, codes, scale);
         }
     }
 }
@@ -245,30 +247,27 @@ extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
     }
 }
 
-// silu(hidden) * factors, rounded to bfloat16 after each of both, of rows where they are.
+// silu(hidden) * factors, rounded to bfloat16 after each of both, of the first rows; of experts those ahead of the last end.
 extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
     quantize_gated(const __grid_constant__ hisparse::QuantizeRows p) {
     using namespace hisparse;
     await_last();
     let_next_begin();
-    i32 rows[UNITS];
     uint4 words[UNITS], factors[UNITS];
+    const u32 behind = p.behind == nullptr ? static_cast<u32>(p.count) : static_cast<u32>(*p.behind);
 #pragma unroll
     for (int turn = 0; turn < UNITS; ++turn) {
         const Unit unit = own_unit(p, turn);
-        rows[turn] = !unit.real ? -1 : p.rows == nullptr ? static_cast<i32>(unit.row) : p.rows[unit.row];
-    }
-#pragma unroll
-    for (int turn = 0; turn < UNITS; ++turn) {
         words[turn] = factors[turn] = {0, 0, 0, 0};
-        if (rows[turn] < 0) continue;
-        const i64 at = rows[turn] * p.stride + column_of(own_unit(p, turn));
+        if (unit.row >= behind) continue;
+        const i64 at = unit.row * p.stride + column_of(unit);
         words[turn] = *reinterpret_cast<const uint4*>(p.hidden + at);
         factors[turn] = *reinterpret_cast<const uint4*>(p.factors + at);
     }
 #pragma unroll
     for (int turn = 0; turn < UNITS; ++turn) {
-        if (!__any_sync(ALL_LANES, rows[turn] >= 0)) continue;
+        const Unit unit = own_unit(p, turn);
+        if (!__any_sync(ALL_LANES, unit.row < behind)) return;
         float x[LANE_VALUES], factor[LANE_VALUES];
         widen(x, words[turn]);
         widen(factor, factors[turn]);
@@ -279,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
         }
         const float scale = scale_of(x, p.powers);
         const uint2 codes = codes_of(x, scale, p.powers);
-        if (rows[turn] >= 0) store_unit(p, rows[turn], own_unit(p, turn), codes, scale);
+        if (unit.row < behind) store_unit(p, unit.row, unit, codes, scale);
     }
 }
 
