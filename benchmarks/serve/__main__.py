@@ -44,7 +44,7 @@ from benchmarks.serve.needs import GIB, POOL_BYTES_MAX, Machine, Needs, TooLittl
 from benchmarks.serve.report import joined, line, picture, tables, write_csv
 from benchmarks.serve.service import Service, configured, control_of, journal_of, running
 from benchmarks.serve.workloads import WORKLOADS, Asked, Cell, cells_of
-from protocol.config_checks import W8A8
+from protocol.config_checks import WEIGHT_ONLY
 from protocol.errors import HiSparseError
 from protocol.settings import Config, WorkerSettings
 from protocol.units import PAGE_TOKENS
@@ -101,7 +101,7 @@ class Run:
         self.cells = [it.cell for it in self.asked]
         self.kv_dtype = "bfloat16" if self.tiny else "fp8"
         self.chosen = dict(it.split("=", 1) for it in options.settings)
-        is_quantized = self.chosen.get("worker.matmul") == W8A8
+        is_quantized = self.chosen.get("worker.matmul", WorkerSettings().matmul) != WEIGHT_ONLY
         self.links = Links(self.ranks, row_value_bytes=1 if is_quantized else BF16_BYTES)
         self.config = config_of(options.layers, tiny=self.tiny)
         self.found: dict[str, Any] = {"runs": [], "rows": []}
