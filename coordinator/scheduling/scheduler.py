@@ -236,6 +236,13 @@ class Scheduler(SchedulerApi):
             self.tell(events.Tick())
 
     async def handle(self, batch: list[Message]) -> None:
+        self._journal.hold()
+        try:
+            await self._turn(batch)
+        finally:
+            self._journal.let_go()
+
+    async def _turn(self, batch: list[Message]) -> None:
         now, turn, tick = self._clock(), _Turn(), False
         for message in batch:
             self._hear(message, now, turn)
@@ -531,7 +538,9 @@ class Scheduler(SchedulerApi):
                 given[place] = result
             commit = applied.commit
         if any(isinstance(step.change, GIVING) for step in steps):
+            self._journal.let_go()
             await commit.wait()
+            self._journal.hold()
         return given
 
     async def _transact_node(self, node: str, steps: Sequence[LedgerStep]) -> Applied[Commit]:

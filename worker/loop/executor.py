@@ -753,6 +753,7 @@ class Executor:
             self.counters.stepped(seconds, len(step.requests), is_alone=step.is_alone)
             if not step.is_alone:
                 self.counters.gap_s.observe(seconds)
+                self._pace.waited(seconds)
             self._note_pace()
             if self._lengths is not None:
                 self._lengths.observe(step_seen(step, seconds))
