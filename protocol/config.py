@@ -290,6 +290,7 @@ def _field_types(section: str) -> dict[str, Any]:
 _GONE: Final = {
     "prefill_chunk_tokens": "remove it; worker.gap_target_ms bounds the gaps that prompts make",
     "group_prompt_rounds_max": "remove it; worker.gap_target_ms bounds the gaps that prompts make",
+    "slab_tokens": "remove it; the longest prompt (worker.context_max_tokens) sizes the slab, within worker.device_mem",
 }
 
 

@@ -264,7 +264,6 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     yield _between("worker.pass_tokens", worker.pass_tokens, PAGE_TOKENS, PASS_TOKENS_MAX)
     yield from _gap_target(worker)
     yield _at_least("worker.layer_group", parse_size(worker.layer_group, "worker.layer_group"), 0)
-    yield _at_least("worker.slab_tokens", worker.slab_tokens, 0)
     yield _at_least("worker.hot_chunks_max", worker.hot_chunks_max, 0)
     yield _at_least("worker.threads", worker.threads, 0)
     yield _positive("worker.report_interval_ms", worker.report_interval_ms)

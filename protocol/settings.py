@@ -109,7 +109,6 @@ class WorkerSettings(Settings, frozen=True):
     )
     context_max_tokens: int = 0  # longest context; 0: the model's
     context_target_tokens: int = 0  # context length that index pages and hot chunks are balanced for; 0: half each
-    slab_tokens: int = 0  # prefill slab, rows of two layers; 0: room for one longest prompt, within device_mem
     pass_tokens: int = 8_192  # prompt tokens, of one or several prompts, that go through the layers together
     gap_target_ms: GapTarget = (
         AUTO  # milliseconds between two tokens of a request beside prompts; auto: 2.2 plain steps; 0: unbounded

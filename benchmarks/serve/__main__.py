@@ -197,7 +197,7 @@ class Run:
             "hot_chunks": has.hot_chunks,
             "hot_size_classes": list(has.hot_size_classes),
             "index_pages": has.index_pages,
-            "slab_pages": has.slab_pages,
+            "prompt_max_tokens": has.prompt_max_tokens,
             "host_pages": has.host_pages,
             "page_bytes": has.page_bytes,
             "distinct_gib": has.host_pages * has.page_bytes / GIB,

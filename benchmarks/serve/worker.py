@@ -35,7 +35,7 @@ from kernels.state import DeviceState, StepBatch
 from metrics.state import WorkerCounters
 from protocol.settings import WorkerSettings
 from protocol.tokenizer_files import read_tokenizer
-from protocol.units import PAGE_TOKENS
+from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.passes import PassUnit
 from worker.device.step_rows import rows_max
 from worker.loop.batch import RunningRequest
@@ -119,7 +119,7 @@ class Loop:
         self._journal.note(STEP, requests, seconds)
 
     def write(self, prompts: Prompts) -> None:
-        """While the control file says so, stage what lies in the slabs of prompts that wait, but for the last page."""
+        """While the control file says so, stage what lies in the slab for prompts that wait, but for the last page."""
         for request in prompts._prompts.values() if self._is_writing else ():
             stop = (request.prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
             if request.prefilled < stop:
@@ -135,7 +135,7 @@ class Loop:
             fill(prefill._state, prefill._runner)
             self._is_filled = True
         memory = request.memory
-        rows = StagedRows(memory.slab, memory.index_pages, memory.host_pages, start, stop)
+        rows = StagedRows(range(pages_for(stop)), memory.index_pages, memory.host_pages, start, stop)
         for layer in range(prefill._state.geometry.layers):
             prefill._swap.stage([rows], layer)
         request.prefilled = stop

@@ -101,13 +101,13 @@ class Dispatch:
         self.dirty = True
         match event.stage:
             case Stage.STAGED:
-                slab_pages = self.placement_table.stage(entry)
+                self.placement_table.stage(entry)
                 computed = entry.facts.prompt_tokens - entry.shared_pages * PAGE_TOKENS
                 self.policy.prefill_costs.note(entry.worker, computed, event.took_s)
                 cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node])
                 if entry.prefills_only:
                     self.placement_table.leave(entry, frees_pages=False)
-                return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(slab_pages=slab_pages))), *cached)
+                return Effects(cached)
             case Stage.STARTED:
                 self.placement_table.start(entry)
                 if not entry.by_steps:  # rows of its prompt have come from another node

@@ -265,7 +265,7 @@ def _restore_placed(
     )
     placement_table.recover_place(entry, worker)
     entry.by_steps = True  # for all that is known: no row of its prompt is durable before its worker says so
-    staged = not memory.slab_pages
+    staged = place.token_log.durable(facts.request_index) >= facts.prompt_tokens
     live.state.recover_placed(
         place.now,
         placed.placement,

@@ -589,7 +589,6 @@ class Scheduler(SchedulerApi):
             sampling=live.sampling,
             host_pages=pages.tobytes(),
             index_pages=decision.memory.index_pages,
-            slab_pages=decision.memory.slab_pages,
             hot_slots=hot_size.hot_slots,
             hot_chunks=hot_size.hot_chunks,
             first_token=decision.first_token,
@@ -601,6 +600,7 @@ class Scheduler(SchedulerApi):
             rank=live.facts.rank,
             draft_tokens=entry.facts.draft_tokens,
             owner=entry.facts.owner_name,
+            by_steps=entry.by_steps,
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {prefix_tokens} tokens of the prompt reused" if prefix_tokens else ""

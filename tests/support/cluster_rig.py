@@ -165,8 +165,8 @@ def lengths(rows: Iterable[RequestRow]) -> str:
 async def all_free(client: Client) -> bool:
     pools, workers = await client.pools(), await client.workers()
     return all(row.free + row.cached == row.host_pages for row in pools) and all(
-        (row.seats_free, row.hot_chunks_free, row.index_pages_free, row.slab_pages_free)
-        == (row.capacity.seats, row.capacity.hot_chunks, row.capacity.index_pages, row.capacity.slab_pages)
+        (row.seats_free, row.hot_chunks_free, row.index_pages_free)
+        == (row.capacity.seats, row.capacity.hot_chunks, row.capacity.index_pages)
         for row in workers
         if row.state != "disconnected"  # its rows tell how it was last
     )

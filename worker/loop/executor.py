@@ -167,17 +167,6 @@ class Executor:
         warm_start = TopkBuffers(g, self.state.rows.device)
         self._groups = LayerGroups.of(g, parse_size(settings.layer_group, "worker.layer_group"))
         self._prefix_unit = prefix_unit_tokens(settings)
-        self._prefill = Prefill(
-            *parts,
-            pass_tokens=settings.pass_tokens,
-            groups=self._groups,
-            staging=self._note_staging,
-            drafts=rows.draft_tokens > 0,
-            outputs=StepOutputs.allocate(
-                1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
-            ),
-            warm_start=warm_start,
-        )
         self._grammars = Grammars(streams, sampler.adjust, tokenizer, runner.info, self.wake)
         self._seats = Seats(
             streams,
@@ -191,6 +180,18 @@ class Executor:
             drafting,
             runner.info.eos_token_ids,
         )
+        self._prefill = Prefill(
+            *parts,
+            self._seats,
+            pass_tokens=settings.pass_tokens,
+            groups=self._groups,
+            staging=self._note_staging,
+            drafts=rows.draft_tokens > 0,
+            outputs=StepOutputs.allocate(
+                1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
+            ),
+            warm_start=warm_start,
+        )
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         tokens = settings.pass_tokens // block * block if block else settings.pass_tokens
@@ -199,6 +200,7 @@ class Executor:
             PromptOrder(packs=not settings.deterministic, unit_tokens=block or PAGE_TOKENS),
             self._pace,
             self._swap,
+            self._seats,
             streams,
             PassSizes(runner.info.layers, tokens),
             may_launch=self._may_launch,
@@ -592,9 +594,7 @@ class Executor:
         """A prompt seen in host memory: its rows are durable, and its hot buffer is set up. Or it has been here for its
         prompt alone, and leaves."""
         request.progress.durable = request.prompt_tokens
-        if request.prefills_only:
-            self._seats.free_slab(request)
-        else:
+        if not request.prefills_only:
             self._seats.take_over(request)
         self._report.staged(request, self._clock() - request.since_s)
         if request.outgoing is not None:
@@ -874,7 +874,6 @@ def _row_of(request: RunningRequest) -> InventoryRow:
         len(memory.host_pages),
         memory.hot_chunks,
         index_pages=len(memory.index_pages),
-        slab_pages=len(memory.slab),
-        chunks=len(memory.slab) + len(memory.hot.chunks),
+        chunks=len(memory.hot.chunks),
         is_leaving=request.status is Status.LEAVING,
     )

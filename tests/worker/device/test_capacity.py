@@ -103,10 +103,10 @@ def test_target_admits_more_requests_than_halves() -> None:
     assert aimed.index_pages // pages > 1.5 * (halves.index_pages // pages)
 
 
-@pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 67, 67)), (0, (126, 10, 87))])
+@pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 66, 66)), (0, (126, 10, 86))])
 def test_worker_logs_its_request_capacity_at_start(target: int, counts: tuple[int, int, int]) -> None:
     """Of the length aimed at, or of the longest."""
-    _, enough = sized(context_target_tokens=target, slab_tokens=32_768).report()
+    _, enough = sized(context_target_tokens=target).report()
     assert enough["context_target_tokens"] == (target or 163_840)
     kinds = ("host_pages", "index_pages", "hot_chunks")
     assert tuple(enough[f"requests_by_{kind}"] for kind in kinds) == counts
@@ -122,13 +122,13 @@ def test_a_target_beyond_the_context_is_refused() -> None:
 
 
 @pytest.mark.parametrize("context", [163_840, 1_048_576])
-def test_default_slab_holds_two_layers_of_the_longest_prompt(context: int) -> None:
+def test_slab_holds_two_layers_of_the_longest_prompt(context: int) -> None:
     """GLM-5.2's rows: a prompt of a million tokens is admitted, where all of its layers would take 54 GB."""
     layers = 78
     geometry = Geometry(layers, FP8_ROW, tuple(it // 4 for it in range(layers)), FP8_KEY, topk=2048)
     settings = msgspec.structs.replace(BIG, device_mem="20GB", seats=4)
     found = size_worker(settings, geometry, info(context))
-    slab = found.capacity.slab_pages
+    slab = found.slab_pages
     assert slab == pages_for(context + found.capacity.overshoot_tokens)
     assert slab * geometry.slab_page_bytes == slab * 64 * 2 * FP8_ROW < 1.4e9
     assert not misfit(Length(context - 100, 0, 100), found.capacity, "w0")
@@ -180,9 +180,8 @@ def test_largest_hot_buffer_without_lost_seats_is_chosen() -> None:
 
 
 def test_decode_only_worker_spends_no_memory_on_prompts() -> None:
-    """Its slab is one page, whatever `slab_tokens` the prefill workers are given with the same settings."""
-    capacity = sized(role="decode", slab_tokens=131_072).capacity
-    assert capacity.slab_pages == 1
+    """Its slab is one page."""
+    assert sized(role="decode").slab_pages == 1
     alone, both = planned(131_072, role="decode"), planned(131_072)
     assert alone.prompt_max_tokens == 0
     assert alone.slab_bytes == deepseek().slab_page_bytes
@@ -201,7 +200,7 @@ def test_larger_classes_than_the_context_are_left_out() -> None:
 
 
 def test_oversized_length_is_refused_with_arithmetic() -> None:
-    with pytest.raises(CapacityError, match="needs 2049 host pages, pool has 1625") as caught:
+    with pytest.raises(CapacityError, match="needs 2049 host pages, worker has 1625") as caught:
         planned(131_072, host_mem="5GB")
     assert caught.value.field == "context"
 
@@ -342,7 +341,7 @@ def published(path: Path, family: str, **change: Any) -> Path:
     return path / "config.json"
 
 
-WHOLE = ("--host-mem", "2TB", "--context", "131072", "--kv-dtype", "fp8", "--slab-tokens", "8192")
+WHOLE = ("--host-mem", "2TB", "--context", "131072", "--kv-dtype", "fp8")
 
 
 @pytest.mark.parametrize(

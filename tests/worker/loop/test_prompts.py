@@ -42,7 +42,6 @@ WIDE: Final = msgspec.structs.replace(
     host_mem="1MiB",
     device_mem="512KiB",
     context_max_tokens=1_024,
-    slab_tokens=1_024,
 )
 
 
