@@ -164,7 +164,7 @@ class DeviceState:
             index_table=filled(-1, torch.int32, seats, max_pages),
             host_table=filled(-1, torch.int32, seats, max_pages),
             chunk_table=filled(-1, torch.int32, seats, max_chunks),
-            slab_table=filled(-1, torch.int32, seats, slab_pages),
+            slab_table=filled(-1, torch.int32, seats, min(slab_pages, max_pages)),
             hot_slots=filled(-1, torch.int32, seats),
             tail=filled(-1, torch.int32, groups, seats, tail_slots),
             now=filled(0, torch.int32, seats),

@@ -216,6 +216,7 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
     else:
         effects = _restore_waiting(placed, ordered, record, live, journal_state, place)
     dispatch.placement_table.recover_orders(entry, ordered)
+    place.token_log.hold(facts.request_index, ordered.held)
     return effects
 
 

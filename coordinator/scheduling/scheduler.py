@@ -145,7 +145,7 @@ class Scheduler(SchedulerApi):
         self._prefix_reuse = PrefixReuse(settings.prefix_reuse, key, self._kv_events, clock)
         self._lead_tokens = settings.grant_ahead_tokens + GRANT_TOKENS_BESIDES
         self._dispatch = Dispatch(
-            self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse, self._makes_output_room
+            self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse, self._makes_output_room, token_log.hold
         )
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)

@@ -288,7 +288,8 @@ class Executor:
     def _take_turn(self) -> bool:
         """Launch units and a step, and read the steps beyond the lookahead; whether there was any."""
         ready = self._ready()
-        prompt = busy = self._launch_prompts(beside_steps=bool(ready))
+        beside_steps = bool(ready) or self._decoder.in_flight > 0  # the tokens of a last step wait for units, too
+        prompt = busy = self._launch_prompts(beside_steps=beside_steps)
         if ready:
             self._launch_step(ready, is_alone=not prompt)
         busy |= self._read(self._lookahead if ready else 0, beside_prompt=prompt)
@@ -621,7 +622,8 @@ class Executor:
     # ---------------------------------------------------------------- launches
 
     def _launch_prompts(self, *, beside_steps: bool) -> bool:
-        """Launch first tokens that waited for a mask, and units before the next step; whether there was any."""
+        """Launch first tokens that waited for a mask, and units before the next step; whether there was any. Without
+        steps it is one unit: where launches return once they have run, what it completed is polled before the next."""
         busy, gap = self._draw_late(), self._pace.gap(beside_steps=beside_steps)
         while beside_steps or not self._prompts.held():
             unit = self._prompts.next(beside_steps=beside_steps, left_s=gap.left_s)
@@ -631,7 +633,7 @@ class Executor:
                 self._draw_first(*part)
             self.counters.prompt_units += 1
             busy = True
-            if self._commands:
+            if self._commands or not beside_steps:
                 break
         return busy
 

@@ -9,6 +9,11 @@ stops. A prompt that does not fit is cut behind a whole page; its next pass goes
 for pages that earlier passes hold, and no other goes before it. Beside prompts that end in a pass, it takes no more
 tokens of a prompt that does not: a short prompt waits for as many tokens of others as it has itself.
 
+All prompts of a pass end when it does, so what one owner packs into it the others wait for. Beside prompts of others
+that end in a pass an owner has at most OWNER_RATIO times the tokens of any of them, or ALIKE_TOKENS. A prompt for which
+that is too little takes a pass of its own: a longer one the next pass, in its owner's turn, and a shorter one a pass
+that preempts this one at once.
+
 A pass is *preempted* by one of shorter prompts that came meanwhile: prompts that end in it, each with fewer tokens left
 than every prompt of the open pass had, together no more than the open pass has left to do. What preempts a pass is
 bounded by the tokens of the pass itself, so that prompts take twice their time at most for it.
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, NamedTuple
 
 from protocol.units import PAGE_TOKENS, pages_for
@@ -26,6 +32,10 @@ from protocol.units import PAGE_TOKENS, pages_for
 AGING_TOKENS: Final = 512
 #: Prompts of a pass: each is some launches in every layer.
 PARTS_MAX: Final = 128
+#: How many times the tokens of another owner an owner may have in a pass, ...
+OWNER_RATIO: Final = 2
+#: ... and tokens that it may always have: so few take no longer than one.
+ALIKE_TOKENS: Final = PAGE_TOKENS
 
 
 class Taken(NamedTuple):
@@ -88,6 +98,7 @@ class PromptOrder:
         for queue in queues.values():
             queue.sort(key=lambda it: it.rank, reverse=True)
         served, taken, ending = self._standing(queues.keys()), list[Taken](), 0
+        given, ended, shortest = dict[str, int](), set[str](), 0  # tokens by owner, owners of prompts that end
         while queues and tokens > 0 and len(taken) < (PARTS_MAX if self._packs else 1):
             owner = min(queues, key=lambda it: (served[it], queues[it][-1].rank))
             waiting = queues[owner].pop()
@@ -96,19 +107,32 @@ class PromptOrder:
             ends = waiting.tokens <= tokens
             room = 0 if not cuts else min(tokens, ending) if ending else tokens
             stop = waiting.stop if ends else (waiting.start + room) // self._unit * self._unit
-            if stop <= waiting.start:
+            count = stop - waiting.start
+            if count <= 0:
                 continue
             if pages_for(stop) > pages:
                 if not taken:
                     break
                 continue
+            own, others = given.get(owner, 0) + count, given.keys() - {owner}
+            if own > _most([given[it] for it in others & ended]):
+                continue
+            if cuts and waiting.tokens < shortest and any(given[it] > _most([own]) for it in others):
+                continue
             taken.append(Taken(waiting.prompt, waiting.start, stop))
-            count = stop - waiting.start
             tokens, pages, ending = tokens - count, pages - pages_for(stop), ending + count * ends
+            shortest = min(shortest or waiting.tokens, waiting.tokens)
             served[owner] += count
+            given[owner] = own
+            ended |= {owner} if ends else set()
         return taken
 
     def _standing(self, owners: Iterable[str]) -> dict[str, float]:
         """Return what `owners` were served. One that did not wait begins where the least served of the others is."""
         least = min((self._served[it] for it in owners if it in self._served), default=0.0)
         return {it: self._served.get(it, least) for it in owners}
+
+
+def _most(tokens: Sequence[int]) -> float:
+    """Return how many tokens an owner may have in a pass beside owners that have `tokens`."""
+    return max(ALIKE_TOKENS, OWNER_RATIO * min(tokens)) if tokens else inf
